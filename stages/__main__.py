@@ -1,0 +1,53 @@
+"""A stage process: `python -m stages WORK_FOLDER`, or the same under torchrun.
+
+Reads `config.json`, runs the stage's kind, writes `result.json` and exits 0; a failure writes `error.json` and exits
+with the code of its error class.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from pathlib import Path
+
+from stages.contract import StageContext, StageFailure, StageInput, is_main_process, write_atomically
+from stages.errors import INTERNAL_ERROR, LifecycleError
+from stages.kinds import KINDS
+from stages.supervisor import die_with_parent
+
+
+def main() -> None:
+    """Run the stage whose work folder is the only argument."""
+    die_with_parent()
+    work = Path(sys.argv[1])
+    try:
+        run_stage(work)
+    except LifecycleError as error:
+        fail(work, error, error.exit_code)
+    except Exception as error:
+        traceback.print_exc()
+        fail(work, error, INTERNAL_ERROR)
+
+
+def run_stage(work: Path) -> None:
+    """Run the stage that `config.json` describes and write its `result.json`."""
+    told = StageInput.model_validate_json((work / "config.json").read_text())
+    run = importlib.import_module(f"stages.{told.kind}.run").run
+    config = KINDS[told.kind].model_validate(told.config)
+    result = run(StageContext(work, told.name, told.version, config, told.inputs, told.leases, told.cache))
+    if is_main_process():
+        write_atomically(work / "result.json", result.model_dump_json(indent=2))
+
+
+def fail(work: Path, error: Exception, exit_code: int) -> None:
+    """Leave the error where the orchestrator finds it, and end. The first rank that fails has the last word."""
+    if not (work / "error.json").exists():
+        failure = StageFailure(error=type(error).__name__, message=str(error))
+        write_atomically(work / "error.json", failure.model_dump_json(indent=2))
+    print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    sys.exit(exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""The error classes: one exit code each, the same for a stage process and for `lifecycle`.
+
+A message says what was being done, what was found, what was expected, and what to do next. These are the errors of
+the outside world (a user, a file, a server); a bug of ours is any other exception and exits with `INTERNAL_ERROR`.
+"""
+
+from __future__ import annotations
+
+INTERNAL_ERROR = 70
+USAGE_ERROR = 2
+
+
+class LifecycleError(Exception):
+    """Base of all expected errors."""
+
+    exit_code = INTERNAL_ERROR
+
+
+class RecipeError(LifecycleError):
+    """The recipe says something that cannot be meant."""
+
+    exit_code = 3
+
+
+class LayoutError(RecipeError):
+    """The parallel degrees do not fit the model, the batch or the number of processes."""
+
+    exit_code = 4
+
+
+class DataError(LifecycleError):
+    """A dataset is missing, empty, malformed, or has nothing to learn from."""
+
+    exit_code = 5
+
+
+class ModelError(LifecycleError):
+    """A model folder is incomplete, damaged, unsafe, or not of a supported kind."""
+
+    exit_code = 6
+
+
+class DownloadError(LifecycleError):
+    """A source does not exist, may not be read, or sent something else than it promised."""
+
+    exit_code = 7
+
+
+class ResourceError(LifecycleError):
+    """Disk, memory, a device or a port that is needed is not to be had."""
+
+    exit_code = 8
+
+
+class ServerError(LifecycleError):
+    """A server did not start, ended, or answers wrongly."""
+
+    exit_code = 9
+
+
+class EvaluationError(LifecycleError):
+    """A benchmark could not be run, or gave no scores."""
+
+    exit_code = 10
+
+
+class GateError(LifecycleError):
+    """A stage did its work, but its result misses the bound that the recipe sets."""
+
+    exit_code = 11
+
+
+class StoreError(LifecycleError):
+    """An artifact is damaged, or the store cannot be read or written."""
+
+    exit_code = 12
+
+
+class StageTimeout(LifecycleError):
+    """A stage ran longer than the recipe allows."""
+
+    exit_code = 13
+
+
+class StageCrash(LifecycleError):
+    """A stage process was killed, or ended without a word."""
+
+    exit_code = 14
+
+
+class TransientError(LifecycleError):
+    """Something that may well work when tried again: a network fault, a busy server."""
+
+    exit_code = 75
+
+
+def error_classes() -> dict[str, type[LifecycleError]]:
+    """Name → class, for all of the above."""
+    found: dict[str, type[LifecycleError]] = {}
+    todo: list[type[LifecycleError]] = [LifecycleError]
+    while todo:
+        error = todo.pop()
+        found[error.__name__] = error
+        todo += error.__subclasses__()
+    return found

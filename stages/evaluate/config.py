@@ -1,0 +1,37 @@
+"""What a recipe may say of an evaluation."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, PositiveInt
+
+from stages.contract import ModelOrServerReference, OutsidePath, Product, StageConfig
+from stages.serve.config import ServeExecution, ServingConfig
+
+
+class EvaluateExecution(ServeExecution):
+    """How the benchmark is run, and where its server listens when it starts one."""
+
+    concurrent_requests: PositiveInt = 16
+
+
+class EvaluateConfig(StageConfig):
+    """Run lm-eval tasks against a vLLM server: that of a serve stage, or its own for a model."""
+
+    STAGE_VERSION: ClassVar[int] = 1
+
+    kind: Literal["evaluate"]
+    model: ModelOrServerReference
+    serving: ServingConfig | None = Field(None, description="Only for a model; a serve stage brings its own.")
+    tasks: tuple[str, ...] = Field(min_length=1, description="Names of lm-eval tasks, from the hub or `task_folder`.")
+    task_folder: OutsidePath | None = Field(None, description="Folder of local tasks (YAML and JSONL).")
+    limit: PositiveInt | None = Field(None, description="Samples of each task; default: all.")
+    num_fewshot: int | None = Field(None, ge=0, description="Default: the task's own.")
+    apply_chat_template: bool = False
+    seed: int = Field(0, ge=0)
+    execution: EvaluateExecution = EvaluateExecution()
+
+    @property
+    def product(self) -> Product:
+        return "scores"

@@ -1,0 +1,18 @@
+"""The stage kinds there are. A new kind is a folder beside this file and one line here."""
+
+from __future__ import annotations
+
+from stages.contract import StageConfig
+from stages.download.config import DownloadConfig
+from stages.evaluate.config import EvaluateConfig
+from stages.quantize.config import QuantizeConfig
+from stages.serve.config import ServeConfig
+from stages.train.config import TrainConfig
+
+KINDS: dict[str, type[StageConfig]] = {
+    "download": DownloadConfig,
+    "train": TrainConfig,
+    "quantize": QuantizeConfig,
+    "serve": ServeConfig,
+    "evaluate": EvaluateConfig,
+}

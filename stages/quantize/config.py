@@ -1,0 +1,46 @@
+"""What a recipe may say of a quantization."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from stages.contract import DatasetReference, ModelReference, Product, StageConfig, StrictModel
+
+
+class CalibrationConfig(StrictModel):
+    """Rows that show the quantizer what activations look like, and held-out rows that judge it."""
+
+    dataset: DatasetReference
+    split: str = "train"
+    evaluation_split: str | None = Field(
+        None, description="Rows that the KL is measured on; default: rows after these."
+    )
+    num_samples: PositiveInt = 128
+    num_evaluation_samples: PositiveInt = 128
+    sequence_length: PositiveInt = 512
+
+
+class QuantizeConfig(StageConfig):
+    """Quantize a model with llm-compressor (→ `model/`, compressed-tensors format)."""
+
+    STAGE_VERSION: ClassVar[int] = 1
+
+    kind: Literal["quantize"]
+    model: ModelReference
+    method: Literal["awq", "gptq", "int8", "fp8"] = Field(
+        description="awq, gptq: W4A16 in groups; int8: W8A8; fp8: W8A8 with dynamic activation scales."
+    )
+    group_size: PositiveInt = Field(128, description="Input channels that share a scale (awq and gptq).")
+    symmetric: bool = Field(False, description="Without zero points (awq and gptq).")
+    ignore: tuple[str, ...] = Field(("lm_head",), description="Modules left unquantized; `re:` begins a pattern.")
+    calibration: CalibrationConfig
+    max_kl: PositiveFloat | None = Field(None, description="Nats per token from the unquantized model, at most.")
+    tensor_parallel_size: PositiveInt = Field(1, description="That the model will be served at.")
+    trust_remote_code: bool = False
+    seed: int = Field(0, ge=0)
+
+    @property
+    def product(self) -> Product:
+        return "model"

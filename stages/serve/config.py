@@ -1,0 +1,54 @@
+"""What a recipe may say of a vLLM server."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from stages.contract import Execution, ModelReference, Product, StageConfig, StrictModel
+
+
+class ServingConfig(StrictModel):
+    """How vLLM holds a model: everything that may change what it answers, or how fast."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    max_model_len: PositiveInt | None = Field(None, description="Tokens of prompt and answer; default: the model's.")
+    max_num_seqs: PositiveInt | None = Field(None, description="Requests in one batch; default: vLLM's.")
+    tensor_parallel_size: PositiveInt = 1
+    kv_cache_memory_gib: PositiveFloat | None = Field(None, description="Default: what vLLM finds free.")
+    enforce_eager: bool = Field(False, description="Neither compile nor capture graphs: starts sooner, runs slower.")
+    trust_remote_code: bool = False
+
+
+class BenchmarkConfig(StrictModel):
+    """Load that `vllm bench serve` puts on the server."""
+
+    concurrencies: tuple[PositiveInt, ...] = (1, 8)
+    requests_per_concurrency: PositiveInt = Field(8, description="Requests sent for each unit of concurrency.")
+    input_tokens: PositiveInt = 128
+    output_tokens: PositiveInt = 64
+
+
+class ServeExecution(Execution):
+    """Where the server listens and how long it may take to start."""
+
+    host: str = "127.0.0.1"
+    port: int | None = Field(None, ge=1, le=65535, description="Default: a free one.")
+    ready_timeout_s: PositiveFloat = 600
+
+
+class ServeConfig(StageConfig):
+    """Start vLLM for a model, check it, measure it, and keep it up while this refresh needs it."""
+
+    STAGE_VERSION: ClassVar[int] = 1
+
+    kind: Literal["serve"]
+    model: ModelReference
+    serving: ServingConfig = ServingConfig()
+    benchmark: BenchmarkConfig | None = BenchmarkConfig()
+    execution: ServeExecution = ServeExecution()
+
+    @property
+    def product(self) -> Product:
+        return "server"

@@ -1,0 +1,128 @@
+"""What a recipe may say of a training stage."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, JsonValue, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from stages.contract import DatasetReference, Execution, ModelReference, OutsidePath, Product, StageConfig, StrictModel
+from stages.train.layout import Layout
+
+DataFormat = Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt", "text", "preference"]
+
+
+class DataConfig(StrictModel):
+    """Which rows are learned from, and how they become tokens."""
+
+    dataset: DatasetReference
+    split: str = Field("train", description="Files of the dataset whose name or folder begins with this.")
+    evaluation_split: str | None = Field(None, description="Held-out split; see also `evaluation_fraction`.")
+    evaluation_fraction: float = Field(0.0, ge=0, lt=1, description="Share of `split` held out when no split is named.")
+    format: DataFormat = Field("auto", description="auto: told by the columns of the first row.")
+    chat_template: OutsidePath | None = Field(None, description="Jinja file; default: the model's own template.")
+    train_on: Literal["assistant", "all"] = Field("assistant", description="Tokens that carry loss.")
+    sequence_length: PositiveInt = Field(2048, description="Tokens of a packed row.")
+    packing: bool = Field(True, description="Several documents in a row; attention does not cross their borders.")
+    over_long: Literal["truncate", "drop", "fail"] = Field("fail", description="Documents over sequence_length.")
+    on_bad_rows: Literal["fail", "drop"] = "fail"
+    max_bad_row_fraction: float = Field(0.01, ge=0, le=1, description="More dropped rows than this is an error.")
+
+
+class DpoConfig(StrictModel):
+    """Direct preference optimization (Rafailov et al. 2023; IPO: Azar et al. 2023; hinge: Zhao et al. 2023)."""
+
+    beta: PositiveFloat = 0.1
+    loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+
+
+class TrainExecution(Execution):
+    """Where a training stage runs, how often it logs, evaluates and saves."""
+
+    log_every_steps: PositiveInt = 1
+    evaluate_every_steps: PositiveInt | None = Field(None, description="Default: only at the end.")
+    checkpoint_every_steps: PositiveInt | None = Field(None, description="Default: ten times in a run.")
+    checkpoints_kept: PositiveInt = 2
+    measure_matmul_rate: bool = Field(True, description="On a CPU, measure the peak that MFU is relative to.")
+
+
+class TrainConfig(StageConfig):
+    """Supervised fine-tuning or preference optimization of a model (→ `model/`)."""
+
+    STAGE_VERSION: ClassVar[int] = 1
+
+    kind: Literal["train"]
+    method: Literal["sft", "dpo"]
+    model: ModelReference
+    data: DataConfig
+    engine: Literal["fsdp"] = "fsdp"
+    layout: Layout = Layout()
+    dpo: DpoConfig | None = Field(None, description="Only with `method: dpo`.")
+
+    steps: PositiveInt | None = Field(None, description="Optimizer steps; else `epochs` counts.")
+    epochs: PositiveFloat = 1.0
+    global_batch_size: PositiveInt = Field(description="Packed rows of one optimizer step, over all processes.")
+    learning_rate: PositiveFloat
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_steps: NonNegativeInt = 0
+    min_learning_rate_fraction: float = Field(0.0, ge=0, le=1, description="Where cosine and linear end.")
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta2: float = Field(0.95, ge=0, lt=1)
+    adam_epsilon: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    max_grad_norm: PositiveFloat | None = 1.0
+    precision: Literal["fp32", "bf16"] = Field(
+        "bf16", description="bf16: parameters and activations in bfloat16, reduction and master weights in fp32."
+    )
+    export_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    trust_remote_code: bool = False
+    seed: NonNegativeInt = 0
+    execution: TrainExecution = TrainExecution()
+
+    @property
+    def product(self) -> Product:
+        return "model"
+
+    @property
+    def processes(self) -> int:
+        return self.execution.processes or max(1, self.layout.world_size // self.execution.nodes)
+
+    @property
+    def micro_batches_per_step(self) -> int:
+        """Forward passes of one process in one optimizer step (gradient accumulation)."""
+        return self.global_batch_size // (self.layout.micro_batch_size * self.layout.data_parallel_size)
+
+    def resume_identity(self) -> dict[str, JsonValue]:
+        """Without the layout: checkpoints are resharded on load."""
+        return {key: value for key, value in self.identity().items() if key != "layout"}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _dpo_defaults(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and fields.get("method") == "dpo":
+            return {"dpo": {}, **fields}
+        return fields
+
+    @model_validator(mode="after")
+    def _dpo_only_with_dpo(self) -> Self:
+        if self.dpo and self.method != "dpo":
+            raise ValueError("`dpo` is set but `method` is sft; remove `dpo` or say `method: dpo`")
+        return self
+
+    @model_validator(mode="after")
+    def _layout_fits(self) -> Self:
+        degrees = f"dp_replicate {self.layout.dp_replicate} × dp_shard {self.layout.dp_shard}"
+        started = self.processes * self.execution.nodes
+        if self.layout.world_size != started:
+            raise ValueError(
+                f"layout: {degrees} = {self.layout.world_size} processes, but execution starts {started} "
+                f"({self.execution.nodes} nodes × {self.processes}); change either"
+            )
+        rows = self.layout.micro_batch_size * self.layout.data_parallel_size
+        if self.global_batch_size % rows:
+            raise ValueError(
+                f"global_batch_size {self.global_batch_size} is not divisible by micro_batch_size "
+                f"{self.layout.micro_batch_size} × {degrees} = {rows}"
+            )
+        return self
