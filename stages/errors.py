@@ -76,13 +76,13 @@ class StoreError(LifecycleError):
     exit_code = 12
 
 
-class StageTimeout(LifecycleError):
+class StageTimeoutError(LifecycleError):
     """A stage ran longer than the recipe allows."""
 
     exit_code = 13
 
 
-class StageCrash(LifecycleError):
+class StageCrashError(LifecycleError):
     """A stage process was killed, or ended without a word."""
 
     exit_code = 14
