@@ -1,0 +1,77 @@
+# `make demo` refreshes a tiny model from end to end; `make test` runs every check and test.
+# Both create what is missing: .venv (the pipeline) and .venv-serve (vLLM), which cannot share one environment.
+
+PYTHON ?= python3
+PINS := deploy/requirements
+UV := .venv/bin/uv
+DEVICE ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
+
+# uv does not read pip's settings: a folder of wheels that pip is told of is passed on. Where there is none, uv picks
+# the build of torch (CPU or CUDA) that suits the machine.
+comma := ,
+space := $() $()
+PIP_WHEELS := $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
+export UV_FIND_LINKS ?= $(subst $(space),$(comma),$(strip $(PIP_WHEELS)))
+TORCH_BACKEND ?= $(if $(UV_FIND_LINKS),,--torch-backend=$(if $(filter cpu,$(DEVICE)),cpu,auto))
+
+INSTALL := $(UV) pip install --quiet --compile-bytecode $(TORCH_BACKEND)
+COMPILE := $(UV) pip compile --quiet --python-version 3.11 --no-header --no-emit-index-url --no-emit-find-links \
+	--annotation-style line
+
+.PHONY: demo test check unit environments benchmarks lock clean
+
+demo: environments
+	.venv/bin/lifecycle run configs/quickstart.yaml
+	.venv/bin/lifecycle status
+
+test: check
+	.venv/bin/pytest tests --ignore tests/benchmarks --durations 15
+
+unit: environments .venv/.test-ready
+	.venv/bin/pytest tests/unit
+
+check: environments .venv/.test-ready
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+benchmarks: environments .venv/.test-ready
+	for benchmark in tests/benchmarks/*.py; do .venv/bin/python $$benchmark || exit 1; done
+
+environments: .venv/.ready .venv-serve/.ready
+
+.venv/bin/uv:
+	@$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info < (3, 13), sys.version' || \
+		{ echo "Python 3.11 or 3.12 is needed: make PYTHON=python3.11 …" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet uv
+
+.venv/.ready: $(PINS)/pipeline.txt pyproject.toml | .venv/bin/uv
+	@echo "Installing the pipeline environment into .venv ($(DEVICE)) …"
+	$(INSTALL) --python .venv/bin/python -r $(PINS)/pipeline.txt
+	$(INSTALL) --python .venv/bin/python --no-deps --editable .
+	@touch $@
+
+.venv/.test-ready: $(PINS)/test.txt .venv/.ready
+	$(INSTALL) --python .venv/bin/python -r $(PINS)/test.txt
+	@touch $@
+
+.venv-serve/.ready: $(wildcard $(PINS)/serve-*.txt) deploy/vllm-metadata/pyproject.toml | .venv/bin/uv
+	@echo "Installing vLLM into .venv-serve ($(DEVICE)) …"
+	$(PYTHON) -m venv .venv-serve
+	$(INSTALL) --python .venv-serve/bin/python $(SERVE_$(DEVICE))
+	@touch $@
+
+SERVE_cpu := -r $(PINS)/serve-cpu.txt --overrides $(PINS)/serve-cpu-overrides.txt ./deploy/vllm-metadata
+SERVE_cuda := -r $(PINS)/serve-cuda.txt
+
+# The pins name neither registries nor the CPU build of torch, so that the same files serve every machine.
+lock: .venv/bin/uv
+	$(COMPILE) $(PINS)/pipeline.in -o $(PINS)/pipeline.txt
+	$(COMPILE) $(PINS)/test.in -o $(PINS)/test.txt
+	$(COMPILE) --override $(PINS)/serve-cpu-overrides.txt $(PINS)/serve-cpu.in -o $(PINS)/serve-cpu.txt
+	env -u UV_FIND_LINKS $(COMPILE) --python-platform x86_64-manylinux_2_28 $(PINS)/serve-cuda.in -o $(PINS)/serve-cuda.txt
+	sed -i 's/^\(torch==[0-9.]*\)+cpu/\1/' $(PINS)/*.txt
+
+clean:
+	rm -rf .venv .venv-serve
