@@ -25,7 +25,7 @@ demo: environments
 	.venv/bin/lifecycle status
 
 test: check
-	.venv/bin/pytest tests --ignore tests/benchmarks --durations 15
+	.venv/bin/pytest tests/unit tests/parity tests/pipeline tests/faults tests/gpu --durations 15
 
 unit: environments .venv/.test-ready
 	.venv/bin/pytest tests/unit
@@ -44,7 +44,7 @@ environments: .venv/.ready .venv-serve/.ready
 	@$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info < (3, 13), sys.version' || \
 		{ echo "Python 3.11 or 3.12 is needed: make PYTHON=python3.11 …" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet uv
+	.venv/bin/python -m pip install --quiet uv==0.13.8
 
 .venv/.ready: $(PINS)/pipeline.txt pyproject.toml | .venv/bin/uv
 	@echo "Installing the pipeline environment into .venv ($(DEVICE)) …"
