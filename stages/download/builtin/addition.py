@@ -1,0 +1,71 @@
+"""`builtin/addition`: sums of two numbers below 100, as chat messages, in `train.jsonl` and `validation.jsonl`.
+
+The 10,000 ordered pairs are split once, by a hash, into test, validation and training problems. The test problems are
+in no dataset: they are the lm-eval task `addition` (`configs/tasks`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+NUM_TEST = 500
+NUM_VALIDATION = 300
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One sum of two numbers."""
+
+    first: int
+    second: int
+
+    @property
+    def question(self) -> str:
+        return f"What is {self.first} + {self.second}?"
+
+    @property
+    def answer(self) -> str:
+        return str(self.first + self.second)
+
+
+@dataclass(frozen=True)
+class Split:
+    """All problems; each is in exactly one of the three."""
+
+    test: list[Problem]
+    validation: list[Problem]
+    train: list[Problem]
+
+
+def split_problems() -> Split:
+    """Every ordered pair of numbers below 100, shuffled by a hash so that no random generator's version matters."""
+    problems = [Problem(first, second) for first in range(100) for second in range(100)]
+    problems.sort(key=lambda problem: hashlib.sha256(problem.question.encode()).digest())
+    end_of_validation = NUM_TEST + NUM_VALIDATION
+    return Split(problems[:NUM_TEST], problems[NUM_TEST:end_of_validation], problems[end_of_validation:])
+
+
+def make(folder: Path) -> None:
+    """Write the chat rows of the training and validation problems."""
+    split = split_problems()
+    write_rows(folder / "train.jsonl", (_chat(problem) for problem in split.train))
+    write_rows(folder / "validation.jsonl", (_chat(problem) for problem in split.validation))
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, object]]) -> None:
+    """Write one JSON object a line."""
+    with path.open("w", encoding="utf-8") as stream:
+        stream.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def _chat(problem: Problem) -> dict[str, object]:
+    return {"messages": [message("user", problem.question), message("assistant", problem.answer)]}
+
+
+def message(role: str, content: str) -> dict[str, str]:
+    """One chat message."""
+    return {"role": role, "content": content}
