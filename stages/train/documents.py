@@ -1,0 +1,79 @@
+"""Where the tokens of packed documents go when documents of similar length are padded to one length.
+
+Lengths of the documents in a micro-batch → buckets of padded documents, and the slot of every token in them. Integers
+only; the tensors are moved by `attention.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+LEAST_FILL = 0.8
+"""A bucket's shortest document is at least this share of its longest: little padding, and few kernel calls."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """`num_documents` documents padded to `length` tokens, from slot `start` on."""
+
+    start: int
+    num_documents: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        """The slot after the last one."""
+        return self.start + self.num_documents * self.length
+
+
+class PackedDocuments:
+    """The documents of a micro-batch, in the order in which they lie in its flattened rows."""
+
+    def __init__(self, lengths: Iterable[int], device: torch.device) -> None:
+        self.lengths = tuple(lengths)
+        self.device = device
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return max(self.lengths)
+
+    @cached_property
+    def boundaries(self) -> Tensor:
+        """int32 [documents + 1]: where each document starts in the flattened rows, and where the last one ends."""
+        lengths = torch.tensor((0, *self.lengths), dtype=torch.int32)
+        return lengths.cumsum(0, dtype=torch.int32).to(self.device)
+
+    @cached_property
+    def buckets(self) -> list[Bucket]:
+        """Buckets from the longest documents to the shortest; their slots follow each other without gaps."""
+        buckets: list[Bucket] = []
+        for length in sorted(self.lengths, reverse=True):
+            last = buckets[-1] if buckets else None
+            if last and length >= LEAST_FILL * last.length:
+                buckets[-1] = Bucket(last.start, last.num_documents + 1, last.length)
+            else:
+                buckets.append(Bucket(last.end if last else 0, 1, length))
+        return buckets
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens of all buckets, padding included."""
+        return self.buckets[-1].end
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """int64 [tokens]: the slot of each token of the flattened rows."""
+        padded_lengths = [bucket.length for bucket in self.buckets for _ in range(bucket.num_documents)]
+        lengths = torch.tensor(self.lengths)
+        longest_first = lengths.argsort(descending=True, stable=True)
+        padded_starts = torch.empty_like(lengths)
+        padded_starts[longest_first] = torch.tensor([0, *padded_lengths[:-1]]).cumsum(0)
+        starts = lengths.cumsum(0) - lengths
+        shifts = (padded_starts - starts).repeat_interleave(lengths)
+        return (torch.arange(len(shifts)) + shifts).to(self.device)
