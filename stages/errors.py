@@ -88,6 +88,12 @@ class StageCrashError(LifecycleError):
     exit_code = 14
 
 
+class RefreshStoppedError(LifecycleError):
+    """The refresh was told to end before its stages were done."""
+
+    exit_code = 15
+
+
 class TransientError(LifecycleError):
     """Something that may well work when tried again: a network fault, a busy server."""
 
