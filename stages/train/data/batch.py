@@ -1,0 +1,51 @@
+"""What one forward pass sees: a micro-batch of packed documents. Knows nothing of files, losses or parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+IGNORED = -100
+"""The target of a position that carries no loss."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Packed documents. A document is a text that attends to itself only; preference data has two a pair.
+
+    `num_documents` counts real documents. What is left at the end of a row is one more "document" of padding, so that
+    attention stays well-formed: those are numbered from `num_documents` on, have no targets and no reference.
+
+    Documents of preference data come in pairs in the same row: 2k is chosen, 2k + 1 rejected.
+    """
+
+    input_ids: torch.Tensor
+    """int64 [rows, sequence]"""
+    targets: torch.Tensor
+    """int64 [rows, sequence]: the next token, or `IGNORED`: without loss, at a document's last token, in padding."""
+    position_ids: torch.Tensor
+    """int64 [rows, sequence]: counts from 0 in every document."""
+    document_ids: torch.Tensor
+    """int64 [rows, sequence]"""
+    num_documents: int
+    document_lengths: Sequence[int]
+    """Tokens of every document, padding included, in the order of the flattened rows; adds up to rows × sequence."""
+    reference_log_probabilities: torch.Tensor | None = None
+    """float32 [num_documents]: what the reference model gives to the targets of each document, in nats."""
+
+    def with_reference(self, log_probabilities: torch.Tensor) -> Batch:
+        """The same batch with `reference_log_probabilities`, float32 [num_documents]."""
+        if log_probabilities.shape != (self.num_documents,):
+            raise ValueError(f"reference of shape {tuple(log_probabilities.shape)} for {self.num_documents} documents")
+        return replace(self, reference_log_probabilities=log_probabilities)
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on `device`."""
+        moved = {
+            name: value.to(device, non_blocking=True)
+            for name, value in vars(self).items()
+            if isinstance(value, torch.Tensor)
+        }
+        return replace(self, **moved)
