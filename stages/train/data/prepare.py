@@ -1,4 +1,4 @@
-"""A dataset's files → packed, tokenized documents, once: cached by content, checked row by row before training starts."""
+"""A dataset's files → packed, tokenized documents, once: cached by content, every row checked before training."""
 
 from __future__ import annotations
 
