@@ -35,7 +35,9 @@ def run_stage(work: Path) -> None:
     told = StageInput.model_validate_json((work / "config.json").read_text())
     run = importlib.import_module(f"stages.{told.kind}.run").run
     config = KINDS[told.kind].model_validate(told.config)
-    result = run(StageContext(work, told.name, told.version, config, told.inputs, told.leases, told.cache))
+    result = run(
+        StageContext(work, told.name, told.version, config, told.inputs, told.leases, told.cache, told.outside)
+    )
     if is_main_process():
         write_atomically(work / "result.json", result.model_dump_json(indent=2))
 

@@ -21,7 +21,7 @@ import os
 import time
 import typing
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -168,6 +168,9 @@ class StageInput(StrictModel):
     config: dict[str, JsonValue]
     inputs: dict[str, Path] = Field(description="stage name → folder of its artifact")
     leases: dict[str, Lease] = Field(default_factory=dict, description="stage name → its running server")
+    outside: dict[str, JsonValue] = Field(
+        default_factory=dict, description="what `resolve_outside` gave when the version was computed"
+    )
     cache: Path = Field(description="kept between runs; entries are keyed by content and written atomically")
 
 
@@ -212,6 +215,7 @@ class StageContext:
     inputs: dict[str, Path]
     leases: dict[str, Lease]
     cache: Path
+    outside: dict[str, JsonValue] = field(default_factory=dict)
 
     @property
     def scratch(self) -> Path:
