@@ -21,7 +21,8 @@ import os
 import time
 import typing
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -215,7 +216,7 @@ class StageContext:
     inputs: dict[str, Path]
     leases: dict[str, Lease]
     cache: Path
-    outside: dict[str, JsonValue] = field(default_factory=dict)
+    outside: dict[str, JsonValue] = dataclass_field(default_factory=dict)
 
     @property
     def scratch(self) -> Path:
