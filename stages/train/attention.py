@@ -82,12 +82,16 @@ def packed_attention(
     result [rows, sequence, heads, head_dim]. Raises `ModelError` when the model asks for more than that.
     """
     _refuse_more_than_causal(module, documents, arguments)
-    tokens = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not dropout:
-        output = _flash_attention(*tokens, documents, scaling)
+    queries, keys, values = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
+    if _has_flash_kernel(queries, values) and not dropout:
+        output = _flash_attention(queries, keys, values, documents, scaling)
     else:
-        output = _bucketed_attention(*tokens, documents, scaling, dropout)
+        output = _bucketed_attention(queries, keys, values, documents, scaling, dropout)
     return output.unflatten(0, (query.shape[0], query.shape[2])), None
+
+
+def _has_flash_kernel(query: Tensor, value: Tensor) -> bool:
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[2] == value.shape[2] <= 256
 
 
 def _flash_attention(

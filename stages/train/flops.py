@@ -1,0 +1,101 @@
+"""Model FLOPs of a training step, and the share of the hardware's peak that they make (MFU).
+
+Counted is what the mathematics needs, never what an implementation adds (recomputed activations, padding, optimizer).
+A multiplication and an addition are two FLOPs, so a token costs 2 in the forward pass for each parameter that it is
+multiplied by, plus the two matrix products of attention (Chowdhery et al. 2022, PaLM, appendix B):
+
+    forward = 2 × (parameters of all layers × tokens + parameters of the head × tokens with a target)
+              + Σ layers 2 × heads × (query-key width + value width) × attended pairs
+    training = 3 × forward        (the gradients of inputs and of weights cost one forward each)
+
+It differs from PaLM's formula where that counts work which need not be done: causal attention attends to n (n + 1) / 2
+pairs of a document of n tokens, not n² (as in Dao 2023, FlashAttention-2, section 4.1), packed documents do not attend
+to each other, and positions without a target need no logits. Of a mixture of experts only the experts that a token is
+routed to count. Embedding look-ups, norms, rotations and activation functions are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+TRAINING_OVER_FORWARD = 3
+
+
+@dataclass(frozen=True)
+class AttentionWork:
+    """Layers of equal attention: the sum of their heads × (query-key width + value width), and their window."""
+
+    width: int
+    window_tokens: int | None
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """What decides the FLOPs of a model."""
+
+    layer_parameters: float
+    """Parameters outside the head that a token is multiplied by (of routed experts: the mean share)."""
+    head_parameters: int
+    attention: tuple[AttentionWork, ...]
+
+    def forward(self, document_lengths: Iterable[int], num_targets: int) -> float:
+        """FLOPs of a forward pass over documents of these lengths (without padding), `num_targets` with logits."""
+        lengths = list(document_lengths)
+        products = 2 * (self.layer_parameters * sum(lengths) + self.head_parameters * num_targets)
+        scores = sum(
+            2 * work.width * attended_pairs(length, work.window_tokens) for work in self.attention for length in lengths
+        )
+        return products + scores
+
+    def training(self, document_lengths: Iterable[int], num_targets: int) -> float:
+        """FLOPs of a forward and a backward pass."""
+        return TRAINING_OVER_FORWARD * self.forward(document_lengths, num_targets)
+
+
+def attended_pairs(num_tokens: int, window_tokens: int | None = None) -> int:
+    """Pairs of a token and one it attends to, itself included, under a causal mask with an optional window."""
+    window = num_tokens if window_tokens is None else min(window_tokens, num_tokens)
+    return window * (window + 1) // 2 + (num_tokens - window) * window
+
+
+def model_flops_utilization(flops: float, seconds: float, peak_flops_per_s: float, num_devices: int = 1) -> float:
+    """Model FLOPs done, over those that the devices could have done at their dense peak in that time."""
+    return flops / (seconds * peak_flops_per_s * num_devices)
+
+
+def model_flops(model: Any) -> ModelFlops:
+    """Count for a Transformers causal language model, from its parameters' (global) shapes and its config."""
+    from torch import nn  # the formulas above are of use without torch
+
+    config = model.config.get_text_config()
+    head = model.get_output_embeddings().weight
+    lookups = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    expert_share = _routed_share(config)
+    layer_parameters = 0.0
+    for name, parameter in model.named_parameters():
+        if parameter.ndim >= 2 and parameter is not head and id(parameter) not in lookups:
+            layer_parameters += parameter.numel() * (expert_share if ".experts." in name else 1.0)
+    return ModelFlops(layer_parameters, head.numel(), _attention_work(config))
+
+
+def _routed_share(config: Any) -> float:
+    """Share of the routed experts that a token goes through."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    num_experts = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
+    return config.num_experts_per_tok / num_experts if num_experts else 1.0
+
+
+def _attention_work(config: Any) -> tuple[AttentionWork, ...]:
+    num_layers = config.num_hidden_layers
+    layer_types = getattr(config, "layer_types", None) or ["full_attention"] * num_layers
+    head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    query_width = getattr(config, "qk_head_dim", None) or head_width
+    value_width = getattr(config, "v_head_dim", None) or head_width
+    width = config.num_attention_heads * (query_width + value_width)
+    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
+    num_full = layer_types.count("full_attention")
+    num_windowed = sum(kind in ("sliding_attention", "chunked_attention") for kind in layer_types)
+    work = [AttentionWork(width * num_full, None), AttentionWork(width * num_windowed, window)]
+    return tuple(layers for layers in work if layers.width)

@@ -1,0 +1,91 @@
+"""Dense peak rates of the devices we may run on, for MFU.
+
+Accelerators: the vendors' data sheets, without sparsity. CPUs: the measured rate of a large matrix product, with the
+threads and the dtype of the training, since no data sheet tells what a shared virtual machine gives.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+MEASURE_S = 0.3
+MATRIX_SIZE = 1024
+
+TFLOPS = {  # part of the device's name: (bf16, TF32, fp32), dense
+    "B300": (2250, 1120, 75),
+    "B200": (2250, 1120, 75),
+    "GB200": (2500, 1250, 80),
+    "H200": (989, 494, 67),
+    "H100 PCIe": (756, 378, 51),
+    "H100 NVL": (835, 417, 60),
+    "H100": (989, 494, 67),
+    "H20": (148, 74, 44),
+    "GH200": (989, 494, 67),
+    "H800": (989, 494, 67),
+    "A100": (312, 156, 19.5),
+    "A800": (312, 156, 19.5),
+    "A10G": (70, 35, 35),
+    "A10": (125, 62.5, 31.2),
+    "A40": (150, 74.8, 37.4),
+    "A6000": (155, 77.4, 38.7),
+    "L40S": (362, 183, 91.6),
+    "L40": (181, 90.5, 90.5),
+    "L4": (121, 60, 30.3),
+    "RTX 4090": (165, 82.6, 82.6),
+    "RTX 3090": (71, 35.6, 35.6),
+    "MI355X": (2516, None, 157),
+    "MI350X": (2307, None, 144),
+    "MI325X": (1307, 654, 163),
+    "MI300X": (1307, 654, 163),
+}
+
+
+@dataclass(frozen=True)
+class Peak:
+    """FLOP/s of one process's device, and where the figure is from."""
+
+    flops_per_s: float
+    device_name: str
+    source: Literal["data sheet", "measured"]
+
+
+def device_peak(device: torch.device, dtype: torch.dtype) -> Peak | None:
+    """Peak for matrix products in `dtype`; None for an accelerator that is not in the table."""
+    if device.type == "cpu":
+        return Peak(measured_matmul_rate(dtype), f"CPU, {torch.get_num_threads()} threads", "measured")
+    name = torch.cuda.get_device_name(device)
+    flops_per_s = data_sheet_peak(name, dtype, torch.backends.cuda.matmul.allow_tf32)
+    return Peak(flops_per_s, name, "data sheet") if flops_per_s else None
+
+
+def data_sheet_peak(device_name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
+    """Dense FLOP/s of the accelerator of this name; None where the table does not say."""
+    known = [name for name in TFLOPS if _is_part(name, device_name)]
+    if not known:
+        return None
+    half, tf32_rate, single = TFLOPS[max(known, key=len)]
+    rate = half if dtype in (torch.bfloat16, torch.float16) else tf32_rate if tf32 else single
+    return rate * 1e12 if rate else None
+
+
+def measured_matmul_rate(dtype: torch.dtype) -> float:
+    """FLOP/s of square matrix products on the CPU with torch's present number of threads: the best of many, 0.3 s."""
+    left, right = (torch.randn(MATRIX_SIZE, MATRIX_SIZE).to(dtype) for _ in range(2))
+    left @ right
+    fastest_s = float("inf")
+    end = time.perf_counter() + MEASURE_S
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        left @ right
+        fastest_s = min(fastest_s, time.perf_counter() - start)
+    return 2 * MATRIX_SIZE**3 / fastest_s
+
+
+def _is_part(name: str, device_name: str) -> bool:
+    """Whether all words of `name` are words of the device's name, which may join them by hyphens."""
+    words = device_name.replace("-", " ").replace("_", " ").upper().split()
+    return all(word in words for word in name.upper().split())
