@@ -5,12 +5,27 @@ What the fields mean belongs to the stages' configs; what runs belongs to `plan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import json
+import operator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from stages.contract import StageConfig
+from pydantic import Field, TypeAdapter, ValidationError, create_model
+
+from flows.recipe_problems import explain
+from flows.recipe_text import absolute, apply_overrides, closest, non_finite, read_tree, resolve_file_sources, show
+from stages.contract import Reference, StageConfig, StrictModel, find_marker
+from stages.errors import RecipeError
+from stages.kinds import KINDS
+
+NAME_PATTERN = r"[a-z0-9][a-z0-9_-]{0,62}"
+TOP_LEVEL_FIELDS = ("name", "stages")
+
+AnyStage: Any = Annotated[functools.reduce(operator.or_, KINDS.values()), Field(discriminator="kind")]  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -23,15 +38,22 @@ class Recipe:
 
     def upstream_of(self, stage: str) -> tuple[str, ...]:
         """Names of the stages that `stage` refers to itself, each once."""
-        raise NotImplementedError
+        return tuple(dict.fromkeys(self.stages[stage].references().values()))
 
     def ancestors_of(self, stage: str) -> tuple[str, ...]:
         """Names of all stages that `stage` stands on, directly or not, in topological order."""
-        raise NotImplementedError
+        found: set[str] = set()
+        todo = [*self.upstream_of(stage)]
+        while todo:
+            name = todo.pop()
+            if name not in found:
+                found.add(name)
+                todo += self.upstream_of(name)
+        return tuple(name for name in self.stages if name in found)
 
     def dependents_of(self, stage: str) -> tuple[str, ...]:
         """Names of all stages that stand on `stage`, directly or not, in topological order."""
-        raise NotImplementedError
+        return tuple(name for name in self.stages if stage in self.ancestors_of(name))
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -39,9 +61,120 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
     Raises `RecipeError` that lists every problem.
     """
-    raise NotImplementedError
+    folder = path.absolute().parent
+    tree = read_tree(path)
+    problems = apply_overrides(tree, overrides)
+    tree["stages"] = resolve_file_sources(tree["stages"], folder)
+    name = tree.get("name", path.stem)
+    problems += _top_level_problems(tree, name)
+    stages: dict[str, StageConfig] = {}
+    for stage, config in tree["stages"].items():
+        try:
+            stages[stage] = _read_stage(stage, config, folder)
+        except ValidationError as error:
+            problems += explain(error, stage)
+    problems += _reference_problems(stages, tree["stages"])
+    if not problems:
+        problems += _cycles(stages)
+    if problems:
+        raise RecipeError("\n".join([f"{path}: {len(problems)} problem(s)", *(f"  {line}" for line in problems)]))
+    return Recipe(name, folder, {stage: stages[stage] for stage in _topological(stages)})
 
 
 def json_schema() -> dict[str, Any]:
     """JSON schema of recipe files, for editors."""
-    raise NotImplementedError
+    recipe_file = create_model(
+        "RecipeFile",
+        __base__=StrictModel,
+        __doc__="One complete refresh: named stages, which refer to one another by name.",
+        name=(str, Field(None, pattern=f"^{NAME_PATTERN}$", description="Default: the name of the file.")),
+        stages=(dict[str, AnyStage], Field(min_length=1)),
+    )
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **recipe_file.model_json_schema()}
+
+
+@functools.cache
+def _stage_adapter() -> TypeAdapter[StageConfig]:
+    return TypeAdapter(AnyStage)
+
+
+def _read_stage(name: str, tree: Any, folder: Path) -> StageConfig:
+    """Validate strictly (`"3"` is no number), as JSON, in which a list may stand for a tuple, a string for a path."""
+    config = _stage_adapter().validate_json(json.dumps(tree), strict=True)
+    outside = config.outside_paths()
+    if not outside:
+        return config
+    for field, path in outside.items():
+        *parents, last = field.split(".")
+        functools.reduce(operator.getitem, parents, tree)[last] = str(absolute(path, folder))
+    return _stage_adapter().validate_json(json.dumps(tree), strict=True)
+
+
+def _top_level_problems(tree: Mapping[str, Any], name: Any) -> Iterator[str]:
+    for field in tree:
+        if field not in TOP_LEVEL_FIELDS:
+            yield f"{field}: unknown field{closest(str(field), TOP_LEVEL_FIELDS)}"
+    wanted = "lower-case letters, digits, - and _"
+    if not isinstance(name, str) or not re.fullmatch(NAME_PATTERN, name):
+        yield f"name: found {show(name)}, expected {wanted}"
+    for stage, config in tree["stages"].items():
+        if not re.fullmatch(NAME_PATTERN, str(stage)):
+            yield f"stages.{stage}: the name of a stage consists of {wanted}"
+        yield from (f"{path}: expected a finite number" for path in non_finite(config, f"stages.{stage}"))
+
+
+def _reference_problems(stages: Mapping[str, StageConfig], names: Mapping[str, Any]) -> Iterator[str]:
+    for stage, config in stages.items():
+        for field, target in config.references().items():
+            wanted = _reference_at(type(config), field).products
+            if target not in names:
+                yield f"stages.{stage}.{field}: there is no stage `{target}`{closest(target, names)}"
+            elif target in stages and stages[target].product not in wanted:
+                found = f"refers to {target}, which produces a {stages[target].product}"
+                yield f"stages.{stage}.{field}: {found}; expected a {' or '.join(wanted)}"
+            elif target in stages and stages[target].product == "server" and getattr(config, "serving", None):
+                yield f"stages.{stage}.serving: {target} is a server and brings its own settings; remove one of the two"
+
+
+def _reference_at(model: Any, path: str) -> Reference:
+    *parents, last = path.split(".")
+    for part in parents:
+        annotation = model.model_fields[part].annotation
+        options = [annotation, *getattr(annotation, "__args__", ())]
+        model = next(option for option in options if hasattr(option, "model_fields"))
+    marker = find_marker(model.model_fields[last], Reference)
+    assert isinstance(marker, Reference)
+    return marker
+
+
+def _cycles(stages: Mapping[str, StageConfig]) -> list[str]:
+    """Each reference cycle once, as `a → b → a`."""
+    cycles: dict[frozenset[str], str] = {}
+    done: set[str] = set()
+
+    def visit(stage: str, trail: list[str]) -> None:
+        if stage in trail:
+            cycle = trail[trail.index(stage) :]
+            cycles.setdefault(frozenset(cycle), " → ".join([*cycle, stage]))
+        elif stage not in done:
+            for upstream in stages[stage].references().values():
+                visit(upstream, [*trail, stage])
+            done.add(stage)
+
+    for stage in stages:
+        visit(stage, [])
+    return [f"stages refer to one another in a circle: {cycle}" for cycle in cycles.values()]
+
+
+def _topological(stages: Mapping[str, StageConfig]) -> list[str]:
+    """Upstream first, otherwise in the order of the recipe."""
+    order: dict[str, None] = {}
+
+    def visit(stage: str) -> None:
+        for upstream in stages[stage].references().values():
+            visit(upstream)
+        order.setdefault(stage)
+
+    for stage in stages:
+        visit(stage)
+    return list(order)
