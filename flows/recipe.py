@@ -25,7 +25,7 @@ from stages.kinds import KINDS
 NAME_PATTERN = r"[a-z0-9][a-z0-9_-]{0,62}"
 TOP_LEVEL_FIELDS = ("name", "stages")
 
-AnyStage: Any = Annotated[functools.reduce(operator.or_, KINDS.values()), Field(discriminator="kind")]  # type: ignore[arg-type]
+AnyStage: Any = Annotated[functools.reduce(operator.or_, KINDS.values()), Field(discriminator="kind")]
 
 
 @dataclass(frozen=True)

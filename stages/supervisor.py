@@ -1,13 +1,205 @@
-"""Guard of a child process: it dies with its parent and takes every descendant along."""
+"""Supervisor program: runs a command, dies with the process that started it, and takes every descendant along.
+
+    python -I -S supervisor.py LIFELINE GRACE_S COMMAND ARGUMENT…
+
+LIFELINE is the read end of a pipe whose write end only the starting process holds, so its end means that this process
+is gone. (A parent-death signal alone would fire when the starting *thread* ends, and Prefect runs tasks in threads.)
+Descendants are found by walking /proc: torchrun starts its workers in sessions of their own, where no process group
+reaches them. Exits like the command: with its exit code, or 128 + the signal that killed it.
+
+`supervised.py` is the starting side. This file uses the standard library only and starts in 30 ms.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
+import select
 import signal
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+TOKEN_VARIABLE = "LIFECYCLE_STAGE_TOKEN"  # noqa: S105 (marks processes, no secret)
+PROC = Path("/proc")
+SHARED_MEMORY = "/dev/shm/"  # noqa: S108 (where POSIX shared memory lies)
+SAMPLE_INTERVAL_S = 5.0
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies."""
+    """Have the kernel kill this process when the thread that started it ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+# ------------------------------------------------------------------------------------------------- what /proc knows
+
+
+def living_processes() -> dict[int, tuple[int, int]]:
+    """pid → (parent's pid, session id) of every process that is not a zombie."""
+    found = {}
+    for pid in _pids():
+        with contextlib.suppress(OSError):
+            state, parent, _, session = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[:4]
+            if state not in "ZX":
+                found[pid] = (int(parent), int(session))
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """Living children of a process, their children, and so on."""
+    return _descendants_of([pid], living_processes())
+
+
+def marked_processes(token: str, session: int | None = None) -> list[int]:
+    """Living processes with `token` in their environment, or in `session`, and the descendants of these."""
+    living = living_processes()
+    roots = [pid for pid, (_, its_session) in living.items() if its_session == session or _has_token(pid, token)]
+    return sorted({*roots, *_descendants_of(roots, living)} - {os.getpid()})
+
+
+def kill_until_gone(find: Callable[[], list[int]], patience_s: float = 10.0) -> None:
+    """SIGKILL what `find` returns until it returns nothing: a process may fork while the others are being killed."""
+    end = time.monotonic() + patience_s
+    while (pids := find()) and time.monotonic() < end:
+        send(signal.SIGKILL, pids)
+        time.sleep(0.02)
+
+
+def send(number: int, pids: Iterable[int]) -> None:
+    """Send a signal to those that still are."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def shared_memory_of(pids: Iterable[int]) -> set[Path]:
+    """Files of /dev/shm that these processes have mapped."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for line in (PROC / str(pid) / "maps").read_text().splitlines():
+                if SHARED_MEMORY in line and not line.endswith("(deleted)"):
+                    found.add(Path(line[line.index(SHARED_MEMORY) :]))
+    return found
+
+
+def remove_shared_memory(files: Iterable[Path]) -> None:
+    """Remove files of dead processes from /dev/shm, unless some living process maps them."""
+    existing = {file for file in files if file.exists()}
+    for file in existing - shared_memory_of(_pids() if existing else ()):
+        with contextlib.suppress(OSError):
+            file.unlink()
+
+
+def _pids() -> list[int]:
+    return [int(process.name) for process in PROC.iterdir() if process.name.isdigit()]
+
+
+def _descendants_of(roots: Iterable[int], living: dict[int, tuple[int, int]]) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for pid, (parent, _) in living.items():
+        children.setdefault(parent, []).append(pid)
+    found: list[int] = []
+    todo = [*roots]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found += below
+        todo += below
+    return found
+
+
+def _has_token(pid: int, token: str) -> bool:
+    try:
+        return token.encode() in (PROC / str(pid) / "environ").read_bytes()
+    except OSError:
+        return False
+
+
+# ------------------------------------------------------------------------------------------------------- the program
+
+
+class Supervisor:
+    """Runs one command to its end, or until it is told to stop or its lifeline breaks."""
+
+    def __init__(self, lifeline: int, grace_s: float, command: list[str]):
+        self.lifeline = lifeline
+        self.grace_s = grace_s
+        self.status: int | None = None
+        self.told_to_stop = False
+        self.shared_memory: set[Path] = set()
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans come to us, not to init
+        self.wakeup = self._listen()
+        self.child = self._start(command)
+
+    def run(self) -> int:
+        """Returns the exit code to end with. No descendant is left by then."""
+        while self.status is None and not self.told_to_stop:
+            self._wait(SAMPLE_INTERVAL_S)
+            self.shared_memory |= shared_memory_of(descendants(os.getpid()))
+        self._end_descendants()
+        remove_shared_memory(self.shared_memory)
+        return 128 + signal.SIGTERM if self.status is None else self.status
+
+    def _listen(self) -> int:
+        """Signals interrupt `_wait` through a pipe; those that ask us to end are remembered."""
+        readable, writable = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(writable)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._stop)
+        return readable
+
+    def _stop(self, *_: object) -> None:
+        self.told_to_stop = True
+
+    def _start(self, command: list[str]) -> int:
+        supervisor = os.getpid()
+        child = os.fork()
+        if child:
+            return child
+        signal.set_wakeup_fd(-1)
+        die_with_parent()
+        if os.getppid() != supervisor:
+            os._exit(128 + signal.SIGTERM)
+        try:
+            os.execvp(command[0], command)  # noqa: S606 (a shell is what must not be here)
+        except OSError as error:
+            print(f"cannot start {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+            os._exit(127)
+
+    def _wait(self, timeout_s: float) -> None:
+        """Sleep until a signal, the end of a child, the end of the lifeline, or the timeout; reap what has ended."""
+        readable, _, _ = select.select([self.lifeline, self.wakeup], [], [], timeout_s)
+        if self.wakeup in readable:
+            os.read(self.wakeup, 4096)
+        if self.lifeline in readable:
+            self.told_to_stop = True
+        self._reap()
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, status = ended
+                if pid == self.child:
+                    code = os.waitstatus_to_exitcode(status)
+                    self.status = code if code >= 0 else 128 - code
+
+    def _end_descendants(self) -> None:
+        """SIGTERM, some grace, SIGKILL."""
+        left = descendants(os.getpid())
+        self.shared_memory |= shared_memory_of(left)
+        send(signal.SIGTERM, left)
+        end = time.monotonic() + self.grace_s
+        while descendants(os.getpid()) and time.monotonic() < end:
+            time.sleep(0.02)
+            self._reap()
+        kill_until_gone(lambda: descendants(os.getpid()))
+        self._reap()
+
+
+if __name__ == "__main__":
+    sys.exit(Supervisor(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]).run())
