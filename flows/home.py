@@ -1,0 +1,21 @@
+"""Where this project keeps what it makes: LIFECYCLE_HOME, `.lifecycle` in the current folder by default."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def home() -> Path:
+    """The folder of the store, the local servers and the records of refreshes. It need not exist yet."""
+    return Path(os.environ.get("LIFECYCLE_HOME", ".lifecycle")).absolute()
+
+
+def store_root() -> Path:
+    """Where artifacts are."""
+    return home() / "store"
+
+
+def refreshes_root() -> Path:
+    """Where the records of refreshes are, one folder each."""
+    return home() / "refreshes"

@@ -1,0 +1,109 @@
+"""Resource slots of this machine: how many processes of stages run side by side, over all refreshes of a home.
+
+A slot is a file lock, which the kernel releases when its holder dies. Prefect's own `concurrency(…)` was measured and
+dropped: its lease outlives a killed flow by 67 s, and slots that were held when the server restarted are never freed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import IO
+
+
+class Slots:
+    """`count` slots, numbered from 0, kept as lock files in `folder`."""
+
+    POLL_S = 0.1
+
+    def __init__(self, folder: Path, count: int):
+        self.folder = folder
+        self.count = count
+
+    def acquire(self, wanted: int, waiting: Callable[[], None]) -> HeldSlots:
+        """Hold `wanted` slots at once, first come, first served. `waiting` is called while they are busy; may raise.
+
+        Only the holder of the turnstile lock collects slots, so that two half-served requests never block each other.
+        """
+        if wanted > self.count:
+            raise ValueError(f"{wanted} slots wanted, there are {self.count}")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        turnstile = self._lock("turnstile", waiting)
+        held: dict[int, IO[str]] = {}
+        try:
+            while len(held) < wanted:
+                held |= self._free_slots(wanted - len(held), taken=held.keys())
+                if len(held) < wanted:
+                    self._pause(waiting)
+        except BaseException:
+            HeldSlots(held).release()
+            raise
+        finally:
+            turnstile.close()
+        return HeldSlots(held)
+
+    def _free_slots(self, wanted: int, taken: Collection[int]) -> dict[int, IO[str]]:
+        found: dict[int, IO[str]] = {}
+        for number in range(self.count):
+            if len(found) < wanted and number not in taken:
+                file = self._try_lock(str(number))
+                if file:
+                    found[number] = file
+        return found
+
+    def _lock(self, name: str, waiting: Callable[[], None]) -> IO[str]:
+        while not (file := self._try_lock(name)):
+            self._pause(waiting)
+        return file
+
+    def _try_lock(self, name: str) -> IO[str] | None:
+        file = (self.folder / name).open("w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            return None
+        return file
+
+    def _pause(self, waiting: Callable[[], None]) -> None:
+        waiting()
+        time.sleep(self.POLL_S)
+
+
+class HeldSlots:
+    """Slots that are held until `release`, or until this process dies."""
+
+    def __init__(self, files: dict[int, IO[str]]):
+        self._files = files
+
+    @property
+    def numbers(self) -> list[int]:
+        """Which slots: on a machine with GPUs, which GPUs."""
+        return sorted(self._files)
+
+    def release(self) -> None:
+        """Give the slots back; a second call does nothing."""
+        for file in self._files.values():
+            file.close()
+        self._files = {}
+
+
+def num_slots() -> int:
+    """One for each GPU; without a GPU, one for each core that this process may use."""
+    return len(gpus()) or len(os.sched_getaffinity(0))
+
+
+def gpus() -> list[str]:
+    """Names of the NVIDIA GPUs, as the driver lists them under /proc (asking nvidia-smi takes a second)."""
+    files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    return [_model_name(file.read_text()) for file in files]
+
+
+def _model_name(information: str) -> str:
+    for line in information.splitlines():
+        if line.startswith("Model:"):
+            return line.removeprefix("Model:").strip()
+    return "NVIDIA GPU"
