@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from pydantic import JsonValue
-
-from flows.version import Identity
+from flows.content import FileEntry
+from flows.version import Identity, differences
 from stages.contract import Product, StrictModel
-
-
-class FileEntry(StrictModel):
-    """One file of an artifact."""
-
-    size: int
-    sha256: str
 
 
 class UpstreamEntry(StrictModel):
@@ -30,7 +24,10 @@ class UpstreamEntry(StrictModel):
 
 
 class Record(StrictModel):
-    """`record.json`, the last file written: its folder is an artifact if and only if this one is whole."""
+    """`record.json`, the last file written: its folder is an artifact if and only if this one is whole.
+
+    `upstream` is by field path; `digest` is that of the content, whatever it was built from.
+    """
 
     schema_number: Literal[1] = 1
     recipe: str | None
@@ -51,13 +48,24 @@ class Record(StrictModel):
     packages: dict[str, str]
     git_commit: str | None
 
+    def stale_field(self, digests: Mapping[str, str]) -> str | None:
+        """A field whose upstream artifact now has other content than this one was built from.
+
+        digests: field path → content digest of the upstream artifact that is there now.
+        """
+        return next((field for field, entry in self.upstream.items() if digests.get(field) != entry.digest), None)
+
 
 @dataclass(frozen=True)
 class Artifact:
-    """A committed artifact. `damage` names files that are missing or have another size than recorded."""
+    """A committed artifact. `damage` says which files are missing or have another size than recorded.
+
+    `used_s` is when it was built or last found cached, in seconds since the epoch.
+    """
 
     folder: Path
     record: Record
+    used_s: float
     damage: tuple[str, ...] = ()
 
 
@@ -70,8 +78,17 @@ class Index:
 
     def find(self, kind: str, version: str) -> Artifact | None:
         """The artifact of this kind and version."""
-        raise NotImplementedError
+        return self._by_version.get((kind, version))
 
-    def nearest(self, kind: str, stage: str, identity: dict[str, JsonValue]) -> Artifact | None:
-        """The artifact of this stage name with the fewest differences; the newest of equals."""
-        raise NotImplementedError
+    def nearest(self, kind: str, stage: str, identity: Identity) -> Artifact | None:
+        """The artifact of this kind and stage name with the fewest differences; the newest of equals."""
+        named = [one for one in self.artifacts if (one.record.kind, one.record.stage) == (kind, stage)]
+        return min(
+            named,
+            key=lambda one: (len(differences(one.record.identity, identity)), -one.record.finished.timestamp()),
+            default=None,
+        )
+
+    @cached_property
+    def _by_version(self) -> dict[tuple[str, str], Artifact]:
+        return {(one.record.kind, one.record.version): one for one in self.artifacts}

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from flows.launch import local
 from flows.plan import PlannedStage
-from flows.record import Record
+from flows.record import Record, UpstreamEntry
+from flows.stage_process import Process, watch
 from flows.store import Store
-from stages.contract import Lease, StageResult
-from stages.errors import LifecycleError
+from flows.workspace import Foundation, commit, note_attempt, prepare
+from stages.contract import Lease, StageConfig, StageResult
+from stages.errors import RefreshStoppedError, StoreError
+
+Launcher = Callable[[Path, StageConfig], Process]
+"""Starts the stage whose `config.json` lies in a work folder; its output goes to `log.txt` there."""
 
 
 class LiveServer(Protocol):
@@ -96,6 +103,7 @@ def run_stage(
     *,
     attempt: int = 1,
     stop: threading.Event | None = None,
+    launch: Launcher = local.start,
 ) -> Built:
     """Return the stage's artifact: a cached one when it stands on the same content, else a newly built one.
 
@@ -107,4 +115,103 @@ def run_stage(
     Raises the stage's own error class, `StageCrashError`, `StageTimeoutError`, `StoreError` (also for a damaged
     artifact: only a forced stage replaces it), `ResourceError` for a full disk.
     """
-    raise LifecycleError
+    started_s = time.monotonic()
+    stop = stop or threading.Event()
+    foundation = _foundation(planned, upstream)
+    if built := _find_cached(planned, foundation, store, started_s):
+        return built
+    with store.lock(planned.kind, planned.resume_key, _Waiting(planned, observer, stop)):
+        store.recover(planned.kind, planned.version)
+        if built := _find_cached(planned, foundation, store, started_s):
+            return built
+        resumed = prepare(store, planned, foundation, fresh=planned.forced and attempt == 1)
+        work = store.work_folder(planned.kind, planned.name, planned.resume_key)
+        trial = Attempt(planned, work, attempt, resumed, upstream)
+        return _build(trial, foundation, store, observer, stop, launch)
+
+
+def _build(
+    attempt: Attempt,
+    foundation: Foundation,
+    store: Store,
+    observer: Observer,
+    stop: threading.Event,
+    launch: Launcher,
+) -> Built:
+    planned, work = attempt.planned, attempt.work
+    mlflow_run_id = observer.started(attempt)
+    started_s = time.monotonic()
+    process: Process | None = None
+    try:
+        with store.explained(f"start {planned.name}"):
+            process = launch(work, planned.config)
+            note_attempt(work, foundation, process.token)
+        result = watch(process, planned, work, observer.tick, stop)
+        seconds = time.monotonic() - started_s
+        artifact = commit(store, planned, foundation, result, seconds=seconds, mlflow_run_id=mlflow_run_id)
+    except BaseException as error:
+        if process:
+            process.stop()
+        observer.ended(Outcome(work, time.monotonic() - started_s, None, error))
+        raise
+    observer.ended(Outcome(artifact.folder, seconds, result, None))
+    server = _Server(result.lease, process) if result.lease else None
+    return Built(
+        planned.name, planned.kind, planned.version, "built", seconds, artifact.folder, artifact.record, server
+    )
+
+
+def _find_cached(planned: PlannedStage, foundation: Foundation, store: Store, started_s: float) -> Built | None:
+    artifact = None if planned.forced else store.find(planned.kind, planned.version)
+    if artifact is None or artifact.record.stale_field(foundation.digests):
+        return None
+    if artifact.damage:
+        remedy = f"run again with `--force {planned.name}` to build it anew"
+        raise StoreError(f"the artifact {artifact.folder} is damaged: {'; '.join(artifact.damage)}; {remedy}")
+    store.note_use(artifact)
+    seconds = time.monotonic() - started_s
+    return Built(planned.name, planned.kind, planned.version, "cached", seconds, artifact.folder, artifact.record)
+
+
+def _foundation(planned: PlannedStage, upstream: Mapping[str, Built]) -> Foundation:
+    servers = {name: upstream[name].server for name in planned.ancestors}
+    return Foundation(
+        inputs={name: upstream[name].artifact for name in planned.ancestors},
+        leases={name: server.lease for name, server in servers.items() if server and server.alive()},
+        upstream={field: _entry(upstream[stage]) for field, stage in planned.config.references().items()},
+    )
+
+
+def _entry(built: Built) -> UpstreamEntry:
+    return UpstreamEntry(stage=built.name, kind=built.kind, version=built.version, digest=built.record.digest)
+
+
+@dataclass(frozen=True)
+class _Server:
+    """A `LiveServer`."""
+
+    lease: Lease
+    process: Process
+
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def stop(self) -> None:
+        self.process.stop()
+
+
+@dataclass
+class _Waiting:
+    """Called while another process holds the lock: tells the observer once, and heeds the order to stop."""
+
+    planned: PlannedStage
+    observer: Observer
+    stop: threading.Event
+    told: bool = False
+
+    def __call__(self) -> None:
+        if not self.told:
+            self.told = True
+            self.observer.waiting()
+        if self.stop.is_set():
+            raise RefreshStoppedError(f"{self.planned.name} was waiting for another refresh, which builds the same")
