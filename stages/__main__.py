@@ -11,7 +11,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from stages.contract import StageContext, StageFailure, StageInput, is_main_process, write_atomically
+from stages.contract import StageContext, StageFailure, StageInput, StageResult, is_main_process, write_atomically
 from stages.errors import INTERNAL_ERROR, LifecycleError
 from stages.kinds import KINDS
 from stages.supervisor import die_with_parent
@@ -35,16 +35,20 @@ def run_stage(work: Path) -> None:
     told = StageInput.model_validate_json((work / "config.json").read_text())
     run = importlib.import_module(f"stages.{told.kind}.run").run
     config = KINDS[told.kind].model_validate(told.config)
-    result = run(
-        StageContext(work, told.name, told.version, config, told.inputs, told.leases, told.cache, told.outside)
-    )
-    if is_main_process():
-        write_atomically(work / "result.json", result.model_dump_json(indent=2))
+    context = StageContext(work, told.name, told.version, config, told.inputs, told.leases, told.cache, told.outside)
+    outcome = run(context)
+    for result in (outcome,) if isinstance(outcome, StageResult) else outcome:
+        if is_main_process():
+            write_atomically(work / "result.json", result.model_dump_json(indent=2))
 
 
 def fail(work: Path, error: Exception, exit_code: int) -> None:
-    """Leave the error where the orchestrator finds it, and end. The first rank that fails has the last word."""
-    if not (work / "error.json").exists():
+    """Leave the error where the orchestrator finds it, and end. The first rank that fails has the last word.
+
+    A server that ends after its stage's result was written only leaves an exit code: the artifact is complete, and may
+    have been moved.
+    """
+    if not any((work / name).exists() for name in ("error.json", "result.json")) and work.exists():
         failure = StageFailure(error=type(error).__name__, message=str(error))
         write_atomically(work / "error.json", failure.model_dump_json(indent=2))
     print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, JsonValue, PositiveFloat, PositiveInt
 
 from stages.contract import Execution, ModelReference, Product, StageConfig, StrictModel
+from stages.serve.vllm_program import find_vllm
 
 
 class ServingConfig(StrictModel):
@@ -52,3 +53,6 @@ class ServeConfig(StageConfig):
     @property
     def product(self) -> Product:
         return "server"
+
+    def resolve_outside(self) -> dict[str, JsonValue]:
+        return {"vllm_version": find_vllm().version}

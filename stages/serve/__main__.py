@@ -1,0 +1,75 @@
+"""Keeps one server up for a person: `python -m stages.serve MODEL_FOLDER [--name NAME] [--port PORT] …`.
+
+Prints `serving NAME at URL` once the server is ready, and goes on until it is interrupted. The API key is VLLM_API_KEY
+in the environment; where that is not set, a new key is made and printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from stages.errors import LifecycleError, RecipeError
+from stages.serve.client import check_server
+from stages.serve.config import ServeExecution, ServingConfig
+from stages.serve.launch import LaunchSpec
+from stages.serve.run import guard
+from stages.serve.server import API_KEY_VARIABLE, started_server
+from stages.serve.vllm_program import find_vllm
+
+
+def main() -> None:
+    """Serve until SIGINT or SIGTERM; exits with the code of the error class otherwise."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        _serve(_parse())
+    except KeyboardInterrupt:
+        print("stopped", flush=True)
+    except LifecycleError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m stages.serve", description=__doc__)
+    parser.add_argument("model", type=Path, help="Hugging Face folder of the model")
+    parser.add_argument("--name", help="the model's name in requests; default: the folder's name")
+    parser.add_argument("--host", default=ServeExecution().host, help="default: this machine only")
+    parser.add_argument("--port", type=int, help="default: a free one")
+    parser.add_argument("--serving", default="{}", help="`serving` block of a recipe, as JSON")
+    return parser.parse_args()
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    spec, execution = _read(arguments)
+    folder = Path(os.environ.get("LIFECYCLE_HOME", ".lifecycle")).resolve() / "servers"
+    folder.mkdir(parents=True, exist_ok=True)
+    log_file = folder / f"{spec.served_name}.log"
+    with started_server(spec, execution, log_file, folder / f"{spec.served_name}-{os.getpid()}") as server:
+        print(f"starting vLLM {spec.vllm_version} for {spec.model}; its log is {log_file}", flush=True)
+        server.wait_until_ready(execution.ready_timeout_s)
+        check_server(server.client)
+        print(f"serving {spec.served_name} at {server.url}/v1", flush=True)
+        if API_KEY_VARIABLE not in os.environ:
+            print(f"API key: {server.api_key}", flush=True)
+        guard(server)
+
+
+def _read(arguments: argparse.Namespace) -> tuple[LaunchSpec, ServeExecution]:
+    model = arguments.model.resolve()
+    try:
+        serving = ServingConfig.model_validate_json(arguments.serving)
+        execution = ServeExecution(host=arguments.host, port=arguments.port)
+    except ValidationError as error:
+        raise RecipeError(f"the options for the server are wrong: {error}") from error
+    name = arguments.name or model.name
+    return LaunchSpec(model=model, served_name=name, serving=serving, vllm_version=find_vllm().version), execution
+
+
+if __name__ == "__main__":
+    main()

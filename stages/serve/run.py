@@ -1,0 +1,82 @@
+"""The serve stage: starts vLLM for a model, checks it, measures it, and goes on as its guardian.
+
+In: a model's artifact. Out: `launch.json` (how to start the same server again), `server-start.log`, `benchmark.json`,
+and a lease on the running server.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from typing import NoReturn
+
+from stages.contract import Lease, StageContext, StageResult
+from stages.errors import ServerError
+from stages.serve.benchmark import measure
+from stages.serve.client import check_server
+from stages.serve.config import ServeConfig
+from stages.serve.launch import LaunchSpec
+from stages.serve.server import Server, started_server
+from stages.serve.vllm_program import find_vllm
+
+LAUNCH_FILE = "launch.json"
+WATCH_INTERVAL_S = 0.5
+
+
+def run(context: StageContext) -> Iterator[StageResult]:
+    """Yield the result with a lease once the server is up; from then on, guard it until SIGTERM.
+
+    Raises ModelError, ResourceError (port, no vLLM) before anything slow; ServerError when the server does not come
+    up, fails the check, or ends while it is leased.
+    """
+    signal.signal(signal.SIGTERM, _end)
+    config: ServeConfig = context.config
+    model = context.inputs[config.model] / "model"
+    spec = LaunchSpec(
+        model=model.resolve(), served_name=config.model, serving=config.serving, vllm_version=find_vllm().version
+    )
+    # The log goes on after the artifact is complete, so it may not lie in it; nor may what the server still needs.
+    log_file = context.scratch / "server.log"
+    runtime = context.cache / "servers" / f"{context.name}-{context.version}"
+    with started_server(spec, config.execution, log_file, runtime) as server:
+        metrics = _bring_up(server, context)
+        shutil.copyfile(log_file, context.work / "server-start.log")
+        (context.work / LAUNCH_FILE).write_text(spec.model_dump_json(indent=2))
+        yield StageResult(
+            metrics=metrics,
+            tags={"vllm_version": spec.vllm_version},
+            files=[LAUNCH_FILE, "server-start.log", *(["benchmark.json"] if config.benchmark else [])],
+            lease=Lease(url=server.url, pid=os.getpid()),
+        )
+        guard(server)
+
+
+def _bring_up(server: Server, context: StageContext) -> dict[str, float]:
+    """Await, check and measure the server; returns the figures."""
+    config: ServeConfig = context.config
+    time_to_ready_s = server.wait_until_ready(
+        config.execution.ready_timeout_s,
+        lambda elapsed_s: context.progress(elapsed_s, config.execution.ready_timeout_s, "s", "starting vLLM"),
+    )
+    context.milestone(f"{config.model} is served at {server.url} after {time_to_ready_s:.1f} s")
+    check_server(server.client)
+    metrics = {"time_to_ready_s": time_to_ready_s}
+    if config.benchmark:
+        metrics |= measure(server, config.benchmark, context.work)
+        context.milestone("measured " + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+    return metrics
+
+
+def guard(server: Server) -> NoReturn:
+    """Stay for as long as the server does. Raises ServerError when it ends by itself."""
+    while server.alive():
+        time.sleep(WATCH_INTERVAL_S)
+    raise ServerError(f"the vLLM server for {server.spec.served_name} at {server.url} ended by itself")
+
+
+def _end(*_: object) -> NoReturn:
+    sys.exit(0)
