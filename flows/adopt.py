@@ -1,17 +1,32 @@
-"""Adopt a model or dataset folder from outside: an artifact as if a download stage had fetched `file://PATH`."""
+"""Adopt a model or dataset from outside: it becomes the artifact of a download stage whose source is `file://PATH`.
+
+So it passes the checks of a download, and a recipe that names the same content finds it cached.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Literal
 
-from flows.record import Artifact
+from flows.outside import resolve_outside
+from flows.plan import plan
+from flows.recipe import load_stages
+from flows.runner import Built, Observer, run_stage
 from flows.store import Store
+from stages.errors import StoreError
+
+RECIPE_NAME = "adopted"
 
 
-def adopt(store: Store, path: Path, product: Literal["model", "dataset"], name: str) -> Artifact:
-    """Copy a folder into the store and commit it; a recipe's `file://PATH` download then finds it cached.
+def adopt(store: Store, path: Path, product: Literal["model", "dataset"], name: str, observer: Observer) -> Built:
+    """Copy a file or folder into the store and commit it as stage `name`.
 
-    Raises `ModelError` or `DataError` for symbolic links, pickle weights, or a folder that is neither.
+    Raises what a download raises: `DownloadError` for links that lead out of the folder, `ModelError` for pickled
+    weights or an incomplete model, `DataError` for a dataset without data files. `RecipeError` for a bad name.
     """
-    raise NotImplementedError
+    path = path.absolute()
+    if path.resolve().is_relative_to(store.root.resolve()):
+        raise StoreError(f"cannot adopt {path}: it lies in the store already")
+    recipe = load_stages(RECIPE_NAME, path.parent, {name: {"kind": "download", product: f"file://{path}"}})
+    planned = plan(recipe, resolve_outside(recipe), store.index())
+    return run_stage(planned.stages[name], {}, store, observer)

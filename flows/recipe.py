@@ -23,6 +23,7 @@ from stages.errors import RecipeError
 from stages.kinds import KINDS
 
 NAME_PATTERN = r"[a-z0-9][a-z0-9_-]{0,62}"
+NAME_RULE = "lower-case letters, digits, - and _"
 TOP_LEVEL_FIELDS = ("name", "stages")
 
 AnyStage: Any = Annotated[functools.reduce(operator.or_, KINDS.values()), Field(discriminator="kind")]
@@ -61,23 +62,33 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
     Raises `RecipeError` that lists every problem.
     """
-    folder = path.absolute().parent
     tree = read_tree(path)
     problems = apply_overrides(tree, overrides)
-    tree["stages"] = resolve_file_sources(tree["stages"], folder)
-    name = tree.get("name", path.stem)
-    problems += _top_level_problems(tree, name)
+    problems += _top_level_problems(tree)
+    try:
+        return load_stages(tree.get("name") or path.stem, path.absolute().parent, tree["stages"], problems)
+    except RecipeError as error:
+        raise RecipeError(f"{path}: {error}") from error
+
+
+def load_stages(name: str, folder: Path, tree: Mapping[str, Any], problems: Sequence[str] = ()) -> Recipe:
+    """Validate the `stages` of a recipe that lies in `folder`.
+
+    Raises `RecipeError` that lists every problem, those found before included.
+    """
     stages: dict[str, StageConfig] = {}
-    for stage, config in tree["stages"].items():
+    found = [*problems]
+    for stage, config in tree.items():
+        found += _stage_problems(stage, config)
         try:
-            stages[stage] = _read_stage(stage, config, folder)
+            stages[stage] = _read_stage(resolve_file_sources(config, folder), folder)
         except ValidationError as error:
-            problems += explain(error, stage)
-    problems += _reference_problems(stages, tree["stages"])
-    if not problems:
-        problems += _cycles(stages)
-    if problems:
-        raise RecipeError("\n".join([f"{path}: {len(problems)} problem(s)", *(f"  {line}" for line in problems)]))
+            found += explain(error, stage)
+    found += _reference_problems(stages, tree)
+    found += [] if found else _cycles(stages)
+    if found:
+        count = "1 problem" if len(found) == 1 else f"{len(found)} problems"
+        raise RecipeError("\n".join([f"the recipe has {count}:", *(f"  {problem}" for problem in found)]))
     return Recipe(name, folder, {stage: stages[stage] for stage in _topological(stages)})
 
 
@@ -98,7 +109,7 @@ def _stage_adapter() -> TypeAdapter[StageConfig]:
     return TypeAdapter(AnyStage)
 
 
-def _read_stage(name: str, tree: Any, folder: Path) -> StageConfig:
+def _read_stage(tree: Any, folder: Path) -> StageConfig:
     """Validate strictly (`"3"` is no number), as JSON, in which a list may stand for a tuple, a string for a path."""
     config = _stage_adapter().validate_json(json.dumps(tree), strict=True)
     outside = config.outside_paths()
@@ -110,17 +121,19 @@ def _read_stage(name: str, tree: Any, folder: Path) -> StageConfig:
     return _stage_adapter().validate_json(json.dumps(tree), strict=True)
 
 
-def _top_level_problems(tree: Mapping[str, Any], name: Any) -> Iterator[str]:
+def _top_level_problems(tree: Mapping[str, Any]) -> Iterator[str]:
     for field in tree:
         if field not in TOP_LEVEL_FIELDS:
             yield f"{field}: unknown field{closest(str(field), TOP_LEVEL_FIELDS)}"
-    wanted = "lower-case letters, digits, - and _"
-    if not isinstance(name, str) or not re.fullmatch(NAME_PATTERN, name):
-        yield f"name: found {show(name)}, expected {wanted}"
-    for stage, config in tree["stages"].items():
-        if not re.fullmatch(NAME_PATTERN, str(stage)):
-            yield f"stages.{stage}: the name of a stage consists of {wanted}"
-        yield from (f"{path}: expected a finite number" for path in non_finite(config, f"stages.{stage}"))
+    name = tree.get("name")
+    if name is not None and not (isinstance(name, str) and re.fullmatch(NAME_PATTERN, name)):
+        yield f"name: found {show(name)}, expected {NAME_RULE}"
+
+
+def _stage_problems(stage: str, config: Any) -> Iterator[str]:
+    if not re.fullmatch(NAME_PATTERN, stage):
+        yield f"stages.{stage}: the name of a stage consists of {NAME_RULE}"
+    yield from (f"{path}: expected a finite number" for path in non_finite(config, f"stages.{stage}"))
 
 
 def _reference_problems(stages: Mapping[str, StageConfig], names: Mapping[str, Any]) -> Iterator[str]:

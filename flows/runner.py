@@ -22,16 +22,20 @@ Launcher = Callable[[Path, StageConfig], Process]
 """Starts the stage whose `config.json` lies in a work folder; its output goes to `log.txt` there."""
 
 
-class LiveServer(Protocol):
+@dataclass(frozen=True)
+class LiveServer:
     """The process of a serve stage, which goes on after its artifact was committed."""
 
     lease: Lease
+    process: Process
 
     def alive(self) -> bool:
-        """Whether the process still runs."""
+        """Whether it still runs."""
+        return self.process.poll() is None
 
     def stop(self) -> None:
         """End it and all its descendants; returns when none is left."""
+        self.process.stop()
 
 
 @dataclass(frozen=True)
@@ -155,7 +159,7 @@ def _build(
         observer.ended(Outcome(work, time.monotonic() - started_s, None, error))
         raise
     observer.ended(Outcome(artifact.folder, seconds, result, None))
-    server = _Server(result.lease, process) if result.lease else None
+    server = LiveServer(result.lease, process) if result.lease else None
     return Built(
         planned.name, planned.kind, planned.version, "built", seconds, artifact.folder, artifact.record, server
     )
@@ -184,20 +188,6 @@ def _foundation(planned: PlannedStage, upstream: Mapping[str, Built]) -> Foundat
 
 def _entry(built: Built) -> UpstreamEntry:
     return UpstreamEntry(stage=built.name, kind=built.kind, version=built.version, digest=built.record.digest)
-
-
-@dataclass(frozen=True)
-class _Server:
-    """A `LiveServer`."""
-
-    lease: Lease
-    process: Process
-
-    def alive(self) -> bool:
-        return self.process.poll() is None
-
-    def stop(self) -> None:
-        self.process.stop()
 
 
 @dataclass
