@@ -1,14 +1,15 @@
 """Attention over packed rows in which no document sees another, without a mask of the row's size.
 
-`prepare_attention` tells with which `attn_implementation` a model is to be built; `attention_arguments` gives the
-keyword arguments that its forward then needs for a batch:
+`prepare_attention` tells with which `attn_implementation` a model is to be built, and `hidden_states` runs its decoder
+over a batch of packed documents. There are two ways:
 
-    "packed_documents"   ours, registered with Transformers' attention interface: every document of a micro-batch is
-                         attended to on its own, from their lengths alone. For every model whose attention is plain
-                         causal attention (also grouped-query) through that interface.
-    "sdpa", "eager"      Transformers' own, with the block mask that it derives from position ids that restart at
-                         each document: right for sliding windows, attention sinks and soft-capped scores too, at the
-                         price of a mask of rows × sequence².
+- `packed_documents`, registered with Transformers' attention interface: every document of a micro-batch is attended to
+  on its own, from their lengths alone. For every architecture whose attention goes through that interface, with
+  grouped queries, sliding windows, soft-capped scores and attention sinks.
+- For all others (states that run from token to token, position biases, code that came with the model) documents
+  become rows of their own, padded at the end to the longest: right for any causal model, and wasteful where lengths
+  are uneven. Transformers' own packing, by position ids that start anew, was tried and is not an option: some of its
+  architectures (gpt-oss, AFMoE, BLOOM, BioGPT in 5.17) ignore it without a word.
 
 `packed_documents` has two kernels: flash attention over variable lengths on a GPU in half precision
 (`torch.nn.attention.varlen`), and elsewhere causal SDPA over documents padded to the longest of their bucket.
@@ -16,6 +17,7 @@ keyword arguments that its forward then needs for a batch:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,43 +28,54 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface
 from stages.errors import ModelError
 from stages.train.data.batch import Batch
 from stages.train.documents import PackedDocuments
+from stages.train.slots import from_slots, to_slots
 
 PACKED_DOCUMENTS = "packed_documents"
 
-CAUSAL_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Layer types (in Transformers' words) that keep nothing from token to token but keys and values."""
+PACKED_LAYERS = {"full_attention", "sliding_attention"}
+"""Layer types, in Transformers' words, that `packed_documents` computes."""
 
-UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")
-"""Arguments that change what attention computes, in ways that `packed_documents` does not know."""
+FLASH_HEAD_WIDTH = 256
+"""The widest heads that flash attention knows."""
 
 
 def prepare_attention(model_config: Any, device: torch.device) -> str:
-    """The `attn_implementation` to build a model of this Transformers config with, registered and ready.
-
-    Raises `ModelError` for a model that keeps a state from token to token (Mamba and the like): nothing would keep the
-    documents of a packed row apart in it.
-    """
+    """The `attn_implementation` to build a causal language model of this Transformers config with, ready for use."""
     model_class = _model_class(model_config)
-    layer_types = set(getattr(model_config, "layer_types", None) or ["full_attention"])
-    if getattr(model_class, "_is_stateful", False) or layer_types - CAUSAL_LAYERS:
-        raise ModelError(
-            f"choosing the attention of a {model_config.model_type} model: it has layers that keep a state from token "
-            f"to token ({', '.join(sorted(layer_types))}), so documents packed into one row would see each other; "
-            "only models that attend to tokens alone can be trained on packed rows"
-        )
-    if _is_plain_causal(model_config, model_class):
+    if _goes_through_interface(model_config, model_class):
         AttentionInterface.register(PACKED_DOCUMENTS, packed_attention)
         return PACKED_DOCUMENTS
-    softcapped = getattr(model_config, "attn_logit_softcapping", None)
-    return "sdpa" if getattr(model_class, "_supports_sdpa", False) and not softcapped else "eager"
+    return "sdpa" if getattr(model_class, "_supports_sdpa", False) else "eager"
 
 
-def attention_arguments(batch: Batch, attn_implementation: str) -> dict[str, Any]:
-    """Keyword arguments for the forward of a model built with `attn_implementation`, beside `input_ids`."""
-    arguments = {"position_ids": batch.position_ids, "use_cache": False}
-    if attn_implementation == PACKED_DOCUMENTS:
-        arguments["documents"] = PackedDocuments(batch.document_lengths, batch.input_ids.device)
-    return arguments
+def hidden_states(decoder: Any, batch: Batch) -> Tensor:
+    """The last hidden states, [rows, sequence, width], of a model without its head, documents kept apart.
+
+    `decoder` was built with the `attn_implementation` that `prepare_attention` told.
+    """
+    device = batch.input_ids.device
+    if decoder.config._attn_implementation == PACKED_DOCUMENTS:
+        documents = PackedDocuments(batch.document_lengths, device)
+        arguments = {"position_ids": batch.position_ids, "documents": documents, "use_cache": False}
+        return decoder(input_ids=batch.input_ids, **arguments)[0]
+    documents = PackedDocuments(batch.document_lengths, device, least_fill=0)
+    rows = to_slots(batch.input_ids.flatten(), documents).view(-1, documents.longest)
+    padded = decoder(input_ids=rows, use_cache=False)[0]
+    return from_slots(padded.flatten(0, 1), documents).view(*batch.input_ids.shape, -1)
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How an attention layer turns queries and keys into weights."""
+
+    scaling: float | None
+    dropout: float
+    window_tokens: int | None
+    """Tokens that a token sees, itself included; None: all before it."""
+    softcap: float | None
+    """Scores become softcap × tanh(score / softcap) (Gemma 2)."""
+    sinks: Tensor | None
+    """[heads]: scores of nothing, which take their share of the weights (gpt-oss)."""
 
 
 def packed_attention(
@@ -71,114 +84,127 @@ def packed_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: None,
-    documents: PackedDocuments,
+    documents: PackedDocuments | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    **arguments: Any,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: None = None,
+    **unused: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention inside each document, as Transformers' attention interface has it.
 
-    `query` is [rows, heads, sequence, head_dim], `key` and `value` [rows, key_value_heads, sequence, head_dim]; the
-    result [rows, sequence, heads, head_dim]. Raises `ModelError` when the model asks for more than that.
+    `query` is [rows, heads, sequence, head_width], `key` and `value` [rows, key_value_heads, sequence, head_width]; the
+    result [rows, sequence, heads, head_width]. Raises ModelError when the model asks for something else.
     """
-    _refuse_more_than_causal(module, documents, arguments)
+    if documents is None or position_bias is not None:
+        missing = "does not pass on where documents end" if documents is None else "adds a bias to its scores"
+        raise ModelError(f"{type(module).__name__} {missing}: this architecture cannot be trained on packed documents")
+    scoring = Scoring(scaling, dropout, sliding_window, softcap, s_aux)
     queries, keys, values = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
-    if _has_flash_kernel(queries, values) and not dropout:
-        output = _flash_attention(queries, keys, values, documents, scaling)
-    else:
-        output = _bucketed_attention(queries, keys, values, documents, scaling, dropout)
+    attend = _flash_attention if _has_flash_kernel(queries, values, scoring) else _bucketed_attention
+    output = attend(queries, keys, values, documents, scoring)
     return output.unflatten(0, (query.shape[0], query.shape[2])), None
 
 
-def _has_flash_kernel(query: Tensor, value: Tensor) -> bool:
-    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[2] == value.shape[2] <= 256
+def _has_flash_kernel(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
+    half_on_gpu = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    plain = not scoring.dropout and scoring.softcap is None and scoring.sinks is None
+    return half_on_gpu and plain and query.shape[2] == value.shape[2] <= FLASH_HEAD_WIDTH
 
 
-def _flash_attention(
-    query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, scaling: float | None
-) -> Tensor:
-    """Tensors are [tokens, heads, head_dim]."""
+def _flash_attention(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, scoring: Scoring) -> Tensor:
+    """Tensors are [tokens, heads, head_width]."""
     from torch.nn.attention.varlen import varlen_attn  # not in every build of torch
 
     boundaries, longest = documents.boundaries, documents.longest
+    tokens_before = -1 if scoring.window_tokens is None else scoring.window_tokens - 1
     return varlen_attn(
-        query, key, value, boundaries, boundaries, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=True
+        query,
+        key,
+        value,
+        boundaries,
+        boundaries,
+        longest,
+        longest,
+        scale=scoring.scaling,
+        window_size=(tokens_before, 0),
+        enable_gqa=True,
     )
 
 
+@torch.compiler.disable
 def _bucketed_attention(
-    query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, scaling: float | None, dropout: float
+    query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, scoring: Scoring
 ) -> Tensor:
-    """Tensors are [tokens, heads, head_dim]. Padding follows its document, so causal attention never sees it."""
-    padded = [_Pad.apply(tokens, documents.slots, documents.num_slots) for tokens in (query, key, value)]
+    """Tensors are [tokens, heads, head_width]. Padding follows its document, so causal attention never sees it."""
+    padded = [to_slots(tokens, documents) for tokens in (query, key, value)]
     outputs = []
     for bucket in documents.buckets:
         inputs = [
             states[bucket.start : bucket.end].unflatten(0, (bucket.num_documents, bucket.length)).transpose(1, 2)
             for states in padded
         ]
-        output = functional.scaled_dot_product_attention(
-            *inputs, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-        )
-        outputs.append(output.transpose(1, 2).flatten(0, 1))
-    return _Unpad.apply(torch.cat(outputs), documents.slots)
+        outputs.append(_padded_attention(*inputs, scoring).transpose(1, 2).flatten(0, 1))
+    return from_slots(torch.cat(outputs), documents)
 
 
-class _Pad(torch.autograd.Function):
-    """Put every token into its slot, zeros elsewhere. (Plain indexing would sum its gradients one by one.)"""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, slots: Tensor, num_slots: int) -> Tensor:
-        ctx.save_for_backward(slots)
-        return tokens.new_zeros(num_slots, *tokens.shape[1:]).index_copy_(0, slots, tokens)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return gradients[0].index_select(0, *ctx.saved_tensors), None, None
-
-
-class _Unpad(torch.autograd.Function):
-    """Take every token from its slot: the inverse of `_Pad`."""
-
-    @staticmethod
-    def forward(ctx: Any, padded: Tensor, slots: Tensor) -> Tensor:
-        ctx.save_for_backward(slots)
-        ctx.num_slots = len(padded)
-        return padded.index_select(0, slots)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        gradient = gradients[0]
-        padded = gradient.new_zeros(ctx.num_slots, *gradient.shape[1:])
-        return padded.index_copy_(0, *ctx.saved_tensors, gradient), None
+def _padded_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    """Tensors are [documents, heads, length, head_width]."""
+    length, window = query.shape[2], scoring.window_tokens
+    if scoring.softcap is not None or scoring.sinks is not None:
+        return _explicit_attention(query, key, value, scoring)
+    mask = None if window is None or window >= length else _causal_mask(length, window, query.device)
+    return functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=scoring.dropout,
+        is_causal=mask is None,
+        scale=scoring.scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
 
 
-def _model_class(model_config: Any) -> type | None:
+def _explicit_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    """As `_padded_attention`, with soft-capped scores or sinks, which no fused kernel in torch has."""
+    num_documents, num_heads, length, width = query.shape
+    key, value = (states.repeat_interleave(num_heads // key.shape[1], dim=1) for states in (key, value))
+    scores = query @ key.transpose(2, 3) * (width**-0.5 if scoring.scaling is None else scoring.scaling)
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    scores = scores.masked_fill(~_causal_mask(length, scoring.window_tokens or length, query.device), -torch.inf)
+    if scoring.sinks is not None:
+        sinks = scoring.sinks.to(scores.dtype).view(1, num_heads, 1, 1).expand(num_documents, -1, length, 1)
+        scores = torch.cat([scores, sinks], dim=3)
+    weights = scores.softmax(dim=3, dtype=torch.float32)[..., :length].to(query.dtype)
+    return functional.dropout(weights, scoring.dropout) @ value
+
+
+def _causal_mask(length: int, window_tokens: int, device: torch.device) -> Tensor:
+    """bool [length, length]: whether the token of the row sees the token of the column."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window_tokens)
+
+
+def _model_class(model_config: Any) -> Any:
     """The causal language model of this config; None for code that came with the model."""
     if type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
 
 
-def _is_plain_causal(model_config: Any, model_class: type | None) -> bool:
+def _goes_through_interface(model_config: Any, model_class: Any) -> bool:
+    """Whether `packed_documents` is told all that decides what a token of this model sees.
+
+    A window reaches the attention function of every architecture that supports flash attention: it has no mask either.
+    """
     layer_types = set(getattr(model_config, "layer_types", None) or ["full_attention"])
-    has_window = getattr(model_config, "sliding_window", None) and getattr(model_config, "use_sliding_window", True)
+    has_window = getattr(model_config, "sliding_window", None) is not None
     return (
         getattr(model_class, "_supports_attention_backend", False)
-        and layer_types == {"full_attention"}
-        and not (has_window and not hasattr(model_config, "layer_types"))
-        and not getattr(model_config, "attn_logit_softcapping", None)
-        and not getattr(model_config, "attention_chunk_size", None)
+        and not getattr(model_class, "_is_stateful", False)
+        and layer_types <= PACKED_LAYERS
+        and (model_class._supports_flash_attn or not has_window)
     )
-
-
-def _refuse_more_than_causal(module: nn.Module, documents: PackedDocuments, arguments: dict[str, Any]) -> None:
-    asked = [name for name in UNSUPPORTED_ARGUMENTS if arguments.get(name) is not None]
-    window = arguments.get("sliding_window")
-    if window is not None and window < documents.longest:
-        asked.append(f"sliding_window {window}")
-    if asked:
-        raise ModelError(
-            f"attention of {type(module).__name__}: it asks for {', '.join(asked)}, which {PACKED_DOCUMENTS} does not "
-            "compute; its model has to be built with Transformers' own attention"
-        )

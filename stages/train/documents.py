@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 LEAST_FILL = 0.8
-"""A bucket's shortest document is at least this share of its longest: little padding, and few kernel calls."""
+"""Little padding, and few kernel calls."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,15 @@ class Bucket:
 
 
 class PackedDocuments:
-    """The documents of a micro-batch, in the order in which they lie in its flattened rows."""
+    """The documents of a micro-batch, in the order in which they lie in its flattened rows.
 
-    def __init__(self, lengths: Iterable[int], device: torch.device) -> None:
+    The shortest document of a bucket is at least `least_fill` of its longest; with 0 there is one bucket.
+    """
+
+    def __init__(self, lengths: Iterable[int], device: torch.device, least_fill: float = LEAST_FILL) -> None:
         self.lengths = tuple(lengths)
         self.device = device
+        self.least_fill = least_fill
 
     @property
     def longest(self) -> int:
@@ -55,7 +59,7 @@ class PackedDocuments:
         buckets: list[Bucket] = []
         for length in sorted(self.lengths, reverse=True):
             last = buckets[-1] if buckets else None
-            if last and length >= LEAST_FILL * last.length:
+            if last and length >= self.least_fill * last.length:
                 buckets[-1] = Bucket(last.start, last.num_documents + 1, last.length)
             else:
                 buckets.append(Bucket(last.end if last else 0, 1, length))
