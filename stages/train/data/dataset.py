@@ -39,9 +39,23 @@ class Description(StrictModel):
     num_target_tokens: PositiveInt
     num_source_rows: PositiveInt
     num_bad_rows: NonNegativeInt
-    num_truncated: NonNegativeInt
-    num_over_long_dropped: NonNegativeInt
+    num_over_long: NonNegativeInt
     warnings: tuple[str, ...]
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether the folder holds all that its description promises."""
+    try:
+        about = Description.model_validate_json((folder / ABOUT).read_text(encoding="utf-8"))
+        sizes = {name: (folder / f"{name}.bin").stat().st_size // dtype().itemsize for name, dtype in ARRAYS.items()}
+    except (OSError, ValueError):
+        return False
+    return sizes == {
+        "tokens": about.num_tokens,
+        "loss": about.num_tokens,
+        "document_starts": about.num_documents + 1,
+        "row_starts": about.num_rows + 1,
+    }
 
 
 class PackedDataset:

@@ -85,14 +85,27 @@ def choose_format(wanted: DataFormat, first_row: Columns, preference: bool) -> F
     raise DataError(f"the first row has the columns {_names(first_row)}; expected {_describe(possible)}.{hint}")
 
 
-def read_row(content: object, form: Format) -> tuple[Document, ...]:
-    """The documents of a row: one, or for a preference the chosen and the rejected. Raises RowError."""
-    if not isinstance(content, dict):
-        raise RowError(f"is {_kind(content)}; expected an object with {_names(form.columns)}")
-    missing = [column for column in form.columns if column not in content]
-    if missing:
-        raise RowError(f"has no {_names(missing)}; found {_names(content)}")
-    return form.read(content)
+class RowReader:
+    """Reads the rows of one dataset, all in the same format."""
+
+    def __init__(self, wanted: DataFormat, preference: bool) -> None:
+        self._wanted = wanted
+        self._preference = preference
+        self._format: Format | None = None
+
+    def read(self, content: object) -> tuple[Document, ...]:
+        """The documents of a row: one, or with `preference` the chosen and the rejected.
+
+        Raises RowError for a bad row, DataError when the first row tells that the dataset is of no suitable format.
+        """
+        if not isinstance(content, dict):
+            raise RowError(f"is {_kind(content)}; expected an object with named columns")
+        if self._format is None:
+            self._format = choose_format(self._wanted, content, self._preference)
+        missing = [column for column in self._format.columns if column not in content]
+        if missing:
+            raise RowError(f"has no {_names(missing)}; found {_names(content)}")
+        return self._format.read(content)
 
 
 def _read_messages(row: Columns) -> tuple[Document, ...]:

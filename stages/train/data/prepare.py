@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import Protocol
 
+from stages.errors import RecipeError
 from stages.train.config import DataConfig
-from stages.train.data.dataset import PackedDataset
+from stages.train.data.bad_rows import write_list
+from stages.train.data.cache import cached_folder, content_key, file_digest
+from stages.train.data.dataset import PackedDataset, is_complete
+from stages.train.data.files import find_files
+from stages.train.data.pipeline import BAD_ROWS, Pipeline, Report
+from stages.train.data.portion import Portion, portions
+from stages.train.data.writer import disk_full
 
+PREPARATION_VERSION = 1
+"""Raised when the same input would give other tokens, masks or rows than before."""
 
-class Report(Protocol):
-    """Where preparation tells what it does; a `StageContext` is one."""
-
-    def progress(self, done: float, total: float, unit: str, message: str = "") -> None: ...
-
-    def milestone(self, message: str) -> None: ...
-
-    def warn(self, message: str) -> None: ...
+CACHE_FOLDER = "tokenized"
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model")
+TEMPLATE_FILES = ("chat_template*",)
+OPTIONS = {
+    "format",
+    "train_on",
+    "sequence_length",
+    "packing",
+    "over_long",
+    "on_bad_rows",
+    "max_bad_row_fraction",
+}
 
 
 @dataclass(frozen=True)
@@ -45,7 +58,60 @@ def prepare(
     rows are pairs, else plain training rows. Rows that `on_bad_rows: drop` leaves out are listed in `bad_rows_file`
     (JSONL; not written when there are none). Safe when several processes prepare the same: one works, the others wait.
 
-    Raises DataError for data that cannot be learned from, ModelError for a folder without a usable tokenizer and
-    ResourceError for a full disk.
+    Raises DataError for data that cannot be learned from, ModelError for a folder without a usable tokenizer,
+    RecipeError for options that contradict each other and ResourceError for a full disk.
     """
-    raise NotImplementedError
+    if preference and config.train_on == "all":
+        raise RecipeError("`train_on: all` does not go with `method: dpo`, which compares answers; remove it")
+    datasets = [
+        _prepare_portion(portion, folder, config, tokenizer_folder, preference, cache / CACHE_FOLDER, report)
+        for portion in portions(config)
+    ]
+    write_list(bad_rows_file, [dataset.folder / BAD_ROWS for dataset in datasets])
+    return PreparedData(datasets[0], datasets[1] if len(datasets) > 1 else None)
+
+
+def _prepare_portion(
+    portion: Portion,
+    folder: Path,
+    config: DataConfig,
+    tokenizer_folder: Path,
+    preference: bool,
+    cache: Path,
+    report: Report,
+) -> PackedDataset:
+    files = find_files(folder, portion.split)
+    key = _key(portion, folder, files, config, tokenizer_folder, preference)
+    pipeline = Pipeline(portion, folder, files, config, tokenizer_folder, preference, report)
+    try:
+        dataset = PackedDataset(cached_folder(cache, key, is_complete, pipeline.run))
+    except OSError as error:
+        raise disk_full(error, cache) or error from error
+    for warning in dataset.about.warnings:
+        report.warn(f"{portion.name} data: {warning}")
+    return dataset
+
+
+def _key(
+    portion: Portion, folder: Path, files: list[Path], config: DataConfig, tokenizer_folder: Path, preference: bool
+) -> str:
+    """Of all that decides the tokens, the rows and the list of bad rows."""
+    template = config.chat_template
+    tokenizer_files = TOKENIZER_FILES if template else TOKENIZER_FILES + TEMPLATE_FILES
+    return content_key(
+        {
+            "preparation": PREPARATION_VERSION,
+            "libraries": {name: version(name) for name in ("tokenizers", "transformers", "numpy")},
+            "files": {str(path.relative_to(folder)): file_digest(path) for path in files},
+            "portion": [portion.name, portion.fraction],
+            "options": config.model_dump(mode="json", include=OPTIONS),
+            "preference": preference,
+            "tokenizer": {
+                path.name: file_digest(path)
+                for pattern in tokenizer_files
+                for path in sorted(tokenizer_folder.glob(pattern))
+                if path.is_file()
+            },
+            "chat_template": file_digest(template) if template and template.is_file() else None,
+        }
+    )

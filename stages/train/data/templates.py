@@ -31,6 +31,8 @@ class Rendered:
 
     text: str
     spans: tuple[Span, ...]
+    is_plain: bool = False
+    """Without a template: the tokenizer's own special tokens go around it."""
 
 
 class ChatTemplate:
