@@ -121,6 +121,9 @@ def non_finite(tree: Any, path: str) -> Iterator[str]:
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield from non_finite(value, f"{path}.{key}")
+    elif isinstance(tree, list):
+        for position, value in enumerate(tree):
+            yield from non_finite(value, f"{path}.{position}")
     elif isinstance(tree, float) and not math.isfinite(tree):
         yield path
 

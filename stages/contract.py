@@ -34,7 +34,8 @@ Product = Literal["model", "dataset", "server", "scores"]
 class StrictModel(BaseModel):
     """Base of everything a recipe may say: immutable, and an unknown field is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # A diverged loss is NaN, and must come back as such from `result.json`.
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
 
 
 @dataclass(frozen=True)
