@@ -142,11 +142,11 @@ def _bucketed_attention(
     padded = [to_slots(tokens, documents) for tokens in (query, key, value)]
     outputs = []
     for bucket in documents.buckets:
-        inputs = [
+        queries, keys, values = (
             states[bucket.start : bucket.end].unflatten(0, (bucket.num_documents, bucket.length)).transpose(1, 2)
             for states in padded
-        ]
-        outputs.append(_padded_attention(*inputs, scoring).transpose(1, 2).flatten(0, 1))
+        )
+        outputs.append(_padded_attention(queries, keys, values, scoring).transpose(1, 2).flatten(0, 1))
     return from_slots(torch.cat(outputs), documents)
 
 

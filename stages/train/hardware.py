@@ -89,7 +89,7 @@ def measured_matmul_rate(dtype: torch.dtype) -> float:
 def _shortest_product_s(size: int, dtype: torch.dtype) -> float:
     left, right = (torch.randn(size, size).to(dtype) for _ in range(2))
     left @ right  # the first one starts threads and chooses a kernel
-    times_s = []
+    times_s: list[float] = []
     deadline = time.perf_counter() + MEASURE_S / len(MATRIX_SIZES)
     while not times_s or time.perf_counter() < deadline:
         start = time.perf_counter()

@@ -32,7 +32,8 @@ class _ToSlots(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return gradients[0].index_select(0, *ctx.saved_tensors), None, None
+        (slots,) = ctx.saved_tensors
+        return gradients[0].index_select(0, slots), None, None
 
 
 class _FromSlots(torch.autograd.Function):
@@ -44,7 +45,8 @@ class _FromSlots(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return _scatter(gradients[0], *ctx.saved_tensors, ctx.num_slots), None, None
+        (slots,) = ctx.saved_tensors
+        return _scatter(gradients[0], slots, ctx.num_slots), None, None
 
 
 def _scatter(tokens: Tensor, slots: Tensor, num_slots: int) -> Tensor:
