@@ -94,6 +94,12 @@ class RefreshStoppedError(LifecycleError):
     exit_code = 15
 
 
+class TrainingError(LifecycleError):
+    """Training itself went wrong: the loss or the gradient norm is no finite number any more."""
+
+    exit_code = 15
+
+
 class TransientError(LifecycleError):
     """Something that may well work when tried again: a network fault, a busy server."""
 

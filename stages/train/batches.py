@@ -1,0 +1,39 @@
+"""Rows of a packed dataset → micro-batches, with the reference's log-probabilities where the loss needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from stages.train.data.batch import Batch
+from stages.train.data.dataset import PackedDataset
+from stages.train.reference import ReferenceRows
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class BatchSource:
+    """Micro-batches of always `micro_batch_size` rows; rows of padding stand in for missing ones."""
+
+    dataset: PackedDataset
+    micro_batch_size: int
+    reference: ReferenceRows | None = None
+
+    def batch(self, rows: Sequence[int]) -> Batch:
+        """The rows as one micro-batch on the CPU."""
+        batch = self.dataset.batch(rows, self.micro_batch_size)
+        return self.reference.attach(batch, self.dataset.row_documents(rows)) if self.reference else batch
+
+
+def prefetched(load: Callable[[int], T], steps: range) -> Generator[T]:
+    """`load(step)` for every step, made by a thread while the step before is being computed."""
+    with ThreadPoolExecutor(1, thread_name_prefix="batches") as executor:
+        ahead = [executor.submit(load, step) for step in steps[:1]]
+        for step in steps:
+            ready = ahead.pop().result()
+            if step + 1 in steps:
+                ahead.append(executor.submit(load, step + 1))
+            yield ready

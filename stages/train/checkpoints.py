@@ -1,0 +1,110 @@
+"""Checkpoints on disk: which there are, which is whole, when there is room for one, and which to keep.
+
+    checkpoints/step-120/           a complete checkpoint: the engine's files and `manifest.json` (file → bytes)
+    checkpoints/partial-step-150/   one that is being written, or was cut off
+
+A checkpoint is written under its partial name, gets its manifest, and is renamed last, so a killed run leaves nothing
+that looks complete; one whose files were cut off later (a full disk, a crashed machine) is found by its manifest.
+What is in the files is the engine's business; besides weights and optimizer state a run needs only the step, since data
+order, learning rate and random numbers are functions of it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+from stages.contract import is_main_process, write_atomically
+from stages.errors import ResourceError
+from stages.train.engine import Engine
+
+MANIFEST = "manifest.json"
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class _Write:
+    step: int
+    done: Future[None]
+
+
+class Checkpoints:
+    """The checkpoints of one run; at most one is being written at a time. Rank 0 alone renames and removes."""
+
+    def __init__(self, folder: Path, engine: Engine, kept: int) -> None:
+        self._folder = folder
+        self._engine = engine
+        self._kept = kept
+        self._writing: _Write | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def save(self, step: int) -> None:
+        """Start writing a checkpoint; waits for the one before. Raises ResourceError when the disk is too full."""
+        self.wait()
+        partial = self._partial(step)
+        if is_main_process():
+            shutil.rmtree(partial, ignore_errors=True)
+            check_free_disk(self._folder, self._engine.checkpoint_bytes, f"checkpoint of step {step}")
+        self._writing = _Write(step, self._engine.save(partial))
+
+    def poll(self) -> None:
+        """Complete the checkpoint that is being written, if its files are all there. Cheap: call it at every step."""
+        if self._writing and self._writing.done.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Complete the checkpoint that is being written; raises what went wrong with it."""
+        if self._writing is None:
+            return
+        writing, self._writing = self._writing, None
+        writing.done.result()
+        if is_main_process():
+            complete_checkpoint(self._partial(writing.step), self._folder / f"step-{writing.step}")
+            for _, folder in complete_checkpoints(self._folder)[self._kept :]:
+                shutil.rmtree(folder)
+
+    def load_latest(self) -> int:
+        """Load the latest whole checkpoint; returns its step, 0 when there is none."""
+        found = complete_checkpoints(self._folder) if is_main_process() else []
+        step = int(self._engine.from_first_process(found[0][0] if found else 0))
+        if step:
+            self._engine.load(self._folder / f"step-{step}")
+        return step
+
+    def _partial(self, step: int) -> Path:
+        return self._folder / f"partial-step-{step}"
+
+
+def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """Step and folder of every whole checkpoint, the latest first."""
+    found = ((int(path.name.removeprefix("step-")), path) for path in folder.glob("step-*"))
+    return sorted((entry for entry in found if _is_whole(entry[1])), reverse=True)
+
+
+def complete_checkpoint(partial: Path, final: Path) -> None:
+    """Note the files' sizes and give the folder its final name."""
+    sizes = {str(path.relative_to(partial)): path.stat().st_size for path in partial.rglob("*") if path.is_file()}
+    write_atomically(partial / MANIFEST, json.dumps(sizes))
+    shutil.rmtree(final, ignore_errors=True)
+    partial.replace(final)
+
+
+def check_free_disk(folder: Path, needed_bytes: int, purpose: str) -> None:
+    """Raise ResourceError unless `needed_bytes` are free where `folder` is."""
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < needed_bytes:
+        raise ResourceError(
+            f"writing the {purpose} to {folder}: {free_bytes / GIB:.2f} GiB are free, {needed_bytes / GIB:.2f} GiB are "
+            "needed; free some space, or lower execution.checkpoints_kept. Training continues from the last checkpoint"
+        )
+
+
+def _is_whole(folder: Path) -> bool:
+    manifest = folder / MANIFEST
+    if not manifest.is_file():
+        return False
+    sizes = json.loads(manifest.read_text(encoding="utf-8"))
+    return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in sizes.items())

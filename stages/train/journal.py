@@ -1,0 +1,84 @@
+"""What a training run tells the outside: figures of its steps, progress, warnings; and what it summed up to."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from pathlib import Path
+
+from stages.contract import StageContext
+
+PROGRESS_EVERY_S = 0.5
+MUCH_COMMUNICATION = 0.3
+MEDIAN_OF = (
+    "step_time_s",
+    "tokens_per_s",
+    "real_tokens_per_s",
+    "tokens_per_s_per_device",
+    "real_tokens_per_s_per_device",
+    "mfu",
+    "data_wait_fraction",
+)
+
+Figures = dict[str, float]
+
+
+class Journal:
+    """The log of one attempt. Steps that an earlier attempt has logged are not logged again: they would be the same."""
+
+    def __init__(self, context: StageContext, num_steps: int, log_every_steps: int) -> None:
+        self._context = context
+        self._num_steps = num_steps
+        self._log_every_steps = log_every_steps
+        self._last_logged_step = max((int(row["step"]) for row in read_metrics(context.work)), default=0)
+        self._last_progress_s = 0.0
+        self._attempt: list[Figures] = []
+
+    def is_due(self, step: int) -> bool:
+        """Whether the figures of this step are wanted."""
+        return step % self._log_every_steps == 0 or step in (1, self._num_steps)
+
+    def log(self, step: int, figures: Figures) -> None:
+        """Write the figures of a step."""
+        self._attempt.append(figures)
+        if step > self._last_logged_step:
+            self._context.log_metrics(step, figures)
+            self._last_logged_step = step
+        if figures.get("communication_fraction", 0) > MUCH_COMMUNICATION:
+            self._context.warn(
+                f"collectives ran during {figures['communication_fraction']:.0%} of step {step}; larger micro-batches, "
+                "fewer processes or reshard_after_forward: false would lower that"
+            )
+
+    def progress(self, step: int, loss: float) -> None:
+        """Tell how far training is, now and then."""
+        now_s = time.monotonic()
+        if step == self._num_steps or now_s - self._last_progress_s > PROGRESS_EVERY_S:
+            self._context.progress(step, self._num_steps, "steps", f"loss {loss:.4f}{self._rate()}")
+            self._last_progress_s = now_s
+
+    def milestone(self, message: str) -> None:
+        """Tell something worth knowing."""
+        self._context.milestone(message)
+
+    def summary(self) -> Figures:
+        """Medians over this attempt's steps (the first ones, which warm up, apart), and the last of everything else."""
+        if not self._attempt:
+            return {}
+        steady = self._attempt[min(3, len(self._attempt) - 1) :]
+        medians = {
+            name: statistics.median(figures[name] for figures in steady) for name in MEDIAN_OF if name in steady[0]
+        }
+        latest = {name: value for figures in self._attempt for name, value in figures.items()}
+        return {**latest, **medians}
+
+    def _rate(self) -> str:
+        return f", {self._attempt[-1]['tokens_per_s']:,.0f} tokens/s" if self._attempt else ""
+
+
+def read_metrics(work: Path) -> list[Figures]:
+    """What all attempts have logged so far; a line that a killed process left half is skipped."""
+    path = work / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("}\n")]

@@ -1,0 +1,149 @@
+"""The training loop: order, batches, learning rate, logging, evaluation and checkpoints, on whatever engine is given.
+
+Every step is a function of the seed, its number and the weights it finds: rows, learning rate and random numbers are
+derived from the step, so a resumed run does what the uninterrupted one would have done.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.profiler import profile
+
+from stages.contract import is_main_process
+from stages.errors import TrainingError
+from stages.train.batches import BatchSource, prefetched
+from stages.train.checkpoints import Checkpoints
+from stages.train.config import TrainConfig
+from stages.train.engine import Engine, LossMeans, StepOutcome
+from stages.train.hardware import Peak
+from stages.train.journal import Journal
+from stages.train.losses import Loss
+from stages.train.metrics import Share, communication_fraction, measure_share, throughput
+from stages.train.order import DataOrder, even_micro_batches
+from stages.train.schedule import learning_rate
+
+PROFILED_STEP = 3
+"""Step of an attempt, counted from 1, in which collectives are timed: late enough to be like the others."""
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """Everything a run is made of."""
+
+    config: TrainConfig
+    engine: Engine
+    loss: Loss
+    order: DataOrder
+    training: BatchSource
+    evaluation: BatchSource | None
+    num_steps: int
+    checkpoints: Checkpoints
+    journal: Journal
+    peak: Peak | None
+
+    @property
+    def checkpoint_every_steps(self) -> int:
+        """As the recipe says, else ten times in a run."""
+        return self.config.execution.checkpoint_every_steps or math.ceil(self.num_steps / 10)
+
+
+def train(run: TrainingRun) -> LossMeans | None:
+    """Train from the latest checkpoint, or from the start, to the last step; returns the final evaluation.
+
+    Raises TrainingError, with the step, when loss or gradient norm is not finite.
+    """
+    done_steps = run.checkpoints.load_latest()
+    if done_steps:
+        run.journal.milestone(f"continuing from the checkpoint of step {done_steps}")
+    steps = range(done_steps + 1, run.num_steps + 1)
+    with closing(prefetched(lambda step: _load_share(run, step), steps)) as shares:
+        for step in steps:
+            is_profiled = run.engine.num_devices > 1 and is_main_process() and step == done_steps + PROFILED_STEP
+            _train_one_step(run, step, shares.__next__, is_profiled)
+    run.checkpoints.wait()
+    return evaluate(run)
+
+
+def evaluate(run: TrainingRun) -> LossMeans | None:
+    """Loss and metrics over the held-out rows; None when there are none."""
+    if run.evaluation is None:
+        return None
+    layout, source = run.config.layout, run.evaluation
+    shares = even_micro_batches(
+        len(source.dataset), layout.micro_batch_size, run.engine.data_rank, run.engine.data_parallel_size
+    )
+    return run.engine.evaluate((source.batch(rows) for rows in shares), run.loss)
+
+
+def _train_one_step(run: TrainingRun, step: int, next_share: Callable[[], Share], is_profiled: bool) -> None:
+    start_s = time.perf_counter()
+    share = next_share()
+    wait_s = time.perf_counter() - start_s
+    rate = learning_rate(run.config, step, run.num_steps)
+    torch.manual_seed(_step_seed(run, step))
+    outcome, update_s, communication = _update(run, share, rate, is_profiled)
+    _check_finite(step, outcome)
+    _save_if_due(run, step)
+    evaluation = _evaluate_if_due(run, step)
+    run.journal.progress(step, outcome.loss)
+    if evaluation or run.journal.is_due(step):
+        figures = {"loss": outcome.loss, "learning_rate": rate, "grad_norm": outcome.grad_norm, **outcome.metrics}
+        rates = throughput(run.engine, share, wait_s + update_s, wait_s, run.peak)
+        run.journal.log(step, {**figures, **rates, **communication, **evaluation})
+
+
+def _update(
+    run: TrainingRun, share: Share, rate: float, is_profiled: bool
+) -> tuple[StepOutcome, float, dict[str, float]]:
+    """What the optimizer step did, how long it took, and how much of that was communication, if that was measured."""
+    with profile() if is_profiled else nullcontext() as profiled:
+        start_s = time.perf_counter()
+        outcome = run.engine.train_step(share.micro_batches, run.loss, rate, run.config.max_grad_norm)
+        update_s = time.perf_counter() - start_s
+    if profiled is None:
+        return outcome, update_s, {}
+    return outcome, update_s, {"communication_fraction": communication_fraction(profiled, update_s)}
+
+
+def _load_share(run: TrainingRun, step: int) -> Share:
+    micro_batches = [run.training.batch(rows) for rows in run.order.micro_batches(step)]
+    return measure_share(micro_batches, run.engine.flops)
+
+
+def _check_finite(step: int, outcome: StepOutcome) -> None:
+    if not (math.isfinite(outcome.loss) and math.isfinite(outcome.grad_norm)):
+        raise TrainingError(
+            f"step {step}: the loss is {outcome.loss} and the gradient norm {outcome.grad_norm}, both should be finite "
+            "numbers; lower learning_rate, lengthen warmup_steps, lower max_grad_norm, or look at the data of this step"
+        )
+
+
+def _save_if_due(run: TrainingRun, step: int) -> None:
+    run.checkpoints.poll()
+    if step % run.checkpoint_every_steps == 0 or step == run.num_steps:
+        run.checkpoints.save(step)
+
+
+def _evaluate_if_due(run: TrainingRun, step: int) -> dict[str, float]:
+    every_steps = run.config.execution.evaluate_every_steps
+    if not every_steps or step % every_steps or step == run.num_steps:
+        return {}
+    means = evaluate(run)
+    return evaluation_figures(means) if means else {}
+
+
+def evaluation_figures(means: LossMeans) -> dict[str, float]:
+    """Held-out figures, told apart from those of training by their names."""
+    return {f"evaluation_{name}": value for name, value in {"loss": means.loss, **means.metrics}.items()}
+
+
+def _step_seed(run: TrainingRun, step: int) -> int:
+    """Of dropout and the like; differs between processes that see different data."""
+    return int(np.random.SeedSequence([run.config.seed, step, run.engine.data_rank]).generate_state(1)[0])

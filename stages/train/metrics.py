@@ -1,0 +1,81 @@
+"""What a training step is measured by: throughput, MFU, waiting, memory. The clock is the loop's."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.profiler import profile
+
+from stages.train.data.batch import IGNORED, Batch
+from stages.train.engine import Engine
+from stages.train.flops import ModelFlops, model_flops_utilization
+from stages.train.hardware import Peak
+
+GIB = 2**30
+COLLECTIVES = ("gloo:", "nccl:")
+
+
+@dataclass(frozen=True)
+class Share:
+    """This process's share of a global batch, and how much work it is."""
+
+    micro_batches: Sequence[Batch]
+    num_tokens: int
+    """Positions that go through the model, padding included."""
+    num_real_tokens: int
+    flops: float
+
+
+def measure_share(micro_batches: Sequence[Batch], flops: ModelFlops) -> Share:
+    """Count a share's work."""
+    lengths = [length for batch in micro_batches for length in real_document_lengths(batch)]
+    num_targets = sum(int((batch.targets != IGNORED).sum()) for batch in micro_batches)
+    num_tokens = sum(batch.input_ids.numel() for batch in micro_batches)
+    return Share(micro_batches, num_tokens, sum(lengths), flops.training(lengths, num_targets))
+
+
+def real_document_lengths(batch: Batch) -> list[int]:
+    """Tokens of every document that is not padding."""
+    lengths = torch.bincount(batch.document_ids.flatten(), minlength=batch.num_documents)
+    return lengths[: batch.num_documents].tolist()
+
+
+def throughput(engine: Engine, share: Share, step_time_s: float, wait_s: float, peak: Peak | None) -> dict[str, float]:
+    """Figures of one step over all processes. Collective."""
+    sums = torch.tensor([share.num_tokens, share.num_real_tokens, share.flops, wait_s, 1], dtype=torch.float64)
+    num_tokens, num_real_tokens, flops, waited_s, num_shares = engine.sum_over_data(sums).tolist()
+    rates = {"tokens_per_s": num_tokens / step_time_s, "real_tokens_per_s": num_real_tokens / step_time_s}
+    figures = {
+        "step_time_s": step_time_s,
+        **rates,
+        **{f"{name}_per_device": rate / engine.num_devices for name, rate in rates.items()},
+        "data_wait_fraction": waited_s / num_shares / step_time_s,
+        "peak_memory_gib": peak_memory_gib(engine.device),
+    }
+    if peak:
+        figures["mfu"] = model_flops_utilization(flops, step_time_s, peak.flops_per_s, engine.num_devices)
+    return figures
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory that this process has held so far: of its GPU, or of the host when there is none."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+
+
+def communication_fraction(profiled: profile, step_time_s: float) -> float:
+    """Share of a profiled step in which a collective was in flight, whether or not computation hid it."""
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in profiled.events() or ()
+        if event.name.startswith(COLLECTIVES)
+    )
+    covered_us, reached_us = 0.0, 0.0
+    for start, end in spans:
+        covered_us += max(0.0, end - max(start, reached_us))
+        reached_us = max(reached_us, end)
+    return covered_us / 1e6 / step_time_s

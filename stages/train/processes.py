@@ -1,0 +1,36 @@
+"""The processes of a training stage: joined at the start, parted at the end whatever happens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+
+@contextmanager
+def joined_processes() -> Iterator[torch.device]:
+    """Join the process group that torchrun's environment describes, or a group of one; yields this process's device.
+
+    CPU tensors always have a backend (gloo): checkpoints and offloaded gradients need it on GPUs too.
+    """
+    device = _device()
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device

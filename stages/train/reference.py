@@ -1,0 +1,91 @@
+"""Log-probabilities that the untrained model gives to the documents, for DPO: computed once, cached by content.
+
+So only one model is held. Cached are the sums of each document's targets, under a name made of everything that decides
+them: the model's weights, the packed data, the rows, the precision.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stages.contract import StageContext, is_main_process
+from stages.train.data.batch import Batch
+from stages.train.data.dataset import PackedDataset
+from stages.train.engine import Engine
+from stages.train.order import even_micro_batches
+
+
+@dataclass(frozen=True)
+class ReferenceRows:
+    """Rows of a dataset with the log-probabilities of their documents."""
+
+    documents: NDArray[np.int64]
+    """int64 [documents], sorted: their numbers in the dataset"""
+    log_probabilities: NDArray[np.float32]
+    """float32 [documents]"""
+
+    def attach(self, batch: Batch, documents: NDArray[np.int64]) -> Batch:
+        """The batch with the reference of its documents."""
+        found = np.searchsorted(self.documents, documents)
+        return batch.with_reference(torch.from_numpy(self.log_probabilities[found]))
+
+
+def reference_rows(
+    engine: Engine,
+    dataset: PackedDataset,
+    rows: Sequence[int],
+    micro_batch_size: int,
+    weights_digest: str,
+    context: StageContext,
+) -> ReferenceRows:
+    """Log-probabilities of the documents of `rows` (sorted, without repetitions) under the engine's present weights."""
+    documents = dataset.row_documents(rows)
+    identity = [weights_digest, dataset.key, str(engine.compute_dtype), hashlib.sha256(documents.tobytes()).hexdigest()]
+    key = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:24]
+    path = context.cache / "reference" / f"{key}.npy"
+    if not engine.from_first_process(float(path.is_file())):
+        values = _compute(engine, dataset, rows, micro_batch_size, context)
+        if is_main_process():
+            _save(path, values)
+        return ReferenceRows(documents, values)
+    return ReferenceRows(documents, np.load(path))
+
+
+def model_digest(folder: Path) -> str:
+    """sha256 over the weights' bytes."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _compute(
+    engine: Engine, dataset: PackedDataset, rows: Sequence[int], micro_batch_size: int, context: StageContext
+) -> NDArray[np.float32]:
+    """float32 [documents], the same on every process."""
+    positions = np.cumsum([0, *(len(dataset.row_documents([row])) for row in rows)]).tolist()
+    values = torch.zeros(positions[-1], dtype=torch.float64)
+    shares = list(even_micro_batches(len(rows), micro_batch_size, engine.data_rank, engine.data_parallel_size))
+    for index, share in enumerate(shares):
+        batch = dataset.batch([rows[position] for position in share], micro_batch_size)
+        result = engine.document_log_probabilities(batch)
+        if share:
+            values[positions[share[0]] : positions[share[-1] + 1]] = result
+        context.progress(index + 1, len(shares), "micro-batches", "reference log-probabilities")
+    return engine.sum_over_data(values).float().numpy()
+
+
+def _save(path: Path, values: NDArray[np.float32]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.npy")
+    np.save(temporary, values)
+    temporary.replace(path)

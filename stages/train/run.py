@@ -1,0 +1,152 @@
+"""The train stage: a model and a dataset → a trained model in `model/`, with its figures and its loss curve."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from stages.contract import StageContext, StageResult, is_main_process
+from stages.errors import LayoutError
+from stages.model_folder import check_model_folder
+from stages.train.batches import BatchSource
+from stages.train.checkpoints import Checkpoints, check_free_disk
+from stages.train.config import TrainConfig
+from stages.train.data.dataset import PackedDataset
+from stages.train.data.prepare import PreparedData, prepare
+from stages.train.engine import Engine, LossMeans
+from stages.train.hardware import Peak, device_peak
+from stages.train.journal import Journal, read_metrics
+from stages.train.loop import TrainingRun, train
+from stages.train.losses import build_loss
+from stages.train.order import DataOrder
+from stages.train.plot import plot_loss
+from stages.train.processes import joined_processes
+from stages.train.reference import model_digest, reference_rows
+
+LOSS_PLOT = "plots/loss.png"
+
+
+def run(context: StageContext) -> StageResult:
+    """Check what can be checked, prepare the data, train, export; `TrainConfig` says what can be asked for.
+
+    Raises a `LifecycleError` when the model, the data, the layout or the machine do not allow it, or training diverges.
+    """
+    config: TrainConfig = context.config
+    model_folder = context.inputs[config.model] / "model"
+    _check_world_size(config)
+    check_model_folder(model_folder)
+    data = _prepare_data(context, model_folder)
+    with joined_processes() as device:
+        engine = _build_engine(model_folder, config, device)
+        training_run = _assemble(context, engine, data, model_folder)
+        evaluation = train(training_run)
+        engine.export(context.work / "model", getattr(torch, config.export_dtype))
+    if is_main_process():
+        _use_own_template(config, context.work / "model")
+        plot_loss(read_metrics(context.work), context.work / LOSS_PLOT)
+    return _result(training_run, data, evaluation)
+
+
+def _check_world_size(config: TrainConfig) -> None:
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != config.layout.world_size:
+        raise LayoutError(
+            f"the layout needs {config.layout.world_size} processes ({describe_layout(config)}), {started} were "
+            "started; start as many, or change the layout"
+        )
+
+
+def _prepare_data(context: StageContext, model_folder: Path) -> PreparedData:
+    config: TrainConfig = context.config
+    return prepare(
+        context.inputs[config.data.dataset] / "data",
+        config.data,
+        model_folder,
+        preference=config.method == "dpo",
+        cache=context.cache,
+        report=context,
+        bad_rows_file=context.work / "bad_rows.jsonl",
+    )
+
+
+def _build_engine(model_folder: Path, config: TrainConfig, device: torch.device) -> Engine:
+    from stages.train.fsdp.engine import FsdpEngine  # an engine's imports are heavy: only the one that is used
+
+    return FsdpEngine(model_folder, config, device)
+
+
+def _assemble(context: StageContext, engine: Engine, data: PreparedData, model_folder: Path) -> TrainingRun:
+    config: TrainConfig = context.config
+    layout = config.layout
+    checkpoints_folder = context.scratch / "checkpoints"
+    if is_main_process():
+        num_files = config.execution.checkpoints_kept + 1
+        check_free_disk(context.scratch, num_files * engine.checkpoint_bytes, f"{num_files} checkpoints")
+    order = DataOrder(
+        len(data.training),
+        config.global_batch_size,
+        layout.micro_batch_size,
+        engine.data_rank,
+        engine.data_parallel_size,
+        config.seed,
+    )
+    num_steps = config.steps or math.ceil(config.epochs * len(data.training) / config.global_batch_size)
+    training_rows = sorted({row for step in range(1, num_steps + 1) for row in order.global_batch(step)})
+    digest = model_digest(model_folder) if config.dpo else None
+
+    def source(dataset: PackedDataset, rows: list[int]) -> BatchSource:
+        if digest is None:
+            return BatchSource(dataset, layout.micro_batch_size)
+        reference = reference_rows(engine, dataset, rows, layout.micro_batch_size, digest, context)
+        return BatchSource(dataset, layout.micro_batch_size, reference)
+
+    return TrainingRun(
+        config=config,
+        engine=engine,
+        loss=build_loss(config),
+        order=order,
+        training=source(data.training, training_rows),
+        evaluation=source(data.evaluation, list(range(len(data.evaluation)))) if data.evaluation else None,
+        num_steps=num_steps,
+        checkpoints=Checkpoints(checkpoints_folder, engine, config.execution.checkpoints_kept),
+        journal=Journal(context, num_steps, config.execution.log_every_steps),
+        peak=_peak(engine, config),
+    )
+
+
+def _peak(engine: Engine, config: TrainConfig) -> Peak | None:
+    if engine.device.type == "cpu" and not config.execution.measure_matmul_rate:
+        return None
+    return device_peak(engine.device, engine.compute_dtype)
+
+
+def _use_own_template(config: TrainConfig, folder: Path) -> None:
+    """What was trained with is what the model is to be used with."""
+    if config.data.chat_template:
+        shutil.copyfile(config.data.chat_template, folder / "chat_template.jinja")
+
+
+def _result(training_run: TrainingRun, data: PreparedData, evaluation: LossMeans | None) -> StageResult:
+    config, engine, peak = training_run.config, training_run.engine, training_run.peak
+    counts = {
+        "num_rows": float(len(data.training)),
+        "num_documents": float(data.training.num_documents),
+        "num_tokens": float(data.training.num_tokens),
+        "num_target_tokens": float(data.training.num_target_tokens),
+        "padding_fraction": data.training.padding_fraction,
+    }
+    held_out = {"evaluation_loss": evaluation.loss, **evaluation.metrics} if evaluation else {}
+    tags = {"engine": config.engine, "layout": describe_layout(config), "device": engine.device.type}
+    if peak:
+        tags |= {"hardware": peak.device_name, "peak": f"{peak.flops_per_s / 1e12:.3g} TFLOP/s a device, {peak.source}"}
+    return StageResult(metrics={**training_run.journal.summary(), **held_out, **counts}, tags=tags, files=[LOSS_PLOT])
+
+
+def describe_layout(config: TrainConfig) -> str:
+    """The engine and what differs from the default layout: `fsdp dp_shard=2 micro_batch_size=4`."""
+    chosen = config.layout.model_dump(exclude_defaults=True)
+    return " ".join([config.engine, *(f"{name}={value}" for name, value in chosen.items())])
