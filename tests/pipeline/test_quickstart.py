@@ -1,0 +1,151 @@
+"""The quickstart end to end, as a user runs it: its scores, its records in MLflow and Prefect, and again fully cached."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LIFECYCLE = Path(sys.executable).with_name("lifecycle")
+SCORE = "addition.exact_match"
+
+pytestmark = pytest.mark.timeout(1800)
+
+
+class Quickstart:
+    """The quickstart in a home of its own, with servers of its own."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.environment = {**os.environ, "LIFECYCLE_HOME": str(home)}
+        for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
+            self.environment.pop(name, None)
+
+    def lifecycle(self, *arguments: str) -> str:
+        done = subprocess.run(
+            [LIFECYCLE, *arguments], cwd=ROOT, env=self.environment, text=True, stdout=subprocess.PIPE, check=True
+        )
+        return done.stdout
+
+    def run(self) -> dict[str, Any]:
+        return json.loads(self.lifecycle("run", "configs/quickstart.yaml", "--json"))
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Quickstart]:
+    quickstart = Quickstart(tmp_path_factory.mktemp("home"))
+    try:
+        yield quickstart
+    finally:
+        quickstart.lifecycle("down")
+        assert processes_that_know(quickstart.home) == []
+
+
+@pytest.fixture(scope="module")
+def first(quickstart: Quickstart) -> dict[str, Any]:
+    return quickstart.run()
+
+
+def processes_that_know(folder: Path) -> list[str]:
+    """Command lines of processes, other than this one's ancestors, whose environment names the folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and str(folder).encode() in (entry / "environ").read_bytes():
+                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue
+    return found
+
+
+def test_every_stage_is_built(first: dict[str, Any]) -> None:
+    assert first["state"] == "completed"
+    assert {stage["state"] for stage in first["stages"].values()} == {"built"}
+
+
+def test_training_teaches_addition(first: dict[str, Any]) -> None:
+    score = {name: stage["metrics"].get(SCORE) for name, stage in first["stages"].items()}
+    assert score["evaluate-base"] <= 0.05
+    assert score["evaluate-sft"] >= 0.90
+    assert score["evaluate-dpo"] >= score["evaluate-sft"] - 0.02
+    assert score["evaluate-awq"] >= score["evaluate-dpo"] - 0.02
+
+
+def test_preferences_are_learned(first: dict[str, Any]) -> None:
+    assert first["stages"]["dpo"]["metrics"]["preference_accuracy"] >= 0.95
+
+
+def test_rows_are_packed_full(first: dict[str, Any]) -> None:
+    assert first["stages"]["sft"]["metrics"]["padding_fraction"] <= 0.01
+
+
+def test_four_bits_change_predictions_little(first: dict[str, Any]) -> None:
+    metrics = first["stages"]["awq"]["metrics"]
+    assert metrics["kl_nats_per_token"] <= 0.05
+    assert metrics["size_after_mib"] < metrics["size_before_mib"]
+
+
+def test_server_was_measured(first: dict[str, Any]) -> None:
+    metrics = first["stages"]["serve"]["metrics"]
+    assert metrics["time_to_ready_s"] > 0
+    assert metrics["output_tokens_per_s_concurrency_8"] > metrics["output_tokens_per_s_concurrency_1"]
+
+
+def test_mlflow_holds_a_run_for_each_stage_under_the_refresh(quickstart: Quickstart, first: dict[str, Any]) -> None:
+    uri = json.loads(quickstart.lifecycle("status", "--json"))["mlflow"]["url"]
+    parents = set()
+    for name, stage in first["stages"].items():
+        run = fetch(f"{uri}/api/2.0/mlflow/runs/get?run_id={stage['mlflow_run_id']}")["run"]
+        tags = {tag["key"]: tag["value"] for tag in run["data"]["tags"]}
+        assert run["info"]["status"] == "FINISHED"
+        assert (tags["stage"], tags["version"]) == (name, stage["version"])
+        parents.add(tags["mlflow.parentRunId"])
+    assert len(parents) == 1
+
+
+def test_mlflow_shows_layout_and_loss_of_training(quickstart: Quickstart, first: dict[str, Any]) -> None:
+    uri = json.loads(quickstart.lifecycle("status", "--json"))["mlflow"]["url"]
+    run_id = first["stages"]["dpo"]["mlflow_run_id"]
+    data = fetch(f"{uri}/api/2.0/mlflow/runs/get?run_id={run_id}")["run"]["data"]
+    parameters = {parameter["key"]: parameter["value"] for parameter in data["params"]}
+    assert parameters["layout.dp_shard"] == "2"
+    history = fetch(f"{uri}/api/2.0/mlflow/metrics/get-history?run_id={run_id}&metric_key=loss")["metrics"]
+    steps = [point["step"] for point in history]
+    assert steps == sorted(set(steps))
+    assert history[0]["value"] == pytest.approx(0.6931, abs=0.02)
+
+
+def test_second_run_is_cached(quickstart: Quickstart, first: dict[str, Any]) -> None:
+    second = quickstart.run()
+    assert {stage["state"] for stage in second["stages"].values()} == {"cached"}
+    versions = {name: stage["version"] for name, stage in first["stages"].items()}
+    assert {name: stage["version"] for name, stage in second["stages"].items()} == versions
+
+
+def test_plan_of_a_changed_learning_rate_names_the_field(quickstart: Quickstart, first: dict[str, Any]) -> None:
+    output = quickstart.lifecycle("plan", "configs/quickstart.yaml", "--set", "stages.dpo.learning_rate=2e-4", "--json")
+    stages = {stage["name"]: stage for stage in json.loads(output)["stages"]}
+    assert "learning_rate" in stages["dpo"]["reason"]
+    assert stages["sft"]["action"] == "cached"
+    assert {stages[name]["action"] for name in ("dpo", "awq", "serve", "evaluate-awq", "evaluate-dpo")} == {"run"}
+
+
+def test_artifacts_are_intact_and_nothing_is_left_in_work_folders(
+    quickstart: Quickstart, first: dict[str, Any]
+) -> None:
+    quickstart.lifecycle("verify")
+    left = [path for path in (quickstart.home / "store" / ".work").rglob("*") if path.is_file()]
+    assert left == []
+
+
+def fetch(url: str) -> dict[str, Any]:
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        return json.load(answer)
