@@ -6,9 +6,8 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from stages.contract import Product, StageConfig
-from stages.download.builtin.catalog import BUILTINS
-from stages.download.source import BuiltinSource, Source, parse_source
+from stages.contract import StageConfig
+from stages.download.source import Source, parse_source
 
 SOURCE_HELP = "hf://org/name[@revision], modelscope://org/name[@revision], file://PATH or builtin/NAME"
 
@@ -34,19 +33,26 @@ class DownloadConfig(StageConfig):
         return self
 
     @property
-    def product(self) -> Product:
-        return "model" if self.model else "dataset"
+    def product(self) -> Literal["model", "dataset"]:
+        return "model" if self.model is not None else "dataset"
+
+    @property
+    def source_text(self) -> str:
+        """The source as the recipe writes it."""
+        source = self.model if self.model is not None else self.dataset
+        assert source is not None
+        return source
 
     @property
     def source(self) -> Source:
-        """Where it comes from."""
-        if self.model is not None:
-            return parse_source(self.model, "model")
-        assert self.dataset is not None
-        return parse_source(self.dataset, "dataset")
+        """The source, parsed."""
+        return parse_source(self.source_text, self.product)
+
+    def identity(self) -> dict[str, JsonValue]:
+        """Without a file's path and a hub's branch: the resolved revision stands in for them."""
+        return {**super().identity(), self.product: self.source.place}
 
     def resolve_outside(self) -> dict[str, JsonValue]:
-        source = self.source
-        if isinstance(source, BuiltinSource):
-            return {"maker_version": BUILTINS[source.name].version}
-        return {}
+        from stages.download.revision import resolve_revision
+
+        return {"revision": resolve_revision(self)}

@@ -21,12 +21,22 @@ class BuiltinSource:
 
     name: str
 
+    @property
+    def place(self) -> str:
+        """Where it comes from, without anything that a revision says better: part of the identity."""
+        return f"builtin/{self.name}"
+
 
 @dataclass(frozen=True)
 class FileSource:
     """A folder or a single file on this machine."""
 
     path: Path
+
+    @property
+    def place(self) -> str:
+        """Any place: the content is what counts."""
+        return "file://"
 
 
 @dataclass(frozen=True)
@@ -38,6 +48,14 @@ class HubSource:
     repository: str
     revision: str | None
     """Branch, tag or commit; None is the hub's default branch."""
+
+    @property
+    def place(self) -> str:
+        """The repository without its revision."""
+        return f"{self.hub}://{'datasets/' if self.product == 'dataset' else ''}{self.repository}"
+
+    def __str__(self) -> str:
+        return f"{self.place}@{self.revision}" if self.revision else self.place
 
 
 Source = BuiltinSource | FileSource | HubSource

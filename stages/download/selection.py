@@ -1,0 +1,106 @@
+"""Which files of a repository or folder are taken: pure, names in → names out.
+
+A model: its JSON, tokenizer, licence and safetensors; never pickles, and Python only when the recipe trusts it.
+A dataset: JSONL, JSON, CSV and Parquet, also compressed; never loading scripts.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+from pathlib import PurePosixPath
+
+from stages.download.config import DownloadConfig
+from stages.errors import DataError, DownloadError, ModelError
+from stages.model_folder import PICKLE_SUFFIXES
+
+DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".json.gz", ".csv.gz", ".jsonl.zst")
+_MODEL_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".md")
+_DOCUMENTS = ("README.md", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE")
+_DATASET_DESCRIPTIONS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
+
+
+def select_files(config: DownloadConfig, names: list[str]) -> list[str]:
+    """The files that the recipe wants of those that there are, sorted.
+
+    Raises ModelError or DataError when nothing usable is there, DownloadError when a pattern matches nothing.
+    """
+    source = config.source_text
+    if config.product == "model":
+        trust = config.trust_remote_code
+        return select_model_files(names, patterns=config.files, trust_remote_code=trust, source=source)
+    return select_dataset_files(names, patterns=config.files, source=source)
+
+
+def select_model_files(
+    names: list[str], *, patterns: tuple[str, ...] | None, trust_remote_code: bool, source: str
+) -> list[str]:
+    """The files of a model, sorted.
+
+    Raises ModelError when there are no weights in safetensors, DownloadError when a pattern matches nothing.
+    """
+    _refuse_pickles_only(names, source)
+    safe = [name for name in names if not name.endswith(PICKLE_SUFFIXES)]
+    safe = [name for name in safe if trust_remote_code or not name.endswith(".py")]
+    if patterns is not None:
+        return _matching(safe, patterns, source)
+    return sorted(name for name in safe if name.endswith(".py") or _is_model_file(name, safe))
+
+
+def _refuse_pickles_only(names: list[str], source: str) -> None:
+    if any(name.endswith(".safetensors") for name in names):
+        return
+    pickles = sorted(name for name in names if name.endswith(PICKLE_SUFFIXES))
+    if pickles:
+        raise ModelError(
+            f"{source} has pickled weights only ({', '.join(pickles[:3])}), and loading those can run any code; "
+            "take a revision or a repository with safetensors"
+        )
+    raise ModelError(f"{source} has no weights: none of its {len(names)} files ends in .safetensors")
+
+
+def _is_model_file(name: str, names: list[str]) -> bool:
+    """Only at the top: folders hold the same weights again in other formats (`onnx/`, `original/`)."""
+    if PurePosixPath(name).parent != PurePosixPath("."):
+        return False
+    if name.endswith(".safetensors"):
+        has_standard_names = any(fnmatch(other, "model*.safetensors") for other in names)
+        return fnmatch(name, "model*.safetensors") or not has_standard_names
+    return name.endswith(_MODEL_SUFFIXES) or name in _DOCUMENTS
+
+
+def select_dataset_files(names: list[str], *, patterns: tuple[str, ...] | None, source: str) -> list[str]:
+    """The data files of a dataset with its card and licence, sorted.
+
+    Raises DataError when there is no data file, DownloadError when a pattern matches nothing.
+    """
+    data = [name for name in names if name.endswith(DATA_SUFFIXES) and _file_name(name) not in _DATASET_DESCRIPTIONS]
+    if not data:
+        found = ", ".join(sorted(names)[:5]) or "no files"
+        raise DataError(
+            f"{source} has no data files, only {found}; expected {', '.join(DATA_SUFFIXES)}. "
+            "Loading scripts are never run and archives are not unpacked: convert the data first"
+        )
+    if patterns is not None:
+        data = _matching(data, patterns, source)
+    return sorted(data + [name for name in names if name in _DOCUMENTS])
+
+
+def _matching(names: list[str], patterns: tuple[str, ...], source: str) -> list[str]:
+    for pattern in patterns:
+        if not any(fnmatch(name, pattern) for name in names):
+            raise DownloadError(
+                f"{source} has no file to take that matches {pattern!r}; there are: {', '.join(sorted(names)[:10])}"
+            )
+    return sorted(name for name in names if any(fnmatch(name, pattern) for pattern in patterns))
+
+
+def _file_name(name: str) -> str:
+    return PurePosixPath(name).name
+
+
+def check_names(names: list[str], source: str) -> None:
+    """Raise DownloadError when a name would lead out of the folder that it is written to."""
+    for name in names:
+        path = PurePosixPath(name)
+        if not name or path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name:
+            raise DownloadError(f"{source} lists a file {name!r} that leads out of its folder; nothing was downloaded")

@@ -1,0 +1,37 @@
+"""Digests: of one file, as a hub promises it, and of a set of files, as a version needs it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Digest:
+    """What the content of a file must hash to. Git blobs are hashed with a header that holds their size."""
+
+    algorithm: Literal["sha256", "git-blob-sha1"]
+    hex: str
+
+
+def digest_of(path: Path, algorithm: Literal["sha256", "git-blob-sha1"] = "sha256") -> Digest:
+    """Hash a file."""
+    if algorithm == "sha256":
+        hasher = hashlib.sha256()
+    else:
+        hasher = hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)
+    with path.open("rb") as stream:
+        while chunk := stream.read(CHUNK_BYTES):
+            hasher.update(chunk)
+    return Digest(algorithm, hasher.hexdigest())
+
+
+def content_hash(digests: Iterable[tuple[str, str]]) -> str:
+    """One sha256 over the names and the sha256 of several files, in any order."""
+    lines = "".join(f"{sha256} {name}\n" for name, sha256 in sorted(digests))
+    return hashlib.sha256(lines.encode()).hexdigest()

@@ -1,0 +1,330 @@
+"""A model hub on loopback: speaks the HTTP API of the Hugging Face hub and of ModelScope, and fails on demand.
+
+What cannot exist on a machine without internet, and nothing more: real sockets, real redirects to a "CDN" on another
+host name, real ranges. It counts what it serves and keeps the headers of every request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import numpy as np
+from safetensors.numpy import save
+
+LARGE_FILE_BYTES = 10_000
+"""From this size on a file is "LFS": it has a sha256 and is served by the CDN."""
+
+
+@dataclass
+class Repository:
+    """A repository's branches and tags, and the files of each commit."""
+
+    refs: dict[str, str] = field(default_factory=dict)
+    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    token: str | None = None
+    gated: bool = False
+    listed_sizes: dict[str, int] = field(default_factory=dict)
+    """Sizes that the hub lists instead of the true ones."""
+
+    def commit(self, files: dict[str, bytes], *, branch: str = "main") -> str:
+        """Add a commit to a branch; returns its id."""
+        commit = hashlib.sha1(repr((sorted(files.items()), branch)).encode()).hexdigest()
+        self.commits[commit] = files
+        self.refs[branch] = commit
+        return commit
+
+    def files_at(self, revision: str) -> dict[str, bytes] | None:
+        return self.commits.get(self.refs.get(revision, revision))
+
+
+@dataclass
+class Fault:
+    """Something that goes wrong with the requests whose path matches, `times` times."""
+
+    path: str
+    times: int = 1
+    status: int | None = None
+    retry_after_s: int | None = None
+    break_after_bytes: int | None = None
+    how: str = "reset"
+    """`reset` the connection, `close` it early, or send a `short` body that claims to be whole."""
+    send_instead: bytes | None = None
+    ignore_range: bool = False
+    bytes_per_s: int | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request that was answered."""
+
+    method: str
+    host: str
+    path: str
+    headers: dict[str, str]
+
+
+class HubServer:
+    """Serves `repositories`, keyed by `org/name` or `datasets/org/name`, and `pages` in their place, by path."""
+
+    def __init__(self) -> None:
+        self.repositories: dict[str, Repository] = {}
+        self.pages: dict[str, bytes] = {}
+        self.faults: list[Fault] = []
+        self.requests: list[Request] = []
+        self.served_bytes: dict[str, int] = {}
+        self._lock = threading.Lock()
+        hub = self
+
+        class Handler(_Handler):
+            server_state = hub
+
+        self._server = _Server(("127.0.0.1", 0), Handler)
+        self.port = self._server.server_address[1]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def repository(self, name: str) -> Repository:
+        """The repository of that name, made when it is new."""
+        return self.repositories.setdefault(name, Repository())
+
+    def paths(self, pattern: str) -> list[str]:
+        """The paths that were asked for and match."""
+        return [request.path for request in self.requests if re.search(pattern, request.path)]
+
+    def take_fault(self, path: str) -> Fault | None:
+        """The first fault that is still to happen to this path."""
+        with self._lock:
+            for fault in self.faults:
+                if fault.times > 0 and re.search(fault.path, path):
+                    fault.times -= 1
+                    return fault
+        return None
+
+    def count(self, name: str, num_bytes: int) -> None:
+        with self._lock:
+            self.served_bytes[name] = self.served_bytes.get(name, 0) + num_bytes
+
+    def start(self) -> None:
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def stop(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@contextmanager
+def running_hub() -> Iterator[HubServer]:
+    """A hub that is stopped at the end."""
+    hub = HubServer()
+    hub.start()
+    try:
+        yield hub
+    finally:
+        hub.stop()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Clients that go away are part of the tests."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server_state: HubServer
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        path = unquote(url.path)
+        host = self.headers.get("Host", "").partition(":")[0]
+        self.server_state.requests.append(Request(self.command, host, self.path, dict(self.headers)))
+        fault = self.server_state.take_fault(self.path)
+        if fault and fault.status:
+            headers = {"Retry-After": str(fault.retry_after_s)} if fault.retry_after_s is not None else {}
+            return self._send(fault.status, b"{}", headers)
+        if path in self.server_state.pages:
+            return self._send(200, self.server_state.pages[path])
+        if path.startswith("/api/v1/"):
+            return self._modelscope(path, {key: values[0] for key, values in parse_qs(url.query).items()}, fault)
+        if match := re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/revision/(.+)|/(refs))?", path):
+            return self._hub_api(*match.groups())
+        if match := re.fullmatch(r"/((?:datasets/)?[^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+            return self._resolve(*match.groups(), fault)
+        if match := re.fullmatch(r"/cdn/((?:datasets/)?[^/]+/[^/]+)/([0-9a-f]+)/(.+)", path):
+            return self._file(*match.groups(), fault)
+        return self._send(404, b"{}")
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    # ------------------------------------------------------------------------------------- the Hugging Face hub
+
+    def _hub_api(self, kind: str, name: str, revision: str | None, refs: str | None) -> None:
+        repository = self._allowed_repository(name if kind == "models" else f"datasets/{name}")
+        if repository is None:
+            return None
+        if refs:
+            branches = [
+                {"name": ref, "ref": f"refs/heads/{ref}", "targetCommit": c} for ref, c in repository.refs.items()
+            ]
+            return self._send_json({"branches": branches, "tags": [], "converts": []})
+        commit = repository.refs.get(revision or "main", revision or "")
+        files = repository.files_at(commit)
+        if files is None:
+            return self._send(404, b'{"error": "Invalid rev id"}', {"X-Error-Code": "RevisionNotFound"})
+        siblings = [self._sibling(file, content, repository) for file, content in files.items()]
+        return self._send_json(
+            {"id": name, "modelId": name, "sha": commit, "siblings": siblings, "tags": [], "private": False}
+        )
+
+    def _sibling(self, file: str, content: bytes, repository: Repository) -> dict[str, object]:
+        size = repository.listed_sizes.get(file, len(content))
+        blob = hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
+        sibling: dict[str, object] = {"rfilename": file, "size": size, "blobId": blob}
+        if len(content) >= LARGE_FILE_BYTES:
+            sibling["lfs"] = {"sha256": hashlib.sha256(content).hexdigest(), "size": size, "pointerSize": 130}
+        return sibling
+
+    def _resolve(self, name: str, revision: str, file: str, fault: Fault | None) -> None:
+        """Small files come from the hub itself, large ones from the CDN, under another host name."""
+        repository = self._allowed_repository(name)
+        if repository is None:
+            return None
+        content = (repository.files_at(revision) or {}).get(file)
+        if content is None:
+            return self._send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
+        if len(content) < LARGE_FILE_BYTES:
+            return self._file(name, revision, file, fault)
+        return self._send(
+            302, b"", {"Location": f"http://localhost:{self.server_state.port}/cdn/{name}/{revision}/{file}"}
+        )
+
+    def _allowed_repository(self, name: str) -> Repository | None:
+        repository = self.server_state.repositories.get(name)
+        if repository is None:
+            self._send(404 if "Authorization" in self.headers else 401, b"{}", {"X-Error-Code": "RepoNotFound"})
+        elif repository.token and self.headers.get("Authorization") != f"Bearer {repository.token}":
+            self._send(
+                403 if repository.gated else 401, b"{}", {"X-Error-Code": "GatedRepo"} if repository.gated else {}
+            )
+            return None
+        return repository
+
+    # ----------------------------------------------------------------------------------------------- ModelScope
+
+    def _modelscope(self, path: str, query: dict[str, str], fault: Fault | None) -> None:
+        match = re.fullmatch(r"/api/v1/(models|datasets)/([^/]+/[^/]+)/repo(/files|/tree)?", path)
+        if match is None:
+            return self._send(404, b"{}")
+        kind, name, listing = match.groups()
+        name = name if kind == "models" else f"datasets/{name}"
+        repository = self.server_state.repositories.get(name)
+        files = repository.files_at(query["Revision"]) if repository else None
+        if repository is None or files is None:
+            return self._send_json({"Code": 10010205001, "Success": False, "Message": "not found"}, 404)
+        if repository.token and self.headers.get("Authorization") != f"Bearer {repository.token}":
+            return self._send_json({"Code": 10010205002, "Success": False, "Message": "no permission"}, 403)
+        if not listing:
+            return self._file(name, query["Revision"], query["FilePath"], fault)
+        entries = [self._modelscope_entry(file, content, repository) for file, content in files.items()]
+        return self._send_json(
+            {"Code": 200, "Success": True, "Data": {"Files": entries, "LatestCommitter": {"Id": ""}}}
+        )
+
+    def _modelscope_entry(self, file: str, content: bytes, repository: Repository) -> dict[str, object]:
+        size = repository.listed_sizes.get(file, len(content))
+        return {"Path": file, "Name": file, "Type": "blob", "Size": size, "Sha256": hashlib.sha256(content).hexdigest()}
+
+    # ------------------------------------------------------------------------------------------------ both hubs
+
+    def _file(self, name: str, revision: str, file: str, fault: Fault | None) -> None:
+        files = self.server_state.repositories[name].files_at(revision)
+        if files is None or file not in files:
+            return self._send(404, b"{}")
+        content = fault.send_instead if fault and fault.send_instead is not None else files[file]
+        start = self._range_start() if not (fault and fault.ignore_range) else 0
+        if start and start >= len(content):
+            return self._send(416, b"", {"Content-Range": f"bytes */{len(content)}"})
+        return self._send_file(file, content, start, fault)
+
+    def _send_file(self, file: str, content: bytes, start: int, fault: Fault | None) -> None:
+        body = content[start:]
+        short = fault is not None and fault.break_after_bytes is not None and fault.how == "short"
+        self.send_response(206 if start else 200)
+        if short:  # Without a length, the end of the connection is the end of the body.
+            self.send_header("Connection", "close")
+            self.close_connection = True
+        else:
+            self.send_header("Content-Length", str(len(body)))
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+        self.end_headers()
+        if self.command == "GET":
+            self._write_body(file, body, fault)
+
+    def _range_start(self) -> int:
+        match = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        return int(match[1]) if match else 0
+
+    def _write_body(self, file: str, body: bytes, fault: Fault | None) -> None:
+        limit = len(body) if fault is None or fault.break_after_bytes is None else fault.break_after_bytes
+        chunk_bytes = 16_384 if fault is None or fault.bytes_per_s is None else max(1, fault.bytes_per_s // 20)
+        for begin in range(0, min(limit, len(body)), chunk_bytes):
+            chunk = body[begin : min(begin + chunk_bytes, limit)]
+            self.wfile.write(chunk)
+            self.server_state.count(file, len(chunk))
+            if fault and fault.bytes_per_s:
+                time.sleep(0.05)
+        if limit < len(body):
+            self._break(fault)
+
+    def _break(self, fault: Fault | None) -> None:
+        self.close_connection = True
+        if fault and fault.how == "reset":
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.close()
+
+    def _send_json(self, content: object, status: int = 200) -> None:
+        self._send(status, json.dumps(content).encode(), {"Content-Type": "application/json"})
+
+    def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+def model_files(num_values: int = 100_000) -> dict[str, bytes]:
+    """A model repository as people publish them: weights in several formats, code, and files for other tools."""
+    weights = {"weight": np.arange(num_values, dtype=np.float32)}
+    return {
+        "README.md": b"# A model",
+        "config.json": b'{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}',
+        "tokenizer.json": b"{}",
+        "model.safetensors": save(weights),
+        "pytorch_model.bin": b"pickle" * 5000,
+        "modeling_own.py": b"print('never run')",
+        "original/consolidated.00.pth": b"pickle",
+        "onnx/model.safetensors": save(weights),
+        "model.gguf": b"gguf",
+    }
