@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter, ValidationError, create_model
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError, create_model
 
-from flows.recipe_problems import explain
+from flows.recipe_problems import explain, models_in
 from flows.recipe_text import absolute, apply_overrides, closest, non_finite, read_tree, resolve_file_sources, show
 from stages.contract import Reference, StageConfig, StrictModel, find_marker
 from stages.errors import RecipeError
@@ -136,28 +136,46 @@ def _stage_problems(stage: str, config: Any) -> Iterator[str]:
     yield from (f"{path}: expected a finite number" for path in non_finite(config, f"stages.{stage}"))
 
 
-def _reference_problems(stages: Mapping[str, StageConfig], names: Mapping[str, Any]) -> Iterator[str]:
-    for stage, config in stages.items():
-        for field, target in config.references().items():
-            wanted = _reference_at(type(config), field).products
-            if target not in names:
-                yield f"stages.{stage}.{field}: there is no stage `{target}`{closest(target, names)}"
-            elif target in stages and stages[target].product not in wanted:
-                found = f"refers to {target}, which produces a {stages[target].product}"
-                yield f"stages.{stage}.{field}: {found}; expected a {' or '.join(wanted)}"
-            elif target in stages and stages[target].product == "server" and getattr(config, "serving", None):
-                yield f"stages.{stage}.serving: {target} is a server and brings its own settings; remove one of the two"
+def _reference_problems(stages: Mapping[str, StageConfig], tree: Mapping[str, Any]) -> Iterator[str]:
+    """stages: those that are valid. References of the others are looked up in the tree, so that none goes untold."""
+    for stage, config in tree.items():
+        kind = str(config.get("kind")) if isinstance(config, dict) else None
+        for path, reference in _reference_fields(KINDS[kind]) if kind in KINDS else ():
+            target = _value_at(config, path)
+            if isinstance(target, str):
+                problem = _reference_problem(target, reference, stages, tree)
+                yield from [f"stages.{stage}.{'.'.join(path)}: {problem}"] if problem else []
+        target = stages.get(str(config.get("model"))) if isinstance(config, dict) else None
+        if target and target.product == "server" and config.get("serving"):
+            yield f"stages.{stage}.serving: {config['model']} is a server and brings its own; remove one of the two"
 
 
-def _reference_at(model: Any, path: str) -> Reference:
-    *parents, last = path.split(".")
-    for part in parents:
-        annotation = model.model_fields[part].annotation
-        options = [annotation, *getattr(annotation, "__args__", ())]
-        model = next(option for option in options if hasattr(option, "model_fields"))
-    marker = find_marker(model.model_fields[last], Reference)
-    assert isinstance(marker, Reference)
-    return marker
+def _reference_problem(
+    target: str, reference: Reference, stages: Mapping[str, StageConfig], tree: Mapping[str, Any]
+) -> str | None:
+    if target not in tree:
+        return f"there is no stage `{target}`{closest(target, tree)}"
+    if target in stages and stages[target].product not in reference.products:
+        found = f"refers to {target}, which produces a {stages[target].product}"
+        return f"{found}; expected a {' or '.join(reference.products)}"
+    return None
+
+
+def _reference_fields(
+    model: type[BaseModel], above: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Reference]]:
+    for name, field in model.model_fields.items():
+        reference = find_marker(field, Reference)
+        if reference:
+            yield (*above, name), reference
+        for inner in models_in(field.annotation):
+            yield from _reference_fields(inner, (*above, name))
+
+
+def _value_at(tree: Any, path: Sequence[str]) -> Any:
+    for part in path:
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
 
 
 def _cycles(stages: Mapping[str, StageConfig]) -> list[str]:

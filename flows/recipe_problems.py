@@ -56,11 +56,12 @@ def _fields(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
     """Names of the fields that may stand at `location`, which leads through models only."""
     for part in location:
         annotation = model.model_fields[str(part)].annotation
-        model = next(inner for inner in _models_in(annotation))
+        model = next(inner for inner in models_in(annotation))
     return list(model.model_fields)
 
 
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    """Models that a field's annotation is, or may be."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [model for argument in typing.get_args(annotation) for model in _models_in(argument)]
+    return [model for argument in typing.get_args(annotation) for model in models_in(argument)]
