@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import ClassVar, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, JsonValue, PositiveInt
 
 from stages.contract import ModelOrServerReference, OutsidePath, Product, StageConfig
 from stages.serve.config import ServeExecution, ServingConfig
+from stages.serve.vllm_program import find_vllm
 
 
 class EvaluateExecution(ServeExecution):
@@ -35,3 +37,6 @@ class EvaluateConfig(StageConfig):
     @property
     def product(self) -> Product:
         return "scores"
+
+    def resolve_outside(self) -> dict[str, JsonValue]:
+        return {"lm_eval_version": version("lm_eval"), "vllm_version": find_vllm().version}

@@ -1,0 +1,85 @@
+"""Where an evaluation's model is served: by the serve stage that it names, or by a server of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from stages.contract import StageContext
+from stages.errors import LifecycleError, TransientError
+from stages.evaluate.config import EvaluateConfig
+from stages.serve.client import Client, check_server
+from stages.serve.config import ServingConfig
+from stages.serve.launch import LaunchSpec
+from stages.serve.run import LAUNCH_FILE
+from stages.serve.server import Server, api_key, started_server
+from stages.serve.vllm_program import find_vllm
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A served model. `server` is None when it belongs to a serve stage."""
+
+    client: Client
+    spec: LaunchSpec
+    server: Server | None
+    ready_timeout_s: float
+
+    def wait_until_ready(self) -> None:
+        """Raises ServerError when our own server does not come up."""
+        if self.server:
+            self.server.wait_until_ready(self.ready_timeout_s)
+            check_server(self.client)
+
+    def raise_if_gone(self) -> None:
+        """Raise TransientError when the server does not answer any more."""
+        if self.server and not self.server.alive():
+            raise TransientError(str(self.server.failure("ended during the evaluation")))
+        if not self.client.is_healthy():
+            raise TransientError(f"the server at {self.client.url} does not answer any more")
+
+
+@contextlib.contextmanager
+def endpoint_for(context: StageContext) -> Iterator[Endpoint]:
+    """The leased server of a serve stage while it answers, else one that is started here and ended in the end.
+
+    A server of our own may still be starting. Raises ModelError or ResourceError before anything slow.
+    """
+    config: EvaluateConfig = context.config
+    spec = _launch_spec(context)
+    leased = _leased_client(context, spec)
+    if leased:
+        yield Endpoint(leased, spec, None, config.execution.ready_timeout_s)
+        return
+    log_file, runtime = context.work / "server.log", context.scratch / "server"
+    with started_server(spec, config.execution, log_file, runtime) as server:
+        yield Endpoint(server.client, spec, server, config.execution.ready_timeout_s)
+
+
+def _launch_spec(context: StageContext) -> LaunchSpec:
+    """What the serve stage left, or a new one for a model."""
+    config: EvaluateConfig = context.config
+    artifact = context.inputs[config.model]
+    if (artifact / LAUNCH_FILE).is_file():
+        return LaunchSpec.model_validate_json((artifact / LAUNCH_FILE).read_text())
+    return LaunchSpec(
+        model=(artifact / "model").resolve(),
+        served_name=config.model,
+        serving=config.serving or ServingConfig(),
+        vllm_version=find_vllm().version,
+    )
+
+
+def _leased_client(context: StageContext, spec: LaunchSpec) -> Client | None:
+    """The server that the refresh keeps up for us, if there is one and it does what it should."""
+    lease = context.leases.get(context.config.model)
+    if lease is None:
+        return None
+    client = Client(lease.url, api_key(), spec.served_name)
+    try:
+        check_server(client)
+    except LifecycleError as error:
+        context.warn(f"the server of {context.config.model} is of no use ({error}); starting another")
+        return None
+    return client
