@@ -29,6 +29,10 @@ from stages.train.data.writer import DatasetWriter
 
 BAD_ROWS = "bad_rows.jsonl"
 CHUNK_ROWS = 1024
+NO_STOP = (
+    "the chat template ends what the assistant says without a special token, so the model will not learn to stop; "
+    "mend the template, or give another one (`chat_template`)"
+)
 
 
 class Report(Protocol):
@@ -162,6 +166,7 @@ class _Run:
         found = (
             self._bad_rows.check(config.on_bad_rows, config.max_bad_row_fraction, self._num_source_rows),
             self._over_long.check(self._num_tokenized_rows),
+            NO_STOP if self._tokenizer.teaches_to_stop is False else None,
         )
         if not self._writer.num_rows:
             raise DataError(f"no {portion.name} rows are left: {'; '.join(filter(None, found))}")

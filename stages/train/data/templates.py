@@ -70,8 +70,8 @@ class ChatTemplate:
         return texts[0]
 
     def ends_turns(self, rendered: Rendered) -> bool:
-        """Whether what is learned of a turn ends with a special token, so that a model can learn to stop."""
-        return all(rendered.text[:end].endswith(self._markers) for _, end in rendered.spans)
+        """Whether what is learned of each turn ends with a special token, so that a model learns to stop."""
+        return all(rendered.text[begin:end].rstrip().endswith(self._markers) for begin, end in rendered.spans)
 
     def _render_marked(self, messages: list[Message]) -> tuple[str, list[Span]]:
         texts, marked = self._jinja(messages, return_assistant_tokens_mask=True)

@@ -46,6 +46,8 @@ class DocumentTokenizer:
         self._backend = self._tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
+        self.teaches_to_stop: bool | None = None
+        """Whether the assistant's turns end with a special token; None before the first conversation was rendered."""
 
     @property
     def padding_token(self) -> int:
@@ -66,8 +68,12 @@ class DocumentTokenizer:
             return Rendered(text, ((begin, len(text)),), is_plain=True)
         if self._train_on == "all":
             text = self.template.render_text(document.messages)
-            return Rendered(text, ((0, len(text)),))
-        return self.template.render(document)
+            rendered = Rendered(text, ((0, len(text)),))
+        else:
+            rendered = self.template.render(document)
+        if self.teaches_to_stop is None:
+            self.teaches_to_stop = self.template.ends_turns(rendered)
+        return rendered
 
     def encode(self, documents: Sequence[Rendered]) -> list[Tokens]:
         """Tokenize many at once (in parallel threads). Raises DataError for plain text without an end-of-text token."""
