@@ -61,11 +61,11 @@ class ServerStatus:
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Where the two servers are, and which of them were started just now."""
+    """Where the two servers are. `local` are those that run under LIFECYCLE_HOME."""
 
     prefect_api_url: str
     mlflow_tracking_uri: str
-    started: tuple[str, ...] = ()
+    local: tuple[str, ...] = ()
 
     def environment(self) -> dict[str, str]:
         """What Prefect and MLflow clients need in their environment."""
@@ -93,7 +93,7 @@ def up() -> Endpoints:
     return Endpoints(
         prefect_api_url=named.get("prefect") or urls["prefect"] + PREFECT.client_path,
         mlflow_tracking_uri=named.get("mlflow") or urls["mlflow"] + MLFLOW.client_path,
-        started=tuple(program.name for program in missing),
+        local=tuple(program.name for program in PROGRAMS if program.name not in named),
     )
 
 

@@ -7,7 +7,6 @@ dropped: its lease outlives a killed flow by 67 s, and slots that were held when
 from __future__ import annotations
 
 import fcntl
-import os
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -89,21 +88,3 @@ class HeldSlots:
         for file in self._files.values():
             file.close()
         self._files = {}
-
-
-def num_slots() -> int:
-    """One for each GPU; without a GPU, one for each core that this process may use."""
-    return len(gpus()) or len(os.sched_getaffinity(0))
-
-
-def gpus() -> list[str]:
-    """Names of the NVIDIA GPUs, as the driver lists them under /proc (asking nvidia-smi takes a second)."""
-    files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
-    return [_model_name(file.read_text()) for file in files]
-
-
-def _model_name(information: str) -> str:
-    for line in information.splitlines():
-        if line.startswith("Model:"):
-            return line.removeprefix("Model:").strip()
-    return "NVIDIA GPU"

@@ -1,0 +1,69 @@
+"""What MLflow is told of an attempt before it starts: parameters and tags. Pure.
+
+Only the identity is told, which has no secrets: a recipe keeps those in `execution.environment`, or outside.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from flows.plan import PlannedStage
+from stages.contract import Execution
+
+SECRET = re.compile(r"token|secret|password|api_?key", re.IGNORECASE)
+
+
+def params_of(planned: PlannedStage) -> dict[str, str]:
+    """The identity config and the outside inputs, flattened: `layout.dp_shard` → `2`."""
+    tree = {**_mapping(planned.identity.get("config")), **_mapping(planned.identity.get("outside"))}
+    return {name: value for name, value in flatten(tree).items() if not SECRET.search(name)}
+
+
+def tags_of(planned: PlannedStage) -> dict[str, str]:
+    """What one searches runs by. `upstream.FIELD` is the version of the artifact that a field refers to."""
+    config = _mapping(planned.identity.get("config"))
+    tags = {
+        "recipe": planned.recipe,
+        "stage": planned.name,
+        "kind": planned.kind,
+        "version": planned.version,
+        **{f"upstream.{field}": str(version) for field, version in _upstream(planned).items()},
+        **_launch_tags(planned.config.execution),
+    }
+    if "engine" in config:
+        tags["engine"] = str(config["engine"])
+    if "layout" in config:
+        tags["layout"] = layout_text(_mapping(config["layout"]))
+    return tags
+
+
+def layout_text(layout: Mapping[str, Any]) -> str:
+    """`dp_replicate=1 dp_shard=2 micro_batch_size=4 recompute=none …`: equal layouts give equal texts."""
+    return " ".join(f"{name}={value}" for name, value in flatten(layout).items())
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested mappings → dotted names and texts; lists are joined by commas, None stays out."""
+    flat: dict[str, str] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{name}.")
+        elif isinstance(value, (list, tuple)):
+            flat[f"{prefix}{name}"] = ", ".join(map(str, value))
+        elif value is not None:
+            flat[f"{prefix}{name}"] = str(value)
+    return flat
+
+
+def _launch_tags(execution: Execution) -> dict[str, str]:
+    return {"launcher": execution.launcher, "nodes": str(execution.nodes)}
+
+
+def _upstream(planned: PlannedStage) -> dict[str, Any]:
+    return _mapping(planned.identity.get("upstream"))
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return dict(value) if isinstance(value, Mapping) else {}

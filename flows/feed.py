@@ -1,0 +1,48 @@
+"""What a running stage tells of itself, for views: progress with the time left, latest figures, milestones."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from flows.stage_observer import Tail
+
+FIGURES = ("loss", "tokens_per_s", "mfu")
+
+
+class StageFeed:
+    """Follows `events.jsonl` and `metrics.jsonl` of one work folder, from where they end now."""
+
+    def __init__(self, work: Path):
+        self._events = Tail(work / "events.jsonl", at_end=True)
+        self._metrics = Tail(work / "metrics.jsonl", at_end=True)
+        self._first: tuple[float, float] | None = None
+        self.done: float | None = None
+        self.total: float | None = None
+        self.unit = ""
+        self.eta_s: float | None = None
+        self.figures: dict[str, float] = {}
+
+    def news(self) -> list[str]:
+        """Read on; returns new milestones and warnings."""
+        messages = []
+        for row in self._events.rows():
+            if row.get("event") == "progress":
+                self._note_progress(row)
+            else:
+                messages.append(f"{'warning: ' if row.get('event') == 'warning' else ''}{row.get('message', '')}")
+        for row in self._metrics.rows():
+            self.figures |= {name: row[name] for name in FIGURES if isinstance(row.get(name), int | float)}
+        return messages
+
+    def _note_progress(self, row: dict[str, object]) -> None:
+        done, total = row.get("done"), row.get("total")
+        if not isinstance(done, int | float) or not isinstance(total, int | float):
+            return
+        now_s = time.monotonic()
+        if self._first is None or total != self.total or done < self._first[1]:
+            self._first = now_s, done
+        started_s, first_done = self._first
+        advanced = done - first_done
+        self.eta_s = (now_s - started_s) / advanced * (total - done) if advanced > 0 else None
+        self.done, self.total, self.unit = done, total, str(row.get("unit", ""))

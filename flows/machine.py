@@ -1,0 +1,49 @@
+"""What this machine has, told in under a millisecond: cores, GPUs, memory, names. No torch, no nvidia-smi."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def gpus() -> list[str]:
+    """Names of the NVIDIA GPUs, as the driver lists them under /proc."""
+    files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    return [_value(file, "Model") or "NVIDIA GPU" for file in files]
+
+
+def num_slots() -> int:
+    """Stages' processes that run side by side: one for each GPU; without a GPU, one for each core."""
+    return len(gpus()) or num_cores()
+
+
+def hardware() -> str:
+    """One line for tags: `2 × NVIDIA H100 80GB HBM3` or `8 × AMD EPYC 9654 96-Core Processor`."""
+    names = gpus()
+    if names:
+        return f"{len(names)} × {names[0]}"
+    return f"{num_cores()} × {_value(Path('/proc/cpuinfo'), 'model name') or 'CPU'}"
+
+
+def memory_gib() -> tuple[float, float]:
+    """(available, total) host memory."""
+    available, total = (_value(Path("/proc/meminfo"), name) or "0" for name in ("MemAvailable", "MemTotal"))
+    return _kib_to_gib(available), _kib_to_gib(total)
+
+
+def _kib_to_gib(text: str) -> float:
+    return int(text.split()[0]) / 2**20
+
+
+def _value(file: Path, name: str) -> str | None:
+    """What follows the first `name:` in a file of /proc."""
+    for line in file.read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == name:
+            return value.strip()
+    return None

@@ -1,0 +1,121 @@
+"""What MLflow is told, as plain values: metrics of `metrics.jsonl`, tags and parameters of a refresh. No mlflow here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flows.history import RefreshRecord
+
+NOT_METRICS = ("step", "time_ms")
+RUN_LINK = "#/experiments/{experiment}/runs/{run}"
+
+
+@dataclass(frozen=True)
+class MetricRow:
+    """One value of one metric."""
+
+    name: str
+    value: float
+    time_ms: int
+    step: int
+
+
+@dataclass(frozen=True)
+class MetricBatch:
+    """Values in order, and the byte of the file at which the next line begins."""
+
+    rows: list[MetricRow]
+    next_byte: int
+
+
+def batches(file: Path, first_byte: int, last_byte: int | None, largest: int) -> Iterator[MetricBatch]:
+    """Complete lines between two bytes (default: to the end) of a `metrics.jsonl`, in batches of at most `largest`."""
+    rows: list[MetricRow] = []
+    position = first_byte
+    with file.open("rb") as stream:
+        stream.seek(first_byte)
+        for line in stream:
+            if not line.endswith(b"\n") or (last_byte is not None and position >= last_byte):
+                break
+            more = metric_rows(line)
+            if rows and len(rows) + len(more) > largest:
+                yield MetricBatch(rows, position)
+                rows = []
+            rows = rows + more
+            position += len(line)
+    if position > first_byte:
+        yield MetricBatch(rows, position)
+
+
+def metric_rows(line: bytes) -> list[MetricRow]:
+    """The values of one line; none when a crash has torn it."""
+    try:
+        row = json.loads(line)
+        step, time_ms = int(row["step"]), int(row["time_ms"])
+    except (ValueError, TypeError, KeyError):
+        return []
+    return [MetricRow(name, float(value), time_ms, step) for name, value in row.items() if name not in NOT_METRICS]
+
+
+def known_steps(file: Path, first_byte: int) -> dict[str, int]:
+    """Metric → last step that earlier attempts logged, before `first_byte`. A step logged again is not news."""
+    steps: dict[str, int] = {}
+    for batch in batches(file, 0, first_byte, largest=1000) if first_byte else ():
+        for row in batch.rows:
+            steps[row.name] = max(row.step, steps.get(row.name, row.step))
+    return steps
+
+
+def parent_params(record: RefreshRecord) -> dict[str, str]:
+    """What the refresh was asked for."""
+    return {"recipe_path": str(record.recipe_path), **dict(_split(override) for override in record.overrides)}
+
+
+def parent_tags(record: RefreshRecord) -> dict[str, str]:
+    """What one searches refreshes by."""
+    tags = {
+        "kind": "refresh",
+        "recipe": record.recipe,
+        "refresh": record.refresh,
+        "hardware": record.hardware,
+        "git_commit": record.git_commit or "unknown",
+        "prefect_flow_run_id": record.prefect_flow_run_id,
+    }
+    return {name: value for name, value in tags.items() if value}
+
+
+def stage_tags(record: RefreshRecord) -> dict[str, str]:
+    """`stage.NAME` → how it came out, its version, and the run that built it, in this refresh or an earlier one."""
+    return {
+        f"stage.{name}": " ".join(filter(None, [entry.state, entry.version, entry.mlflow_run_id]))
+        for name, entry in record.stages.items()
+    }
+
+
+def stage_metrics(record: RefreshRecord) -> dict[str, float]:
+    """`NAME.METRIC` → final figure, cached stages included, so that refreshes can be compared."""
+    return {
+        f"{name}.{metric}": value
+        for name, entry in record.stages.items()
+        for metric, value in entry.metrics.items()
+        if entry.state in ("built", "cached")
+    }
+
+
+def note(record: RefreshRecord, experiment: str) -> str:
+    """Markdown for the run's page: the stages, with links to the runs that built them."""
+    lines = ["| stage | state | version | seconds | run |", "| --- | --- | --- | --- | --- |"]
+    for name, entry in record.stages.items():
+        run = entry.mlflow_run_id
+        link = f"[run]({RUN_LINK.format(experiment=experiment, run=run)})" if run else ""
+        lines.append(f"| {name} | {entry.state} | `{entry.version}` | {entry.seconds:.1f} | {link} |")
+    return "\n".join(lines)
+
+
+def _split(override: str) -> tuple[str, Any]:
+    name, _, value = override.partition("=")
+    return name, value

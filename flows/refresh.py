@@ -1,0 +1,119 @@
+"""The Prefect flow of a refresh: one task a stage, each submitted at once and run when its upstream stages are done.
+
+Our store alone decides what is cached, so Prefect's own caching is off; it retries nothing but transient errors.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from prefect import flow, get_run_logger, runtime, task
+from prefect.artifacts import create_table_artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State, TaskRun
+from prefect.futures import PrefectFuture
+from prefect.states import Cancelled, Completed, Failed
+from prefect.task_runners import ThreadPoolTaskRunner
+from prefect.tasks import Task, exponential_backoff
+
+from flows.history import RefreshRecord, new_refresh_id
+from flows.refresh_run import RefreshRequest, RefreshRun, make_plan
+from stages.errors import TransientError
+
+RETRY_BASE_S = 1.0
+OPENED_RUN: ContextVar[RefreshRun] = ContextVar("opened_run")
+"""A run that the caller in this process has planned already (the CLI, before it starts servers)."""
+
+
+def is_transient(_: Task[..., Any], __: TaskRun, state: State[Any]) -> bool:
+    """Whether a failed task is worth another try."""
+    return isinstance(state.result(raise_on_failure=False), TransientError)
+
+
+@task(cache_policy=NO_CACHE, persist_result=False, task_run_name="{name}", retry_condition_fn=is_transient)
+def build_stage(name: str, run: RefreshRun) -> State[Any]:
+    """Build one stage, or find it cached."""
+    built = run.build(name, runtime.task_run.run_count, get_run_logger())
+    state = "Cached" if built.state == "cached" else "Completed"
+    return Completed(name=state, message=f"{built.kind} {built.version} in {built.artifact}")
+
+
+@flow(name="refresh", flow_run_name=lambda: _flow_run_name(), persist_result=False, retries=0)
+def refresh(
+    recipe: str,
+    overrides: tuple[str, ...] = (),
+    until: str | None = None,
+    force: tuple[str, ...] = (),
+    refresh_id: str | None = None,
+) -> State[Any]:
+    """Refresh a recipe. `refresh_id` is the name of the record, and of the flow run."""
+    run = OPENED_RUN.get(None)
+    if run is None:
+        run = RefreshRun(make_plan(RefreshRequest(recipe, overrides, until, force)), runtime.flow_run.name)
+        run.tracker.start({})
+    run.begin(str(runtime.flow_run.id))
+    try:
+        with _stopped_by_signals(run.stop):
+            _run_stages(run)
+    finally:
+        record = run.finish()
+    _publish(record)
+    return _final_state(record)
+
+
+def _flow_run_name() -> str:
+    parameters = runtime.flow_run.parameters
+    return parameters.get("refresh_id") or new_refresh_id(Path(parameters["recipe"]).stem)
+
+
+def _run_stages(run: RefreshRun) -> None:
+    """Start every stage as soon as its upstream stages are done; a failed one stops only its dependents."""
+    with ThreadPoolTaskRunner(max_workers=len(run.plan.stages)) as runner:
+        futures: dict[str, PrefectFuture[Any]] = {}
+        for name, stage in run.plan.stages.items():
+            retries = stage.config.execution.retries
+            one = build_stage.with_options(retries=retries, retry_delay_seconds=exponential_backoff(RETRY_BASE_S))
+            upstream = [futures[other] for other in stage.upstream]
+            futures[name] = runner.submit(one, {"name": name, "run": run}, wait_for=upstream)
+        for future in futures.values():
+            future.wait()
+
+
+@contextmanager
+def _stopped_by_signals(stop: threading.Event) -> Iterator[None]:
+    """SIGINT and SIGTERM stop the stages instead of this process, which then ends the refresh in good order.
+
+    Only in the main thread; elsewhere whoever runs the flow decides.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda *_: stop.set()) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _publish(record: RefreshRecord) -> None:
+    rows = [
+        {"stage": name, "kind": entry.kind, "version": entry.version, "state": entry.state, "seconds": entry.seconds}
+        for name, entry in record.stages.items()
+    ]
+    create_table_artifact(key="stages", table=rows, description=f"Stages of {record.refresh}")
+
+
+def _final_state(record: RefreshRecord) -> State[Any]:
+    if record.state == "completed":
+        return Completed(message=f"{len(record.stages)} stages in {record.seconds:.1f} s")
+    if record.state == "cancelled":
+        return Cancelled(message=record.error)
+    return Failed(message=record.error)

@@ -1,0 +1,231 @@
+"""One refresh while it runs: plan, record, slots, live servers. What every stage of it shares; knows no Prefect.
+
+The Prefect flow decides the order and calls `build` for each stage, in threads.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from flows.devices import check_devices, on_devices, wanted_slots
+from flows.history import (
+    RefreshRecord,
+    RefreshState,
+    ShippedAttempt,
+    StageEntry,
+    close_interrupted,
+    folder_of,
+    new_refresh_id,
+    now_ms,
+)
+from flows.home import home, store_root
+from flows.live_servers import LiveServers
+from flows.machine import hardware, num_slots
+from flows.outside import resolve_outside
+from flows.plan import Plan, PlannedStage, chosen_stages, plan
+from flows.process_identity import ProcessIdentity
+from flows.provenance import git_commit
+from flows.recipe import load_recipe
+from flows.runner import Built, run_stage
+from flows.slots import Slots
+from flows.stage_observer import Log, StageObserver, describe
+from flows.store import Store
+from flows.tracker import Tracker
+from stages.errors import RefreshStoppedError
+
+
+@dataclass(frozen=True)
+class RefreshRequest:
+    """What a person asks for; JSON-able, so that it can be the parameters of a Prefect deployment."""
+
+    recipe: str
+    overrides: tuple[str, ...] = ()
+    until: str | None = None
+    force: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PlannedRefresh:
+    """A request, and what it comes to."""
+
+    request: RefreshRequest
+    plan: Plan
+    store: Store
+
+
+class RefreshRun:
+    """A refresh as planned. Its record is written at every change of a stage's state."""
+
+    def __init__(self, planned: PlannedRefresh, refresh: str | None = None):
+        """Begin the record of the refresh; default of its name: a new one."""
+        close_interrupted()
+        refresh = refresh or new_refresh_id(planned.plan.recipe)
+        self.plan = planned.plan
+        self.store = planned.store
+        self.stop = threading.Event()
+        self.built: dict[str, Built] = {}
+        self.errors: dict[str, BaseException] = {}
+        self.folder = folder_of(refresh)
+        self.tracker = Tracker(self.folder)
+        self.slots = Slots(home() / "slots", num_slots())
+        self.servers = LiveServers({stage.name: stage.upstream for stage in self.plan.stages.values()})
+        self._lock = threading.Lock()
+        self._started_s = time.monotonic()
+        self._record = _new_record(planned.request, refresh, planned.plan)
+        self.folder.write(self._record)
+
+    @property
+    def record(self) -> RefreshRecord:
+        """The record as it is now."""
+        return self._record
+
+    def build(self, name: str, attempt: int, log: Log) -> Built:
+        """Run one stage whose upstream stages are built, holding its slots. Raises what `run_stage` raises."""
+        planned = self.plan.stages[name]
+        started_s = time.monotonic()
+        held = self.slots.acquire(self._slots_of(planned), lambda: self._wait_for_slots(name))
+        self.update(name, state="running")
+        try:
+            planned = on_devices(planned, held.numbers)
+            observer = self._observer(name, log)
+            built = run_stage(planned, self.built, self.store, observer, attempt=attempt, stop=self.stop)
+        except BaseException as error:
+            held.release()
+            self._note_failure(name, error, time.monotonic() - started_s)
+            raise
+        self._note_built(built)
+        if built.server:
+            self.servers.keep(name, built.server, held)
+        else:
+            held.release()
+        self.servers.done_with(name)
+        return built
+
+    def update(self, name: str, **changes: object) -> None:
+        """Change the record of one stage."""
+        with self._lock:
+            entry = self._record.stages[name].model_copy(update=changes)
+            self._record = self._record.model_copy(update={"stages": {**self._record.stages, name: entry}})
+            self.folder.write(self._record)
+
+    def begin(self, prefect_flow_run_id: str) -> None:
+        """Note which Prefect flow run this is."""
+        with self._lock:
+            self._record = self._record.model_copy(update={"prefect_flow_run_id": prefect_flow_run_id})
+            self.folder.write(self._record)
+
+    def finish(self) -> RefreshRecord:
+        """Stop servers, settle every state, wait a little for MLflow. May be called again."""
+        self.servers.stop_all()
+        with self._lock:
+            if self._record.state == "running":
+                self._record = self._settled()
+                self.folder.write(self._record)
+        shipped = self.tracker.close()
+        with self._lock:
+            self._record = _with_mlflow_runs(self._record, shipped.attempts)
+            self.folder.write(self._record)
+        return self._record
+
+    def _observer(self, name: str, log: Log) -> StageObserver:
+        return StageObserver(self._record, self.folder, self.tracker, log, functools.partial(self.update, name))
+
+    def _settled(self) -> RefreshRecord:
+        stages = {
+            name: entry.model_copy(update={"state": "skipped"}) if entry.state in ("waiting", "running") else entry
+            for name, entry in self._record.stages.items()
+        }
+        failed = [name for name, entry in stages.items() if entry.state == "failed"]
+        unfinished = [name for name, entry in stages.items() if entry.state in ("failed", "skipped")]
+        state: RefreshState = "cancelled" if self.stop.is_set() and unfinished else "completed"
+        error = None
+        if state == "cancelled":
+            error = "stopped on request"
+        elif unfinished:
+            state = "failed"
+            error = f"failed: {', '.join(failed)}" if failed else "some stages were not run"
+        seconds = round(time.monotonic() - self._started_s, 2)
+        return self._record.model_copy(update={"stages": stages, "state": state, "seconds": seconds, "error": error})
+
+    def _slots_of(self, planned: PlannedStage) -> int:
+        """None for a cached stage, nor for one whose server runs already: that server holds its own."""
+        if planned.action == "cached" or self.servers.serve(planned.upstream):
+            return 0
+        return wanted_slots(planned.config, self.slots.count)
+
+    def _wait_for_slots(self, name: str) -> None:
+        if self.stop.is_set():
+            raise RefreshStoppedError(f"{name} was waiting for free slots when the refresh was stopped")
+        self.servers.stop_unusable(self.built.keys())
+
+    def _note_built(self, built: Built) -> None:
+        self.built[built.name] = built
+        self.update(
+            built.name,
+            state=built.state,
+            seconds=round(built.seconds, 2),
+            artifact=built.artifact,
+            work=None,
+            metrics=built.metrics,
+            mlflow_run_id=built.mlflow_run_id,
+            error=None,
+            error_class=None,
+        )
+
+    def _note_failure(self, name: str, error: BaseException, seconds: float) -> None:
+        self.errors[name] = error
+        self.update(
+            name,
+            state="failed",
+            seconds=round(seconds, 2),
+            work=None,
+            error=describe(error),
+            error_class=type(error).__name__,
+        )
+        self.servers.done_with(name)
+
+
+def make_plan(request: RefreshRequest) -> PlannedRefresh:
+    """What a refresh would run.
+
+    Raises what `load_recipe`, `resolve_outside` and `plan` raise, and `ResourceError` when there are too few GPUs.
+    """
+    recipe = load_recipe(Path(request.recipe), request.overrides)
+    store = Store(store_root())
+    outside = resolve_outside(recipe, chosen_stages(recipe, request.until))
+    planned = plan(recipe, outside, store.index(), force=request.force, until=request.until)
+    check_devices(planned)
+    return PlannedRefresh(request, planned, store)
+
+
+def _new_record(request: RefreshRequest, refresh: str, planned: Plan) -> RefreshRecord:
+    stages = {
+        name: StageEntry(kind=stage.kind, version=stage.version, reason=stage.reason)
+        for name, stage in planned.stages.items()
+    }
+    return RefreshRecord(
+        refresh=refresh,
+        recipe=planned.recipe,
+        recipe_path=Path(request.recipe).absolute(),
+        overrides=request.overrides,
+        started_ms=now_ms(),
+        process=ProcessIdentity.own(),
+        hardware=hardware(),
+        git_commit=git_commit(),
+        stages=stages,
+    )
+
+
+def _with_mlflow_runs(record: RefreshRecord, attempts: Mapping[str, ShippedAttempt]) -> RefreshRecord:
+    """The record, with the runs of attempts that MLflow got to know after they had begun."""
+    runs = {key.rpartition("-")[0]: shipped.run_id for key, shipped in attempts.items()}
+    stages = {
+        name: entry.model_copy(update={"mlflow_run_id": entry.mlflow_run_id or runs.get(name)})
+        for name, entry in record.stages.items()
+    }
+    return record.model_copy(update={"stages": stages})
