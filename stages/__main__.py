@@ -6,6 +6,7 @@ with the code of its error class.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 import traceback
@@ -50,7 +51,8 @@ def fail(work: Path, error: Exception, exit_code: int) -> None:
     """
     if not any((work / name).exists() for name in ("error.json", "result.json")) and work.exists():
         failure = StageFailure(error=type(error).__name__, message=str(error))
-        write_atomically(work / "error.json", failure.model_dump_json(indent=2))
+        with contextlib.suppress(OSError):  # A full disk: the exit code and the log still tell.
+            write_atomically(work / "error.json", failure.model_dump_json(indent=2))
     print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
     sys.exit(exit_code)
 
