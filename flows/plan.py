@@ -130,10 +130,8 @@ def _decide_built(
     name: str, found: Artifact, references: Mapping[str, str], index: Index, planned: Mapping[str, PlannedStage]
 ) -> Decision:
     if found.damage:
-        remedy = f"`--force {name}` builds it anew"
-        return Decision(
-            "run", f"damaged on disk, so that this run would stop here ({'; '.join(found.damage)}); {remedy}"
-        )
+        damage = "; ".join(found.damage)
+        return Decision("run", f"damaged on disk ({damage}), so it would stop here; `--force {name}` builds it anew")
     uncertain = [stage for stage in references.values() if planned[stage].action == "run"]
     if uncertain:
         return Decision("run", f"only if the content of {uncertain[0]} changes, which runs before it")

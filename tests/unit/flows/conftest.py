@@ -1,0 +1,110 @@
+"""Tiny recipes, and artifacts committed without running anything."""
+
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from flows.content import content_digest, hash_files
+from flows.plan import Plan, PlannedStage, plan
+from flows.recipe import Recipe, load_stages
+from flows.record import Artifact, Record, UpstreamEntry
+from flows.store import Store
+
+TREE = {
+    "base": {"kind": "download", "model": "builtin/qwen3-1m"},
+    "problems": {"kind": "download", "dataset": "builtin/addition"},
+    "sft": {
+        "kind": "train",
+        "method": "sft",
+        "model": "base",
+        "data": {"dataset": "problems"},
+        "global_batch_size": 8,
+        "learning_rate": 1e-5,
+    },
+    "awq": {"kind": "quantize", "model": "sft", "method": "awq", "calibration": {"dataset": "problems"}},
+}
+
+
+@pytest.fixture
+def store(tmp_path) -> Store:
+    return Store(tmp_path / "store")
+
+
+@pytest.fixture
+def recipe(tmp_path) -> Callable[..., Recipe]:
+    """A recipe of four stages; keyword arguments change fields of a stage."""
+
+    def make(**changes: Mapping[str, object]) -> Recipe:
+        return load_stages("small", tmp_path, {name: {**tree, **changes.get(name, {})} for name, tree in TREE.items()})
+
+    return make
+
+
+@pytest.fixture
+def make_plan(store) -> Callable[..., Plan]:
+    """Plan against the store, with no outside inputs."""
+
+    def make(recipe: Recipe, **options) -> Plan:
+        return plan(recipe, {name: {} for name in recipe.stages}, store.index(), **options)
+
+    return make
+
+
+def commit_stage(store: Store, planned: PlannedStage, references: Mapping[str, Artifact], content: str) -> Artifact:
+    """Commit a stage as if it had been built from these artifacts (by field path)."""
+    work = store.make_folder(store.work_folder(planned.kind, planned.name, planned.resume_key))
+    folder = work / ("model" if planned.config.product == "model" else "data")
+    folder.mkdir()
+    (folder / "content").write_text(content)
+    files = hash_files(work)
+    now = datetime.now(UTC)
+    record = Record(
+        recipe=planned.recipe,
+        stage=planned.name,
+        kind=planned.kind,
+        product=planned.config.product,
+        version=planned.version,
+        identity=planned.identity,
+        upstream={
+            field: UpstreamEntry(
+                stage=one.record.stage, kind=one.record.kind, version=one.record.version, digest=one.record.digest
+            )
+            for field, one in references.items()
+        },
+        digest=content_digest(planned.config.product, files),
+        files=files,
+        metrics={"loss": 1.0},
+        tags={},
+        mlflow_run_id=None,
+        started=now,
+        finished=now,
+        seconds=1.0,
+        packages={},
+        git_commit=None,
+    )
+    return store.commit(work, record)
+
+
+@pytest.fixture
+def build(store) -> Callable[..., dict[str, Artifact]]:
+    """Commit every stage of a plan that is not cached; keyword arguments are the contents of stages."""
+
+    def build(plan: Plan, **contents: str) -> dict[str, Artifact]:
+        artifacts: dict[str, Artifact] = {}
+        for planned in plan.stages.values():
+            found = store.find(planned.kind, planned.version) if planned.action == "cached" else None
+            references = {field: artifacts[stage] for field, stage in planned.config.references().items()}
+            content = contents.get(planned.name, planned.version)
+            artifacts[planned.name] = found or commit_stage(store, planned, references, content)
+        return artifacts
+
+    return build
+
+
+@pytest.fixture
+def outside_file(tmp_path) -> Path:
+    path = tmp_path / "outside.txt"
+    path.write_text("content")
+    return path
