@@ -21,7 +21,7 @@ class Builtin:
 
 
 BUILTINS: dict[str, Builtin] = {
-    "qwen3-1m": Builtin("model", "stages.download.builtin.qwen3", version=1),
+    "qwen3-1m": Builtin("model", "stages.download.builtin.qwen3", version=2),
     "addition": Builtin("dataset", "stages.download.builtin.addition", version=1),
     "addition-preferences": Builtin("dataset", "stages.download.builtin.addition_preferences", version=1),
 }
