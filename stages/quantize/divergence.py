@@ -1,0 +1,111 @@
+"""How far a quantized model's predictions are from the unquantized model's, on tokens that it was not calibrated with.
+
+Both are loaded with Transformers from the folders that vLLM will get, so a fault of the export shows as well as one of
+the quantization. Perplexity alone would not do: a model that has learned little "passes" it even at one bit.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from stages.quantize.samples import batches_of_one_length
+
+BATCH_TOKENS = 4096
+CHUNK_TOKENS = 512
+"""Predictions compared at a time, so that float32 [tokens, vocabulary] stays small beside the models."""
+NUM_WORST = 5
+
+
+@dataclass(order=True, frozen=True)
+class TokenDivergence:
+    """One prediction: nats of KL divergence, and the token that followed."""
+
+    kl_nats: float
+    token: int
+
+
+@dataclass
+class Divergence:
+    """Sums over predictions of the next token; the properties are what is reported."""
+
+    num_tokens: int = 0
+    kl_nats: float = 0.0
+    reference_loss_nats: float = 0.0
+    quantized_loss_nats: float = 0.0
+    num_same_choice: int = 0
+    worst: list[TokenDivergence] = field(default_factory=list)
+
+    def metrics(self) -> dict[str, float]:
+        """By the names they have in MLflow."""
+        return {
+            "kl_nats_per_token": self.kl_nats / self.num_tokens,
+            "perplexity_before": _exponential(self.reference_loss_nats / self.num_tokens),
+            "perplexity_after": _exponential(self.quantized_loss_nats / self.num_tokens),
+            "same_choice_fraction": self.num_same_choice / self.num_tokens,
+        }
+
+    def add(self, reference_logits: torch.Tensor, quantized_logits: torch.Tensor, next_tokens: torch.Tensor) -> None:
+        """Take [tokens, vocabulary] logits of either model, and int64 [tokens] that followed."""
+        reference = reference_logits.float().log_softmax(-1)
+        quantized = quantized_logits.float().log_softmax(-1)
+        kl_nats = (reference.exp() * (reference - quantized)).sum(-1)
+        self.num_tokens += len(next_tokens)
+        self.kl_nats += kl_nats.sum().item()
+        self.reference_loss_nats += torch.nn.functional.nll_loss(reference, next_tokens, reduction="sum").item()
+        self.quantized_loss_nats += torch.nn.functional.nll_loss(quantized, next_tokens, reduction="sum").item()
+        self.num_same_choice += int((reference.argmax(-1) == quantized.argmax(-1)).sum())
+        found = (TokenDivergence(*pair) for pair in zip(kl_nats.tolist(), next_tokens.tolist(), strict=True))
+        self.worst = heapq.nlargest(NUM_WORST, [*self.worst, *found])
+
+
+def measure_divergence(
+    reference_folder: Path,
+    quantized_folder: Path,
+    samples: list[list[int]],
+    *,
+    trust_remote_code: bool,
+    report: Callable[[int, int], None],
+) -> Divergence:
+    """Run both models over `samples` and compare what they predict; `report(done, total)` counts tokens.
+
+    KL(reference ‖ quantized), exact over the whole vocabulary.
+    """
+    reference, quantized = (_load(folder, trust_remote_code) for folder in (reference_folder, quantized_folder))
+    divergence, total = Divergence(), sum(len(sample) for sample in samples)
+    done = 0
+    for batch in batches_of_one_length(samples, BATCH_TOKENS):
+        batch = batch.to(reference.device)
+        logits = (_predictions(reference, batch), _predictions(quantized, batch), batch[:, 1:].flatten())
+        for chunk in zip(*(part.split(CHUNK_TOKENS) for part in logits), strict=True):
+            divergence.add(*chunk)
+        done += batch.numel()
+        report(done, total)
+    return divergence
+
+
+def _load(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
+    accelerator = torch.accelerator.current_accelerator()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto" if accelerator else torch.float32, trust_remote_code=trust_remote_code
+    )
+    return model.to(accelerator or "cpu").eval()
+
+
+@torch.inference_mode()
+def _predictions(model: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
+    """Logits [rows × (tokens − 1), vocabulary] for every token but the first of each row."""
+    return model(input_ids=batch, use_cache=False).logits[:, :-1].flatten(0, 1)
+
+
+def _exponential(nats: float) -> float:
+    try:
+        return math.exp(nats)
+    except OverflowError:
+        return math.inf

@@ -1,0 +1,98 @@
+"""The quantize stage: a model and calibration rows → a smaller model that vLLM serves, and how much it lost.
+
+Everything that can be wrong with the recipe or the model is found from file headers first; then llm-compressor works,
+and what it wrote is read back and judged by its KL divergence from the original.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+from stages.contract import StageContext, StageResult
+from stages.errors import GateError, ModelError, RecipeError
+from stages.model_folder import check_model_folder
+from stages.quantize.config import QuantizeConfig
+from stages.quantize.projections import read_projections
+from stages.quantize.samples import read_samples
+from stages.quantize.servability import Heads, check_servable, quantized, serving_device
+
+MIB = 2**20
+
+
+def run(context: StageContext) -> StageResult:
+    """Check, quantize, reload, compare. Raises GateError when the KL exceeds `max_kl`; the figures are logged first."""
+    config: QuantizeConfig = context.config
+    os.environ["TQDM_DISABLE"] = "1"  # before tqdm is imported: bars would fill the log; progress is told by events
+    source, target = context.inputs[config.model] / "model", context.work / "model"
+    num_layers = _check(source, config)
+    samples = read_samples(context.inputs[config.calibration.dataset] / "data", source, config.calibration)
+    context.milestone(
+        f"quantizing {num_layers} layers with {config.method}, calibrated with "
+        f"{sum(map(len, samples.calibration))} tokens of {len(samples.calibration)} rows"
+    )
+    _compress(source, target, samples.calibration, context)
+    metrics = {**_sizes(source, target), **_divergence(source, target, samples.evaluation, context)}
+    context.log_metrics(0, metrics)
+    _judge(metrics["kl_nats_per_token"], config.max_kl)
+    return StageResult(metrics=metrics, tags={"method": config.method, "group_size": str(config.group_size)})
+
+
+def _check(source: Path, config: QuantizeConfig) -> int:
+    """Number of layers to quantize. Raises ModelError or RecipeError for what cannot work, within milliseconds."""
+    check_model_folder(source)
+    model_config = json.loads((source / "config.json").read_text())
+    if already := model_config.get("quantization_config"):
+        raise ModelError(
+            f"{source} is quantized already ({already.get('quant_method', 'unknown method')}); "
+            "quantize the model that it was made from"
+        )
+    projections = read_projections(source)
+    layers = quantized(projections, config)
+    if not layers:
+        raise RecipeError(
+            f"there is nothing to quantize: `ignore` matches all {len(projections)} linear layers of the model"
+        )
+    check_servable(projections, Heads.of(model_config), config, serving_device())
+    return len(layers)
+
+
+def _compress(source: Path, target: Path, samples: list[list[int]], context: StageContext) -> None:
+    from stages.quantize.compress import compress
+
+    compress(source, target, samples, context)
+    context.milestone(f"wrote the quantized model: {_mebibytes(source):.1f} → {_mebibytes(target):.1f} MiB")
+
+
+def _divergence(source: Path, target: Path, samples: list[list[int]], context: StageContext) -> dict[str, float]:
+    from stages.quantize.divergence import measure_divergence
+
+    divergence = measure_divergence(
+        source,
+        target,
+        samples,
+        trust_remote_code=context.config.trust_remote_code,
+        report=lambda done, total: context.progress(done, total, "tokens", "comparing with the unquantized model"),
+    )
+    return divergence.metrics()
+
+
+def _sizes(source: Path, target: Path) -> dict[str, float]:
+    before, after = _mebibytes(source), _mebibytes(target)
+    return {"size_before_mib": before, "size_after_mib": after, "compression": before / after}
+
+
+def _mebibytes(folder: Path) -> float:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors")) / MIB
+
+
+def _judge(kl_nats: float, max_kl: float | None) -> None:
+    if not math.isfinite(kl_nats):
+        raise ModelError("the quantized model predicts no finite probabilities; try another method or calibration rows")
+    if max_kl is not None and kl_nats > max_kl:
+        raise GateError(
+            f"the quantized model is {kl_nats:.4f} nats per token from the unquantized one, and max_kl is {max_kl}; "
+            "a smaller group_size, more calibration rows like those it is used for, or method int8 or fp8 lose less"
+        )

@@ -1,0 +1,66 @@
+"""The rows that calibrate a quantization and, others, that judge it: a dataset → token ids, and those → batches."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stages.errors import DataError
+from stages.quantize.config import CalibrationConfig
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Token ids, a list a row; rows differ in length and have at least two tokens."""
+
+    calibration: list[list[int]]
+    evaluation: list[list[int]]
+
+
+def read_samples(data: Path, tokenizer_folder: Path, config: CalibrationConfig) -> Samples:
+    """Render and tokenize rows as training does; without `evaluation_split`, those after the calibration rows judge.
+
+    Raises DataError when either kind has no usable rows.
+    """
+    from stages.train.data.calibration import calibration_samples
+
+    calibration = calibration_samples(data, config.split, tokenizer_folder, config.num_samples, config.sequence_length)
+    evaluation = calibration_samples(
+        data,
+        config.evaluation_split or config.split,
+        tokenizer_folder,
+        config.num_evaluation_samples,
+        config.sequence_length,
+        num_skipped=0 if config.evaluation_split else len(calibration),
+    )
+    return Samples(_predictable(calibration, config.split), _predictable(evaluation, "evaluation"))
+
+
+def batches_of_one_length(samples: list[list[int]], max_tokens: int) -> Iterator[torch.Tensor]:
+    """int64 [rows, tokens] of rows of the same length, at most `max_tokens` in all (or one row), in a fixed order.
+
+    No padding: it would count as activations that a quantizer has to represent.
+    """
+    import torch
+
+    by_length: dict[int, list[list[int]]] = defaultdict(list)
+    for sample in samples:
+        by_length[len(sample)].append(sample)
+    for length, rows in by_length.items():
+        num_rows = max(1, max_tokens // length)
+        for first in range(0, len(rows), num_rows):
+            yield torch.tensor(rows[first : first + num_rows])
+
+
+def _predictable(samples: list[list[int]], what: str) -> list[list[int]]:
+    """A single token predicts nothing."""
+    rows = [sample for sample in samples if len(sample) > 1]
+    if not rows:
+        raise DataError(f"no row of the {what} split has two tokens or more; raise sequence_length or take other rows")
+    return rows
