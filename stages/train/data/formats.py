@@ -164,14 +164,14 @@ def _read_conversational_preference(row: Columns) -> tuple[Document, ...]:
     prompt = [] if row.get("prompt") is None else _as_messages(row["prompt"], "prompt", "user")
     chosen, rejected = _answered(prompt, row["chosen"], "chosen"), _answered(prompt, row["rejected"], "rejected")
     num_shared = _num_shared(chosen, rejected)
-    for messages, column in ((chosen, "chosen"), (rejected, "rejected")):
-        if num_shared == len(messages):
-            raise RowError(f"has a `{column}` that the other one goes on from; expected different answers")
-        if messages[num_shared]["role"] != "assistant":
-            raise RowError(
-                f"has `chosen` and `rejected` that first differ in message {num_shared + 1}, of the role "
-                f"`{messages[num_shared]['role']}`; expected the same prompt and different answers"
-            )
+    if num_shared in (len(chosen), len(rejected)):
+        raise RowError("has an answer that the other one goes on from; expected different `chosen` and `rejected`")
+    role = chosen[num_shared]["role"]
+    if role != "assistant":
+        raise RowError(
+            f"has `chosen` and `rejected` that first differ in message {num_shared + 1}, of the role `{role}`; "
+            "expected the same prompt and different answers"
+        )
     return Conversation(chosen, num_shared), Conversation(rejected, num_shared)
 
 

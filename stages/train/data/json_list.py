@@ -78,10 +78,12 @@ class JsonList:
 
     def _read_more(self) -> bool:
         piece = self._stream.read(max(PIECE_CHARACTERS, len(self._text) - self._position))
+        if not piece:
+            return False
         self._text = self._text[self._position :] + piece
         self._line_start -= self._position
         self._position = 0
-        return bool(piece)
+        return True
 
     def _malformed(self, message: str, position: int) -> DataError:
         line = self._line + self._text.count("\n", self._position, position)
