@@ -1,0 +1,107 @@
+"""A refresh of one stage without Prefect and MLflow, whose process is `tiny_stage.py`.
+
+python tiny.py STORE MODE   runs it to the end, and prints how it ended
+"""
+
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flows.launch import local
+from flows.plan import PlannedStage, plan
+from flows.recipe import load_stages
+from flows.runner import Attempt, Built, Outcome, run_stage
+from flows.store import Store
+from stages.contract import StageConfig
+from stages.errors import RefreshStoppedError
+from stages.supervised import Supervised
+
+SCRIPT = Path(__file__).with_name("tiny_stage.py")
+
+
+@dataclass
+class Notes:
+    """An observer that remembers."""
+
+    said: list[str] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    def waiting(self) -> None:
+        self.said.append("waiting")
+
+    def started(self, attempt: Attempt) -> str | None:
+        self.said.append("started")
+        self.attempts.append(attempt)
+        return "run-of-mlflow"
+
+    def tick(self) -> None:
+        self.said.append("tick")
+
+    def ended(self, outcome: Outcome) -> None:
+        self.said.append("ended")
+        self.outcomes.append(outcome)
+
+
+@dataclass
+class Interrupter(Notes):
+    """An observer that has its stage stopped at the first checkpoint."""
+
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def tick(self) -> None:
+        super().tick()
+        if (self.attempts[-1].work / "scratch" / "step").exists():
+            self.stop.set()
+
+
+def interrupt(planned: PlannedStage, upstream: Mapping[str, Built], store: Store, *, attempt: int = 1) -> Attempt:
+    """Run a `steps` stage to its first checkpoint, and stop it there."""
+    notes = Interrupter()
+    try:
+        run_stage(planned, upstream, store, notes, attempt=attempt, stop=notes.stop, launch=launch)
+    except RefreshStoppedError:
+        return notes.attempts[0]
+    raise AssertionError("the stage ended before it could be stopped")
+
+
+def launch(work: Path, config: StageConfig) -> Supervised:
+    """Like the local launcher, with `tiny_stage.py` in place of `python -m stages`."""
+    command = local.command(work, config)[: -len(["-m", "stages", str(work)])]
+    with (work / "log.txt").open("ab") as log:
+        return Supervised(
+            [*command, str(SCRIPT), str(work)], environment=local.environment(config), output=log, grace_s=1.0
+        )
+
+
+def planned_stages(
+    store: Store, tree: Mapping[str, Mapping[str, object]], force: tuple[str, ...] = ()
+) -> dict[str, PlannedStage]:
+    """Plan the stages of a recipe given as a tree."""
+    recipe = load_stages("tiny", Path("/"), tree)
+    return plan(recipe, {name: {} for name in recipe.stages}, store.index(), force=force).stages
+
+
+def stage(mode: str, **execution: object) -> dict[str, object]:
+    """A download stage whose process does what `mode` says."""
+    environment = {"TINY": mode, **execution.pop("environment", {})}
+    return {"kind": "download", "dataset": "builtin/addition", "execution": {"environment": environment, **execution}}
+
+
+def model_stage() -> dict[str, object]:
+    """A download stage that counts as a model."""
+    return {**stage("ok"), "dataset": None, "model": "builtin/qwen3-1m"}
+
+
+def build(store: Store, mode: str, *, notes: Notes | None = None, force: bool = False, **execution: object) -> Built:
+    """Run one stage."""
+    planned = planned_stages(store, {"rows": stage(mode, **execution)}, force=("rows",) if force else ())["rows"]
+    return run_stage(planned, {}, store, notes or Notes(), launch=launch)
+
+
+if __name__ == "__main__":
+    observed = Notes()
+    built = build(Store(Path(sys.argv[1])), sys.argv[2], notes=observed)
+    print(built.state, "waited" if "waiting" in observed.said else "")

@@ -1,0 +1,103 @@
+"""A stage process without a stage: does what TINY says, by the contract, with the standard library only.
+
+python tiny_stage.py WORK_FOLDER
+"""
+
+import json
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+WORK = Path(sys.argv[1])
+SLEEPER = "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
+
+
+def result(**fields):
+    (WORK / "data").mkdir(exist_ok=True)
+    (WORK / "data" / "content").write_text(os.environ.get("TINY_CONTENT", "content"))
+    (WORK / "result.json").write_text(json.dumps({"metrics": {"rows": 1.0}, **fields}))
+
+
+def ok():
+    time.sleep(float(os.environ.get("TINY_SECONDS", "0")))
+    result()
+
+
+def steps():
+    """Ten steps; a checkpoint after each. Says at which step it started."""
+    scratch = WORK / "scratch"
+    scratch.mkdir(exist_ok=True)
+    checkpoint = scratch / "step"
+    first = int(checkpoint.read_text()) if checkpoint.exists() else 0
+    (WORK / "half").write_text("written by an attempt that may not finish")
+    for step in range(first, 10):
+        time.sleep(0.1)
+        with (WORK / "metrics.jsonl").open("a") as stream:
+            stream.write(json.dumps({"step": step, "time_ms": 0, "loss": 1.0}) + "\n")
+        checkpoint.write_text(str(step + 1))
+    (WORK / "half").unlink()
+    result(metrics={"first_step": float(first)})
+
+
+def family():
+    """Descendants in other sessions, orphaned, deaf to SIGTERM."""
+    for _ in range(2):
+        subprocess.Popen([sys.executable, "-S", "-c", SLEEPER], start_new_session=True)
+    subprocess.Popen(["sh", "-c", f"{sys.executable} -S -c '{SLEEPER}' & exit"], start_new_session=True).wait()
+    (WORK / "scratch").mkdir(exist_ok=True)
+    (WORK / "scratch" / "ready").touch()
+    time.sleep(300)
+
+
+def serve():
+    result(lease={"url": "http://127.0.0.1:1", "pid": os.getpid()})
+    time.sleep(300)
+
+
+def shared_memory():
+    """Shares memory by name, and does not clean up."""
+    file = Path("/dev/shm") / os.environ["TINY_SHARED_MEMORY"]
+    with file.open("w+b") as stream:
+        stream.truncate(4096)
+        shared = mmap.mmap(stream.fileno(), 4096)
+        time.sleep(300)
+        shared.close()
+
+
+def known_error():
+    (WORK / "error.json").write_text(json.dumps({"error": "DataError", "message": "row 3 has no messages"}))
+    sys.exit(5)
+
+
+def bug():
+    print("Traceback: something of ours", flush=True)
+    (WORK / "error.json").write_text(json.dumps({"error": "KeyError", "message": "'x'"}))
+    sys.exit(70)
+
+
+def killed():
+    print("the last thing it said", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def rank_killed():
+    (WORK / f"rank{os.environ['RANK']}").touch()
+    if os.environ["RANK"] == "1":
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(300)
+
+
+def transient():
+    sys.exit(75)
+
+
+def silent():
+    """Exits with 0, but leaves no result."""
+
+
+globals()[os.environ["TINY"]]()
