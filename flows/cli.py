@@ -5,7 +5,6 @@ Everything beyond click is imported by the command that needs it, so that `lifec
 
 from __future__ import annotations
 
-import json
 import sys
 import traceback
 from collections.abc import Sequence
@@ -14,9 +13,11 @@ from typing import Any
 
 import click
 
+from flows.answers import JSON_OPTION, print_json
+from flows.server_commands import doctor, down, status, up
+from flows.store_commands import adopt, gc, serve, show, verify
 from stages.errors import INTERNAL_ERROR, USAGE_ERROR, LifecycleError, RefreshStoppedError, error_classes
 
-JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, nothing else.")
 RECIPE = click.argument("recipe", type=click.Path(path_type=Path))
 SET_OPTION = click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override, as in stages.sft.learning_rate=1e-4."
@@ -71,7 +72,7 @@ def _run(request: Any, as_json: bool) -> int:
 
     record = run_command.run_refresh(request, quiet=as_json)
     if as_json:
-        _print_json(run_command.as_json(record))
+        print_json(run_command.as_json(record))
     else:
         click.echo(run_command.closing_words(record))
     return run_command.exit_code(record)
@@ -85,18 +86,26 @@ def _run(request: Any, as_json: bool) -> int:
 @JSON_OPTION
 def plan(recipe: Path, overrides: Sequence[str], until: str | None, force: Sequence[str], as_json: bool) -> None:
     """Say what `run` would do: per stage cached or run, why, and what differs from the nearest earlier version."""
-    from flows import show
+    from flows import show as shown
     from flows.refresh_run import RefreshRequest, make_plan
 
     planned = make_plan(RefreshRequest(str(recipe.absolute()), tuple(overrides), until, tuple(force))).plan
     if as_json:
-        _print_json(show.plan_as_json(planned))
+        print_json(shown.plan_as_json(planned))
     else:
-        click.echo(show.plan_as_text(planned))
+        click.echo(shown.plan_as_text(planned))
 
 
-def _print_json(value: Any) -> None:
-    click.echo(json.dumps(value, indent=2, allow_nan=False))
+@cli.command()
+def schema() -> None:
+    """Print the JSON schema of recipes, for editors."""
+    from flows.recipe import json_schema
+
+    print_json(json_schema())
+
+
+for command in (show, adopt, verify, gc, serve, up, down, status, doctor):
+    cli.add_command(command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -119,5 +128,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _fail(error_class: str, message: str, code: int, arguments: Sequence[str]) -> int:
     click.echo(f"{error_class}: {message}", err=True)
     if "--json" in arguments:
-        _print_json({"error": message, "error_class": error_class, "exit_code": code})
+        print_json({"error": message, "error_class": error_class, "exit_code": code})
     return code

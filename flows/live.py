@@ -47,6 +47,7 @@ class View(ABC):
     def line(self, text: str) -> None:
         """Show something that stays."""
 
+    @abstractmethod
     def show(self, record: RefreshRecord) -> None:
         """Show how far everything is, in place of what was shown before."""
 
@@ -79,6 +80,9 @@ class PlainView(View):
 
     def line(self, text: str) -> None:
         print(f"{time.strftime('%H:%M:%S')} {text}", file=self._stream, flush=True)
+
+    def show(self, record: RefreshRecord) -> None:
+        """A pipe gets nothing but what stays."""
 
 
 class TerminalView(View):
@@ -145,6 +149,7 @@ def headline(entry: StageEntry) -> dict[str, float]:
 
 
 def seconds_text(entry: StageEntry) -> str:
+    """How long it took; nothing while it runs."""
     return f"{entry.seconds:.1f} s" if entry.state in ENDED else ""
 
 

@@ -1,4 +1,4 @@
-"""What MLflow is told, as plain values: metrics of `metrics.jsonl`, tags and parameters of a refresh. No mlflow here."""
+"""What MLflow is told, as plain values: metrics from `metrics.jsonl`, tags and parameters of a refresh."""
 
 from __future__ import annotations
 

@@ -5,6 +5,8 @@ Our store alone decides what is cached, so Prefect's own caching is off; it retr
 
 from __future__ import annotations
 
+import os
+import secrets
 import signal
 import threading
 from collections.abc import Iterator
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect import flow, get_run_logger, runtime, task
-from prefect.artifacts import create_table_artifact
+from prefect.artifacts import create_link_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.futures import PrefectFuture
@@ -57,13 +59,15 @@ def refresh(
     if run is None:
         run = RefreshRun(make_plan(RefreshRequest(recipe, overrides, until, force)), runtime.flow_run.name)
         run.tracker.start({})
+    # Servers of this refresh and those who ask them share one key; it is in no argument and in no file.
+    os.environ.setdefault("VLLM_API_KEY", secrets.token_urlsafe(32))
     run.begin(str(runtime.flow_run.id))
     try:
         with _stopped_by_signals(run.stop):
             _run_stages(run)
     finally:
         record = run.finish()
-    _publish(record)
+    _publish(record, run.tracker.page())
     return _final_state(record)
 
 
@@ -103,12 +107,15 @@ def _stopped_by_signals(stop: threading.Event) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _publish(record: RefreshRecord) -> None:
+def _publish(record: RefreshRecord, mlflow_page: str | None) -> None:
+    """Leave the stages, and where their figures are, on the flow run's page."""
     rows = [
         {"stage": name, "kind": entry.kind, "version": entry.version, "state": entry.state, "seconds": entry.seconds}
         for name, entry in record.stages.items()
     ]
     create_table_artifact(key="stages", table=rows, description=f"Stages of {record.refresh}")
+    if mlflow_page:
+        create_link_artifact(key="mlflow", link=mlflow_page, link_text=f"{record.refresh} in MLflow")
 
 
 def _final_state(record: RefreshRecord) -> State[Any]:

@@ -89,7 +89,6 @@ class RefreshRun:
         planned = self.plan.stages[name]
         started_s = time.monotonic()
         held = self.slots.acquire(self._slots_of(planned), lambda: self._wait_for_slots(name))
-        self.update(name, state="running")
         try:
             planned = on_devices(planned, held.numbers)
             observer = self._observer(name, log)

@@ -38,14 +38,14 @@ class StageObserver:
         self._events = Tail(Path())
 
     def waiting(self) -> None:
-        self._update(reason="another refresh is building the same artifact")
+        self._update(state="waiting", reason="another refresh is building the same artifact")
         self._log.info("waiting: another refresh is building the same artifact")
 
     def started(self, attempt: Attempt) -> str | None:
         self._attempt = self._begin(attempt)
         self._folder.write_attempt(self._attempt)
         self._events = Tail(attempt.work / "events.jsonl", at_end=True)
-        self._update(work=attempt.work)
+        self._update(state="running", work=attempt.work)
         if attempt.resumed:
             self._log.info("resuming from an earlier attempt's checkpoint")
         run_id = self._tracker.run_id(self._attempt.key)
@@ -65,7 +65,7 @@ class StageObserver:
                 self._attempt,
                 "finished",
                 folder=outcome.folder,
-                metrics={**outcome.result.metrics, "seconds": outcome.seconds},
+                metrics={**outcome.result.metrics, "stage_time_s": outcome.seconds},
                 tags=outcome.result.tags,
                 files=tuple(outcome.result.files),
             )

@@ -52,6 +52,14 @@ class Tracker:
             time.sleep(0.05)
         return None
 
+    def page(self) -> str | None:
+        """Address of the refresh's page in MLflow, when that is a server and knows of it."""
+        shipped = self.folder.read_shipped()
+        uri = os.environ.get("MLFLOW_TRACKING_URI", "")
+        if not uri.startswith("http") or not shipped.parent_run_id:
+            return None
+        return f"{uri.rstrip('/')}/#/experiments/{shipped.experiment_id}/runs/{shipped.parent_run_id}"
+
     def close(self) -> Shipped:
         """Let the process ship the rest and end; what it does not manage, the next refresh ships."""
         if self._process and self._process.stdin:

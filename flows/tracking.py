@@ -70,8 +70,8 @@ class Shipper:
             return True
         record = self.folder.read()
         parent = self._parent_run(record)
-        all_done = all([self._ship_attempt(attempt, parent) for attempt in self.folder.attempts()])
-        if record.state == "running" or not all_done:
+        done = [self._ship_attempt(attempt, parent) for attempt in self.folder.attempts()]
+        if record.state == "running" or not all(done):
             return False
         self._finish_parent(record, parent)
         self._save(done=True, trouble=None)
@@ -200,9 +200,9 @@ def main() -> None:
 def ship_pending(client: MlflowClient) -> None:
     """Ship what is left of refreshes that are over."""
     for folder in refreshes():
-        if not folder.read_shipped().done and folder.read().state != "running":
-            if not _try_to_ship(Shipper(folder, client)):
-                return
+        over = folder.read().state != "running"
+        if over and not folder.read_shipped().done and not _try_to_ship(Shipper(folder, client)):
+            return
 
 
 def _try_to_ship(shipper: Shipper) -> bool:

@@ -1,0 +1,24 @@
+"""How commands answer: text, or with `--json` one JSON object on stdout and nothing else there."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import click
+
+JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, nothing else.")
+
+
+def print_json(value: Any) -> None:
+    """Print an object as strict JSON, which has no NaN and no infinity: they become null."""
+    click.echo(json.dumps(_finite(value), indent=2, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
