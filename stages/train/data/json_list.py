@@ -9,6 +9,7 @@ from typing import TextIO
 from stages.errors import DataError
 
 PIECE_CHARACTERS = 1 << 20
+AHEAD_CHARACTERS = 64
 
 
 class JsonList:
@@ -44,15 +45,15 @@ class JsonList:
                 if not self._read_more():
                     raise self._malformed(error.msg, error.pos) from error
                 continue
-            if end == len(self._text) and self._read_more():
-                continue
+            if self._text[end : end + AHEAD_CHARACTERS].lstrip()[:1] not in (",", "]") and self._read_more():
+                continue  # a number may go on
             self._advance(end)
             return value
 
     def _next_character(self) -> str | None:
         """Moves to the next character that is not a space and returns it, or None at the end of the file."""
         while True:
-            rest = self._text[self._position : self._position + 64]
+            rest = self._text[self._position : self._position + AHEAD_CHARACTERS]
             stripped = rest.lstrip()
             self._advance(self._position + len(rest) - len(stripped))
             if stripped:

@@ -34,7 +34,9 @@ def make_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pa
         folder = tmp_path_factory.mktemp("tokenizer")
         merged = [first + second for first, second in merges]
         tokens = sorted(pre_tokenizers.ByteLevel.alphabet()) + merged
-        tokenizer = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=[*merges]))
+        tokenizer = Tokenizer(
+            models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=[*merges])
+        )
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.add_special_tokens(SPECIAL_TOKENS)
@@ -82,7 +84,9 @@ def learned(read_ids: Callable[[Iterable[int]], str]) -> Callable[[Tokens], list
 def tokenize_with(make_tokenizer: Callable[..., Path]) -> Callable[..., Tokens]:
     """Document, and the options of a tokenizer → its tokens."""
 
-    def tokenize(document: object, template: str | None = CHATML, train_on: str = "assistant", **options: object) -> Tokens:
+    def tokenize(
+        document: object, template: str | None = CHATML, train_on: str = "assistant", **options: object
+    ) -> Tokens:
         tokenizer = DocumentTokenizer(make_tokenizer(template, **options), None, train_on)
         return tokenizer.encode([tokenizer.render(document)])[0]
 

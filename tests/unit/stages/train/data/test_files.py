@@ -34,7 +34,11 @@ def found(folder, split):
         (["training.jsonl", "test.jsonl", "train-b.jsonl"], "train", ["train-b.jsonl"]),
         (["train/b.json", "train/a.json", "test/a.json"], "train", ["train/a.json", "train/b.json"]),
         (
-            ["data/train-00001-of-00002.parquet", "data/train-00000-of-00002.parquet", "data/test-00000-of-00001.parquet"],
+            [
+                "data/train-00001-of-00002.parquet",
+                "data/train-00000-of-00002.parquet",
+                "data/test-00000-of-00001.parquet",
+            ],
             "train",
             ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"],
         ),

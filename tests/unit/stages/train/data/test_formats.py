@@ -63,7 +63,10 @@ PAIR = (Conversation([user("a"), assistant("b")], 1), Conversation([user("a"), a
         ({"prompt": "a", "chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}, PAIR),
         ({"prompt": [user("a")], "chosen": "b", "rejected": "c"}, PAIR),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, (PlainText("a", "b"), PlainText("a", "c"))),
-        ({"chosen": "Q: a A: no", "rejected": "Q: a A: nope"}, (PlainText("Q: a A: ", "no"), PlainText("Q: a A: ", "nope"))),
+        (
+            {"chosen": "Q: a A: no", "rejected": "Q: a A: nope"},
+            (PlainText("Q: a A: ", "no"), PlainText("Q: a A: ", "nope")),
+        ),
     ],
 )
 def test_a_preference_of_every_form_is_read(row, expected):
@@ -83,19 +86,34 @@ def test_a_shared_history_belongs_to_the_prompt():
         ({"messages": None}, "has null in `messages`; expected a list of messages {role, content}"),
         ({"messages": []}, "has an empty list in `messages`; expected messages"),
         ({"messages": ["a"]}, "has a string as message 1 of `messages`; expected an object with `role`, `content`"),
-        ({"messages": [{"role": "user"}]}, "has `role` as message 1 of `messages`; expected an object with `role`, `content`"),
+        (
+            {"messages": [{"role": "user"}]},
+            "has `role` as message 1 of `messages`; expected an object with `role`, `content`",
+        ),
         ({"messages": [user("a"), {"role": "bot", "content": "b"}]}, "has the unknown role 'bot' in message 2"),
-        ({"messages": [user("a"), assistant(7)]}, "has a number as `content` of message 2 of `messages`; expected a string"),
+        (
+            {"messages": [user("a"), assistant(7)]},
+            "has a number as `content` of message 2 of `messages`; expected a string",
+        ),
         ({"messages": [user("a"), assistant([{"type": "text"}])]}, "has a list as `content` of message 2"),
         ({"messages": [user(" "), assistant("b")]}, "has an empty `content` in message 1 of `messages`; expected text"),
         ({"messages": [user("a")]}, "has no assistant turn, so there is nothing to learn; expected at least one"),
         ({"messages": [system("a")]}, "has no assistant turn"),
         ({"messages": [assistant("a"), user("b")]}, "has `assistant` in message 1 where `user` was expected"),
-        ({"messages": [user("a"), system("s"), assistant("b")]}, "has `system` in message 2 where `assistant` was expected"),
-        ({"messages": [system("s"), user("a"), assistant("b"), assistant("c")]}, "has `assistant` in message 4 where `user`"),
+        (
+            {"messages": [user("a"), system("s"), assistant("b")]},
+            "has `system` in message 2 where `assistant` was expected",
+        ),
+        (
+            {"messages": [system("s"), user("a"), assistant("b"), assistant("c")]},
+            "has `assistant` in message 4 where `user`",
+        ),
         ({"messages": [user("a"), assistant("b"), user("c")]}, "ends with a `user` message"),
         ({"messages": [user("a"), {**assistant("b"), "tool_calls": [1]}]}, "has tool calls in message 2"),
-        ({"conversations": [{"from": "human", "value": "a"}, {"from": "it", "value": "b"}]}, "has the unknown role 'it'"),
+        (
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "it", "value": "b"}]},
+            "has the unknown role 'it'",
+        ),
         ({"conversations": [user("a"), assistant("b")]}, "expected an object with `from`, `value`"),
         ({"instruction": "a", "output": ""}, "has an empty `output`; expected text"),
         ({"instruction": 1, "output": "a"}, "has a number in `instruction`; expected a string"),
@@ -115,7 +133,10 @@ def test_what_is_wrong_with_a_training_row_is_named_with_what_was_expected(row, 
     [
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "has the same `chosen` and `rejected`"),
         ({"prompt": "a", "chosen": "b", "rejected": 1}, "has a number in `rejected`; expected a string"),
-        ({"chosen": "yes", "rejected": "no"}, "has no `prompt`, and `chosen` and `rejected` do not begin with a common one"),
+        (
+            {"chosen": "yes", "rejected": "no"},
+            "has no `prompt`, and `chosen` and `rejected` do not begin with a common one",
+        ),
         ({"prompt": [user("x")], "chosen": [user("a"), assistant("b")], "rejected": "c"}, "begins with another prompt"),
         (
             {"chosen": [user("a"), assistant("b")], "rejected": [user("x"), assistant("b")]},
@@ -142,7 +163,9 @@ def test_the_first_row_tells_the_format_of_all():
 
 
 def test_unknown_columns_are_an_error_that_lists_them_and_every_format():
-    with pytest.raises(DataError, match=r"has the columns `question`, `answer`; expected messages \(`messages`\);.*text"):
+    with pytest.raises(
+        DataError, match=r"has the columns `question`, `answer`; expected messages \(`messages`\);.*text"
+    ):
         read({"question": "a", "answer": "b"})
 
 

@@ -116,7 +116,7 @@ def test_a_template_that_does_not_tell_the_turns_is_an_error_that_says_what_to_d
 
 def test_marks_that_leave_out_a_turn_are_an_error(tokenize_with):
     only_first = MARKED.replace("message['role'] == 'assistant'", "loop.index0 == 1")
-    with pytest.raises(DataError, match="marks 1 assistant turns .* that has 2"):
+    with pytest.raises(DataError, match=r"marks 1 assistant turns .* that has 2"):
         tokenize_with(chat("a", "b", "c", "d"), only_first)
 
 
@@ -127,7 +127,7 @@ def test_what_the_template_refuses_is_a_bad_row(tokenize_with):
 
 
 def test_a_template_that_is_not_jinja_is_an_error_with_its_line(tokenize_with):
-    with pytest.raises(DataError, match="not a Jinja template.* in line 2"):
+    with pytest.raises(DataError, match=r"not a Jinja template.* in line 2"):
         tokenize_with(chat("a", "b"), "first\n{% for %}")
 
 
