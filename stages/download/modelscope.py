@@ -67,11 +67,12 @@ def _remote_file(source: HubSource, api: HubApi, branch: str, file: FileInfo) ->
 
 
 def _explained(source: HubSource, branch: str, error: HubError) -> LifecycleError:
+    status = f" {error.status_code}" if isinstance(error, APIError) and error.status_code else ""
+    answer = f"ModelScope answered{status}: {error.message}"
     if isinstance(error, NotExistError):
         return DownloadError(f"{source}: ModelScope has no such {source.product}, or no revision {branch!r} of it")
     if isinstance(error, AuthenticationError | PermissionDeniedError):
-        return DownloadError(f"{source}: ModelScope does not let it be read; set {TOKEN_VARIABLE} ({error})")
+        return DownloadError(f"{source} may not be read; set {TOKEN_VARIABLE} to a token that may ({answer})")
     if isinstance(error, NetworkError | ServerError | RateLimitError):
-        return TransientError(f"asking ModelScope for {source}: {error}; check the network, or try again later")
-    status = error.status_code if isinstance(error, APIError) else None
-    return DownloadError(f"{source}: ModelScope refused ({status or type(error).__name__}): {error}")
+        return TransientError(f"asking for {source}: {answer}; check the network, or try again later")
+    return DownloadError(f"{source}: {answer}")

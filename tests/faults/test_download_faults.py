@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from stages.errors import DownloadError, ModelError, ResourceError, TransientError
-from tests.hub_server import Fault, HubServer, model_files, running_hub
+from tests.hub_repository import model_files
+from tests.hub_server import Fault, HubServer, running_hub
 
 TIMEOUT_S = 60
 WEIGHTS = "model.safetensors"

@@ -8,7 +8,8 @@ import pytest
 from stages.contract import StageResult
 from stages.download.config import DownloadConfig
 from stages.errors import DataError, DownloadError, LifecycleError, ModelError, ResourceError, TransientError
-from tests.hub_server import Fault, HubServer, model_files
+from tests.hub_repository import model_files
+from tests.hub_server import Fault, HubServer
 from tests.unit.stages.download.conftest import Download
 
 SOURCES = {"hf": "hf://org/tiny", "modelscope": "modelscope://org/tiny@main"}
@@ -147,6 +148,11 @@ def test_a_busy_hub_at_plan_time_is_transient(status: int, hub: HubServer, repos
     download(model="hf://org/tiny")
     hub.faults += [Fault("/api/models", status=status, times=99, retry_after_s=0)]
     assert f"{status}" in refusal(download, TransientError, model="hf://org/tiny")
+
+
+def test_a_busy_modelscope_at_plan_time_is_transient(hub: HubServer, repository, download: Download) -> None:
+    hub.faults += [Fault("/repo/files", status=503, times=99, retry_after_s=0)]
+    assert "503" in refusal(download, TransientError, model="modelscope://org/tiny@main")
 
 
 def test_an_unreachable_hub_is_transient_and_named(hub: HubServer, download: Download) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from stages.download.config import DownloadConfig
 from stages.errors import DataError, DownloadError, ModelError
-from tests.hub_server import model_files
+from tests.hub_repository import model_files
 from tests.unit.stages.download.conftest import Download
 
 
