@@ -41,8 +41,8 @@ def token_log_probabilities(
     positions = (flat_targets != IGNORED).nonzero().squeeze(1)
     selected_targets = flat_targets.index_select(0, positions)
     flat_hidden = hidden.reshape(-1, hidden.shape[-1])
-    flat = _LogProbabilities.apply(flat_hidden, head.weight, bias, positions, selected_targets, transform)
-    return flat.view(targets.shape)
+    result = _LogProbabilities.apply(flat_hidden, head.weight, bias, positions, selected_targets, transform)
+    return result.unflatten(0, targets.shape).clone()  # FSDP2 warns of a root module that returns a view
 
 
 def logits_transform(model_config: Any) -> LogitsTransform | None:
@@ -69,7 +69,7 @@ def _logits_scale(model_config: Any) -> float:
 
 
 class _LogProbabilities(torch.autograd.Function):
-    """Gather the selected rows, log-softmax over the head's output, scatter; logits recomputed in the backward pass.
+    """Gather the selected rows, log-softmax over the head's output, scatter.
 
     With z = transform(W h + b) and p = softmax(z): d log p[target] / dz = onehot(target) - p.
     """
@@ -86,43 +86,48 @@ class _LogProbabilities(torch.autograd.Function):
     ) -> Tensor:
         selected = hidden.index_select(0, positions)
         values = torch.empty(len(positions), dtype=torch.float32, device=hidden.device)
-        chunks = list(_chunks(len(positions), weight.shape[0]))
+        chunks = _chunks(len(positions), weight.shape[0])
         for chunk in chunks:
-            logits = _logits(selected[chunk], weight, bias)
-            logits = transform(logits) if transform else logits
-            log_normaliser = logits.logsumexp(1)
-            values[chunk] = logits.gather(1, targets[chunk, None]).squeeze(1) - log_normaliser
-        ctx.save_for_backward(selected, weight, bias, positions, targets)
-        ctx.transform, ctx.hidden_shape = transform, hidden.shape
+            log_softmax = _log_softmax(_head_output(selected[chunk], weight, bias), transform)
+            values[chunk] = log_softmax.gather(1, targets[chunk, None]).squeeze(1)
+        kept = log_softmax if len(chunks) == 1 and transform is None and any(ctx.needs_input_grad) else None
+        ctx.save_for_backward(selected, weight, bias, positions, targets, kept)
+        ctx.transform, ctx.chunks, ctx.num_tokens = transform, chunks, hidden.shape[0]
         return values.new_zeros(hidden.shape[0]).index_copy_(0, positions, values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        selected, weight, bias, positions, targets = ctx.saved_tensors
+        selected, weight, bias, positions, targets, kept = ctx.saved_tensors
         gradient = gradients[0].index_select(0, positions)
-        chunks = list(_chunks(len(positions), weight.shape[0]))
-        sum_dtype = weight.dtype if len(chunks) <= 1 else torch.float32
+        sum_dtype = weight.dtype if len(ctx.chunks) <= 1 else torch.float32
         weight_gradient = torch.zeros_like(weight, dtype=sum_dtype)
         bias_gradient = None if bias is None else torch.zeros_like(bias, dtype=sum_dtype)
         selected_gradient = torch.empty_like(selected)
-        for chunk in chunks:
-            d_logits = _logits_gradient(selected[chunk], weight, bias, targets[chunk], gradient[chunk], ctx.transform)
-            d_logits = d_logits.to(weight.dtype)
-            selected_gradient[chunk] = d_logits @ weight
-            weight_gradient += d_logits.T @ selected[chunk]
+        for chunk in ctx.chunks:
+            output_gradient = _output_gradient(
+                kept, selected[chunk], weight, bias, targets[chunk], gradient[chunk], ctx.transform
+            )
+            selected_gradient[chunk] = output_gradient @ weight
+            weight_gradient += output_gradient.T @ selected[chunk]
             if bias_gradient is not None:
-                bias_gradient += d_logits.sum(0)
-        hidden_gradient = selected.new_zeros(ctx.hidden_shape).index_copy_(0, positions, selected_gradient)
+                bias_gradient += output_gradient.sum(0)
+        hidden_gradient = selected.new_zeros(ctx.num_tokens, selected.shape[1])
+        hidden_gradient.index_copy_(0, positions, selected_gradient)
         if bias_gradient is not None:
             bias_gradient = bias_gradient.to(bias.dtype)
         return hidden_gradient, weight_gradient.to(weight.dtype), bias_gradient, None, None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _head_output(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return functional.linear(hidden, weight, bias).float()
 
 
-def _logits_gradient(
+def _log_softmax(output: Tensor, transform: LogitsTransform | None) -> Tensor:
+    return (transform(output) if transform else output).log_softmax(1)
+
+
+def _output_gradient(
+    kept: Tensor | None,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -130,19 +135,22 @@ def _logits_gradient(
     gradient: Tensor,
     transform: LogitsTransform | None,
 ) -> Tensor:
-    """d(sum of gradient × log p)/d(head output), fp32 [tokens, vocabulary]."""
-    raw = _logits(hidden, weight, bias)
+    """d(sum of gradient × log p[target])/d(head output), in the head's dtype, [tokens, vocabulary]."""
+    if kept is not None:
+        return _softmax_gradient(kept, targets, gradient).to(weight.dtype)
+    output = _head_output(hidden, weight, bias)
     if transform is None:
-        return _softmax_gradient(raw, targets, gradient)
+        return _softmax_gradient(output.log_softmax(1), targets, gradient).to(weight.dtype)
     with torch.enable_grad():
-        raw.requires_grad_()
-        transformed = transform(raw)
-    return torch.autograd.grad(transformed, raw, _softmax_gradient(transformed.detach(), targets, gradient))[0]
+        output.requires_grad_()
+        logits = transform(output)
+    logits_gradient = _softmax_gradient(logits.detach().log_softmax(1), targets, gradient)
+    return torch.autograd.grad(logits, output, logits_gradient)[0].to(weight.dtype)
 
 
-def _softmax_gradient(logits: Tensor, targets: Tensor, gradient: Tensor) -> Tensor:
-    """gradient × (onehot(target) - softmax(logits))."""
-    result = logits.softmax(1).mul_(-gradient[:, None])
+def _softmax_gradient(log_softmax: Tensor, targets: Tensor, gradient: Tensor) -> Tensor:
+    """gradient × (onehot(target) - softmax)."""
+    result = log_softmax.exp().mul_(-gradient[:, None])
     return result.scatter_add_(1, targets[:, None], gradient[:, None])
 
 
