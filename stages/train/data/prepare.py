@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from stages.contract import is_main_process
 from stages.errors import RecipeError
 from stages.train.config import DataConfig
 from stages.train.data.bad_rows import write_list
@@ -67,7 +68,8 @@ def prepare(
         _prepare_portion(portion, folder, config, tokenizer_folder, preference, cache / CACHE_FOLDER, report)
         for portion in portions(config)
     ]
-    write_list(bad_rows_file, [dataset.folder / BAD_ROWS for dataset in datasets])
+    if is_main_process():
+        write_list(bad_rows_file, [dataset.folder / BAD_ROWS for dataset in datasets])
     return PreparedData(datasets[0], datasets[1] if len(datasets) > 1 else None)
 
 
