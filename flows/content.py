@@ -11,7 +11,11 @@ from flows.version import canonical_json
 from stages.contract import Product, StrictModel
 
 RECORD_FILE = "record.json"
+PENDING_RECORD_FILE = ".record.json"
+ATTEMPT_FILE = "attempt.json"
 LOG_FILE = "log.txt"
+SCRATCH_FOLDER = "scratch"
+NOT_OF_THE_ARTIFACT = frozenset({RECORD_FILE, PENDING_RECORD_FILE, ATTEMPT_FILE, LOG_FILE, SCRATCH_FOLDER})
 BOOKKEEPING = frozenset({"config.json", "metrics.jsonl", "events.jsonl", "result.json"})
 """What the contract puts beside the content of an artifact: it tells how it was built, and differs each time."""
 
@@ -33,9 +37,9 @@ Files = dict[str, FileEntry]
 def files_in(folder: Path) -> Iterator[tuple[str, Path]]:
     """Relative POSIX path and path of every file of an artifact, logs left out: a server writes on to its log."""
     for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if not path.is_dir() and name not in (RECORD_FILE, LOG_FILE) and path.suffix != ".log":
-            yield name, path
+        name = path.relative_to(folder)
+        if name.parts[0] not in NOT_OF_THE_ARTIFACT and path.suffix != ".log" and not path.is_dir():
+            yield name.as_posix(), path
 
 
 def hash_files(folder: Path) -> Files:

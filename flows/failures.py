@@ -54,9 +54,9 @@ def _left_behind(work: Path) -> StageFailure | None:
 def _manner_of_death(work: Path, exit_code: int) -> str:
     if exit_code < 0:
         return f"ended, because its supervisor was killed by {_signal_name(-exit_code)}"
-    root_cause = TORCHRUN_ROOT_CAUSE.search(_log_tail(work))
-    if root_cause:
-        return f"ended, because rank {root_cause['rank']} {_how(int(root_cause['code']))}"
+    root_causes = list(TORCHRUN_ROOT_CAUSE.finditer(_log_tail(work)))
+    if root_causes:
+        return f"ended, because rank {root_causes[-1]['rank']} {_how(int(root_causes[-1]['code']))}"
     return _how(exit_code)
 
 

@@ -84,6 +84,8 @@ def load_stages(name: str, folder: Path, tree: Mapping[str, Any], problems: Sequ
             stages[stage] = _read_stage(resolve_file_sources(config, folder), folder)
         except ValidationError as error:
             found += explain(error, stage)
+        else:
+            found += _launch_problems(stage, stages[stage])
     found += _reference_problems(stages, tree)
     found += [] if found else _cycles(stages)
     if found:
@@ -134,6 +136,12 @@ def _stage_problems(stage: str, config: Any) -> Iterator[str]:
     if not re.fullmatch(NAME_PATTERN, stage):
         yield f"stages.{stage}: the name of a stage consists of {NAME_RULE}"
     yield from (f"{path}: expected a finite number" for path in non_finite(config, f"stages.{stage}"))
+
+
+def _launch_problems(stage: str, config: StageConfig) -> Iterator[str]:
+    execution = config.execution
+    if execution.launcher == "local" and execution.nodes > 1:
+        yield f"stages.{stage}.execution.nodes: found {execution.nodes}, but the local launcher has one node only"
 
 
 def _reference_problems(stages: Mapping[str, StageConfig], tree: Mapping[str, Any]) -> Iterator[str]:

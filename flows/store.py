@@ -23,12 +23,11 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from flows.content import RECORD_FILE, damage_of
+from flows.content import ATTEMPT_FILE, PENDING_RECORD_FILE, RECORD_FILE, SCRATCH_FOLDER, damage_of
 from flows.record import Artifact, Index, Record
 from stages.contract import write_atomically
 from stages.errors import ResourceError, StoreError
 
-PENDING_RECORD_FILE = ".record.json"
 LOCK_INTERVAL_S = 0.2
 PRIVATE_FOLDER = 0o700
 
@@ -93,11 +92,16 @@ class Store:
             return not _try_lock(stream.fileno())
 
     def commit(self, work: Path, record: Record) -> Artifact:
-        """Make a finished work folder the artifact of `record`, in place of an older one of the same version."""
+        """Make a finished work folder the artifact of `record`, in place of an older one of the same version.
+
+        Scratch goes last, so that a crash before then costs no work.
+        """
         folder = self.folder_of(record.kind, record.stage, record.version)
         with self.explained(f"commit {folder.name}"):
             write_atomically(work / PENDING_RECORD_FILE, record.model_dump_json(indent=1))
             _sync_tree(work)
+            shutil.rmtree(work / SCRATCH_FOLDER, ignore_errors=True)
+            (work / ATTEMPT_FILE).unlink(missing_ok=True)
             self.make_folder(folder.parent)
             replaced = [self._to_trash(old) for old in folder.parent.glob(f"*-{record.version}")]
             work.rename(folder)
@@ -137,9 +141,8 @@ class Store:
             yield
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                free_mib = shutil.disk_usage(self.root).free >> 20
                 remedy = "free some space, for instance with `lifecycle gc`, and run again"
-                raise ResourceError(f"cannot {doing}: the disk is full ({free_mib} MiB free); {remedy}") from error
+                raise ResourceError(f"cannot {doing}: the disk of {self.root} is full; {remedy}") from error
             raise StoreError(f"cannot {doing}: {error.strerror} ({error.filename or self.root})") from error
 
 

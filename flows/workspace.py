@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from flows.content import LOG_FILE, content_digest, hash_files
+from flows.content import ATTEMPT_FILE, LOG_FILE, SCRATCH_FOLDER, content_digest, hash_files
 from flows.plan import PlannedStage
 from flows.provenance import git_commit, package_versions
 from flows.record import Artifact, Record, UpstreamEntry
@@ -22,8 +22,7 @@ from flows.store import Store
 from stages.contract import Lease, StageInput, StageResult, StrictModel, write_atomically
 from stages.supervisor import kill_until_gone, marked_processes
 
-ATTEMPT_FILE = "attempt.json"
-KEPT = frozenset({"scratch", "metrics.jsonl", "events.jsonl", LOG_FILE})
+KEPT = frozenset({SCRATCH_FOLDER, "metrics.jsonl", "events.jsonl", LOG_FILE})
 """What an attempt finds of the one before; all else is removed, lest half of an old artifact get into the new one."""
 
 
@@ -66,7 +65,7 @@ def prepare(store: Store, planned: PlannedStage, foundation: Foundation, fresh: 
         _remove_all_but(work, KEPT)
         note_attempt(work, foundation, None)
         write_atomically(work / "config.json", _stage_input(store, planned, foundation).model_dump_json(indent=2))
-        return any((work / "scratch").glob("*"))
+        return any((work / SCRATCH_FOLDER).glob("*"))
 
 
 def note_attempt(work: Path, foundation: Foundation, token: str | None) -> None:
@@ -85,9 +84,7 @@ def commit(
 ) -> Artifact:
     """Make the work folder of a finished stage its artifact."""
     work = store.work_folder(planned.kind, planned.name, planned.resume_key)
-    with store.explained(f"clean up {work}"):
-        shutil.rmtree(work / "scratch", ignore_errors=True)
-        (work / ATTEMPT_FILE).unlink(missing_ok=True)
+    with store.explained(f"hash the files of {planned.name}"):
         files = hash_files(work)
     finished = datetime.now(UTC)
     record = Record(

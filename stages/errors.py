@@ -97,7 +97,7 @@ class RefreshStoppedError(LifecycleError):
 class TrainingError(LifecycleError):
     """Training itself went wrong: the loss or the gradient norm is no finite number any more."""
 
-    exit_code = 15
+    exit_code = 16
 
 
 class TransientError(LifecycleError):

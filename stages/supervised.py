@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -58,6 +59,7 @@ class Supervised:
             raise
         finally:
             os.close(lifeline)
+        self._closing = threading.Lock()
         self._closed = False
 
     @property
@@ -91,7 +93,8 @@ class Supervised:
         self._close()
 
     def _close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            os.close(self._lifeline)
-            kill_until_gone(lambda: marked_processes(self.token, session=self.pid))
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                os.close(self._lifeline)
+                kill_until_gone(lambda: marked_processes(self.token, session=self.pid))

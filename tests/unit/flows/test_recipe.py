@@ -117,6 +117,11 @@ def test_an_override_changes_one_place_of_an_aliased_value(load):
             "    global_batch_size: 8\n    layout: {dp_shard: 2}\n    execution: {processes: 4}",
             "layout: dp_replicate 1 × dp_shard 2 = 2 processes, but execution starts 4",
         ),
+        (
+            "    kind: quantize\n",
+            "    kind: quantize\n    execution: {nodes: 2}\n",
+            "the local launcher has one node only",
+        ),
         ("data: {dataset: problems}", "data: {dataset: problems", "line 9: not valid YAML"),
     ],
 )

@@ -11,9 +11,9 @@ from datetime import UTC, datetime
 
 import pytest
 
-from flows.content import FileEntry
+from flows.content import PENDING_RECORD_FILE, FileEntry
 from flows.record import Record
-from flows.store import PENDING_RECORD_FILE, Store
+from flows.store import Store
 from stages.errors import ResourceError, StoreError
 
 
@@ -78,7 +78,7 @@ def test_a_full_disk_is_a_resource_error_that_says_what_to_do(store, built, monk
 
     monkeypatch.setattr(os, "fsync", full)
     work = store.make_folder(store.work_folder("train", "sft", "0" * 12))
-    with pytest.raises(ResourceError, match=r"the disk is full .*`lifecycle gc`"):
+    with pytest.raises(ResourceError, match=r"the disk of .* is full; .*`lifecycle gc`"):
         store.commit(work, built["sft"].record)
     assert store.find("train", built["sft"].record.version) is not None
 

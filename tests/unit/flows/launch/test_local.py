@@ -1,0 +1,47 @@
+"""What the local launcher starts, and in which environment."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from flows.launch import local
+from stages.kinds import KINDS
+
+TRAINING = {
+    "kind": "train",
+    "method": "sft",
+    "model": "base",
+    "data": {"dataset": "problems"},
+    "global_batch_size": 8,
+    "learning_rate": 1e-4,
+}
+
+
+def train(dp_shard: int = 1, **execution):
+    return KINDS["train"].model_validate({**TRAINING, "layout": {"dp_shard": dp_shard}, "execution": execution})
+
+
+def test_one_process_is_started_plainly():
+    assert local.command(Path("/work"), train()) == [sys.executable, "-m", "stages", "/work"]
+
+
+def test_several_processes_are_started_by_torchrun_on_the_loopback():
+    command = local.command(Path("/work"), train(4))
+    assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    assert {"--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=4", "--max-restarts=0"} <= set(command)
+    assert command[-3:] == ["-m", "stages", "/work"]
+
+
+@pytest.mark.parametrize(("processes", "threads"), [(1, 6), (2, 3), (4, 1), (8, 1)])
+def test_cores_are_shared_evenly(monkeypatch, processes, threads):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    assert local.environment(train(processes))["OMP_NUM_THREADS"] == str(threads)
+
+
+def test_the_recipe_has_the_last_word_on_the_environment():
+    environment = local.environment(train(threads=3, environment={"GLOO_SOCKET_IFNAME": "eth7", "MINE": "1"}))
+    assert environment["OMP_NUM_THREADS"] == "3"
+    assert (environment["GLOO_SOCKET_IFNAME"], environment["MINE"]) == ("eth7", "1")
+    assert environment["DO_NOT_TRACK"] == "true"

@@ -1,0 +1,53 @@
+"""What lies outside the store counts by its content, not by its place."""
+
+import shutil
+
+import pytest
+
+from flows.content import hash_path
+from flows.outside import resolve_outside
+from flows.recipe import load_stages
+from stages.errors import RecipeError
+
+
+@pytest.fixture
+def tasks(tmp_path):
+    folder = tmp_path / "tasks"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "addition.yaml").write_text("task: addition")
+    (folder / "inner" / "rows.jsonl").write_text("{}\n")
+    return folder
+
+
+def test_a_copy_elsewhere_hashes_the_same(tasks, tmp_path):
+    shutil.copytree(tasks, tmp_path / "elsewhere")
+    assert hash_path(tasks) == hash_path(tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tasks: (tasks / "addition.yaml").write_text("task: Addition"),
+        lambda tasks: (tasks / "addition.yaml").rename(tasks / "sum.yaml"),
+        lambda tasks: (tasks / "inner" / "rows.jsonl").rename(tasks / "rows.jsonl"),
+        lambda tasks: (tasks / "more.yaml").touch(),
+        lambda tasks: (tasks / "inner" / "rows.jsonl").unlink(),
+    ],
+)
+def test_any_change_of_names_or_contents_changes_the_hash(tasks, change):
+    before = hash_path(tasks)
+    change(tasks)
+    assert hash_path(tasks) != before
+
+
+def test_outside_paths_are_resolved_to_hashes(tasks, tmp_path):
+    tree = {
+        "base": {"kind": "download", "model": "builtin/qwen3-1m"},
+        "scores": {"kind": "evaluate", "model": "base", "tasks": ["addition"], "task_folder": "tasks"},
+    }
+    recipe = load_stages("small", tmp_path, tree)
+    assert resolve_outside(recipe)["scores"]["task_folder"] == hash_path(tasks)
+    shutil.rmtree(tasks)
+    assert "scores" not in resolve_outside(recipe, ["base"]), "what is not asked for is not looked at"
+    with pytest.raises(RecipeError, match=r"stages\.scores\.task_folder: there is no file or folder .*tasks"):
+        resolve_outside(recipe)
