@@ -83,6 +83,8 @@ class _ShardWriter:
     def finish(self) -> None:
         """Write what is pending, name the shards `model-00001-of-0000N` and index them."""
         self._write_shard()
+        for index in range(len(self._shards)):
+            self._part(index).chmod(0o644)  # safetensors lets only the owner read, but a server may be another user
         if len(self._shards) == 1:
             self._part(0).replace(self._folder / "model.safetensors")
             return

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
-from numpy.typing import NDArray
+from stages.train.data.dataset import row_order
 
 
 @dataclass(frozen=True)
@@ -41,13 +40,10 @@ class DataOrder:
 
     def _row(self, position: int) -> int:
         epoch, index = divmod(position, self.num_rows)
-        return int(permutation(self.num_rows, self.seed, epoch)[index])
+        return int(_row_order(self.num_rows, self.seed, epoch)[index])
 
 
-@lru_cache(maxsize=2)
-def permutation(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """int64 [num_rows]"""
-    return np.random.default_rng([seed, epoch]).permutation(num_rows)
+_row_order = lru_cache(maxsize=2)(row_order)
 
 
 def even_micro_batches(

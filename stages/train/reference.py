@@ -15,9 +15,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import JsonValue
 
 from stages.contract import StageContext, is_main_process
 from stages.train.data.batch import Batch
+from stages.train.data.cache import content_key, file_digest
 from stages.train.data.dataset import PackedDataset
 from stages.train.engine import Engine
 from stages.train.order import even_micro_batches
@@ -48,9 +50,13 @@ def reference_rows(
 ) -> ReferenceRows:
     """Log-probabilities of the documents of `rows` (sorted, without repetitions) under the engine's present weights."""
     documents = dataset.row_documents(rows)
-    identity = [weights_digest, dataset.key, str(engine.compute_dtype), hashlib.sha256(documents.tobytes()).hexdigest()]
-    key = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:24]
-    path = context.cache / "reference" / f"{key}.npy"
+    identity: dict[str, JsonValue] = {
+        "weights": weights_digest,
+        "data": dataset.key,
+        "documents": hashlib.sha256(documents.tobytes()).hexdigest(),
+        "compute_dtype": str(engine.compute_dtype),
+    }
+    path = context.cache / "reference" / f"{content_key(identity)}.npy"
     if not engine.from_first_process(float(path.is_file())):
         values = _compute(engine, dataset, rows, micro_batch_size, context)
         if is_main_process():
@@ -60,12 +66,9 @@ def reference_rows(
 
 
 def model_digest(folder: Path) -> str:
-    """sha256 over the weights' bytes."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return digest.hexdigest()
+    """Identifies the weights and config of a Hugging Face folder by content."""
+    paths = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
+    return content_key({path.name: file_digest(path) for path in paths})
 
 
 def _compute(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils.logging import disable_progress_bar
 
 from stages.errors import ModelError
 from stages.train.attention import hidden_states, prepare_attention
@@ -40,7 +41,8 @@ class TargetLogProbabilities(nn.Module):
         """float32 [rows, sequence], 0 where there is no target."""
         hidden = hidden_states(self.causal_lm.base_model, batch)
         head = self.causal_lm.get_output_embeddings()
-        return token_log_probabilities(hidden, head, batch.targets, self.transform)
+        # FSDP2 hangs its backward hooks on the output, and cannot rely on them when that is a view.
+        return token_log_probabilities(hidden, head, batch.targets, self.transform).clone()
 
 
 def load_model(
@@ -51,6 +53,7 @@ def load_model(
     Raises ModelError when the folder cannot be loaded as a causal language model, when weights are missing in it, or
     when the model does something to its logits that `logits_transform` does not know.
     """
+    disable_progress_bar()
     source = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(folder, **source)

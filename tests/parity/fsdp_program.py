@@ -1,0 +1,68 @@
+"""Train a few steps in each of several ways and leave what came of it; started by torchrun.
+
+    torchrun … fsdp_program.py SPEC.json
+
+The spec names `data` (documents of the rows of each global batch), `output` and `cases`: name → {"model": folder,
+"config": fields of a TrainConfig}. A case leaves `output/NAME.json` (`losses`, `grad_norms`, `log_probabilities` of the
+first row's documents after training) and the exported model in `output/NAME/`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from stages.contract import is_main_process
+from stages.train.config import TrainConfig
+from stages.train.data.batch import IGNORED, Batch
+from stages.train.fsdp.engine import FsdpEngine
+from stages.train.losses import SftLoss
+from stages.train.processes import joined_processes
+
+Row = list[list[int]]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    with joined_processes() as device:
+        for name, case in spec["cases"].items():
+            config = TrainConfig.model_validate(case["config"])
+            engine = FsdpEngine(Path(case["model"]), config, device)
+            result = train(engine, config, spec["data"])
+            engine.export(Path(spec["output"]) / name, torch.float32)
+            if is_main_process():
+                (Path(spec["output"]) / f"{name}.json").write_text(json.dumps(result))
+
+
+def train(engine: FsdpEngine, config: TrainConfig, global_batches: list[list[Row]]) -> dict[str, list[float]]:
+    outcomes = []
+    for rows in global_batches:
+        num_rows = len(rows) // engine.data_parallel_size
+        share = rows[engine.data_rank * num_rows :][:num_rows]
+        size = config.layout.micro_batch_size
+        micro_batches = [pack(share[start : start + size]) for start in range(0, num_rows, size)]
+        outcomes.append(engine.train_step(micro_batches, SftLoss(), config.learning_rate, config.max_grad_norm))
+    return {
+        "losses": [outcome.loss for outcome in outcomes],
+        "grad_norms": [outcome.grad_norm for outcome in outcomes],
+        "log_probabilities": engine.document_log_probabilities(pack(global_batches[0][:1])).tolist(),
+    }
+
+
+def pack(rows: list[Row]) -> Batch:
+    """Documents side by side, every token but the first of each a target; all rows are equally long."""
+    documents = [torch.tensor(document) for row in rows for document in row]
+    lengths = [len(document) for document in documents]
+    targets = torch.cat([torch.cat([document[1:], torch.tensor([IGNORED])]) for document in documents])
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    numbers = torch.arange(len(documents)).repeat_interleave(torch.tensor(lengths))
+    tensors = (tensor.view(len(rows), -1) for tensor in (torch.cat(documents), targets, positions, numbers))
+    return Batch(*tensors, num_documents=len(documents), document_lengths=lengths)
+
+
+if __name__ == "__main__":
+    main()

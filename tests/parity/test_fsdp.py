@@ -1,0 +1,211 @@
+"""FSDP2 under every layout learns what plain Transformers learns from the same documents, one by one, in fp32."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+PROGRAM = Path(__file__).with_name("fsdp_program.py")
+ROOT = Path(__file__).parents[2]
+VOCABULARY = 64
+NUM_STEPS, NUM_ROWS, ROW_LENGTHS = 3, 4, [(9, 5, 10), (24,), (3, 2, 19), (12, 12)]
+LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY = 1e-2, 0.5, 0.1
+EPSILON = 1e-3
+"""Of Adam. With the usual 1e-8 every gradient, however small, moves its weight by the learning rate, and rounding
+errors of 1e-9 in gradients that are nearly zero would show as differences of 1e-2."""
+
+LAYOUTS = {
+    1: {
+        "plain": {},
+        "accumulated": {"micro_batch_size": 1},
+        "full-recompute": {"recompute": "full"},
+        "selective-recompute": {"recompute": "selective"},
+        "offloaded": {"cpu_offload": True},
+    },
+    2: {
+        "sharded": {"dp_shard": 2},
+        "accumulated": {"dp_shard": 2, "micro_batch_size": 1},
+        "replicated": {"dp_replicate": 2},
+        "kept": {"dp_shard": 2, "reshard_after_forward": False},
+        "no-prefetch": {"dp_shard": 2, "prefetch_layers": 0},
+        "deep-prefetch": {"dp_shard": 2, "prefetch_layers": 3},
+        "full-recompute": {"dp_shard": 2, "recompute": "full"},
+        "selective-recompute": {"dp_shard": 2, "recompute": "selective", "micro_batch_size": 1},
+        "offloaded": {"dp_shard": 2, "cpu_offload": True},
+    },
+    4: {
+        "sharded": {"dp_shard": 4, "micro_batch_size": 1},
+        "hybrid": {"dp_replicate": 2, "dp_shard": 2, "micro_batch_size": 1},
+    },
+}
+MODELS = ("qwen3", "untied", "moe", "gpt2")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Folders of tiny models: tied and untied heads, a mixture of experts, learnt positions and biases."""
+    folder = tmp_path_factory.mktemp("models")
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 24,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.2,
+    }
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+    gpt2 = {"vocab_size": VOCABULARY, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    made = {
+        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**sizes, intermediate_size=40, tie_word_embeddings=True)),
+        "untied": lambda: Qwen3ForCausalLM(Qwen3Config(**sizes, intermediate_size=40, tie_word_embeddings=False)),
+        "moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, tie_word_embeddings=False)),
+        "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**gpt2, **dropout)),
+    }
+    for name in MODELS:
+        torch.manual_seed(0)
+        made[name]().save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data():
+    """NUM_STEPS global batches of NUM_ROWS rows of documents; rows have different numbers of targets."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        [
+            [torch.randint(0, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+            for lengths in ROW_LENGTHS
+        ]
+        for _ in range(NUM_STEPS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain(models, data):
+    """What a loop of a few lines makes of each model: losses, gradient norms, the trained model."""
+    return {name: train_plainly(models / name, data) for name in MODELS}
+
+
+def train_plainly(folder, data):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), eps=EPSILON, weight_decay=WEIGHT_DECAY
+    )
+    losses, grad_norms = [], []
+    for rows in data:
+        documents = [torch.tensor([document]) for row in rows for document in row]
+        count = sum(document.shape[1] - 1 for document in documents)
+        loss = sum(negative_log_likelihood(model, document) for document in documents) / count
+        loss.backward()
+        losses.append(loss.item())
+        grad_norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, grad_norms, model.eval()
+
+
+def negative_log_likelihood(model, document):
+    return functional.cross_entropy(model(input_ids=document).logits[0, :-1], document[0, 1:], reduction="sum")
+
+
+def make_config(layout):
+    return {
+        "kind": "train",
+        "method": "sft",
+        "model": "base",
+        "data": {"dataset": "data"},
+        "layout": {
+            "micro_batch_size": 2 if layout.get("dp_shard", 1) * layout.get("dp_replicate", 1) == 2 else 4,
+            **layout,
+        },
+        "global_batch_size": NUM_ROWS,
+        "learning_rate": LEARNING_RATE,
+        "adam_epsilon": EPSILON,
+        "weight_decay": WEIGHT_DECAY,
+        "max_grad_norm": MAX_GRAD_NORM,
+        "precision": "fp32",
+    }
+
+
+@pytest.fixture(scope="module", params=LAYOUTS, ids=lambda processes: f"{processes}-processes")
+def trained(request, models, data, tmp_path_factory):
+    """Every layout of so many processes on Qwen3, the first one on all models, from one start of the processes."""
+    layouts = LAYOUTS[request.param]
+    output = tmp_path_factory.mktemp("trained")
+    cases = {
+        f"qwen3-{name}": {"model": str(models / "qwen3"), "config": make_config(layouts[name])} for name in layouts
+    }
+    first = next(iter(layouts))
+    cases |= {name: {"model": str(models / name), "config": make_config(layouts[first])} for name in MODELS[1:]}
+    (output / "spec.json").write_text(json.dumps({"data": data, "cases": cases, "output": str(output)}))
+    launch(request.param, output / "spec.json")
+    return output, {f"qwen3-{name}": "qwen3" for name in layouts} | {name: name for name in MODELS[1:]}
+
+
+def launch(processes, spec):
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
+    module = ["-m", *torchrun] if torchrun else []
+    finished = subprocess.run(
+        [sys.executable, *module, str(PROGRAM), str(spec)],
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert finished.returncode == 0, finished.stderr[-4000:]
+
+
+def test_losses_and_gradient_norms_equal_those_of_plain_transformers(trained, plain):
+    output, cases = trained
+    for name, model in cases.items():
+        result = json.loads((output / f"{name}.json").read_text())
+        losses, grad_norms, _ = plain[model]
+        assert result["losses"] == pytest.approx(losses, rel=2e-6), name
+        assert result["grad_norms"] == pytest.approx(grad_norms, rel=1e-5), name
+
+
+def test_exported_weights_equal_those_of_plain_transformers(trained, plain):
+    output, cases = trained
+    for name, model in cases.items():
+        exported = AutoModelForCausalLM.from_pretrained(output / name, dtype=torch.float32).state_dict()
+        for key, weight in plain[model][2].state_dict().items():
+            assert (exported[key] - weight).abs().max().item() < 2e-6, (name, key)
+
+
+def test_the_exported_files_have_the_tensors_of_the_original(trained, models):
+    output, cases = trained
+    for name, model in cases.items():
+        exported, original = (load_file(folder / "model.safetensors") for folder in (output / name, models / model))
+        assert {key: value.shape for key, value in exported.items()} == {
+            key: value.shape for key, value in original.items()
+        }
+
+
+def test_the_exported_model_gives_the_log_probabilities_that_it_had_in_training(trained, data):
+    output, cases = trained
+    for name in cases:
+        exported = AutoModelForCausalLM.from_pretrained(output / name, dtype=torch.float32)
+        with torch.no_grad():
+            expected = [-negative_log_likelihood(exported, torch.tensor([document])).item() for document in data[0][0]]
+        result = json.loads((output / f"{name}.json").read_text())
+        assert result["log_probabilities"] == pytest.approx(expected, rel=1e-5), name
