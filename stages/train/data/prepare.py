@@ -14,7 +14,7 @@ from stages.train.data.cache import cached_folder, content_key, file_digest
 from stages.train.data.dataset import PackedDataset, is_complete
 from stages.train.data.files import find_files
 from stages.train.data.pipeline import BAD_ROWS, Pipeline, Report
-from stages.train.data.portion import Portion, portions
+from stages.train.data.portion import portions
 from stages.train.data.writer import disk_full
 
 PREPARATION_VERSION = 1
@@ -65,7 +65,18 @@ def prepare(
     if preference and config.train_on == "all":
         raise RecipeError("`train_on: all` does not go with `method: dpo`, which compares answers; remove it")
     datasets = [
-        _prepare_portion(portion, folder, config, tokenizer_folder, preference, cache / CACHE_FOLDER, report)
+        _prepare(
+            Pipeline(
+                portion,
+                folder,
+                find_files(folder, portion.split),
+                config,
+                tokenizer_folder,
+                preference,
+                report,
+            ),
+            cache / CACHE_FOLDER,
+        )
         for portion in portions(config)
     ]
     if is_main_process():
@@ -73,45 +84,32 @@ def prepare(
     return PreparedData(datasets[0], datasets[1] if len(datasets) > 1 else None)
 
 
-def _prepare_portion(
-    portion: Portion,
-    folder: Path,
-    config: DataConfig,
-    tokenizer_folder: Path,
-    preference: bool,
-    cache: Path,
-    report: Report,
-) -> PackedDataset:
-    files = find_files(folder, portion.split)
-    key = _key(portion, folder, files, config, tokenizer_folder, preference)
-    pipeline = Pipeline(portion, folder, files, config, tokenizer_folder, preference, report)
+def _prepare(pipeline: Pipeline, cache: Path) -> PackedDataset:
     try:
-        dataset = PackedDataset(cached_folder(cache, key, is_complete, pipeline.run))
+        dataset = PackedDataset(cached_folder(cache, _key(pipeline), is_complete, pipeline.run))
     except OSError as error:
         raise disk_full(error, cache) or error from error
     for warning in dataset.about.warnings:
-        report.warn(f"{portion.name} data: {warning}")
+        pipeline.report.warn(f"{pipeline.portion.name} data: {warning}")
     return dataset
 
 
-def _key(
-    portion: Portion, folder: Path, files: list[Path], config: DataConfig, tokenizer_folder: Path, preference: bool
-) -> str:
+def _key(pipeline: Pipeline) -> str:
     """Of all that decides the tokens, the rows and the list of bad rows."""
-    template = config.chat_template
+    template = pipeline.config.chat_template
     tokenizer_files = TOKENIZER_FILES if template else TOKENIZER_FILES + TEMPLATE_FILES
     return content_key(
         {
             "preparation": PREPARATION_VERSION,
             "libraries": {name: version(name) for name in ("tokenizers", "transformers", "numpy")},
-            "files": {str(path.relative_to(folder)): file_digest(path) for path in files},
-            "portion": [portion.name, portion.fraction],
-            "options": config.model_dump(mode="json", include=OPTIONS),
-            "preference": preference,
+            "files": {str(path.relative_to(pipeline.folder)): file_digest(path) for path in pipeline.files},
+            "portion": [pipeline.portion.name, pipeline.portion.fraction],
+            "options": pipeline.config.model_dump(mode="json", include=OPTIONS),
+            "preference": pipeline.preference,
             "tokenizer": {
                 path.name: file_digest(path)
                 for pattern in tokenizer_files
-                for path in sorted(tokenizer_folder.glob(pattern))
+                for path in sorted(pipeline.tokenizer_folder.glob(pattern))
                 if path.is_file()
             },
             "chat_template": file_digest(template) if template and template.is_file() else None,
