@@ -88,7 +88,9 @@ def _prepare(pipeline: Pipeline, cache: Path) -> PackedDataset:
     try:
         dataset = PackedDataset(cached_folder(cache, _key(pipeline), is_complete, pipeline.run))
     except OSError as error:
-        raise disk_full(error, cache) or error from error
+        if full := disk_full(error, cache):
+            raise full from error
+        raise
     for warning in dataset.about.warnings:
         pipeline.report.warn(f"{pipeline.portion.name} data: {warning}")
     return dataset
