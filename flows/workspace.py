@@ -116,7 +116,8 @@ def _stage_input(store: Store, planned: PlannedStage, foundation: Foundation) ->
         name=planned.name,
         kind=planned.kind,
         version=planned.version,
-        config=planned.config.model_dump(mode="json"),
+        # The launcher hands over the environment, which may hold secrets; this file becomes part of the artifact.
+        config=planned.config.model_dump(mode="json", exclude={"execution": {"environment"}}),
         inputs=foundation.inputs,
         leases=foundation.leases,
         outside=outside,
