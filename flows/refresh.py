@@ -20,12 +20,14 @@ from prefect.artifacts import create_link_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.futures import PrefectFuture
+from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelled, Completed, Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.tasks import Task, exponential_backoff
 
 from flows.history import RefreshRecord, new_refresh_id
 from flows.refresh_run import RefreshRequest, RefreshRun, make_plan
+from flows.servers import answers
 from stages.errors import TransientError
 
 RETRY_BASE_S = 1.0
@@ -67,7 +69,8 @@ def refresh(
             _run_stages(run)
     finally:
         record = run.finish()
-    _publish(record, run.tracker.page())
+    if answers(f"{PREFECT_API_URL.value()}/health"):
+        _publish(record, run.tracker.page())
     return _final_state(record)
 
 

@@ -24,6 +24,7 @@ from flows.history import (
     now_ms,
 )
 from flows.home import home, store_root
+from flows.launch import local
 from flows.live_servers import LiveServers
 from flows.machine import hardware, num_slots
 from flows.outside import resolve_outside
@@ -31,7 +32,7 @@ from flows.plan import Plan, PlannedStage, chosen_stages, plan
 from flows.process_identity import ProcessIdentity
 from flows.provenance import git_commit
 from flows.recipe import load_recipe
-from flows.runner import Built, run_stage
+from flows.runner import Built, Launcher, run_stage
 from flows.slots import Slots
 from flows.stage_observer import Log, StageObserver, describe
 from flows.store import Store
@@ -61,11 +62,12 @@ class PlannedRefresh:
 class RefreshRun:
     """A refresh as planned. Its record is written at every change of a stage's state."""
 
-    def __init__(self, planned: PlannedRefresh, refresh: str | None = None):
+    def __init__(self, planned: PlannedRefresh, refresh: str | None = None, launch: Launcher = local.start):
         """Begin the record of the refresh; default of its name: a new one."""
         close_interrupted()
         refresh = refresh or new_refresh_id(planned.plan.recipe)
         self.plan = planned.plan
+        self._launch = launch
         self.store = planned.store
         self.stop = threading.Event()
         self.built: dict[str, Built] = {}
@@ -92,7 +94,9 @@ class RefreshRun:
         try:
             planned = on_devices(planned, held.numbers)
             observer = self._observer(name, log)
-            built = run_stage(planned, self.built, self.store, observer, attempt=attempt, stop=self.stop)
+            built = run_stage(
+                planned, self.built, self.store, observer, attempt=attempt, stop=self.stop, launch=self._launch
+            )
         except BaseException as error:
             held.release()
             self._note_failure(name, error, time.monotonic() - started_s)

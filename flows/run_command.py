@@ -9,12 +9,23 @@ from typing import Any
 from flows import servers
 from flows.history import RefreshRecord
 from flows.home import home
+from flows.launch import local
 from flows.live import PlainView, TerminalView, View
 from flows.refresh_run import RefreshRequest, RefreshRun, make_plan
-from stages.errors import INTERNAL_ERROR, RefreshStoppedError, error_classes
+from flows.runner import Launcher
+from stages.errors import INTERNAL_ERROR, RefreshStoppedError, ServerError, error_classes
+
+PREFECT_SETTINGS = {
+    # Milestones go to Prefect's server; on stdout and stderr, this process shows its own lines.
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+    "PREFECT_INTERNAL_LOGGING_LEVEL": "CRITICAL",
+    # A server that dies during a refresh holds up its end by 6 s instead of 62 s.
+    "PREFECT_CLIENT_MAX_RETRIES": "2",
+}
+"""Read by Prefect when it is imported."""
 
 
-def run_refresh(request: RefreshRequest, *, quiet: bool) -> RefreshRecord:
+def run_refresh(request: RefreshRequest, *, quiet: bool, launch: Launcher = local.start) -> RefreshRecord:
     """Run a refresh to its end; `quiet` keeps stdout free (all that is said goes to stderr).
 
     Raises what keeps a refresh from starting: a bad recipe, servers that do not answer. What goes wrong later is in
@@ -22,7 +33,7 @@ def run_refresh(request: RefreshRequest, *, quiet: bool) -> RefreshRecord:
     """
     planned = make_plan(request)
     endpoints = _servers()
-    run = RefreshRun(planned)
+    run = RefreshRun(planned, launch=launch)
     run.tracker.start(endpoints.environment())
     with view_of(run, quiet):
         try:
@@ -39,8 +50,8 @@ def _servers() -> servers.Endpoints:
     for status in servers.status():
         print(f"{status.name}: {status.url}", file=sys.stderr)
     os.environ.update(endpoints.environment())
-    # Read by Prefect when it is imported: milestones go to its server, this process shows its own lines.
-    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+    for name, value in PREFECT_SETTINGS.items():
+        os.environ.setdefault(name, value)
     if "prefect" in endpoints.local:
         os.environ.setdefault("PREFECT_HOME", str(home() / "prefect"))
     return endpoints
@@ -50,14 +61,13 @@ def _run_flow(request: RefreshRequest, run: RefreshRun) -> None:
     from flows.refresh import OPENED_RUN, refresh
 
     OPENED_RUN.set(run)
-    refresh(
-        request.recipe,
-        request.overrides,
-        request.until,
-        request.force,
-        run.record.refresh,
-        return_state=True,
-    )
+    options = (request.recipe, request.overrides, request.until, request.force, run.record.refresh)
+    try:
+        refresh(*options, return_state=True)
+    except Exception as error:
+        if run.record.state == "running":
+            raise ServerError(f"Prefect could not run the refresh: {type(error).__name__}: {error}") from error
+        print(f"the Prefect server was not told how the refresh ended: {error}", file=sys.stderr)
 
 
 def view_of(run: RefreshRun, quiet: bool) -> View:

@@ -64,7 +64,7 @@ def _show_status(as_json: bool) -> bool:
 
     found = servers.status()
     if as_json:
-        print_json({"servers": [asdict(one) for one in found]})
+        print_json({one.name: asdict(one) for one in found})
     else:
         for one in found:
             click.echo(f"{one.name:<8} {one.url or 'not running':<30} {'healthy' if one.healthy else 'down'}")

@@ -96,6 +96,16 @@ def transient():
     sys.exit(75)
 
 
+def transient_once():
+    """Asks to be tried again, once."""
+    tried = WORK / "scratch" / "tried"
+    if tried.exists():
+        return result()
+    tried.parent.mkdir(exist_ok=True)
+    tried.touch()
+    sys.exit(75)
+
+
 def silent():
     """Exits with 0, but leaves no result."""
 

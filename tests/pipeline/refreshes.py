@@ -1,0 +1,140 @@
+"""Refreshes in a home of their own, with real Prefect and MLflow servers; only the stage processes are small."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+LIFECYCLE = Path(sys.executable).with_name("lifecycle")
+TINY_REFRESH = ROOT / "tests" / "faults" / "tiny_refresh.py"
+PATIENCE_S = 120.0
+
+
+class Home:
+    """A LIFECYCLE_HOME."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        named = ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "PREFECT_HOME")
+        self.environment = {name: value for name, value in os.environ.items() if name not in named}
+        self.environment |= {"LIFECYCLE_HOME": str(folder), "PYTHONPATH": str(ROOT)}
+
+    def lifecycle(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([LIFECYCLE, *arguments], env=self.environment, text=True, capture_output=True)
+
+    def start(self, recipe: Path) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, TINY_REFRESH, recipe],
+            env=self.environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    def run(self, recipe: Path) -> tuple[int, dict[str, Any]]:
+        return finish(self.start(recipe))
+
+    def recipe(self, name: str, **stages: dict[str, Any]) -> Path:
+        path = self.folder.parent / f"{name}.yaml"
+        path.write_text(json.dumps({"name": name, "stages": stages}))
+        return path
+
+    def servers(self) -> dict[str, Any]:
+        return json.loads((self.folder / "servers.json").read_text())["servers"]
+
+    def mlflow(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        return request(f"http://127.0.0.1:{self.servers()['mlflow']['port']}/api/2.0/mlflow/{path}", body)
+
+    def prefect(self, path: str, body: dict[str, Any]) -> Any:
+        return request(f"http://127.0.0.1:{self.servers()['prefect']['port']}/api/{path}", body)
+
+    def attempts(self, stage: str) -> list[dict[str, Any]]:
+        """MLflow runs of a stage, oldest first."""
+        wanted = {
+            "experiment_ids": ["1"],
+            "filter": f"tags.stage = '{stage}'",
+            "order_by": ["attributes.start_time ASC"],
+        }
+        return self.mlflow("runs/search", wanted).get("runs", [])
+
+    def losses(self, run: dict[str, Any]) -> list[int]:
+        """Steps whose loss a run has, in the order they came."""
+        run_id = run["info"]["run_id"]
+        return [
+            point["step"]
+            for point in self.mlflow(f"metrics/get-history?run_id={run_id}&metric_key=loss").get("metrics", [])
+        ]
+
+    def work(self, file: str) -> Path:
+        """Wait for a file in some work folder."""
+        return eventually(lambda: next(self.folder.glob(f"store/.work/*/*/{file}"), None))
+
+    def processes(self) -> list[str]:
+        """Command lines of all processes that know this home, but for the servers."""
+        tokens = [server["token"] for server in self.servers().values()]
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                environment = (process / "environ").read_text()
+                command = (process / "cmdline").read_text().replace("\0", " ")
+            except OSError:
+                continue
+            if str(self.folder) in environment and not any(token in environment for token in tokens):
+                found.append(command)
+        return found
+
+
+def stage(mode: str, **environment: str) -> dict[str, Any]:
+    """A stage whose process does what `mode` of tiny_stage.py says."""
+    return {
+        "kind": "download",
+        "dataset": "builtin/addition",
+        "execution": {"environment": {"TINY": mode, **environment}},
+    }
+
+
+def after(upstream: str, mode: str = "ok", **environment: str) -> dict[str, Any]:
+    """A stage that stands on a model."""
+    return {
+        "kind": "evaluate",
+        "model": upstream,
+        "tasks": ["addition"],
+        "execution": {"environment": {"TINY": mode, **environment}},
+    }
+
+
+def model(mode: str, **environment: str) -> dict[str, Any]:
+    """A stage that produces a model."""
+    return {**stage(mode, **environment), "dataset": None, "model": "builtin/qwen3-1m"}
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, dict[str, Any]]:
+    """Exit code, and the object printed."""
+    output, errors = process.communicate(timeout=PATIENCE_S)
+    assert output, errors
+    return process.returncode, json.loads(output)
+
+
+def states(refresh: dict[str, Any]) -> dict[str, str]:
+    return {name: entry["state"] for name, entry in refresh["stages"].items()}
+
+
+def request(url: str, body: dict[str, Any] | None = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=30) as answer:
+        return json.load(answer)
+
+
+def eventually(condition: Callable[[], Any]) -> Any:
+    end = time.monotonic() + PATIENCE_S
+    while not (found := condition()):
+        assert time.monotonic() < end, "it never came about"
+        time.sleep(0.05)
+    return found

@@ -1,0 +1,91 @@
+"""The refresh flow on a real Prefect server, tracked by a real MLflow server."""
+
+import pytest
+from refreshes import Home, after, model, stage, states
+
+from stages.errors import DataError
+
+SECRET = "do-not-tell-8d1f"
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    home = Home(tmp_path_factory.mktemp("refreshes") / "home")
+    home.folder.mkdir()
+    yield home
+    assert home.lifecycle("down").returncode == 0
+
+
+@pytest.fixture(scope="module")
+def recipe(home):
+    return home.recipe(
+        "two-branches",
+        rows=stage("steps", HUB_TOKEN=SECRET),
+        base=model("transient_once"),
+        scores=after("base"),
+    )
+
+
+@pytest.fixture(scope="module")
+def first(home, recipe):
+    code, refresh = home.run(recipe)
+    assert code == 0
+    return refresh
+
+
+def test_everything_is_built_although_a_stage_had_to_be_tried_twice(home, first):
+    assert first["state"] == "completed"
+    assert states(first) == {"rows": "built", "base": "built", "scores": "built"}
+    assert [run["info"]["status"] for run in home.attempts("base")] == ["FAILED", "FINISHED"]
+
+
+def test_again_everything_is_cached_and_refers_to_the_runs_that_built_it(home, recipe, first):
+    _, second = home.run(recipe)
+    assert set(states(second).values()) == {"cached"}
+    for name, entry in second["stages"].items():
+        assert entry["mlflow_run_id"] == first["stages"][name]["mlflow_run_id"]
+    assert task_states(home, second["refresh"]) == {"rows": "Cached", "base": "Cached", "scores": "Cached"}
+
+
+def test_mlflow_has_every_step_once_under_the_parent_run(home, first):
+    (run,) = home.attempts("rows")
+    tags = {tag["key"]: tag["value"] for tag in run["data"]["tags"]}
+    assert home.losses(run) == list(range(10))
+    parent = home.mlflow(f"runs/get?run_id={tags['mlflow.parentRunId']}")["run"]
+    assert parent["info"]["run_name"] == first["refresh"]
+    assert parent["info"]["status"] == "FINISHED"
+    assert run["info"]["run_id"] == first["stages"]["rows"]["mlflow_run_id"]
+    assert {param["key"] for param in run["data"]["params"]} >= {"dataset", "trust_remote_code"}
+
+
+def test_secrets_of_the_environment_are_nowhere_but_in_the_recipe(home, first):
+    told = [path for path in home.folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+    assert told == []
+
+
+def test_a_failed_stage_stops_what_stands_on_it_and_nothing_else(home):
+    recipe = home.recipe(
+        "failing",
+        bad=model("known_error"),
+        never=after("bad"),
+        good=model("ok", TINY_CONTENT="other"),
+        scores=after("good"),
+    )
+    code, refresh = home.run(recipe)
+    assert code == DataError.exit_code
+    assert refresh["state"] == "failed"
+    assert states(refresh) == {"bad": "failed", "never": "skipped", "good": "built", "scores": "built"}
+    assert refresh["stages"]["bad"]["error"] == "row 3 has no messages"
+    assert flow_run(home, refresh["refresh"])["state"]["type"] == "FAILED"
+
+
+def flow_run(home, name):
+    (found,) = home.prefect("flow_runs/filter", {"flow_runs": {"name": {"any_": [name]}}})
+    return found
+
+
+def task_states(home, name):
+    ran = home.prefect("task_runs/filter", {"flow_runs": {"name": {"any_": [name]}}})
+    return {run["name"]: run["state"]["name"] for run in ran}
