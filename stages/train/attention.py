@@ -78,6 +78,7 @@ class Scoring:
     """[heads]: scores of nothing, which take their share of the weights (gpt-oss)."""
 
 
+@torch.compiler.disable  # the lengths differ from batch to batch: compiled, every batch would be compiled anew
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -134,7 +135,6 @@ def _flash_attention(query: Tensor, key: Tensor, value: Tensor, documents: Packe
     )
 
 
-@torch.compiler.disable
 def _bucketed_attention(
     query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, scoring: Scoring
 ) -> Tensor:

@@ -1,0 +1,71 @@
+"""TRL's `SFTTrainer` on the benchmarks' workload; its last line of output is a JSON list of step times in seconds.
+
+Called by `train_throughput.py` as `trl_sft.py ROOT STEPS`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import SFTConfig, SFTTrainer
+from workload import ROWS_PER_STEP, SEQUENCE_LENGTH
+
+
+class StepTimes(TrainerCallback):
+    """From the end of one step to the end of the next: waiting for data is part of it, as it is on our side."""
+
+    def __init__(self) -> None:
+        self.ends_s: list[float] = []
+
+    def on_train_begin(self, *arguments: Any, **_: Any) -> None:
+        self.ends_s.append(time.perf_counter())
+
+    def on_step_end(self, *arguments: Any, **_: Any) -> None:
+        self.ends_s.append(time.perf_counter())
+
+
+def main() -> None:
+    root, steps = Path(sys.argv[1]), int(sys.argv[2])
+    chats = [json.loads(line)["messages"] for line in (root / "chats/data/train.jsonl").open()]
+    rows = [{"prompt": messages[:1], "completion": messages[1:]} for messages in chats]
+    times = StepTimes()
+    trainer = SFTTrainer(
+        model=str(root / "model/model"),
+        args=settings(root, steps),
+        train_dataset=Dataset.from_list(rows),
+        callbacks=[times],
+    )
+    trainer.train()
+    print(json.dumps([end - start for start, end in zip(times.ends_s, times.ends_s[1:], strict=False)]))
+
+
+def settings(root: Path, steps: int) -> SFTConfig:
+    """As the train stage has it; `gradient_checkpointing`, which TRL turns on by itself, would slow it down."""
+    return SFTConfig(
+        output_dir=str(root / "trl"),
+        model_init_kwargs={"dtype": "float32"},
+        max_length=SEQUENCE_LENGTH,
+        packing=True,
+        per_device_train_batch_size=ROWS_PER_STEP,
+        max_steps=steps,
+        learning_rate=1e-3,
+        lr_scheduler_type="cosine",
+        optim="adamw_torch_fused",
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""What the training benchmarks train: a Qwen3 of five million parameters, on chats of uneven length."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from stages.contract import StageInput
+from stages.download.builtin.qwen3 import make_tokenizer
+from stages.train.config import TrainConfig
+
+SEQUENCE_LENGTH = 256
+ROWS_PER_STEP = 8
+NUM_CHATS = 4000
+VOCABULARY = 4096
+
+
+def write_workload(root: Path) -> None:
+    """Make the model artifact `root/model` and the dataset artifact `root/chats`."""
+    make_model(root / "model" / "model")
+    make_chats(root / "chats" / "data")
+
+
+def make_model(folder: Path) -> None:
+    """Write a Qwen3 of 4.98 million parameters (tied head) in fp32, with a tokenizer and a chat template."""
+    tokenizer = make_tokenizer()
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def make_chats(folder: Path) -> None:
+    """Write `train.jsonl` (`messages`): questions and answers of 30 to 230 tokens in all, most of them short."""
+    folder.mkdir(parents=True)
+    generator = random.Random(0)
+    with (folder / "train.jsonl").open("w") as stream:
+        for _ in range(NUM_CHATS):
+            question, answer = (_text(generator, most) for most in (60, 130))
+            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            stream.write(json.dumps({"messages": messages}) + "\n")
+
+
+def _text(generator: random.Random, most_characters: int) -> str:
+    length = int(10 + (most_characters - 10) * generator.random() ** 2)
+    return "".join(generator.choice("abcdefghijklmnopqrstuvwxyz     ") for _ in range(length))
+
+
+def stage_input(root: Path, *, name: str, steps: int, processes: int = 1) -> StageInput:
+    """A training stage over `root/model` and `root/chats`, as a refresh would start it."""
+    config: dict[str, Any] = {
+        "kind": "train",
+        "method": "sft",
+        "model": "model",
+        "data": {"dataset": "chats", "sequence_length": SEQUENCE_LENGTH},
+        "steps": steps,
+        "global_batch_size": ROWS_PER_STEP,
+        "layout": {"dp_shard": processes, "micro_batch_size": ROWS_PER_STEP // processes},
+        "learning_rate": 1e-3,
+        "precision": "fp32",
+        "export_dtype": "float32",
+        "execution": {"checkpoint_every_steps": steps + 1},
+    }
+    inputs = {"model": root / "model", "chats": root / "chats"}
+    return StageInput(name=name, kind="train", version="0" * 12, config=config, inputs=inputs, cache=root / "cache")
+
+
+def run_stage(root: Path, told: StageInput, threads: int) -> list[dict[str, float]]:
+    """Run the stage's process or processes; the figures of every step."""
+    work = root / told.name
+    work.mkdir()
+    (work / "config.json").write_text(told.model_dump_json())
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    done = subprocess.run(stage_command(told, work), env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"the train stage ended with exit code {done.returncode}:\n{done.stderr[-2000:]}")
+    return [json.loads(line) for line in (work / "metrics.jsonl").read_text().splitlines()]
+
+
+def stage_command(told: StageInput, work: Path) -> list[str]:
+    """One process, or several under torchrun."""
+    stage = ["-m", "stages", str(work)]
+    processes = TrainConfig.model_validate(told.config).processes
+    if processes == 1:
+        return [sys.executable, *stage]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *stage]
