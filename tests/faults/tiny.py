@@ -3,11 +3,14 @@
 python tiny.py STORE MODE   runs it to the end, and prints how it ended
 """
 
+import os
 import sys
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from flows.launch import local
 from flows.plan import PlannedStage, plan
@@ -17,7 +20,9 @@ from flows.store import Store
 from stages.contract import StageConfig
 from stages.errors import RefreshStoppedError
 from stages.supervised import Supervised
+from stages.supervisor import living_processes
 
+PATIENCE_S = 30.0
 SCRIPT = Path(__file__).with_name("tiny_stage.py")
 
 
@@ -99,6 +104,29 @@ def build(store: Store, mode: str, *, notes: Notes | None = None, force: bool = 
     """Run one stage."""
     planned = planned_stages(store, {"rows": stage(mode, **execution)}, force=("rows",) if force else ())["rows"]
     return run_stage(planned, {}, store, notes or Notes(), launch=launch)
+
+
+def eventually(condition: Callable[[], Any], what: str) -> Any:
+    """Wait until the condition gives something true, and return that; fail with `what` when it does not."""
+    end = time.monotonic() + PATIENCE_S
+    while not (found := condition()):
+        assert time.monotonic() < end, what
+        time.sleep(0.02)
+    return found
+
+
+def processes_of(store: Store) -> list[int]:
+    """Living processes that name this store on their command line, and all that bear a token of theirs."""
+    found = set()
+    for pid in living_processes():
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            tokens = Path(f"/proc/{pid}/environ").read_bytes()
+        except OSError:
+            continue
+        if str(store.root).encode() in command + tokens:
+            found.add(pid)
+    return sorted(found - {os.getpid()})
 
 
 if __name__ == "__main__":
