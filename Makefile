@@ -56,7 +56,7 @@ environments: .venv/.ready .venv-serve/.ready
 	$(INSTALL) --python .venv/bin/python -r $(PINS)/test.txt
 	@touch $@
 
-.venv-serve/.ready: $(wildcard $(PINS)/serve-*.txt) deploy/vllm-metadata/pyproject.toml | .venv/bin/uv
+.venv-serve/.ready: $(wildcard $(PINS)/serve-*.txt) $(addprefix deploy/vllm-metadata/,pyproject.toml vllm_portable_int4.py) | .venv/bin/uv
 	@echo "Installing vLLM into .venv-serve ($(DEVICE)) …"
 	$(PYTHON) -m venv .venv-serve
 	$(INSTALL) --python .venv-serve/bin/python $(SERVE_$(DEVICE))
