@@ -34,10 +34,11 @@ class Endpoint:
 
     def raise_if_gone(self) -> None:
         """Raise TransientError when the server does not answer any more."""
-        if self.server and not self.server.alive():
-            raise TransientError(str(self.server.failure("ended during the evaluation")))
-        if not self.client.is_healthy():
-            raise TransientError(f"the server at {self.client.url} does not answer any more")
+        if self.client.is_healthy():
+            return
+        if self.server:
+            raise TransientError(str(self.server.failure("went away during the evaluation")))
+        raise TransientError(f"the server of {self.spec.served_name} at {self.client.url} does not answer any more")
 
 
 @contextlib.contextmanager

@@ -77,5 +77,5 @@ def test_functions_of_the_folder_are_allowed_and_not_run(folder: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(EvaluationError, match="there is no task folder .*nowhere"):
+    with pytest.raises(EvaluationError, match=r"there is no task folder .*nowhere"):
         read_task_folder(tmp_path / "nowhere")

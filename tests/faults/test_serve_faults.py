@@ -1,0 +1,206 @@
+"""Servers that cannot start, and killed processes of serving and evaluating: named, nothing left, continued."""
+
+import json
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages.errors import ModelError, ResourceError, ServerError, TransientError
+from stages.serve.config import ServeExecution, ServingConfig
+from stages.serve.launch import LaunchSpec
+from stages.serve.server import started_server
+from tests.serving import (
+    SERVING,
+    kill,
+    make_model,
+    run_to_the_end,
+    served_processes,
+    stage_process,
+    wait_for,
+    write_tasks,
+    write_work,
+)
+
+ROLES = {"supervisor.py": "supervisor", "VLLM::EngineCore": "engine", "bin/vllm serve": "server"}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("faults")
+    make_model(root / "sft" / "model")
+    write_tasks(root / "tasks", num_generations=200)
+    return root
+
+
+@pytest.fixture
+def model(root: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    shutil.copytree(root / "sft" / "model", tmp_path / "model")
+    return tmp_path / "model"
+
+
+def serve_work(root: Path, name: str, **serving: Any) -> Path:
+    config = {"model": "sft", "serving": {**SERVING, **serving}, "benchmark": None}
+    return write_work(root / name, "serve", config, {"sft": root / "sft"})
+
+
+def runtime(root: Path) -> Path:
+    """Where the servers of serve stages have their temporary files."""
+    return root / "cache" / "servers"
+
+
+def processes_by_role(folder: Path) -> dict[str, int]:
+    """supervisor, server (the API server) and engine → pid, of a server whose temporary files lie in `folder`."""
+    found = {}
+    for pid in served_processes(folder):
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        for role, sign in (
+            ("supervisor", "supervisor.py"),
+            ("engine", "VLLM::EngineCore"),
+            ("server", "bin/vllm serve"),
+        ):
+            if sign in command:
+                found[role] = pid
+                break
+    return found
+
+
+def port_of(pid: int) -> int:
+    command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return int(command[command.index(b"--port") + 1])
+
+
+def failure_of(work: Path, process: subprocess.Popen[bytes]) -> tuple[int, str]:
+    """Exit code and message of a stage that fails."""
+    exit_code = process.wait(240)
+    return exit_code, json.loads((work / "error.json").read_text())["message"]
+
+
+def assert_nothing_left(folder: Path, port: int | None = None) -> None:
+    wait_for(lambda: not served_processes(folder), 20, "the end of all processes")
+    if port:
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def assert_refused(model: Path, error: type[Exception], match: str, **execution: Any) -> None:
+    """Starting a server is refused at once, and no process or folder is there."""
+    spec = LaunchSpec(model=model, served_name="m", serving=ServingConfig(), vllm_version="0.32.0")
+    folder = model.parent / "runtime"
+    began_s = time.monotonic()
+    with (
+        pytest.raises(error, match=match),
+        started_server(spec, ServeExecution(**execution), model.parent / "log", folder),
+    ):
+        pytest.fail("the server was started")
+    assert time.monotonic() - began_s < 5
+    assert not folder.exists()
+    assert not served_processes(folder)
+
+
+def test_a_taken_port_is_told_before_vllm_starts(model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert_refused(model, ResourceError, f"cannot listen on 127.0.0.1:{port}: Address already in use", port=port)
+
+
+def test_an_address_of_another_machine_is_told(model: Path) -> None:
+    assert_refused(model, ResourceError, "cannot listen on 203.0.113.1", host="203.0.113.1")
+
+
+def test_a_missing_model_is_named(tmp_path: Path) -> None:
+    assert_refused(tmp_path / "nowhere", ModelError, "there is no model folder .*nowhere")
+
+
+def test_truncated_weights_are_named(model: Path) -> None:
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+
+    assert_refused(model, ModelError, r"model\.safetensors is damaged or incomplete")
+
+
+def test_a_broken_config_is_named(model: Path) -> None:
+    (model / "config.json").write_text("{")
+
+    assert_refused(model, ModelError, r"config\.json cannot be read as JSON")
+
+
+def test_a_server_that_refuses_to_start_says_why(root: Path) -> None:
+    work = serve_work(root, "too-long", max_model_len=4096)
+
+    with stage_process(work) as process:
+        exit_code, message = failure_of(work, process)
+
+    assert exit_code == ServerError.exit_code
+    assert "max_model_len (4096) is greater than the derived max_model_len" in message
+    assert_nothing_left(runtime(root))
+    assert not list(runtime(root).iterdir())
+
+
+def test_a_killed_serve_stage_takes_its_server_along(root: Path) -> None:
+    with stage_process(serve_work(root, "orphaned")) as process:
+        wait_for(lambda: "engine" in processes_by_role(runtime(root)), what="the engine")
+        port = port_of(processes_by_role(runtime(root))["server"])
+        process.kill()
+
+        assert_nothing_left(runtime(root), port)
+
+
+def test_a_killed_supervisor_takes_the_server_along(root: Path) -> None:
+    work = serve_work(root, "unsupervised")
+    with stage_process(work) as process:
+        roles = wait_for(lambda: (found := processes_by_role(runtime(root))) and "engine" in found and found)
+        kill([roles["supervisor"]])
+
+        exit_code, message = failure_of(work, process)
+
+    assert exit_code == ServerError.exit_code
+    assert "ended before it was ready" in message
+    assert_nothing_left(runtime(root), None)
+
+
+def test_an_evaluation_outlives_the_death_of_its_server(root: Path) -> None:
+    config = {
+        "model": "sft",
+        "serving": SERVING,
+        "tasks": ["sums"],
+        "task_folder": str(root / "tasks"),
+        "execution": {"concurrent_requests": 1},
+    }
+    work = write_work(root / "evaluate", "evaluate", config, {"sft": root / "sft"})
+    with stage_process(work) as process:
+        wait_for(lambda: answers_and_requests(work)[0] >= 50 or process.poll() is not None, what="the 50th answer")
+        assert process.poll() is None, (work / "log.txt").read_text()[-3000:]
+        kill([processes_by_role(work)["server"]])
+        exit_code, message = failure_of(work, process)
+    answered, requested = answers_and_requests(work)
+
+    assert exit_code == TransientError.exit_code
+    assert "went away during the evaluation" in message
+    assert (requested, answered < 200) == (200, True)
+    assert_nothing_left(work)
+
+    write_work(work, "evaluate", config, {"sft": root / "sft"})
+    result = run_to_the_end(work)
+
+    # The first attempt tells of every tenth answer, and one request was under way when the server died.
+    assert 200 - answered - 11 <= answers_and_requests(work)[1] <= 200 - answered
+    assert "sums.exact_match" in result.metrics
+    assert len((work / "samples" / "sums.jsonl").read_text().splitlines()) == 200
+    assert_nothing_left(work)
+
+
+def answers_and_requests(work: Path) -> tuple[int, int]:
+    """What the attempt that runs, or ran last, has told of its progress."""
+    events = work / "events.jsonl"
+    told = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
+    last = next((event for event in reversed(told) if event["event"] == "progress"), {"done": 0, "total": 0})
+    return int(last["done"]), int(last["total"])

@@ -1,0 +1,207 @@
+"""A model served by the real vLLM and evaluated by the real lm-eval, against Transformers on the same weights."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages.contract import StageResult
+from stages.evaluate.tasks import select_tasks
+from stages.serve.client import Client
+from tests.serving import (
+    API_KEY,
+    SERVING,
+    is_port_free,
+    make_model,
+    run_to_the_end,
+    served_processes,
+    stage_process,
+    wait_for,
+    write_tasks,
+    write_work,
+)
+
+TOKEN_IDS = [40, 72, 73, 84, 5, 20, 16, 17, 63, 33, 90, 12, 4, 4, 51, 66]
+ANSWERED = "vllm:request_success_total"
+
+
+@dataclass(frozen=True)
+class Served:
+    """A leased server: its stage's folder, its result, and a client for it."""
+
+    work: Path
+    result: StageResult
+    client: Client
+
+    @property
+    def lease(self) -> dict[str, Any]:
+        assert self.result.lease
+        return {"serve": self.result.lease.model_dump()}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("serving")
+    make_model(root / "sft" / "model")
+    write_tasks(root / "tasks")
+    return root
+
+
+@pytest.fixture(scope="module")
+def served(root: Path) -> Iterator[Served]:
+    benchmark = {"concurrencies": [1, 4], "requests_per_concurrency": 2, "input_tokens": 16, "output_tokens": 8}
+    config = {"model": "sft", "serving": SERVING, "benchmark": benchmark}
+    work = write_work(root / "serve", "serve", config, {"sft": root / "sft"})
+    with stage_process(work) as process:
+        wait_for(lambda: (work / "result.json").exists() or process.poll() is not None, what="the lease")
+        assert process.poll() is None, (work / "log.txt").read_text()[-3000:]
+        result = StageResult.model_validate_json((work / "result.json").read_text())
+        assert result.lease
+        yield Served(work, result, Client(result.lease.url, API_KEY, "sft"))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    assert is_port_free(result.lease.url)
+    assert not served_processes(root)
+    assert not list((root / "cache" / "servers").iterdir())
+
+
+@pytest.fixture(scope="module")
+def reference(root: Path) -> Any:
+    """The same weights in Transformers, and their tokenizer."""
+    from transformers import AutoTokenizer, Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM.from_pretrained(root / "sft" / "model", dtype="float32")
+    return model.eval(), AutoTokenizer.from_pretrained(root / "sft" / "model")
+
+
+def log_probabilities(model: Any, token_ids: list[int]) -> list[float]:
+    """By Transformers: ln p of every token but the first."""
+    import torch
+
+    with torch.no_grad():
+        logits = model(torch.tensor([token_ids])).logits[0, :-1]
+    picked = logits.log_softmax(-1).gather(-1, torch.tensor(token_ids[1:])[:, None])
+    return [float(value) for value in picked[:, 0]]
+
+
+def evaluation(root: Path, name: str, **config: Any) -> dict[str, Any]:
+    return {"tasks": [name], "task_folder": str(root / "tasks"), "apply_chat_template": True, **config}
+
+
+def evaluate_leased(root: Path, served: Served, work: str, **config: Any) -> StageResult:
+    told = {"model": "serve", **evaluation(root, **config)}
+    return run_to_the_end(write_work(root / work, "evaluate", told, {"serve": served.work}, leases=served.lease))
+
+
+def samples(root: Path, work: str, task: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (root / work / "samples" / f"{task}.jsonl").read_text().splitlines()]
+
+
+def best_choice(row: dict[str, Any]) -> int:
+    values = [response[0][0] for response in row["resps"]]
+    return values.index(max(values))
+
+
+def test_served_log_probabilities_are_those_of_transformers(served: Served, reference: Any) -> None:
+    assert served.client.log_probabilities(TOKEN_IDS) == pytest.approx(
+        log_probabilities(reference[0], TOKEN_IDS), abs=1e-4
+    )
+
+
+def test_the_record_of_a_server_holds_together(served: Served) -> None:
+    metrics = served.result.metrics
+
+    assert 0 < metrics["time_to_ready_s"] < 300
+    for concurrency in (1, 4):
+        between_tokens_s = metrics[f"inter_token_latency_ms_concurrency_{concurrency}"] / 1000
+        assert metrics[f"ttft_ms_concurrency_{concurrency}"] > 0
+        # Each of the concurrent requests makes at most one token in the time between two.
+        assert 0 < metrics[f"output_tokens_per_s_concurrency_{concurrency}"] < 2 * concurrency / between_tokens_s
+    assert all((served.work / file).is_file() for file in served.result.files)
+
+
+def test_the_key_opens_the_server_and_is_written_nowhere(served: Served, root: Path) -> None:
+    stranger = Client(served.client.url, "another-key", "sft")
+
+    assert served.client.model_names() == ["sft"]
+    with pytest.raises(Exception, match="401"):
+        stranger.model_names()
+    assert not any(API_KEY in path.read_text(errors="replace") for path in root.rglob("*") if path.is_file())
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if os.access(path, os.R_OK)]
+    assert not any(API_KEY.encode() in command for command in commands)
+
+
+def test_generated_answers_and_scores_are_those_of_transformers(root: Path, served: Served, reference: Any) -> None:
+    model, tokenizer = reference
+
+    result = evaluate_leased(root, served, "generated", name="sums", limit=20)
+
+    rows = samples(root, "generated", "sums")
+    for row in rows:
+        messages = [{"role": "user", "content": row["doc"]["question"]}]
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
+        prompt = prompt if not hasattr(prompt, "input_ids") else prompt.input_ids
+        made = model.generate(prompt, max_new_tokens=8, do_sample=False)[0, prompt.shape[1] :]
+        assert row["resps"][0][0] == tokenizer.decode(made, skip_special_tokens=True).split("\n")[0]
+    right = [row["resps"][0][0] == row["doc"]["answer"] for row in rows]
+    assert len(rows) == 20
+    assert result.metrics["sums.exact_match"] == sum(right) / 20
+    assert "sums.exact_match_stderr" in result.metrics
+
+
+def test_choices_are_scored_by_the_log_probabilities_of_transformers(
+    root: Path, served: Served, reference: Any
+) -> None:
+    model, tokenizer = reference
+
+    result = evaluate_leased(root, served, "chosen", name="choices", apply_chat_template=False)
+
+    rows = samples(root, "chosen", "choices")
+    for row in rows:
+        for (context, continuation), [[value, _]] in zip(row["arguments"], row["resps"], strict=True):
+            context_length = len(tokenizer(context.rstrip()).input_ids)
+            expected = sum(log_probabilities(model, tokenizer(context + continuation).input_ids)[context_length - 1 :])
+            assert value == pytest.approx(expected, abs=1e-3)
+    right = [best_choice(row) == row["doc"]["answer"] for row in rows]
+    assert result.metrics["choices.acc"] == sum(right) / len(right)
+
+
+def test_a_killed_evaluation_continues_where_it_was(root: Path, served: Served) -> None:
+    told = {"model": "serve", **evaluation(root, "sums", execution={"concurrent_requests": 2})}
+    work = write_work(root / "killed", "evaluate", told, {"serve": served.work}, leases=served.lease)
+    before = served.client.counter(ANSWERED)
+    with stage_process(work):
+        wait_for(lambda: served.client.counter(ANSWERED) >= before + 40, what="the 40th answer")
+    answered = served.client.counter(ANSWERED) - before
+    assert answered < 120
+
+    write_work(work, "evaluate", told, {"serve": served.work}, leases=served.lease)
+    run_to_the_end(work)
+
+    asked_again = served.client.counter(ANSWERED) - before - answered - 1  # one for the check of the lease
+    assert 0 < asked_again <= 120 - answered + 4  # at most what was under way when it was killed
+    assert len(samples(root, "killed", "sums")) == 120
+
+
+def test_without_a_lease_the_same_server_is_started_again(root: Path, served: Served) -> None:
+    told = {"model": "serve", **evaluation(root, "sums", limit=20)}
+
+    alone = run_to_the_end(write_work(root / "alone", "evaluate", told, {"serve": served.work}))
+
+    leased = evaluate_leased(root, served, "leased", name="sums", limit=20)
+    assert alone.metrics == leased.metrics
+    assert [row["resps"] for row in samples(root, "alone", "sums")] == [
+        row["resps"] for row in samples(root, "leased", "sums")
+    ]
+    assert not served_processes(root / "alone")
+
+
+def test_tasks_that_lm_eval_brings_are_found_by_name(tmp_path: Path) -> None:
+    assert select_tasks(("gsm8k", "mmlu"), None, tmp_path).needs_builtin
+    with pytest.raises(Exception, match="'gsm9k'; did you mean gsm8k"):
+        select_tasks(("gsm9k",), None, tmp_path)
