@@ -17,7 +17,7 @@ from stages.model_folder import check_model_folder
 from stages.quantize.config import QuantizeConfig
 from stages.quantize.projections import read_projections
 from stages.quantize.samples import read_samples
-from stages.quantize.servability import Heads, check_servable, quantized, serving_device
+from stages.quantize.servability import Heads, caveats, check_servable, cpu_flags, quantized, serving_device
 
 MIB = 2**20
 
@@ -28,6 +28,8 @@ def run(context: StageContext) -> StageResult:
     _prepare_process()
     source, target = context.inputs[config.model] / "model", context.work / "model"
     num_layers = _check(source, config)
+    for caveat in caveats(config, serving_device(), cpu_flags()):
+        context.warn(caveat)
     samples = read_samples(context.inputs[config.calibration.dataset] / "data", source, config.calibration)
     context.milestone(
         f"quantizing {num_layers} layers with {config.method}, calibrated with "

@@ -5,7 +5,7 @@ import pytest
 from stages.errors import RecipeError
 from stages.quantize.config import QuantizeConfig
 from stages.quantize.projections import Projection
-from stages.quantize.servability import Heads, check_servable, quantized
+from stages.quantize.servability import Heads, caveats, check_servable, quantized
 
 LLAMA_2_7B = {"hidden": 4096, "inner": 11008, "queries": 32, "keys": 32, "head": 128}
 LLAMA_3_8B = {"hidden": 4096, "inner": 14336, "queries": 32, "keys": 8, "head": 128}
@@ -135,3 +135,13 @@ def test_heads_are_found_in_the_language_part_of_a_config():
     assert Heads.of({"text_config": {"num_attention_heads": 8, "num_key_value_heads": 2}}) == Heads(8, 2)
     assert Heads.of({"num_attention_heads": 8}) == Heads(8, 8)
     assert Heads.of({"hidden_size": 8}) is None
+
+
+@pytest.mark.parametrize(("method", "flags", "warned"), [
+    ("int8", {"avx2"}, "VNNI"), ("int8", {"avx512f", "avx512_vnni"}, None), ("int8", {"avx2", "avx_vnni"}, None),
+    ("awq", {"avx2"}, "unpacks"), ("gptq", {"avx512f"}, None), ("fp8", {"avx2"}, None), ("int8", set(), None),
+])  # fmt: skip
+def test_what_a_cpu_does_to_the_served_model_is_told(method, flags, warned):
+    found = caveats(make_config(method=method), "cpu", flags)
+    assert [warned in caveat for caveat in found] == [True] * bool(warned)
+    assert not caveats(make_config(method=method), "cuda", flags)

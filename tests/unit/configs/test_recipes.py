@@ -1,0 +1,101 @@
+"""Every recipe under configs/ loads and plans without the network, and the real ones say what their models allow."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from flows.plan import plan
+from flows.recipe import load_recipe
+from flows.record import Index
+from stages.quantize.projections import Projection
+from stages.quantize.servability import Heads, check_servable
+from stages.train.data.formats import Conversation
+from stages.train.data.templates import ChatTemplate
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+RECIPES = sorted(CONFIGS.glob("*.yaml"))
+GPUS = {"qwen3-0.6b-one-gpu": 1, "llama-3.1-8b-8gpu": 8}
+MODELS = {
+    "qwen3-0.6b-one-gpu": {"hidden": 1024, "inner": 3072, "queries": 16, "keys": 8, "head": 128},
+    "llama-3.1-8b-8gpu": {"hidden": 4096, "inner": 14336, "queries": 32, "keys": 8, "head": 128},
+}
+"""Of the models' config.json on the hub."""
+
+
+def stages_of(name, kind):
+    recipe = load_recipe(CONFIGS / f"{name}.yaml")
+    return {stage: config for stage, config in recipe.stages.items() if config.kind == kind}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_loads_and_everything_in_it_would_run_on_an_empty_store(path):
+    recipe = load_recipe(path)
+    outside = {stage: {"revision": "recorded"} for stage in recipe.stages}
+    planned = plan(recipe, outside, Index(()))
+    assert list(planned.stages) == list(recipe.stages)
+    assert {stage.action for stage in planned.stages.values()} == {"run"}
+    assert len({stage.version for stage in planned.stages.values()}) == len(planned.stages)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_is_named_as_its_file_and_finds_the_files_it_names(path):
+    recipe = load_recipe(path)
+    assert recipe.name == path.stem.replace(".", "-")
+    named = [file for config in recipe.stages.values() for file in config.outside_paths().values()]
+    assert [file for file in named if not file.exists()] == []
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_training_fills_the_gpus_and_no_more(name):
+    for config in stages_of(name, "train").values():
+        assert config.processes == config.layout.world_size == GPUS[name]
+        assert config.precision == "bf16"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_quantized_models_can_be_served(name):
+    shape = MODELS[name]
+    hidden, inner, keys = shape["hidden"], shape["inner"], shape["keys"] * shape["head"]
+    queries = shape["queries"] * shape["head"]
+    layers = [
+        Projection("model.layers.0.self_attn.q_proj", queries, hidden),
+        Projection("model.layers.0.self_attn.k_proj", keys, hidden),
+        Projection("model.layers.0.self_attn.v_proj", keys, hidden),
+        Projection("model.layers.0.self_attn.o_proj", hidden, queries),
+        Projection("model.layers.0.mlp.gate_proj", inner, hidden),
+        Projection("model.layers.0.mlp.up_proj", inner, hidden),
+        Projection("model.layers.0.mlp.down_proj", hidden, inner),
+    ]
+    for config in stages_of(name, "quantize").values():
+        check_servable(layers, Heads(shape["queries"], shape["keys"]), config, "cuda")
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_tasks_are_those_of_lm_eval(name):
+    tasks = Path(importlib.util.find_spec("lm_eval").submodule_search_locations[0]) / "tasks"
+    for config in stages_of(name, "evaluate").values():
+        for task in config.tasks:
+            texts = [path.read_text() for path in (tasks / task).rglob("*.yaml")]
+            assert any(re.search(rf"^(task|group): {task}$", text, re.MULTILINE) for text in texts), task
+
+
+def test_the_template_of_turns_marks_what_the_assistant_says_and_where_it_stops():
+    path = CONFIGS / "templates/turns.jinja"
+    template = ChatTemplate(path.read_text(), {"eos_token": "<END>"}, ["<END>"], path.name)
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "And 2 + 2?"},
+        {"role": "assistant", "content": "4"},
+    ]
+    rendered = template.render(Conversation(messages))
+    assert rendered.text == (
+        "<|system|>\nBe brief.\n<|user|>\n1 + 1?\n<|assistant|>\n2<END>\n<|user|>\nAnd 2 + 2?\n<|assistant|>\n4<END>\n"
+    )
+    assert [rendered.text[begin:end] for begin, end in rendered.spans] == ["2<END>", "4<END>"]
+    assert (
+        template.render_text(messages[:2], add_generation_prompt=True) == rendered.text[: rendered.text.index("2<END>")]
+    )
