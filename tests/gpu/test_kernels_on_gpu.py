@@ -1,0 +1,69 @@
+"""On a GPU the training kernels give what they give on a CPU: flash attention over documents, the chunked head."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stages.train import log_probabilities
+from stages.train.attention import packed_attention
+from stages.train.data.batch import IGNORED
+from stages.train.documents import PackedDocuments
+from stages.train.log_probabilities import token_log_probabilities
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+LENGTHS = [700, 3, 1, 320, 512, 512]
+HEADS, KEY_VALUE_HEADS, HEAD_WIDTH = 8, 2, 64
+ERRORS = [(torch.bfloat16, 0.01), (torch.float32, 1e-3)]
+"""bf16 has 8 bits, and TF32, which may stand in for fp32, has 11."""
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def attend(device: str, dtype: torch.dtype, window: int | None) -> list[Tensor]:
+    """Output and the gradients of queries, keys and values, fp32 on the CPU."""
+    torch.manual_seed(0)
+    shapes = [(2, heads, sum(LENGTHS) // 2, HEAD_WIDTH) for heads in (HEADS, KEY_VALUE_HEADS, KEY_VALUE_HEADS)]
+    states = [torch.randn(shape).bfloat16().to(device, dtype).requires_grad_() for shape in shapes]
+    documents = PackedDocuments(LENGTHS, torch.device(device))
+    output, _ = packed_attention(nn.Identity(), *states, None, documents, sliding_window=window)
+    weights = torch.randn(output.shape).bfloat16().to(device, dtype)
+    gradients = torch.autograd.grad((output * weights).sum(), states)
+    return [tensor.float().cpu() for tensor in (output, *gradients)]
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("dtype", "error"), ERRORS)
+def test_packed_attention_equals_the_cpu(dtype: torch.dtype, error: float, window: int | None) -> None:
+    for found, expected in zip(attend("cuda", dtype, window), attend("cpu", torch.float32, window), strict=True):
+        assert relative_error(found, expected) < error
+
+
+@pytest.mark.parametrize(("dtype", "error"), ERRORS)
+def test_log_probabilities_equal_the_cpu(dtype: torch.dtype, error: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_probabilities, "CHUNK_LOGITS", 100 * 1000)
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(2, 256, 64).bfloat16(), (0.1 * torch.randn(1000, 64)).bfloat16()
+    targets = torch.randint(1000, (2, 256)).masked_fill(torch.rand(2, 256) < 0.5, IGNORED)
+    results = []
+    for device, of_dtype in (("cuda", dtype), ("cpu", torch.float32)):
+        head = nn.Linear(64, 1000, bias=False, device=device, dtype=of_dtype)
+        head.weight.data.copy_(weight)
+        values = token_log_probabilities(hidden.to(device, of_dtype), head, targets.to(device))
+        (gradient,) = torch.autograd.grad(values.sum(), head.weight)
+        results.append((values.float().cpu(), gradient.float().cpu()))
+    for found, expected in zip(*results, strict=True):
+        assert relative_error(found, expected) < error
+
+
+def test_long_rows_keep_within_a_chunk_of_logits() -> None:
+    num_tokens, vocabulary = 16_384, 131_072  # the logits of all would take 8 GiB in fp32
+    head = nn.Linear(64, vocabulary, bias=False, device="cuda", dtype=torch.bfloat16)
+    hidden = torch.randn(1, num_tokens, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    torch.cuda.reset_peak_memory_stats()
+    token_log_probabilities(hidden, head, torch.zeros(1, num_tokens, dtype=torch.int64, device="cuda")).sum().backward()
+    assert torch.cuda.max_memory_allocated() < 4 * 4 * log_probabilities.CHUNK_LOGITS

@@ -1,0 +1,67 @@
+"""The train stage on GPUs: it learns in bf16 under FSDP2 on NCCL, and its memory choices change no result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return make_artifacts(tmp_path_factory.mktemp("artifacts"))
+
+
+def train(work: Path, artifacts: dict[str, Path], precision: str, **layout: Any) -> list[dict[str, float]]:
+    """The figures of every step."""
+    layout = {"micro_batch_size": 4, **layout}
+    config = make_config(
+        steps=STEPS, learning_rate=3e-3, precision=precision, export_dtype="bfloat16", layout=layout, warmup_steps=5
+    )
+    make_context(work, artifacts, config)
+    run_to_end(work, config)
+    return logged(work)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, artifacts: dict[str, Path]) -> list[dict[str, float]]:
+    return train(tmp_path_factory.mktemp("plain") / "work", artifacts, "bf16")
+
+
+def test_bf16_learns_like_fp32(tmp_path: Path, artifacts: dict[str, Path], plain: list[dict[str, float]]) -> None:
+    exact = train(tmp_path / "work", artifacts, "fp32")
+    assert plain[0]["loss"] == pytest.approx(exact[0]["loss"], rel=0.01)
+    assert plain[-1]["loss"] == pytest.approx(exact[-1]["loss"], rel=0.1)
+    assert plain[-1]["loss"] < 0.5 * plain[0]["loss"]
+    assert 0 < plain[-1]["peak_memory_gib"] < 4
+    weights = load_file(tmp_path / "work" / "model" / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"recompute": "full"}, {"recompute": "selective"}, {"cpu_offload": True}, {"compile": True}],
+    ids=["full recomputation", "selective recomputation", "offload", "compiled"],
+)
+def test_memory_choices_do_not_change_what_is_learned(
+    tmp_path: Path, artifacts: dict[str, Path], plain: list[dict[str, float]], layout: dict[str, Any]
+) -> None:
+    other = train(tmp_path / "work", artifacts, "bf16", **layout)
+    assert other[0]["loss"] == pytest.approx(plain[0]["loss"], rel=0.01)
+    assert other[-1]["loss"] == pytest.approx(plain[-1]["loss"], rel=0.1)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_devices_learn_what_one_learns(tmp_path: Path, artifacts: dict[str, Path]) -> None:
+    one = train(tmp_path / "one", artifacts, "fp32")
+    two = train(tmp_path / "two", artifacts, "fp32", dp_shard=2, micro_batch_size=2)
+    assert [step["loss"] for step in two[:10]] == pytest.approx([step["loss"] for step in one[:10]], rel=1e-3)
