@@ -89,7 +89,7 @@ def _train_one_step(run: TrainingRun, step: int, next_share: Callable[[], Share]
     rate = learning_rate(run.config, step, run.num_steps)
     torch.manual_seed(_step_seed(run, step))
     outcome, update_s, communication = _update(run, share, rate, is_profiled)
-    _check_finite(step, outcome)
+    _stop_if_diverged(run, step, outcome)
     _save_if_due(run, step)
     evaluation = _evaluate_if_due(run, step)
     run.journal.progress(step, outcome.loss)
@@ -117,12 +117,14 @@ def _load_share(run: TrainingRun, step: int) -> Share:
     return measure_share(micro_batches, run.engine.flops)
 
 
-def _check_finite(step: int, outcome: StepOutcome) -> None:
-    if not (math.isfinite(outcome.loss) and math.isfinite(outcome.grad_norm)):
-        raise TrainingError(
-            f"step {step}: the loss is {outcome.loss} and the gradient norm {outcome.grad_norm}, both should be finite "
-            "numbers; lower learning_rate, lengthen warmup_steps, lower max_grad_norm, or look at the data of this step"
-        )
+def _stop_if_diverged(run: TrainingRun, step: int, outcome: StepOutcome) -> None:
+    if math.isfinite(outcome.loss) and math.isfinite(outcome.grad_norm):
+        return
+    run.checkpoints.wait()  # what is being written is of an earlier step, and sound
+    raise TrainingError(
+        f"step {step}: the loss is {outcome.loss} and the gradient norm {outcome.grad_norm}, both should be finite "
+        "numbers; lower learning_rate, lengthen warmup_steps, lower max_grad_norm, or look at the data of this step"
+    )
 
 
 def _save_if_due(run: TrainingRun, step: int) -> None:

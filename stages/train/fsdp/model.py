@@ -61,7 +61,13 @@ def load_model(
         if not reads_weights:
             return TargetLogProbabilities(_empty_model(config, trust_remote_code, build))
         causal_lm, found = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, use_safetensors=True, output_loading_info=True, **source, **build
+            folder,
+            config=config,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that `_check_complete` can name them
+            **source,
+            **build,
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise ModelError(f"loading {folder} as a causal language model: {error}") from error

@@ -25,6 +25,7 @@ COSTLY_OPERATIONS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.torch_attn._varlen_attn.default,
 }
 """What `recompute: selective` keeps; everything else is computed again in the backward pass."""
 

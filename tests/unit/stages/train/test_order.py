@@ -34,7 +34,7 @@ def test_the_shares_of_all_processes_are_the_global_batch(
 
 def test_every_epoch_is_another_permutation_of_all_rows():
     order = make_order(num_rows=12, global_batch_size=4)
-    epochs = [sum((order.global_batch(3 * epoch + step) for step in (1, 2, 3)), []) for epoch in range(3)]
+    epochs = [[row for step in (1, 2, 3) for row in order.global_batch(3 * epoch + step)] for epoch in range(3)]
     assert all(sorted(epoch) == list(range(12)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
 

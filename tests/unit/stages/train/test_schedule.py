@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from stages.train.config import TrainConfig
@@ -46,7 +48,7 @@ def test_the_step_after_the_last_would_reach_the_floor(schedule, end):
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
 def test_rates_fall_and_stay_positive_after_warm_up(schedule):
     rates = [learning_rate(make_config(schedule), step, NUM_STEPS) for step in range(WARMUP + 1, NUM_STEPS + 1)]
-    assert all(earlier > later > 0 for earlier, later in zip(rates, rates[1:], strict=False))
+    assert all(earlier > later > 0 for earlier, later in pairwise(rates))
 
 
 def test_without_warm_up_the_first_step_has_the_full_rate():

@@ -1,0 +1,157 @@
+"""Training that is killed goes on where it was; training that cannot work says so before anything slow."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from stages.errors import LayoutError, ModelError, ResourceError, TrainingError
+from stages.train import checkpoints
+from stages.train.run import run
+from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end, start
+
+NUM_STEPS, SAVE_EVERY = 24, 4
+TWO_PROCESSES = {"dp_shard": 2, "micro_batch_size": 2}
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory):
+    return make_artifacts(tmp_path_factory.mktemp("artifacts"))
+
+
+def make_long_config(layout):
+    execution = {"checkpoint_every_steps": SAVE_EVERY, "measure_matmul_rate": False}
+    return make_config(steps=NUM_STEPS, warmup_steps=5, layout=layout, execution=execution)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(artifacts, tmp_path_factory):
+    """Work folder of a run of two processes that nothing happened to."""
+    work = tmp_path_factory.mktemp("uninterrupted") / "work"
+    config = make_long_config(TWO_PROCESSES)
+    make_context(work, artifacts, config)
+    run_to_end(work, config)
+    return work
+
+
+@pytest.fixture(scope="module")
+def killed(artifacts, tmp_path_factory):
+    """Work folder of the same run after one of its ranks was killed."""
+    work = tmp_path_factory.mktemp("killed") / "work"
+    config = make_long_config(TWO_PROCESSES)
+    make_context(work, artifacts, config)
+    process = start(work, config)
+    wait_for(work / "scratch" / "checkpoints" / f"step-{2 * SAVE_EVERY}")
+    ranks = (Path("/proc") / str(process.pid) / "task" / str(process.pid) / "children").read_text().split()
+    os.kill(int(ranks[-1]), signal.SIGKILL)
+    assert process.wait(timeout=120) != 0
+    assert not any(is_running(int(rank)) for rank in ranks)
+    assert len(logged(work)) < NUM_STEPS
+    return work
+
+
+def wait_for(path, timeout_s=240):
+    end_s = time.monotonic() + timeout_s
+    while not path.exists():
+        assert time.monotonic() < end_s, f"no {path}"
+        time.sleep(0.005)
+
+
+def is_running(pid):
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "zombie" not in status.read_text()
+
+
+def test_a_run_whose_rank_was_killed_ends_with_the_very_weights_of_an_uninterrupted_one(
+    artifacts, killed, uninterrupted, tmp_path
+):
+    work = tmp_path / "work"
+    shutil.copytree(killed, work)
+    num_logged = len(logged(work))
+    config = make_long_config(TWO_PROCESSES)
+    make_context(work, artifacts, config)
+    run_to_end(work, config)
+    assert "continuing from the checkpoint of step" in (work / "log.txt").read_text()
+    assert (work / "model" / "model.safetensors").read_bytes() == (
+        uninterrupted / "model" / "model.safetensors"
+    ).read_bytes()
+    steps, expected = logged(work), logged(uninterrupted)
+    assert 0 < num_logged < NUM_STEPS
+    assert [row["step"] for row in steps] == list(range(1, NUM_STEPS + 1))
+    assert [row["loss"] for row in steps] == [row["loss"] for row in expected]
+
+
+def test_a_run_goes_on_with_another_number_of_processes(artifacts, killed, uninterrupted, tmp_path):
+    work = tmp_path / "work"
+    shutil.copytree(killed, work)
+    run(make_context(work, artifacts, make_long_config({"micro_batch_size": 4})))
+    resumed, expected = (load_file(folder / "model" / "model.safetensors") for folder in (work, uninterrupted))
+    start_weights = load_file(artifacts["base"] / "model" / "model.safetensors")
+    for name, weight in expected.items():
+        moved = (weight - start_weights[name]).norm()
+        assert (resumed[name] - weight).norm() < 1e-3 * moved, name
+
+
+def test_a_checkpoint_that_was_cut_off_is_ignored_and_the_one_before_used(artifacts, uninterrupted, tmp_path):
+    work = tmp_path / "work"
+    shutil.copytree(uninterrupted, work)
+    folder = work / "scratch" / "checkpoints"
+    (step, latest), (step_before, _) = checkpoints.complete_checkpoints(folder)
+    assert (step, step_before) == (NUM_STEPS, NUM_STEPS - SAVE_EVERY)
+    with (latest / "__1_0.distcp").open("ab") as stream:
+        stream.truncate(100)
+    (folder / f"partial-step-{NUM_STEPS + SAVE_EVERY}").mkdir()
+    assert [step for step, _ in checkpoints.complete_checkpoints(folder)] == [NUM_STEPS - SAVE_EVERY]
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_names_the_step(artifacts, tmp_path):
+    config = make_config(learning_rate=1e30, max_grad_norm=None)
+    with pytest.raises(TrainingError, match=r"step \d+: the loss is .* the gradient norm (nan|inf)"):
+        run(make_context(tmp_path / "work", artifacts, config))
+    assert not (tmp_path / "work" / "model").exists()
+
+
+def test_a_wrong_number_of_processes_is_named_before_anything_is_loaded(artifacts, tmp_path):
+    context = make_context(tmp_path / "work", artifacts, make_config(layout=TWO_PROCESSES))
+    with pytest.raises(LayoutError, match=r"needs 2 processes .*dp_shard=2.* 1 were started"):
+        run(context)
+
+
+def test_a_disk_that_is_too_full_for_checkpoints_is_told_before_training(artifacts, tmp_path, monkeypatch):
+    context = make_context(tmp_path / "work", artifacts, make_config())
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(ResourceError, match=r"3 checkpoints .* 0\.00 GiB are free, 0\.0\d GiB are needed"):
+        run(context)
+    assert not (tmp_path / "work" / "metrics.jsonl").exists()
+
+
+def damaged(artifacts, folder, change):
+    """The artifacts with a base model whose weights `change` has changed."""
+    shutil.copytree(artifacts["base"], folder)
+    path = folder / "model" / "model.safetensors"
+    weights = load_file(path)
+    change(weights)
+    save_file(weights, path)
+    return {**artifacts, "base": folder}
+
+
+def test_a_model_with_a_missing_weight_is_refused(artifacts, tmp_path):
+    changed = damaged(artifacts, tmp_path / "base", lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(ModelError, match=r"1 weights are missing .*model\.layers\.1\.mlp\.up_proj\.weight"):
+        run(make_context(tmp_path / "work", changed, make_config()))
+
+
+def test_a_model_with_a_weight_of_another_shape_is_refused(artifacts, tmp_path):
+    changed = damaged(
+        artifacts, tmp_path / "base", lambda weights: weights.update({"model.norm.weight": torch.ones(3)})
+    )
+    with pytest.raises(ModelError, match=r"model\.norm\.weight"):
+        run(make_context(tmp_path / "work", changed, make_config()))

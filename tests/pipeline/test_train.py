@@ -1,0 +1,139 @@
+"""SFT and then DPO as stages: what they leave, what they report, and that nothing else stays behind."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from stages.contract import StageResult
+from stages.train.run import run
+from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end
+
+NUM_SFT_STEPS, NUM_DPO_STEPS = 30, 12
+RATES = {"step_time_s", "tokens_per_s", "real_tokens_per_s", "tokens_per_s_per_device", "real_tokens_per_s_per_device"}
+SHARES = {"mfu", "data_wait_fraction", "padding_fraction"}
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory):
+    return make_artifacts(tmp_path_factory.mktemp("artifacts"))
+
+
+@pytest.fixture(scope="module")
+def sft(artifacts, tmp_path_factory):
+    """Work folder of an SFT stage of one process."""
+    work = tmp_path_factory.mktemp("sft") / "work"
+    config = make_config(
+        steps=NUM_SFT_STEPS,
+        warmup_steps=5,
+        export_dtype="bfloat16",
+        execution={"evaluate_every_steps": 10, "log_every_steps": 2},
+    )
+    make_context(work, artifacts, config)
+    run_to_end(work, config)
+    return work
+
+
+@pytest.fixture(scope="module")
+def dpo(artifacts, sft, tmp_path_factory):
+    """Work folder of a DPO stage of two processes on the model that SFT made."""
+    work = tmp_path_factory.mktemp("dpo") / "work"
+    config = make_config("dpo", steps=NUM_DPO_STEPS, layout={"dp_shard": 2, "micro_batch_size": 2}, learning_rate=1e-3)
+    make_context(work, {**artifacts, "base": sft}, config)
+    run_to_end(work, config)
+    return work
+
+
+def read_result(work):
+    return StageResult.model_validate_json((work / "result.json").read_text())
+
+
+def test_sft_learns(sft):
+    rows = logged(sft)
+    assert rows[0]["loss"] > math.log(288) * 0.8
+    assert read_result(sft).metrics["evaluation_loss"] < 0.6 * rows[0]["loss"]
+
+
+def test_sft_logs_the_steps_that_were_asked_for(sft):
+    rows = logged(sft)
+    assert [row["step"] for row in rows] == [1, *range(2, NUM_SFT_STEPS + 1, 2)]
+    assert [row["step"] for row in rows if "evaluation_loss" in row] == [10, 20]
+    assert all(row.keys() >= RATES for row in rows)
+
+
+def test_start_and_one_step_take_little_time(artifacts, tmp_path):
+    config = make_config(steps=1)
+    make_context(tmp_path / "work", artifacts, config)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    run_to_end(tmp_path / "work", config)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    processor_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert processor_s < 12, "on an idle machine nearly all of the time is the processor's"
+
+
+def test_the_result_sums_up_the_run(sft):
+    result = read_result(sft)
+    assert result.metrics.keys() >= RATES | SHARES | {"loss", "evaluation_loss", "num_tokens", "peak_memory_gib"}
+    assert result.tags["engine"] == "fsdp"
+    assert result.tags["layout"] == "fsdp micro_batch_size=2"
+    assert "measured" in result.tags["peak"]
+    assert 0 < result.metrics["mfu"] < 1
+    assert result.metrics["real_tokens_per_s"] <= result.metrics["tokens_per_s"]
+    assert result.files == ["plots/loss.png"]
+    assert (sft / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_memory_stays_flat(sft):
+    peaks = [row["peak_memory_gib"] for row in logged(sft)]
+    assert peaks[-1] < 1.05 * peaks[len(peaks) // 2]
+
+
+def test_progress_reaches_the_end(sft):
+    events = [json.loads(line) for line in (sft / "events.jsonl").read_text().splitlines()]
+    steps = [event["done"] for event in events if event.get("unit") == "steps"]
+    assert steps[-1] == NUM_SFT_STEPS
+    assert steps == sorted(steps)
+
+
+def test_the_exported_folder_is_loaded_by_transformers_in_the_dtype_asked_for(sft, artifacts):
+    folder = sft / "model"
+    assert {weight.dtype for weight in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
+    assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
+    assert AutoTokenizer.from_pretrained(folder).chat_template
+    names = {path.name for path in (artifacts["base"] / "model").iterdir()}
+    assert {path.name for path in folder.iterdir()} == names
+
+
+def test_the_first_dpo_loss_is_ln_2(dpo):
+    assert logged(dpo)[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert logged(dpo)[0]["reward_margin"] == pytest.approx(0, abs=1e-5)
+
+
+def test_dpo_raises_the_margin(dpo):
+    rows = logged(dpo)
+    assert rows[-1]["loss"] < 0.9 * math.log(2)
+    assert rows[-1]["reward_margin"] > 0.1
+    assert rows[-1]["preference_accuracy"] > 0.8
+    assert read_result(dpo).metrics.keys() >= {"evaluation_loss", "reward_margin", "preference_accuracy"}
+
+
+def test_communication_of_two_processes_is_measured(dpo):
+    assert [row["step"] for row in logged(dpo) if "communication_fraction" in row] == [3]
+    assert read_result(dpo).tags["layout"] == "fsdp dp_shard=2 micro_batch_size=2"
+
+
+def test_the_reference_is_computed_once(dpo, sft, artifacts, tmp_path):
+    entries = {path: path.stat().st_mtime_ns for path in (dpo.parent / "cache" / "reference").iterdir()}
+    assert len(entries) == 2, "training rows and held-out rows"
+    work = dpo.parent / "again"
+    config = make_config("dpo", steps=NUM_DPO_STEPS, layout={"micro_batch_size": 4}, learning_rate=1e-3)
+    run(make_context(work, {**artifacts, "base": sft}, config))
+    assert {path: path.stat().st_mtime_ns for path in (dpo.parent / "cache" / "reference").iterdir()} == entries
+    losses, of_two = ([row["loss"] for row in logged(folder)] for folder in (work, dpo))
+    assert losses == pytest.approx(of_two, abs=1e-5)

@@ -1,0 +1,86 @@
+"""Train stages over the built-in model and some of the built-in data, run as the orchestrator runs them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from flows.launch import local
+from stages.contract import StageContext, StageInput
+from stages.download.builtin import addition, addition_preferences, qwen3
+from stages.train.config import TrainConfig
+
+VERSION = "0" * 12
+NUM_ROWS = {"problems": (400, 40), "preferences": (32, 16)}
+"""Training and held-out rows; preferences are few, so that a few steps see them several times."""
+
+
+def make_artifacts(folder: Path) -> dict[str, Path]:
+    """Artifacts that train stages refer to: `base`, `problems` and `preferences`."""
+    artifacts = {name: folder / name for name in ("base", "problems", "preferences")}
+    (artifacts["base"] / "model").mkdir(parents=True)
+    qwen3.make(artifacts["base"] / "model")
+    for name, maker in (("problems", addition), ("preferences", addition_preferences)):
+        (artifacts[name] / "data").mkdir(parents=True)
+        maker.make(folder)
+        for split, num_rows in zip(("train", "validation"), NUM_ROWS[name], strict=True):
+            with (folder / f"{split}.jsonl").open() as rows:
+                lines = list(itertools.islice(rows, num_rows))
+            (artifacts[name] / "data" / f"{split}.jsonl").write_text("".join(lines))
+    return artifacts
+
+
+def make_config(method: str = "sft", **fields: Any) -> TrainConfig:
+    """A config with short rows and few steps."""
+    data = {"sft": "problems", "dpo": "preferences"}[method]
+    return TrainConfig.model_validate(
+        {
+            "kind": "train",
+            "method": method,
+            "model": "base",
+            "data": {"dataset": data, "evaluation_split": "validation", "sequence_length": 64},
+            "steps": 10,
+            "global_batch_size": 4,
+            "layout": {"micro_batch_size": 2},
+            "learning_rate": 1e-3,
+            "precision": "fp32",
+            "export_dtype": "float32",
+            **fields,
+        }
+    )
+
+
+def make_context(work: Path, artifacts: dict[str, Path], config: TrainConfig) -> StageContext:
+    """The work folder of a stage, as its process finds it."""
+    work.mkdir(parents=True, exist_ok=True)
+    cache = work.parent / "cache"
+    told = StageInput(
+        name="trained",
+        kind="train",
+        version=VERSION,
+        config=config.model_dump(mode="json"),
+        inputs=artifacts,
+        cache=cache,
+    )
+    (work / "config.json").write_text(told.model_dump_json())
+    return StageContext(work, told.name, VERSION, config, artifacts, {}, cache)
+
+
+def start(work: Path, config: TrainConfig) -> subprocess.Popen[bytes]:
+    """Start the stage's process or processes; the output goes to `log.txt`."""
+    with (work / "log.txt").open("ab") as log:
+        environment = {**local.environment(config), "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(local.command(work, config), stdout=log, stderr=log, env=environment)
+
+
+def run_to_end(work: Path, config: TrainConfig) -> None:
+    """Run the stage's processes until they end, well."""
+    assert start(work, config).wait(timeout=300) == 0, (work / "log.txt").read_text()[-4000:]
+
+
+def logged(work: Path) -> list[dict[str, float]]:
+    """The lines of `metrics.jsonl`."""
+    return [json.loads(line) for line in (work / "metrics.jsonl").read_text().splitlines()]
