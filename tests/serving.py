@@ -57,7 +57,7 @@ def make_model(folder: Path) -> None:
 
 
 def write_tasks(folder: Path, num_generations: int = 120, num_choices: int = 12) -> None:
-    """`sums` generates, `choices` compares log-likelihoods; the rows are made up."""
+    """`sums` generates, `choices` compares log-likelihoods, `long` asks for more than fits."""
     folder.mkdir()
     sums = ({"question": f"What is {a} + {a + 3}?", "answer": str(2 * a + 3)} for a in range(num_generations))
     choices = (
@@ -65,11 +65,17 @@ def write_tasks(folder: Path, num_generations: int = 120, num_choices: int = 12)
     )
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
     (folder / "choices.jsonl").write_text("".join(json.dumps(row) + "\n" for row in choices))
+    (folder / "long.jsonl").write_text("".join(json.dumps({"text": "a" * length}) + "\n" for length in (9, 400)))
     common = "dataset_path: json\ntest_split: test\nmetadata: {version: 1.0}\n"
     (folder / "sums.yaml").write_text(
         f"{common}task: sums\ndataset_kwargs: {{data_files: {{test: sums.jsonl}}}}\noutput_type: generate_until\n"
         'doc_to_text: "{{question}}"\ndoc_to_target: "{{answer}}"\n'
         'generation_kwargs: {until: ["\\n"], max_gen_toks: 8, do_sample: false}\n'
+        "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]\n"
+    )
+    (folder / "long.yaml").write_text(
+        f"{common}task: long\ndataset_kwargs: {{data_files: {{test: long.jsonl}}}}\noutput_type: generate_until\n"
+        'doc_to_text: "{{text}}"\ndoc_to_target: b\ngeneration_kwargs: {until: ["\\n"], max_gen_toks: 4}\n'
         "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]\n"
     )
     (folder / "choices.yaml").write_text(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from stages.contract import StageContext
-from stages.errors import LifecycleError, TransientError
+from stages.errors import LifecycleError, RecipeError, TransientError
 from stages.evaluate.config import EvaluateConfig
 from stages.serve.client import Client, check_server
 from stages.serve.config import ServingConfig
@@ -63,6 +63,8 @@ def _launch_spec(context: StageContext) -> LaunchSpec:
     config: EvaluateConfig = context.config
     artifact = context.inputs[config.model]
     if (artifact / LAUNCH_FILE).is_file():
+        if config.serving:
+            raise RecipeError(f"`serving` is set, but {config.model} is a serve stage and brings its own; remove it")
         return LaunchSpec.model_validate_json((artifact / LAUNCH_FILE).read_text())
     return LaunchSpec(
         model=(artifact / "model").resolve(),

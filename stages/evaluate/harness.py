@@ -50,16 +50,26 @@ class ServedModel(LocalCompletionsAPI):
             seed=config.seed,
         )
         self.num_asked = 0
+        self.num_truncated = 0
 
     def generate_until(self, requests: list[Any], **options: Any) -> list[str]:
         self.num_asked += len(requests)
+        for prompt, options_of_task in (request.args[:2] for request in requests):
+            self._count_if_truncated(prompt, options_of_task.get("max_gen_toks", self._max_gen_toks))
         answers: list[str] = super().generate_until(requests, **options)
         return answers
 
     def loglikelihood(self, requests: list[Any], **options: Any) -> list[tuple[float, bool]]:
         self.num_asked += len(requests)
+        for prompt, continuation in (request.args for request in requests):
+            self._count_if_truncated(prompt + continuation, 0)
         answers: list[tuple[float, bool]] = super().loglikelihood(requests, **options)
         return answers
+
+    def _count_if_truncated(self, text: str, generated_tokens: int) -> None:
+        """lm-eval cuts what is too long at its beginning, mostly without a word."""
+        tokens = self.tok_encode(text, add_special_tokens=self.add_bos_token)
+        self.num_truncated += len(tokens) > self.max_length - generated_tokens
 
 
 class _TellingHook(CacheHook):

@@ -87,7 +87,13 @@ def _evaluate(context: StageContext, selection: TaskSelection, endpoint: Endpoin
             trust_remote_code=endpoint.spec.serving.trust_remote_code,
         )
         answers = context.scratch / f"answers-{context.version}"
-        return harness.evaluate_tasks(model, tasks, config, answers, tell)
+        results = harness.evaluate_tasks(model, tasks, config, answers, tell)
+        if model.num_truncated:
+            context.warn(
+                f"{model.num_truncated} of {model.num_asked} prompts were cut at their beginning to fit into "
+                f"{model.context_tokens} tokens with the answer; raise serving.max_model_len, or lower num_fewshot"
+            )
+        return results
 
 
 @contextlib.contextmanager

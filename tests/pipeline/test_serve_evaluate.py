@@ -89,12 +89,12 @@ def log_probabilities(model: Any, token_ids: list[int]) -> list[float]:
     return [float(value) for value in picked[:, 0]]
 
 
-def evaluation(root: Path, name: str, **config: Any) -> dict[str, Any]:
-    return {"tasks": [name], "task_folder": str(root / "tasks"), "apply_chat_template": True, **config}
+def evaluation(root: Path, *tasks: str, **config: Any) -> dict[str, Any]:
+    return {"tasks": tasks, "task_folder": str(root / "tasks"), "apply_chat_template": True, **config}
 
 
-def evaluate_leased(root: Path, served: Served, work: str, **config: Any) -> StageResult:
-    told = {"model": "serve", **evaluation(root, **config)}
+def evaluate_leased(root: Path, served: Served, work: str, *tasks: str, **config: Any) -> StageResult:
+    told = {"model": "serve", **evaluation(root, *tasks, **config)}
     return run_to_the_end(write_work(root / work, "evaluate", told, {"serve": served.work}, leases=served.lease))
 
 
@@ -139,7 +139,7 @@ def test_the_key_opens_the_server_and_is_written_nowhere(served: Served, root: P
 def test_generated_answers_and_scores_are_those_of_transformers(root: Path, served: Served, reference: Any) -> None:
     model, tokenizer = reference
 
-    result = evaluate_leased(root, served, "generated", name="sums", limit=20)
+    result = evaluate_leased(root, served, "generated", "sums", limit=20)
 
     rows = samples(root, "generated", "sums")
     for row in rows:
@@ -159,7 +159,7 @@ def test_choices_are_scored_by_the_log_probabilities_of_transformers(
 ) -> None:
     model, tokenizer = reference
 
-    result = evaluate_leased(root, served, "chosen", name="choices", apply_chat_template=False)
+    result = evaluate_leased(root, served, "chosen", "choices", "long", apply_chat_template=False)
 
     rows = samples(root, "chosen", "choices")
     for row in rows:
@@ -167,6 +167,7 @@ def test_choices_are_scored_by_the_log_probabilities_of_transformers(
             context_length = len(tokenizer(context.rstrip()).input_ids)
             expected = sum(log_probabilities(model, tokenizer(context + continuation).input_ids)[context_length - 1 :])
             assert value == pytest.approx(expected, abs=1e-3)
+    assert "1 of 38 prompts were cut" in (root / "chosen" / "log.txt").read_text()
     right = [best_choice(row) == row["doc"]["answer"] for row in rows]
     assert result.metrics["choices.acc"] == sum(right) / len(right)
 
@@ -193,7 +194,7 @@ def test_without_a_lease_the_same_server_is_started_again(root: Path, served: Se
 
     alone = run_to_the_end(write_work(root / "alone", "evaluate", told, {"serve": served.work}))
 
-    leased = evaluate_leased(root, served, "leased", name="sums", limit=20)
+    leased = evaluate_leased(root, served, "leased", "sums", limit=20)
     assert alone.metrics == leased.metrics
     assert [row["resps"] for row in samples(root, "alone", "sums")] == [
         row["resps"] for row in samples(root, "leased", "sums")
