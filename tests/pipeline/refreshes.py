@@ -71,9 +71,9 @@ class Home:
             for point in self.mlflow(f"metrics/get-history?run_id={run_id}&metric_key=loss").get("metrics", [])
         ]
 
-    def work(self, file: str) -> Path:
-        """Wait for a file in some work folder."""
-        return eventually(lambda: next(self.folder.glob(f"store/.work/*/*/{file}"), None))
+    def work(self, stage: str, file: str) -> Path:
+        """Wait for a file in the work folder of a stage."""
+        return eventually(lambda: next(self.folder.glob(f"store/.work/*/{stage}-*/{file}"), None))
 
     def processes(self) -> list[str]:
         """Command lines of all processes that know this home, but for the servers."""
@@ -90,13 +90,19 @@ class Home:
         return found
 
 
-def stage(mode: str, **environment: str) -> dict[str, Any]:
-    """A stage whose process does what `mode` of tiny_stage.py says."""
+def stage(mode: str, mark: str = "*", **environment: str) -> dict[str, Any]:
+    """A stage whose process does what `mode` of tiny_stage.py says; another `mark` makes it another version."""
     return {
         "kind": "download",
         "dataset": "builtin/addition",
+        "files": [mark],
         "execution": {"environment": {"TINY": mode, **environment}},
     }
+
+
+def model(mode: str, mark: str = "*", **environment: str) -> dict[str, Any]:
+    """A stage that produces a model."""
+    return {**stage(mode, mark, **environment), "dataset": None, "model": "builtin/qwen3-1m"}
 
 
 def after(upstream: str, mode: str = "ok", **environment: str) -> dict[str, Any]:
@@ -107,11 +113,6 @@ def after(upstream: str, mode: str = "ok", **environment: str) -> dict[str, Any]
         "tasks": ["addition"],
         "execution": {"environment": {"TINY": mode, **environment}},
     }
-
-
-def model(mode: str, **environment: str) -> dict[str, Any]:
-    """A stage that produces a model."""
-    return {**stage(mode, **environment), "dataset": None, "model": "builtin/qwen3-1m"}
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, dict[str, Any]]:

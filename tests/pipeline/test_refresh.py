@@ -68,9 +68,9 @@ def test_secrets_of_the_environment_are_nowhere_but_in_the_recipe(home, first):
 def test_a_failed_stage_stops_what_stands_on_it_and_nothing_else(home):
     recipe = home.recipe(
         "failing",
-        bad=model("known_error"),
+        bad=model("known_error", mark="bad"),
         never=after("bad"),
-        good=model("ok", TINY_CONTENT="other"),
+        good=model("ok", mark="good"),
         scores=after("good"),
     )
     code, refresh = home.run(recipe)

@@ -1,0 +1,116 @@
+"""Servers and refreshes that die: training goes on, nothing is lost, nothing is told twice, nothing stays behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "pipeline"))
+from refreshes import LIFECYCLE, Home, eventually, finish, model, stage, states
+
+from stages.errors import RefreshStoppedError, ServerError
+
+NOWHERE = "http://127.0.0.1:9/api"
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    home = Home(tmp_path_factory.mktemp("faults") / "home")
+    home.folder.mkdir()
+    assert home.lifecycle("up").returncode == 0
+    yield home
+    assert home.lifecycle("down").returncode == 0
+
+
+@pytest.fixture
+def restarted(home):
+    """The home; servers that a test stops are there again for the next one."""
+    yield home
+    assert home.lifecycle("up").returncode == 0
+
+
+def kill_server(home, name):
+    os.killpg(home.servers()[name]["process"]["pid"], signal.SIGKILL)
+
+
+def test_stages_run_to_the_end_when_the_prefect_server_dies(restarted):
+    recipe = restarted.recipe("prefect-dies", steps1=stage("steps", "prefect"), base=model("ok", "prefect"))
+    refresh = restarted.start(recipe)
+    restarted.work("steps1", "scratch/step")
+    kill_server(restarted, "prefect")
+    code, done = finish(refresh)
+    assert code == 0
+    assert states(done) == {"steps1": "built", "base": "built"}
+
+
+def test_metrics_are_shipped_by_the_next_run_when_mlflow_was_away(restarted):
+    recipe = restarted.recipe("mlflow-dies", steps2=stage("steps", "mlflow"))
+    refresh = restarted.start(recipe)
+    restarted.work("steps2", "scratch/step")
+    kill_server(restarted, "mlflow")
+    code, done = finish(refresh)
+    assert code == 0
+    assert states(done) == {"steps2": "built"}
+
+    restarted.run(restarted.recipe("later", base=model("ok", "later")))
+    (run,) = restarted.attempts("steps2")
+    assert restarted.losses(run) == list(range(10))
+    assert run["info"]["status"] == "FINISHED"
+
+
+def test_a_killed_refresh_leaves_no_process_and_its_next_attempt_continues(home):
+    recipe = home.recipe("killed", steps3=stage("steps", "killed"))
+    refresh = home.start(recipe)
+    checkpoint = home.work("steps3", "scratch/step")
+    eventually(lambda: int(checkpoint.read_text() or 0) >= 3)
+    refresh.kill()
+    refresh.communicate()
+    eventually(lambda: home.processes() == [])
+
+    code, again = home.run(recipe)
+    assert code == 0
+    assert again["stages"]["steps3"]["metrics"]["first_step"] >= 3
+    killed, finished = home.attempts("steps3")
+    assert [killed["info"]["status"], finished["info"]["status"]] == ["KILLED", "FINISHED"]
+    eventually(lambda: home.losses(killed) + home.losses(finished) == list(range(10)))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_refresh_is_cancelled_in_good_order(home, number):
+    recipe = home.recipe("interrupted", **{f"tree{number}": stage("family", f"interrupted-{number}")})
+    refresh = home.start(recipe)
+    home.work(f"tree{number}", "scratch/ready")
+    refresh.send_signal(number)
+    code, done = finish(refresh)
+    assert code == RefreshStoppedError.exit_code
+    assert done["state"] == "cancelled"
+    assert home.processes() == []
+    (flow_run,) = home.prefect("flow_runs/filter", {"flow_runs": {"name": {"any_": [done["refresh"]]}}})
+    assert flow_run["state"]["type"] == "CANCELLED"
+
+
+@pytest.mark.parametrize("variable", ["PREFECT_API_URL", "MLFLOW_TRACKING_URI"])
+def test_a_server_that_the_user_named_and_that_does_not_answer_is_said_before_anything_starts(home, variable):
+    began_s = time.monotonic()
+    done = subprocess.run(
+        [LIFECYCLE, "run", home.recipe("nowhere", rows=stage("ok", variable)), "--json"],
+        env={**home.environment, variable: NOWHERE},
+        text=True,
+        capture_output=True,
+    )
+    assert time.monotonic() - began_s < 30
+    assert done.returncode == ServerError.exit_code
+    assert variable in json.loads(done.stdout)["error"]
+
+
+def test_two_refreshes_of_one_recipe_at_once_build_it_once(home):
+    recipe = home.recipe("twice", rows=stage("steps", "twice"))
+    both = [finish(refresh)[1] for refresh in [home.start(recipe), home.start(recipe)]]
+    assert sorted(states(refresh)["rows"] for refresh in both) == ["built", "cached"]
