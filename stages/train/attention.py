@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface
 
 from stages.errors import ModelError
@@ -117,8 +118,6 @@ def _has_flash_kernel(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
 
 def _flash_attention(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, scoring: Scoring) -> Tensor:
     """Tensors are [tokens, heads, head_width]."""
-    from torch.nn.attention.varlen import varlen_attn  # not in every build of torch
-
     boundaries, longest = documents.boundaries, documents.longest
     tokens_before = -1 if scoring.window_tokens is None else scoring.window_tokens - 1
     return varlen_attn(
