@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from stages.quantize.samples import batches_of_one_length
 
@@ -50,6 +50,11 @@ class Divergence:
             "perplexity_after": _exponential(self.quantized_loss_nats / self.num_tokens),
             "same_choice_fraction": self.num_same_choice / self.num_tokens,
         }
+
+    def worst_in_words(self, tokenizer_folder: Path) -> str:
+        """The tokens that followed the most different predictions, and how different those are."""
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+        return ", ".join(f"{tokenizer.decode([found.token])!r} ({found.kl_nats:.3f} nats)" for found in self.worst)
 
     def add(self, reference_logits: torch.Tensor, quantized_logits: torch.Tensor, next_tokens: torch.Tensor) -> None:
         """Take [tokens, vocabulary] logits of either model, and int64 [tokens] that followed."""

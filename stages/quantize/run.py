@@ -10,6 +10,7 @@ import json
 import math
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from stages.contract import StageContext, StageResult
 from stages.errors import GateError, ModelError, RecipeError
@@ -18,6 +19,9 @@ from stages.quantize.config import QuantizeConfig
 from stages.quantize.projections import read_projections
 from stages.quantize.samples import read_samples
 from stages.quantize.servability import Heads, caveats, check_servable, cpu_flags, quantized, serving_device
+
+if TYPE_CHECKING:
+    from stages.quantize.divergence import Divergence
 
 MIB = 2**20
 
@@ -36,9 +40,10 @@ def run(context: StageContext) -> StageResult:
         f"{sum(map(len, samples.calibration))} tokens of {len(samples.calibration)} rows"
     )
     _compress(source, target, samples.calibration, context)
-    metrics = {**_sizes(source, target), **_divergence(source, target, samples.evaluation, context)}
+    divergence = _divergence(source, target, samples.evaluation, context)
+    metrics = {**_sizes(source, target), **divergence.metrics()}
     context.log_metrics(0, metrics)
-    _judge(metrics["kl_nats_per_token"], config.max_kl)
+    _judge(metrics["kl_nats_per_token"], config.max_kl, divergence.worst_in_words(source))
     return StageResult(metrics=metrics, tags={"method": config.method, "group_size": str(config.group_size)})
 
 
@@ -75,17 +80,16 @@ def _compress(source: Path, target: Path, samples: list[list[int]], context: Sta
     context.milestone(f"wrote the quantized model: {_mebibytes(source):.1f} → {_mebibytes(target):.1f} MiB")
 
 
-def _divergence(source: Path, target: Path, samples: list[list[int]], context: StageContext) -> dict[str, float]:
+def _divergence(source: Path, target: Path, samples: list[list[int]], context: StageContext) -> Divergence:
     from stages.quantize.divergence import measure_divergence
 
-    divergence = measure_divergence(
+    return measure_divergence(
         source,
         target,
         samples,
         trust_remote_code=context.config.trust_remote_code,
         report=lambda done, total: context.progress(done, total, "tokens", "comparing with the unquantized model"),
     )
-    return divergence.metrics()
 
 
 def _sizes(source: Path, target: Path) -> dict[str, float]:
@@ -97,11 +101,12 @@ def _mebibytes(folder: Path) -> float:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors")) / MIB
 
 
-def _judge(kl_nats: float, max_kl: float | None) -> None:
+def _judge(kl_nats: float, max_kl: float | None, worst: str) -> None:
     if not math.isfinite(kl_nats):
         raise ModelError("the quantized model predicts no finite probabilities; try another method or calibration rows")
     if max_kl is not None and kl_nats > max_kl:
         raise GateError(
             f"the quantized model is {kl_nats:.4f} nats per token from the unquantized one, and max_kl is {max_kl}; "
-            "a smaller group_size, more calibration rows like those it is used for, or method int8 or fp8 lose less"
+            f"it differs most before {worst}; a smaller group_size, more calibration rows like those it is used for, "
+            "or method int8 or fp8 lose less"
         )
