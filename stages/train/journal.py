@@ -7,8 +7,9 @@ import statistics
 import time
 from pathlib import Path
 
-from stages.contract import StageContext
+from stages.contract import StageContext, is_main_process
 
+METRICS_FILE = "metrics.jsonl"
 PROGRESS_EVERY_S = 0.5
 MUCH_COMMUNICATION = 0.3
 MEDIAN_OF = (
@@ -31,6 +32,8 @@ class Journal:
         self._context = context
         self._num_steps = num_steps
         self._log_every_steps = log_every_steps
+        if is_main_process():
+            _remove_cut_off_line(context.work / METRICS_FILE)
         self._last_logged_step = max((int(row["step"]) for row in read_metrics(context.work)), default=0)
         self._last_progress_s = 0.0
         self._attempt: list[Figures] = []
@@ -78,7 +81,15 @@ class Journal:
 
 
 def read_metrics(work: Path) -> list[Figures]:
-    """What all attempts have logged so far; a line that a killed process left half is skipped."""
-    path = work / "metrics.jsonl"
+    """What all attempts have logged so far."""
+    path = work / METRICS_FILE
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("}\n")]
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _remove_cut_off_line(path: Path) -> None:
+    """What a killed process was writing would spoil the next line."""
+    if path.is_file():
+        content = path.read_bytes()
+        with path.open("r+b") as stream:
+            stream.truncate(content.rfind(b"\n") + 1)

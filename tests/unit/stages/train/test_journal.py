@@ -30,11 +30,12 @@ def test_a_resumed_run_does_not_log_a_step_twice(context):
     assert resumed.summary() == {"loss": 10.0, "tokens_per_s": 2.0}
 
 
-def test_a_line_that_was_cut_off_does_not_count_as_logged(context):
+def test_a_line_that_was_cut_off_is_logged_anew(context):
     Journal(context, NUM_STEPS, log_every_steps=1).log(1, {"loss": 1.0})
     with (context.work / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 2, "lo')
-    assert [row["step"] for row in read_metrics(context.work)] == [1]
+    Journal(context, NUM_STEPS, log_every_steps=1).log(2, {"loss": 2.0})
+    assert [(row["step"], row["loss"]) for row in read_metrics(context.work)] == [(1, 1.0), (2, 2.0)]
 
 
 def test_the_first_the_last_and_every_nth_step_are_due(context):
