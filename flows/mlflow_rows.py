@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from flows.history import RefreshRecord
 
 NOT_METRICS = ("step", "time_ms")
+REFUSED = re.compile(r"[^\w\-. :/]", re.ASCII)
 RUN_LINK = "#/experiments/{experiment}/runs/{run}"
 
 
@@ -58,7 +60,16 @@ def metric_rows(line: bytes) -> list[MetricRow]:
         step, time_ms = int(row["step"]), int(row["time_ms"])
     except (ValueError, TypeError, KeyError):
         return []
-    return [MetricRow(name, float(value), time_ms, step) for name, value in row.items() if name not in NOT_METRICS]
+    return [
+        MetricRow(acceptable(name), float(value), time_ms, step)
+        for name, value in row.items()
+        if name not in NOT_METRICS
+    ]
+
+
+def acceptable(name: str) -> str:
+    """A metric's name without the characters that MLflow refuses."""
+    return REFUSED.sub("_", name)
 
 
 def known_steps(file: Path, first_byte: int) -> dict[str, int]:

@@ -23,6 +23,7 @@ from flows.history import AttemptRecord, RefreshFolder, RefreshRecord, ShippedAt
 from flows.home import store_root
 from flows.mlflow_rows import (
     MetricRow,
+    acceptable,
     batches,
     known_steps,
     note,
@@ -147,7 +148,7 @@ class Shipper:
 
     def _finish_attempt(self, attempt: AttemptRecord, run: str) -> None:
         assert attempt.outcome and attempt.ended_ms
-        final = [MetricRow(name, value, attempt.ended_ms, 0) for name, value in attempt.metrics.items()]
+        final = [MetricRow(acceptable(name), value, attempt.ended_ms, 0) for name, value in attempt.metrics.items()]
         self._log_metrics(run, final)
         tags = attempt.tags | ({"error": attempt.error} if attempt.error else {})
         self._set_tags(run, tags)
@@ -158,8 +159,9 @@ class Shipper:
         folder = _folder(attempt)
         plots = [str(plot.relative_to(folder)) for plot in sorted((folder / "plots").glob("*"))]
         for file in dict.fromkeys([*attempt.files, *plots]):
-            if (folder / file).exists():
-                self.client.log_artifact(run, str(folder / file), str(Path(file).parent))
+            if (folder / file).is_file():
+                parent = Path(file).parent
+                self.client.log_artifact(run, str(folder / file), None if parent == Path() else str(parent))
 
     def _log_metrics(self, run: str, rows: list[MetricRow]) -> None:
         from mlflow.entities import Metric
@@ -177,7 +179,7 @@ class Shipper:
         assert self.shipped.experiment_id
         ended_ms = record.started_ms + round(1000 * record.seconds)
         figures = {**stage_metrics(record), "seconds": record.seconds}
-        self._log_metrics(parent, [MetricRow(name, value, ended_ms, 0) for name, value in figures.items()])
+        self._log_metrics(parent, [MetricRow(acceptable(name), value, ended_ms, 0) for name, value in figures.items()])
         description = {"mlflow.note.content": note(record, self.shipped.experiment_id)}
         self._set_tags(parent, parent_tags(record) | stage_tags(record) | description)
         self.client.set_terminated(parent, RUN_STATUS[record.state], ended_ms)
@@ -201,8 +203,8 @@ def ship_pending(client: MlflowClient) -> None:
     """Ship what is left of refreshes that are over."""
     for folder in refreshes():
         over = folder.read().state != "running"
-        if over and not folder.read_shipped().done and not _try_to_ship(Shipper(folder, client)):
-            return
+        if over and not folder.read_shipped().done:
+            _try_to_ship(Shipper(folder, client))
 
 
 def _try_to_ship(shipper: Shipper) -> bool:
