@@ -21,7 +21,6 @@ from compressed_tensors import ModelCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.utils import patch_attr
 from llmcompressor import oneshot
-from llmcompressor.modeling.moe.linearize import load_quantizable_moe
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -61,8 +60,7 @@ def compress(source: Path, target: Path, samples: list[list[int]], context: Stag
 def _load(source: Path, config: QuantizeConfig) -> PreTrainedModel:
     # On a CPU in float32: bfloat16 products of small matrices took eight times as long there, and AWQ needs thousands.
     dtype = "auto" if torch.accelerator.is_available() else torch.float32
-    with load_quantizable_moe():
-        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=config.trust_remote_code)
+    return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=config.trust_remote_code)
 
 
 def _modifiers(config: QuantizeConfig) -> list[Modifier]:

@@ -14,6 +14,7 @@ The rules are those of the kernels that vLLM 0.32 selects, on the kind of device
 
 from __future__ import annotations
 
+import json
 import os
 from collections import defaultdict
 from collections.abc import Iterator
@@ -29,6 +30,12 @@ Device = Literal["cpu", "cuda"]
 
 GROUP_SIZES = (128, 64, 32)
 """Served on every device, best compression first."""
+CHANGES: list[dict[str, int]] = [
+    {"symmetric": True},
+    *({"group_size": size} for size in GROUP_SIZES),
+    *({"group_size": size, "symmetric": True} for size in GROUP_SIZES),
+]
+"""What may mend a recipe, the least first."""
 CUDA_GROUP_SIZES = (32, 64, 128, 256)
 CUDA_EXPERT_GROUP_SIZES = (32, 64, 128)
 PACKED = 8
@@ -140,6 +147,10 @@ def _four_bit_shapes(
                 yield Problem(layer.name, f"a rank's input of {input_size} is no multiple of group_size {group_size}")
             if output_size % PACKED:
                 yield Problem(layer.name, f"a rank's output of {output_size} is no multiple of {PACKED}")
+            if layer.is_expert and not config.symmetric:
+                yield Problem(
+                    layer.name, "Transformers reads no zero points of experts, and the KL is measured with it"
+                )
             yield from _kernel_limits(layer, input_size, sum(outputs), group_size, device)
 
 
@@ -182,9 +193,9 @@ def _by_fused_name(layers: list[Projection]) -> dict[str, list[Projection]]:
 
 def _advice(projections: list[Projection], heads: Heads | None, config: QuantizeConfig, device: Device) -> str:
     """The smallest change that helps: another group size, another layer left alone, fewer ranks."""
-    for group_size in GROUP_SIZES:
-        if not any(_problems(projections, heads, config.model_copy(update={"group_size": group_size}), device)):
-            return f"set group_size: {group_size}"
+    for change in CHANGES:
+        if not any(_problems(projections, heads, config.model_copy(update=change), device)):
+            return "set " + " and ".join(f"{name}: {json.dumps(value)}" for name, value in change.items())
     blamed = {problem.layer for problem in _problems(projections, heads, config, device)}
     fused = {layer.fused_name.rpartition(".")[2] for layer in projections if layer.name in blamed}
     suffixes = sorted({suffix for names in fused for suffix in names.split("+")})

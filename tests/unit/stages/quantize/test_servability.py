@@ -108,8 +108,17 @@ def test_experts_need_what_their_own_kernel_needs():
         Projection("model.layers.0.mlp.experts.0.up_proj", 768, 2080),
         Projection("model.layers.0.mlp.experts.0.down_proj", 2080, 768),
     ]
-    message = complaint(LLAMA_3_8B, "cuda", layers=experts, group_size=32)
+    message = complaint(LLAMA_3_8B, "cuda", layers=experts, group_size=32, symmetric=True)
     assert "its hidden size of 2080 is no multiple of 128" in message
+
+
+def test_experts_have_no_zero_points():
+    experts = [Projection(f"model.layers.0.mlp.experts.{number}.down_proj", 2048, 768) for number in range(2)]
+    message = complaint(LLAMA_3_8B, "cuda", layers=experts)
+    assert "experts.0.down_proj and 1 more: Transformers reads no zero points of experts" in message
+    assert "To mend it, set symmetric: true." in message
+    check(LLAMA_3_8B, "cuda", layers=experts, symmetric=True)
+    assert "set group_size: 64 and symmetric: true" in complaint(LLAMA_3_8B, layers=experts, tensor_parallel_size=4)
 
 
 def test_layers_that_vllm_fuses_are_quantized_together():
