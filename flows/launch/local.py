@@ -48,5 +48,7 @@ def environment(config: StageConfig) -> dict[str, str]:
         "PYTHONPATH": python_path,
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(threads),
+        # Threads that spin at a barrier take the core from those they wait for: on a busy machine, 6 times slower.
+        "OMP_WAIT_POLICY": "PASSIVE",
         **config.execution.environment,
     }
