@@ -33,7 +33,7 @@ from flows.process_identity import ProcessIdentity
 from flows.provenance import git_commit
 from flows.recipe import load_recipe
 from flows.runner import Built, Launcher, run_stage
-from flows.slots import Slots
+from flows.slots import HeldSlots, Slots
 from flows.stage_observer import Log, StageObserver, describe
 from flows.store import Store
 from flows.tracker import Tracker
@@ -72,6 +72,7 @@ class RefreshRun:
         self.stop = threading.Event()
         self.built: dict[str, Built] = {}
         self.errors: dict[str, BaseException] = {}
+        self._begun: set[str] = set()
         self.folder = folder_of(refresh)
         self.tracker = Tracker(self.folder)
         self.slots = Slots(home() / "slots", num_slots())
@@ -90,7 +91,7 @@ class RefreshRun:
         """Run one stage whose upstream stages are built, holding its slots. Raises what `run_stage` raises."""
         planned = self.plan.stages[name]
         started_s = time.monotonic()
-        held = self.slots.acquire(self._slots_of(planned), lambda: self._wait_for_slots(name))
+        held = self._acquire_slots(planned)
         try:
             planned = on_devices(planned, held.numbers)
             observer = self._observer(name, log)
@@ -154,6 +155,27 @@ class RefreshRun:
             error = f"failed: {', '.join(failed)}" if failed else "some stages were not run"
         seconds = round(time.monotonic() - self._started_s, 2)
         return self._record.model_copy(update={"stages": stages, "state": state, "seconds": seconds, "error": error})
+
+    def _acquire_slots(self, planned: PlannedStage) -> HeldSlots:
+        """Wait for slots, and for stages that more depends on: they are what the refresh takes longest for."""
+        wanted = self._slots_of(planned)
+        while wanted and self._is_preceded(planned.name):
+            self._wait_for_slots(planned.name)
+            time.sleep(Slots.POLL_S)
+        held = self.slots.acquire(wanted, lambda: self._wait_for_slots(planned.name))
+        self._begun.add(planned.name)
+        return held
+
+    def _is_preceded(self, name: str) -> bool:
+        """Whether a stage that more stages depend on could start now too."""
+        others = [other for other in self.plan.stages.values() if self._is_ready(other)]
+        return any(self._num_dependents(other.name) > self._num_dependents(name) for other in others)
+
+    def _is_ready(self, stage: PlannedStage) -> bool:
+        return stage.name not in self._begun and self.built.keys() >= set(stage.upstream)
+
+    def _num_dependents(self, name: str) -> int:
+        return sum(name in stage.ancestors for stage in self.plan.stages.values())
 
     def _slots_of(self, planned: PlannedStage) -> int:
         """None for a cached stage, nor for one whose server runs already: that server holds its own."""

@@ -190,6 +190,8 @@ class StageEvent(StrictModel):
 class StageResult(StrictModel):
     """`result.json`. Metrics and tags go to MLflow; `files` are uploaded there, paths relative to the work folder.
 
+    The first few metrics are what a person is shown of the stage.
+
     With a `lease` the artifact is complete although the process goes on, as a server, until it is told to end.
     """
 

@@ -41,7 +41,7 @@ def run(context: StageContext) -> StageResult:
     )
     _compress(source, target, samples.calibration, context)
     divergence = _divergence(source, target, samples.evaluation, context)
-    metrics = {**_sizes(source, target), **divergence.metrics()}
+    metrics = {**divergence.metrics(), **_sizes(source, target)}
     context.log_metrics(0, metrics)
     _judge(metrics["kl_nats_per_token"], config.max_kl, divergence.worst_in_words(source))
     return StageResult(metrics=metrics, tags={"method": config.method, "group_size": str(config.group_size)})

@@ -28,6 +28,7 @@ from stages.train.processes import joined_processes
 from stages.train.reference import model_digest, reference_rows
 
 LOSS_PLOT = "plots/loss.png"
+HEADLINE = ("evaluation_loss", "preference_accuracy", "tokens_per_s", "mfu")
 
 
 def run(context: StageContext) -> StageResult:
@@ -143,7 +144,9 @@ def _result(training_run: TrainingRun, data: PreparedData, evaluation: LossMeans
     tags = {"engine": config.engine, "layout": describe_layout(config), "device": engine.device.type}
     if peak:
         tags |= {"hardware": peak.device_name, "peak": f"{peak.flops_per_s / 1e12:.3g} TFLOP/s a device, {peak.source}"}
-    return StageResult(metrics={**training_run.journal.summary(), **held_out, **counts}, tags=tags, files=[LOSS_PLOT])
+    metrics = {**training_run.journal.summary(), **held_out, **counts}
+    headline = {name: metrics[name] for name in HEADLINE if name in metrics}
+    return StageResult(metrics={**headline, **metrics}, tags=tags, files=[LOSS_PLOT])
 
 
 def describe_layout(config: TrainConfig) -> str:
