@@ -89,11 +89,14 @@ class Observer(Protocol):
     def waiting(self) -> None:
         """Another process builds the same artifact; called once."""
 
-    def started(self, attempt: Attempt) -> str | None:
-        """Called before the process starts; may return an MLflow run id, which goes into the record."""
+    def started(self, attempt: Attempt) -> None:
+        """Called before the process starts."""
 
     def tick(self) -> None:
         """Called about every 0.3 s while the process runs, and once after it has ended."""
+
+    def mlflow_run_id(self) -> str | None:
+        """Asked before the commit, for the record; by then MLflow has had all the time that the stage took."""
 
     def ended(self, outcome: Outcome) -> None:
         """Called after the commit, or after the failure; exactly once for each `started`."""
@@ -143,7 +146,7 @@ def _build(
     launch: Launcher,
 ) -> Built:
     planned, work = attempt.planned, attempt.work
-    mlflow_run_id = observer.started(attempt)
+    observer.started(attempt)
     started_s = time.monotonic()
     process: Process | None = None
     try:
@@ -152,7 +155,8 @@ def _build(
             note_attempt(work, foundation, process.token)
         result = watch(process, planned, work, observer.tick, stop)
         seconds = time.monotonic() - started_s
-        artifact = commit(store, planned, foundation, result, seconds=seconds, mlflow_run_id=mlflow_run_id)
+        run_id = observer.mlflow_run_id()
+        artifact = commit(store, planned, foundation, result, seconds=seconds, mlflow_run_id=run_id)
     except BaseException as error:
         if process:
             process.stop()

@@ -41,13 +41,16 @@ class StageObserver:
         self._update(state="waiting", reason="another refresh is building the same artifact")
         self._log.info("waiting: another refresh is building the same artifact")
 
-    def started(self, attempt: Attempt) -> str | None:
+    def started(self, attempt: Attempt) -> None:
         self._attempt = self._begin(attempt)
         self._folder.write_attempt(self._attempt)
         self._events = Tail(attempt.work / "events.jsonl", at_end=True)
         self._update(state="running", work=attempt.work)
         if attempt.resumed:
             self._log.info("resuming from an earlier attempt's checkpoint")
+
+    def mlflow_run_id(self) -> str | None:
+        assert self._attempt
         run_id = self._tracker.run_id(self._attempt.key)
         self._update(mlflow_run_id=run_id)
         return run_id

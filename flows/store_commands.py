@@ -139,10 +139,13 @@ class _Silent:
         click.echo("waiting: a refresh is building the same artifact", err=True)
 
     def started(self, attempt: object) -> None:
-        return None
+        pass
 
     def tick(self) -> None:
         pass
+
+    def mlflow_run_id(self) -> None:
+        return None
 
     def ended(self, outcome: object) -> None:
         pass

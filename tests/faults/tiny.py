@@ -37,9 +37,11 @@ class Notes:
     def waiting(self) -> None:
         self.said.append("waiting")
 
-    def started(self, attempt: Attempt) -> str | None:
+    def started(self, attempt: Attempt) -> None:
         self.said.append("started")
         self.attempts.append(attempt)
+
+    def mlflow_run_id(self) -> str:
         return "run-of-mlflow"
 
     def tick(self) -> None:

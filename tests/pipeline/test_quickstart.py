@@ -1,4 +1,4 @@
-"""The quickstart end to end, as a user runs it: its scores, its records in MLflow and Prefect, and again fully cached."""
+"""The quickstart end to end, as a user runs it: its scores, its records in MLflow, and again fully cached."""
 
 from __future__ import annotations
 
