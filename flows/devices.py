@@ -15,14 +15,14 @@ def wanted_slots(config: StageConfig, count: int) -> int:
     """Slots a stage holds, of `count`. Processes may share cores, but not GPUs; a download needs no GPU."""
     if gpus() and config.kind == "download":
         return 0
-    return min(_processes(config), count)
+    return min(_devices(config), count)
 
 
 def check_devices(planned: Plan) -> None:
     """Raises `ResourceError` when a stage that would run here wants more GPUs than there are."""
     count = len(gpus())
     for name, stage in planned.stages.items():
-        wanted = _processes(stage.config)
+        wanted = _devices(stage.config)
         if count and stage.action == "run" and stage.kind != "download" and wanted > count:
             remedy = f"change its layout, or set stages.{name}.execution.slots if processes are to share GPUs"
             raise ResourceError(f"stage {name} wants {wanted} GPUs, this machine has {count}; {remedy}")
@@ -38,5 +38,5 @@ def on_devices(planned: PlannedStage, numbers: Sequence[int]) -> PlannedStage:
     return replace(planned, config=planned.config.model_copy(update={"execution": execution}))
 
 
-def _processes(config: StageConfig) -> int:
-    return config.execution.slots or config.processes
+def _devices(config: StageConfig) -> int:
+    return config.execution.slots or config.devices

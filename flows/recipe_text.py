@@ -129,8 +129,10 @@ def non_finite(tree: Any, path: str) -> Iterator[str]:
 
 
 def closest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean …?` with the closest known word, or what there is to choose from."""
+    """`; did you mean …?` with the closest known word, or what there is to choose from, if anything."""
     words = list(known)
+    if not words:
+        return ""
     found = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
     return f"; did you mean `{found[0]}`?" if found else f"; there are: {', '.join(words)}"
 

@@ -61,11 +61,8 @@ class Execution(StrictModel):
 
     launcher: Literal["local"] = "local"
     nodes: PositiveInt = 1
-    processes: PositiveInt | None = Field(None, description="Processes on each node; default: what the layout needs.")
     threads: PositiveInt | None = Field(None, description="Threads of each process; default: the cores shared evenly.")
-    slots: PositiveInt | None = Field(
-        None, description="Device slots held while the stage runs; default: processes on each node."
-    )
+    slots: PositiveInt | None = Field(None, description="Device slots held while the stage runs; default: its devices.")
     timeout_s: PositiveFloat | None = Field(None, description="The stage is stopped after this many seconds.")
     retries: int = Field(2, ge=0, description="How often a transient error is tried again.")
     environment: dict[str, str] = Field(default_factory=dict, description="Added to the process's environment.")
@@ -88,7 +85,12 @@ class StageConfig(StrictModel):
     @property
     def processes(self) -> int:
         """Processes to start on each node."""
-        return self.execution.processes or 1
+        return 1
+
+    @property
+    def devices(self) -> int:
+        """GPUs, or shares of the CPU, that the stage keeps busy on each node."""
+        return self.processes
 
     def identity(self) -> dict[str, JsonValue]:
         """The config with defaults filled in, without `execution`, references and outside paths.

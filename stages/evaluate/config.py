@@ -38,5 +38,9 @@ class EvaluateConfig(StageConfig):
     def product(self) -> Product:
         return "scores"
 
+    @property
+    def devices(self) -> int:
+        return self.serving.tensor_parallel_size if self.serving else 1
+
     def resolve_outside(self) -> dict[str, JsonValue]:
         return {"lm_eval_version": version("lm_eval"), "vllm_version": find_vllm().version}

@@ -54,5 +54,9 @@ class ServeConfig(StageConfig):
     def product(self) -> Product:
         return "server"
 
+    @property
+    def devices(self) -> int:
+        return self.serving.tensor_parallel_size
+
     def resolve_outside(self) -> dict[str, JsonValue]:
         return {"vllm_version": find_vllm().version}

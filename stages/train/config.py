@@ -40,6 +40,7 @@ class DpoConfig(StrictModel):
 class TrainExecution(Execution):
     """Where a training stage runs, how often it logs, evaluates and saves."""
 
+    processes: PositiveInt | None = Field(None, description="Processes on each node; default: what the layout needs.")
     log_every_steps: PositiveInt = 1
     evaluate_every_steps: PositiveInt | None = Field(None, description="Default: only at the end.")
     checkpoint_every_steps: PositiveInt | None = Field(None, description="Default: ten times in a run.")
