@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -146,6 +148,22 @@ def test_artifacts_are_intact_and_nothing_is_left_in_work_folders(
     assert left == []
 
 
-def fetch(url: str) -> dict[str, Any]:
-    with urllib.request.urlopen(url, timeout=30) as answer:
+def test_a_quantized_model_is_served_until_a_person_interrupts(quickstart: Quickstart, first: dict[str, Any]) -> None:
+    key = "key-of-a-person"
+    command = [LIFECYCLE, "serve", "awq"]
+    environment = {**quickstart.environment, "VLLM_API_KEY": key}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE) as process:
+        try:
+            url = next(line.split(" at ")[1].strip() for line in process.stdout if line.startswith("serving "))
+            assert [model["id"] for model in fetch(f"{url}/models", key)["data"]] == ["awq"]
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                fetch(f"{url}/models")
+        finally:
+            process.send_signal(signal.SIGINT)
+    assert process.returncode == 0
+
+
+def fetch(url: str, key: str = "") -> dict[str, Any]:
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
+    with urllib.request.urlopen(request, timeout=30) as answer:
         return json.load(answer)
