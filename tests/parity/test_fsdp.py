@@ -37,6 +37,7 @@ LAYOUTS = {
         "full-recompute": {"recompute": "full"},
         "selective-recompute": {"recompute": "selective"},
         "offloaded": {"cpu_offload": True},
+        "compiled": {"compile": True},
     },
     2: {
         "sharded": {"dp_shard": 2},
@@ -156,7 +157,10 @@ def trained(request, models, data, tmp_path_factory):
     }
     first = next(iter(layouts))
     cases |= {name: {"model": str(models / name), "config": make_config(layouts[first])} for name in MODELS[1:]}
-    (output / "spec.json").write_text(json.dumps({"data": data, "cases": cases, "output": str(output)}))
+    half = {"model": str(models / "qwen3"), "config": {**make_config(layouts[first]), "precision": "bf16"}}
+    (output / "spec.json").write_text(
+        json.dumps({"data": data, "cases": {**cases, "half": half}, "output": str(output)})
+    )
     launch(request.param, output / "spec.json")
     return output, {f"qwen3-{name}": "qwen3" for name in layouts} | {name: name for name in MODELS[1:]}
 
@@ -182,6 +186,13 @@ def test_losses_and_gradient_norms_equal_those_of_plain_transformers(trained, pl
         losses, grad_norms, _ = plain[model]
         assert result["losses"] == pytest.approx(losses, rel=2e-6), name
         assert result["grad_norms"] == pytest.approx(grad_norms, rel=1e-5), name
+
+
+def test_bf16_stays_as_close_to_fp32_as_its_eight_bits_allow(trained, plain):
+    result = json.loads((trained[0] / "half.json").read_text())
+    assert result["losses"] == pytest.approx(plain["qwen3"][0], rel=2**-8)
+    assert result["losses"] != pytest.approx(plain["qwen3"][0], rel=1e-6)
+    assert result["grad_norms"] == pytest.approx(plain["qwen3"][1], rel=2**-5)
 
 
 def test_exported_weights_equal_those_of_plain_transformers(trained, plain):
