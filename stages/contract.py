@@ -20,6 +20,7 @@ import json
 import os
 import time
 import typing
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
@@ -68,7 +69,7 @@ class Execution(StrictModel):
     environment: dict[str, str] = Field(default_factory=dict, description="Added to the process's environment.")
 
 
-class StageConfig(StrictModel):
+class StageConfig(StrictModel, ABC):
     """What a recipe says of one stage. All of it is identity, except `execution`."""
 
     STAGE_VERSION: ClassVar[int]
@@ -78,9 +79,9 @@ class StageConfig(StrictModel):
     execution: Execution = Execution()
 
     @property
+    @abstractmethod
     def product(self) -> Product:
         """What stages that refer to this one may use it as."""
-        raise NotImplementedError
 
     @property
     def processes(self) -> int:
