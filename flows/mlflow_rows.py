@@ -81,6 +81,18 @@ def known_steps(file: Path, first_byte: int) -> dict[str, int]:
     return steps
 
 
+def final_rows(metrics: dict[str, float], file: Path | None, last_byte: int | None, ended_ms: int) -> list[MetricRow]:
+    """Final figures as values of the last step, so that curves end with them; what that step has told is left out."""
+    last: dict[str, MetricRow] = {}
+    for batch in batches(file, 0, last_byte, largest=1000) if file else ():
+        last |= {row.name: row for row in batch.rows}
+    step = max((row.step for row in last.values()), default=0)
+    rows = [MetricRow(acceptable(name), value, ended_ms, step) for name, value in metrics.items()]
+    return [
+        row for row in rows if row.name not in last or (last[row.name].step, last[row.name].value) != (step, row.value)
+    ]
+
+
 def parent_params(record: RefreshRecord) -> dict[str, str]:
     """What the refresh was asked for."""
     return {"recipe_path": str(record.recipe_path), **dict(_split(override) for override in record.overrides)}

@@ -25,6 +25,7 @@ from flows.mlflow_rows import (
     MetricRow,
     acceptable,
     batches,
+    final_rows,
     known_steps,
     note,
     parent_params,
@@ -148,8 +149,8 @@ class Shipper:
 
     def _finish_attempt(self, attempt: AttemptRecord, run: str) -> None:
         assert attempt.outcome and attempt.ended_ms
-        final = [MetricRow(acceptable(name), value, attempt.ended_ms, 0) for name, value in attempt.metrics.items()]
-        self._log_metrics(run, final)
+        file = _metrics_file(attempt)
+        self._log_metrics(run, final_rows(attempt.metrics, file, attempt.last_byte, attempt.ended_ms))
         tags = attempt.tags | ({"error": attempt.error} if attempt.error else {})
         self._set_tags(run, tags)
         self._log_files(attempt, run)

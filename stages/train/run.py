@@ -20,7 +20,7 @@ from stages.train.data.prepare import PreparedData, prepare
 from stages.train.engine import Engine, LossMeans
 from stages.train.hardware import Peak, device_peak
 from stages.train.journal import Journal, read_metrics
-from stages.train.loop import TrainingRun, train
+from stages.train.loop import TrainingRun, evaluation_figures, train
 from stages.train.losses import build_loss
 from stages.train.order import DataOrder
 from stages.train.plot import plot_loss
@@ -28,7 +28,7 @@ from stages.train.processes import joined_processes
 from stages.train.reference import model_digest, reference_rows
 
 LOSS_PLOT = "plots/loss.png"
-HEADLINE = ("evaluation_loss", "preference_accuracy", "tokens_per_s", "mfu")
+HEADLINE = ("evaluation_loss", "evaluation_preference_accuracy", "tokens_per_s", "mfu")
 
 
 def run(context: StageContext) -> StageResult:
@@ -140,7 +140,7 @@ def _result(training_run: TrainingRun, data: PreparedData, evaluation: LossMeans
         "num_target_tokens": float(data.training.num_target_tokens),
         "padding_fraction": data.training.padding_fraction,
     }
-    held_out = {"evaluation_loss": evaluation.loss, **evaluation.metrics} if evaluation else {}
+    held_out = evaluation_figures(evaluation) if evaluation else {}
     tags = {"engine": config.engine, "layout": describe_layout(config), "device": engine.device.type}
     if peak:
         tags |= {"hardware": peak.device_name, "peak": f"{peak.flops_per_s / 1e12:.3g} TFLOP/s a device, {peak.source}"}

@@ -82,11 +82,12 @@ def test_training_teaches_addition(first: dict[str, Any]) -> None:
 
 
 def test_preferences_are_learned(first: dict[str, Any]) -> None:
-    assert first["stages"]["dpo"]["metrics"]["preference_accuracy"] >= 0.95
+    assert first["stages"]["dpo"]["metrics"]["evaluation_preference_accuracy"] >= 0.95
 
 
 def test_rows_are_packed_full(first: dict[str, Any]) -> None:
-    assert first["stages"]["sft"]["metrics"]["padding_fraction"] <= 0.01
+    for stage in ("sft", "dpo"):
+        assert first["stages"][stage]["metrics"]["padding_fraction"] <= 0.01
 
 
 def test_four_bits_change_predictions_little(first: dict[str, Any]) -> None:

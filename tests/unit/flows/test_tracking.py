@@ -3,7 +3,7 @@
 import json
 
 from flows.attempt_labels import flatten, params_of, tags_of
-from flows.mlflow_rows import batches, known_steps, metric_rows
+from flows.mlflow_rows import batches, final_rows, known_steps, metric_rows
 from flows.plan import plan
 from flows.recipe import load_recipe
 from flows.record import Index
@@ -39,6 +39,14 @@ def test_known_steps_are_those_before_the_attempt(tmp_path):
     log(tmp_path, 3)
     assert known_steps(tmp_path / "metrics.jsonl", end) == {"loss": 2}
     assert known_steps(tmp_path / "metrics.jsonl", 0) == {}
+
+
+def test_final_figures_belong_to_the_last_step_and_are_told_once(tmp_path):
+    log(tmp_path, 1, 2)
+    final = {"loss": 2.0, "evaluation_loss": 0.5}
+    (row,) = final_rows(final, tmp_path / "metrics.jsonl", None, ended_ms=7)
+    assert (row.name, row.value, row.step) == ("evaluation_loss", 0.5, 2)
+    assert [row.step for row in final_rows(final, None, None, ended_ms=7)] == [0, 0]
 
 
 def test_a_torn_line_has_no_rows():
