@@ -87,10 +87,9 @@ def final_rows(metrics: dict[str, float], file: Path | None, last_byte: int | No
     for batch in batches(file, 0, last_byte, largest=1000) if file else ():
         last |= {row.name: row for row in batch.rows}
     step = max((row.step for row in last.values()), default=0)
+    told = {row.name: row.value for row in last.values() if row.step == step}
     rows = [MetricRow(acceptable(name), value, ended_ms, step) for name, value in metrics.items()]
-    return [
-        row for row in rows if row.name not in last or (last[row.name].step, last[row.name].value) != (step, row.value)
-    ]
+    return [row for row in rows if told.get(row.name) != row.value]
 
 
 def parent_params(record: RefreshRecord) -> dict[str, str]:
