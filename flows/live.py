@@ -127,7 +127,7 @@ def stage_table(record: RefreshRecord, feeds: dict[str, StageFeed]) -> Table:
             entry.kind,
             Text(entry.state, style=STATE_STYLES.get(entry.state, "")),
             progress,
-            "  ".join(f"{metric} {value:.4g}" for metric, value in figures.items()),
+            figures_text(figures),
         )
     return table
 
@@ -138,14 +138,19 @@ def summary(entry: StageEntry) -> str:
         return f"running  ({entry.reason})" if entry.reason else "running"
     if entry.state == "failed":
         return f"failed after {entry.seconds:.1f} s: {entry.error_class}: {entry.error}"
-    figures = "  ".join(f"{metric} {value:.4g}" for metric, value in headline(entry).items())
-    return f"{entry.state:<8} {seconds_text(entry):>9}  {figures}".rstrip()
+    return f"{entry.state:<8} {seconds_text(entry):>9}  {figures_text(headline(entry))}".rstrip()
 
 
 def headline(entry: StageEntry) -> dict[str, float]:
     """The first few of a stage's figures."""
     shown = [(name, value) for name, value in entry.metrics.items() if not name.endswith("_stderr")]
     return dict(shown[:SHOWN_METRICS])
+
+
+def figures_text(figures: dict[str, float]) -> str:
+    """`loss 0.0123  tokens_per_s 8,012`."""
+    texts = {name: f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}" for name, value in figures.items()}
+    return "  ".join(f"{name} {text}" for name, text in texts.items())
 
 
 def seconds_text(entry: StageEntry) -> str:

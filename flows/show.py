@@ -9,7 +9,7 @@ from typing import Any
 
 from flows.attempt_labels import flatten
 from flows.history import RefreshFolder, RefreshRecord, refreshes
-from flows.live import headline
+from flows.live import figures_text, headline
 from flows.plan import Plan
 from flows.recipe_text import closest
 from flows.record import Artifact, Index
@@ -113,7 +113,7 @@ def refresh_as_text(record: RefreshRecord) -> str:
         f"on {record.hardware}, commit {record.git_commit or 'unknown'}",
     ]
     for name, entry in record.stages.items():
-        figures = "  ".join(f"{metric} {value:.4g}" for metric, value in headline(entry).items())
+        figures = figures_text(headline(entry))
         lines.append(
             f"  {name:<20} {entry.kind:<9} {entry.version}  {entry.state:<8} {entry.seconds:8.1f} s  {figures}".rstrip()
         )
