@@ -43,23 +43,23 @@ environments: .venv/.ready .venv-serve/.ready
 .venv/bin/uv:
 	@$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info < (3, 13), sys.version' || \
 		{ echo "Python 3.11 or 3.12 is needed: make PYTHON=python3.11 …" >&2; exit 1; }
-	$(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet uv==0.13.8
+	@$(PYTHON) -m venv .venv
+	@.venv/bin/python -m pip install --quiet uv==0.13.8
 
 .venv/.ready: $(PINS)/pipeline.txt pyproject.toml | .venv/bin/uv
 	@echo "Installing the pipeline environment into .venv ($(DEVICE)) …"
-	$(INSTALL) --python .venv/bin/python -r $(PINS)/pipeline.txt
-	$(INSTALL) --python .venv/bin/python --no-deps --editable .
+	@$(INSTALL) --python .venv/bin/python -r $(PINS)/pipeline.txt
+	@$(INSTALL) --python .venv/bin/python --no-deps --editable .
 	@touch $@
 
 .venv/.test-ready: $(PINS)/test.txt .venv/.ready
-	$(INSTALL) --python .venv/bin/python -r $(PINS)/test.txt
+	@$(INSTALL) --python .venv/bin/python -r $(PINS)/test.txt
 	@touch $@
 
 .venv-serve/.ready: $(wildcard $(PINS)/serve-*.txt) $(addprefix deploy/vllm-metadata/,pyproject.toml vllm_portable_int4.py) | .venv/bin/uv
 	@echo "Installing vLLM into .venv-serve ($(DEVICE)) …"
-	$(PYTHON) -m venv .venv-serve
-	$(INSTALL) --python .venv-serve/bin/python $(SERVE_$(DEVICE))
+	@$(PYTHON) -m venv .venv-serve
+	@$(INSTALL) --python .venv-serve/bin/python $(SERVE_$(DEVICE))
 	@touch $@
 
 SERVE_cpu := -r $(PINS)/serve-cpu.txt --overrides $(PINS)/serve-cpu-overrides.txt ./deploy/vllm-metadata
