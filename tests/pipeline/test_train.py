@@ -120,7 +120,11 @@ def test_dpo_raises_the_margin(dpo):
     assert rows[-1]["loss"] < 0.9 * math.log(2)
     assert rows[-1]["reward_margin"] > 0.1
     assert rows[-1]["preference_accuracy"] > 0.8
-    assert read_result(dpo).metrics.keys() >= {"evaluation_loss", "reward_margin", "preference_accuracy"}
+    assert read_result(dpo).metrics.keys() >= {
+        "evaluation_loss",
+        "evaluation_reward_margin",
+        "evaluation_preference_accuracy",
+    }
 
 
 def test_communication_of_two_processes_is_measured(dpo):
