@@ -17,7 +17,9 @@ class ServingConfig(StrictModel):
     max_model_len: PositiveInt | None = Field(None, description="Tokens of prompt and answer; default: the model's.")
     max_num_seqs: PositiveInt | None = Field(None, description="Requests in one batch; default: vLLM's.")
     tensor_parallel_size: PositiveInt = 1
-    kv_cache_memory_gib: PositiveFloat | None = Field(None, description="Default: what vLLM finds free.")
+    kv_cache_memory_gib: PositiveFloat | None = Field(
+        None, description="Default: what vLLM finds free on a GPU, 4 on a CPU."
+    )
     enforce_eager: bool = Field(False, description="Neither compile nor capture graphs: starts sooner, runs slower.")
     trust_remote_code: bool = False
 

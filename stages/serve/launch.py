@@ -10,6 +10,8 @@ from stages.serve.config import ServingConfig
 from stages.serve.vllm_program import VllmProgram
 
 BYTES_PER_GIB = 2**30
+CPU_KV_CACHE_GIB = 4.0
+"""vLLM would take 92% of the host's memory, and refuse to start when something else uses more than the rest."""
 QUIET = {
     "DO_NOT_TRACK": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -38,8 +40,9 @@ def server_command(program: VllmProgram, spec: LaunchSpec, host: str, port: int)
         command += ["--max-model-len", str(serving.max_model_len)]
     if serving.max_num_seqs:
         command += ["--max-num-seqs", str(serving.max_num_seqs)]
-    if serving.kv_cache_memory_gib:
-        command += ["--kv-cache-memory-bytes", str(int(serving.kv_cache_memory_gib * BYTES_PER_GIB))]
+    kv_cache_gib = serving.kv_cache_memory_gib or (CPU_KV_CACHE_GIB if program.runs_on_cpu else None)
+    if kv_cache_gib:
+        command += ["--kv-cache-memory-bytes", str(int(kv_cache_gib * BYTES_PER_GIB))]
     if serving.enforce_eager:
         command += ["--enforce-eager"]
     if serving.trust_remote_code:

@@ -49,6 +49,12 @@ def test_nothing_is_said_that_the_recipe_does_not_say() -> None:
     assert not {"--trust-remote-code", "--enforce-eager", "--max-model-len", "--kv-cache-memory-bytes"} & set(command)
 
 
+def test_a_server_on_a_cpu_leaves_memory_to_others() -> None:
+    command = server_command(ON_CPU, spec(), "127.0.0.1", 8123)
+
+    assert option(command, "--kv-cache-memory-bytes") == str(4 * 2**30)
+
+
 def test_a_single_worker_on_a_cpu_lives_in_the_engine() -> None:
     assert "uni" in server_command(ON_CPU, spec(), "127.0.0.1", 8123)
     assert "uni" not in server_command(ON_CPU, spec(tensor_parallel_size=2), "127.0.0.1", 8123)
