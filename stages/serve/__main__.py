@@ -7,6 +7,7 @@ in the environment; where that is not set, a new key is made and printed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -27,9 +28,8 @@ def main() -> None:
     """Serve until SIGINT or SIGTERM; exits with the code of the error class otherwise."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        _serve(_parse())
-    except KeyboardInterrupt:
-        print("stopped", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            _serve(_parse())
     except LifecycleError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

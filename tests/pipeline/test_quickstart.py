@@ -161,6 +161,7 @@ def test_a_quantized_model_is_served_until_a_person_interrupts(quickstart: Quick
                 fetch(f"{url}/models")
         finally:
             process.send_signal(signal.SIGINT)
+            process.wait(60)
     assert process.returncode == 0
 
 
