@@ -3,7 +3,7 @@
 <home>/refreshes/<refresh>/
     refresh.json            the refresh and its stages; written by the process that runs it
     attempts/<stage>-<n>    one try at building a stage; written by the same process
-    mlflow.json             how much of it has reached MLflow; written by `flows/tracking.py` only
+    mlflow.json             how much of it has reached MLflow; written by `flows/tracking/shipper.py` only
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from prefect.tasks import Task, exponential_backoff
 
 from flows.history import RefreshRecord, new_refresh_id
 from flows.refresh_run import RefreshRequest, RefreshRun, make_plan
-from flows.servers import answers
+from flows.servers.local import answers
 from stages.errors import TransientError
 
 RETRY_BASE_S = 1.0

@@ -31,12 +31,12 @@ from flows.outside import resolve_outside
 from flows.plan import Plan, PlannedStage, chosen_stages, plan
 from flows.process_identity import ProcessIdentity
 from flows.provenance import git_commit
-from flows.recipe import load_recipe
+from flows.recipe.recipe import load_recipe
 from flows.runner import Built, Launcher, run_stage
 from flows.slots import HeldSlots, Slots
 from flows.stage_observer import Log, StageObserver, describe
-from flows.store import Store
-from flows.tracker import Tracker
+from flows.store.store import Store
+from flows.tracking.tracker import Tracker
 from stages.errors import RefreshStoppedError
 
 

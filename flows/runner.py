@@ -11,9 +11,9 @@ from typing import Literal, Protocol
 
 from flows.launch import local
 from flows.plan import PlannedStage
-from flows.record import Record, UpstreamEntry
 from flows.stage_process import Process, watch
-from flows.store import Store
+from flows.store.record import Record, UpstreamEntry
+from flows.store.store import Store
 from flows.workspace import Foundation, commit, note_attempt, prepare
 from stages.contract import Lease, StageConfig, StageResult
 from stages.errors import RefreshStoppedError, StoreError

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from flows.content import ATTEMPT_FILE, LOG_FILE, SCRATCH_FOLDER, content_digest, hash_files
 from flows.plan import PlannedStage
 from flows.provenance import git_commit, package_versions
-from flows.record import Artifact, Record, UpstreamEntry
-from flows.store import Store
+from flows.store.content import ATTEMPT_FILE, LOG_FILE, SCRATCH_FOLDER, content_digest, hash_files
+from flows.store.record import Artifact, Record, UpstreamEntry
+from flows.store.store import Store
 from stages.contract import Lease, StageInput, StageResult, StrictModel, write_atomically
 from stages.supervisor import kill_until_gone, marked_processes
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import stages
-from flows.content import LOG_FILE
+from flows.store.content import LOG_FILE
 from stages.contract import StageConfig
 from stages.supervised import Supervised
 

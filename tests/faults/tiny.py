@@ -14,9 +14,9 @@ from typing import Any
 
 from flows.launch import local
 from flows.plan import PlannedStage, plan
-from flows.recipe import load_stages
+from flows.recipe.recipe import load_stages
 from flows.runner import Attempt, Built, Outcome, run_stage
-from flows.store import Store
+from flows.store.store import Store
 from stages.contract import StageConfig
 from stages.errors import RefreshStoppedError
 from stages.supervised import Supervised

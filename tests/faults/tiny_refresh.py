@@ -8,7 +8,7 @@ import sys
 
 import tiny
 
-from flows import run_command
+from flows.cli import run_command
 from flows.refresh_run import RefreshRequest
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from flows.plan import plan
-from flows.recipe import load_recipe
-from flows.record import Index
+from flows.recipe.recipe import load_recipe
+from flows.store.record import Index
 from stages.quantize.projections import Projection
 from stages.quantize.servability import Heads, check_servable
 from stages.train.data.formats import Conversation

@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 
-from flows.content import hash_path
 from flows.outside import resolve_outside
-from flows.recipe import load_stages
+from flows.recipe.recipe import load_stages
+from flows.store.content import hash_path
 from stages.errors import RecipeError
 
 

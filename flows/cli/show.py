@@ -7,12 +7,12 @@ import time
 from itertools import islice
 from typing import Any
 
-from flows.attempt_labels import flatten
+from flows.cli.live import figures_text, headline
 from flows.history import RefreshFolder, RefreshRecord, refreshes
-from flows.live import figures_text, headline
 from flows.plan import Plan
-from flows.recipe_text import closest
-from flows.record import Artifact, Index
+from flows.recipe.text import closest
+from flows.store.record import Artifact, Index
+from flows.tracking.labels import flatten
 from stages.errors import StoreError
 
 RECENT_REFRESHES = 10

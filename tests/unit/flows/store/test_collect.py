@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flows.collect import collect, find_garbage, needed, verify
-from flows.record import Index
+from flows.store.collect import collect, find_garbage, needed, verify
+from flows.store.record import Index
 
 DAY_S = 86_400
 

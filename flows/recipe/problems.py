@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from flows.recipe_text import closest, show
+from flows.recipe.text import closest, show
 from stages.kinds import KINDS
 
 

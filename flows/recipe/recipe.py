@@ -16,8 +16,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError, create_model
 
-from flows.recipe_problems import explain, models_in
-from flows.recipe_text import absolute, apply_overrides, closest, non_finite, read_tree, resolve_file_sources, show
+from flows.recipe.problems import explain, models_in
+from flows.recipe.text import absolute, apply_overrides, closest, non_finite, read_tree, resolve_file_sources, show
 from stages.contract import Reference, StageConfig, StrictModel, find_marker
 from stages.errors import RecipeError
 from stages.kinds import KINDS

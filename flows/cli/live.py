@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
-from flows.feed import StageFeed
+from flows.cli.feed import StageFeed
 from flows.history import RefreshRecord, StageEntry
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from flows import servers
 from flows.home import home
 from flows.machine import gpus, memory_gib, num_cores
+from flows.servers import local as servers
 from stages.errors import LifecycleError
 
 PYTHONS = ((3, 11), (3, 12))

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from flows.recipe import Recipe, json_schema, load_recipe
+from flows.recipe.recipe import Recipe, json_schema, load_recipe
 from stages.errors import RecipeError
 
-QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
+QUICKSTART = Path(__file__).parents[4] / "configs" / "quickstart.yaml"
 
 RECIPE = """
 name: small

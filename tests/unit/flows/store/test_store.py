@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from flows.content import PENDING_RECORD_FILE, FileEntry
-from flows.store import Store
+from flows.store.content import PENDING_RECORD_FILE, FileEntry
+from flows.store.store import Store
 from stages.errors import ResourceError, StoreError
 
 
@@ -123,7 +123,7 @@ def test_a_lock_is_held_by_one_and_handed_on(store):
 
 def test_the_lock_of_a_killed_process_is_free(store):
     code = (
-        "import sys, time; from pathlib import Path; from flows.store import Store\n"
+        "import sys, time; from pathlib import Path; from flows.store.store import Store\n"
         "with Store(Path(sys.argv[1])).lock('train', '0' * 12, lambda: None): print('held', flush=True); time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(store.root)], stdout=subprocess.PIPE)

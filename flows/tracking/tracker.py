@@ -1,4 +1,4 @@
-"""The refresh's side of tracking: starts the process that tells MLflow (`flows/tracking.py`) and asks how far it is.
+"""The refresh's side of tracking: starts the process that tells MLflow (`shipper.py`) and asks how far it is.
 
 Importing mlflow costs two CPU-seconds and a call to a slow server may take any time; in a process of its own neither
 delays a stage. The two share the refresh's folder: what happened is written there first, so that nothing is lost when
@@ -32,7 +32,7 @@ class Tracker:
         """
         with (self.folder.path / "tracking.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "flows.tracking", str(self.folder.path)],
+                [sys.executable, "-m", "flows.tracking.shipper", str(self.folder.path)],
                 env={**os.environ, **environment},
                 stdin=subprocess.PIPE,
                 stdout=log,

@@ -2,11 +2,11 @@
 
 import json
 
-from flows.attempt_labels import flatten, params_of, tags_of
-from flows.mlflow_rows import batches, final_rows, known_steps, metric_rows
 from flows.plan import plan
-from flows.recipe import load_recipe
-from flows.record import Index
+from flows.recipe.recipe import load_recipe
+from flows.store.record import Index
+from flows.tracking.labels import flatten, params_of, tags_of
+from flows.tracking.rows import batches, final_rows, known_steps, metric_rows
 
 
 def log(work, *steps):

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from flows.content import FileEntry
+from flows.store.content import FileEntry
 from flows.version import Identity, differences
 from stages.contract import Product, StrictModel
 

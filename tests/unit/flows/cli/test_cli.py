@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli import main
+from flows.cli.main import main
 from stages.errors import RecipeError, StoreError, error_classes
 
 LIFECYCLE = Path(sys.executable).with_name("lifecycle")
@@ -55,7 +55,7 @@ def test_help_imports_nothing_heavy_and_answers_at_once():
 
 def test_planning_imports_neither_prefect_nor_mlflow_nor_torch(recipe):
     program = (
-        "import sys\nfrom flows.cli import main\n"
+        "import sys\nfrom flows.cli.main import main\n"
         "try:\n    main(['plan', sys.argv[1]])\n"
         "finally:\n    print(*({'prefect', 'mlflow', 'torch', 'rich'} & set(sys.modules)), file=sys.stderr)"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from flows.answers import JSON_OPTION, print_json
+from flows.cli.answers import JSON_OPTION, print_json
 from stages.errors import ModelError, StoreError
 
 
@@ -17,9 +17,9 @@ from stages.errors import ModelError, StoreError
 @JSON_OPTION
 def show(name: str | None, as_json: bool) -> None:
     """Show a refresh by its id, or an artifact by stage or version; without a name, what there is."""
-    from flows import show as shown
+    from flows.cli import show as shown
     from flows.home import store_root
-    from flows.store import Store
+    from flows.store.store import Store
 
     index = Store(store_root()).index()
     if name is None:
@@ -41,7 +41,7 @@ def adopt(path: Path, kind: str, name: str, as_json: bool) -> None:
     """Copy a model or dataset from outside into the store, checked like a download."""
     from flows import adopt as adoption
     from flows.home import store_root
-    from flows.store import Store
+    from flows.store.store import Store
 
     built = adoption.adopt(Store(store_root()), path, "model" if kind == "model" else "dataset", name, _Silent())
     if as_json:
@@ -54,9 +54,9 @@ def adopt(path: Path, kind: str, name: str, as_json: bool) -> None:
 @JSON_OPTION
 def verify(as_json: bool) -> None:
     """Hash every artifact again, and name what is damaged."""
-    from flows import collect
     from flows.home import store_root
-    from flows.store import Store
+    from flows.store import collect
+    from flows.store.store import Store
 
     verdicts = []
     for verdict in collect.verify(Store(store_root())):
@@ -95,9 +95,9 @@ def verify(as_json: bool) -> None:
 @JSON_OPTION
 def gc(dry_run: bool, older_than_days: float, as_json: bool) -> None:
     """Remove what nothing needs: superseded artifacts, leftovers, and work and cache not used for long."""
-    from flows import collect
     from flows.home import store_root
-    from flows.store import Store
+    from flows.store import collect
+    from flows.store.store import Store
 
     store = Store(store_root())
     garbage = collect.find_garbage(store, older_than_days=older_than_days)
@@ -119,9 +119,9 @@ def gc(dry_run: bool, older_than_days: float, as_json: bool) -> None:
 @click.option("--port", type=click.IntRange(1, 65535), help="Default: a free one.")
 def serve(artifact: str, host: str, port: int | None) -> None:
     """Serve a model, or what a serve stage served, with vLLM until Ctrl-C. An API key is VLLM_API_KEY, or a new one."""
-    from flows import show as shown
+    from flows.cli import show as shown
     from flows.home import store_root
-    from flows.store import Store
+    from flows.store.store import Store
 
     found = shown.find_artifact(Store(store_root()).index(), artifact)
     if found.record.product not in ("model", "server"):

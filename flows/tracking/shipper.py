@@ -1,6 +1,6 @@
 """Tells MLflow what happened in refreshes. The only module that imports mlflow; runs as a process of its own.
 
-    python -m flows.tracking REFRESH_FOLDER
+    python -m flows.tracking.shipper REFRESH_FOLDER
 
 Reads the records of `flows/history.py` and brings MLflow up to date with them until stdin ends (the refresh is over,
 or died), then ships what is left of this refresh, and of earlier ones that MLflow was not there for.
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from flows.history import AttemptRecord, RefreshFolder, RefreshRecord, ShippedAttempt, refreshes
 from flows.home import store_root
-from flows.mlflow_rows import (
+from flows.tracking.rows import (
     MetricRow,
     acceptable,
     batches,

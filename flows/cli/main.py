@@ -14,9 +14,9 @@ from typing import Any
 
 import click
 
-from flows.answers import JSON_OPTION, print_json
-from flows.server_commands import doctor, down, status, up
-from flows.store_commands import adopt, gc, serve, show, verify
+from flows.cli.answers import JSON_OPTION, print_json
+from flows.cli.server_commands import doctor, down, status, up
+from flows.cli.store_commands import adopt, gc, serve, show, verify
 from stages.errors import INTERNAL_ERROR, USAGE_ERROR, LifecycleError, RefreshStoppedError, error_classes
 
 RECIPE = click.argument("recipe", type=click.Path(path_type=Path))
@@ -60,7 +60,7 @@ def run(recipe: Path, overrides: Sequence[str], until: str | None, force: Sequen
 @JSON_OPTION
 def rerun(recipe: Path, stage: str, overrides: Sequence[str], as_json: bool) -> int:
     """Build a stage anew, and what depends on it; all else is reused."""
-    from flows.recipe import load_recipe
+    from flows.recipe.recipe import load_recipe
     from flows.refresh_run import RefreshRequest
 
     loaded = load_recipe(recipe, overrides)
@@ -69,7 +69,7 @@ def rerun(recipe: Path, stage: str, overrides: Sequence[str], as_json: bool) -> 
 
 
 def _run(request: Any, as_json: bool) -> int:
-    from flows import run_command
+    from flows.cli import run_command
 
     record = run_command.run_refresh(request, quiet=as_json)
     if as_json:
@@ -87,7 +87,7 @@ def _run(request: Any, as_json: bool) -> int:
 @JSON_OPTION
 def plan(recipe: Path, overrides: Sequence[str], until: str | None, force: Sequence[str], as_json: bool) -> None:
     """Say what `run` would do: per stage cached or run, why, and what differs from the nearest earlier version."""
-    from flows import show as shown
+    from flows.cli import show as shown
     from flows.refresh_run import RefreshRequest, make_plan
 
     planned = make_plan(RefreshRequest(str(recipe.absolute()), tuple(overrides), until, tuple(force))).plan
@@ -100,7 +100,7 @@ def plan(recipe: Path, overrides: Sequence[str], until: str | None, force: Seque
 @cli.command()
 def schema() -> None:
     """Print the JSON schema of recipes, for editors."""
-    from flows.recipe import json_schema
+    from flows.recipe.recipe import json_schema
 
     print_json(json_schema())
 

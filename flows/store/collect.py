@@ -9,9 +9,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from flows.content import RECORD_FILE, files_in, hash_files
-from flows.record import Artifact, Index
-from flows.store import Store
+from flows.store.content import RECORD_FILE, files_in, hash_files
+from flows.store.record import Artifact, Index
+from flows.store.store import Store
 from stages.contract import StageInput
 
 SECONDS_PER_DAY = 86_400.0

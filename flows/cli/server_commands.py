@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import click
 
-from flows.answers import JSON_OPTION, print_json
+from flows.cli.answers import JSON_OPTION, print_json
 from stages.errors import ResourceError, ServerError
 
 
@@ -14,7 +14,7 @@ from stages.errors import ResourceError, ServerError
 @JSON_OPTION
 def up(as_json: bool) -> None:
     """Start the local Prefect and MLflow servers, unless they run."""
-    from flows import servers
+    from flows.servers import local as servers
 
     servers.up()
     _show_status(as_json)
@@ -24,7 +24,7 @@ def up(as_json: bool) -> None:
 @JSON_OPTION
 def down(as_json: bool) -> None:
     """Stop the servers that `up` or `run` started."""
-    from flows import servers
+    from flows.servers import local as servers
 
     stopped = servers.down()
     if as_json:
@@ -47,7 +47,7 @@ def status(context: click.Context, as_json: bool) -> None:
 @click.pass_context
 def doctor(context: click.Context, as_json: bool) -> None:
     """What this machine has, what is missing, and what to do."""
-    from flows import doctor as examination
+    from flows.cli import doctor as examination
 
     findings = examination.examine()
     if as_json:
@@ -60,7 +60,7 @@ def doctor(context: click.Context, as_json: bool) -> None:
 
 def _show_status(as_json: bool) -> bool:
     """Print where the servers are; returns whether both answer."""
-    from flows import servers
+    from flows.servers import local as servers
 
     found = servers.status()
     if as_json:

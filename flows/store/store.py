@@ -23,8 +23,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from flows.content import ATTEMPT_FILE, PENDING_RECORD_FILE, RECORD_FILE, SCRATCH_FOLDER, damage_of
-from flows.record import Artifact, Index, Record
+from flows.store.content import ATTEMPT_FILE, PENDING_RECORD_FILE, RECORD_FILE, SCRATCH_FOLDER, damage_of
+from flows.store.record import Artifact, Index, Record
 from stages.contract import write_atomically
 from stages.errors import ResourceError, StoreError
 

@@ -6,13 +6,13 @@ import os
 import sys
 from typing import Any
 
-from flows import servers
+from flows.cli.live import PlainView, TerminalView, View
 from flows.history import RefreshRecord
 from flows.home import home
 from flows.launch import local
-from flows.live import PlainView, TerminalView, View
 from flows.refresh_run import RefreshRequest, RefreshRun, make_plan
 from flows.runner import Launcher
+from flows.servers import local as servers
 from stages.errors import INTERNAL_ERROR, RefreshStoppedError, ServerError, error_classes
 
 PREFECT_SETTINGS = {

@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError
 
 from flows.home import home
 from flows.process_identity import ProcessIdentity
-from flows.server_programs import LOOPBACK, MLFLOW, NO_TELEMETRY, PREFECT, PROGRAMS, ServerProgram
+from flows.servers.programs import LOOPBACK, MLFLOW, NO_TELEMETRY, PREFECT, PROGRAMS, ServerProgram
 from stages.contract import StrictModel, write_atomically
 from stages.errors import ServerError, StoreError
 from stages.supervisor import TOKEN_VARIABLE, kill_until_gone, marked_processes, send
