@@ -57,7 +57,7 @@ class TrainConfig(StageConfig):
     method: Literal["sft", "dpo"]
     model: ModelReference
     data: DataConfig
-    engine: Literal["fsdp"] = "fsdp"
+    engine: Literal["fsdp", "megatron"] = "fsdp"
     layout: Layout = Layout()
     dpo: DpoConfig | None = Field(None, description="Only with `method: dpo`.")
 
