@@ -36,7 +36,9 @@ def run_stage(work: Path) -> None:
     told = StageInput.model_validate_json((work / "config.json").read_text())
     run = importlib.import_module(f"stages.{told.kind}.run").run
     config = KINDS[told.kind].model_validate(told.config)
-    context = StageContext(work, told.name, told.version, config, told.inputs, told.leases, told.cache, told.outside)
+    context = StageContext(
+        work, told.name, told.version, config, told.inputs, told.leases, told.cache, told.outside, told.trial
+    )
     outcome = run(context)
     for result in (outcome,) if isinstance(outcome, StageResult) else outcome:
         if is_main_process():

@@ -164,6 +164,15 @@ class Lease(StrictModel):
     pid: int
 
 
+class Trial(StrictModel):
+    """A stage run to be measured: its first steps, as they would be, but nothing is saved and no artifact comes of it.
+
+    No part of a config: a recipe cannot ask for it, so it can enter no version and no store.
+    """
+
+    steps: PositiveInt = Field(description="Steps to do, however many the config has.")
+
+
 class StageInput(StrictModel):
     """`config.json`: everything a stage process is told."""
 
@@ -176,6 +185,7 @@ class StageInput(StrictModel):
     outside: dict[str, JsonValue] = Field(
         default_factory=dict, description="what `resolve_outside` gave when the version was computed"
     )
+    trial: Trial | None = Field(None, description="set when the stage is only to be measured")
     cache: Path = Field(description="kept between runs; entries are keyed by content and written atomically")
 
 
@@ -223,6 +233,7 @@ class StageContext:
     leases: dict[str, Lease]
     cache: Path
     outside: dict[str, JsonValue] = dataclass_field(default_factory=dict)
+    trial: Trial | None = None
 
     @property
     def scratch(self) -> Path:

@@ -22,9 +22,10 @@ from stages.train.hardware import Peak, device_peak
 from stages.train.journal import Journal, read_metrics
 from stages.train.loop import TrainingRun, evaluation_figures, train
 from stages.train.losses import build_loss
+from stages.train.metrics import peak_memory_gib
 from stages.train.order import DataOrder
 from stages.train.plot import plot_loss
-from stages.train.processes import joined_processes
+from stages.train.processes import gathered, joined_processes
 from stages.train.reference import model_digest, reference_rows
 
 LOSS_PLOT = "plots/loss.png"
@@ -45,11 +46,13 @@ def run(context: StageContext) -> StageResult:
         engine = _build_engine(model_folder, config, device)
         training_run = _assemble(context, engine, data, model_folder)
         evaluation = train(training_run)
-        engine.export(context.work / "model", getattr(torch, config.export_dtype))
-    if is_main_process():
+        peak_memory = _peak_memory(training_run)
+        if context.trial is None:
+            engine.export(context.work / "model", getattr(torch, config.export_dtype))
+    if is_main_process() and context.trial is None:
         _use_own_template(config, context.work / "model")
         plot_loss(read_metrics(context.work), context.work / LOSS_PLOT)
-    return _result(training_run, data, evaluation)
+    return _result(training_run, data, evaluation, peak_memory)
 
 
 def _check_world_size(config: TrainConfig) -> None:
@@ -82,9 +85,9 @@ def _build_engine(model_folder: Path, config: TrainConfig, device: torch.device)
 
 def _assemble(context: StageContext, engine: Engine, data: PreparedData, model_folder: Path) -> TrainingRun:
     config: TrainConfig = context.config
-    layout = config.layout
+    layout, trial = config.layout, context.trial
     checkpoints_folder = context.scratch / "checkpoints"
-    if is_main_process():
+    if is_main_process() and trial is None:
         num_files = config.execution.checkpoints_kept + 1
         check_free_disk(context.scratch, num_files * engine.checkpoint_bytes, f"{num_files} checkpoints")
     order = DataOrder(
@@ -96,7 +99,9 @@ def _assemble(context: StageContext, engine: Engine, data: PreparedData, model_f
         config.seed,
     )
     num_steps = config.steps or math.ceil(config.epochs * len(data.training) / config.global_batch_size)
-    training_rows = sorted({row for step in range(1, num_steps + 1) for row in order.global_batch(step)})
+    last_step = trial.steps if trial else num_steps
+    num_steps = max(num_steps, last_step)
+    training_rows = sorted({row for step in range(1, last_step + 1) for row in order.global_batch(step)})
     digest = model_digest(model_folder) if config.dpo else None
 
     def source(dataset: PackedDataset, rows: list[int]) -> BatchSource:
@@ -105,17 +110,19 @@ def _assemble(context: StageContext, engine: Engine, data: PreparedData, model_f
         reference = reference_rows(engine, dataset, rows, layout.micro_batch_size, digest, context)
         return BatchSource(dataset, layout.micro_batch_size, reference)
 
+    held_out = None if trial else data.evaluation
     return TrainingRun(
         config=config,
         engine=engine,
         loss=build_loss(config),
         order=order,
         training=source(data.training, training_rows),
-        evaluation=source(data.evaluation, list(range(len(data.evaluation)))) if data.evaluation else None,
+        evaluation=source(held_out, list(range(len(held_out)))) if held_out else None,
         num_steps=num_steps,
         checkpoints=Checkpoints(checkpoints_folder, engine, config.execution.checkpoints_kept),
-        journal=Journal(context, num_steps, config.execution.log_every_steps),
+        journal=Journal(context, last_step, 1 if trial else config.execution.log_every_steps),
         peak=_peak(engine, config),
+        trial=trial,
     )
 
 
@@ -125,13 +132,22 @@ def _peak(engine: Engine, config: TrainConfig) -> Peak | None:
     return device_peak(engine.device, engine.compute_dtype)
 
 
+def _peak_memory(training_run: TrainingRun) -> dict[str, float]:
+    """The largest of all processes, since that one runs out of memory; each one's where layouts are compared."""
+    by_rank = gathered(peak_memory_gib(training_run.engine.device))
+    each = {f"peak_memory_gib_rank_{rank}": value for rank, value in enumerate(by_rank)}
+    return {"peak_memory_gib": max(by_rank), **(each if training_run.trial else {})}
+
+
 def _use_own_template(config: TrainConfig, folder: Path) -> None:
     """What was trained with is what the model is to be used with."""
     if config.data.chat_template:
         shutil.copyfile(config.data.chat_template, folder / "chat_template.jinja")
 
 
-def _result(training_run: TrainingRun, data: PreparedData, evaluation: LossMeans | None) -> StageResult:
+def _result(
+    training_run: TrainingRun, data: PreparedData, evaluation: LossMeans | None, peak_memory: dict[str, float]
+) -> StageResult:
     config, engine, peak = training_run.config, training_run.engine, training_run.peak
     counts = {
         "num_rows": float(len(data.training)),
@@ -143,10 +159,13 @@ def _result(training_run: TrainingRun, data: PreparedData, evaluation: LossMeans
     held_out = evaluation_figures(evaluation) if evaluation else {}
     tags = {"engine": config.engine, "layout": describe_layout(config), "device": engine.device.type}
     if peak:
-        tags |= {"hardware": peak.device_name, "peak": f"{peak.flops_per_s / 1e12:.3g} TFLOP/s a device, {peak.source}"}
-    metrics = {**training_run.journal.summary(), **held_out, **counts}
+        tags |= {
+            "device_name": peak.device_name,
+            "peak": f"{peak.flops_per_s / 1e12:.3g} TFLOP/s a device, {peak.source}",
+        }
+    metrics = {**training_run.journal.summary(), **peak_memory, **held_out, **counts}
     headline = {name: metrics[name] for name in HEADLINE if name in metrics}
-    return StageResult(metrics={**headline, **metrics}, tags=tags, files=[LOSS_PLOT])
+    return StageResult(metrics={**headline, **metrics}, tags=tags, files=[] if training_run.trial else [LOSS_PLOT])
 
 
 def describe_layout(config: TrainConfig) -> str:
