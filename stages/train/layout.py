@@ -21,6 +21,8 @@ class Layout(StrictModel):
     tp: PositiveInt = Field(1, description="Tensor parallelism (megatron).")
     pp: PositiveInt = Field(1, description="Pipeline stages (megatron).")
     vpp: PositiveInt = Field(1, description="Interleaved model chunks of each pipeline stage (megatron).")
+    first_stage_layers: PositiveInt | None = Field(None, description="Layers of the first of uneven stages (megatron).")
+    last_stage_layers: PositiveInt | None = Field(None, description="Layers of the last of uneven stages (megatron).")
     cp: PositiveInt = Field(1, description="Context parallelism: processes that share a sequence (megatron).")
     ep: PositiveInt = Field(1, description="Expert parallelism, within data and context parallelism (megatron).")
     etp: PositiveInt = Field(1, description="Tensor parallelism of each expert (megatron).")
@@ -41,3 +43,9 @@ class Layout(StrictModel):
     def world_size(self) -> int:
         """Processes that the layout needs; expert parallelism is folded into the others."""
         return self.data_parallel_size * self.tp * self.pp * self.cp
+
+
+def describe_layout(engine: str, layout: Layout) -> str:
+    """The engine and what differs from the default layout: `fsdp dp_shard=2 micro_batch_size=4`."""
+    chosen = layout.model_dump(exclude_defaults=True)
+    return " ".join([engine, *(f"{name}={value}" for name, value in chosen.items())])

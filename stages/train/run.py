@@ -20,6 +20,7 @@ from stages.train.data.prepare import PreparedData, prepare
 from stages.train.engine import Engine, LossMeans
 from stages.train.hardware import Peak, device_peak
 from stages.train.journal import Journal, read_metrics
+from stages.train.layout import describe_layout
 from stages.train.loop import TrainingRun, evaluation_figures, train
 from stages.train.losses import build_loss
 from stages.train.metrics import peak_memory_gib
@@ -58,9 +59,10 @@ def run(context: StageContext) -> StageResult:
 def _check_world_size(config: TrainConfig) -> None:
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != config.layout.world_size:
+        layout = describe_layout(config.engine, config.layout)
         raise LayoutError(
-            f"the layout needs {config.layout.world_size} processes ({describe_layout(config)}), {started} were "
-            "started; start as many, or change the layout"
+            f"the layout needs {config.layout.world_size} processes ({layout}), {started} were started; start as many, "
+            "or change the layout"
         )
 
 
@@ -157,7 +159,11 @@ def _result(
         "padding_fraction": data.training.padding_fraction,
     }
     held_out = evaluation_figures(evaluation) if evaluation else {}
-    tags = {"engine": config.engine, "layout": describe_layout(config), "device": engine.device.type}
+    tags = {
+        "engine": config.engine,
+        "layout": describe_layout(config.engine, config.layout),
+        "device": engine.device.type,
+    }
     if peak:
         tags |= {
             "device_name": peak.device_name,
@@ -166,9 +172,3 @@ def _result(
     metrics = {**training_run.journal.summary(), **peak_memory, **held_out, **counts}
     headline = {name: metrics[name] for name in HEADLINE if name in metrics}
     return StageResult(metrics={**headline, **metrics}, tags=tags, files=[] if training_run.trial else [LOSS_PLOT])
-
-
-def describe_layout(config: TrainConfig) -> str:
-    """The engine and what differs from the default layout: `fsdp dp_shard=2 micro_batch_size=4`."""
-    chosen = config.layout.model_dump(exclude_defaults=True)
-    return " ".join([config.engine, *(f"{name}={value}" for name, value in chosen.items())])
