@@ -139,9 +139,18 @@ def _stage_problems(stage: str, config: Any) -> Iterator[str]:
 
 
 def _launch_problems(stage: str, config: StageConfig) -> Iterator[str]:
-    execution = config.execution
+    execution, path = config.execution, f"stages.{stage}.execution"
     if execution.launcher == "local" and execution.nodes > 1:
-        yield f"stages.{stage}.execution.nodes: found {execution.nodes}, but the local launcher has one node only"
+        yield f"{path}.nodes: found {execution.nodes}, but the local launcher has one node only"
+    elif execution.nodes > 1 and config.kind != "train":
+        yield f"{path}.nodes: found {execution.nodes}, but only a train stage spreads over nodes"
+    if execution.launcher != "local" and config.product == "server":
+        yield (
+            f"{path}.launcher: found {execution.launcher}, but a server answers on its own machine only; "
+            "expected local (an evaluation on a cluster starts its own server)"
+        )
+    if execution.launcher == "kubernetes" and not execution.kubernetes.image:
+        yield f"{path}.kubernetes.image: missing; name the image that holds this pipeline"
 
 
 def _reference_problems(stages: Mapping[str, StageConfig], tree: Mapping[str, Any]) -> Iterator[str]:
