@@ -62,6 +62,8 @@ class ModelShape:
     """Routed experts of a mixture layer; 0 in a dense model."""
     experts_per_token: int = 0
     expert_ffn_size: int = 0
+    router_normalizes: bool = True
+    """Whether the weights of a token's experts add up to one."""
     dense_layers: frozenset[int] = frozenset()
     """Layers of a mixture-of-experts model that are dense nevertheless."""
     sliding_window: int | None = None
@@ -223,6 +225,7 @@ def _mixture(family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         "num_experts": num_experts,
         "experts_per_token": _required(fields, ("num_experts_per_tok",)),
         "expert_ffn_size": width,
+        "router_normalizes": family == "mixtral" or bool(fields.get("norm_topk_prob", False)),
         "dense_layers": frozenset(dense),
     }
 
