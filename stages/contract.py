@@ -137,9 +137,10 @@ def marked_values(model: BaseModel, marker: type, prefix: str = "") -> Iterator[
             continue
         path = f"{prefix}{name}"
         if find_marker(field, marker):
-            yield from ((f"{path}.{number}", item) for number, item in enumerate(value)) if isinstance(
-                value, tuple
-            ) else [(path, value)]
+            if isinstance(value, tuple):
+                yield from ((f"{path}.{number}", item) for number, item in enumerate(value))
+            else:
+                yield path, value
         elif isinstance(value, BaseModel):
             yield from marked_values(value, marker, f"{path}.")
 

@@ -100,6 +100,12 @@ class TrainingError(LifecycleError):
     exit_code = 16
 
 
+class NotPromotedError(LifecycleError):
+    """The refresh is complete, but its candidate missed a gate of its promotion: the champion stays."""
+
+    exit_code = 17
+
+
 class TransientError(LifecycleError):
     """Something that may well work when tried again: a network fault, a busy server."""
 

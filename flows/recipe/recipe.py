@@ -10,9 +10,9 @@ import json
 import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError, create_model
 
@@ -24,18 +24,25 @@ from stages.kinds import KINDS
 
 NAME_PATTERN = r"[a-z0-9][a-z0-9_-]{0,62}"
 NAME_RULE = "lower-case letters, digits, - and _"
-TOP_LEVEL_FIELDS = ("name", "stages")
+TOP_LEVEL_FIELDS = ("name", "on_collision", "stages")
+OnCollision = Literal["queue", "skip"]
+"""What becomes of a scheduled refresh that is due while what it needs is taken by another."""
 
 AnyStage: Any = Annotated[functools.reduce(operator.or_, KINDS.values()), Field(discriminator="kind")]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One complete refresh. `stages` is in topological order; outside paths in it are absolute."""
+    """One complete refresh. `stages` is in topological order; outside paths in it are absolute.
+
+    on_collision: whether a scheduled refresh waits or is left out while another of this recipe runs; `skip` also
+    while others hold the devices that it needs (with `queue`, its stages wait for them).
+    """
 
     name: str
     folder: Path
     stages: dict[str, StageConfig]
+    on_collision: OnCollision = "queue"
 
     def upstream_of(self, stage: str) -> tuple[str, ...]:
         """Names of the stages that `stage` refers to itself, each once."""
@@ -66,9 +73,10 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     problems = apply_overrides(tree, overrides)
     problems += _top_level_problems(tree)
     try:
-        return load_stages(tree.get("name") or path.stem, path.absolute().parent, tree["stages"], problems)
+        recipe = load_stages(tree.get("name") or path.stem, path.absolute().parent, tree["stages"], problems)
     except RecipeError as error:
         raise RecipeError(f"{path}: {error}") from error
+    return replace(recipe, on_collision=tree.get("on_collision", recipe.on_collision))
 
 
 def load_stages(name: str, folder: Path, tree: Mapping[str, Any], problems: Sequence[str] = ()) -> Recipe:
@@ -88,6 +96,7 @@ def load_stages(name: str, folder: Path, tree: Mapping[str, Any], problems: Sequ
             found += _launch_problems(stage, stages[stage])
     found += _reference_problems(stages, tree)
     found += [] if found else _cycles(stages)
+    found += [] if found else _problems_among(stages)
     if found:
         count = "1 problem" if len(found) == 1 else f"{len(found)} problems"
         raise RecipeError("\n".join([f"the recipe has {count}:", *(f"  {problem}" for problem in found)]))
@@ -101,6 +110,7 @@ def json_schema() -> dict[str, Any]:
         __base__=StrictModel,
         __doc__="One complete refresh: named stages, which refer to one another by name.",
         name=(str, Field(None, pattern=f"^{NAME_PATTERN}$", description="Default: the name of the file.")),
+        on_collision=(OnCollision, Field("queue", description="Of scheduled refreshes that are due while another runs.")),
         stages=(dict[str, AnyStage], Field(min_length=1)),
     )
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **recipe_file.model_json_schema()}
@@ -130,6 +140,9 @@ def _top_level_problems(tree: Mapping[str, Any]) -> Iterator[str]:
     name = tree.get("name")
     if name is not None and not (isinstance(name, str) and re.fullmatch(NAME_PATTERN, name)):
         yield f"name: found {show(name)}, expected {NAME_RULE}"
+    choices = get_args(OnCollision)
+    if tree.get("on_collision", choices[0]) not in choices:
+        yield f"on_collision: found {show(tree['on_collision'])}, expected {' or '.join(choices)}"
 
 
 def _stage_problems(stage: str, config: Any) -> Iterator[str]:
@@ -158,9 +171,9 @@ def _reference_problems(stages: Mapping[str, StageConfig], tree: Mapping[str, An
     for stage, config in tree.items():
         kind = str(config.get("kind")) if isinstance(config, dict) else None
         for path, reference in _reference_fields(KINDS[kind]) if kind in KINDS else ():
-            target = _value_at(config, path)
-            if isinstance(target, str):
-                problem = _reference_problem(target, reference, stages, tree)
+            value = _value_at(config, path)
+            for target in value if isinstance(value, list) else [value]:
+                problem = _reference_problem(target, reference, stages, tree) if isinstance(target, str) else None
                 yield from [f"stages.{stage}.{'.'.join(path)}: {problem}"] if problem else []
         target = stages.get(str(config.get("model"))) if isinstance(config, dict) else None
         if target and target.product == "server" and config.get("serving"):
@@ -193,6 +206,10 @@ def _value_at(tree: Any, path: Sequence[str]) -> Any:
     for part in path:
         tree = tree.get(part) if isinstance(tree, dict) else None
     return tree
+
+
+def _problems_among(stages: Mapping[str, StageConfig]) -> list[str]:
+    return [f"stages.{name}.{one}" for name, config in stages.items() for one in config.problems_among(stages)]
 
 
 def _cycles(stages: Mapping[str, StageConfig]) -> list[str]:
