@@ -19,7 +19,7 @@ from flows.provenance import git_commit, package_versions
 from flows.store.content import ATTEMPT_FILE, LOG_FILE, SCRATCH_FOLDER, content_digest, hash_files
 from flows.store.record import Artifact, Record, UpstreamEntry
 from flows.store.store import Store
-from stages.contract import Lease, StageInput, StageResult, StrictModel, write_atomically
+from stages.contract import Lease, StageInput, StageResult, StrictModel, Trial, write_atomically
 from stages.supervisor import kill_until_gone, marked_processes
 
 KEPT = frozenset({SCRATCH_FOLDER, "metrics.jsonl", "events.jsonl", LOG_FILE})
@@ -64,7 +64,7 @@ def prepare(store: Store, planned: PlannedStage, foundation: Foundation, fresh: 
     with store.explained(f"prepare {work}"):
         _remove_all_but(work, KEPT)
         note_attempt(work, foundation, None)
-        write_atomically(work / "config.json", _stage_input(store, planned, foundation).model_dump_json(indent=2))
+        write_atomically(work / "config.json", stage_input(store, planned, foundation).model_dump_json(indent=2))
         return any((work / SCRATCH_FOLDER).glob("*"))
 
 
@@ -109,7 +109,8 @@ def commit(
     return store.commit(work, record)
 
 
-def _stage_input(store: Store, planned: PlannedStage, foundation: Foundation) -> StageInput:
+def stage_input(store: Store, planned: PlannedStage, foundation: Foundation, trial: Trial | None = None) -> StageInput:
+    """What the process of a stage is told; with `trial`, to run only its first steps."""
     outside = planned.identity["outside"]
     assert isinstance(outside, dict)
     return StageInput(
@@ -121,6 +122,7 @@ def _stage_input(store: Store, planned: PlannedStage, foundation: Foundation) ->
         inputs=foundation.inputs,
         leases=foundation.leases,
         outside=outside,
+        trial=trial,
         cache=store.make_folder(store.cache_folder(planned.kind)),
     )
 

@@ -32,7 +32,7 @@ def run_refresh(request: RefreshRequest, *, quiet: bool, launch: Launcher = loca
     the record.
     """
     planned = make_plan(request)
-    endpoints = _servers()
+    endpoints = ready_servers()
     run = RefreshRun(planned, launch=launch)
     run.tracker.start(endpoints.environment())
     with view_of(run, quiet):
@@ -43,7 +43,8 @@ def run_refresh(request: RefreshRequest, *, quiet: bool, launch: Launcher = loca
     return run.record
 
 
-def _servers() -> servers.Endpoints:
+def ready_servers() -> servers.Endpoints:
+    """Start the local servers unless others are named; from here on Prefect and MLflow clients find them."""
     if any(status.ours and not status.healthy for status in servers.status()):
         print("starting the local Prefect and MLflow servers (stop them with `lifecycle down`)", file=sys.stderr)
     endpoints = servers.up()

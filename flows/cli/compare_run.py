@@ -1,0 +1,57 @@
+"""What `lifecycle compare` does once it has been asked: plan, servers, the Prefect flow."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import nullcontext
+from typing import TextIO
+
+from flows.cli.run_command import ready_servers, view_of
+from flows.compare.record import ComparisonRecord
+from flows.compare.run import ComparisonRequest, ComparisonRun, plan_comparison
+from flows.launch import local
+from flows.refresh_run import RefreshRun
+from flows.runner import Launcher
+from stages.errors import RefreshStoppedError, ServerError, StageCrashError
+
+
+def run_comparison(request: ComparisonRequest, *, stream: TextIO, launch: Launcher = local.start) -> ComparisonRun:
+    """Run a comparison to its end; what happens is told on `stream` as it happens.
+
+    Raises what keeps it from starting: a bad recipe, a bad layout, servers that do not answer. What goes wrong later is
+    in the record.
+    """
+    planned = plan_comparison(request)
+    endpoints = ready_servers()
+    run = ComparisonRun(planned, launch=launch)
+    upstream = RefreshRun(planned.upstream_refresh, launch=launch) if planned.upstream_refresh else None
+    if upstream:
+        upstream.tracker.start(endpoints.environment())
+    with view_of(upstream, quiet=stream is sys.stderr) if upstream else nullcontext():
+        _run_flow(request, run, upstream, stream)
+    return run
+
+
+def _run_flow(request: ComparisonRequest, run: ComparisonRun, upstream: RefreshRun | None, stream: TextIO) -> None:
+    from flows.compare.flow import OPENED_COMPARISON, compare
+    from flows.refresh import OPENED_RUN
+
+    if upstream:
+        OPENED_RUN.set(upstream)
+    OPENED_COMPARISON.set(run)
+    run.listen(lambda text: print(f"{time.strftime('%H:%M:%S')} {text}", file=stream, flush=True))
+    names = (request.recipe, request.stage, request.layouts, request.overrides)
+    options = (request.num_steps, request.num_warmup_steps, request.num_rounds, run.record.comparison)
+    try:
+        compare(*names, *options, return_state=True)
+    except Exception as error:
+        if run.record.state == "running":
+            raise ServerError(f"Prefect could not run the comparison: {type(error).__name__}: {error}") from error
+        print(f"the Prefect server was not told how the comparison ended: {error}", file=sys.stderr)
+
+
+def exit_code(record: ComparisonRecord) -> int:
+    """0 as soon as one layout was measured: that others do not fit is what was asked."""
+    codes = {"completed": 0, "cancelled": RefreshStoppedError.exit_code}
+    return codes.get(record.state, StageCrashError.exit_code)
