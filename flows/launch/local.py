@@ -18,6 +18,8 @@ TELEMETRY_OFF = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
 }
+PROGRAMS = {"promote": "flows.promotion"}
+"""Kinds whose process is more than the stage: a promotion also asks MLflow's registry, and tells it the verdict."""
 SINGLE_NODE = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
@@ -29,7 +31,7 @@ def start(work: Path, config: StageConfig) -> Supervised:
 
 def command(work: Path, config: StageConfig) -> list[str]:
     """What to run: the stage itself, or torchrun with a rendezvous on a free port of the loopback."""
-    stage = ["-m", "stages", str(work)]
+    stage = ["-m", PROGRAMS.get(config.kind, "stages"), str(work)]
     if config.processes == 1:
         return [sys.executable, *stage]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]

@@ -89,7 +89,7 @@ class Shipper:
 
     def _parent_run(self, record: RefreshRecord) -> str:
         if self.shipped.experiment_id is None:
-            self._save(experiment_id=_experiment_id(self.client))
+            self._save(experiment_id=experiment_id(self.client))
         if self.shipped.parent_run_id is None:
             run = self._create_run("refresh", record.refresh, record.refresh, record.started_ms, parent_tags(record))
             self._log_params(run, parent_params(record))
@@ -226,7 +226,7 @@ def _stdin_ended(timeout_s: float) -> bool:
     return bool(readable)
 
 
-def _experiment_id(client: MlflowClient) -> str:
+def experiment_id(client: MlflowClient) -> str:
     """The id of our experiment, made when absent; another process may make it at the same time."""
     from mlflow.exceptions import MlflowException
 
