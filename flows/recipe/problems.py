@@ -34,6 +34,8 @@ def _sentence(details: ErrorDetails, stage: str) -> str:
             return f"{path}: unknown field (value {show(details['input'])}){closest(str(location[-1]), known)}"
         case "missing":
             return f"{path}: missing; it has no default"
+        case "layout":
+            return f"{path}: {details['msg']}"
         case "value_error":
             return f"{path}: {details['msg'].removeprefix('Value error, ')}"
         case "literal_error":

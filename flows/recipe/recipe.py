@@ -19,8 +19,9 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError, create_mode
 from flows.recipe.problems import explain, models_in
 from flows.recipe.text import absolute, apply_overrides, closest, non_finite, read_tree, resolve_file_sources, show
 from stages.contract import Reference, StageConfig, StrictModel, find_marker
-from stages.errors import RecipeError
+from stages.errors import LayoutError, RecipeError
 from stages.kinds import KINDS
+from stages.train.config import LAYOUT_PROBLEM
 
 NAME_PATTERN = r"[a-z0-9][a-z0-9_-]{0,62}"
 NAME_RULE = "lower-case letters, digits, - and _"
@@ -75,31 +76,33 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     try:
         recipe = load_stages(tree.get("name") or path.stem, path.absolute().parent, tree["stages"], problems)
     except RecipeError as error:
-        raise RecipeError(f"{path}: {error}") from error
+        raise type(error)(f"{path}: {error}") from error
     return replace(recipe, on_collision=tree.get("on_collision", recipe.on_collision))
 
 
 def load_stages(name: str, folder: Path, tree: Mapping[str, Any], problems: Sequence[str] = ()) -> Recipe:
     """Validate the `stages` of a recipe that lies in `folder`.
 
-    Raises `RecipeError` that lists every problem, those found before included.
+    Raises `RecipeError` that lists every problem, those found before included; `LayoutError` if all are of layouts.
     """
     stages: dict[str, StageConfig] = {}
-    found = [*problems]
+    found, num_of_layouts = [*problems], 0
     for stage, config in tree.items():
         found += _stage_problems(stage, config)
         try:
             stages[stage] = _read_stage(resolve_file_sources(config, folder), folder)
         except ValidationError as error:
             found += explain(error, stage)
+            num_of_layouts += sum(details["type"] == LAYOUT_PROBLEM for details in error.errors())
         else:
             found += _launch_problems(stage, stages[stage])
     found += _reference_problems(stages, tree)
     found += [] if found else _cycles(stages)
     found += [] if found else _problems_among(stages)
     if found:
+        kind_of_error = LayoutError if num_of_layouts == len(found) else RecipeError
         count = "1 problem" if len(found) == 1 else f"{len(found)} problems"
-        raise RecipeError("\n".join([f"the recipe has {count}:", *(f"  {problem}" for problem in found)]))
+        raise kind_of_error("\n".join([f"the recipe has {count}:", *(f"  {problem}" for problem in found)]))
     return Recipe(name, folder, {stage: stages[stage] for stage in _topological(stages)})
 
 
@@ -110,7 +113,7 @@ def json_schema() -> dict[str, Any]:
         __base__=StrictModel,
         __doc__="One complete refresh: named stages, which refer to one another by name.",
         name=(str, Field(None, pattern=f"^{NAME_PATTERN}$", description="Default: the name of the file.")),
-        on_collision=(OnCollision, Field("queue", description="Of scheduled refreshes that are due while another runs.")),
+        on_collision=(OnCollision, Field("queue", description="Of scheduled refreshes, while another runs.")),
         stages=(dict[str, AnyStage], Field(min_length=1)),
     )
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **recipe_file.model_json_schema()}

@@ -21,8 +21,6 @@ class Layout(StrictModel):
     tp: PositiveInt = Field(1, description="Tensor parallelism (megatron).")
     pp: PositiveInt = Field(1, description="Pipeline stages (megatron).")
     vpp: PositiveInt = Field(1, description="Interleaved model chunks of each pipeline stage (megatron).")
-    first_stage_layers: PositiveInt | None = Field(None, description="Layers of the first of uneven stages (megatron).")
-    last_stage_layers: PositiveInt | None = Field(None, description="Layers of the last of uneven stages (megatron).")
     cp: PositiveInt = Field(1, description="Context parallelism: processes that share a sequence (megatron).")
     ep: PositiveInt = Field(1, description="Expert parallelism, within data and context parallelism (megatron).")
     etp: PositiveInt = Field(1, description="Tensor parallelism of each expert (megatron).")

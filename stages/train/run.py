@@ -26,6 +26,7 @@ from stages.train.losses import build_loss
 from stages.train.metrics import peak_memory_gib
 from stages.train.order import DataOrder
 from stages.train.plot import plot_loss
+from stages.train.preflight import check_layout
 from stages.train.processes import gathered, joined_processes
 from stages.train.reference import model_digest, reference_rows
 
@@ -42,6 +43,7 @@ def run(context: StageContext) -> StageResult:
     model_folder = context.inputs[config.model] / "model"
     _check_world_size(config)
     check_model_folder(model_folder)
+    check_layout(context, model_folder)
     data = _prepare_data(context, model_folder)
     with joined_processes() as device:
         engine = _build_engine(model_folder, config, device)

@@ -17,7 +17,6 @@ from stages.train.shape import ModelShape
 
 LAYER_PREFIX = "model.layers.{layer}."
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-ROPE_TYPES = ("default", "llama3")
 
 
 class Cut(Enum):
@@ -96,7 +95,7 @@ FAMILIES: dict[str, tuple[Rule, ...]] = {
     "mistral": DENSE,
     "qwen2": DENSE,
     "qwen3": DENSE,
-    "qwen3_moe": (*MODEL, *ATTENTION, *EXPERTS),
+    "qwen3_moe": (*DENSE, *EXPERTS),
 }
 
 
@@ -122,22 +121,11 @@ def check_supported(config: Mapping[str, Any]) -> None:
         )
 
 
-def padded_vocab_size(vocab_size: int, tp: int) -> int:
-    """Rows of embedding and head under `tp`, equally many on every process; those added are 0 and no token's."""
-    return -(-vocab_size // tp) * tp
-
-
 def _peculiarities(config: Mapping[str, Any], shape: ModelShape) -> Iterator[str]:
     """What the mapping, or Megatron, would silently leave out."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in ROPE_TYPES:
-        yield f"rotary positions of type {rope_type} (only {', '.join(ROPE_TYPES)})"
     if config.get("hidden_act", "silu") != "silu":
         yield f"hidden_act {config['hidden_act']}"
     if shape.output_bias:
         yield "attention_bias (on the output projection too)"
     if shape.ffn_bias:
         yield "mlp_bias"
-    if shape.dense_layers:
-        yield f"{len(shape.dense_layers)} dense layers among those with experts"
