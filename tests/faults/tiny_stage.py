@@ -38,7 +38,9 @@ def steps():
         time.sleep(0.1)
         with (WORK / "metrics.jsonl").open("a") as stream:
             stream.write(json.dumps({"step": step, "time_ms": 0, "loss": 1.0}) + "\n")
-        checkpoint.write_text(str(step + 1))
+        unfinished = scratch / "unfinished"
+        unfinished.write_text(str(step + 1))
+        unfinished.replace(checkpoint)  # the stage may be killed at any line
     (WORK / "half").unlink()
     result(metrics={"first_step": float(first)})
 
