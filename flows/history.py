@@ -22,11 +22,14 @@ from stages.contract import StrictModel, write_atomically
 from stages.errors import StoreError
 
 StageState = Literal["waiting", "running", "built", "cached", "failed", "skipped"]
-RefreshState = Literal["running", "completed", "failed", "cancelled"]
+RefreshState = Literal["running", "completed", "not_promoted", "failed", "cancelled"]
 
 
 class StageEntry(StrictModel):
-    """A stage within a refresh. `work` is its work folder while it runs; `artifact` is set once it is there."""
+    """A stage within a refresh. `work` is its work folder while it runs; `artifact` is set once it is there.
+
+    verdict: of a promotion, `promoted`, `not promoted` or `already champion`.
+    """
 
     kind: str
     version: str
@@ -37,6 +40,7 @@ class StageEntry(StrictModel):
     artifact: Path | None = None
     mlflow_run_id: str | None = None
     metrics: dict[str, float] = Field(default_factory=dict)
+    verdict: str | None = None
     error: str | None = None
     error_class: str | None = None
 

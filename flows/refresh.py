@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect import flow, get_run_logger, runtime, task
-from prefect.artifacts import create_link_artifact, create_table_artifact
+from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.futures import PrefectFuture
@@ -28,6 +28,7 @@ from prefect.tasks import Task, exponential_backoff
 from flows.history import RefreshRecord, new_refresh_id
 from flows.refresh_run import RefreshRequest, RefreshRun, make_plan
 from flows.servers.local import answers
+from flows.verdicts import verdict_tables
 from stages.errors import TransientError
 
 RETRY_BASE_S = 1.0
@@ -117,12 +118,20 @@ def _publish(record: RefreshRecord, mlflow_page: str | None) -> None:
         for name, entry in record.stages.items()
     ]
     create_table_artifact(key="stages", table=rows, description=f"Stages of {record.refresh}")
+    for name, table in verdict_tables(record).items():
+        create_markdown_artifact(key=f"verdict-{name.replace('_', '-')}", markdown=table)
     if mlflow_page:
         create_link_artifact(key="mlflow", link=mlflow_page, link_text=f"{record.refresh} in MLflow")
 
 
 def _final_state(record: RefreshRecord) -> State[Any]:
-    if record.state == "completed":
+    """Its name is what automations react to: a promotion of this very refresh, or one that was refused."""
+    verdicts = {entry.verdict for entry in record.stages.values() if entry.state == "built"}
+    if record.state == "not_promoted" and "not promoted" in verdicts:
+        return Completed(name="NotPromoted", message="a gate was missed; see the artifact `verdict-…`")
+    if record.state == "completed" and "promoted" in verdicts:
+        return Completed(name="Promoted", message=f"{len(record.stages)} stages in {record.seconds:.1f} s")
+    if record.state in ("completed", "not_promoted"):
         return Completed(message=f"{len(record.stages)} stages in {record.seconds:.1f} s")
     if record.state == "cancelled":
         return Cancelled(message=record.error)

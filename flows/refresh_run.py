@@ -153,6 +153,8 @@ class RefreshRun:
         elif unfinished:
             state = "failed"
             error = f"failed: {', '.join(failed)}" if failed else "some stages were not run"
+        elif any(entry.verdict == "not promoted" for entry in stages.values()):
+            state = "not_promoted"
         seconds = round(time.monotonic() - self._started_s, 2)
         return self._record.model_copy(update={"stages": stages, "state": state, "seconds": seconds, "error": error})
 
@@ -198,6 +200,7 @@ class RefreshRun:
             work=None,
             metrics=built.metrics,
             mlflow_run_id=built.mlflow_run_id,
+            verdict=built.record.tags.get("verdict"),
             error=None,
             error_class=None,
         )

@@ -13,7 +13,8 @@ from flows.launch import local
 from flows.refresh_run import RefreshRequest, RefreshRun, make_plan
 from flows.runner import Launcher
 from flows.servers import local as servers
-from stages.errors import INTERNAL_ERROR, RefreshStoppedError, ServerError, error_classes
+from flows.verdicts import verdict_tables
+from stages.errors import INTERNAL_ERROR, NotPromotedError, RefreshStoppedError, ServerError, error_classes
 
 PREFECT_SETTINGS = {
     # Milestones go to Prefect's server; on stdout and stderr, this process shows its own lines.
@@ -85,6 +86,8 @@ def exit_code(record: RefreshRecord) -> int:
     """0, or the code of the first failed stage's error class."""
     if record.state == "completed":
         return 0
+    if record.state == "not_promoted":
+        return NotPromotedError.exit_code
     if record.state == "cancelled":
         return RefreshStoppedError.exit_code
     failed = [entry for entry in record.stages.values() if entry.state == "failed"]
@@ -97,7 +100,7 @@ def as_json(record: RefreshRecord) -> dict[str, Any]:
     stages = {
         name: entry.model_dump(
             mode="json",
-            include={"kind", "version", "state", "seconds", "artifact", "mlflow_run_id", "metrics", "error"},
+            include={"kind", "version", "state", "seconds", "artifact", "mlflow_run_id", "metrics", "verdict", "error"},
         )
         for name, entry in record.stages.items()
     }
@@ -112,7 +115,8 @@ def as_json(record: RefreshRecord) -> dict[str, Any]:
 
 def closing_words(record: RefreshRecord) -> str:
     """How it ended, and where to look."""
-    words = f"{record.refresh}: {record.state} in {record.seconds:.1f} s"
+    words = f"{record.refresh}: {record.state.replace('_', ' ')} in {record.seconds:.1f} s"
     if record.error:
         words += f" ({record.error})"
-    return f"{words}\nlifecycle show {record.refresh}"
+    tables = verdict_tables(record).values() if record.state == "not_promoted" else ()
+    return "\n".join([*tables, words, f"lifecycle show {record.refresh}"])

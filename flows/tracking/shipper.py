@@ -50,7 +50,7 @@ CLIENT_ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
-RUN_STATUS = {"completed": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
+RUN_STATUS = {"completed": "FINISHED", "not_promoted": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
 ATTEMPT_STATUS = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
 
 
