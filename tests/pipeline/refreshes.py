@@ -111,6 +111,7 @@ def after(upstream: str, mode: str = "ok", **environment: str) -> dict[str, Any]
         "kind": "evaluate",
         "model": upstream,
         "tasks": ["addition"],
+        "task_folder": str(ROOT / "configs" / "tasks"),
         "execution": {"environment": {"TINY": mode, **environment}},
     }
 

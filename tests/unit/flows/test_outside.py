@@ -14,7 +14,7 @@ from stages.errors import RecipeError
 def tasks(tmp_path):
     folder = tmp_path / "tasks"
     (folder / "inner").mkdir(parents=True)
-    (folder / "addition.yaml").write_text("task: addition")
+    (folder / "addition.yaml").write_text("task: addition\n")
     (folder / "inner" / "rows.jsonl").write_text("{}\n")
     return folder
 
