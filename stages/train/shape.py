@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from stages.errors import ModelError
@@ -159,7 +160,7 @@ class ModelShape:
         ffn = mixture if self.is_mixture(layer) else self.ffn_parameters
         return self.attention_parameters + ffn + 2 * self.norm_parameters
 
-    @property
+    @cached_property
     def num_parameters(self) -> int:
         """All parameters, each counted once."""
         layers = sum(self.layer_parameters(layer) for layer in range(self.num_layers))
