@@ -118,8 +118,8 @@ def _other_engines_fields(engine: Engine, layout: Layout) -> Iterator[str]:
 def _processes(engine: Engine, layout: Layout, setting: Setting) -> Iterator[str]:
     if layout.world_size != setting.processes:
         yield (
-            f"layout: {_degrees(engine, layout)} = {layout.world_size} processes, but execution starts {setting.processes} "
-            f"({setting.nodes} nodes × {setting.processes_per_node}); change either"
+            f"layout: {_degrees(engine, layout)} = {layout.world_size} processes, but execution starts "
+            f"{setting.processes} ({setting.nodes} nodes × {setting.processes_per_node}); change either"
         )
 
 
