@@ -24,7 +24,7 @@ from flows.history import (
     now_ms,
 )
 from flows.home import home, store_root
-from flows.launch import local
+from flows.launch import choice
 from flows.live_servers import LiveServers
 from flows.machine import hardware, num_slots
 from flows.outside import resolve_outside
@@ -62,7 +62,7 @@ class PlannedRefresh:
 class RefreshRun:
     """A refresh as planned. Its record is written at every change of a stage's state."""
 
-    def __init__(self, planned: PlannedRefresh, refresh: str | None = None, launch: Launcher = local.start):
+    def __init__(self, planned: PlannedRefresh, refresh: str | None = None, launch: Launcher = choice.start):
         """Begin the record of the refresh; default of its name: a new one."""
         close_interrupted()
         refresh = refresh or new_refresh_id(planned.plan.recipe)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from flows.launch.choice import cancel_left_over
 from flows.plan import PlannedStage
 from flows.provenance import git_commit, package_versions
 from flows.store.content import ATTEMPT_FILE, LOG_FILE, SCRATCH_FOLDER, content_digest, hash_files
@@ -50,14 +51,15 @@ class AttemptNote(StrictModel):
 def prepare(store: Store, planned: PlannedStage, foundation: Foundation, fresh: bool) -> bool:
     """Make the work folder ready, and write `config.json`. Returns whether scratch of an earlier attempt is in it.
 
-    Ends processes that a dead flow may have left at work there. Scratch is kept unless `fresh`, or made from other
-    content. Call it under the lock.
+    Ends processes and jobs that a dead flow may have left at work there. Scratch is kept unless `fresh`, or made from
+    other content. Call it under the lock.
     """
     work = store.work_folder(planned.kind, planned.name, planned.resume_key)
     note = _read_note(work)
     if note and note.token:
         token = note.token
         kill_until_gone(lambda: marked_processes(token))
+        cancel_left_over(work)
     if work.exists() and (fresh or note is None or note.digests != foundation.digests):
         store.remove(work)
     store.make_folder(work)

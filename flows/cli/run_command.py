@@ -9,7 +9,7 @@ from typing import Any
 from flows.cli.live import PlainView, TerminalView, View
 from flows.history import RefreshRecord
 from flows.home import home
-from flows.launch import local
+from flows.launch import choice
 from flows.refresh_run import RefreshRequest, RefreshRun, make_plan
 from flows.runner import Launcher
 from flows.servers import local as servers
@@ -26,7 +26,7 @@ PREFECT_SETTINGS = {
 """Read by Prefect when it is imported."""
 
 
-def run_refresh(request: RefreshRequest, *, quiet: bool, launch: Launcher = local.start) -> RefreshRecord:
+def run_refresh(request: RefreshRequest, *, quiet: bool, launch: Launcher = choice.start) -> RefreshRecord:
     """Run a refresh to its end; `quiet` keeps stdout free (all that is said goes to stderr).
 
     Raises what keeps a refresh from starting: a bad recipe, servers that do not answer. What goes wrong later is in

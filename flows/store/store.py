@@ -23,7 +23,14 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from flows.store.content import ATTEMPT_FILE, PENDING_RECORD_FILE, RECORD_FILE, SCRATCH_FOLDER, damage_of
+from flows.store.content import (
+    ATTEMPT_FILE,
+    LAUNCH_FOLDER,
+    PENDING_RECORD_FILE,
+    RECORD_FILE,
+    SCRATCH_FOLDER,
+    damage_of,
+)
 from flows.store.record import Artifact, Index, Record
 from stages.contract import write_atomically
 from stages.errors import ResourceError, StoreError
@@ -101,6 +108,7 @@ class Store:
             write_atomically(work / PENDING_RECORD_FILE, record.model_dump_json(indent=1))
             _sync_tree(work)
             shutil.rmtree(work / SCRATCH_FOLDER, ignore_errors=True)
+            shutil.rmtree(work / LAUNCH_FOLDER, ignore_errors=True)
             (work / ATTEMPT_FILE).unlink(missing_ok=True)
             self.make_folder(folder.parent)
             replaced = [self._to_trash(old) for old in folder.parent.glob(f"*-{record.version}")]

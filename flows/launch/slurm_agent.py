@@ -1,0 +1,150 @@
+"""Submits a stage to Slurm and follows its job to the end: the local process of a stage that runs on a cluster.
+
+    python -m flows.launch.slurm_agent WORK_FOLDER
+
+Runs under the supervisor like a stage's own process, so whatever ends the refresh ends this program, and this program
+cancels the job. Exits like the stage. A job that was preempted, lost a node or reached its time limit is submitted
+again, and continues from the stage's last checkpoint.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Literal, NoReturn
+
+from flows.launch import slurm_client
+from flows.launch.job_folder import JobFolder, JobOrder
+from flows.launch.slurm import CANCEL_PATIENCE_S, sbatch_arguments
+from flows.launch.slurm_client import JobView
+from flows.launch.verdict import OVER, Failed, Finished, Interrupted, Verdict, verdict
+from stages.contract import StageFailure, write_atomically
+from stages.errors import LifecycleError, StageTimeoutError, TransientError
+
+TICK_S = 0.5
+TICKS_PER_LOOK = 10
+"""Between two questions to Slurm's controller, which serves the whole cluster, and between two heartbeats."""
+COMPLETING_PATIENCE_TICKS = 60
+"""A job whose processes have ended may be kept by a node that does not answer."""
+
+
+class SlurmAgent:
+    """Follows one stage."""
+
+    def __init__(self, folder: JobFolder, order: JobOrder) -> None:
+        self.folder = folder
+        self.order = order
+        self._said = ""
+        self._num_fruitless = 0
+
+    def run(self) -> int:
+        """Submit until a job ends the stage; returns the stage's exit code, or raises what the cluster did to it."""
+        while True:
+            before = self._scratch()
+            job_id = slurm_client.submit(sbatch_arguments(self.order, self.folder))
+            ended = self._follow(job_id)
+            if isinstance(ended, Finished):
+                return ended.exit_code
+            if isinstance(ended, Failed):
+                raise ended.error
+            self._go_on(job_id, ended, progressed=self._scratch() != before)
+
+    def _follow(self, job_id: str) -> Verdict:
+        """Wait until the job is over; asks more often once its processes have ended."""
+        num_ticks_finished = 0
+        for tick in itertools.count():
+            if tick % TICKS_PER_LOOK == 0:
+                self.folder.beat()
+            end = self.folder.end(job_id)
+            num_ticks_finished += bool(end and end.exit_code is not None)
+            if num_ticks_finished or tick % TICKS_PER_LOOK == 0:
+                ended = self._look(job_id)
+                if ended:
+                    return ended
+            if num_ticks_finished > COMPLETING_PATIENCE_TICKS and end and end.exit_code is not None:
+                return Finished(end.exit_code)
+            time.sleep(TICK_S)
+        raise AssertionError("itertools.count has an end")
+
+    def _look(self, job_id: str) -> Verdict | None:
+        """The verdict once the job is over; until then, tell what has changed."""
+        try:
+            view = slurm_client.look(job_id)
+        except TransientError as error:
+            self._say("warning", f"{error}; asking again")
+            return None
+        if view is None or view.state in OVER:
+            return verdict(view, self.folder.end(job_id), self.order, job_id)
+        if view.state != "RUNNING":
+            self._tell_waiting(job_id, view)
+        return None
+
+    def _tell_waiting(self, job_id: str, view: JobView) -> None:
+        """Why the job does not run yet. A running job tells of itself."""
+        if view.state in ("PENDING", "REQUEUED") and view.reason != "None":
+            again = f", after {view.restarts} restarts" if view.restarts else ""
+            self._say("milestone", f"Slurm job {job_id} waits{again}: {view.reason}")
+
+    def _say(self, event: Literal["milestone", "warning"], message: str) -> None:
+        """Tell people, unless it was the last thing said."""
+        if message != self._said:
+            self._said = message
+            self.folder.tell(event, message)
+
+    def _go_on(self, job_id: str, ended: Interrupted, *, progressed: bool) -> None:
+        """Make sure that the old job is gone. Raises what is to be said when going on leads nowhere."""
+        slurm_client.cancel(self.order.job, CANCEL_PATIENCE_S)
+        what = f"Slurm job {job_id} of {self.order.stage} was ended by {ended.by}"
+        if ended.by_time_limit and not progressed:
+            remedy = "raise execution.slurm.time_limit, or save more often (execution.checkpoint_every_steps)"
+            raise StageTimeoutError(f"{what} before it had saved a checkpoint; {remedy}")
+        self._num_fruitless = 0 if progressed else self._num_fruitless + 1
+        if self._num_fruitless > self.order.interruptions_without_progress:
+            raise TransientError(f"{what}, the {self._num_fruitless}th in a row before it had saved anything")
+        self._say("milestone", f"{what}; submitting it again, to continue from its last checkpoint")
+
+    def _scratch(self) -> dict[Path, int]:
+        """Names and sizes of what the stage keeps for a resume: other ones mean that it got on."""
+        files = sorted((self.order.work / "scratch").rglob("*"))
+        return {file: file.stat().st_size for file in files if file.is_file()}
+
+
+def main() -> int:
+    """Run the stage of a work folder as a job; no job of it is left in the end."""
+    work = Path(sys.argv[1])
+    folder = JobFolder.of(work)
+    order = folder.order()
+    assert order, f"no order in {folder.path}"
+    signal.signal(signal.SIGTERM, _end)
+    try:
+        return SlurmAgent(folder, order).run()
+    except LifecycleError as error:
+        failure = StageFailure(error=type(error).__name__, message=str(error))
+        write_atomically(work / "error.json", failure.model_dump_json(indent=2))
+        print(f"{type(error).__name__}: {error}", flush=True)
+        return error.exit_code
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _clean_up(folder, order)
+
+
+def _end(number: int, _: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)
+
+
+def _clean_up(folder: JobFolder, order: JobOrder) -> None:
+    """Without Slurm's answer the job ends itself, when it misses the heartbeat."""
+    folder.forget_environment()
+    try:
+        if not slurm_client.cancel(order.job, CANCEL_PATIENCE_S):
+            print(f"warning: Slurm still keeps the job {order.job}, which was cancelled", flush=True)
+    except LifecycleError as error:
+        print(f"warning: the job {order.job} may be left in Slurm's queue: {error}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
