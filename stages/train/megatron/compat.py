@@ -6,10 +6,10 @@ anywhere else, stays as it is. The patches, and why each is needed:
 
     torch.cuda.current_device, "cuda" in factories  the device of every buffer, counter and norm
     torch.cuda.{synchronize, empty_cache, nvtx, …}  no-ops: the host executes in order
-    torch.cuda.{Stream, Event, …}                   inert: made by the MoE dispatcher and the partial distributed optimizer
+    torch.cuda.{Stream, Event, …}                   inert: the MoE dispatcher and some optimizers make them
     torch.cuda random state                         the CPU generator, which the tracker of random states forks
-    Tensor.cuda, called by Megatron                 the tensor itself: tied embeddings are moved before they are compared
-    Tensor.type, called by Megatron                 'torch.cuda.FloatTensor' for 'torch.FloatTensor': its optimizers sort
+    Tensor.cuda, called by Megatron                 the tensor itself: tied embeddings are moved and compared
+    Tensor.type, called by Megatron                 'torch.cuda.FloatTensor' for 'torch.FloatTensor': optimizers sort
                                                     parameters by that name
     token_dispatcher.maybe_move_tensor_to_cpu       counts as NumPy arrays: it skips what already is on the CPU
 

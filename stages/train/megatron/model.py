@@ -54,6 +54,7 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
+        cuda_graph_scope=[],
         calculate_per_token_loss=True,  # gradients are added up, not averaged: losses come divided by the global count
         # Weights are read from files. `perform_initialization=False` would also leave out the marks of tensor-parallel
         # parameters, without which gradient norms are wrong; so they are "initialised" by leaving them alone.
