@@ -46,19 +46,27 @@ class StageEntry(StrictModel):
 
 
 class RefreshRecord(StrictModel):
-    """`refresh.json`."""
+    """`refresh.json`.
+
+    num_tries: how often it was started; a retry goes on in the same record. seconds: of the latest try.
+    prefect_run_count: how often Prefect had started the flow run when the latest try began.
+    """
 
     refresh: str
     recipe: str
     recipe_path: Path
     overrides: tuple[str, ...] = ()
+    until: str | None = None
+    force: tuple[str, ...] = ()
     state: RefreshState = "running"
+    num_tries: int = 1
     started_ms: int
     seconds: float = 0.0
     process: ProcessIdentity
     hardware: str
     git_commit: str | None
     prefect_flow_run_id: str | None = None
+    prefect_run_count: int | None = None
     error: str | None = None
     stages: dict[str, StageEntry]
 
@@ -66,6 +74,11 @@ class RefreshRecord(StrictModel):
     def interrupted(self) -> bool:
         """Whether its process died without saying how the refresh ended."""
         return self.state == "running" and not self.process.alive()
+
+    @property
+    def nothing_new(self) -> bool:
+        """Whether all that it wanted was there already."""
+        return self.state == "completed" and all(entry.state == "cached" for entry in self.stages.values())
 
 
 class AttemptRecord(StrictModel):
@@ -100,13 +113,18 @@ class ShippedAttempt(StrictModel):
 
 
 class Shipped(StrictModel):
-    """`mlflow.json`."""
+    """`mlflow.json`. `done`: MLflow has all of the refresh's tries up to this one, of which there are `num_tries`."""
 
     experiment_id: str | None = None
     parent_run_id: str | None = None
     attempts: dict[str, ShippedAttempt] = Field(default_factory=dict)
     done: bool = False
+    num_tries: int = 1
     trouble: str | None = None
+
+    def has_all_of(self, record: RefreshRecord) -> bool:
+        """Whether nothing is left to be told; a retry has something to tell again."""
+        return self.done and self.num_tries == record.num_tries
 
 
 class RefreshFolder:
@@ -121,6 +139,10 @@ class RefreshFolder:
             return RefreshRecord.model_validate_json((self.path / "refresh.json").read_text())
         except (OSError, ValidationError) as error:
             raise StoreError(f"reading the record of refresh {self.path.name}: {error}") from error
+
+    def exists(self) -> bool:
+        """Whether the refresh was begun."""
+        return (self.path / "refresh.json").exists()
 
     def write(self, record: RefreshRecord) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
@@ -161,6 +183,29 @@ def refreshes() -> Iterator[RefreshFolder]:
     files = refreshes_root().glob("*/refresh.json")
     for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True):
         yield RefreshFolder(file.parent)
+
+
+class RunningRefreshes:
+    """Refreshes that say that they run; reads only records that have changed since it last looked, and theirs."""
+
+    def __init__(self) -> None:
+        self._ended: dict[str, int] = {}
+
+    def all(self) -> Iterator[RefreshRecord]:
+        """Those whose process died are among them."""
+        for folder in refreshes():
+            changed_ns = (folder.path / "refresh.json").stat().st_mtime_ns
+            if self._ended.get(folder.path.name) == changed_ns:
+                continue
+            record = folder.read()
+            if record.state == "running":
+                yield record
+            else:
+                self._ended[folder.path.name] = changed_ns
+
+    def of(self, recipe: str) -> list[RefreshRecord]:
+        """Those of a recipe whose process lives."""
+        return [record for record in self.all() if record.recipe == recipe and not record.interrupted]
 
 
 def close_interrupted() -> list[str]:

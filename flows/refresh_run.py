@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +64,7 @@ class RefreshRun:
     """A refresh as planned. Its record is written at every change of a stage's state."""
 
     def __init__(self, planned: PlannedRefresh, refresh: str | None = None, launch: Launcher = choice.start):
-        """Begin the record of the refresh; default of its name: a new one."""
+        """Begin the record of the refresh; default of its name: a new one. One that exists goes on: this is a retry."""
         close_interrupted()
         refresh = refresh or new_refresh_id(planned.plan.recipe)
         self.plan = planned.plan
@@ -79,7 +80,9 @@ class RefreshRun:
         self.servers = LiveServers({stage.name: stage.upstream for stage in self.plan.stages.values()})
         self._lock = threading.Lock()
         self._started_s = time.monotonic()
-        self._record = _new_record(planned.request, refresh, planned.plan)
+        self._earlier_attempts = Counter(attempt.stage for attempt in self.folder.attempts())
+        num_tries = self.folder.read().num_tries + 1 if self.folder.exists() else 1
+        self._record = _new_record(planned.request, refresh, planned.plan, num_tries)
         self.folder.write(self._record)
 
     @property
@@ -88,8 +91,12 @@ class RefreshRun:
         return self._record
 
     def build(self, name: str, attempt: int, log: Log) -> Built:
-        """Run one stage whose upstream stages are built, holding its slots. Raises what `run_stage` raises."""
+        """Run one stage whose upstream stages are built, holding its slots. Raises what `run_stage` raises.
+
+        attempt: how often this try of the refresh has tried the stage, this time included.
+        """
         planned = self.plan.stages[name]
+        attempt += self._earlier_attempts[name]
         started_s = time.monotonic()
         held = self._acquire_slots(planned)
         try:
@@ -117,10 +124,11 @@ class RefreshRun:
             self._record = self._record.model_copy(update={"stages": {**self._record.stages, name: entry}})
             self.folder.write(self._record)
 
-    def begin(self, prefect_flow_run_id: str) -> None:
-        """Note which Prefect flow run this is."""
+    def begin(self, prefect_flow_run_id: str, prefect_run_count: int) -> None:
+        """Note which Prefect flow run this is, and how often Prefect has started it."""
+        changes = {"prefect_flow_run_id": prefect_flow_run_id, "prefect_run_count": prefect_run_count}
         with self._lock:
-            self._record = self._record.model_copy(update={"prefect_flow_run_id": prefect_flow_run_id})
+            self._record = self._record.model_copy(update=changes)
             self.folder.write(self._record)
 
     def finish(self) -> RefreshRecord:
@@ -218,6 +226,13 @@ class RefreshRun:
         self.servers.done_with(name)
 
 
+def retry_of(record: RefreshRecord) -> RefreshRequest:
+    """What to ask for so that a refresh goes on where it ended: what it had been forced to build stays built."""
+    built = [name for name, entry in record.stages.items() if entry.state in ("built", "cached")]
+    force = tuple(name for name in record.force if name not in built)
+    return RefreshRequest(str(record.recipe_path), record.overrides, record.until, force)
+
+
 def make_plan(request: RefreshRequest) -> PlannedRefresh:
     """What a refresh would run.
 
@@ -231,7 +246,7 @@ def make_plan(request: RefreshRequest) -> PlannedRefresh:
     return PlannedRefresh(request, planned, store)
 
 
-def _new_record(request: RefreshRequest, refresh: str, planned: Plan) -> RefreshRecord:
+def _new_record(request: RefreshRequest, refresh: str, planned: Plan, num_tries: int) -> RefreshRecord:
     stages = {
         name: StageEntry(kind=stage.kind, version=stage.version, reason=stage.reason)
         for name, stage in planned.stages.items()
@@ -241,6 +256,9 @@ def _new_record(request: RefreshRequest, refresh: str, planned: Plan) -> Refresh
         recipe=planned.recipe,
         recipe_path=Path(request.recipe).absolute(),
         overrides=request.overrides,
+        until=request.until,
+        force=request.force,
+        num_tries=num_tries,
         started_ms=now_ms(),
         process=ProcessIdentity.own(),
         hardware=hardware(),

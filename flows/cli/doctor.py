@@ -145,6 +145,7 @@ def _server(status: servers.ServerStatus) -> Finding:
     if status.healthy:
         return Finding(status.name, "ok", f"answers at {status.url}")
     if status.ours:
-        return Finding(status.name, "ok", "not running; `lifecycle run` starts it")
-    variable = next(program.variable for program in servers.PROGRAMS if program.name == status.name)
+        starter = "lifecycle run" if status.name in servers.NAMED_BY else "lifecycle up"
+        return Finding(status.name, "ok", f"not running; `{starter}` starts it")
+    variable = servers.NAMED_BY[status.name]
     return Finding(status.name, "missing", f"{status.url} does not answer", f"start it, or unset {variable}")

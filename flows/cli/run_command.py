@@ -44,13 +44,17 @@ def run_refresh(request: RefreshRequest, *, quiet: bool, launch: Launcher = choi
     return run.record
 
 
-def ready_servers() -> servers.Endpoints:
-    """Start the local servers unless others are named; from here on Prefect and MLflow clients find them."""
-    if any(status.ours and not status.healthy for status in servers.status()):
+def ready_servers(*, worker: bool = False) -> servers.Endpoints:
+    """Start the local servers unless others are named; from here on Prefect and MLflow clients find them.
+
+    To be called before Prefect is imported. Raises `ServerError`.
+    """
+    if any(status.ours and not status.healthy and status.name in servers.NAMED_BY for status in servers.status()):
         print("starting the local Prefect and MLflow servers (stop them with `lifecycle down`)", file=sys.stderr)
-    endpoints = servers.up()
+    endpoints = servers.up(worker=worker)
     for status in servers.status():
-        print(f"{status.name}: {status.url}", file=sys.stderr)
+        if status.url:
+            print(f"{status.name}: {status.url}", file=sys.stderr)
     os.environ.update(endpoints.environment())
     for name, value in PREFECT_SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -60,12 +64,15 @@ def ready_servers() -> servers.Endpoints:
 
 
 def _run_flow(request: RefreshRequest, run: RefreshRun) -> None:
+    from prefect.flow_engine import run_flow
+
     from flows.refresh import OPENED_RUN, refresh
+    from flows.schedule import begin_by_hand
 
     OPENED_RUN.set(run)
-    options = (request.recipe, request.overrides, request.until, request.force, run.record.refresh)
     try:
-        refresh(*options, return_state=True)
+        flow_run = begin_by_hand(request, run.record.refresh)
+        run_flow(refresh, flow_run=flow_run, parameters=flow_run.parameters, return_type="state")
     except Exception as error:
         if run.record.state == "running":
             raise ServerError(f"Prefect could not run the refresh: {type(error).__name__}: {error}") from error

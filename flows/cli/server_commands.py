@@ -13,17 +13,17 @@ from stages.errors import ResourceError, ServerError
 @click.command()
 @JSON_OPTION
 def up(as_json: bool) -> None:
-    """Start the local Prefect and MLflow servers, unless they run."""
+    """Start the local Prefect and MLflow servers, and the worker that runs scheduled refreshes, unless they run."""
     from flows.servers import local as servers
 
-    servers.up()
+    servers.up(worker=True)
     _show_status(as_json)
 
 
 @click.command()
 @JSON_OPTION
 def down(as_json: bool) -> None:
-    """Stop the servers that `up` or `run` started."""
+    """Stop what `up` or `run` started; a refresh that the worker runs is cancelled, and can be retried later."""
     from flows.servers import local as servers
 
     stopped = servers.down()
@@ -59,7 +59,7 @@ def doctor(context: click.Context, as_json: bool) -> None:
 
 
 def _show_status(as_json: bool) -> bool:
-    """Print where the servers are; returns whether both answer."""
+    """Print where the servers are; returns whether those that are needed answer."""
     from flows.servers import local as servers
 
     found = servers.status()
@@ -68,4 +68,4 @@ def _show_status(as_json: bool) -> bool:
     else:
         for one in found:
             click.echo(f"{one.name:<8} {one.url or 'not running':<30} {'healthy' if one.healthy else 'down'}")
-    return all(one.healthy for one in found)
+    return all(one.healthy or not one.needed for one in found)

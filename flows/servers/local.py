@@ -1,4 +1,4 @@
-"""The local Prefect and MLflow servers: start, find, check, stop. Loopback, sqlite, everything under LIFECYCLE_HOME.
+"""The local Prefect and MLflow servers and the worker: start, find, check, stop. Loopback, all under LIFECYCLE_HOME.
 
 A server that the user named (`PREFECT_API_URL`, `MLFLOW_TRACKING_URI`) is used and checked, never started or stopped.
 """
@@ -6,6 +6,8 @@ A server that the user named (`PREFECT_API_URL`, `MLFLOW_TRACKING_URI`) is used 
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import json
 import os
 import signal
 import socket
@@ -20,7 +22,7 @@ from pydantic import Field, ValidationError
 
 from flows.home import home
 from flows.process_identity import ProcessIdentity
-from flows.servers.programs import LOOPBACK, MLFLOW, NO_TELEMETRY, PREFECT, PROGRAMS, ServerProgram
+from flows.servers.programs import LOOPBACK, MLFLOW, NO_TELEMETRY, PREFECT, SERVERS, WORKER, ServerProgram
 from stages.contract import StrictModel, write_atomically
 from stages.errors import ServerError, StoreError
 from stages.supervisor import TOKEN_VARIABLE, kill_until_gone, marked_processes, send
@@ -28,14 +30,20 @@ from stages.supervisor import TOKEN_VARIABLE, kill_until_gone, marked_processes,
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 15.0
 ANSWER_TIMEOUT_S = 5.0
+NAMED_BY = {program.name: program.variable for program in SERVERS}
+"""Server → the variable in which a user names another one."""
 
 
 class ServerRecord(StrictModel):
-    """A server that we started. All its processes carry `token` in their environment."""
+    """A server that we started. All its processes carry `token` in their environment.
+
+    settings: digest of what it was told beyond its program, as the worker is told where the servers are.
+    """
 
     process: ProcessIdentity
     port: int
     token: str
+    settings: str | None = None
 
     @property
     def address(self) -> str:
@@ -50,12 +58,16 @@ class ServerRecords(StrictModel):
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """What `lifecycle status` tells of a server. `ours`: started here, so that `down` stops it."""
+    """What `lifecycle status` tells of a server. `ours`: started here, so that `down` stops it.
+
+    needed: a refresh cannot do without it; the worker is needed once it was started.
+    """
 
     name: str
     url: str | None
     healthy: bool
     ours: bool
+    needed: bool = True
     pid: int | None = None
 
 
@@ -76,31 +88,38 @@ class Endpoints:
         }
 
 
-def up() -> Endpoints:
-    """Make sure that both servers answer, and start what is absent, both at once.
+def up(*, worker: bool = False) -> Endpoints:
+    """Make sure that both servers answer, and start what is absent, both at once; then, if asked to, the worker.
 
     Raises `ServerError` when a server that the user named does not answer, or one of ours does not start.
     """
-    named = {program.name: os.environ[program.variable] for program in PROGRAMS if os.environ.get(program.variable)}
-    for program in PROGRAMS:
+    named = {program.name: url for program in SERVERS if (url := program.named())}
+    for program in SERVERS:
         if program.name in named:
             _check_named(program, named[program.name])
     with _locked():
         records = _read_records()
-        missing = [program for program in PROGRAMS if program.name not in named and not _healthy(program, records)]
+        missing = [program for program in SERVERS if program.name not in named and not _healthy(program, records)]
         records |= _start(missing, records)
-    urls = {name: record.address for name, record in records.items()}
-    return Endpoints(
-        prefect_api_url=named.get("prefect") or urls["prefect"] + PREFECT.client_path,
-        mlflow_tracking_uri=named.get("mlflow") or urls["mlflow"] + MLFLOW.client_path,
-        local=tuple(program.name for program in PROGRAMS if program.name not in named),
-    )
+        urls = {name: record.address for name, record in records.items()}
+        endpoints = Endpoints(
+            prefect_api_url=named.get("prefect") or urls["prefect"] + PREFECT.client_path,
+            mlflow_tracking_uri=named.get("mlflow") or urls["mlflow"] + MLFLOW.client_path,
+            local=tuple(program.name for program in SERVERS if program.name not in named),
+        )
+        if worker:
+            _start_worker(records, endpoints.environment())
+    return endpoints
 
 
 def down() -> list[str]:
-    """Stop the servers that `up` started, with all their children; returns their names."""
+    """Stop what `up` started, with all its children; returns the names.
+
+    The worker goes first: refreshes that it runs can still tell the servers that they were stopped.
+    """
     with _locked():
         records = _read_records()
+        _stop([record for name, record in records.items() if name == WORKER.name])
         _stop(records.values())
         _write_records({})
     return [name for name, record in records.items()]
@@ -109,7 +128,7 @@ def down() -> list[str]:
 def status() -> list[ServerStatus]:
     """Where each server is and whether it answers."""
     records = _read_records()
-    return [_status_of(program, records.get(program.name)) for program in PROGRAMS]
+    return [_status_of(program, records.get(program.name)) for program in (*SERVERS, WORKER)]
 
 
 def answers(url: str, timeout_s: float = ANSWER_TIMEOUT_S) -> bool:
@@ -122,11 +141,12 @@ def answers(url: str, timeout_s: float = ANSWER_TIMEOUT_S) -> bool:
 
 
 def _status_of(program: ServerProgram, record: ServerRecord | None) -> ServerStatus:
-    named = os.environ.get(program.variable)
+    named = program.named()
     if named:
         return ServerStatus(program.name, named, _named_answers(program, named), ours=False)
     if record is None or not record.process.alive():
-        return ServerStatus(program.name, None, healthy=False, ours=True)
+        needed = program in SERVERS or record is not None
+        return ServerStatus(program.name, None, healthy=False, ours=True, needed=needed)
     healthy = answers(record.address + program.health_path)
     return ServerStatus(program.name, record.address, healthy, ours=True, pid=record.process.pid)
 
@@ -151,13 +171,30 @@ def _healthy(program: ServerProgram, records: Mapping[str, ServerRecord]) -> boo
     return bool(record and record.process.alive() and answers(record.address + program.health_path))
 
 
-def _start(programs: list[ServerProgram], records: Mapping[str, ServerRecord]) -> dict[str, ServerRecord]:
+def _start_worker(records: Mapping[str, ServerRecord], settings: Mapping[str, str]) -> None:
+    """Start the worker, unless it runs and knows these servers. Refreshes that outlived a dead worker go on."""
+    running = _healthy(WORKER, records)
+    if running and records[WORKER.name].settings == _digest(settings):
+        return
+    dead = WORKER.name in records and not records[WORKER.name].process.alive()
+    _start([WORKER], records, settings, spare_children=dead)
+
+
+def _start(
+    programs: list[ServerProgram],
+    records: Mapping[str, ServerRecord],
+    settings: Mapping[str, str] | None = None,
+    *,
+    spare_children: bool = False,
+) -> dict[str, ServerRecord]:
     """Start servers side by side and wait until all answer; if one fails, none of them stays."""
-    _stop([records[program.name] for program in programs if program.name in records])
+    before = {program.name: records[program.name] for program in programs if program.name in records}
+    if not spare_children:
+        _stop(before.values())
     started: dict[str, ServerRecord] = {}
     try:
         for program in programs:
-            started[program.name] = _launch(program)
+            started[program.name] = _launch(program, before.get(program.name), settings or {})
             _write_records({**records, **started})
         for program in programs:
             _await(program, started[program.name])
@@ -168,23 +205,36 @@ def _start(programs: list[ServerProgram], records: Mapping[str, ServerRecord]) -
     return started
 
 
-def _launch(program: ServerProgram) -> ServerRecord:
+def _launch(program: ServerProgram, before: ServerRecord | None, settings: Mapping[str, str]) -> ServerRecord:
+    """before: its record of last time; it keeps token and, if possible, port, since others know both."""
     folder = home() / program.name
     folder.mkdir(parents=True, exist_ok=True)
-    port = _free_port(program.preferred_port)
-    token = os.urandom(16).hex()
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
+    port = _free_port(before.port if before else None, program.preferred_port)
+    token = before.token if before else os.urandom(16).hex()
+    environment = {**_inherited(program), **NO_TELEMETRY, **settings, **program.environment(folder, port)}
     with (folder / "server.log").open("wb") as log:
         process = subprocess.Popen(
             program.command(folder, port),
-            env={**inherited, **NO_TELEMETRY, **program.environment(folder), TOKEN_VARIABLE: token},
+            env={**environment, TOKEN_VARIABLE: token},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             cwd=folder,
             start_new_session=True,
         )
-    return ServerRecord(process=ProcessIdentity.of(process.pid), port=port, token=token)
+    identity = ProcessIdentity.of(process.pid)
+    return ServerRecord(process=identity, port=port, token=token, settings=_digest(settings))
+
+
+def _inherited(program: ServerProgram) -> dict[str, str]:
+    """A server gets none of the settings meant for its clients; the worker is a client, and may need credentials."""
+    clients = ("PREFECT_", "MLFLOW_") if program in SERVERS else ()
+    return {name: value for name, value in os.environ.items() if not name.startswith(clients)}
+
+
+def _digest(settings: Mapping[str, str]) -> str:
+    """Tells settings apart without keeping them: an address may hold a password."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
 def _await(program: ServerProgram, record: ServerRecord) -> None:
@@ -214,9 +264,9 @@ def _stop(records: Collection[ServerRecord]) -> None:
     kill_until_gone(remaining)
 
 
-def _free_port(preferred: int) -> int:
-    """The preferred port if it is free, else one that the kernel picks."""
-    for port in (preferred, 0):
+def _free_port(*preferred: int | None) -> int:
+    """The first of the preferred ports that is free, else one that the kernel picks."""
+    for port in (*(port for port in preferred if port), 0):
         with suppress(OSError), socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((LOOPBACK, port))

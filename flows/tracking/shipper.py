@@ -68,15 +68,15 @@ class Shipper:
 
         Raises what the MLflow client raises when the server is away; call it again later.
         """
-        if self.shipped.done:
-            return True
         record = self.folder.read()
+        if self.shipped.has_all_of(record):
+            return True
         parent = self._parent_run(record)
         done = [self._ship_attempt(attempt, parent) for attempt in self.folder.attempts()]
         if record.state == "running" or not all(done):
             return False
         self._finish_parent(record, parent)
-        self._save(done=True, trouble=None)
+        self._save(done=True, num_tries=record.num_tries, trouble=None)
         return True
 
     def note_trouble(self, error: Exception) -> None:
@@ -95,6 +95,9 @@ class Shipper:
             self._log_params(run, parent_params(record))
             self._save(parent_run_id=run, trouble=None)
         assert self.shipped.parent_run_id
+        if self.shipped.done:  # of an earlier try
+            self.client.update_run(self.shipped.parent_run_id, status="RUNNING")
+            self._save(done=False)
         return self.shipped.parent_run_id
 
     def _ship_attempt(self, attempt: AttemptRecord, parent: str) -> bool:
@@ -203,8 +206,8 @@ def main() -> None:
 def ship_pending(client: MlflowClient) -> None:
     """Ship what is left of refreshes that are over."""
     for folder in refreshes():
-        over = folder.read().state != "running"
-        if over and not folder.read_shipped().done:
+        record = folder.read()
+        if record.state != "running" and not folder.read_shipped().has_all_of(record):
             _try_to_ship(Shipper(folder, client))
 
 

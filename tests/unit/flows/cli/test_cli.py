@@ -144,6 +144,7 @@ def test_status_and_down_without_servers(lifecycle):
     assert {name: server["healthy"] for name, server in json.loads(output).items()} == {
         "prefect": False,
         "mlflow": False,
+        "worker": False,
     }
     assert lifecycle("down")[0] == 0
 
