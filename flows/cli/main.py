@@ -17,6 +17,7 @@ import click
 from flows.cli.answers import JSON_OPTION, print_json
 from flows.cli.compare_commands import compare
 from flows.cli.schedule_commands import schedule, schedules
+from flows.cli.model_commands import champion, rollback
 from flows.cli.server_commands import doctor, down, status, up
 from flows.cli.store_commands import adopt, gc, serve, show, verify
 from stages.errors import INTERNAL_ERROR, USAGE_ERROR, LifecycleError, RefreshStoppedError, error_classes
@@ -107,7 +108,7 @@ def schema() -> None:
     print_json(json_schema())
 
 
-for command in (compare, show, adopt, verify, gc, serve, schedule, schedules, up, down, status, doctor):
+for command in (compare, show, adopt, verify, gc, serve, champion, rollback, schedule, schedules, up, down, status, doctor):
     cli.add_command(command)
 
 

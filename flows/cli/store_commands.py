@@ -94,13 +94,17 @@ def verify(as_json: bool) -> None:
 @click.option("--older-than-days", type=click.FloatRange(min=0), default=7.0, show_default=True)
 @JSON_OPTION
 def gc(dry_run: bool, older_than_days: float, as_json: bool) -> None:
-    """Remove what nothing needs: superseded artifacts, leftovers, and work and cache not used for long."""
+    """Remove what nothing needs: superseded artifacts, leftovers, and work and cache not used for long.
+
+    What an alias of a registered model points to is kept.
+    """
+    from flows.champions import kept_versions
     from flows.home import store_root
     from flows.store import collect
     from flows.store.store import Store
 
     store = Store(store_root())
-    garbage = collect.find_garbage(store, older_than_days=older_than_days)
+    garbage = collect.find_garbage(store, kept_versions(), older_than_days=older_than_days)
     if not dry_run:
         garbage = collect.collect(store, garbage)
     total_mib = sum(one.size_bytes for one in garbage) / 2**20

@@ -110,16 +110,16 @@ class Registry:
         assert restored
         return restored
 
-    def pointed_at(self) -> frozenset[str]:
-        """Artifacts (`kind/version`) of every registered version that some alias points to, moved by us or by hand."""
+    def pointed_at(self) -> dict[str, frozenset[str]]:
+        """Registered model → artifacts (`kind/version`) of its versions that some alias points to, moved by anybody."""
         with _explained("asking for the aliases of registered models"):
-            aliases = [
-                (model.name, number)
-                for model in self._models()
-                for number in {str(number) for number in model.aliases.values()}
-            ]
-            versions = [_registered(self._client.get_model_version(*alias)) for alias in aliases]
-        return frozenset(artifact for one in versions for artifact in one.registration.artifacts)
+            return {model.name: frozenset(self._aliased(model)) for model in self._models()}
+
+    def _aliased(self, model: Any) -> Iterator[str]:
+        for number in {str(number) for number in model.aliases.values()}:
+            version = self._client.get_model_version(model.name, number)
+            if f"{TAG}model" in version.tags:
+                yield from _registered(version).registration.artifacts
 
     def _models(self) -> Iterator[Any]:
         page = self._client.search_registered_models()
