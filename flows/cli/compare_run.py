@@ -30,7 +30,31 @@ def run_comparison(request: ComparisonRequest, *, stream: TextIO, launch: Launch
         upstream.tracker.start(endpoints.environment())
     with view_of(upstream, quiet=stream is sys.stderr) if upstream else nullcontext():
         _run_flow(request, run, upstream, stream)
+    write_report(run)
+    tell_mlflow(run, stream)
     return run
+
+
+def write_report(run: ComparisonRun) -> None:
+    """Leave the HTML page in the comparison's folder."""
+    from flows.compare.figures import rows_of
+    from flows.compare.report import facts_of, html_report
+
+    record = run.record
+    title = f"Layouts of {record.stage}: {record.comparison}"
+    run.folder.report.write_text(html_report(title, facts_of(record), rows_of(record)), encoding="utf-8")
+
+
+def tell_mlflow(run: ComparisonRun, stream: TextIO) -> None:
+    """Log the comparison, and say where it is to be seen."""
+    from flows.tracking.comparison_tracker import page, ship
+
+    shipped = ship(run.folder)
+    if shipped is None:
+        log = run.folder.path / "tracking.log"
+        print(f"MLflow was not told (see {log}); the next comparison tells it of this one too", file=sys.stderr)
+    elif link := page(shipped):
+        print(f"MLflow: {link}", file=stream)
 
 
 def _run_flow(request: ComparisonRequest, run: ComparisonRun, upstream: RefreshRun | None, stream: TextIO) -> None:

@@ -26,13 +26,20 @@ COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
 
 
 def as_text(rows: Sequence[Row]) -> str:
-    """A line a layout; metrics that no layout has are left out, and so are the figures of what was not measured."""
-    shown = [name for name in COLUMNS if any(name in row.metrics for row in rows)]
+    """A line for each layout that was measured, then the reasons of those that were not."""
+    lines = grid(rows)
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join(
+        [*(_aligned(line, widths) for line in lines), *(f"{row.text}  {row.error}" for row in rows if row.error)]
+    )
+
+
+def grid(rows: Sequence[Row]) -> list[list[str]]:
+    """A heading and a line for each layout that was measured; metrics that none of them has are left out."""
+    measured = [row for row in rows if not row.error]
+    shown = [name for name in COLUMNS if any(name in row.metrics for row in measured)]
     heading = ["layout", "devices", *(COLUMNS[name][0] for name in shown)]
-    lines = [[row.text, str(row.num_devices), *(_cell(row, name) for name in shown)] for row in rows if not row.error]
-    widths = [max(len(line[column]) for line in (heading, *lines)) for column in range(len(heading))]
-    text = [_aligned(line, widths) for line in (heading, *lines)]
-    return "\n".join([*text, *(f"{row.text}  {row.error}" for row in rows if row.error)])
+    return [heading, *([row.text, str(row.num_devices), *(_cell(row, name) for name in shown)] for row in measured)]
 
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
