@@ -118,22 +118,47 @@ def gc(dry_run: bool, older_than_days: float, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("artifact", metavar="ARTIFACT")
+@click.argument("artifact", metavar="ARTIFACT|models:/NAME@ALIAS")
+@click.option("--follow", is_flag=True, help="Go over to a new champion when the alias moves; only with models:/….")
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port", type=click.IntRange(1, 65535), help="Default: a free one.")
-def serve(artifact: str, host: str, port: int | None) -> None:
-    """Serve a model, or what a serve stage served, with vLLM until Ctrl-C. An API key is VLLM_API_KEY, or a new one."""
+def serve(artifact: str, follow: bool, host: str, port: int | None) -> None:
+    """Serve a model with vLLM until Ctrl-C: an artifact, what a serve stage served, or a champion.
+
+    The API key is VLLM_API_KEY, or a new one, which is printed.
+    """
+    if follow:
+        _serve_champions(artifact, host, port)
+        return
+    options = ["--host", host, *(["--port", str(port)] if port else [])]
+    command = [sys.executable, "-m", "stages.serve", *_what_to_serve(artifact), *options]
+    sys.stdout.flush()
+    os.execv(sys.executable, command)  # noqa: S606 (no shell; the server's guardian takes this process's place)
+
+
+def _serve_champions(uri: str, host: str, port: int | None) -> None:
+    from flows import champions
+    from flows.follow import Follower
+
+    name, alias = champions.parse(uri)
+    Follower(champions.connect(), name, alias).serve(host, port)
+
+
+def _what_to_serve(name: str) -> list[str]:
+    """Arguments of `python -m stages.serve`."""
+    from flows import champions
     from flows.cli import show as shown
     from flows.home import store_root
     from flows.store.store import Store
 
-    found = shown.find_artifact(Store(store_root()).index(), artifact)
+    if name.startswith(champions.URI_PREFIX):
+        version = champions.find(champions.connect(), *champions.parse(name))
+        spec = champions.launch_spec(version)
+        return [str(spec.model), "--name", spec.served_name, "--serving", spec.serving.model_dump_json()]
+    found = shown.find_artifact(Store(store_root()).index(), name)
     if found.record.product not in ("model", "server"):
-        raise ModelError(f"serving {artifact}: it is a {found.record.product}, expected a model or a serve stage's")
-    options = ["--host", host, *(["--port", str(port)] if port else [])]
-    command = [sys.executable, "-m", "stages.serve", *shown.serve_arguments(found), *options]
-    sys.stdout.flush()
-    os.execv(sys.executable, command)  # noqa: S606 (no shell; the server's guardian takes this process's place)
+        raise ModelError(f"serving {name}: it is a {found.record.product}, expected a model or a serve stage's")
+    return shown.serve_arguments(found)
 
 
 class _Silent:
