@@ -148,10 +148,11 @@ class RefreshFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomically(self.path / "refresh.json", record.model_dump_json(indent=1))
 
-    def attempts(self) -> list[AttemptRecord]:
-        """All attempts, oldest first."""
-        files = (self.path / "attempts").glob("*.json")
+    def attempts(self, stage: str | None = None) -> list[AttemptRecord]:
+        """All attempts, or those at one stage, oldest first."""
+        files = (self.path / "attempts").glob(f"{stage or '*'}-*.json")
         found = [AttemptRecord.model_validate_json(file.read_text()) for file in files]
+        found = [attempt for attempt in found if stage in (None, attempt.stage)]
         return sorted(found, key=lambda attempt: attempt.started_ms)
 
     def write_attempt(self, attempt: AttemptRecord) -> None:

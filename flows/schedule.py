@@ -6,19 +6,15 @@ A schedule has the name of its recipe. Prefect keeps it; what the recipe says is
 from __future__ import annotations
 
 import difflib
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import time
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 from uuid import UUID
 from zoneinfo import ZoneInfo, available_timezones
 
-import httpx
-from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.actions import DeploymentScheduleCreate, WorkPoolCreate
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.client.schemas.filters import (
     DeploymentFilter,
     DeploymentFilterTags,
@@ -27,27 +23,19 @@ from prefect.client.schemas.filters import (
     FlowRunFilterState,
     FlowRunFilterStateType,
 )
-from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.objects import StateType
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.client.schemas.sorting import FlowRunSort
-from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
-from prefect.states import Pending
-from prefect.utilities.callables import parameter_schema
-from prefect.utilities.processutils import command_to_string
 from pydantic import ValidationError
 
+from flows.flow_runs import deploy, find_deployment, prefect_client
 from flows.recipe.recipe import load_recipe
 from flows.recipe.text import closest
-from flows.refresh import refresh
-from flows.refresh_run import RefreshRequest
-from stages.errors import RecipeError, ServerError
+from stages.errors import RecipeError
 
-WORK_POOL = "lifecycle"
-BY_HAND = "by hand"
-"""The deployment of refreshes that no schedule started, since Prefect retries only what belongs to one; no recipe can
-be called so. Its form in Prefect's UI runs any recipe."""
 SCHEDULE_TAG = "lifecycle-schedule"
+PLANNING_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -72,21 +60,21 @@ def schedule(recipe_path: Path, cron: str, timezone: str, overrides: tuple[str, 
     path = recipe_path.absolute()
     name = load_recipe(path, overrides).name
     when = _cron_schedule(name, cron, timezone)
-    with _client() as client:
-        known = _find(client, name)
+    with prefect_client() as client:
+        known = find_deployment(client, name)
         if known and known.parameters["recipe"] != str(path):
             other = known.parameters["recipe"]
             remedy = f"give one of them another `name`, or `lifecycle schedules remove {name}`"
             raise RecipeError(f"scheduling {path}: {other} has the same name, {name}, and is scheduled; {remedy}")
         parameters = {"recipe": str(path), "overrides": list(overrides)}
         schedules = [DeploymentScheduleCreate(schedule=when, active=True)]
-        deployment = _deploy(client, name, tags=[SCHEDULE_TAG], parameters=parameters, schedules=schedules)
-        return _describe(client, client.read_deployment(deployment))
+        deployment = deploy(client, name, tags=[SCHEDULE_TAG], parameters=parameters, schedules=schedules)
+        return _planned(client, deployment)
 
 
 def schedules() -> list[Schedule]:
     """All schedules, by name. Raises `ServerError` when Prefect does not answer."""
-    with _client() as client:
+    with prefect_client() as client:
         tagged = DeploymentFilter(tags=DeploymentFilterTags(all_=[SCHEDULE_TAG]))
         found = client.read_deployments(deployment_filter=tagged)
         return sorted((_describe(client, one) for one in found), key=lambda one: one.name)
@@ -94,30 +82,16 @@ def schedules() -> list[Schedule]:
 
 def set_paused(name: str, paused: bool) -> Schedule:
     """Pause or resume a schedule. Raises `RecipeError` when there is none of this name."""
-    with _client() as client:
+    with prefect_client() as client:
         deployment = _find_or_explain(client, name)
         (client.pause_deployment if paused else client.resume_deployment)(deployment.id)
-        return _describe(client, client.read_deployment(deployment.id))
+        return _planned(client, deployment.id)
 
 
 def remove(name: str) -> None:
     """Remove a schedule; a refresh of it that runs goes on. Raises `RecipeError` when there is none of this name."""
-    with _client() as client:
+    with prefect_client() as client:
         client.delete_deployment(_find_or_explain(client, name).id)
-
-
-def begin_by_hand(request: RefreshRequest, name: str) -> FlowRun:
-    """The flow run of a refresh that this process is going to run itself; Prefect's Retry button works on it, too."""
-    parameters = {
-        "recipe": request.recipe,
-        "overrides": list(request.overrides),
-        "until": request.until,
-        "force": list(request.force),
-    }
-    with _client() as client:
-        known = _find(client, BY_HAND)
-        deployment = known.id if known else _deploy(client, BY_HAND)
-        return client.create_flow_run_from_deployment(deployment, parameters=parameters, state=Pending(), name=name)
 
 
 def _cron_schedule(name: str, cron: str, timezone: str) -> CronSchedule:
@@ -137,38 +111,23 @@ def _alike(timezone: str) -> list[str]:
     return difflib.get_close_matches(timezone, available_timezones(), n=1)
 
 
-def _deploy(client: SyncPrefectClient, name: str, **options: Any) -> UUID:
-    """Create a deployment of the refresh flow, or replace the one of this name."""
-    with suppress(ObjectAlreadyExists):
-        client.create_work_pool(WorkPoolCreate(name=WORK_POOL, type="process"))
-    return client.create_deployment(
-        flow_id=client.create_flow(refresh),
-        name=name,
-        work_pool_name=WORK_POOL,
-        entrypoint=f"{refresh.fn.__module__}.{refresh.fn.__name__}",
-        parameter_openapi_schema=parameter_schema(refresh).model_dump(),
-        enforce_parameter_schema=True,
-        # With a command of its own, a worker starts the flow at once instead of preparing a workspace for it.
-        job_variables={"command": command_to_string([sys.executable, "-m", "prefect.engine"])},
-        description=refresh.description,
-        **options,
-    )
-
-
-def _find(client: SyncPrefectClient, name: str) -> DeploymentResponse | None:
-    try:
-        return client.read_deployment_by_name(f"{refresh.name}/{name}")
-    except ObjectNotFound:
-        return None
-
-
 def _find_or_explain(client: SyncPrefectClient, name: str) -> DeploymentResponse:
-    found = _find(client, name)
+    found = find_deployment(client, name)
     if found is None or SCHEDULE_TAG not in found.tags:
         tagged = DeploymentFilter(tags=DeploymentFilterTags(all_=[SCHEDULE_TAG]))
         known = [one.name for one in client.read_deployments(deployment_filter=tagged)]
         raise RecipeError(f"no recipe called `{name}` is scheduled{closest(name, known)}")
     return found
+
+
+def _planned(client: SyncPrefectClient, deployment_id: UUID) -> Schedule:
+    """The schedule, as soon as Prefect has planned its next run, which it does within seconds."""
+    end = time.monotonic() + PLANNING_TIMEOUT_S
+    while True:
+        found = _describe(client, client.read_deployment(deployment_id))
+        if found.paused or found.next_due or time.monotonic() > end:
+            return found
+        time.sleep(0.2)
 
 
 def _describe(client: SyncPrefectClient, deployment: DeploymentResponse) -> Schedule:
@@ -190,12 +149,3 @@ def _describe(client: SyncPrefectClient, deployment: DeploymentResponse) -> Sche
         paused=deployment.paused,
         next_due=due[0].expected_start_time if due else None,
     )
-
-
-@contextmanager
-def _client() -> Iterator[SyncPrefectClient]:
-    try:
-        with get_client(sync_client=True) as client:
-            yield client
-    except httpx.HTTPError as error:
-        raise ServerError(f"asking Prefect: {type(error).__name__}: {error}; look at `lifecycle status`") from error

@@ -16,8 +16,9 @@ import click
 
 from flows.cli.answers import JSON_OPTION, print_json
 from flows.cli.compare_commands import compare
-from flows.cli.schedule_commands import schedule, schedules
 from flows.cli.model_commands import champion, rollback
+from flows.cli.refresh_commands import retry, runs
+from flows.cli.schedule_commands import schedule, schedules
 from flows.cli.server_commands import doctor, down, status, up
 from flows.cli.store_commands import adopt, gc, serve, show, verify
 from stages.errors import INTERNAL_ERROR, USAGE_ERROR, LifecycleError, RefreshStoppedError, error_classes
@@ -74,12 +75,7 @@ def rerun(recipe: Path, stage: str, overrides: Sequence[str], as_json: bool) -> 
 def _run(request: Any, as_json: bool) -> int:
     from flows.cli import run_command
 
-    record = run_command.run_refresh(request, quiet=as_json)
-    if as_json:
-        print_json(run_command.as_json(record))
-    else:
-        click.echo(run_command.closing_words(record))
-    return run_command.exit_code(record)
+    return run_command.answer(run_command.run_refresh(request, quiet=as_json), as_json)
 
 
 @cli.command()
@@ -108,7 +104,11 @@ def schema() -> None:
     print_json(json_schema())
 
 
-for command in (compare, show, adopt, verify, gc, serve, champion, rollback, schedule, schedules, up, down, status, doctor):
+COMMANDS = (
+    *(retry, runs, compare, show, adopt, verify, gc, serve, champion, rollback),
+    *(schedule, schedules, up, down, status, doctor),
+)
+for command in COMMANDS:
     cli.add_command(command)
 
 

@@ -6,15 +6,20 @@ import os
 import sys
 from typing import Any
 
+import click
+
+from flows.cli.answers import print_json
 from flows.cli.live import PlainView, TerminalView, View
-from flows.history import RefreshRecord
+from flows.cli.show import find_refresh
+from flows.history import RefreshRecord, close_interrupted, refreshes
 from flows.home import home
 from flows.launch import choice
-from flows.refresh_run import RefreshRequest, RefreshRun, make_plan
+from flows.recipe.text import closest
+from flows.refresh_run import RefreshRequest, RefreshRun, make_plan, retry_of
 from flows.runner import Launcher
 from flows.servers import local as servers
 from flows.verdicts import verdict_tables
-from stages.errors import INTERNAL_ERROR, NotPromotedError, RefreshStoppedError, ServerError, error_classes
+from stages.errors import INTERNAL_ERROR, NotPromotedError, RefreshStoppedError, ServerError, StoreError, error_classes
 
 PREFECT_SETTINGS = {
     # Milestones go to Prefect's server; on stdout and stderr, this process shows its own lines.
@@ -26,22 +31,46 @@ PREFECT_SETTINGS = {
 """Read by Prefect when it is imported."""
 
 
-def run_refresh(request: RefreshRequest, *, quiet: bool, launch: Launcher = choice.start) -> RefreshRecord:
+def run_refresh(
+    request: RefreshRequest, *, quiet: bool, retried: RefreshRecord | None = None, launch: Launcher = choice.start
+) -> RefreshRecord:
     """Run a refresh to its end; `quiet` keeps stdout free (all that is said goes to stderr).
 
+    retried: the refresh that goes on; default: a new one.
     Raises what keeps a refresh from starting: a bad recipe, servers that do not answer. What goes wrong later is in
     the record.
     """
     planned = make_plan(request)
     endpoints = ready_servers()
-    run = RefreshRun(planned, launch=launch)
+    run = RefreshRun(planned, retried.refresh if retried else None, launch=launch)
     run.tracker.start(endpoints.environment())
     with view_of(run, quiet):
         try:
-            _run_flow(request, run)
+            _run_flow(request, run, retried)
         finally:
             run.finish()
     return run.record
+
+
+def retry_refresh(name: str | None, *, quiet: bool, launch: Launcher = choice.start) -> RefreshRecord:
+    """Go on with a refresh that failed, was cancelled or killed (default: the latest), in the same record.
+
+    Raises `StoreError` when there is nothing to go on with, and what `run_refresh` raises.
+    """
+    record = _to_retry(name)
+    return run_refresh(retry_of(record), quiet=quiet, retried=record, launch=launch)
+
+
+def _to_retry(name: str | None) -> RefreshRecord:
+    close_interrupted()
+    known = [folder.path.name for folder in refreshes()]
+    folder = find_refresh(name or "") if name else next(refreshes(), None)
+    if folder is None:
+        raise StoreError(f"retrying {name or 'the latest refresh'}: there is none{closest(name or '', known[:20])}")
+    record = folder.read()
+    if record.state in ("running", "completed"):
+        raise StoreError(f"retrying {record.refresh}: it is {record.state}, expected one that failed or was stopped")
+    return record
 
 
 def ready_servers(*, worker: bool = False) -> servers.Endpoints:
@@ -63,15 +92,16 @@ def ready_servers(*, worker: bool = False) -> servers.Endpoints:
     return endpoints
 
 
-def _run_flow(request: RefreshRequest, run: RefreshRun) -> None:
+def _run_flow(request: RefreshRequest, run: RefreshRun, retried: RefreshRecord | None) -> None:
     from prefect.flow_engine import run_flow
 
+    from flows.flow_runs import begin_again, begin_by_hand
     from flows.refresh import OPENED_RUN, refresh
-    from flows.schedule import begin_by_hand
 
     OPENED_RUN.set(run)
     try:
-        flow_run = begin_by_hand(request, run.record.refresh)
+        flow_run = begin_again(retried) if retried else None
+        flow_run = flow_run or begin_by_hand(request, run.record.refresh)
         run_flow(refresh, flow_run=flow_run, parameters=flow_run.parameters, return_type="state")
     except Exception as error:
         if run.record.state == "running":
@@ -89,6 +119,15 @@ def view_of(run: RefreshRun, quiet: bool) -> View:
     return PlainView(lambda: run.record, stream)
 
 
+def answer(record: RefreshRecord, as_json: bool) -> int:
+    """Say how a refresh ended; returns the exit code."""
+    if as_json:
+        print_json(to_json(record))
+    else:
+        click.echo(closing_words(record))
+    return exit_code(record)
+
+
 def exit_code(record: RefreshRecord) -> int:
     """0, or the code of the first failed stage's error class."""
     if record.state == "completed":
@@ -102,7 +141,7 @@ def exit_code(record: RefreshRecord) -> int:
     return known.exit_code if known else INTERNAL_ERROR
 
 
-def as_json(record: RefreshRecord) -> dict[str, Any]:
+def to_json(record: RefreshRecord) -> dict[str, Any]:
     """The object that `--json` prints."""
     stages = {
         name: entry.model_dump(

@@ -18,13 +18,12 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from pydantic import Field, ValidationError
-
+from flows.history import RunningRefreshes
 from flows.home import home
 from flows.process_identity import ProcessIdentity
 from flows.servers.programs import LOOPBACK, MLFLOW, NO_TELEMETRY, PREFECT, SERVERS, WORKER, ServerProgram
-from stages.contract import StrictModel, write_atomically
-from stages.errors import ServerError, StoreError
+from flows.servers.records import ServerRecord, read_records, write_records
+from stages.errors import ServerError
 from stages.supervisor import TOKEN_VARIABLE, kill_until_gone, marked_processes, send
 
 START_TIMEOUT_S = 120.0
@@ -32,28 +31,6 @@ STOP_TIMEOUT_S = 15.0
 ANSWER_TIMEOUT_S = 5.0
 NAMED_BY = {program.name: program.variable for program in SERVERS}
 """Server → the variable in which a user names another one."""
-
-
-class ServerRecord(StrictModel):
-    """A server that we started. All its processes carry `token` in their environment.
-
-    settings: digest of what it was told beyond its program, as the worker is told where the servers are.
-    """
-
-    process: ProcessIdentity
-    port: int
-    token: str
-    settings: str | None = None
-
-    @property
-    def address(self) -> str:
-        return f"http://{LOOPBACK}:{self.port}"
-
-
-class ServerRecords(StrictModel):
-    """`servers.json`: server name → record."""
-
-    servers: dict[str, ServerRecord] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -98,7 +75,7 @@ def up(*, worker: bool = False) -> Endpoints:
         if program.name in named:
             _check_named(program, named[program.name])
     with _locked():
-        records = _read_records()
+        records = read_records()
         missing = [program for program in SERVERS if program.name not in named and not _healthy(program, records)]
         records |= _start(missing, records)
         urls = {name: record.address for name, record in records.items()}
@@ -118,16 +95,18 @@ def down() -> list[str]:
     The worker goes first: refreshes that it runs can still tell the servers that they were stopped.
     """
     with _locked():
-        records = _read_records()
-        _stop([record for name, record in records.items() if name == WORKER.name])
+        records = read_records()
+        if WORKER.name in records:
+            _stop_refreshes(records[WORKER.name])
+            _stop([records[WORKER.name]])
         _stop(records.values())
-        _write_records({})
+        write_records({})
     return [name for name, record in records.items()]
 
 
 def status() -> list[ServerStatus]:
     """Where each server is and whether it answers."""
-    records = _read_records()
+    records = read_records()
     return [_status_of(program, records.get(program.name)) for program in (*SERVERS, WORKER)]
 
 
@@ -195,12 +174,12 @@ def _start(
     try:
         for program in programs:
             started[program.name] = _launch(program, before.get(program.name), settings or {})
-            _write_records({**records, **started})
+            write_records({**records, **started})
         for program in programs:
             _await(program, started[program.name])
     except BaseException:
         _stop(started.values())
-        _write_records({name: record for name, record in records.items() if name not in started})
+        write_records({name: record for name, record in records.items() if name not in started})
         raise
     return started
 
@@ -250,6 +229,19 @@ def _await(program: ServerProgram, record: ServerRecord) -> None:
         time.sleep(0.1)
 
 
+def _stop_refreshes(worker: ServerRecord) -> None:
+    """Have refreshes that the worker started end in good order: they stop their stages, and say that they did."""
+
+    def running() -> list[int]:
+        started = marked_processes(worker.token)
+        return [one.process.pid for one in RunningRefreshes().all() if one.process.pid in started]
+
+    send(signal.SIGTERM, running())
+    end = time.monotonic() + STOP_TIMEOUT_S
+    while running() and time.monotonic() < end:
+        time.sleep(0.1)
+
+
 def _stop(records: Collection[ServerRecord]) -> None:
     """SIGTERM to exactly the recorded processes and their descendants, then SIGKILL to what is left."""
     tokens = [record.token for record in records]
@@ -281,17 +273,3 @@ def _locked() -> Iterator[None]:
     with (home() / "servers.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _read_records() -> dict[str, ServerRecord]:
-    path = home() / "servers.json"
-    try:
-        return dict(ServerRecords.model_validate_json(path.read_text()).servers)
-    except FileNotFoundError:
-        return {}
-    except ValidationError as error:
-        raise StoreError(f"reading {path}: {error}; remove it, and stop servers left over by hand") from error
-
-
-def _write_records(records: Mapping[str, ServerRecord]) -> None:
-    write_atomically(home() / "servers.json", ServerRecords(servers=dict(records)).model_dump_json(indent=1))

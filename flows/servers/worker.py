@@ -14,8 +14,8 @@ import time
 
 from prefect.workers.process import ProcessWorker
 
+from flows.flow_runs import WORK_POOL
 from flows.reaper import Reaper
-from flows.schedule import WORK_POOL
 
 REAP_INTERVAL_S = 10.0
 
