@@ -1,8 +1,7 @@
 """Candidates for promotion, committed without training or serving anything: models, evaluations, and a recipe."""
 
 import json
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -68,18 +67,22 @@ def planned_stages(store: Store, tree: Mapping[str, Any]) -> dict[str, PlannedSt
     return plan(recipe, {name: {} for name in recipe.stages}, store.index()).stages
 
 
+def commit(store: Store, planned: PlannedStage, upstream: Mapping[str, Built], write: Callable[[Path], None]) -> Built:
+    """Commit what `write` leaves in a work folder as the artifact of a stage, unless it is there."""
+    if not store.find(planned.kind, planned.version):
+        work = store.make_folder(store.work_folder(planned.kind, planned.name, planned.resume_key))
+        write(work)
+        store.commit(work, _record(planned, upstream, work))
+    found = store.find(planned.kind, planned.version)
+    assert found
+    return Built(planned.name, planned.kind, planned.version, "cached", 0.0, found.folder, found.record)
+
+
 def offer(store: Store, mark: str, answers: Sequence[float], **gates: Any) -> tuple[PlannedStage, dict[str, Built]]:
     """The promotion of a candidate that gave these answers, ready to be run, and what it stands on."""
     stages = planned_stages(store, candidate_tree(mark, **gates))
-    built: dict[str, Built] = {}
-    for name, write, content in (("model", write_model, mark), ("scores", write_evaluation, answers)):
-        planned = stages[name]
-        if not store.find(planned.kind, planned.version):
-            write(store.make_folder(store.work_folder(planned.kind, name, planned.resume_key)), content)
-            _commit(store, planned, built)
-        found = store.find(planned.kind, planned.version)
-        assert found
-        built[name] = Built(name, planned.kind, planned.version, "cached", 0.0, found.folder, found.record)
+    built = {"model": commit(store, stages["model"], {}, lambda work: write_model(work, mark))}
+    built["scores"] = commit(store, stages["scores"], built, lambda work: write_evaluation(work, answers))
     return stages["promote"], built
 
 
@@ -100,12 +103,11 @@ def own_mlflow(folder: Path) -> dict[str, str]:
     return {"MLFLOW_TRACKING_URI": uri, "LIFECYCLE_HOME": str(folder / "home"), "PYTHONPATH": str(ROOT)}
 
 
-def _commit(store: Store, planned: PlannedStage, upstream: Mapping[str, Built]) -> None:
-    work = store.work_folder(planned.kind, planned.name, planned.resume_key)
+def _record(planned: PlannedStage, upstream: Mapping[str, Built], work: Path) -> Record:
     files = hash_files(work)
     now = datetime.now(UTC)
     references = {field: upstream[stage].record for field, stage in planned.config.references().items()}
-    record = Record(
+    return Record(
         recipe=planned.recipe,
         stage=planned.name,
         kind=planned.kind,
@@ -127,4 +129,3 @@ def _commit(store: Store, planned: PlannedStage, upstream: Mapping[str, Built]) 
         packages={},
         git_commit=None,
     )
-    store.commit(work, record)

@@ -60,7 +60,7 @@ def _opponent(context: StageContext, champion: Champion | None) -> tuple[str | N
     config: PromoteConfig = context.config
     if config.baselines:
         return ", ".join(config.baselines), _folders(context, config.baselines)
-    if champion is None:
+    if champion is None or config.gates.max_regression_standard_errors is None:
         return None, ()
     if champion.same_model:
         return f"itself (version {champion.version})", _folders(context, config.evaluations)
