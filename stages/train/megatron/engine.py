@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from stages.train.config import TrainConfig
 from stages.train.data.batch import Batch
 from stages.train.engine import LossMeans, StepOutcome
 from stages.train.losses import Loss, document_sums
+from stages.train.megatron.checkpoint import MegatronState
 from stages.train.megatron.model import build_model_chunks, compute_dtype
 from stages.train.megatron.optimizer import Adam, wrap_chunks
 from stages.train.megatron.parallel import from_last_stage, represents_share, start_model_parallel
@@ -49,6 +51,7 @@ class MegatronEngine:
         load_weights(self._chunks, folder, self._shape)
         wrapped = wrap_chunks(self._chunks, config.layout)
         self._adam = Adam(wrapped, config)
+        self._state = MegatronState(self._chunks, self._shape, self._adam.megatron)
         rotary = LlamaRotaryEmbedding(AutoConfig.from_pretrained(folder, local_files_only=True)).to(device)
         self._pipeline = Pipeline(wrapped, config.layout, rotary, self._shape.vocab_size, device, self.compute_dtype)
 
@@ -100,6 +103,15 @@ class MegatronEngine:
         holder = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.broadcast(holder, src=0)
         return holder.item()
+
+    def save(self, folder: Path) -> Future[None]:
+        """Under the names of the Transformers model, as the FSDP engine does; from a copy in host memory."""
+        return self._state.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """What either engine has saved, under any layout."""
+        self._state.load(folder)
+        self._adam.settle()
 
     @property
     def checkpoint_bytes(self) -> int:

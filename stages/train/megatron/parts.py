@@ -63,6 +63,8 @@ class Part:
     index: int
     count: int
     shape: tuple[int, ...]
+    is_copy: bool = False
+    """Of the embedding, for the head of another pipeline stage."""
 
     def weight_names(self) -> list[str]:
         """Hugging Face names of what the parameter is made of."""
@@ -116,7 +118,8 @@ def local_parts(chunks: Sequence[GPTModel], model: ModelShape) -> Iterator[tuple
             number, expert = _find_rule(in_layer[2] if in_layer else name, rules, model)
             rule = rules[number]
             key = Key(_section(rule, in_layer is not None), layer, expert, number)
-            yield Part(key, rule, *_place_among_processes(rule), tuple(parameter.shape)), parameter
+            is_copy = rule.weights == (EMBEDDING,) and not chunk.pre_process
+            yield Part(key, rule, *_place_among_processes(rule), tuple(parameter.shape), is_copy), parameter
 
 
 def _find_rule(name: str, rules: Sequence[Rule], model: ModelShape) -> tuple[int, int]:
