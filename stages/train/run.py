@@ -18,6 +18,7 @@ from stages.train.config import TrainConfig
 from stages.train.data.dataset import PackedDataset
 from stages.train.data.prepare import PreparedData, prepare
 from stages.train.engine import Engine, LossMeans
+from stages.train.forecast import Forecast, forecast
 from stages.train.hardware import Peak, device_peak
 from stages.train.journal import Journal, read_metrics
 from stages.train.layout import describe_layout
@@ -46,6 +47,7 @@ def run(context: StageContext) -> StageResult:
     check_layout(context, model_folder)
     data = _prepare_data(context, model_folder)
     with joined_processes() as device:
+        expected = forecast(context, model_folder, device)
         engine = _build_engine(model_folder, config, device)
         training_run = _assemble(context, engine, data, model_folder)
         evaluation = train(training_run)
@@ -55,7 +57,7 @@ def run(context: StageContext) -> StageResult:
     if is_main_process() and context.trial is None:
         _use_own_template(config, context.work / "model")
         plot_loss(read_metrics(context.work), context.work / LOSS_PLOT)
-    return _result(training_run, data, evaluation, peak_memory)
+    return _result(training_run, data, evaluation, peak_memory, expected)
 
 
 def _check_world_size(config: TrainConfig) -> None:
@@ -150,7 +152,11 @@ def _use_own_template(config: TrainConfig, folder: Path) -> None:
 
 
 def _result(
-    training_run: TrainingRun, data: PreparedData, evaluation: LossMeans | None, peak_memory: dict[str, float]
+    training_run: TrainingRun,
+    data: PreparedData,
+    evaluation: LossMeans | None,
+    peak_memory: dict[str, float],
+    expected: Forecast,
 ) -> StageResult:
     config, engine, peak = training_run.config, training_run.engine, training_run.peak
     counts = {
@@ -165,12 +171,13 @@ def _result(
         "engine": config.engine,
         "layout": describe_layout(config.engine, config.layout),
         "device": engine.device.type,
+        **expected.tags,
     }
     if peak:
         tags |= {
             "device_name": peak.device_name,
             "peak": f"{peak.flops_per_s / 1e12:.3g} TFLOP/s a device, {peak.source}",
         }
-    metrics = {**training_run.journal.summary(), **peak_memory, **held_out, **counts}
+    metrics = {**training_run.journal.summary(), **peak_memory, **expected.figures, **held_out, **counts}
     headline = {name: metrics[name] for name in HEADLINE if name in metrics}
     return StageResult(metrics={**headline, **metrics}, tags=tags, files=[] if training_run.trial else [LOSS_PLOT])
