@@ -59,6 +59,7 @@ class Follower:
         os.environ.setdefault(API_KEY_VARIABLE, secrets.token_urlsafe(32))
         with reserve_port(host, port) as public, suppress(KeyboardInterrupt):
             first = self._start(version)
+            public.listen()  # whoever reads the next line may ask at once
             url = f"http://{reachable(host)}:{public.getsockname()[1]}"
             print(f"serving {self._name} at {url}/v1", flush=True)
             if new_key:

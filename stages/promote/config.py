@@ -62,6 +62,10 @@ class PromoteConfig(StageConfig):
     def product(self) -> Product:
         return "verdict"
 
+    @property
+    def devices(self) -> int:
+        return 0
+
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
         if self.execution.launcher != "local":
             yield "execution.launcher: a promotion asks MLflow where the refresh runs; expected local"

@@ -54,3 +54,7 @@ def test_who_is_champion_is_no_identity_so_that_a_judged_candidate_stays_cached(
     identity = identity_of(load(), {"model": "1", "scores": "2"}, {})
     assert identity["outside"] == {}
     assert identity["config"]["name"] == "adder"
+
+
+def test_a_promotion_waits_for_no_device():
+    assert load().devices == 0
