@@ -27,7 +27,7 @@ def resolve_hub_datasets(config: EvaluateConfig) -> dict[str, JsonValue]:
         return {}
     from stages.download import hub
 
-    commits = {
+    commits: dict[str, JsonValue] = {
         str(dataset): hub.resolve_revision(HubSource("hf", "dataset", dataset.repository, dataset.revision))
         for dataset in sorted(datasets, key=str)
     }

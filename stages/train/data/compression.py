@@ -48,7 +48,7 @@ def open_text(path: Path, name: str) -> Iterator[TextIO]:
 
 def _decompressed(path: Path) -> BinaryIO:
     if path.suffix == ".gz":
-        return gzip.open(path)
+        return io.BufferedReader(gzip.GzipFile(path))
     import pyarrow
 
     return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))

@@ -97,5 +97,6 @@ def test_the_template_of_turns_marks_what_the_assistant_says_and_where_it_stops(
     )
     assert [rendered.text[begin:end] for begin, end in rendered.spans] == ["2<END>", "4<END>"]
     assert (
-        template.render_text(messages[:2], add_generation_prompt=True) == rendered.text[: rendered.text.index("2<END>")]
+        template.render_text(Conversation(messages[:2]), add_generation_prompt=True)
+        == rendered.text[: rendered.text.index("2<END>")]
     )
