@@ -39,6 +39,9 @@ class ManyValues(click.Command):
 @click.option("--steps", type=click.IntRange(1), default=20, show_default=True, help="Measured steps of a round.")
 @click.option("--warmup", type=click.IntRange(0), default=5, show_default=True, help="Steps before them.")
 @click.option("--rounds", type=click.IntRange(1), default=2, show_default=True, help="How often each layout is run.")
+@click.option("--experiment", metavar="NAME", help="Compare runs that MLflow has, instead of running any.")
+@click.option("--where", default="", metavar="FILTER", help="Which of them, as MLflow's search says it.")
+@click.option("--allow-mixed", is_flag=True, help="Also runs of different hardware, code or work.")
 @JSON_OPTION
 def compare(
     recipe: Path | None,
@@ -48,15 +51,38 @@ def compare(
     steps: int,
     warmup: int,
     rounds: int,
+    experiment: str | None,
+    where: str,
+    allow_mixed: bool,
     as_json: bool,
 ) -> int:
-    """Run a few steps of a train stage under several layouts, in turns, and compare them."""
-    if not (recipe and stage and layouts):
-        raise click.UsageError("give a RECIPE, its --stage, and --layouts")
+    """Run a few steps of a train stage under several layouts, in turns, and compare them.
+
+    With --experiment, compare runs that are in MLflow already.
+    """
+    if experiment and not (recipe or stage or layouts):
+        return _compare_logged(experiment, where, allow_mixed, as_json)
+    if experiment or where or allow_mixed or not (recipe and stage and layouts):
+        raise click.UsageError(
+            "give a RECIPE, its --stage and --layouts, or else --experiment with --where and --allow-mixed"
+        )
     from flows.compare.run import ComparisonRequest
 
     names = (str(recipe.absolute()), stage, tuple(layouts), tuple(overrides))
     return _measure(ComparisonRequest(*names, steps, warmup, rounds), as_json)
+
+
+def _compare_logged(experiment: str, where: str, allow_mixed: bool, as_json: bool) -> int:
+    from flows.cli.compare_run import compare_logged
+    from flows.compare.table import as_json as rows_as_json
+    from flows.compare.table import as_text
+
+    rows, report = compare_logged(experiment, where, allow_mixed=allow_mixed)
+    if as_json:
+        print_json({"experiment": experiment, "report": str(report), "layouts": rows_as_json(rows)})
+    else:
+        click.echo(f"{as_text(rows)}\n{report}")
+    return 0
 
 
 def _measure(request: Any, as_json: bool) -> int:

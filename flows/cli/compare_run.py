@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TextIO
 
 from flows.cli.run_command import ready_servers, view_of
+from flows.compare.figures import Row
 from flows.compare.record import ComparisonRecord
 from flows.compare.run import ComparisonRequest, ComparisonRun, plan_comparison
+from flows.home import home
 from flows.launch import local
 from flows.refresh_run import RefreshRun
 from flows.runner import Launcher
 from stages.errors import RefreshStoppedError, ServerError, StageCrashError
+
+
+NOT_IN_FILE_NAMES = r"[^\w.-]"
 
 
 def run_comparison(request: ComparisonRequest, *, stream: TextIO, launch: Launcher = local.start) -> ComparisonRun:
@@ -33,6 +40,21 @@ def run_comparison(request: ComparisonRequest, *, stream: TextIO, launch: Launch
     write_report(run)
     tell_mlflow(run, stream)
     return run
+
+
+def compare_logged(experiment: str, where: str, *, allow_mixed: bool) -> tuple[list[Row], Path]:
+    """Rows of runs that MLflow has, and the HTML page made of them. Raises what `rows_of_runs` and `find_runs` do."""
+    from flows.compare.logged import rows_of_runs
+    from flows.compare.report import html_report
+    from flows.tracking.logged_runs import find_runs
+
+    ready_servers()
+    rows = rows_of_runs(find_runs(experiment, where), allow_mixed=allow_mixed)
+    report = home() / "comparisons" / f"{re.sub(NOT_IN_FILE_NAMES, '_', experiment)}.html"
+    report.parent.mkdir(parents=True, exist_ok=True)
+    facts = [f"{len(rows)} runs of the MLflow experiment {experiment}", *([f"where {where}"] if where else [])]
+    report.write_text(html_report(f"Layouts in {experiment}", facts, rows), encoding="utf-8")
+    return rows, report
 
 
 def write_report(run: ComparisonRun) -> None:
