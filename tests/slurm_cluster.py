@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -23,7 +24,7 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[slurmctld]}
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=3
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
@@ -87,11 +88,26 @@ class SlurmCluster:
     def start_node(self, node: str) -> None:
         self._start(node, "slurmd", "-D", "-N", node)
 
-    def kill_node(self, node: str) -> None:
-        """SIGKILL of its slurmd."""
+    def kill_slurmd(self, node: str) -> None:
+        """SIGKILL of the daemon; what it has started goes on."""
         daemon = self._daemons.pop(node)
         daemon.kill()
         daemon.wait()
+
+    def kill_node(self, node: str) -> None:
+        """SIGKILL of the daemon, of Slurm's processes for each step, and of the jobs. No other node may have one."""
+        self.kill_slurmd(node)
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if self._is_of_node(process, node):
+                    os.kill(int(process.name), signal.SIGKILL)
+
+    def _is_of_node(self, process: Path, node: str) -> bool:
+        environment = (process / "environ").read_bytes().split(b"\0")
+        if f"SLURM_CONF={self.config}".encode() not in environment:
+            return False
+        is_step = (process / "cmdline").read_bytes().startswith(b"slurmstepd:")
+        return is_step or f"SLURMD_NODENAME={node}".encode() in environment
 
     def start(self) -> None:
         (self.folder / "state").mkdir()

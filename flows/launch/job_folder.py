@@ -3,6 +3,7 @@
     order.json         what to start on each node (`JobOrder`)
     environment.json   the environment of the stage's processes; mode 0600, removed when the job has ended
     heartbeat          changes every few seconds while somebody waits for the job
+    owner              which start of the job may write to the work folder
     ended.json         how the stage's processes ended, unless the cluster ended the job (`JobEnd`)
 
 The folder lies in the store, on a file system that the nodes share; the environment, which may hold secrets, goes
@@ -103,6 +104,21 @@ class JobFolder:
             return (self.path / "heartbeat").read_text(encoding="utf-8")
         except OSError:
             return ""
+
+    def claim(self, owner: str) -> None:
+        """From now on the start of the job that is so named may write to the work folder, and no earlier one.
+
+        A node that Slurm lost sight of goes on working, while the job starts again on others.
+        """
+        (self.path / "ended.json").unlink(missing_ok=True)
+        write_atomically(self.path / "owner", owner)
+
+    def owner(self) -> str | None:
+        """The last claim."""
+        try:
+            return (self.path / "owner").read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
 
     def write_end(self, end: JobEnd) -> None:
         """Say how the stage's processes ended."""

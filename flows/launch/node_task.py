@@ -2,7 +2,8 @@
 
     python -m flows.launch.node_task LAUNCH_FOLDER
 
-Ends with the stage's exit code. SIGTERM, or the loss of whoever waits for the job, ends all processes of the stage.
+Ends with the stage's exit code. SIGTERM, the loss of whoever waits for the job, or another start of the same job ends
+all processes of the stage.
 """
 
 from __future__ import annotations
@@ -45,10 +46,13 @@ def main() -> int:
     process = Supervised(
         command(order, place), environment=complete(environment, order, place), output=sys.stdout.buffer
     )
-    pulse = Pulse(folder, order.heartbeat_patience_s)
+    owner, pulse = folder.owner(), Pulse(folder, order.heartbeat_patience_s)
     while (code := process.poll()) is None:
         if pulse.is_lost():
             print(f"nobody has waited for this job for {order.heartbeat_patience_s:g} s: it ends", flush=True)
+            stop.set()
+        if folder.owner() != owner:
+            print("the job was started elsewhere: it ends here", flush=True)
             stop.set()
         if stop.wait(POLL_INTERVAL_S):
             process.stop()

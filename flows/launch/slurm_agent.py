@@ -44,14 +44,14 @@ class SlurmAgent:
     def run(self) -> int:
         """Submit until a job ends the stage; returns the stage's exit code, or raises what the cluster did to it."""
         while True:
-            before = self._scratch()
+            before = self._num_metrics_bytes()
             job_id = slurm_client.submit(sbatch_arguments(self.order, self.folder))
             ended = self._follow(job_id)
             if isinstance(ended, Finished):
                 return ended.exit_code
             if isinstance(ended, Failed):
                 raise ended.error
-            self._go_on(job_id, ended, progressed=self._scratch() != before)
+            self._go_on(job_id, ended, progressed=self._num_metrics_bytes() > before)
 
     def _follow(self, job_id: str) -> Verdict:
         """Wait until the job is over; asks more often once its processes have ended."""
@@ -101,16 +101,16 @@ class SlurmAgent:
         what = f"Slurm job {job_id} of {self.order.stage} was ended by {ended.by}"
         if ended.by_time_limit and not progressed:
             remedy = "raise execution.slurm.time_limit, or save more often (execution.checkpoint_every_steps)"
-            raise StageTimeoutError(f"{what} before it had saved a checkpoint; {remedy}")
+            raise StageTimeoutError(f"{what}, and the stage had got no further than before; {remedy}")
         self._num_fruitless = 0 if progressed else self._num_fruitless + 1
         if self._num_fruitless > self.order.interruptions_without_progress:
-            raise TransientError(f"{what}, the {self._num_fruitless}th in a row before it had saved anything")
+            raise TransientError(f"{what}; {self._num_fruitless} jobs in a row got no further than the ones before")
         self._say("milestone", f"{what}; submitting it again, to continue from its last checkpoint")
 
-    def _scratch(self) -> dict[Path, int]:
-        """Names and sizes of what the stage keeps for a resume: other ones mean that it got on."""
-        files = sorted((self.order.work / "scratch").rglob("*"))
-        return {file: file.stat().st_size for file in files if file.is_file()}
+    def _num_metrics_bytes(self) -> int:
+        """Grows when the stage gets on: steps that are done again are not logged again."""
+        file = self.order.work / "metrics.jsonl"
+        return file.stat().st_size if file.exists() else 0
 
 
 def main() -> int:

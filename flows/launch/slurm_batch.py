@@ -32,7 +32,10 @@ def main() -> int:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     job_id = os.environ["SLURM_JOB_ID"]
-    folder.tell("milestone", f"Slurm job {job_id} runs on {os.environ['SLURM_JOB_NODELIST']}")
+    restart = os.environ.get("SLURM_RESTART_COUNT", "0")
+    folder.claim(f"{job_id}, restart {restart}")
+    again = f", restart {restart}" if restart != "0" else ""
+    folder.tell("milestone", f"Slurm job {job_id} runs on {os.environ['SLURM_JOB_NODELIST']}{again}")
     step = subprocess.Popen(step_command(order, folder), env={**os.environ, "MASTER_PORT": str(free_port())})
     while (code := step.poll()) is None and not stop.is_set():
         stop.wait(POLL_INTERVAL_S)
