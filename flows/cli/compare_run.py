@@ -19,7 +19,6 @@ from flows.refresh_run import RefreshRun
 from flows.runner import Launcher
 from stages.errors import RefreshStoppedError, ServerError, StageCrashError
 
-
 NOT_IN_FILE_NAMES = r"[^\w.-]"
 
 
