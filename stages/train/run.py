@@ -84,9 +84,17 @@ def _prepare_data(context: StageContext, model_folder: Path) -> PreparedData:
 
 
 def _build_engine(model_folder: Path, config: TrainConfig, device: torch.device) -> Engine:
-    from stages.train.fsdp.engine import FsdpEngine  # an engine's imports are heavy: only the one that is used
+    """An engine's imports are heavy: only those of the one that is used."""
+    if config.engine == "fsdp":
+        from stages.train.fsdp.engine import FsdpEngine
 
-    return FsdpEngine(model_folder, config, device)
+        return FsdpEngine(model_folder, config, device)
+    from stages.train.megatron.compat import prepare_megatron
+
+    prepare_megatron()
+    from stages.train.megatron.engine import MegatronEngine
+
+    return MegatronEngine(model_folder, config, device)
 
 
 def _assemble(context: StageContext, engine: Engine, data: PreparedData, model_folder: Path) -> TrainingRun:

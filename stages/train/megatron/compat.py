@@ -94,8 +94,8 @@ class _Inert:
 
     __hash__ = object.__hash__
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return _nothing
+    def __getattr__(self, name: str) -> Callable[..., _Inert]:
+        return lambda *_, **__: self  # `stream.record_event()` is an event
 
 
 def _nothing(*arguments: Any, **options: Any) -> None:
