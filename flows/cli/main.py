@@ -17,6 +17,7 @@ import click
 from flows.cli.answers import JSON_OPTION, print_json
 from flows.cli.compare_commands import compare
 from flows.cli.model_commands import champion, rollback
+from flows.cli.notify_commands import notify
 from flows.cli.refresh_commands import retry, runs
 from flows.cli.schedule_commands import schedule, schedules
 from flows.cli.server_commands import doctor, down, status, up
@@ -89,11 +90,11 @@ def plan(recipe: Path, overrides: Sequence[str], until: str | None, force: Seque
     from flows.cli import show as shown
     from flows.refresh_run import RefreshRequest, make_plan
 
-    planned = make_plan(RefreshRequest(str(recipe.absolute()), tuple(overrides), until, tuple(force))).plan
+    made = make_plan(RefreshRequest(str(recipe.absolute()), tuple(overrides), until, tuple(force)))
     if as_json:
-        print_json(shown.plan_as_json(planned))
+        print_json({**shown.plan_as_json(made.plan), "notes": list(made.notes)})
     else:
-        click.echo(shown.plan_as_text(planned))
+        click.echo("\n".join([shown.plan_as_text(made.plan), *made.notes]))
 
 
 @cli.command()
@@ -106,7 +107,7 @@ def schema() -> None:
 
 COMMANDS = (
     *(retry, runs, compare, show, adopt, verify, gc, serve, champion, rollback),
-    *(schedule, schedules, up, down, status, doctor),
+    *(schedule, schedules, notify, up, down, status, doctor),
 )
 for command in COMMANDS:
     cli.add_command(command)

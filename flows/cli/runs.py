@@ -1,4 +1,4 @@
-"""`lifecycle runs`: tries at building stages, newest first, each with its MLflow run. Read from records, not servers."""
+"""`lifecycle runs`: tries at building stages, newest first, each with its MLflow run. Needs no server."""
 
 from __future__ import annotations
 
