@@ -26,6 +26,7 @@ from flows.history import (
 )
 from flows.home import home, store_root
 from flows.launch import choice
+from flows.layout_choice import choose_layouts
 from flows.live_servers import LiveServers
 from flows.machine import hardware, num_slots
 from flows.outside import resolve_outside
@@ -58,6 +59,8 @@ class PlannedRefresh:
     request: RefreshRequest
     plan: Plan
     store: Store
+    notes: tuple[str, ...] = ()
+    """What was decided for the recipe: the layouts that `auto` became."""
 
 
 class RefreshRun:
@@ -241,9 +244,11 @@ def make_plan(request: RefreshRequest) -> PlannedRefresh:
     recipe = load_recipe(Path(request.recipe), request.overrides)
     store = Store(store_root())
     outside = resolve_outside(recipe, chosen_stages(recipe, request.until))
-    planned = plan(recipe, outside, store.index(), force=request.force, until=request.until)
+    index = store.index()
+    recipe, choices = choose_layouts(recipe, outside, index)
+    planned = plan(recipe, outside, index, force=request.force, until=request.until)
     check_devices(planned)
-    return PlannedRefresh(request, planned, store)
+    return PlannedRefresh(request, planned, store, tuple(map(str, choices)))
 
 
 def _new_record(request: RefreshRequest, refresh: str, planned: Plan, num_tries: int) -> RefreshRecord:

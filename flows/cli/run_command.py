@@ -41,6 +41,8 @@ def run_refresh(
     the record.
     """
     planned = make_plan(request)
+    for note in planned.notes:
+        print(note, file=sys.stderr)
     endpoints = ready_servers()
     run = RefreshRun(planned, retried.refresh if retried else None, launch=launch)
     run.tracker.start(endpoints.environment())

@@ -21,6 +21,7 @@ from flows.devices import on_devices, wanted_slots
 from flows.history import new_refresh_id, now_ms
 from flows.home import home, store_root
 from flows.launch import local
+from flows.layout_choice import choose_layouts
 from flows.machine import hardware, num_slots
 from flows.outside import resolve_outside
 from flows.plan import Plan, PlannedStage, chosen_stages, plan
@@ -80,7 +81,9 @@ def plan_comparison(request: ComparisonRequest) -> PlannedComparison:
     configs = read_layouts(request.layouts, stage)
     store = Store(store_root())
     outside = resolve_outside(recipe, chosen)
-    planned = plan(recipe, outside, store.index(), until=request.stage).stages
+    index = store.index()
+    recipe, _ = choose_layouts(recipe, outside, index)
+    planned = plan(recipe, outside, index, until=request.stage).stages
     measured = planned.pop(request.stage)
     layouts = tuple(_under_layout(measured, config, planned) for config in configs)
     texts = tuple(text_of(config, stage.global_batch_size) for config in configs)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import stages
+from flows.home import hardware_file
 from flows.store.content import LOG_FILE
 from stages.contract import StageConfig
 from stages.supervised import Supervised
@@ -57,6 +58,7 @@ def environment(config: StageConfig) -> dict[str, str]:
         **EVERYWHERE,
         **SINGLE_NODE,
         "PYTHONPATH": python_path,
+        "LIFECYCLE_HARDWARE": str(hardware_file()),
         "OMP_NUM_THREADS": str(config.execution.threads or threads_of_each(config.processes)),
         **config.execution.environment,
     }

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, JsonValue, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    JsonValue,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from stages.contract import DatasetReference, Execution, ModelReference, OutsidePath, Product, StageConfig, StrictModel
-from stages.train.layout import Layout
+from stages.train.layout import AutoLayout, Layout
 from stages.train.legality import Setting, layout_problems
 
 DataFormat = Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt", "text", "preference"]
@@ -52,6 +62,17 @@ class TrainExecution(Execution):
     measure_matmul_rate: bool = Field(True, description="On a CPU, measure the peak that MFU is relative to.")
 
 
+def _auto_or_layout(value: Any, validate: ValidatorFunctionWrapHandler) -> Layout:
+    if value == "auto" or isinstance(value, AutoLayout):
+        return AutoLayout()
+    if isinstance(value, str):
+        raise ValueError(f"found {value}, expected auto, or degrees such as {{dp_shard: 2}}")
+    return validate(value)
+
+
+LayoutOrAuto = Annotated[Layout, WrapValidator(_auto_or_layout, json_schema_input_type=Layout | Literal["auto"])]
+
+
 class TrainConfig(StageConfig):
     """Supervised fine-tuning or preference optimization of a model (→ `model/`)."""
 
@@ -62,7 +83,7 @@ class TrainConfig(StageConfig):
     model: ModelReference
     data: DataConfig
     engine: Literal["fsdp", "megatron"] = "fsdp"
-    layout: Layout = Layout()
+    layout: LayoutOrAuto = Field(Layout(), description="auto: what the planner finds best for the machine at hand.")
     dpo: DpoConfig | None = Field(None, description="Only with `method: dpo`.")
 
     steps: PositiveInt | None = Field(None, description="Optimizer steps; else `epochs` counts.")
@@ -122,6 +143,8 @@ class TrainConfig(StageConfig):
 
     @model_validator(mode="after")
     def _layout_fits(self) -> Self:
+        if isinstance(self.layout, AutoLayout):
+            return self
         problems = layout_problems(self.engine, self.layout, self.setting)
         errors = [problem.message for problem in problems if problem.severity == "error"]
         if errors:

@@ -31,6 +31,8 @@ from stages.train.prediction import (
 )
 from stages.train.processes import gathered
 
+HARDWARE_VARIABLE = "LIFECYCLE_HARDWARE"
+"""Names the YAML file that describes the devices; the built-in descriptions serve where there is none."""
 FORECAST_FILE = "forecast.json"
 GIB = 2**30
 
@@ -63,7 +65,8 @@ def forecast(context: StageContext, model_folder: Path, device: torch.device) ->
 
 def _question(context: StageContext, config: TrainConfig, model_folder: Path, device: torch.device) -> Question | None:
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    hardware = hardware_at_hand(device_name, config.processes)
+    described = os.environ.get(HARDWARE_VARIABLE)
+    hardware = hardware_at_hand(device_name, config.processes, Path(described) if described else None)
     try:
         shape = read_shape(model_folder)
     except ModelError as error:

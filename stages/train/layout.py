@@ -43,6 +43,10 @@ class Layout(StrictModel):
         return self.data_parallel_size * self.tp * self.pp * self.cp
 
 
+class AutoLayout(Layout):
+    """`layout: auto` of a recipe: the planner puts its choice in place of it before anything else is planned."""
+
+
 def describe_layout(engine: str, layout: Layout) -> str:
     """The engine and what differs from the default layout: `fsdp dp_shard=2 micro_batch_size=4`."""
     chosen = layout.model_dump(exclude_defaults=True)

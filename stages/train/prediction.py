@@ -7,7 +7,6 @@ The description is a YAML file (`lifecycle calibrate` writes one) or the built-i
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -21,22 +20,20 @@ from stages.train.planner.search import Candidate, Question, estimate, search
 from stages.train.planner.workload import Workload
 from stages.train.shape import ModelShape
 
-HARDWARE_VARIABLE = "LIFECYCLE_HARDWARE"
-"""Names the YAML file; the built-in descriptions serve where there is none."""
 UNCERTAINTY = 0.1
 """Share by which a prediction of memory may be too high: what would not fit even then is doomed."""
 NUM_ALTERNATIVES = 5
 
 
-def question_of(config: TrainConfig, shape: ModelShape, hardware: Hardware, **options: Any) -> Question:
-    """What the planner is asked for the stage's model, batch and number of processes."""
+def question_of(config: TrainConfig, shape: ModelShape, hardware: Hardware) -> Question:
+    """What the planner is asked for the stage's model and batch, on as many devices as its layout has."""
     workload = Workload(
         sequence_length=config.data.sequence_length,
         global_batch_size=config.global_batch_size,
         precision=config.precision,
         method=config.method,
     )
-    return Question(shape, workload, hardware, config.layout.world_size, **options)
+    return Question(shape, workload, hardware, config.layout.world_size)
 
 
 def read_shape(model_folder: Path) -> ModelShape:
@@ -59,14 +56,14 @@ def shape_from_text(text: str) -> ModelShape:
     return ModelShape(**known)
 
 
-def hardware_at_hand(device_name: str | None, processes: int) -> Hardware | None:
+def hardware_at_hand(device_name: str | None, processes: int, file: Path | None) -> Hardware | None:
     """What each of this machine's `processes` runs on; None for an accelerator that nobody has described.
 
-    device_name: the accelerator's, None on a CPU. Raises RecipeError when the YAML file cannot be read.
+    device_name: the accelerator's, None on a CPU. file: the description, if it is there.
+    Raises RecipeError when the file cannot be read.
     """
-    file = os.environ.get(HARDWARE_VARIABLE)
-    if file and Path(file).is_file():
-        hardware: Hardware | None = from_yaml(Path(file))
+    if file and file.is_file():
+        hardware: Hardware | None = from_yaml(file)
     else:
         hardware = named_like(device_name) if device_name else built_in("cpu")
     return shared_cpu(hardware, processes) if hardware and device_name is None else hardware
