@@ -4,14 +4,14 @@ A matrix product runs at the peak times a constant, less where its output has fe
 summed dimension is short, and where a dimension is no multiple of what tensor cores load at once (NVIDIA, "Matrix
 multiplication background user's guide"); or at the rate of memory, if that is slower (the roofline of Williams et al.
 2009). Fused attention does its causal half of the scores at a rate of its own (Dao 2023). Everything else streams.
-No kernel is faster than the host launches it.
+Where kernels are short, the host that launches them sets the pace.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from stages.train.planner.hardware import Hardware
 from stages.train.planner.workload import Precision, Software
@@ -23,8 +23,13 @@ ALIGNED = ((64, 1.0), (32, 0.97), (16, 0.92), (8, 0.75), (4, 0.2), (2, 0.15), (1
 """Largest power of two in an inner dimension → share of the rate; under 16 bytes tensor cores cannot load it."""
 BACKWARD_ATTENTION = 2.5
 """Products of the fused backward pass over those of the forward pass: five for two (Dao 2023, section 3.1)."""
-KERNELS = {"fused": 16, "eager": 34, "experts": 20}
+KERNELS = {"fused": 30, "eager": 45, "experts": 40}
 """Launches of one layer's forward pass, and what a mixture of experts adds."""
+
+
+EAGER_PASSES = {"layer norm": 2, "rms norm": 3}
+"""Memory traffic of elementwise operations that are not fused, over that of fused ones: RMSNorm and rotations are
+written as chains of operations in fp32, LayerNorm is one kernel."""
 
 
 @dataclass(frozen=True)
@@ -73,15 +78,17 @@ class LayerTime:
     """Seconds of one layer on one rank."""
 
     attention_core: Pass
-    rest: Pass
+    products: Pass
+    elementwise: Pass
     host_s: float
     """Launching one forward pass."""
 
-    @property
+    @cached_property
     def both(self) -> Pass:
-        """All of the layer, no faster than it can be launched."""
-        busy = self.attention_core + self.rest
-        return Pass(max(busy.forward_s, self.host_s), max(busy.backward_s, 2 * self.host_s))
+        """All of the layer. The host launches ahead of the device, but not without waiting: the slower of both costs
+        most, and the other some of its time (a root of squares)."""
+        busy = self.attention_core + self.products + self.elementwise
+        return Pass(math.hypot(busy.forward_s, self.host_s), math.hypot(busy.backward_s, 2 * self.host_s))
 
 
 @lru_cache(maxsize=65536)
@@ -89,20 +96,22 @@ def layer_time(work: LayerWork, software: Software, hardware: Hardware) -> Layer
     """Average over the model's layers (dense and mixtures)."""
     shape = work.shape
     mixture = shape.num_mixture_layers / shape.num_layers
-    rest = _attention_products(work, hardware) + _elementwise(work, software, hardware)
+    products = _attention_products(work, hardware)
     if mixture < 1:
-        rest += _dense_ffn(work, hardware).times(1 - mixture)
+        products += _dense_ffn(work, hardware).times(1 - mixture)
     if mixture:
-        rest += _experts(work, hardware).times(mixture)
-    core = _flash(work, hardware) if software.flash_attention else _unfused_attention(work, software, hardware)
+        products += _experts(work, hardware).times(mixture)
+    core = (
+        _flash(work, software, hardware) if software.flash_attention else _unfused_attention(work, software, hardware)
+    )
     kernels = KERNELS["fused" if software.fused_elementwise else "eager"] + mixture * KERNELS["experts"]
-    return LayerTime(core, rest, kernels * hardware.efficiency.launch_s)
+    return LayerTime(core, products, _elementwise(work, software, hardware), kernels * hardware.efficiency.launch_s)
 
 
 @lru_cache(maxsize=16384)
 def head_time(work: LayerWork, hardware: Hardware) -> Pass:
-    """The product with the vocabulary, and the cross-entropy of its logits in fp32."""
-    columns = work.shape.vocab_size / work.tp
+    """The product with the vocabulary (filled up to whole tiles), and the cross-entropy of its logits in fp32."""
+    columns = TILE * math.ceil(work.shape.vocab_size / work.tp / TILE)
     precision: Precision = "fp32" if work.precision == "fp32" else "bf16"
     product = _product(hardware, precision, work.tokens, work.shape.hidden_size, columns)
     streaming_s = work.tokens * columns * (work.size + 8) / memory_rate(hardware)
@@ -122,7 +131,9 @@ def matmul_s(hardware: Hardware, precision: Precision, rows: float, depth: float
     tiles = math.ceil(rows / TILE) * math.ceil(columns / TILE)
     waves = tiles / hardware.num_processors
     share = waves / (waves + efficiency.matmul_half_waves) * depth / (depth + efficiency.matmul_half_depth)
-    rate = hardware.peak_flops_per_s(precision) * efficiency.matmul * share * min(_aligned(depth), _aligned(columns))
+    rate = (
+        hardware.sustained_flops_per_s(precision) * efficiency.matmul * share * min(_aligned(depth), _aligned(columns))
+    )
     element_bytes = {"fp32": 4, "bf16": 2, "fp8": 1}[precision]
     moved = element_bytes * (rows * depth + depth * columns) + max(2, element_bytes) * rows * columns
     return max(2 * rows * depth * columns / rate, moved / memory_rate(hardware))
@@ -171,13 +182,16 @@ def _experts(work: LayerWork, hardware: Hardware) -> Pass:
     return products + Pass(moved, moved)
 
 
-def _flash(work: LayerWork, hardware: Hardware) -> Pass:
+def _flash(work: LayerWork, software: Software, hardware: Hardware) -> Pass:
     shape = work.shape
     attended = min(shape.sliding_window or work.sequence_length, work.sequence_length)
     pairs = attended / 2 if attended == work.sequence_length else attended
     flops = 4 * work.tokens * pairs * shape.query_width / work.tp
     precision: Precision = "fp32" if work.precision == "fp32" else "bf16"
-    rate = hardware.peak_flops_per_s(precision) * hardware.efficiency.attention
+    share = (
+        hardware.efficiency.first_flash_attention if software.first_flash_attention else hardware.efficiency.attention
+    )
+    rate = hardware.sustained_flops_per_s(precision) * share
     forward_s = flops / rate
     return Pass(forward_s, BACKWARD_ATTENTION * forward_s)
 
@@ -186,7 +200,7 @@ def _unfused_attention(work: LayerWork, software: Software, hardware: Hardware) 
     """Two batched products over all scores, which are written and read by softmax and dropout in between."""
     shape = work.shape
     scores = work.tokens * work.sequence_length * shape.num_heads / work.tp
-    rate = hardware.peak_flops_per_s("fp32" if work.precision == "fp32" else "bf16") * hardware.efficiency.matmul
+    rate = hardware.sustained_flops_per_s("fp32" if work.precision == "fp32" else "bf16") * hardware.efficiency.matmul
     depth = shape.head_dim / (shape.head_dim + hardware.efficiency.matmul_half_depth)
     products_s = 4 * scores * shape.head_dim / (rate * depth * _aligned(shape.head_dim))
     moved = scores * (13 if software.dropout else 8) * work.size / 2
@@ -201,7 +215,7 @@ def _elementwise(work: LayerWork, software: Software, hardware: Hardware) -> Pas
     mixture = shape.num_mixture_layers / shape.num_layers
     width = (1 - mixture) * shape.ffn_size + mixture * shape.experts_per_token * shape.expert_ffn_size
     split = ((3 if shape.gated_ffn else 2) * width + 2 * (shape.query_width + shape.kv_width)) / work.tp
-    passes = 1 if software.fused_elementwise else 2
+    passes = 1 if software.fused_elementwise else EAGER_PASSES["layer norm" if shape.norm_bias else "rms norm"]
     casts = 2.5 * (2 * shape.hidden_size + width / work.tp) if work.precision == "fp8" else 0
     moved = work.tokens * work.size * (passes * (whole + split) + casts)
     forward_s = moved / memory_rate(hardware)

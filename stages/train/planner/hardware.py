@@ -19,27 +19,31 @@ from stages.train.planner.workload import Precision
 class Efficiency:
     """What programs achieve of the data sheet, for all devices of a kind alike."""
 
-    matmul: float = 0.78
+    matmul: float = 0.8
     """Of the peak, by a product that is large in every dimension."""
-    matmul_half_waves: float = 0.25
+    matmul_half_waves: float = 0.41
     """Waves of output tiles over the device's processors at which half of that is reached."""
-    matmul_half_depth: float = 180.0
+    matmul_half_depth: float = 165.0
     """Length of the summed dimension at which half of that is reached."""
-    attention: float = 0.55
+    attention: float = 0.5
     """Of the peak, by a fused attention kernel."""
-    memory: float = 0.80
+    first_flash_attention: float = 0.32
+    """Of the peak, by the first version of such a kernel."""
+    memory: float = 0.93
     """Of the memory bandwidth, by kernels that stream."""
-    intra_link: float = 0.75
+    intra_link: float = 0.71
     """Of the bandwidth within a node, by collectives."""
-    inter_link: float = 0.70
+    inter_link: float = 0.7
     """Of the bandwidth between nodes, by collectives."""
-    overlapped: float = 0.85
+    overlapped: float = 0.41
     """Of communication that can run beside compute, the part that does."""
-    launch_s: float = 6e-6
+    launch_s: float = 37e-6
     """Host time of one kernel launch from an eager program."""
-    runtime_gib: float = 2.0
-    """Held by the driver, libraries and communicators."""
-    fragmentation: float = 0.05
+    runtime_gib: float = 1.5
+    """Held by the driver and libraries."""
+    communicator_gib: float = 1.0
+    """Held by the buffers of each group that communicates."""
+    fragmentation: float = 0.13
     """Of allocated memory, what lies idle between tensors."""
 
 
@@ -61,6 +65,8 @@ class Hardware:
     """Of one device to the others of its node, one direction."""
     inter_node_gb_per_s: float
     """Of one device's share of its node's network, one direction."""
+    sustained: float = 1.0
+    """Share of the peak that power and clocks allow a long run, relative to an A100."""
     intra_node_latency_s: float = 8e-6
     """Of one collective."""
     inter_node_latency_s: float = 20e-6
@@ -71,6 +77,10 @@ class Hardware:
         tflops = {"bf16": self.bf16_tflops, "fp32": self.fp32_tflops, "fp8": self.fp8_tflops or self.bf16_tflops}
         return tflops[precision] * 1e12
 
+    def sustained_flops_per_s(self, precision: Precision) -> float:
+        """The peak that a long run can come near."""
+        return self.sustained * self.peak_flops_per_s(precision)
+
 
 HARDWARE = {
     hardware.name: hardware
@@ -78,15 +88,31 @@ HARDWARE = {
         Hardware("v100-32gb", 125, 15.7, None, 31.7, 900, 80, 16, 150, 12.5),
         Hardware("a100-40gb", 312, 19.5, None, 39.4, 1555, 108, 8, 300, 25),
         Hardware("a100-80gb", 312, 19.5, None, 79.2, 2039, 108, 8, 300, 25),
-        Hardware("h100-80gb", 989, 67, 1979, 79.1, 3350, 132, 8, 450, 50),
-        Hardware("h200", 989, 67, 1979, 139.8, 4800, 132, 8, 450, 50),
-        Hardware("b200", 2250, 75, 4500, 178.4, 8000, 148, 8, 900, 50),
-        Hardware("b300", 2250, 75, 4500, 267.7, 8000, 148, 8, 900, 100),
-        Hardware("gb200", 2500, 80, 5000, 184.0, 8000, 152, 72, 900, 50),
-        Hardware("gb300", 2500, 80, 5000, 276.0, 8000, 152, 72, 900, 100),
-        Hardware("l40s", 362, 91.6, 733, 44.4, 864, 142, 8, 25, 12.5),
-        Hardware("mi300x", 1307, 163, 2615, 191.5, 5300, 304, 8, 448, 50),
-        Hardware("cpu", 0.1, 0.2, None, 16, 20, 2, 4, 2, 1, 100e-6, 200e-6),
+        Hardware("h100-80gb", 989, 67, 1979, 79.1, 3350, 132, 8, 450, 50, sustained=0.79),
+        Hardware("h200", 989, 67, 1979, 139.8, 4800, 132, 8, 450, 50, sustained=0.81),
+        Hardware("b200", 2250, 75, 4500, 178.4, 8000, 148, 8, 900, 50, sustained=0.8),
+        Hardware("b300", 2250, 75, 4500, 267.7, 8000, 148, 8, 900, 100, sustained=0.8),
+        Hardware("gb200", 2500, 80, 5000, 184.0, 8000, 152, 72, 900, 50, sustained=0.8),
+        Hardware("gb300", 2500, 80, 5000, 276.0, 8000, 152, 72, 900, 100, sustained=0.8),
+        Hardware("l40s", 362, 91.6, 733, 44.4, 864, 142, 8, 25, 12.5, sustained=0.75),
+        Hardware("mi300x", 1307, 163, 2615, 191.5, 5300, 304, 8, 448, 50, sustained=0.6),
+        # A whole machine of two cores; a process without any model holds 0.6 GiB: the interpreter, torch.
+        Hardware(
+            "cpu",
+            0.1,
+            0.2,
+            None,
+            16,
+            20,
+            2,
+            4,
+            2,
+            1,
+            1.0,
+            100e-6,
+            200e-6,
+            Efficiency(runtime_gib=0.6, communicator_gib=0.02, fragmentation=0.05),
+        ),
     )
 }
 
@@ -138,7 +164,7 @@ def from_yaml(path: Path) -> Hardware:
 
 
 def _is_required(field: Any) -> bool:
-    return field.name not in ("efficiency", "intra_node_latency_s", "inter_node_latency_s")
+    return field.name not in ("efficiency", "sustained", "intra_node_latency_s", "inter_node_latency_s")
 
 
 def _checked(path: Path, kind: type, given: Any) -> dict[str, Any]:

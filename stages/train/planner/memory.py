@@ -120,7 +120,11 @@ def _stage(case: _Case, stage: PipelineStage, efficiency: Efficiency) -> StageMe
     logits = _logits(case) if stage.has_head else 0.0
     communication = _communication(case, stage)
     parts = [weights, gradients, optimizer, activations, workspace, logits, communication]
-    runtime = efficiency.runtime_gib * GIB + efficiency.fragmentation * sum(parts)
+    layout = case.layout
+    degrees = (layout.tp, layout.pp, layout.cp, layout.ep, layout.data_parallel_size)
+    num_groups = sum(degree > 1 for degree in degrees)
+    held_gib = efficiency.runtime_gib + num_groups * efficiency.communicator_gib
+    runtime = held_gib * GIB + efficiency.fragmentation * sum(parts)
     return StageMemory(*(part / GIB for part in (*parts, runtime)))
 
 
@@ -133,12 +137,13 @@ def _model_states(case: _Case, stage: PipelineStage) -> tuple[float, float, floa
     if case.engine == "fsdp":
         return _fsdp_states(case, sharded)
     weight_bytes = {"fp32": 4, "bf16": 2, "fp8": 3}[case.workload.precision]
-    optimizer_bytes = 8 if case.workload.precision == "fp32" else 12
+    optimizer_bytes = 8 if case.workload.precision == "fp32" else case.software.optimizer_bytes
     trained, trained_sharded = held.total, sharded
     if case.workload.lora_rank:
         trained = stage.num_layers * adapter_parameters(case.shape, case.workload.lora_rank) / layout.tp
         trained_sharded = trained / dense_shards
-    gradient_bytes = 4 if case.workload.precision == "fp32" else case.software.gradient_bytes
+    in_precision = case.software.gradient_bytes + case.software.gradient_copy_bytes
+    gradient_bytes = 4 if case.workload.precision == "fp32" else in_precision
     return held.total * weight_bytes, trained * gradient_bytes, trained_sharded * optimizer_bytes
 
 
@@ -179,7 +184,7 @@ def kept_bytes_per_token(
     if layout.recompute == "full":
         return checkpoint
     if layout.recompute == "selective" and engine == "fsdp":
-        return checkpoint + _products_per_token(shape, size)
+        return checkpoint + _products_per_token(shape, size, software.kept_products)
     unsplit = 4 * hidden * size + (2 * hidden if software.dropout else 0)
     unsplit += 0 if software.fused_elementwise else 2 * 4 * hidden
     split = size * (2 * shape.query_width + 2 * shape.kv_width) + _ffn_bytes_per_token(shape, size, software, layout)
@@ -189,10 +194,11 @@ def kept_bytes_per_token(
     return unsplit / along_sequence + split / layout.tp
 
 
-def _products_per_token(shape: ModelShape, size: int) -> float:
+def _products_per_token(shape: ModelShape, size: int, kept: float) -> float:
     """Results of matrix products and attention, which the FSDP engine's selective recomputation keeps."""
     ffn = (2 if shape.gated_ffn else 1) * _ffn_width(shape) + shape.hidden_size
-    return size * (2 * shape.query_width + 2 * shape.kv_width + shape.hidden_size + ffn)
+    products = shape.query_width + 2 * shape.kv_width + shape.hidden_size + ffn
+    return size * (shape.query_width + kept * products)
 
 
 def _ffn_width(shape: ModelShape) -> float:

@@ -73,15 +73,16 @@ def all_reduce_s(hardware: Hardware, group: Group, num_bytes: float) -> float:
     return 2 * gather_s(hardware, group, num_bytes)
 
 
-def all_to_all_s(hardware: Hardware, group: Group, num_bytes: float) -> float:
-    """Every rank sends `num_bytes` in equal parts to all; what leaves the node goes over the rank's own card."""
+def dispatch_s(hardware: Hardware, group: Group, num_bytes: float, experts_per_token: int) -> float:
+    """Tokens of `num_bytes` go to their experts, evenly spread over the group: once to each other node that has any of
+    these (DeepSeek-AI 2024, section 3.2.2), over the rank's own network card, and on to the ranks within the node."""
     if group.size == 1:
         return 0.0
     per_node = group.ranks_per_node(hardware)
     nodes = math.ceil(group.size / per_node)
-    inside, outside = (per_node - 1) / group.size, (group.size - per_node) / group.size
-    moving_s = max(num_bytes * inside / intra_rate(hardware), num_bytes * outside / inter_rate(hardware))
-    return moving_s + _latency_s(hardware, per_node, nodes)
+    inside_s = num_bytes * experts_per_token * (per_node - 1) / per_node / intra_rate(hardware)
+    nodes_met = (nodes - 1) * (1 - (1 - 1 / nodes) ** experts_per_token)
+    return max(inside_s, num_bytes * nodes_met / inter_rate(hardware)) + _latency_s(hardware, per_node, nodes)
 
 
 def neighbour_s(hardware: Hardware, stride: int, num_bytes: float) -> float:

@@ -78,7 +78,7 @@ class Question:
 
 
 def search(question: Question) -> SearchResult:
-    """Rank all legal layouts. Raises LayoutError where there is none, naming the nearest number of GPUs that has one."""
+    """Rank all legal layouts. Raises LayoutError where there is none, naming the nearest number that has one."""
     fitting: list[Candidate] = []
     too_large: list[Candidate] = []
     num_legal = 0

@@ -128,7 +128,7 @@ def _parts(case: _Case, layer: LayerTime) -> TimeParts:
     layout, micro_batches = case.layout, case.micro_batches
     stages = pipeline_stages(case.shape.num_layers, layout.pp, case.software.balances_head)
     head = head_time(case.work, case.hardware)
-    tensor, context, expert = _tensor_parallel(case), _context_parallel(case, layer), _expert_parallel(case)
+    tensor, context, expert = _tensor_parallel(case), _context_parallel(case, layer), _expert_parallel(case, layer)
     recompute_s = _recompute_s(case, layer)
     layer_s = _sum(layer.both) + recompute_s + _sum(tensor) + _sum(context) + _sum(expert)
     stage_s = {stage: stage.num_layers * layer_s + stage.has_head * _sum(head) for stage in _ends(stages)}
@@ -168,8 +168,7 @@ def _recompute_s(case: _Case, layer: LayerTime) -> float:
         return 0.0
     if case.engine == "megatron":
         return layer.attention_core.forward_s
-    kept_s = 0.7 * layer.rest.forward_s
-    return layer.rest.forward_s - kept_s
+    return layer.elementwise.forward_s + (1 - case.software.kept_products) * layer.products.forward_s
 
 
 def _tensor_parallel(case: _Case) -> Pass:
@@ -178,7 +177,7 @@ def _tensor_parallel(case: _Case) -> Pass:
         return Pass(0.0, 0.0)
     message = case.work.tokens * case.shape.hidden_size * case.workload.compute_bytes
     seconds = 2 * network.all_reduce_s(case.hardware, network.tensor_group(case.layout), message)
-    exposed = 1 - case.hardware.efficiency.overlapped if case.software.overlaps_tensor_parallel else 1.0
+    exposed = 1 - case.hardware.efficiency.overlapped if case.software.overlaps_layers else 1.0
     return Pass(seconds * exposed, seconds * exposed)
 
 
@@ -197,16 +196,20 @@ def _context_parallel(case: _Case, layer: LayerTime) -> Pass:
     )
 
 
-def _expert_parallel(case: _Case) -> Pass:
+def _expert_parallel(case: _Case, layer: LayerTime) -> Pass:
     """Tokens go to their experts and back."""
     if case.layout.ep == 1:
         return Pass(0.0, 0.0)
     shape = case.shape
-    tokens = case.work.tokens * shape.experts_per_token / case.layout.tp
-    message = tokens * shape.hidden_size * case.workload.compute_bytes
-    seconds = 2 * network.all_to_all_s(case.hardware, network.expert_group(case.layout), message)
-    seconds *= shape.num_mixture_layers / shape.num_layers
-    return Pass(seconds, seconds)
+    token_bytes = shape.hidden_size * case.workload.compute_bytes
+    num_tokens = case.work.tokens / case.layout.tp
+    group = network.expert_group(case.layout)
+    seconds = 2 * network.dispatch_s(case.hardware, group, num_tokens * token_bytes, shape.experts_per_token)
+    mixture = shape.num_mixture_layers / shape.num_layers
+    if not case.software.overlaps_layers:
+        return Pass(mixture * seconds, mixture * seconds)
+    forward_s = _exposed_s(case, seconds, layer.products.forward_s)
+    return Pass(mixture * forward_s, mixture * _exposed_s(case, seconds, layer.products.backward_s))
 
 
 def _pipeline_messages_s(case: _Case) -> float:

@@ -42,19 +42,27 @@ class Software:
 
     flash_attention: bool = True
     """Attention never writes its scores (Dao et al. 2022)."""
+    first_flash_attention: bool = False
+    """Its first version, about half as fast as what followed (Dao 2023, section 4)."""
     fused_elementwise: bool = True
     """Norms, activations and residuals in one pass over memory each."""
     dropout: bool = False
     gradient_bytes: int = 4
     """Bytes of a gradient as it is added up and reduced."""
+    gradient_copy_bytes: int = 0
+    """Bytes of each gradient that are kept beside that."""
+    optimizer_bytes: int = 12
+    """Bytes of a parameter's master weight and moments (and what else is sharded with them), unless trained in fp32."""
     overlaps_gradients: bool = True
     """Gradients are reduced while the backward pass goes on."""
-    overlaps_tensor_parallel: bool = False
-    """All-gathers and reduce-scatters of tensor parallelism run beside the matrix products they belong to."""
+    overlaps_layers: bool = False
+    """Communication of tensor and expert parallelism runs beside the matrix products it belongs to."""
     chunked_logits: bool = True
     """Logits exist for a chunk of tokens at a time."""
     gathers_gradients: bool = True
     """FSDP reduces gradients with the last micro-batch only, and holds them whole until then."""
+    kept_products: float = 1.0
+    """Share of matrix products whose results selective recomputation keeps (fsdp)."""
     shards_checkpoints: bool = False
     """Under tensor parallelism, what full recomputation keeps is spread over the ranks."""
     balances_head: bool = False
