@@ -59,12 +59,12 @@ class Follower:
         os.environ.setdefault(API_KEY_VARIABLE, secrets.token_urlsafe(32))
         with reserve_port(host, port) as public, suppress(KeyboardInterrupt):
             first = self._start(version)
-            public.listen()  # whoever reads the next line may ask at once
-            url = f"http://{reachable(host)}:{public.getsockname()[1]}"
-            print(f"serving {self._name} at {url}/v1", flush=True)
-            if new_key:
-                print(f"API key: {os.environ[API_KEY_VARIABLE]}", flush=True)
-            asyncio.run(self._run(first, public))
+            with first.stack:
+                public.listen()  # whoever reads the next line may ask at once
+                print(f"serving {self._name} at http://{reachable(host)}:{public.getsockname()[1]}/v1", flush=True)
+                if new_key:
+                    print(f"API key: {os.environ[API_KEY_VARIABLE]}", flush=True)
+                asyncio.run(self._run(first, public))
 
     async def _run(self, serving: Serving, public: socket.socket) -> None:
         proxy = Proxy(Backend(serving.server.url))
@@ -83,7 +83,8 @@ class Follower:
                 if not serving.server.alive():
                     raise serving.server.failure("ended by itself")
                 if successor := await self._successor(serving):
-                    serving = await self._exchange(proxy, serving, successor)
+                    former, serving = serving, successor
+                    await self._hand_over(proxy, former, successor)
         finally:
             serving.stack.close()
             listening.cancel()
@@ -100,13 +101,14 @@ class Follower:
             self._tell_once(f"still serving version {serving.version.number} of {self._name}: {error}")
             return None
 
-    async def _exchange(self, proxy: Proxy, serving: Serving, successor: Serving) -> Serving:
-        former = proxy.switch(Backend(successor.server.url))
+    async def _hand_over(self, proxy: Proxy, former: Serving, successor: Serving) -> None:
+        backend = proxy.switch(Backend(successor.server.url))
         _say(f"version {successor.version.number} of {self._name} is served")
-        await former.drained()
-        await asyncio.to_thread(serving.stack.close)
-        _say(f"version {serving.version.number} of {self._name} has answered its last request and was stopped")
-        return successor
+        try:
+            await backend.drained()
+        finally:
+            await asyncio.to_thread(former.stack.close)
+        _say(f"version {former.version.number} of {self._name} has answered its last request and was stopped")
 
     def _start(self, version: RegisteredVersion) -> Serving:
         """Start the server of a version and return when it is healthy and answers as it should."""

@@ -96,9 +96,9 @@ def _follow_verdict(
     """Register the candidate, whatever the verdict; move the alias if it is for it."""
     verdict = Verdict.model_validate_json((work / VERDICT_FILE).read_bytes())
     number = champion.number if champion else None
-    keeps = verdict.outcome != "promoted"
-    registered = registry.register(candidate, None if keeps else number)
-    if not keeps:
+    succeeds = verdict.outcome == "promoted"
+    registered = registry.register(candidate, number if succeeds else None)
+    if succeeds:
         registry.promote(registered, number)
         _say(work, told, f"version {registered.number} of {candidate.name} is {CHAMPION}{_former(number)}")
     result = StageResult.model_validate_json((work / RESULT_FILE).read_bytes())

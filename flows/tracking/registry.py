@@ -99,8 +99,10 @@ class Registry:
         champion, previous = self.find(name), self.find(name, PREVIOUS)
         if champion is None:
             raise StoreError(f"rolling back {name}: MLflow knows no champion of that name; a promotion makes one")
-        interrupted = previous is None or previous.number == champion.number
-        target = champion.predecessor if interrupted else previous.number if previous else None
+        if previous and previous.number != champion.number:
+            target: str | None = previous.number
+        else:  # a promotion was cut short between its two moves, or there never was one before
+            target = champion.predecessor
         if target is None:
             raise StoreError(
                 f"rolling back {name}: version {champion.number} is its first champion, before it was none"
