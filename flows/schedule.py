@@ -51,24 +51,36 @@ class Schedule:
     next_due: datetime | None
 
 
-def schedule(recipe_path: Path, cron: str, timezone: str, overrides: tuple[str, ...] = ()) -> Schedule:
-    """Refresh a recipe whenever `cron` says so, in `timezone`; a schedule of the same recipe is replaced.
+@dataclass(frozen=True)
+class Wish:
+    """A schedule that can be made: recipe, cron expression and time zone were checked."""
 
-    Raises `RecipeError` for a bad recipe, cron expression or time zone, or when another recipe of this name is
-    scheduled already; `ServerError` when Prefect does not answer.
+    name: str
+    recipe: Path
+    overrides: tuple[str, ...]
+    when: CronSchedule
+
+
+def wish(recipe: Path, cron: str, timezone: str, overrides: tuple[str, ...] = ()) -> Wish:
+    """Check what is to be scheduled; asks no server. Raises `RecipeError`."""
+    name = load_recipe(recipe, overrides).name
+    return Wish(name, recipe.absolute(), overrides, _cron_schedule(name, cron, timezone))
+
+
+def schedule(wish: Wish) -> Schedule:
+    """Refresh a recipe whenever it is wished for; a schedule of the same recipe is replaced.
+
+    Raises `RecipeError` when another recipe of this name is scheduled, `ServerError` when Prefect does not answer.
     """
-    path = recipe_path.absolute()
-    name = load_recipe(path, overrides).name
-    when = _cron_schedule(name, cron, timezone)
     with prefect_client() as client:
-        known = find_deployment(client, name)
-        if known and known.parameters["recipe"] != str(path):
-            other = known.parameters["recipe"]
-            remedy = f"give one of them another `name`, or `lifecycle schedules remove {name}`"
-            raise RecipeError(f"scheduling {path}: {other} has the same name, {name}, and is scheduled; {remedy}")
-        parameters = {"recipe": str(path), "overrides": list(overrides)}
-        schedules = [DeploymentScheduleCreate(schedule=when, active=True)]
-        deployment = deploy(client, name, tags=[SCHEDULE_TAG], parameters=parameters, schedules=schedules)
+        known = find_deployment(client, wish.name)
+        if known and known.parameters["recipe"] != str(wish.recipe):
+            found = f"{known.parameters['recipe']} has the same name, {wish.name}, and is scheduled"
+            remedy = f"give one of them another `name`, or `lifecycle schedules remove {wish.name}`"
+            raise RecipeError(f"scheduling {wish.recipe}: {found}; {remedy}")
+        parameters = {"recipe": str(wish.recipe), "overrides": list(wish.overrides)}
+        schedules = [DeploymentScheduleCreate(schedule=wish.when, active=True)]
+        deployment = deploy(client, wish.name, tags=[SCHEDULE_TAG], parameters=parameters, schedules=schedules)
         return _planned(client, deployment)
 
 
@@ -97,7 +109,7 @@ def remove(name: str) -> None:
 def _cron_schedule(name: str, cron: str, timezone: str) -> CronSchedule:
     try:
         ZoneInfo(timezone)
-    except (ValueError, OSError) as error:
+    except (KeyError, ValueError, OSError) as error:
         remedy = f"expected a name such as Europe/Berlin{closest(timezone, _alike(timezone))}"
         raise RecipeError(f"scheduling {name}: there is no time zone `{timezone}`; {remedy}") from error
     try:

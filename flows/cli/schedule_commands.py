@@ -22,13 +22,14 @@ NAME = click.argument("name", metavar="RECIPE_NAME")
 @JSON_OPTION
 def schedule(recipe: Path, cron: str, timezone: str, overrides: Sequence[str], as_json: bool) -> None:
     """Refresh a recipe at fixed times; the worker, which this starts, runs it. One schedule a recipe."""
-    from flows.recipe.recipe import load_recipe
+    from prefect.context import refresh_global_settings_context
 
-    load_recipe(recipe, overrides)  # before servers are started for it
-    _reach_servers(worker=True)
     from flows import schedule as plans
 
-    _show([plans.schedule(recipe, cron, timezone, tuple(overrides))], as_json)
+    wish = plans.wish(recipe, cron, timezone, tuple(overrides))  # before servers are started for it
+    _reach_servers(worker=True)
+    refresh_global_settings_context()
+    _show([plans.schedule(wish)], as_json)
 
 
 @click.group(invoke_without_command=True)
