@@ -146,10 +146,15 @@ class Registry:
                 raise
 
     def _create(self, registration: Registration) -> str:
-        source = f"models:/{self._external_model(registration)}"
-        tags = _tags(registration)
-        run_id = registration.mlflow_run_id
-        return str(self._client.create_model_version(registration.name, source, run_id=run_id, tags=tags).version)
+        model = self._external_model(registration)
+        version = self._client.create_model_version(
+            registration.name,
+            source=f"models:/{model}",
+            run_id=registration.mlflow_run_id,
+            tags=_tags(registration),
+            model_id=model,
+        )
+        return str(version.version)
 
     def _external_model(self, registration: Registration) -> str:
         """Id of MLflow's entry for weights that lie elsewhere; one that a crash left without a version is taken up."""
