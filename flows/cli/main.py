@@ -15,7 +15,8 @@ from typing import Any
 import click
 
 from flows.cli.answers import JSON_OPTION, print_json
-from flows.cli.compare_commands import compare
+from flows.cli.compare_commands import calibrate, compare
+from flows.cli.layout_commands import layouts
 from flows.cli.model_commands import champion, rollback
 from flows.cli.notify_commands import notify
 from flows.cli.refresh_commands import retry, runs
@@ -106,7 +107,7 @@ def schema() -> None:
 
 
 COMMANDS = (
-    *(retry, runs, compare, show, adopt, verify, gc, serve, champion, rollback),
+    *(retry, runs, compare, layouts, show, adopt, verify, gc, serve, champion, rollback),
     *(schedule, schedules, notify, up, down, status, doctor),
 )
 for command in COMMANDS:

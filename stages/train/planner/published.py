@@ -37,6 +37,8 @@ VTRAIN_COLUMNS = {
 }
 NETWORKS_GB_PER_S = {"jean zay": 6.25, "p4d": 6.25, "efa": 6.25}
 """Clusters that a GPU's description names, with one device's share of the network (Jean Zay: 4 × 100 Gb/s a node)."""
+DEFAULT_SEQUENCE_LENGTH = 2048
+LARGEST_MICRO_BATCH_TOKENS = 32768
 ALLOWANCE = 1.3
 """Estimated memory without recomputation over what there is, up to which a run that says nothing is taken to do
 without: it did run, with means that its row does not tell."""
@@ -155,7 +157,7 @@ def _run(cells: _Cells) -> PublishedRun:
     layout = _degrees(cells, engine)
     software = _software(cells, engine, shape, hardware)
     workload = Workload(
-        sequence_length=cells.number_or("seq", 2048),
+        sequence_length=cells.number_or("seq", DEFAULT_SEQUENCE_LENGTH),
         global_batch_size=cells.number_or("gbs", layout.data_parallel_size * layout.micro_batch_size),
         precision=_precision(cells.text("precision")),
     )
@@ -233,9 +235,16 @@ def _degrees(cells: _Cells, engine: Engine) -> Layout:
         **{
             **Layout().model_dump(),
             "tp": tp, "pp": pp, "cp": cp, "vpp": cells.number("vpp") or 1, "ep": cells.number("ep") or 1,
-            "dp_shard": shards, "dp_replicate": dp // shards, "micro_batch_size": cells.number_or("mbs", 1),
+            "dp_shard": shards, "dp_replicate": dp // shards, "micro_batch_size": cells.number_or("mbs", _micro_batch(cells, pp, dp)),
         }
     )  # fmt: skip
+
+
+def _micro_batch(cells: _Cells, pp: int, dp: int) -> int:
+    """All rows of a rank at once where there is no pipeline to fill and they are not too many."""
+    rows = (cells.number("gbs") or dp) // dp
+    all_at_once = pp == 1 and rows * (cells.number("seq") or DEFAULT_SEQUENCE_LENGTH) <= LARGEST_MICRO_BATCH_TOKENS
+    return max(1, rows) if all_at_once else 1
 
 
 def _software(cells: _Cells, engine: Engine, shape: ModelShape, hardware: Hardware) -> Software:
