@@ -31,6 +31,9 @@ def start_model_parallel(layout: Layout, *, is_mixture: bool, seed: int) -> None
 
 def stop_model_parallel() -> None:
     """Take the groups down, so that others can be made in the same processes."""
+    # Megatron forgets its groups but leaves them open, and each of gloo's keeps threads that wake up forever.
+    for group in filter(None, parallel_state._global_process_group_list or ()):
+        dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
 
 
