@@ -235,7 +235,8 @@ def _degrees(cells: _Cells, engine: Engine) -> Layout:
         **{
             **Layout().model_dump(),
             "tp": tp, "pp": pp, "cp": cp, "vpp": cells.number("vpp") or 1, "ep": cells.number("ep") or 1,
-            "dp_shard": shards, "dp_replicate": dp // shards, "micro_batch_size": cells.number_or("mbs", _micro_batch(cells, pp, dp)),
+            "dp_shard": shards, "dp_replicate": dp // shards,
+            "micro_batch_size": cells.number_or("mbs", _micro_batch(cells, pp, dp)),
         }
     )  # fmt: skip
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, fields
 from stages.train.flops import model_flops_utilization
 from stages.train.layout import Layout
 from stages.train.planner import network
-from stages.train.planner.compute import LayerTime, LayerWork, Pass, head_time, layer_time, memory_rate
+from stages.train.planner.compute import LayerTime, Pass, head_time, layer_time, memory_rate
+from stages.train.planner.data_parallel import HOST_LINK_GB_PER_S, StepCase, data_parallel_s, exposed_s
 from stages.train.planner.hardware import Hardware
 from stages.train.planner.partition import (
     PipelineStage,
@@ -23,9 +24,6 @@ from stages.train.planner.partition import (
 )
 from stages.train.planner.workload import OURS, Engine, Software, Workload
 from stages.train.shape import ModelShape
-
-HOST_LINK_GB_PER_S = 25.0
-"""Between a device and its host's memory (PCIe 4)."""
 
 
 @dataclass(frozen=True)
@@ -66,37 +64,6 @@ class TimeEstimate:
         return self.parts.total
 
 
-@dataclass(frozen=True)
-class _Case:
-    shape: ModelShape
-    engine: Engine
-    layout: Layout
-    workload: Workload
-    software: Software
-    hardware: Hardware
-
-    @property
-    def micro_batches(self) -> float:
-        rows = self.layout.micro_batch_size * self.layout.data_parallel_size
-        return max(1.0, self.workload.global_batch_size / rows)
-
-    @property
-    def work(self) -> LayerWork:
-        layout, workload = self.layout, self.workload
-        return LayerWork(
-            self.shape,
-            layout.micro_batch_size,
-            workload.sequence_length,
-            workload.precision,
-            layout.tp,
-            layout.cp,
-            layout.ep,
-            layout.etp,
-            layout.sequence_parallel,
-            workload.lora_rank,
-        )
-
-
 def step_time(
     shape: ModelShape,
     engine: Engine,
@@ -107,7 +74,7 @@ def step_time(
     software: Software | None = None,
 ) -> TimeEstimate:
     """Estimate one optimizer step of `workload` on `layout.world_size` devices."""
-    case = _Case(shape, engine, layout, workload, software or OURS[engine], hardware)
+    case = StepCase(shape, engine, layout, workload, software or OURS[engine], hardware)
     layer = layer_time(case.work, case.software, hardware)
     parts = _parts(case, layer)
     num_devices = layout.world_size
@@ -123,7 +90,7 @@ def step_time(
     )
 
 
-def _parts(case: _Case, layer: LayerTime) -> TimeParts:
+def _parts(case: StepCase, layer: LayerTime) -> TimeParts:
     """A micro-batch on the slowest stage, times their number, plus what happens once a step."""
     layout, micro_batches = case.layout, case.micro_batches
     stages = pipeline_stages(case.shape.num_layers, layout.pp, case.software.balances_head)
@@ -145,7 +112,7 @@ def _parts(case: _Case, layer: LayerTime) -> TimeParts:
         expert_parallel=per_layer * _sum(expert),
         pipeline_messages=_pipeline_messages_s(case),
         bubble=bubble_s,
-        data_parallel=_data_parallel_s(case, slowest, layer, head),
+        data_parallel=data_parallel_s(case, slowest, layer, head, recompute_s),
         optimizer=_optimizer_s(case, slowest),
     )
 
@@ -159,7 +126,7 @@ def _ends(stages: tuple[PipelineStage, ...]) -> tuple[PipelineStage, ...]:
     return stages if len(stages) < 3 else (stages[0], stages[1], stages[-1])
 
 
-def _recompute_s(case: _Case, layer: LayerTime) -> float:
+def _recompute_s(case: StepCase, layer: LayerTime) -> float:
     """Forward work of one layer done again, reductions of tensor parallelism not included."""
     recompute = case.layout.recompute
     if recompute == "full":
@@ -171,7 +138,7 @@ def _recompute_s(case: _Case, layer: LayerTime) -> float:
     return layer.elementwise.forward_s + (1 - case.software.kept_products) * layer.products.forward_s
 
 
-def _tensor_parallel(case: _Case) -> Pass:
+def _tensor_parallel(case: StepCase) -> Pass:
     """Two all-reduces a pass, or as much in all-gathers and reduce-scatters with sequence parallelism."""
     if case.layout.tp == 1:
         return Pass(0.0, 0.0)
@@ -181,7 +148,7 @@ def _tensor_parallel(case: _Case) -> Pass:
     return Pass(seconds * exposed, seconds * exposed)
 
 
-def _context_parallel(case: _Case, layer: LayerTime) -> Pass:
+def _context_parallel(case: StepCase, layer: LayerTime) -> Pass:
     """Keys and values go around the ring while attention works on those before them; their gradients too."""
     cp = case.layout.cp
     if cp == 1:
@@ -191,12 +158,12 @@ def _context_parallel(case: _Case, layer: LayerTime) -> Pass:
     seconds = (cp - 1) * network.neighbour_s(case.hardware, reach - case.layout.tp, message)
     core = layer.attention_core
     return Pass(
-        _exposed_s(case, seconds, core.forward_s * (cp - 1) / cp),
-        _exposed_s(case, 2 * seconds, core.backward_s * (cp - 1) / cp),
+        exposed_s(case, seconds, core.forward_s * (cp - 1) / cp),
+        exposed_s(case, 2 * seconds, core.backward_s * (cp - 1) / cp),
     )
 
 
-def _expert_parallel(case: _Case, layer: LayerTime) -> Pass:
+def _expert_parallel(case: StepCase, layer: LayerTime) -> Pass:
     """Tokens go to their experts and back."""
     if case.layout.ep == 1:
         return Pass(0.0, 0.0)
@@ -208,11 +175,11 @@ def _expert_parallel(case: _Case, layer: LayerTime) -> Pass:
     mixture = shape.num_mixture_layers / shape.num_layers
     if not case.software.overlaps_layers:
         return Pass(mixture * seconds, mixture * seconds)
-    forward_s = _exposed_s(case, seconds, layer.products.forward_s)
-    return Pass(mixture * forward_s, mixture * _exposed_s(case, seconds, layer.products.backward_s))
+    forward_s = exposed_s(case, seconds, layer.products.forward_s)
+    return Pass(mixture * forward_s, mixture * exposed_s(case, seconds, layer.products.backward_s))
 
 
-def _pipeline_messages_s(case: _Case) -> float:
+def _pipeline_messages_s(case: StepCase) -> float:
     """A hidden state forward and its gradient backward, for every micro-batch (and chunk, where half is hidden)."""
     layout = case.layout
     if layout.pp == 1:
@@ -224,75 +191,7 @@ def _pipeline_messages_s(case: _Case) -> float:
     return (case.micro_batches * layout.vpp + layout.pp - 1) * seconds * hidden
 
 
-def _exposed_s(case: _Case, communication_s: float, compute_s: float) -> float:
-    """What is left of communication beside this much compute."""
-    return communication_s - case.hardware.efficiency.overlapped * min(communication_s, compute_s)
-
-
-def _data_parallel_s(case: _Case, stage: PipelineStage, layer: LayerTime, head: Pass) -> float:
-    if case.engine == "fsdp":
-        return _fsdp_s(case, layer, head)
-    return _gradient_reduction_s(case, stage, layer)
-
-
-def _gradient_reduction_s(case: _Case, stage: PipelineStage, layer: LayerTime) -> float:
-    """Gradients are reduced beside the last backward pass; parameters are gathered beside the next forward pass."""
-    layout, hardware = case.layout, case.hardware
-    if layout.data_parallel_size * layout.cp == 1:
-        return 0.0
-    held = rank_parameters(case.shape, stage, layout.tp, layout.ep, layout.etp)
-    gradient_bytes = 4 if case.workload.precision == "fp32" else case.software.gradient_bytes
-    shards = network.shard_group(layout)
-    experts = network.expert_replica_group(layout)
-    reduce_s = network.gather_s(hardware, shards, gradient_bytes * held.dense)
-    reduce_s += network.gather_s(hardware, experts, gradient_bytes * held.expert)
-    gather_bytes = case.workload.compute_bytes if layout.dp_shard > 1 else gradient_bytes
-    gather_s = network.gather_s(hardware, shards, gather_bytes * held.dense)
-    gather_s += network.gather_s(hardware, experts, gather_bytes * held.expert)
-    replicas_s = network.all_reduce_s(
-        hardware, network.replica_group(layout), gradient_bytes * held.dense / optimizer_shards(layout, "megatron")[0]
-    )
-    if layout.dp_replicate > 1 and layout.dp_shard == 1:
-        return _hidden_s(case, 2 * reduce_s + replicas_s, stage.num_layers * layer.both.backward_s)
-    hidden_gather_s = _hidden_s(case, gather_s, stage.num_layers * layer.both.forward_s)
-    return _hidden_s(case, reduce_s + replicas_s, stage.num_layers * layer.both.backward_s) + hidden_gather_s
-
-
-def _hidden_s(case: _Case, communication_s: float, compute_s: float) -> float:
-    return _exposed_s(case, communication_s, compute_s) if case.software.overlaps_gradients else communication_s
-
-
-def _fsdp_s(case: _Case, layer: LayerTime, head: Pass) -> float:
-    """Every micro-batch gathers each layer twice (once if kept), and reduces its gradients (or the last one does)."""
-    layout, hardware, shape = case.layout, case.hardware, case.shape
-    group = network.shard_group(layout)
-    outside = shape.embedding_parameters + shape.head_parameters
-    per_layer = (shape.num_parameters - outside) / shape.num_layers
-    size = case.workload.compute_bytes
-    gather_s = network.gather_s(hardware, group, size * per_layer)
-    reduce_s = network.gather_s(hardware, group, 4 * per_layer)
-    replicas_s = network.all_reduce_s(hardware, network.replica_group(layout), 4 * per_layer / layout.dp_shard)
-    forward_s = _exposed_s(case, gather_s, layer.both.forward_s)
-    backward_s = layer.both.backward_s + _recompute_s(case, layer)
-    again_s = gather_s if layout.reshard_after_forward else 0.0
-    with_gradients_s = _exposed_s(case, again_s + reduce_s + replicas_s, backward_s)
-    without_s = _exposed_s(case, again_s, backward_s)
-    reductions = 1.0 if case.software.gathers_gradients else case.micro_batches
-    root_s = network.gather_s(hardware, group, size * outside) + network.gather_s(hardware, group, 4 * outside)
-    root_s = _exposed_s(case, root_s, _sum(head))
-    layers_s = case.micro_batches * (forward_s + without_s) + reductions * (with_gradients_s - without_s)
-    return shape.num_layers * layers_s + reductions * root_s + _offload_s(case)
-
-
-def _offload_s(case: _Case) -> float:
-    """Shards come from host memory for every gathering, gradients go there once."""
-    if not case.layout.cpu_offload:
-        return 0.0
-    shard_bytes = 4 * case.shape.num_parameters / case.layout.dp_shard
-    return (2 * case.micro_batches + 1) * shard_bytes / (HOST_LINK_GB_PER_S * 1e9)
-
-
-def _optimizer_s(case: _Case, stage: PipelineStage) -> float:
+def _optimizer_s(case: StepCase, stage: PipelineStage) -> float:
     """Adam reads and writes master weights and two moments, reads gradients twice (their norm), writes weights."""
     layout = case.layout
     held = rank_parameters(case.shape, stage, layout.tp, layout.ep, layout.etp)
