@@ -72,6 +72,19 @@ def compare(
     return _measure(ComparisonRequest(*names, steps, warmup, rounds), as_json)
 
 
+@click.command()
+@click.option("--experiment", default="llm-lifecycle", show_default=True, metavar="NAME", help="Of MLflow.")
+@click.option("--where", metavar="FILTER", help="Which runs; default: those of this machine.")
+@click.option("--out", type=click.Path(path_type=Path), help="Default: where predictions look for it.")
+@JSON_OPTION
+def calibrate(experiment: str, where: str | None, out: Path | None, as_json: bool) -> None:
+    """Fit the constants that predictions start from to runs of train stages that MLflow has."""
+    from flows.cli.calibrate_run import as_object, as_text, calibrate_hardware
+
+    calibration, path = calibrate_hardware(experiment, where, out)
+    print_json(as_object(calibration, path)) if as_json else click.echo(as_text(calibration, path))
+
+
 def _compare_logged(experiment: str, where: str, allow_mixed: bool, as_json: bool) -> int:
     from flows.cli.compare_run import compare_logged
     from flows.compare.table import as_json as rows_as_json

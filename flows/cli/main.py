@@ -107,7 +107,7 @@ def schema() -> None:
 
 
 COMMANDS = (
-    *(retry, runs, compare, layouts, show, adopt, verify, gc, serve, champion, rollback),
+    *(retry, runs, compare, calibrate, layouts, show, adopt, verify, gc, serve, champion, rollback),
     *(schedule, schedules, notify, up, down, status, doctor),
 )
 for command in COMMANDS:

@@ -59,7 +59,8 @@ class ComparisonShipper:
         return self.record.started_ms + round(1000 * self.record.seconds)
 
     def _ship_layout(self, number: int, layout: LayoutEntry, row: Row, parent: str) -> str:
-        tags = {**layout.tags, **_shared_tags(self.record), "mlflow.parentRunId": parent}
+        told = {name: value for trial in self.record.trials_of(number) for name, value in trial.tags.items()}
+        tags = {**layout.tags, **told, **_shared_tags(self.record), "mlflow.parentRunId": parent}
         tags |= {"error": row.error} if row.error else {}
         run = self._run(f"{self.record.comparison}/{number}", layout.text, tags)
         log_params(self.client, run, {**layout.params, **trial_params(self.record, layout)})

@@ -7,6 +7,7 @@ The description is a YAML file (`lifecycle calibrate` writes one) or the built-i
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -65,7 +66,7 @@ def hardware_at_hand(device_name: str | None, processes: int, file: Path | None)
     if file and file.is_file():
         hardware: Hardware | None = from_yaml(file)
     else:
-        hardware = named_like(device_name) if device_name else built_in("cpu")
+        hardware = named_like(device_name) if device_name else cpu_of(len(os.sched_getaffinity(0)))
     return shared_cpu(hardware, processes) if hardware and device_name is None else hardware
 
 
@@ -74,6 +75,15 @@ def named_like(device_name: str) -> Hardware | None:
     words = device_name.lower().replace("-", " ").replace("_", " ").split()
     known = [name for name in HARDWARE if set(name.split("-")) <= set(words)]
     return HARDWARE[max(known, key=len)] if known else None
+
+
+def cpu_of(num_cores: int) -> Hardware:
+    """A machine of this many cores, each like those of the built-in description."""
+    cpu = built_in("cpu")
+    factor = num_cores / cpu.num_processors
+    return replace(
+        cpu, bf16_tflops=factor * cpu.bf16_tflops, fp32_tflops=factor * cpu.fp32_tflops, num_processors=num_cores
+    )
 
 
 def shared_cpu(machine: Hardware, processes: int) -> Hardware:
