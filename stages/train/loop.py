@@ -101,6 +101,7 @@ def _train_one_step(run: TrainingRun, step: int, next_share: Callable[[], Share]
     run.journal.progress(step, outcome.loss)
     if evaluation or run.journal.is_due(step):
         figures = {"loss": outcome.loss, "learning_rate": rate, "grad_norm": outcome.grad_norm, **outcome.metrics}
+        figures |= outcome.figures
         rates = throughput(run.engine, share, wait_s + update_s, wait_s, run.peak)
         run.journal.log(step, {**figures, **rates, **communication, **evaluation})
 

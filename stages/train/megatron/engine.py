@@ -25,6 +25,7 @@ from stages.train.data.batch import Batch
 from stages.train.engine import LossMeans, StepOutcome
 from stages.train.losses import Loss, document_sums
 from stages.train.megatron.checkpoint import MegatronState
+from stages.train.megatron.clock import PipelineClock
 from stages.train.megatron.model import build_model_chunks, compute_dtype
 from stages.train.megatron.optimizer import Adam, wrap_chunks
 from stages.train.megatron.parallel import from_last_stage, represents_share, start_model_parallel
@@ -49,11 +50,14 @@ class MegatronEngine:
         self.flops = self._shape.flops()
         self._chunks = build_model_chunks(self._shape, config.layout, config, device)
         load_weights(self._chunks, folder, self._shape)
+        self._clock = PipelineClock(device) if config.layout.pp > 1 else None
         wrapped = wrap_chunks(self._chunks, config.layout)
         self._adam = Adam(wrapped, config)
         self._state = MegatronState(self._chunks, self._shape, self._adam.megatron)
         rotary = LlamaRotaryEmbedding(AutoConfig.from_pretrained(folder, local_files_only=True)).to(device)
-        self._pipeline = Pipeline(wrapped, config.layout, rotary, self._shape.vocab_size, device, self.compute_dtype)
+        self._pipeline = Pipeline(
+            wrapped, config.layout, rotary, self._shape.vocab_size, device, self.compute_dtype, self._clock
+        )
 
     def train_step(
         self, micro_batches: Sequence[Batch], loss: Loss, learning_rate: float, max_grad_norm: float | None
@@ -67,11 +71,12 @@ class MegatronEngine:
             return loss_sum / count, _stack(loss_sum, metric_sums)
 
         sums = self._pipeline.run(micro_batches, divided, backward=True)
+        figures = self._pipeline_figures()
         means = self._means(sums, count, loss)
         grad_norm = self._adam.grad_norm()
         if math.isfinite(means.loss) and math.isfinite(grad_norm):
             self._adam.step(learning_rate, grad_norm, max_grad_norm)
-        return StepOutcome(means.loss, means.metrics, grad_norm)
+        return StepOutcome(means.loss, means.metrics, grad_norm, figures)
 
     def evaluate(self, micro_batches: Iterable[Batch], loss: Loss) -> LossMeans:
         """Loss and metrics of all given micro-batches."""
@@ -123,6 +128,14 @@ class MegatronEngine:
         """One weight at a time is put together on rank 0, which writes."""
         self._adam.settle()
         export_weights(self._chunks, self._shape, source=self._folder, folder=folder, dtype=dtype)
+
+    def _pipeline_figures(self) -> dict[str, float]:
+        if self._clock is None:
+            return {}
+        times_s = torch.tensor(self._clock.take(), dtype=torch.float64, device=self.device)
+        dist.all_reduce(times_s)
+        passed_s, waited_s = times_s.tolist()
+        return {"pipeline_bubble_fraction": waited_s / passed_s}
 
     def _global_count(self, micro_batches: Sequence[Batch], loss: Loss) -> int:
         count = sum(loss.count(batch) for batch in micro_batches)

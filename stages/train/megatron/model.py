@@ -75,7 +75,7 @@ def layers_of_stages(num_layers: int, num_stages: int) -> list[int]:
 
 def _build_chunk(shape: ModelShape, config: TransformerConfig, vp_stage: int | None) -> GPTModel:
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
-    return GPTModel(
+    chunk = GPTModel(
         config,
         decoder_spec(config, shape, vp_stage),
         vocab_size=padded_vocabulary(shape, config.tensor_model_parallel_size),
@@ -86,6 +86,19 @@ def _build_chunk(shape: ModelShape, config: TransformerConfig, vp_stage: int | N
         position_embedding_type="none",  # `attention.py` rotates
         vp_stage=vp_stage,
     )
+    _mark_experts(chunk)
+    return chunk
+
+
+def _mark_experts(chunk: GPTModel) -> None:
+    """Have gradients of experts reduced over the processes that have the same ones.
+
+    Megatron marks them so with `ep` > 1 only; without, and with `etp` < `tp`, nobody would add up what tensor-parallel
+    ranks, each with its part of the tokens, have found.
+    """
+    for name, parameter in chunk.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = False
 
 
 def _sizes(shape: ModelShape) -> dict[str, Any]:

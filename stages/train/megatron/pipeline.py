@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from stages.train.data.batch import IGNORED, Batch
 from stages.train.documents import PackedDocuments
 from stages.train.layout import Layout
 from stages.train.megatron.attention import PackedTokens
+from stages.train.megatron.clock import PipelineClock
 from stages.train.megatron.log_probabilities import target_log_probabilities
 from stages.train.megatron.tokens import TokenSplit, gather_tokens, padded_size, split_tokens
 
@@ -40,12 +42,15 @@ class Pipeline:
     vocab_size: int
     device: torch.device
     dtype: torch.dtype
+    clock: PipelineClock | None
+    """Times training; None: nobody wants to know."""
 
     def run(self, micro_batches: Sequence[Batch], consume: Consumer, *, backward: bool) -> list[Tensor]:
         """What `consume` returned for each micro-batch; empty but on the last stage. Gradients are added up."""
         batches = _filled_up(micro_batches, self.layout)
         sequence_parallel_ranks = self.layout.tp if self.layout.sequence_parallel else 1
         size = padded_size(batches, self.layout.cp, sequence_parallel_ranks)
+        get_model_config(self.chunks[0]).timers = self.clock if backward else None
         for chunk in self.chunks:
             chunk.train(backward)
         iterators = [iter(batches) for _ in self.chunks]
