@@ -15,6 +15,7 @@ from pathlib import Path
 from stages.contract import StageContext, StageFailure, StageInput, StageResult, is_main_process, write_atomically
 from stages.errors import INTERNAL_ERROR, LifecycleError
 from stages.kinds import KINDS
+from stages.redaction import redact
 from stages.supervisor import die_with_parent
 
 
@@ -52,10 +53,10 @@ def fail(work: Path, error: Exception, exit_code: int) -> None:
     have been moved.
     """
     if not any((work / name).exists() for name in ("error.json", "result.json")) and work.exists():
-        failure = StageFailure(error=type(error).__name__, message=str(error))
+        failure = StageFailure(error=type(error).__name__, message=redact(str(error)))
         with contextlib.suppress(OSError):  # A full disk: the exit code and the log still tell.
             write_atomically(work / "error.json", failure.model_dump_json(indent=2))
-    print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr, flush=True)
     sys.exit(exit_code)
 
 

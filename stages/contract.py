@@ -30,6 +30,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, Field, JsonValue, PositiveFloat, PositiveInt
 
 from stages.clusters import KubernetesOptions, SlurmOptions
+from stages.redaction import redact
 from stages.strict import StrictModel
 
 Product = Literal["model", "dataset", "server", "scores", "verdict"]
@@ -269,6 +270,7 @@ class StageContext:
         self._event(StageEvent(time_ms=_now_ms(), event="warning", message=message))
 
     def _event(self, event: StageEvent) -> None:
+        event = event.model_copy(update={"message": redact(event.message)})
         self._append("events.jsonl", event.model_dump(exclude_none=True))
         if event.event != "progress":
             print(f"{event.event}: {event.message}", flush=True)

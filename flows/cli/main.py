@@ -5,6 +5,7 @@ Everything beyond click is imported by the command that needs it, so that `lifec
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import traceback
@@ -117,6 +118,7 @@ for command in COMMANDS:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of `lifecycle`: exits with the code of the error class; no user's mistake shows a traceback."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    os.umask(0o077)  # stores, logs and databases are their owner's
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what Ctrl-C cleans up, SIGTERM does too
     try:
         code = cli.main(list(arguments), prog_name="lifecycle", standalone_mode=False)

@@ -18,8 +18,12 @@ from typing import Any
 import yaml
 
 from stages.errors import RecipeError
+from stages.redaction import is_secret_name
 
 BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+MAX_RECIPE_BYTES = 1 << 20
+MAX_VALUES = 100_000
 
 
 class RecipeLoader(BaseLoader):
@@ -49,6 +53,7 @@ def parse_yaml(text: str) -> Any:
     """One YAML document as dicts, lists and values of JSON. Raises `RecipeError` that says in which line."""
     try:
         tree = yaml.load(text, RecipeLoader)  # noqa: S506 (derives from the safe loader)
+        _check_size(tree)
         # Through JSON and back: aliases become copies of their own, so that an override changes one place only.
         return json.loads(json.dumps(tree))
     except yaml.MarkedYAMLError as error:
@@ -58,9 +63,30 @@ def parse_yaml(text: str) -> Any:
         raise RecipeError(f"not a tree of YAML values: {error}") from error
 
 
+def _check_size(tree: Any) -> None:
+    """Aliases of aliases may stand for billions of values in a few lines. Raises `RecipeError`."""
+    num_values = _num_values(tree, {})
+    if num_values > MAX_VALUES:
+        raise RecipeError(
+            f"its aliases (`*name`) stand for {num_values:,} values, more than {MAX_VALUES:,}; write out what is meant"
+        )
+
+
+def _num_values(tree: Any, known: dict[int, int]) -> int:
+    """How many values a tree has when its aliases are written out. Raises RecursionError when one holds itself."""
+    if not isinstance(tree, dict | list):
+        return 1
+    if id(tree) not in known:
+        children = tree.values() if isinstance(tree, dict) else tree
+        known[id(tree)] = 1 + sum(_num_values(child, known) for child in children)
+    return known[id(tree)]
+
+
 def read_tree(path: Path) -> dict[str, Any]:
     """The recipe file's tree. Raises `RecipeError` when it cannot be read or is not a mapping with `stages`."""
     try:
+        if path.stat().st_size > MAX_RECIPE_BYTES:
+            raise RecipeError(f"it is larger than {MAX_RECIPE_BYTES:,} bytes, which no recipe is")
         tree = parse_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"cannot read the recipe {path}: {error}") from error
@@ -84,6 +110,12 @@ def _apply_override(tree: dict[str, Any], override: str) -> Iterator[str]:
         return
     if keys[0] == "stages" and len(keys) > 1 and keys[1] not in tree["stages"]:
         yield f"override `{override}`: there is no stage `{keys[1]}`{closest(keys[1], tree['stages'])}"
+        return
+    if "environment" in keys and is_secret_name(keys[-1]):
+        yield (
+            f"override `{path}`: a command line can be seen by everyone on the machine; put the value into the recipe, "
+            "or into the environment that `lifecycle` is started in"
+        )
         return
     parent = tree
     for depth, key in enumerate(keys[:-1], 1):
