@@ -89,8 +89,8 @@ def search(question: Question) -> SearchResult:
                 candidate = estimate(question, engine, layout, NEAR_MISS)
                 if candidate is not None:
                     (fitting if candidate.fits else too_large).append(candidate)
-                if candidate is None or not candidate.fits:
-                    break
+                if engine == "megatron" and (candidate is None or not candidate.fits):
+                    break  # larger micro-batches take more; under fsdp the largest has no gradients to add up
     if not num_legal:
         raise LayoutError(_no_layout(question))
     fitting.sort(key=_step_time_s)
