@@ -8,6 +8,8 @@ anywhere else, stays as it is. The patches, and why each is needed:
     torch.cuda.{synchronize, empty_cache, nvtx, …}  no-ops: the host executes in order
     torch.cuda.{Stream, Event, …}                   inert: the MoE dispatcher and some optimizers make them
     torch.cuda random state                         the CPU generator, which the tracker of random states forks
+    torch.distributed.{all_gather, reduce_scatter}  as broadcasts and reductions where ranks have different sizes, which
+                                                    gloo refuses and NCCL allows: experts that are split over tensors
     Tensor.cuda, called by Megatron                 the tensor itself: tied embeddings are moved and compared
     Tensor.type, called by Megatron                 'torch.cuda.FloatTensor' for 'torch.FloatTensor': optimizers sort
                                                     parameters by that name
@@ -123,8 +125,27 @@ def _torch_on_cpu() -> _View:
         stream=_no_context,
         nvtx=_View(torch.cuda.nvtx, range_push=_nothing, range_pop=_nothing),
     )
+    distributed = _View(torch.distributed, all_gather=_all_gather, reduce_scatter=_reduce_scatter)
     factories = {name: _on_cpu(getattr(torch, name)) for name in FACTORIES}
-    return _View(torch, cuda=cuda, **factories)
+    return _View(torch, cuda=cuda, distributed=distributed, **factories)
+
+
+def _all_gather(tensors: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+    if async_op or len({part.shape for part in tensors}) == 1:
+        return torch.distributed.all_gather(tensors, tensor, group=group, async_op=async_op)
+    for rank, part in enumerate(tensors):
+        if rank == torch.distributed.get_rank(group):
+            part.copy_(tensor)
+        torch.distributed.broadcast(part, group=group, group_src=rank)
+    return None
+
+
+def _reduce_scatter(output: torch.Tensor, tensors: list[torch.Tensor], group: Any = None) -> None:
+    for rank, part in enumerate(tensors):
+        total = part.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(total, group=group)
+        if rank == torch.distributed.get_rank(group):
+            output.copy_(total)
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:

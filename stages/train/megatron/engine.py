@@ -111,6 +111,7 @@ class MegatronEngine:
 
     def save(self, folder: Path) -> Future[None]:
         """Under the names of the Transformers model, as the FSDP engine does; from a copy in host memory."""
+        self._adam.settle()
         return self._state.save(folder)
 
     def load(self, folder: Path) -> None:
