@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from flows.launch.choice import cancel_left_over
+from flows.launch.cluster import cancel_left_over
 from flows.plan import PlannedStage
 from flows.provenance import git_commit, package_versions
 from flows.store.content import ATTEMPT_FILE, LOG_FILE, SCRATCH_FOLDER, content_digest, hash_files

@@ -32,6 +32,8 @@ SbatchOption = Annotated[str, AfterValidator(_check_option)]
 TimeLimit = Annotated[str, Field(pattern=r"^(\d+|\d+:\d\d|(\d+-)?\d+:\d\d:\d\d|\d+-\d+(:\d\d)?)$")]
 KubernetesName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
 
+SecretKey = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[-._a-zA-Z0-9]+$")]
+
 
 class SlurmOptions(StrictModel):
     """What the job asks of Slurm; what is not said is the cluster's default."""
@@ -53,7 +55,7 @@ class KubernetesOptions(StrictModel):
     """What the pods of a stage ask of Kubernetes."""
 
     image: str | None = Field(None, description="Required: the pipeline's image, best with its digest.")
-    store_claim: KubernetesName = Field("llm-lifecycle-store", description="PersistentVolumeClaim that holds the home.")
+    store_claim: KubernetesName = Field("llm-lifecycle-home", description="PersistentVolumeClaim of LIFECYCLE_HOME.")
     namespace: KubernetesName = "default"
     service_account: KubernetesName = "llm-lifecycle-stage"
     job: Literal["train_job", "indexed_job"] = Field(
@@ -65,7 +67,7 @@ class KubernetesOptions(StrictModel):
     cpus_per_node: PositiveInt | None = Field(None, description="Default: threads × processes of a node.")
     memory_gib_per_node: PositiveFloat | None = None
     shared_memory_gib: PositiveFloat = Field(8.0, description="Shared memory of each pod; NCCL needs it.")
-    secrets: list[KubernetesName] = Field(
-        default_factory=list, description="Secrets whose keys become environment variables (HF_TOKEN, VLLM_API_KEY)."
+    secrets: dict[str, SecretKey] = Field(
+        default_factory=dict, description="Environment variable → Secret and key: {HF_TOKEN: hub/token}."
     )
     node_selector: dict[str, str] = Field(default_factory=dict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,12 @@ from tiny import Notes
 from tests.train_stage import make_config
 
 SOURCES = ("base", "problems")
+
+
+def messages(folder: Path) -> str:
+    """What a stage and its launcher told people."""
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    return "\n".join(json.loads(line)["message"] for line in lines)
 
 
 class Refresh:

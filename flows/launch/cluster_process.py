@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flows.launch import local
+from flows.launch.job_folder import JobFolder
 from flows.store.content import LOG_FILE
+from stages.errors import LifecycleError
 from stages.supervised import Supervised
 
 
@@ -18,13 +20,13 @@ class ClusterProcess:
     Should it be killed, this process cancels the job in its place; should all be killed, the job misses its heartbeat.
     """
 
-    def __init__(self, work: Path, agent: str, cancel: Callable[[Path], None], grace_s: float) -> None:
-        """agent: the module to run. cancel: ends the jobs of a work folder. grace_s: what cancelling may take."""
+    def __init__(self, work: Path, cancel: Callable[[Path], None], grace_s: float) -> None:
+        """cancel: ends the jobs of a work folder. grace_s: what that may take."""
         self._work = work
         self._cancel = cancel
         environment = {**os.environ, "PYTHONPATH": str(local.code_folder()), "PYTHONUNBUFFERED": "1"}
         with (work / LOG_FILE).open("ab") as log:
-            command = [sys.executable, "-m", agent, str(work)]
+            command = [sys.executable, "-m", "flows.launch.agent", str(work)]
             self._agent = Supervised(command, environment=environment, output=log, grace_s=grace_s)
         self.token = self._agent.token
         self._is_over = False
@@ -42,6 +44,10 @@ class ClusterProcess:
         self._see_off()
 
     def _see_off(self) -> None:
-        if not self._is_over:
-            self._is_over = True
+        if self._is_over:
+            return
+        self._is_over = True
+        try:
             self._cancel(self._work)
+        except LifecycleError as error:
+            JobFolder.of(self._work).tell("warning", f"a job may be left in the cluster, and ends itself: {error}")

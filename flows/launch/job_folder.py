@@ -1,6 +1,6 @@
 """What a cluster's job is told, and what it tells: files in `.launch/` of the stage's work folder.
 
-    order.json         what to start on each node (`JobOrder`)
+    order.json         what to start on each node (`JobOrder`); gone when no job can be left in the cluster
     environment.json   the environment of the stage's processes; mode 0600, removed when the job has ended
     heartbeat          changes every few seconds while somebody waits for the job
     owner              which start of the job may write to the work folder
@@ -32,12 +32,16 @@ HEARTBEAT_PATIENCE_S = 60.0
 
 
 class JobOrder(StrictModel):
-    """`order.json`. `job` names the job in the cluster, and no other; `stage_command` are arguments of Python."""
+    """`order.json`. `job` names the job in the cluster, and no other; `stage_command` are arguments of Python.
+
+    home: the folder that holds the store, which the nodes share.
+    """
 
     job: str
     launcher: Literal["slurm", "kubernetes"]
     stage: str
     work: Path
+    home: Path
     stage_command: list[str]
     nodes: PositiveInt
     processes: PositiveInt
@@ -80,7 +84,7 @@ class JobFolder:
         self.beat()
 
     def order(self) -> JobOrder | None:
-        """The order; None when no job was ordered in this folder."""
+        """The order; None when there is none, or none any more."""
         try:
             return JobOrder.model_validate_json((self.path / "order.json").read_bytes())
         except FileNotFoundError:
@@ -93,6 +97,10 @@ class JobFolder:
     def forget_environment(self) -> None:
         """Remove what may be secret."""
         self._environment.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Note that no job is left in the cluster."""
+        (self.path / "order.json").unlink(missing_ok=True)
 
     def beat(self) -> None:
         """Give a sign of life."""

@@ -47,6 +47,7 @@ def on_one_node(stage: list[str], processes: int) -> list[str]:
     if processes == 1:
         return [sys.executable, *stage]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    torchrun += ["--log-dir=/dev/null"]  # without it, every failure leaves a folder in /tmp
     return [*torchrun, f"--nproc-per-node={processes}", "--max-restarts=0", *stage]
 
 

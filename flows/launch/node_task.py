@@ -15,9 +15,11 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from flows.launch import local
 from flows.launch.job_folder import JobFolder, JobOrder, Pulse
+from flows.store.content import LOG_FILE
 from stages.supervised import Supervised
 
 POLL_INTERVAL_S = 0.2
@@ -43,9 +45,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     place = place_of(os.environ) if order.nodes > 1 else None
     environment = {**os.environ, **folder.environment()}
-    process = Supervised(
-        command(order, place), environment=complete(environment, order, place), output=sys.stdout.buffer
-    )
+    with _output(order) as output:
+        process = Supervised(command(order, place), environment=complete(environment, order, place), output=output)
     owner, pulse = folder.owner(), Pulse(folder, order.heartbeat_patience_s)
     while (code := process.poll()) is None:
         if pulse.is_lost():
@@ -58,6 +59,13 @@ def main() -> int:
             process.stop()
             return INTERRUPTED
     return code
+
+
+def _output(order: JobOrder) -> BinaryIO:
+    """Where the stage's output goes: Slurm gathers that of all nodes in the log; Kubernetes keeps each pod's apart."""
+    if order.launcher == "slurm":
+        return os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    return (order.work / LOG_FILE).open("ab")
 
 
 def place_of(environment: Mapping[str, str]) -> Place:
@@ -78,7 +86,7 @@ def command(order: JobOrder, place: Place | None) -> list[str]:
     return [
         *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={order.nodes}", f"--node-rank={place.rank}"),
         *(f"--master-addr={place.address}", f"--master-port={place.port}", f"--nproc-per-node={order.processes}"),
-        *("--max-restarts=0", *order.stage_command),
+        *("--max-restarts=0", "--log-dir=/dev/null", *order.stage_command),
     ]
 
 

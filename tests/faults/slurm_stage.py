@@ -10,7 +10,7 @@ from typing import Any
 
 import tiny
 
-from flows.launch import slurm
+from flows.launch import cluster
 from flows.launch.cluster_process import ClusterProcess
 from flows.launch.job_folder import HEARTBEAT_PATIENCE_S
 from flows.plan import PlannedStage
@@ -24,7 +24,7 @@ SHORT_PATIENCE_S = 15.0
 def launch(work: Path, config: StageConfig, heartbeat_patience_s: float = HEARTBEAT_PATIENCE_S) -> ClusterProcess:
     """Like the Slurm launcher, with `tiny_stage.py` in place of `-m stages`."""
     command = [str(tiny.SCRIPT), str(work)]
-    return slurm.start(work, config, stage_command=command, heartbeat_patience_s=heartbeat_patience_s)
+    return cluster.start(work, config, stage_command=command, heartbeat_patience_s=heartbeat_patience_s)
 
 
 def planned_stage(store: Store, mode: str, environment: dict[str, str] | None = None, **options: Any) -> PlannedStage:

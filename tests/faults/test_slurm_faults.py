@@ -1,6 +1,5 @@
 """Whatever happens to a Slurm job, or to the refresh that waits for it: nothing stays in the queue, nothing is lost."""
 
-import json
 import os
 import signal
 import subprocess
@@ -15,6 +14,7 @@ import tiny
 from flows.store.store import Store
 from stages.errors import DataError, RecipeError, RefreshStoppedError, StageCrashError, StageTimeoutError
 from stages.supervisor import descendants
+from tests.cluster_stages import messages
 from tests.slurm_cluster import SlurmCluster, eventually, running_cluster, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -45,11 +45,6 @@ def start_flow(store: Store, mode: str) -> subprocess.Popen:
 def work_of(store: Store, file: str) -> Path:
     found = eventually(lambda: next(store.root.glob(f".work/download/*/{file}"), None), f"no {file}")
     return found.parents[len(Path(file).parts) - 1]
-
-
-def messages(folder: Path) -> str:
-    lines = (folder / "events.jsonl").read_text().splitlines()
-    return "\n".join(json.loads(line)["message"] for line in lines)
 
 
 def in_the_background(store: Store, mode: str, environment: dict[str, str], **options) -> tuple[list, threading.Thread]:

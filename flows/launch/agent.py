@@ -1,6 +1,6 @@
-"""Submits a stage to Slurm and follows its job to the end: the local process of a stage that runs on a cluster.
+"""Submits a stage to a cluster and follows its job to the end: the local process of a stage that runs there.
 
-    python -m flows.launch.slurm_agent WORK_FOLDER
+    python -m flows.launch.agent WORK_FOLDER
 
 Runs under the supervisor like a stage's own process, so whatever ends the refresh ends this program, and this program
 cancels the job. Exits like the stage. A job that was preempted, lost a node or reached its time limit is submitted
@@ -15,29 +15,43 @@ import sys
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, Protocol
 
-from flows.launch import slurm_client
 from flows.launch.job_folder import JobFolder, JobOrder
-from flows.launch.slurm import CANCEL_PATIENCE_S, sbatch_arguments
-from flows.launch.slurm_client import JobView
-from flows.launch.verdict import OVER, Failed, Finished, Interrupted, Verdict, verdict
+from flows.launch.verdict import Failed, Finished, Interrupted, Running, Verdict, Waiting
 from stages.contract import StageFailure, write_atomically
 from stages.errors import LifecycleError, StageTimeoutError, TransientError
 
 TICK_S = 0.5
 TICKS_PER_LOOK = 10
-"""Between two questions to Slurm's controller, which serves the whole cluster, and between two heartbeats."""
+"""Between two questions to the cluster's controller, which serves everybody, and between two heartbeats."""
 COMPLETING_PATIENCE_TICKS = 60
 """A job whose processes have ended may be kept by a node that does not answer."""
 
 
-class SlurmAgent:
+class Jobs(Protocol):
+    """The jobs of one stage in some cluster."""
+
+    def submit(self) -> str:
+        """Returns the id of the job."""
+
+    def look(self, job_id: str) -> Verdict | Waiting | Running:
+        """Raises `TransientError` when the cluster does not answer."""
+
+    def name_of(self, job_id: str) -> str:
+        """For people."""
+
+    def cancel(self) -> bool:
+        """End every job of the stage; returns whether none is left."""
+
+
+class Agent:
     """Follows one stage."""
 
-    def __init__(self, folder: JobFolder, order: JobOrder) -> None:
+    def __init__(self, folder: JobFolder, order: JobOrder, jobs: Jobs) -> None:
         self.folder = folder
         self.order = order
+        self.jobs = jobs
         self._said = ""
         self._num_fruitless = 0
 
@@ -45,7 +59,7 @@ class SlurmAgent:
         """Submit until a job ends the stage; returns the stage's exit code, or raises what the cluster did to it."""
         while True:
             before = self._num_metrics_bytes()
-            job_id = slurm_client.submit(sbatch_arguments(self.order, self.folder))
+            job_id = self.jobs.submit()
             ended = self._follow(job_id)
             if isinstance(ended, Finished):
                 return ended.exit_code
@@ -71,23 +85,15 @@ class SlurmAgent:
         raise AssertionError("itertools.count has an end")
 
     def _look(self, job_id: str) -> Verdict | None:
-        """The verdict once the job is over; until then, tell what has changed."""
+        """The verdict once the job is over; until then, tell what has changed. A running job tells of itself."""
         try:
-            view = slurm_client.look(job_id)
+            found = self.jobs.look(job_id)
         except TransientError as error:
             self._say("warning", f"{error}; asking again")
             return None
-        if view is None or view.state in OVER:
-            return verdict(view, self.folder.end(job_id), self.order, job_id)
-        if view.state != "RUNNING":
-            self._tell_waiting(job_id, view)
-        return None
-
-    def _tell_waiting(self, job_id: str, view: JobView) -> None:
-        """Why the job does not run yet. A running job tells of itself."""
-        if view.state in ("PENDING", "REQUEUED") and view.reason != "None":
-            again = f", after {view.restarts} restarts" if view.restarts else ""
-            self._say("milestone", f"Slurm job {job_id} waits{again}: {view.reason}")
+        if isinstance(found, Waiting):
+            self._say("milestone", f"{self.jobs.name_of(job_id)} waits: {found.reason}")
+        return None if isinstance(found, Waiting | Running) else found
 
     def _say(self, event: Literal["milestone", "warning"], message: str) -> None:
         """Tell people, unless it was the last thing said."""
@@ -97,8 +103,8 @@ class SlurmAgent:
 
     def _go_on(self, job_id: str, ended: Interrupted, *, progressed: bool) -> None:
         """Make sure that the old job is gone. Raises what is to be said when going on leads nowhere."""
-        slurm_client.cancel(self.order.job, CANCEL_PATIENCE_S)
-        what = f"Slurm job {job_id} of {self.order.stage} was ended by {ended.by}"
+        self.jobs.cancel()
+        what = f"{self.jobs.name_of(job_id)} of {self.order.stage} was ended by {ended.by}"
         if ended.by_time_limit and not progressed:
             remedy = "raise execution.slurm.time_limit, or save more often (execution.checkpoint_every_steps)"
             raise StageTimeoutError(f"{what}, and the stage had got no further than before; {remedy}")
@@ -113,6 +119,17 @@ class SlurmAgent:
         return file.stat().st_size if file.exists() else 0
 
 
+def jobs_of(folder: JobFolder, order: JobOrder) -> Jobs:
+    """The jobs of an order in the cluster that it names."""
+    if order.launcher == "slurm":
+        from flows.launch.slurm_jobs import SlurmJobs
+
+        return SlurmJobs(folder, order)
+    from flows.launch.kubernetes_jobs import KubernetesJobs  # its client is heavy
+
+    return KubernetesJobs.connect(order)
+
+
 def main() -> int:
     """Run the stage of a work folder as a job; no job of it is left in the end."""
     work = Path(sys.argv[1])
@@ -120,8 +137,10 @@ def main() -> int:
     order = folder.order()
     assert order, f"no order in {folder.path}"
     signal.signal(signal.SIGTERM, _end)
+    jobs: Jobs | None = None
     try:
-        return SlurmAgent(folder, order).run()
+        jobs = jobs_of(folder, order)
+        return Agent(folder, order, jobs).run()
     except LifecycleError as error:
         failure = StageFailure(error=type(error).__name__, message=str(error))
         write_atomically(work / "error.json", failure.model_dump_json(indent=2))
@@ -129,21 +148,24 @@ def main() -> int:
         return error.exit_code
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        _clean_up(folder, order)
+        folder.forget_environment()
+        if jobs:
+            _cancel(jobs, folder, order)
 
 
 def _end(number: int, _: FrameType | None) -> NoReturn:
     sys.exit(128 + number)
 
 
-def _clean_up(folder: JobFolder, order: JobOrder) -> None:
-    """Without Slurm's answer the job ends itself, when it misses the heartbeat."""
-    folder.forget_environment()
+def _cancel(jobs: Jobs, folder: JobFolder, order: JobOrder) -> None:
+    """Without the cluster's answer the job ends itself, when it misses the heartbeat."""
     try:
-        if not slurm_client.cancel(order.job, CANCEL_PATIENCE_S):
-            print(f"warning: Slurm still keeps the job {order.job}, which was cancelled", flush=True)
+        if jobs.cancel():
+            folder.close()
+        else:
+            print(f"warning: the cluster still keeps the job {order.job}, which was cancelled", flush=True)
     except LifecycleError as error:
-        print(f"warning: the job {order.job} may be left in Slurm's queue: {error}", flush=True)
+        print(f"warning: the job {order.job} may be left in the cluster: {error}", flush=True)
 
 
 if __name__ == "__main__":
