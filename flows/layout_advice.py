@@ -11,14 +11,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from flows.home import hardware_file
 from stages.errors import LayoutError, ModelError, RecipeError
 from stages.train.config import TrainConfig
 from stages.train.layout import Layout
 from stages.train.legality import layout_problems
-from stages.train.planner.hardware import load_hardware
+from stages.train.planner.hardware import Hardware, built_in, from_yaml, load_hardware
 from stages.train.planner.known_models import known_model
 from stages.train.planner.search import ENGINES, Candidate, Question, SearchResult, estimate, search
 from stages.train.planner.workload import Engine, Workload
+from stages.train.prediction import shared_cpu
 from stages.train.shape import ModelShape
 
 DEFAULT_SEQUENCE_LENGTH = 4096
@@ -67,7 +69,7 @@ class Ranked:
 def ask(model: str, inquiry: Inquiry) -> Question:
     """Read the recipe, config or known model, and check the numbers. Raises RecipeError, ModelError, DownloadError."""
     _check_positive(inquiry)
-    hardware = load_hardware(inquiry.gpu, inquiry.gpus_per_node)
+    hardware = _hardware(inquiry)
     path = Path(model)
     if path.suffix in (".yaml", ".yml"):
         shape, workload = _of_recipe(path, inquiry)
@@ -133,6 +135,14 @@ def _field(word: str) -> tuple[str, str]:
     raise LayoutError(
         f"reading a layout: {word!r} is no field with a value; known: {', '.join(Layout.model_fields)}{hint}"
     )
+
+
+def _hardware(inquiry: Inquiry) -> Hardware:
+    """Processes share a CPU, as this machine's calibration describes it if there is one."""
+    if inquiry.gpu != "cpu":
+        return load_hardware(inquiry.gpu, inquiry.gpus_per_node)
+    machine = from_yaml(hardware_file()) if hardware_file().is_file() else built_in("cpu")
+    return shared_cpu(machine, inquiry.num_gpus)
 
 
 def _check_positive(inquiry: Inquiry) -> None:

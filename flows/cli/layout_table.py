@@ -146,9 +146,13 @@ def _asked(question: Question) -> dict[str, Any]:
 def _headline(question: Question) -> str:
     workload = question.workload
     return (
-        f"{question.shape.num_parameters / 1e9:.1f}B parameters on {question.num_gpus} × {question.hardware.name}, "
+        f"{_count(question.shape.num_parameters)} parameters on {question.num_gpus} × {question.hardware.name}, "
         f"{workload.global_batch_size:,} rows of {workload.sequence_length:,} tokens a step, {workload.precision}"
     )
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.1f}B" if number >= 1e9 else f"{number / 1e6:.1f}M"
 
 
 def _table(candidates: Sequence[Candidate], question: Question) -> list[str]:

@@ -31,11 +31,8 @@ def what_limits(candidate: Candidate) -> str:
     parts, total_s = asdict(candidate.time.parts), candidate.time.step_time_s
     large = [name for name, seconds in _largest(parts) if seconds >= LARGE_SHARE * total_s]
     shares = ", ".join(f"{MEANING[name]} {parts[name] / total_s:.0%}" for name in large)
-    memory = candidate.memory
-    free_gib = candidate.available_gib - memory.peak_gib
-    tight = memory.peak_gib >= TIGHT * candidate.available_gib
-    room = f"memory is tight ({free_gib:.1f} GiB free)" if tight else f"{free_gib:.1f} GiB are free"
-    return f"{describe(candidate)} spends its step on {shares}; {room}"
+    free_gib = candidate.available_gib - candidate.memory.peak_gib
+    return f"{describe(candidate)} spends its step on {shares}; {_room(free_gib, candidate.available_gib)}"
 
 
 def near_misses(result: SearchResult) -> list[str]:
@@ -51,6 +48,13 @@ def near_misses(result: SearchResult) -> list[str]:
 def describe(candidate: Candidate) -> str:
     """Engine and what differs from the default layout."""
     return describe_layout(candidate.engine, candidate.layout)
+
+
+def _room(free_gib: float, available_gib: float) -> str:
+    if free_gib < 0:
+        return f"it lacks {-free_gib:.1f} GiB of memory"
+    tight = free_gib <= (1 - TIGHT) * available_gib
+    return f"memory is tight ({free_gib:.1f} GiB free)" if tight else f"{free_gib:.1f} GiB are free"
 
 
 def _too_large(candidate: Candidate, best: Candidate | None) -> str:

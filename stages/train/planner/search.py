@@ -21,6 +21,7 @@ from stages.train.shape import ModelShape
 
 LEAST_TOKENS_OF_A_CONTEXT_RANK = 1024
 LARGEST_MICRO_BATCH_TOKENS = 65536
+INTERLEAVINGS = (1, 2, 3, 4, 5, 6, 8)
 NEAR_MISS = 1.6
 """Memory over what there is, up to which a layout's time is estimated all the same."""
 ENGINES: tuple[Engine, ...] = ("fsdp", "megatron")
@@ -164,8 +165,8 @@ def _megatron(question: Question) -> Iterator[dict]:
 def _megatron_variants(question: Question, degrees: dict, shares: int) -> Iterator[dict]:
     per_stage = question.shape.num_layers // degrees["pp"]
     even = question.shape.num_layers % degrees["pp"] == 0
-    chunks = [vpp for vpp in (1, 2, 4, per_stage) if vpp == 1 or (degrees["pp"] > 1 and even and per_stage % vpp == 0)]
-    for vpp in dict.fromkeys(chunks):
+    chunks = [vpp for vpp in INTERLEAVINGS if vpp == 1 or (degrees["pp"] > 1 and even and per_stage % vpp == 0)]
+    for vpp in chunks:
         for dp_shard in {shares, 1}:
             for recompute in ("none", "full") if _flash(question) else ("none", "selective", "full"):
                 variant = {"vpp": vpp, "dp_shard": dp_shard, "dp_replicate": shares // dp_shard, "recompute": recompute}
