@@ -26,7 +26,7 @@ from flows.servers.records import ServerRecord, read_records, write_records
 from stages.errors import ServerError
 from stages.supervisor import TOKEN_VARIABLE, kill_until_gone, marked_processes, send
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 15.0
 ANSWER_TIMEOUT_S = 5.0
 NAMED_BY = {program.name: program.variable for program in SERVERS}

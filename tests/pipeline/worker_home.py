@@ -58,6 +58,11 @@ class WorkerHome(Home):
     def flow_run(self, flow_run: str) -> dict[str, Any]:
         return self.prefect(f"flow_runs/{flow_run}")
 
+    def logs(self, flow_run: str) -> str:
+        """What a flow run told Prefect."""
+        wanted = {"logs": {"flow_run_id": {"any_": [flow_run]}}}
+        return "\n".join(line["message"] for line in self.prefect("logs/filter", wanted))
+
     def ended(self, flow_run: str, num_tries: int = 1) -> dict[str, Any]:
         """Wait for the end of a flow run that was started so often."""
 
