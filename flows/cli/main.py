@@ -21,6 +21,7 @@ from flows.cli.layout_commands import layouts
 from flows.cli.model_commands import champion, rollback
 from flows.cli.notify_commands import notify
 from flows.cli.refresh_commands import retry, runs
+from flows.cli.render_command import render
 from flows.cli.schedule_commands import schedule, schedules
 from flows.cli.server_commands import doctor, down, status, up
 from flows.cli.store_commands import adopt, gc, serve, show, verify
@@ -109,7 +110,7 @@ def schema() -> None:
 
 COMMANDS = (
     *(retry, runs, compare, calibrate, layouts, show, adopt, verify, gc, serve, champion, rollback),
-    *(schedule, schedules, notify, up, down, status, doctor),
+    *(schedule, schedules, notify, render, up, down, status, doctor),
 )
 for command in COMMANDS:
     cli.add_command(command)

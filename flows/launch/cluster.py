@@ -41,17 +41,19 @@ def start(
     stage_command: arguments of Python; default: the stage itself.
     heartbeat_patience_s: a job that nobody has waited for this long ends itself.
     """
-    order = order_of(work, config, stage_command or ["-m", "stages", str(work)], heartbeat_patience_s)
+    name = StageInput.model_validate_json((work / "config.json").read_bytes()).name
+    order = order_of(name, work, config, stage_command or ["-m", "stages", str(work)], heartbeat_patience_s)
     JobFolder.of(work).write(order, handed_over(config, order.launcher))
     (work / LOG_FILE).touch(mode=0o600)
     return ClusterProcess(work, cancel_left_over, grace_s=CANCEL_GRACE_S)
 
 
-def order_of(work: Path, config: StageConfig, stage_command: list[str], heartbeat_patience_s: float) -> JobOrder:
-    """What the job is told. Its name is one that no other job has."""
+def order_of(
+    name: str, work: Path, config: StageConfig, stage_command: list[str], heartbeat_patience_s: float
+) -> JobOrder:
+    """What the job of a stage is told. Its name is one that no other job has."""
     execution = config.execution
     assert execution.launcher != "local"
-    name = StageInput.model_validate_json((work / "config.json").read_bytes()).name
     # Kubernetes wants names that are labels of DNS, with room for the suffixes of pods.
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:30]
     return JobOrder(

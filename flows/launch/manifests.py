@@ -7,9 +7,11 @@ Standard asks for, hold no token of the API, and write to the shared home, /tmp 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from flows.launch.job_folder import JobFolder, JobOrder
+from stages.clusters import KubernetesOptions
 
 Manifest = dict[str, Any]
 
@@ -111,14 +113,10 @@ def pod_spec(order: JobOrder, environment: dict[str, str]) -> Manifest:
         "name": "stage",
         "image": asked.image,
         "command": ["python", "-m", "flows.launch.node_task", str(JobFolder.of(order.work).path)],
-        "env": [*_plain({"HOME": "/tmp", **environment}), *_by_reference(asked.secrets)],  # noqa: S108 (a volume)
-        "resources": _resources(order),
+        "env": [*_plain({"HOME": "/tmp", **environment}), *environment_by_reference(asked.secrets)],  # noqa: S108 (a volume)
+        "resources": resources(asked, order.cores_per_node),
         "securityContext": CONTAINER_SECURITY,
-        "volumeMounts": [
-            {"name": "home", "mountPath": str(order.home)},
-            {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 (a volume)
-            {"name": "shared-memory", "mountPath": "/dev/shm"},  # noqa: S108 (a volume)
-        ],
+        "volumeMounts": volume_mounts(order.home, read_only=False),
     }
     spec: Manifest = {
         "serviceAccountName": asked.service_account,
@@ -127,33 +125,48 @@ def pod_spec(order: JobOrder, environment: dict[str, str]) -> Manifest:
         "terminationGracePeriodSeconds": 30,
         "securityContext": POD_SECURITY,
         "containers": [container],
-        "volumes": [
-            {"name": "home", "persistentVolumeClaim": {"claimName": asked.store_claim}},
-            {"name": "tmp", "emptyDir": {}},
-            {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": _gib(asked.shared_memory_gib)}},
-        ],
+        "volumes": volumes(asked),
     }
     if asked.node_selector:
         spec["nodeSelector"] = asked.node_selector
     return spec
 
 
-def _resources(order: JobOrder) -> Manifest:
-    """Limits are what is asked for, so that no neighbour takes it away; cores may be borrowed."""
-    asked = order.kubernetes
+def resources(asked: KubernetesOptions, cores: int) -> Manifest:
+    """Limits are what is asked for, so that no neighbour takes it away; cores, `cores` of them by default, are lent."""
     limits: Manifest = {}
     if asked.memory_gib_per_node:
         limits["memory"] = _gib(asked.memory_gib_per_node)
     if asked.gpus_per_node:
         limits[asked.gpu_resource] = str(asked.gpus_per_node)
-    return {"requests": {"cpu": str(asked.cpus_per_node or order.cores_per_node), **limits}, "limits": limits}
+    return {"requests": {"cpu": str(asked.cpus_per_node or cores), **limits}, "limits": limits}
+
+
+def volumes(asked: KubernetesOptions) -> list[Manifest]:
+    """All that a container can write to, and the shared home."""
+    shared_memory = {"medium": "Memory", "sizeLimit": _gib(asked.shared_memory_gib)}
+    return [
+        {"name": "home", "persistentVolumeClaim": {"claimName": asked.store_claim}},
+        {"name": "tmp", "emptyDir": {}},
+        {"name": "shared-memory", "emptyDir": shared_memory},
+    ]
+
+
+def volume_mounts(home: Path, *, read_only: bool) -> list[Manifest]:
+    """Where `volumes` are; the home under the path that it has here, which artifacts' records hold."""
+    return [
+        {"name": "home", "mountPath": str(home), "readOnly": read_only},
+        {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 (a volume)
+        {"name": "shared-memory", "mountPath": "/dev/shm"},  # noqa: S108 (a volume)
+    ]
 
 
 def _plain(environment: dict[str, str]) -> list[Manifest]:
     return [{"name": name, "value": value} for name, value in environment.items()]
 
 
-def _by_reference(secrets: dict[str, str]) -> list[Manifest]:
+def environment_by_reference(secrets: dict[str, str]) -> list[Manifest]:
+    """Variables whose values Kubernetes takes from Secrets. secrets: variable → `name/key`."""
     found = []
     for variable, reference in secrets.items():
         name, _, key = reference.partition("/")

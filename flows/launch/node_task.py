@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from flows.launch import local
-from flows.launch.job_folder import JobFolder, JobOrder, Pulse
+from flows.launch.job_folder import JobEnd, JobFolder, JobOrder, Pulse
 from flows.store.content import LOG_FILE
 from stages.supervised import Supervised
 
@@ -45,6 +45,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     place = place_of(os.environ) if order.nodes > 1 else None
     environment = {**os.environ, **folder.environment()}
+    is_first_pod = order.launcher == "kubernetes" and (place is None or place.rank == 0)
+    if is_first_pod:
+        folder.claim(order.job)
     with _output(order) as output:
         process = Supervised(command(order, place), environment=complete(environment, order, place), output=output)
     owner, pulse = folder.owner(), Pulse(folder, order.heartbeat_patience_s)
@@ -58,6 +61,8 @@ def main() -> int:
         if stop.wait(POLL_INTERVAL_S):
             process.stop()
             return INTERRUPTED
+    if is_first_pod:  # Slurm has a batch step that does this, and that sees the end of all nodes
+        folder.write_end(JobEnd(job_id=order.job, exit_code=code))
     return code
 
 
