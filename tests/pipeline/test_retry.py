@@ -5,6 +5,8 @@ attempt under the same refresh.
 """
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -120,3 +122,27 @@ def test_a_killed_refresh_is_recognised_as_dead_and_retried_with_the_button(work
     assert done["state"]["type"] == "COMPLETED"
     assert worker_home.record(done)["stages"][f"base-{name}"]["metrics"]["first_step"] >= 2
     check_attempts(worker_home, name, done["name"], ["KILLED", "FINISHED"])
+
+
+def test_a_refresh_outlives_its_worker_and_the_next_one_leaves_it_alone(worker_home):
+    worker_home.schedule(worker_home.write("orphan", {"held-orphan": stage("wait", "orphan")}))
+    flow_run = worker_home.start_now("orphan")
+    release = worker_home.work("held-orphan", "scratch/ready").with_name("release")
+    before = worker_home.servers()["worker"]["process"]
+    os.kill(before["pid"], signal.SIGKILL)
+    assert worker_home.lifecycle("up").returncode == 0
+    assert worker_home.servers()["worker"]["process"] != before
+    release.touch()
+    assert worker_home.ended(flow_run)["state"]["type"] == "COMPLETED"
+
+
+def test_a_refresh_that_is_stopped_with_its_worker_is_cancelled_in_good_order(worker_home):
+    worker_home.schedule(worker_home.write("stopped", {"held-stopped": stage("wait", "stopped")}))
+    flow_run = worker_home.start_now("stopped")
+    worker_home.work("held-stopped", "scratch/ready")
+    down = worker_home.lifecycle("down", "--json")
+    assert "worker" in json.loads(down.stdout)["stopped"]
+    assert worker_home.processes() == []
+    assert worker_home.lifecycle("up").returncode == 0
+    stopped = worker_home.ended(flow_run)
+    assert (stopped["state"]["type"], stopped["state"]["message"]) == ("CANCELLED", "stopped on request")

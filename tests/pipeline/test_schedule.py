@@ -2,10 +2,12 @@
 
 import json
 import sqlite3
+import subprocess
+import sys
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from refreshes import after, eventually, finish, model, stage
+from refreshes import ROOT, after, eventually, finish, model, stage
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -140,3 +142,16 @@ def test_a_second_recipe_of_the_same_name_is_refused(worker_home, nightly, tmp_p
     refused = worker_home.lifecycle("schedule", str(namesake), "--cron", "0 3 * * *")
     assert refused.returncode == 3
     assert "has the same name, nightly, and is scheduled" in refused.stderr
+
+
+def test_what_prefect_itself_deploys_is_a_schedule_like_ours(worker_home):
+    url = f"http://127.0.0.1:{worker_home.servers()['prefect']['port']}/api"
+    command = ["-m", "prefect", "deploy", "--prefect-file", "deploy/prefect.yaml", "--all", "--no-prompt"]
+    environment = {**worker_home.environment, "PREFECT_API_URL": url, "PWD": str(ROOT)}
+    done = subprocess.run([sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    listed = json.loads(worker_home.lifecycle("schedules", "--json").stdout)["schedules"]
+    (found,) = [schedule for schedule in listed if schedule["name"] == "quickstart"]
+    assert (found["cron"], found["recipe"]) == ("0 3 * * *", str(ROOT / "configs" / "quickstart.yaml"))
+    other = worker_home.write("deployed", {"rows": stage("ok", "deployed")})
+    assert worker_home.run_now("quickstart", recipe=str(other))["state"]["type"] == "COMPLETED"

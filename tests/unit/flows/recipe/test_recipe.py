@@ -60,6 +60,12 @@ def test_stages_come_in_topological_order(load):
     assert recipe.dependents_of("tuned") == ("quantized", "served", "scores")
 
 
+def test_a_recipe_says_what_becomes_of_runs_that_collide(load, problems):
+    assert load(RECIPE).on_collision == "queue"
+    assert load(RECIPE, "on_collision=skip").on_collision == "skip"
+    assert 'on_collision: found "wait", expected queue or skip' in problems(RECIPE, "on_collision=wait")
+
+
 def test_the_quickstart_loads():
     assert {"base", "sft", "dpo", "awq", "serve"} <= set(load_recipe(QUICKSTART).stages)
 
