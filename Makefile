@@ -18,7 +18,7 @@ INSTALL := $(UV) pip install --quiet --compile-bytecode $(TORCH_BACKEND)
 COMPILE := $(UV) pip compile --quiet --python-version 3.11 --no-header --no-emit-index-url --no-emit-find-links \
 	--annotation-style line
 
-.PHONY: demo test check unit environments benchmarks lock clean
+.PHONY: demo test check unit faults environments benchmarks lock clean
 
 demo: environments
 	.venv/bin/lifecycle run configs/quickstart.yaml
@@ -29,6 +29,10 @@ test: check
 
 unit: environments .venv/.test-ready
 	.venv/bin/pytest tests/unit
+
+# Every injected fault, and a table: how fast it was noticed and mended, and what was lost.
+faults: environments .venv/.test-ready
+	.venv/bin/pytest tests/faults
 
 check: environments .venv/.test-ready
 	.venv/bin/ruff check .

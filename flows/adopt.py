@@ -10,9 +10,9 @@ from typing import Literal
 
 from flows.outside import resolve_outside
 from flows.plan import plan
-from flows.recipe import load_stages
+from flows.recipe.recipe import load_stages
 from flows.runner import Built, Observer, run_stage
-from flows.store import Store
+from flows.store.store import Store
 from stages.errors import StoreError
 
 RECIPE_NAME = "adopted"

@@ -12,7 +12,12 @@ from stages.errors import ResourceError
 
 
 def wanted_slots(config: StageConfig, count: int) -> int:
-    """Slots a stage holds, of `count`. Processes may share cores, but not GPUs; a download needs no GPU."""
+    """Slots a stage holds, of `count`. Processes may share cores, but not GPUs; a download needs no GPU.
+
+    What runs on a cluster is queued there.
+    """
+    if config.execution.launcher != "local":
+        return 0
     if gpus() and config.kind == "download":
         return 0
     return min(_devices(config), count)
@@ -23,6 +28,8 @@ def check_devices(planned: Plan) -> None:
     count = len(gpus())
     for name, stage in planned.stages.items():
         wanted = _devices(stage.config)
+        if stage.config.execution.launcher != "local":
+            continue
         if count and stage.action == "run" and stage.kind != "download" and wanted > count:
             remedy = f"change its layout, or set stages.{name}.execution.slots if processes are to share GPUs"
             raise ResourceError(f"stage {name} wants {wanted} GPUs, this machine has {count}; {remedy}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from flows.content import LOG_FILE
+from flows.store.content import LOG_FILE
 from stages.contract import StageFailure, StageResult
 from stages.errors import LifecycleError, StageCrashError, TransientError, error_classes
 

@@ -3,7 +3,7 @@
 <home>/refreshes/<refresh>/
     refresh.json            the refresh and its stages; written by the process that runs it
     attempts/<stage>-<n>    one try at building a stage; written by the same process
-    mlflow.json             how much of it has reached MLflow; written by `flows/tracking.py` only
+    mlflow.json             how much of it has reached MLflow; written by `flows/tracking/shipper.py` only
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from stages.contract import StrictModel, write_atomically
 from stages.errors import StoreError
 
 StageState = Literal["waiting", "running", "built", "cached", "failed", "skipped"]
-RefreshState = Literal["running", "completed", "failed", "cancelled"]
+RefreshState = Literal["running", "completed", "not_promoted", "failed", "cancelled"]
 
 
 class StageEntry(StrictModel):
-    """A stage within a refresh. `work` is its work folder while it runs; `artifact` is set once it is there."""
+    """A stage within a refresh. `work` is its work folder while it runs; `artifact` is set once it is there.
+
+    verdict: of a promotion, `promoted`, `not promoted` or `already champion`.
+    """
 
     kind: str
     version: str
@@ -37,24 +40,33 @@ class StageEntry(StrictModel):
     artifact: Path | None = None
     mlflow_run_id: str | None = None
     metrics: dict[str, float] = Field(default_factory=dict)
+    verdict: str | None = None
     error: str | None = None
     error_class: str | None = None
 
 
 class RefreshRecord(StrictModel):
-    """`refresh.json`."""
+    """`refresh.json`.
+
+    num_tries: how often it was started; a retry goes on in the same record. seconds: of the latest try.
+    prefect_run_count: how often Prefect had started the flow run when the latest try began.
+    """
 
     refresh: str
     recipe: str
     recipe_path: Path
     overrides: tuple[str, ...] = ()
+    until: str | None = None
+    force: tuple[str, ...] = ()
     state: RefreshState = "running"
+    num_tries: int = 1
     started_ms: int
     seconds: float = 0.0
     process: ProcessIdentity
     hardware: str
     git_commit: str | None
     prefect_flow_run_id: str | None = None
+    prefect_run_count: int | None = None
     error: str | None = None
     stages: dict[str, StageEntry]
 
@@ -62,6 +74,11 @@ class RefreshRecord(StrictModel):
     def interrupted(self) -> bool:
         """Whether its process died without saying how the refresh ended."""
         return self.state == "running" and not self.process.alive()
+
+    @property
+    def nothing_new(self) -> bool:
+        """Whether all that it wanted was there already."""
+        return self.state == "completed" and all(entry.state == "cached" for entry in self.stages.values())
 
 
 class AttemptRecord(StrictModel):
@@ -96,13 +113,18 @@ class ShippedAttempt(StrictModel):
 
 
 class Shipped(StrictModel):
-    """`mlflow.json`."""
+    """`mlflow.json`. `done`: MLflow has all of the refresh's tries up to this one, of which there are `num_tries`."""
 
     experiment_id: str | None = None
     parent_run_id: str | None = None
     attempts: dict[str, ShippedAttempt] = Field(default_factory=dict)
     done: bool = False
+    num_tries: int = 1
     trouble: str | None = None
+
+    def has_all_of(self, record: RefreshRecord) -> bool:
+        """Whether nothing is left to be told; a retry has something to tell again."""
+        return self.done and self.num_tries == record.num_tries
 
 
 class RefreshFolder:
@@ -118,14 +140,19 @@ class RefreshFolder:
         except (OSError, ValidationError) as error:
             raise StoreError(f"reading the record of refresh {self.path.name}: {error}") from error
 
+    def exists(self) -> bool:
+        """Whether the refresh was begun."""
+        return (self.path / "refresh.json").exists()
+
     def write(self, record: RefreshRecord) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomically(self.path / "refresh.json", record.model_dump_json(indent=1))
 
-    def attempts(self) -> list[AttemptRecord]:
-        """All attempts, oldest first."""
-        files = (self.path / "attempts").glob("*.json")
+    def attempts(self, stage: str | None = None) -> list[AttemptRecord]:
+        """All attempts, or those at one stage, oldest first."""
+        files = (self.path / "attempts").glob(f"{stage or '*'}-*.json")
         found = [AttemptRecord.model_validate_json(file.read_text()) for file in files]
+        found = [attempt for attempt in found if stage in (None, attempt.stage)]
         return sorted(found, key=lambda attempt: attempt.started_ms)
 
     def write_attempt(self, attempt: AttemptRecord) -> None:
@@ -157,6 +184,29 @@ def refreshes() -> Iterator[RefreshFolder]:
     files = refreshes_root().glob("*/refresh.json")
     for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True):
         yield RefreshFolder(file.parent)
+
+
+class RunningRefreshes:
+    """Refreshes that say that they run; reads only records that have changed since it last looked, and theirs."""
+
+    def __init__(self) -> None:
+        self._ended: dict[str, int] = {}
+
+    def all(self) -> Iterator[RefreshRecord]:
+        """Those whose process died are among them."""
+        for folder in refreshes():
+            changed_ns = (folder.path / "refresh.json").stat().st_mtime_ns
+            if self._ended.get(folder.path.name) == changed_ns:
+                continue
+            record = folder.read()
+            if record.state == "running":
+                yield record
+            else:
+                self._ended[folder.path.name] = changed_ns
+
+    def of(self, recipe: str) -> list[RefreshRecord]:
+        """Those of a recipe whose process lives."""
+        return [record for record in self.all() if record.recipe == recipe and not record.interrupted]
 
 
 def close_interrupted() -> list[str]:

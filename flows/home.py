@@ -16,6 +16,11 @@ def store_root() -> Path:
     return home() / "store"
 
 
+def hardware_file() -> Path:
+    """The description of this machine's devices that predictions start from, if there is one."""
+    return Path(os.environ.get("LIFECYCLE_HARDWARE", home() / "hardware.yaml")).absolute()
+
+
 def refreshes_root() -> Path:
     """Where the records of refreshes are, one folder each."""
     return home() / "refreshes"

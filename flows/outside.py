@@ -6,8 +6,8 @@ from collections.abc import Collection
 
 from pydantic import JsonValue
 
-from flows.content import hash_path
-from flows.recipe import Recipe
+from flows.recipe.recipe import Recipe
+from flows.store.content import hash_path
 from stages.errors import RecipeError
 
 Outside = dict[str, dict[str, JsonValue]]

@@ -9,9 +9,9 @@ from typing import Literal
 from pydantic import JsonValue
 
 from flows.outside import Outside
-from flows.recipe import Recipe
-from flows.recipe_text import closest
-from flows.record import Artifact, Index
+from flows.recipe.recipe import Recipe
+from flows.recipe.text import closest
+from flows.store.record import Artifact, Index
 from flows.version import Difference, Identity, differences, identity_of, resume_key_of, version_of
 from stages.contract import StageConfig
 from stages.errors import RecipeError

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect import flow, get_run_logger, runtime, task
-from prefect.artifacts import create_link_artifact, create_table_artifact
+from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.futures import PrefectFuture
@@ -25,10 +25,12 @@ from prefect.states import Cancelled, Completed, Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.tasks import Task, exponential_backoff
 
-from flows.history import RefreshRecord, new_refresh_id
-from flows.refresh_run import RefreshRequest, RefreshRun, make_plan
-from flows.servers import answers
-from stages.errors import TransientError
+from flows.due import start_when_due
+from flows.history import RefreshRecord, folder_of, new_refresh_id
+from flows.refresh_run import RefreshRequest, RefreshRun
+from flows.servers.local import answers
+from flows.verdicts import verdict_tables
+from stages.errors import LifecycleError, TransientError
 
 RETRY_BASE_S = 1.0
 OPENED_RUN: ContextVar[RefreshRun] = ContextVar("opened_run")
@@ -54,16 +56,32 @@ def refresh(
     overrides: tuple[str, ...] = (),
     until: str | None = None,
     force: tuple[str, ...] = (),
-    refresh_id: str | None = None,
 ) -> State[Any]:
-    """Refresh a recipe. `refresh_id` is the name of the record, and of the flow run."""
+    """Refresh a model as a recipe says; what is built already is reused.
+
+    Args:
+        recipe: Path of the recipe file, on the machine that runs the refresh.
+        overrides: Changes to the recipe, such as stages.sft.learning_rate=1e-4.
+        until: Only this stage and what it stands on.
+        force: Stages to build although they are cached.
+    """
     run = OPENED_RUN.get(None)
-    if run is None:
-        run = RefreshRun(make_plan(RefreshRequest(recipe, overrides, until, force)), runtime.flow_run.name)
-        run.tracker.start({})
+    if run is not None:
+        return _run(run)
+    try:
+        due = start_when_due(RefreshRequest(recipe, overrides, until, force))
+    except LifecycleError as error:
+        return Failed(message=f"{type(error).__name__}: {error}")
+    if not isinstance(due, RefreshRun):
+        return due
+    due.tracker.start({})
+    return _run(due)
+
+
+def _run(run: RefreshRun) -> State[Any]:
     # Servers of this refresh and those who ask them share one key; it is in no argument and in no file.
     os.environ.setdefault("VLLM_API_KEY", secrets.token_urlsafe(32))
-    run.begin(str(runtime.flow_run.id))
+    run.begin(str(runtime.flow_run.id), runtime.flow_run.run_count)
     try:
         with _stopped_by_signals(run.stop):
             _run_stages(run)
@@ -75,8 +93,9 @@ def refresh(
 
 
 def _flow_run_name() -> str:
-    parameters = runtime.flow_run.parameters
-    return parameters.get("refresh_id") or new_refresh_id(Path(parameters["recipe"]).stem)
+    """The refresh is named like its flow run; a retry keeps the name, and so goes on in the same record."""
+    name = runtime.flow_run.name
+    return name if folder_of(name).exists() else new_refresh_id(Path(runtime.flow_run.parameters["recipe"]).stem)
 
 
 def _run_stages(run: RefreshRun) -> None:
@@ -117,12 +136,22 @@ def _publish(record: RefreshRecord, mlflow_page: str | None) -> None:
         for name, entry in record.stages.items()
     ]
     create_table_artifact(key="stages", table=rows, description=f"Stages of {record.refresh}")
+    for name, table in verdict_tables(record).items():
+        create_markdown_artifact(key=f"verdict-{name.replace('_', '-')}", markdown=table)
     if mlflow_page:
         create_link_artifact(key="mlflow", link=mlflow_page, link_text=f"{record.refresh} in MLflow")
 
 
 def _final_state(record: RefreshRecord) -> State[Any]:
-    if record.state == "completed":
+    """Its name is what automations react to: a promotion of this very refresh, or one that was refused."""
+    verdicts = {entry.verdict for entry in record.stages.values() if entry.state == "built"}
+    if record.state == "not_promoted" and "not promoted" in verdicts:
+        return Completed(name="NotPromoted", message="a gate was missed; see the artifact `verdict-…`")
+    if record.state == "completed" and "promoted" in verdicts:
+        return Completed(name="Promoted", message=f"{len(record.stages)} stages in {record.seconds:.1f} s")
+    if record.nothing_new:
+        return Completed(name="Cached", message=f"nothing new: {len(record.stages)} stages cached")
+    if record.state in ("completed", "not_promoted"):
         return Completed(message=f"{len(record.stages)} stages in {record.seconds:.1f} s")
     if record.state == "cancelled":
         return Cancelled(message=record.error)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,19 +25,20 @@ from flows.history import (
     now_ms,
 )
 from flows.home import home, store_root
-from flows.launch import local
+from flows.launch import choice
+from flows.layout_choice import choose_layouts
 from flows.live_servers import LiveServers
 from flows.machine import hardware, num_slots
 from flows.outside import resolve_outside
 from flows.plan import Plan, PlannedStage, chosen_stages, plan
 from flows.process_identity import ProcessIdentity
 from flows.provenance import git_commit
-from flows.recipe import load_recipe
+from flows.recipe.recipe import load_recipe
 from flows.runner import Built, Launcher, run_stage
 from flows.slots import HeldSlots, Slots
 from flows.stage_observer import Log, StageObserver, describe
-from flows.store import Store
-from flows.tracker import Tracker
+from flows.store.store import Store
+from flows.tracking.tracker import Tracker
 from stages.errors import RefreshStoppedError
 
 
@@ -57,13 +59,15 @@ class PlannedRefresh:
     request: RefreshRequest
     plan: Plan
     store: Store
+    notes: tuple[str, ...] = ()
+    """What was decided for the recipe: the layouts that `auto` became."""
 
 
 class RefreshRun:
     """A refresh as planned. Its record is written at every change of a stage's state."""
 
-    def __init__(self, planned: PlannedRefresh, refresh: str | None = None, launch: Launcher = local.start):
-        """Begin the record of the refresh; default of its name: a new one."""
+    def __init__(self, planned: PlannedRefresh, refresh: str | None = None, launch: Launcher = choice.start):
+        """Begin the record of the refresh; default of its name: a new one. One that exists goes on: this is a retry."""
         close_interrupted()
         refresh = refresh or new_refresh_id(planned.plan.recipe)
         self.plan = planned.plan
@@ -79,7 +83,9 @@ class RefreshRun:
         self.servers = LiveServers({stage.name: stage.upstream for stage in self.plan.stages.values()})
         self._lock = threading.Lock()
         self._started_s = time.monotonic()
-        self._record = _new_record(planned.request, refresh, planned.plan)
+        self._earlier_attempts = Counter(attempt.stage for attempt in self.folder.attempts())
+        num_tries = self.folder.read().num_tries + 1 if self.folder.exists() else 1
+        self._record = _new_record(planned.request, refresh, planned.plan, num_tries)
         self.folder.write(self._record)
 
     @property
@@ -88,8 +94,12 @@ class RefreshRun:
         return self._record
 
     def build(self, name: str, attempt: int, log: Log) -> Built:
-        """Run one stage whose upstream stages are built, holding its slots. Raises what `run_stage` raises."""
+        """Run one stage whose upstream stages are built, holding its slots. Raises what `run_stage` raises.
+
+        attempt: how often this try of the refresh has tried the stage, this time included.
+        """
         planned = self.plan.stages[name]
+        attempt += self._earlier_attempts[name]
         started_s = time.monotonic()
         held = self._acquire_slots(planned)
         try:
@@ -117,10 +127,11 @@ class RefreshRun:
             self._record = self._record.model_copy(update={"stages": {**self._record.stages, name: entry}})
             self.folder.write(self._record)
 
-    def begin(self, prefect_flow_run_id: str) -> None:
-        """Note which Prefect flow run this is."""
+    def begin(self, prefect_flow_run_id: str, prefect_run_count: int) -> None:
+        """Note which Prefect flow run this is, and how often Prefect has started it."""
+        changes = {"prefect_flow_run_id": prefect_flow_run_id, "prefect_run_count": prefect_run_count}
         with self._lock:
-            self._record = self._record.model_copy(update={"prefect_flow_run_id": prefect_flow_run_id})
+            self._record = self._record.model_copy(update=changes)
             self.folder.write(self._record)
 
     def finish(self) -> RefreshRecord:
@@ -153,6 +164,8 @@ class RefreshRun:
         elif unfinished:
             state = "failed"
             error = f"failed: {', '.join(failed)}" if failed else "some stages were not run"
+        elif any(entry.verdict == "not promoted" for entry in stages.values()):
+            state = "not_promoted"
         seconds = round(time.monotonic() - self._started_s, 2)
         return self._record.model_copy(update={"stages": stages, "state": state, "seconds": seconds, "error": error})
 
@@ -198,6 +211,7 @@ class RefreshRun:
             work=None,
             metrics=built.metrics,
             mlflow_run_id=built.mlflow_run_id,
+            verdict=built.record.tags.get("verdict"),
             error=None,
             error_class=None,
         )
@@ -215,6 +229,13 @@ class RefreshRun:
         self.servers.done_with(name)
 
 
+def retry_of(record: RefreshRecord) -> RefreshRequest:
+    """What to ask for so that a refresh goes on where it ended: what it had been forced to build stays built."""
+    built = [name for name, entry in record.stages.items() if entry.state in ("built", "cached")]
+    force = tuple(name for name in record.force if name not in built)
+    return RefreshRequest(str(record.recipe_path), record.overrides, record.until, force)
+
+
 def make_plan(request: RefreshRequest) -> PlannedRefresh:
     """What a refresh would run.
 
@@ -223,12 +244,14 @@ def make_plan(request: RefreshRequest) -> PlannedRefresh:
     recipe = load_recipe(Path(request.recipe), request.overrides)
     store = Store(store_root())
     outside = resolve_outside(recipe, chosen_stages(recipe, request.until))
-    planned = plan(recipe, outside, store.index(), force=request.force, until=request.until)
+    index = store.index()
+    recipe, choices = choose_layouts(recipe, outside, index)
+    planned = plan(recipe, outside, index, force=request.force, until=request.until)
     check_devices(planned)
-    return PlannedRefresh(request, planned, store)
+    return PlannedRefresh(request, planned, store, tuple(map(str, choices)))
 
 
-def _new_record(request: RefreshRequest, refresh: str, planned: Plan) -> RefreshRecord:
+def _new_record(request: RefreshRequest, refresh: str, planned: Plan, num_tries: int) -> RefreshRecord:
     stages = {
         name: StageEntry(kind=stage.kind, version=stage.version, reason=stage.reason)
         for name, stage in planned.stages.items()
@@ -238,6 +261,9 @@ def _new_record(request: RefreshRequest, refresh: str, planned: Plan) -> Refresh
         recipe=planned.recipe,
         recipe_path=Path(request.recipe).absolute(),
         overrides=request.overrides,
+        until=request.until,
+        force=request.force,
+        num_tries=num_tries,
         started_ms=now_ms(),
         process=ProcessIdentity.own(),
         hardware=hardware(),

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from flows.launch import local
+from flows.launch import choice
 from flows.plan import PlannedStage
-from flows.record import Record, UpstreamEntry
 from flows.stage_process import Process, watch
-from flows.store import Store
+from flows.store.record import Record, UpstreamEntry
+from flows.store.store import Store
 from flows.workspace import Foundation, commit, note_attempt, prepare
 from stages.contract import Lease, StageConfig, StageResult
 from stages.errors import RefreshStoppedError, StoreError
@@ -110,7 +110,7 @@ def run_stage(
     *,
     attempt: int = 1,
     stop: threading.Event | None = None,
-    launch: Launcher = local.start,
+    launch: Launcher = choice.start,
 ) -> Built:
     """Return the stage's artifact: a cached one when it stands on the same content, else a newly built one.
 
@@ -182,7 +182,8 @@ def _find_cached(planned: PlannedStage, foundation: Foundation, store: Store, st
 
 
 def _foundation(planned: PlannedStage, upstream: Mapping[str, Built]) -> Foundation:
-    servers = {name: upstream[name].server for name in planned.ancestors}
+    is_local = planned.config.execution.launcher == "local"  # servers listen on this machine's loopback only
+    servers = {name: upstream[name].server for name in planned.ancestors} if is_local else {}
     return Foundation(
         inputs={name: upstream[name].artifact for name in planned.ancestors},
         leases={name: server.lease for name, server in servers.items() if server and server.alive()},

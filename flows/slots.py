@@ -44,6 +44,15 @@ class Slots:
             turnstile.close()
         return HeldSlots(held)
 
+    def num_free(self) -> int:
+        """How many nobody holds, now."""
+        if not self.folder.exists():
+            return self.count
+        found = HeldSlots(self._free_slots(self.count, taken=()))
+        number = len(found.numbers)
+        found.release()
+        return number
+
     def _free_slots(self, wanted: int, taken: Collection[int]) -> dict[int, IO[str]]:
         found: dict[int, IO[str]] = {}
         for number in range(self.count):

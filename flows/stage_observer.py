@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flows.attempt_labels import params_of, tags_of
 from flows.history import AttemptRecord, RefreshFolder, RefreshRecord, end_attempt, metrics_size, now_ms
 from flows.runner import Attempt, Outcome
-from flows.tracker import Tracker
+from flows.tracking.labels import params_of, tags_of
+from flows.tracking.tracker import Tracker
 from stages.errors import LifecycleError, RefreshStoppedError
 
 Log = logging.Logger | logging.LoggerAdapter[logging.Logger]

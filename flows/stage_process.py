@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from flows.failures import failure_of, read_result
 from flows.plan import PlannedStage
 from stages.contract import StageResult
 from stages.errors import RefreshStoppedError, StageTimeoutError
+from stages.redaction import redact_files, secrets_in
 
 POLL_INTERVAL_S = 0.05
 TICK_INTERVAL_S = 0.3
@@ -44,11 +46,13 @@ def watch(
         if result:
             return result
         exit_code = process.poll()
+        redact_files(work, secrets_in({**os.environ, **planned.config.execution.environment}))
         if exit_code:
             raise failure_of(work, planned.name, exit_code)
         return read_result(work, planned.name)
     except BaseException:
         process.stop()
+        redact_files(work, secrets_in({**os.environ, **planned.config.execution.environment}))
         raise
     finally:
         tick()

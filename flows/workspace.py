@@ -14,12 +14,13 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from flows.content import ATTEMPT_FILE, LOG_FILE, SCRATCH_FOLDER, content_digest, hash_files
+from flows.launch.cluster import cancel_left_over
 from flows.plan import PlannedStage
 from flows.provenance import git_commit, package_versions
-from flows.record import Artifact, Record, UpstreamEntry
-from flows.store import Store
-from stages.contract import Lease, StageInput, StageResult, StrictModel, write_atomically
+from flows.store.content import ATTEMPT_FILE, LOG_FILE, SCRATCH_FOLDER, content_digest, hash_files
+from flows.store.record import Artifact, Record, UpstreamEntry
+from flows.store.store import Store
+from stages.contract import Lease, StageInput, StageResult, StrictModel, Trial, write_atomically
 from stages.supervisor import kill_until_gone, marked_processes
 
 KEPT = frozenset({SCRATCH_FOLDER, "metrics.jsonl", "events.jsonl", LOG_FILE})
@@ -50,21 +51,22 @@ class AttemptNote(StrictModel):
 def prepare(store: Store, planned: PlannedStage, foundation: Foundation, fresh: bool) -> bool:
     """Make the work folder ready, and write `config.json`. Returns whether scratch of an earlier attempt is in it.
 
-    Ends processes that a dead flow may have left at work there. Scratch is kept unless `fresh`, or made from other
-    content. Call it under the lock.
+    Ends processes and jobs that a dead flow may have left at work there. Scratch is kept unless `fresh`, or made from
+    other content. Call it under the lock.
     """
     work = store.work_folder(planned.kind, planned.name, planned.resume_key)
     note = _read_note(work)
     if note and note.token:
         token = note.token
         kill_until_gone(lambda: marked_processes(token))
+        cancel_left_over(work)
     if work.exists() and (fresh or note is None or note.digests != foundation.digests):
         store.remove(work)
     store.make_folder(work)
     with store.explained(f"prepare {work}"):
         _remove_all_but(work, KEPT)
         note_attempt(work, foundation, None)
-        write_atomically(work / "config.json", _stage_input(store, planned, foundation).model_dump_json(indent=2))
+        write_atomically(work / "config.json", stage_input(store, planned, foundation).model_dump_json(indent=2))
         return any((work / SCRATCH_FOLDER).glob("*"))
 
 
@@ -109,7 +111,8 @@ def commit(
     return store.commit(work, record)
 
 
-def _stage_input(store: Store, planned: PlannedStage, foundation: Foundation) -> StageInput:
+def stage_input(store: Store, planned: PlannedStage, foundation: Foundation, trial: Trial | None = None) -> StageInput:
+    """What the process of a stage is told; with `trial`, to run only its first steps."""
     outside = planned.identity["outside"]
     assert isinstance(outside, dict)
     return StageInput(
@@ -121,6 +124,7 @@ def _stage_input(store: Store, planned: PlannedStage, foundation: Foundation) ->
         inputs=foundation.inputs,
         leases=foundation.leases,
         outside=outside,
+        trial=trial,
         cache=store.make_folder(store.cache_folder(planned.kind)),
     )
 

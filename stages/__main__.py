@@ -15,6 +15,7 @@ from pathlib import Path
 from stages.contract import StageContext, StageFailure, StageInput, StageResult, is_main_process, write_atomically
 from stages.errors import INTERNAL_ERROR, LifecycleError
 from stages.kinds import KINDS
+from stages.redaction import redact
 from stages.supervisor import die_with_parent
 
 
@@ -36,7 +37,9 @@ def run_stage(work: Path) -> None:
     told = StageInput.model_validate_json((work / "config.json").read_text())
     run = importlib.import_module(f"stages.{told.kind}.run").run
     config = KINDS[told.kind].model_validate(told.config)
-    context = StageContext(work, told.name, told.version, config, told.inputs, told.leases, told.cache, told.outside)
+    context = StageContext(
+        work, told.name, told.version, config, told.inputs, told.leases, told.cache, told.outside, told.trial
+    )
     outcome = run(context)
     for result in (outcome,) if isinstance(outcome, StageResult) else outcome:
         if is_main_process():
@@ -50,10 +53,10 @@ def fail(work: Path, error: Exception, exit_code: int) -> None:
     have been moved.
     """
     if not any((work / name).exists() for name in ("error.json", "result.json")) and work.exists():
-        failure = StageFailure(error=type(error).__name__, message=str(error))
+        failure = StageFailure(error=type(error).__name__, message=redact(str(error)))
         with contextlib.suppress(OSError):  # A full disk: the exit code and the log still tell.
             write_atomically(work / "error.json", failure.model_dump_json(indent=2))
-    print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr, flush=True)
     sys.exit(exit_code)
 
 

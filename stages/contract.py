@@ -21,22 +21,19 @@ import os
 import time
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, PositiveFloat, PositiveInt
+from pydantic import BaseModel, Field, JsonValue, PositiveFloat, PositiveInt
 
-Product = Literal["model", "dataset", "server", "scores"]
+from stages.clusters import KubernetesOptions, SlurmOptions
+from stages.redaction import redact
+from stages.strict import StrictModel
 
-
-class StrictModel(BaseModel):
-    """Base of everything a recipe may say: immutable, and an unknown field is an error."""
-
-    # A diverged loss is NaN, and must come back as such from `result.json`.
-    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
+Product = Literal["model", "dataset", "server", "scores", "verdict"]
 
 
 @dataclass(frozen=True)
@@ -54,19 +51,23 @@ class OutsideInput:
 ModelReference = Annotated[str, Reference(("model",))]
 DatasetReference = Annotated[str, Reference(("dataset",))]
 ModelOrServerReference = Annotated[str, Reference(("model", "server"))]
+ServerReference = Annotated[str, Reference(("server",))]
+ScoresReference = Annotated[str, Reference(("scores",))]
 OutsidePath = Annotated[Path, OutsideInput()]
 
 
 class Execution(StrictModel):
     """Where a stage runs and how often it is tried: never part of its identity."""
 
-    launcher: Literal["local"] = "local"
+    launcher: Literal["local", "slurm", "kubernetes"] = "local"
     nodes: PositiveInt = 1
     threads: PositiveInt | None = Field(None, description="Threads of each process; default: the cores shared evenly.")
     slots: PositiveInt | None = Field(None, description="Device slots held while the stage runs; default: its devices.")
     timeout_s: PositiveFloat | None = Field(None, description="The stage is stopped after this many seconds.")
     retries: int = Field(2, ge=0, description="How often a transient error is tried again.")
     environment: dict[str, str] = Field(default_factory=dict, description="Added to the process's environment.")
+    slurm: SlurmOptions = Field(SlurmOptions(), description="Only with `launcher: slurm`.")
+    kubernetes: KubernetesOptions = Field(KubernetesOptions(), description="Only with `launcher: kubernetes`.")
 
 
 class StageConfig(StrictModel, ABC):
@@ -114,6 +115,10 @@ class StageConfig(StrictModel, ABC):
         """Dotted field path → path outside the store."""
         return {path: Path(value) for path, value in marked_values(self, OutsideInput)}
 
+    def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
+        """What is wrong between this stage and the others of its recipe, beyond what `Reference` says; one a line."""
+        return iter(())
+
     def resolve_outside(self) -> dict[str, JsonValue]:
         """What else outside the store decides the content: resolved revisions, versions of programs.
 
@@ -123,14 +128,20 @@ class StageConfig(StrictModel, ABC):
 
 
 def marked_values(model: BaseModel, marker: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted path and value of every non-None field, at any depth, that is annotated with a `marker` instance."""
+    """Dotted path and value of every non-None field, at any depth, that is annotated with a `marker` instance.
+
+    Of a tuple, each item: `evaluations.0`.
+    """
     for name, field in type(model).model_fields.items():
         value = getattr(model, name)
         if value is None:
             continue
         path = f"{prefix}{name}"
         if find_marker(field, marker):
-            yield path, value
+            if isinstance(value, tuple):
+                yield from ((f"{path}.{number}", item) for number, item in enumerate(value))
+            else:
+                yield path, value
         elif isinstance(value, BaseModel):
             yield from marked_values(value, marker, f"{path}.")
 
@@ -150,7 +161,7 @@ def _without(tree: dict[str, Any], paths: set[str], prefix: str = "") -> dict[st
     return {
         key: _without(value, paths, f"{prefix}{key}.") if isinstance(value, dict) else value
         for key, value in tree.items()
-        if f"{prefix}{key}" not in paths
+        if not {f"{prefix}{key}", f"{prefix}{key}.0"} & paths
     }
 
 
@@ -162,6 +173,15 @@ class Lease(StrictModel):
 
     url: str
     pid: int
+
+
+class Trial(StrictModel):
+    """A stage run to be measured: its first steps, as they would be, but nothing is saved and no artifact comes of it.
+
+    No part of a config: a recipe cannot ask for it, so it can enter no version and no store.
+    """
+
+    steps: PositiveInt = Field(description="Steps to do, however many the config has.")
 
 
 class StageInput(StrictModel):
@@ -176,6 +196,7 @@ class StageInput(StrictModel):
     outside: dict[str, JsonValue] = Field(
         default_factory=dict, description="what `resolve_outside` gave when the version was computed"
     )
+    trial: Trial | None = Field(None, description="set when the stage is only to be measured")
     cache: Path = Field(description="kept between runs; entries are keyed by content and written atomically")
 
 
@@ -223,6 +244,7 @@ class StageContext:
     leases: dict[str, Lease]
     cache: Path
     outside: dict[str, JsonValue] = dataclass_field(default_factory=dict)
+    trial: Trial | None = None
 
     @property
     def scratch(self) -> Path:
@@ -248,6 +270,7 @@ class StageContext:
         self._event(StageEvent(time_ms=_now_ms(), event="warning", message=message))
 
     def _event(self, event: StageEvent) -> None:
+        event = event.model_copy(update={"message": redact(event.message)})
         self._append("events.jsonl", event.model_dump(exclude_none=True))
         if event.event != "progress":
             print(f"{event.event}: {event.message}", flush=True)

@@ -6,14 +6,19 @@ the outside world (a user, a file, a server); a bug of ours is any other excepti
 
 from __future__ import annotations
 
+from stages.redaction import redact
+
 INTERNAL_ERROR = 70
 USAGE_ERROR = 2
 
 
 class LifecycleError(Exception):
-    """Base of all expected errors."""
+    """Base of all expected errors. Their messages go to records, logs and terminals, so they hold no secrets."""
 
     exit_code = INTERNAL_ERROR
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(redact(message))
 
 
 class RecipeError(LifecycleError):
@@ -98,6 +103,12 @@ class TrainingError(LifecycleError):
     """Training itself went wrong: the loss or the gradient norm is no finite number any more."""
 
     exit_code = 16
+
+
+class NotPromotedError(LifecycleError):
+    """The refresh is complete, but its candidate missed a gate of its promotion: the champion stays."""
+
+    exit_code = 17
 
 
 class TransientError(LifecycleError):

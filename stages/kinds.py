@@ -5,6 +5,7 @@ from __future__ import annotations
 from stages.contract import StageConfig
 from stages.download.config import DownloadConfig
 from stages.evaluate.config import EvaluateConfig
+from stages.promote.config import PromoteConfig
 from stages.quantize.config import QuantizeConfig
 from stages.serve.config import ServeConfig
 from stages.train.config import TrainConfig
@@ -15,4 +16,5 @@ KINDS: dict[str, type[StageConfig]] = {
     "quantize": QuantizeConfig,
     "serve": ServeConfig,
     "evaluate": EvaluateConfig,
+    "promote": PromoteConfig,
 }

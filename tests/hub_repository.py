@@ -30,8 +30,53 @@ class Repository:
         self.refs[branch] = commit
         return commit
 
+    def commit_at(self, revision: str) -> str:
+        """The commit that a branch or tag points to; a commit is itself."""
+        return self.refs.get(revision, revision)
+
     def files_at(self, revision: str) -> dict[str, bytes] | None:
-        return self.commits.get(self.refs.get(revision, revision))
+        return self.commits.get(self.commit_at(revision))
+
+    def sibling(self, file: str, content: bytes) -> dict[str, object]:
+        """A file as the Hugging Face hub lists it with a repository."""
+        entry = self.tree_entry(file, content)
+        return {
+            "rfilename": file,
+            "blobId": entry["oid"],
+            **{key: entry[key] for key in ("size", "lfs") if key in entry},
+        }
+
+    def tree_entry(self, file: str, content: bytes) -> dict[str, object]:
+        """A file as the Hugging Face hub lists it in a folder."""
+        size = self.listed_sizes.get(file, len(content))
+        entry: dict[str, object] = {"type": "file", "path": file, "size": size, "oid": blob_id(content)}
+        if len(content) >= LARGE_FILE_BYTES:
+            digest = hashlib.sha256(content).hexdigest()
+            entry["lfs"] = {"oid": digest, "sha256": digest, "size": size, "pointerSize": 130}
+        return entry
+
+    def tree(self, revision: str, folder: str = "", recursive: bool = False) -> list[dict[str, object]]:
+        """What lies in a folder at a revision: its files and, when not `recursive`, the folders in it."""
+        files = self.files_at(revision) or {}
+        prefix = f"{folder}/" if folder else ""
+        inside = {name: content for name, content in files.items() if name.startswith(prefix)}
+        here = [self.tree_entry(n, c) for n, c in inside.items() if recursive or "/" not in n.removeprefix(prefix)]
+        below = {n.removeprefix(prefix).partition("/")[0] for n in inside if "/" in n.removeprefix(prefix)}
+        return here + [
+            {"type": "directory", "path": prefix + name, "oid": "0" * 40, "size": 0} for name in sorted(below)
+        ]
+
+    def paths_info(self, revision: str, paths: list[str]) -> list[dict[str, object]]:
+        """What the given paths are at a revision; those that do not exist are left out."""
+        files = self.files_at(revision) or {}
+        found = [self.tree_entry(path, files[path]) for path in paths if path in files]
+        folders = [path for path in paths if any(name.startswith(f"{path}/") for name in files)]
+        return found + [{"type": "directory", "path": path, "oid": "0" * 40, "size": 0} for path in folders]
+
+
+def blob_id(content: bytes) -> str:
+    """What git calls this content."""
+    return hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
 
 
 def model_files(num_values: int = 100_000) -> dict[str, bytes]:

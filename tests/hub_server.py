@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from tests.hub_repository import LARGE_FILE_BYTES, Repository
+from tests.hub_repository import LARGE_FILE_BYTES, Repository, blob_id
 
 
 @dataclass
@@ -136,6 +136,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._modelscope(path, {key: values[0] for key, values in parse_qs(url.query).items()}, fault)
         if match := re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/revision/(.+)|/(refs))?", path):
             return self._hub_api(*match.groups())
+        if match := re.fullmatch(r"/api/(datasets/[^/]+/[^/]+)/tree/([^/]+)(?:/(.+))?", path):
+            return self._tree(match[1], match[2], match[3] or "", recursive="recursive=true" in url.query.lower())
         if match := re.fullmatch(r"/((?:datasets/)?[^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             return self._resolve(*match.groups(), fault)
         if match := re.fullmatch(r"/cdn/((?:datasets/)?[^/]+/[^/]+)/([0-9a-f]+)/(.+)", path):
@@ -144,6 +146,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_HEAD(self) -> None:
         self.do_GET()
+
+    def do_POST(self) -> None:
+        match = re.fullmatch(r"/api/(datasets/[^/]+/[^/]+)/paths-info/([^/]+)", unquote(self.path))
+        self.server_state.requests.append(Request(self.command, "", self.path, dict(self.headers)))
+        repository = self._allowed_repository(match[1]) if match else None
+        if match and repository:
+            asked = self.rfile.read(int(self.headers["Content-Length"])).decode()
+            self._send_json(repository.paths_info(match[2], parse_qs(asked)["paths"]))
 
     # ------------------------------------------------------------------------------------- the Hugging Face hub
 
@@ -156,22 +166,18 @@ class _Handler(BaseHTTPRequestHandler):
                 {"name": ref, "ref": f"refs/heads/{ref}", "targetCommit": c} for ref, c in repository.refs.items()
             ]
             return self._send_json({"branches": branches, "tags": [], "converts": []})
-        commit = repository.refs.get(revision or "main", revision or "")
+        commit = repository.commit_at(revision or "main")
         files = repository.files_at(commit)
         if files is None:
             return self._send(404, b'{"error": "Invalid rev id"}', {"X-Error-Code": "RevisionNotFound"})
-        siblings = [self._sibling(file, content, repository) for file, content in files.items()]
+        siblings = [repository.sibling(file, content) for file, content in files.items()]
         return self._send_json(
             {"id": name, "modelId": name, "sha": commit, "siblings": siblings, "tags": [], "private": False}
         )
 
-    def _sibling(self, file: str, content: bytes, repository: Repository) -> dict[str, object]:
-        size = repository.listed_sizes.get(file, len(content))
-        blob = hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
-        sibling: dict[str, object] = {"rfilename": file, "size": size, "blobId": blob}
-        if len(content) >= LARGE_FILE_BYTES:
-            sibling["lfs"] = {"sha256": hashlib.sha256(content).hexdigest(), "size": size, "pointerSize": 130}
-        return sibling
+    def _tree(self, name: str, revision: str, folder: str, *, recursive: bool) -> None:
+        if repository := self._allowed_repository(name):
+            self._send_json(repository.tree(revision, folder, recursive))
 
     def _resolve(self, name: str, revision: str, file: str, fault: Fault | None) -> None:
         """Small files come from the hub itself, large ones from the CDN, under another host name."""
@@ -181,11 +187,13 @@ class _Handler(BaseHTTPRequestHandler):
         content = (repository.files_at(revision) or {}).get(file)
         if content is None:
             return self._send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
+        commit = repository.commit_at(revision)
+        about = {"X-Repo-Commit": commit, "ETag": f'"{blob_id(content)}"'}
         if len(content) < LARGE_FILE_BYTES:
-            return self._file(name, revision, file, fault)
-        return self._send(
-            302, b"", {"Location": f"http://localhost:{self.server_state.port}/cdn/{name}/{revision}/{file}"}
-        )
+            return self._file(name, revision, file, fault, about)
+        about |= {"X-Linked-Size": str(len(content)), "X-Linked-ETag": f'"{hashlib.sha256(content).hexdigest()}"'}
+        cdn = f"http://localhost:{self.server_state.port}/cdn/{name}/{commit}/{file}"
+        return self._send(302, b"", {**about, "Location": cdn})
 
     def _allowed_repository(self, name: str) -> Repository | None:
         repository = self.server_state.repositories.get(name)
@@ -225,7 +233,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     # ------------------------------------------------------------------------------------------------ both hubs
 
-    def _file(self, name: str, revision: str, file: str, fault: Fault | None) -> None:
+    def _file(
+        self, name: str, revision: str, file: str, fault: Fault | None, about: dict[str, str] | None = None
+    ) -> None:
         files = self.server_state.repositories[name].files_at(revision)
         if files is None or file not in files:
             return self._send(404, b"{}")
@@ -233,9 +243,9 @@ class _Handler(BaseHTTPRequestHandler):
         start = self._range_start() if not (fault and fault.ignore_range) else 0
         if start and start >= len(content):
             return self._send(416, b"", {"Content-Range": f"bytes */{len(content)}"})
-        return self._send_file(file, content, start, fault)
+        return self._send_file(file, content, start, fault, about or {})
 
-    def _send_file(self, file: str, content: bytes, start: int, fault: Fault | None) -> None:
+    def _send_file(self, file: str, content: bytes, start: int, fault: Fault | None, about: dict[str, str]) -> None:
         body = content[start:]
         short = fault is not None and fault.break_after_bytes is not None and fault.how == "short"
         self.send_response(206 if start else 200)
@@ -244,6 +254,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         else:
             self.send_header("Content-Length", str(len(body)))
+        for name, value in about.items():
+            self.send_header(name, value)
         if start:
             self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
         self.end_headers()

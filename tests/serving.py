@@ -23,7 +23,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_model(folder: Path) -> None:
+def make_model(folder: Path, seed: int = 0) -> None:
     """A random Qwen3 whose wide weights put its candidates far apart, with one token a printable character."""
     import torch
     from tokenizers import Tokenizer, decoders
@@ -38,7 +38,7 @@ def make_model(folder: Path) -> None:
     )
     wrapped.chat_template = CHAT_TEMPLATE
     wrapped.save_pretrained(folder)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=128,
         hidden_size=64,

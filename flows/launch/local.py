@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import stages
-from flows.content import LOG_FILE
+from flows.home import hardware_file
+from flows.store.content import LOG_FILE
 from stages.contract import StageConfig
 from stages.supervised import Supervised
 
@@ -18,7 +19,16 @@ TELEMETRY_OFF = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
 }
+PROGRAMS = {"promote": "flows.promotion"}
+"""Kinds whose process is more than the stage: a promotion also asks MLflow's registry, and tells it the verdict."""
 SINGLE_NODE = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+EVERYWHERE = {
+    **TELEMETRY_OFF,
+    "PYTHONUNBUFFERED": "1",
+    # Threads that spin at a barrier take the core from those they wait for: on a busy machine, 6 times slower.
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+"""What every stage process has in its environment, wherever it runs."""
 
 
 def start(work: Path, config: StageConfig) -> Supervised:
@@ -28,27 +38,38 @@ def start(work: Path, config: StageConfig) -> Supervised:
 
 
 def command(work: Path, config: StageConfig) -> list[str]:
-    """What to run: the stage itself, or torchrun with a rendezvous on a free port of the loopback."""
-    stage = ["-m", "stages", str(work)]
-    if config.processes == 1:
+    """What to run: the stage itself, or torchrun."""
+    return on_one_node(["-m", PROGRAMS.get(config.kind, "stages"), str(work)], config.processes)
+
+
+def on_one_node(stage: list[str], processes: int) -> list[str]:
+    """The command that starts `processes` times `python STAGE`, with a rendezvous on a free port of the loopback."""
+    if processes == 1:
         return [sys.executable, *stage]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-    return [*torchrun, f"--nproc-per-node={config.processes}", "--max-restarts=0", *stage]
+    torchrun += ["--log-dir=/dev/null"]  # without it, every failure leaves a folder in /tmp
+    return [*torchrun, f"--nproc-per-node={processes}", "--max-restarts=0", *stage]
 
 
 def environment(config: StageConfig) -> dict[str, str]:
     """Ours, with what a stage needs; `execution.environment` has the last word."""
-    code = str(Path(stages.__file__).parent.parent)
-    python_path = ":".join(filter(None, [code, os.environ.get("PYTHONPATH")]))
-    threads = config.execution.threads or max(1, len(os.sched_getaffinity(0)) // config.processes)
+    python_path = ":".join(filter(None, [str(code_folder()), os.environ.get("PYTHONPATH")]))
     return {
         **os.environ,
-        **TELEMETRY_OFF,
+        **EVERYWHERE,
         **SINGLE_NODE,
         "PYTHONPATH": python_path,
-        "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": str(threads),
-        # Threads that spin at a barrier take the core from those they wait for: on a busy machine, 6 times slower.
-        "OMP_WAIT_POLICY": "PASSIVE",
+        "LIFECYCLE_HARDWARE": str(hardware_file()),
+        "OMP_NUM_THREADS": str(config.execution.threads or threads_of_each(config.processes)),
         **config.execution.environment,
     }
+
+
+def threads_of_each(processes: int) -> int:
+    """The cores that this process may use, shared evenly."""
+    return max(1, len(os.sched_getaffinity(0)) // processes)
+
+
+def code_folder() -> Path:
+    """The folder that holds the packages `stages` and `flows`."""
+    return Path(stages.__file__).parent.parent

@@ -1,7 +1,7 @@
 """Which files of a repository or folder are taken: pure, names in → names out.
 
 A model: its JSON, tokenizer, licence and safetensors; never pickles, and Python only when the recipe trusts it.
-A dataset: JSONL, JSON, CSV and Parquet; never loading scripts.
+A dataset: JSONL, JSON and CSV, maybe compressed (`.gz`, `.zst`), and Parquet; never loading scripts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from stages.download.config import DownloadConfig
 from stages.errors import DataError, DownloadError, ModelError
 from stages.model_folder import PICKLE_SUFFIXES
 
-DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+_TEXT_DATA = (".jsonl", ".json", ".csv")
+_DATA_SUFFIXES = (".parquet", *(f"{suffix}{packed}" for suffix in _TEXT_DATA for packed in ("", ".gz", ".zst")))
 _MODEL_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".md")
 _DOCUMENTS = ("README.md", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE")
 _DATASET_DESCRIPTIONS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
@@ -73,12 +74,12 @@ def select_dataset_files(names: list[str], *, patterns: tuple[str, ...] | None, 
 
     Raises DataError when there is no data file, DownloadError when a pattern matches nothing.
     """
-    data = [name for name in names if name.endswith(DATA_SUFFIXES) and _file_name(name) not in _DATASET_DESCRIPTIONS]
+    data = [name for name in names if name.endswith(_DATA_SUFFIXES) and _file_name(name) not in _DATASET_DESCRIPTIONS]
     if not data:
         found = ", ".join(sorted(names)[:5]) or "no files"
         raise DataError(
-            f"{source} has no data files, only {found}; expected {', '.join(DATA_SUFFIXES)}. "
-            "Loading scripts are never run and archives are not unpacked: convert or unpack the data first"
+            f"{source} has no data files, only {found}; expected {', '.join(_TEXT_DATA)} (also with .gz or .zst) or "
+            ".parquet. Loading scripts are never run and archives are not unpacked: convert or unpack the data first"
         )
     if patterns is not None:
         data = _matching(data, patterns, source)

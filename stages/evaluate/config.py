@@ -43,4 +43,7 @@ class EvaluateConfig(StageConfig):
         return self.serving.tensor_parallel_size if self.serving else 1
 
     def resolve_outside(self) -> dict[str, JsonValue]:
-        return {"lm_eval_version": version("lm_eval"), "vllm_version": find_vllm().version}
+        from stages.evaluate.revisions import resolve_hub_datasets
+
+        programs = {"lm_eval_version": version("lm_eval"), "vllm_version": find_vllm().version}
+        return {**programs, **resolve_hub_datasets(self)}

@@ -21,6 +21,7 @@ from stages.contract import StageContext, StageResult
 from stages.errors import EvaluationError, LifecycleError, TransientError
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.endpoint import Endpoint, endpoint_for
+from stages.evaluate.revisions import check_loaded
 from stages.evaluate.scores import score_metrics
 from stages.evaluate.tasks import TaskSelection, select_tasks
 
@@ -34,7 +35,7 @@ def run(context: StageContext) -> StageResult:
     """
     signal.signal(signal.SIGTERM, _end)
     config: EvaluateConfig = context.config
-    selection = select_tasks(config.tasks, config.task_folder, context.cache)
+    selection = select_tasks(config.tasks, config.task_folder)
     _prepare_environment(selection, context.cache)
     with endpoint_for(context) as endpoint:
         if config.apply_chat_template:
@@ -79,6 +80,7 @@ def _evaluate(context: StageContext, selection: TaskSelection, endpoint: Endpoin
         from stages.evaluate import harness  # while the server starts: this takes about as long
 
         tasks = harness.load_tasks(selection, config)
+        check_loaded(tasks["tasks"].values(), context.outside)
         endpoint.wait_until_ready()
         model = harness.ServedModel(
             endpoint.client,

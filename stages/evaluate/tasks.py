@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
-from stages.contract import write_atomically
 from stages.errors import EvaluationError
+from stages.evaluate import installed_tasks
+from stages.evaluate.task_file import HubDataset
 from stages.evaluate.task_folder import TaskFolder, read_task_folder
 
 
@@ -28,31 +27,27 @@ class TaskSelection:
         return not self.needs_builtin and self.folder is not None and not self.folder.uses_hub
 
 
-def select_tasks(names: tuple[str, ...], folder: Path | None, cache: Path) -> TaskSelection:
+def select_tasks(names: tuple[str, ...], folder: Path | None) -> TaskSelection:
     """Raises EvaluationError for a name that nobody knows, with the closest ones, and for a bad task folder."""
     local = read_task_folder(folder) if folder else None
     known_locally = local.names if local else frozenset()
     elsewhere = [name for name in names if name not in known_locally]
     if elsewhere:
-        _check_known(elsewhere, [*known_locally, *builtin_task_names(cache)], folder)
+        _check_known(elsewhere, known_locally, folder)
     return TaskSelection(names, local, needs_builtin=bool(elsewhere) or bool(local and local.uses_hub))
 
 
-def builtin_task_names(cache: Path) -> list[str]:
-    """Names of all tasks, groups and tags of the installed lm-eval, kept in `cache` since the index takes 10 s."""
-    kept = cache / f"lm-eval-{version('lm_eval')}-tasks.json"
-    if not kept.exists():
-        from lm_eval.tasks import TaskManager
-
-        cache.mkdir(parents=True, exist_ok=True)
-        write_atomically(kept, json.dumps(TaskManager().all_tasks))
-    names: list[str] = json.loads(kept.read_text())
-    return names
+def hub_datasets(selection: TaskSelection) -> frozenset[HubDataset]:
+    """The repositories of the hub that the selected tasks, and those of the task folder, take their samples from."""
+    local = selection.folder or TaskFolder(Path())
+    elsewhere = {*selection.names, *local.members_elsewhere} - local.names
+    return local.hub_datasets | (installed_tasks.hub_datasets(elsewhere) if elsewhere else frozenset())
 
 
-def _check_known(names: Iterable[str], known: Collection[str], folder: Path | None) -> None:
+def _check_known(names: Iterable[str], known_locally: Collection[str], folder: Path | None) -> None:
     for name in names:
-        if name not in known:
+        if not installed_tasks.is_installed(name):
+            known = [*known_locally, *installed_tasks.mentioned_names()]
             close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
             where = f"neither {folder} nor lm-eval has" if folder else "lm-eval does not have"
             meant = f"did you mean {' or '.join(close)}?" if close else "see `lm-eval ls tasks` for those that it has"

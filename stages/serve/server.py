@@ -95,9 +95,9 @@ def started_server(spec: LaunchSpec, execution: ServeExecution, log_file: Path, 
     """
     check_model_folder(spec.model)
     program = find_vllm()
-    with _reserve_port(execution.host, execution.port) as reservation, _emptied(runtime):
+    with reserve_port(execution.host, execution.port) as reservation, _emptied(runtime):
         port = reservation.getsockname()[1]
-        client = Client(f"http://{_reachable(execution.host)}:{port}", api_key(), spec.served_name)
+        client = Client(f"http://{reachable(execution.host)}:{port}", api_key(), spec.served_name)
         command = server_command(program, spec, execution.host, port)
         process = _start(command, server_environment(program, spec.serving, client.api_key), log_file, runtime)
         try:
@@ -132,7 +132,7 @@ def _start(command: list[str], environment: dict[str, str], log_file: Path, runt
         )
 
 
-def _reserve_port(host: str, port: int | None) -> socket.socket:
+def reserve_port(host: str, port: int | None) -> socket.socket:
     """A socket bound to `port` if nothing listens there, to a free one for None. Raises ResourceError.
 
     Bound, the port is given to nobody else while vLLM spends seconds on its imports. SO_REUSEADDR lets vLLM bind it
@@ -155,7 +155,7 @@ def _reserve_port(host: str, port: int | None) -> socket.socket:
     return reservation
 
 
-def _reachable(host: str) -> str:
+def reachable(host: str) -> str:
     """Where this machine reaches a server that listens on `host`."""
     own = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 (compared, not bound)
     return f"[{own}]" if ":" in own else own

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, JsonValue, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    JsonValue,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from stages.contract import DatasetReference, Execution, ModelReference, OutsidePath, Product, StageConfig, StrictModel
-from stages.train.layout import Layout
+from stages.train.layout import AutoLayout, Layout
+from stages.train.legality import Setting, layout_problems
 
 DataFormat = Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt", "text", "preference"]
+LAYOUT_PROBLEM = "layout"
+"""Type of the validation errors that tell of a layout."""
 
 
 class DataConfig(StrictModel):
@@ -48,6 +62,17 @@ class TrainExecution(Execution):
     measure_matmul_rate: bool = Field(True, description="On a CPU, measure the peak that MFU is relative to.")
 
 
+def _auto_or_layout(value: Any, validate: ValidatorFunctionWrapHandler) -> Layout:
+    if value == "auto" or isinstance(value, AutoLayout):
+        return AutoLayout()
+    if isinstance(value, str):
+        raise ValueError(f"found {value}, expected auto, or degrees such as {{dp_shard: 2}}")
+    return validate(value)
+
+
+LayoutOrAuto = Annotated[Layout, WrapValidator(_auto_or_layout, json_schema_input_type=Layout | Literal["auto"])]
+
+
 class TrainConfig(StageConfig):
     """Supervised fine-tuning or preference optimization of a model (→ `model/`)."""
 
@@ -57,8 +82,8 @@ class TrainConfig(StageConfig):
     method: Literal["sft", "dpo"]
     model: ModelReference
     data: DataConfig
-    engine: Literal["fsdp"] = "fsdp"
-    layout: Layout = Layout()
+    engine: Literal["fsdp", "megatron"] = "fsdp"
+    layout: LayoutOrAuto = Field(Layout(), description="auto: what the planner finds best for the machine at hand.")
     dpo: DpoConfig | None = Field(None, description="Only with `method: dpo`.")
 
     steps: PositiveInt | None = Field(None, description="Optimizer steps; else `epochs` counts.")
@@ -94,9 +119,14 @@ class TrainConfig(StageConfig):
         """Forward passes of one process in one optimizer step (gradient accumulation)."""
         return self.global_batch_size // (self.layout.micro_batch_size * self.layout.data_parallel_size)
 
+    @property
+    def setting(self) -> Setting:
+        """What the layout must fit besides the model."""
+        return Setting(self.execution.nodes, self.processes, self.data.sequence_length, self.global_batch_size)
+
     def resume_identity(self) -> dict[str, JsonValue]:
-        """Without the layout: checkpoints are resharded on load."""
-        return {key: value for key, value in self.identity().items() if key != "layout"}
+        """Without engine and layout: a checkpoint of either engine can be loaded by both, under any layout."""
+        return {key: value for key, value in self.identity().items() if key not in ("engine", "layout")}
 
     @model_validator(mode="before")
     @classmethod
@@ -113,17 +143,10 @@ class TrainConfig(StageConfig):
 
     @model_validator(mode="after")
     def _layout_fits(self) -> Self:
-        degrees = f"dp_replicate {self.layout.dp_replicate} × dp_shard {self.layout.dp_shard}"
-        started = self.processes * self.execution.nodes
-        if self.layout.world_size != started:
-            raise ValueError(
-                f"layout: {degrees} = {self.layout.world_size} processes, but execution starts {started} "
-                f"({self.execution.nodes} nodes × {self.processes}); change either"
-            )
-        rows = self.layout.micro_batch_size * self.layout.data_parallel_size
-        if self.global_batch_size % rows:
-            raise ValueError(
-                f"global_batch_size {self.global_batch_size} is not divisible by micro_batch_size "
-                f"{self.layout.micro_batch_size} × {degrees} = {rows}"
-            )
+        if isinstance(self.layout, AutoLayout):
+            return self
+        problems = layout_problems(self.engine, self.layout, self.setting)
+        errors = [problem.message for problem in problems if problem.severity == "error"]
+        if errors:
+            raise PydanticCustomError(LAYOUT_PROBLEM, "{problems}", {"problems": "; ".join(errors)})
         return self

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -32,6 +32,8 @@ class StepOutcome(LossMeans):
     """What one optimizer step did. `grad_norm` is global and taken before clipping."""
 
     grad_norm: float
+    figures: dict[str, float] = field(default_factory=dict)
+    """What only the engine could measure of it, by metric name."""
 
 
 class Engine(Protocol):

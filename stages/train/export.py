@@ -36,18 +36,27 @@ def export_model(
 
     Raises ModelError when the weights written are not those, by name and shape, that `source` has.
     """
+    tied = set(getattr(causal_lm, "all_tied_weights_keys", None) or {})
+    kept = ((name, weight) for name, weight in named_weights if name not in tied)
+    originals = _originals(causal_lm, kept) if is_main_process() else kept
+    write_model(originals, source=source, folder=folder, dtype=dtype, tied=tied)
+
+
+def write_model(
+    named_weights: Iterable[tuple[str, Tensor]], *, source: Path, folder: Path, dtype: torch.dtype, tied: set[str]
+) -> None:
+    """Write `folder` from weights that have the names of the original files; those that are `tied` may be lacking.
+
+    Collective and raises as `export_model`.
+    """
     if not is_main_process():
         for _ in named_weights:
             pass
         return
     folder.mkdir(parents=True, exist_ok=True)
-    tied = set(getattr(causal_lm, "all_tied_weights_keys", None) or {})
-    kept = ((name, weight) for name, weight in named_weights if name not in tied)
     writer = _ShardWriter(folder)
-    for group in _groups(kept):
-        converted = revert_weight_conversion(causal_lm, group)
-        for name, weight in converted.items():
-            writer.add(name, weight.to("cpu", dtype).contiguous())
+    for name, weight in named_weights:
+        writer.add(name, weight.to("cpu", dtype).contiguous())
     writer.finish()
     _copy_companions(source, folder)
     _write_config(source, folder, dtype)
@@ -104,6 +113,12 @@ class _ShardWriter:
 
     def _part(self, index: int) -> Path:
         return self._folder / f"part-{index}.partial"
+
+
+def _originals(causal_lm: Any, named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Under the names and in the shapes that the files had."""
+    for group in _groups(named_weights):
+        yield from revert_weight_conversion(causal_lm, group).items()
 
 
 def _groups(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:

@@ -89,7 +89,8 @@ def _routed_share(config: Any) -> float:
 
 def _attention_work(config: Any) -> tuple[AttentionWork, ...]:
     num_layers = config.num_hidden_layers
-    layer_types = getattr(config, "layer_types", None) or ["full_attention"] * num_layers
+    every_layer = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    layer_types = getattr(config, "layer_types", None) or [every_layer] * num_layers
     head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     query_width = getattr(config, "qk_head_dim", None) or head_width
     value_width = getattr(config, "v_head_dim", None) or head_width

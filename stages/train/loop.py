@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.profiler import profile
 
-from stages.contract import is_main_process
+from stages.contract import Trial, is_main_process
 from stages.errors import TrainingError
 from stages.train.batches import BatchSource, prefetched
 from stages.train.checkpoints import Checkpoints
@@ -47,6 +47,12 @@ class TrainingRun:
     checkpoints: Checkpoints
     journal: Journal
     peak: Peak | None
+    trial: Trial | None = None
+
+    @property
+    def last_step(self) -> int:
+        """Where to stop: after `num_steps`, or earlier when the run is only measured."""
+        return self.trial.steps if self.trial else self.num_steps
 
     @property
     def checkpoint_every_steps(self) -> int:
@@ -62,7 +68,7 @@ def train(run: TrainingRun) -> LossMeans | None:
     done_steps = run.checkpoints.load_latest()
     if done_steps:
         run.journal.milestone(f"continuing from the checkpoint of step {done_steps}")
-    steps = range(done_steps + 1, run.num_steps + 1)
+    steps = range(done_steps + 1, run.last_step + 1)
     with closing(prefetched(lambda step: _load_share(run, step), steps)) as shares:
         for step in steps:
             is_profiled = run.engine.num_devices > 1 and is_main_process() and step == done_steps + PROFILED_STEP
@@ -95,6 +101,7 @@ def _train_one_step(run: TrainingRun, step: int, next_share: Callable[[], Share]
     run.journal.progress(step, outcome.loss)
     if evaluation or run.journal.is_due(step):
         figures = {"loss": outcome.loss, "learning_rate": rate, "grad_norm": outcome.grad_norm, **outcome.metrics}
+        figures |= outcome.figures
         rates = throughput(run.engine, share, wait_s + update_s, wait_s, run.peak)
         run.journal.log(step, {**figures, **rates, **communication, **evaluation})
 
@@ -129,7 +136,7 @@ def _stop_if_diverged(run: TrainingRun, step: int, outcome: StepOutcome) -> None
 
 def _save_if_due(run: TrainingRun, step: int) -> None:
     run.checkpoints.poll()
-    if step % run.checkpoint_every_steps == 0 or step == run.num_steps:
+    if run.trial is None and (step % run.checkpoint_every_steps == 0 or step == run.num_steps):
         run.checkpoints.save(step)
 
 

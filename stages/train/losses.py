@@ -8,7 +8,7 @@ processes and of micro-batches does not change what is learned.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ class Loss(Protocol):
 
     needs_reference: bool
     """Whether batches must carry `reference_log_probabilities`."""
+    metric_names: ClassVar[tuple[str, ...]]
+    """Of the sums beside the loss, in their order: a process without the loss must know how many there are."""
 
     def count(self, batch: Batch) -> int:
         """How many things the loss of this micro-batch sums over."""
@@ -38,6 +40,7 @@ class SftLoss:
     """Cross-entropy in nats, over target tokens."""
 
     needs_reference = False
+    metric_names: ClassVar[tuple[str, ...]] = ()
 
     def count(self, batch: Batch) -> int:
         """Target tokens."""
@@ -62,6 +65,12 @@ class DpoLoss:
 
     config: DpoConfig
     needs_reference = True
+    metric_names: ClassVar[tuple[str, ...]] = (
+        "reward_chosen",
+        "reward_rejected",
+        "reward_margin",
+        "preference_accuracy",
+    )
 
     def count(self, batch: Batch) -> int:
         """Pairs."""

@@ -13,9 +13,11 @@ from stages.train.data.batch import IGNORED, Batch
 from stages.train.engine import Engine
 from stages.train.flops import ModelFlops, model_flops_utilization
 from stages.train.hardware import Peak
+from stages.train.processes import gathered
 
 GIB = 2**30
 COLLECTIVES = ("gloo:", "nccl:")
+MOST_PROCESSES_LISTED = 16
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,19 @@ def throughput(engine: Engine, share: Share, step_time_s: float, wait_s: float, 
         **rates,
         **{f"{name}_per_device": rate / engine.num_devices for name, rate in rates.items()},
         "data_wait_fraction": waited_s / num_shares / step_time_s,
-        "peak_memory_gib": peak_memory_gib(engine.device),
+        **peak_memory(engine.device),
     }
     if peak:
         figures["mfu"] = model_flops_utilization(flops, step_time_s, peak.flops_per_s, engine.num_devices)
+    return figures
+
+
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """Peak memory of the process that has held most; and of every one, where a few have different parts. Collective."""
+    every_gib = gathered(peak_memory_gib(device))
+    figures = {"peak_memory_gib": max(every_gib)}
+    if 1 < len(every_gib) <= MOST_PROCESSES_LISTED:
+        figures |= {f"peak_memory_gib_rank_{rank}": used_gib for rank, used_gib in enumerate(every_gib)}
     return figures
 
 

@@ -28,6 +28,14 @@ def joined_processes() -> Iterator[torch.device]:
         dist.destroy_process_group()
 
 
+def gathered(value: float) -> list[float]:
+    """`value` of every process, by rank. Collective."""
+    values = torch.zeros(dist.get_world_size(), dtype=torch.float64)
+    values[dist.get_rank()] = value
+    dist.all_reduce(values)
+    return values.tolist()
+
+
 def _device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")

@@ -18,13 +18,17 @@ from stages.train.config import TrainConfig
 from stages.train.data.dataset import PackedDataset
 from stages.train.data.prepare import PreparedData, prepare
 from stages.train.engine import Engine, LossMeans
+from stages.train.forecast import Forecast, forecast
 from stages.train.hardware import Peak, device_peak
 from stages.train.journal import Journal, read_metrics
+from stages.train.layout import describe_layout
 from stages.train.loop import TrainingRun, evaluation_figures, train
 from stages.train.losses import build_loss
+from stages.train.metrics import peak_memory_gib
 from stages.train.order import DataOrder
 from stages.train.plot import plot_loss
-from stages.train.processes import joined_processes
+from stages.train.preflight import check_layout
+from stages.train.processes import gathered, joined_processes
 from stages.train.reference import model_digest, reference_rows
 
 LOSS_PLOT = "plots/loss.png"
@@ -40,24 +44,29 @@ def run(context: StageContext) -> StageResult:
     model_folder = context.inputs[config.model] / "model"
     _check_world_size(config)
     check_model_folder(model_folder)
+    check_layout(context, model_folder)
     data = _prepare_data(context, model_folder)
     with joined_processes() as device:
+        expected = forecast(context, model_folder, device)
         engine = _build_engine(model_folder, config, device)
         training_run = _assemble(context, engine, data, model_folder)
         evaluation = train(training_run)
-        engine.export(context.work / "model", getattr(torch, config.export_dtype))
-    if is_main_process():
+        peak_memory = _peak_memory(training_run)
+        if context.trial is None:
+            engine.export(context.work / "model", getattr(torch, config.export_dtype))
+    if is_main_process() and context.trial is None:
         _use_own_template(config, context.work / "model")
         plot_loss(read_metrics(context.work), context.work / LOSS_PLOT)
-    return _result(training_run, data, evaluation)
+    return _result(training_run, data, evaluation, peak_memory, expected)
 
 
 def _check_world_size(config: TrainConfig) -> None:
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != config.layout.world_size:
+        layout = describe_layout(config.engine, config.layout)
         raise LayoutError(
-            f"the layout needs {config.layout.world_size} processes ({describe_layout(config)}), {started} were "
-            "started; start as many, or change the layout"
+            f"the layout needs {config.layout.world_size} processes ({layout}), {started} were started; start as many, "
+            "or change the layout"
         )
 
 
@@ -75,16 +84,24 @@ def _prepare_data(context: StageContext, model_folder: Path) -> PreparedData:
 
 
 def _build_engine(model_folder: Path, config: TrainConfig, device: torch.device) -> Engine:
-    from stages.train.fsdp.engine import FsdpEngine  # an engine's imports are heavy: only the one that is used
+    """An engine's imports are heavy: only those of the one that is used."""
+    if config.engine == "fsdp":
+        from stages.train.fsdp.engine import FsdpEngine
 
-    return FsdpEngine(model_folder, config, device)
+        return FsdpEngine(model_folder, config, device)
+    from stages.train.megatron.compat import prepare_megatron
+
+    prepare_megatron()
+    from stages.train.megatron.engine import MegatronEngine
+
+    return MegatronEngine(model_folder, config, device)
 
 
 def _assemble(context: StageContext, engine: Engine, data: PreparedData, model_folder: Path) -> TrainingRun:
     config: TrainConfig = context.config
-    layout = config.layout
+    layout, trial = config.layout, context.trial
     checkpoints_folder = context.scratch / "checkpoints"
-    if is_main_process():
+    if is_main_process() and trial is None:
         num_files = config.execution.checkpoints_kept + 1
         check_free_disk(context.scratch, num_files * engine.checkpoint_bytes, f"{num_files} checkpoints")
     order = DataOrder(
@@ -96,7 +113,9 @@ def _assemble(context: StageContext, engine: Engine, data: PreparedData, model_f
         config.seed,
     )
     num_steps = config.steps or math.ceil(config.epochs * len(data.training) / config.global_batch_size)
-    training_rows = sorted({row for step in range(1, num_steps + 1) for row in order.global_batch(step)})
+    last_step = trial.steps if trial else num_steps
+    num_steps = max(num_steps, last_step)
+    training_rows = sorted({row for step in range(1, last_step + 1) for row in order.global_batch(step)})
     digest = model_digest(model_folder) if config.dpo else None
 
     def source(dataset: PackedDataset, rows: list[int]) -> BatchSource:
@@ -105,17 +124,19 @@ def _assemble(context: StageContext, engine: Engine, data: PreparedData, model_f
         reference = reference_rows(engine, dataset, rows, layout.micro_batch_size, digest, context)
         return BatchSource(dataset, layout.micro_batch_size, reference)
 
+    held_out = None if trial else data.evaluation
     return TrainingRun(
         config=config,
         engine=engine,
         loss=build_loss(config),
         order=order,
         training=source(data.training, training_rows),
-        evaluation=source(data.evaluation, list(range(len(data.evaluation)))) if data.evaluation else None,
+        evaluation=source(held_out, list(range(len(held_out)))) if held_out else None,
         num_steps=num_steps,
         checkpoints=Checkpoints(checkpoints_folder, engine, config.execution.checkpoints_kept),
-        journal=Journal(context, num_steps, config.execution.log_every_steps),
+        journal=Journal(context, last_step, 1 if trial else config.execution.log_every_steps),
         peak=_peak(engine, config),
+        trial=trial,
     )
 
 
@@ -125,13 +146,26 @@ def _peak(engine: Engine, config: TrainConfig) -> Peak | None:
     return device_peak(engine.device, engine.compute_dtype)
 
 
+def _peak_memory(training_run: TrainingRun) -> dict[str, float]:
+    """The largest of all processes, since that one runs out of memory; each one's where layouts are compared."""
+    by_rank = gathered(peak_memory_gib(training_run.engine.device))
+    each = {f"peak_memory_gib_rank_{rank}": value for rank, value in enumerate(by_rank)}
+    return {"peak_memory_gib": max(by_rank), **(each if training_run.trial else {})}
+
+
 def _use_own_template(config: TrainConfig, folder: Path) -> None:
     """What was trained with is what the model is to be used with."""
     if config.data.chat_template:
         shutil.copyfile(config.data.chat_template, folder / "chat_template.jinja")
 
 
-def _result(training_run: TrainingRun, data: PreparedData, evaluation: LossMeans | None) -> StageResult:
+def _result(
+    training_run: TrainingRun,
+    data: PreparedData,
+    evaluation: LossMeans | None,
+    peak_memory: dict[str, float],
+    expected: Forecast,
+) -> StageResult:
     config, engine, peak = training_run.config, training_run.engine, training_run.peak
     counts = {
         "num_rows": float(len(data.training)),
@@ -141,15 +175,17 @@ def _result(training_run: TrainingRun, data: PreparedData, evaluation: LossMeans
         "padding_fraction": data.training.padding_fraction,
     }
     held_out = evaluation_figures(evaluation) if evaluation else {}
-    tags = {"engine": config.engine, "layout": describe_layout(config), "device": engine.device.type}
+    tags = {
+        "engine": config.engine,
+        "layout": describe_layout(config.engine, config.layout),
+        "device": engine.device.type,
+        **expected.tags,
+    }
     if peak:
-        tags |= {"hardware": peak.device_name, "peak": f"{peak.flops_per_s / 1e12:.3g} TFLOP/s a device, {peak.source}"}
-    metrics = {**training_run.journal.summary(), **held_out, **counts}
+        tags |= {
+            "device_name": peak.device_name,
+            "peak": f"{peak.flops_per_s / 1e12:.3g} TFLOP/s a device, {peak.source}",
+        }
+    metrics = {**training_run.journal.summary(), **peak_memory, **expected.figures, **held_out, **counts}
     headline = {name: metrics[name] for name in HEADLINE if name in metrics}
-    return StageResult(metrics={**headline, **metrics}, tags=tags, files=[LOSS_PLOT])
-
-
-def describe_layout(config: TrainConfig) -> str:
-    """The engine and what differs from the default layout: `fsdp dp_shard=2 micro_batch_size=4`."""
-    chosen = config.layout.model_dump(exclude_defaults=True)
-    return " ".join([config.engine, *(f"{name}={value}" for name, value in chosen.items())])
+    return StageResult(metrics={**headline, **metrics}, tags=tags, files=[] if training_run.trial else [LOSS_PLOT])

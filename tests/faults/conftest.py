@@ -1,6 +1,79 @@
-"""Fault tests import their helpers by name."""
+"""Every fault test leaves nothing behind, and may say how fast its fault was found and mended: `make faults`."""
 
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+from leftovers import Leftovers, new
+
+PATIENCE_S = 30.0
+HEADINGS = ("fault", "stage", "detected in s", "recovered in s", "lost")
+
+
+@dataclass
+class Fault:
+    """A line of the table. `lost`: what had to be done again."""
+
+    name: str
+    stage: str
+    lost: str = "nothing"
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Measure how long it takes until the fault is `detected`, or `recovered` from."""
+        began_s = time.monotonic()
+        yield
+        self.seconds[what] = time.monotonic() - began_s
+
+    def cells(self) -> tuple[str, ...]:
+        """As text, in the order of HEADINGS."""
+        times = [f"{self.seconds[what]:.1f}" if what in self.seconds else "" for what in ("detected", "recovered")]
+        return (self.name, self.stage, *times, self.lost)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def leftovers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Leftovers]:
+    found = Leftovers(tmp_path_factory.getbasetemp())
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in found.environment().items():
+            patch.setenv(name, value)
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(leftovers: Leftovers) -> Iterator[None]:
+    """No process, shared memory, held lock or temporary file of a test is there after it."""
+    before = leftovers.look()
+    yield
+    end_s = time.monotonic() + PATIENCE_S
+    while (left := new(before, leftovers.look())) and time.monotonic() < end_s:
+        time.sleep(0.05)
+    assert not left, "left behind: " + "; ".join(left)
+
+
+@pytest.fixture
+def fault(request: pytest.FixtureRequest) -> Fault:
+    """To be named by the test; a line of the table if the test passes."""
+    one = Fault(request.node.name, "")
+    request.node.user_properties.append(("fault", one))
+    return one
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    passed = [dict(report.user_properties) for report in terminalreporter.stats.get("passed", [])]
+    faults = [properties["fault"] for properties in passed if "fault" in properties]
+    rows = [HEADINGS, *(fault.cells() for fault in faults)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
+    if faults:
+        terminalreporter.section(f"{len(faults)} faults")
+    for row in rows if faults else ():
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        terminalreporter.write_line(line.rstrip())

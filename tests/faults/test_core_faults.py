@@ -15,7 +15,7 @@ import pytest
 import tiny
 
 from flows.runner import run_stage
-from flows.store import Store
+from flows.store.store import Store
 from stages.errors import (
     RefreshStoppedError,
     StageCrashError,

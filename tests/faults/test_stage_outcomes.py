@@ -11,7 +11,7 @@ import tiny
 
 from flows.launch import local
 from flows.runner import run_stage
-from flows.store import Store
+from flows.store.store import Store
 from stages.errors import DataError, StageCrashError, StageTimeoutError, StoreError, TransientError
 from stages.supervisor import TOKEN_VARIABLE, marked_processes
 
@@ -111,7 +111,7 @@ def test_a_store_that_may_not_be_written_serves_what_it_has_and_says_what_it_can
     tiny.build(store, "ok")
     code = (
         "import os, sys; sys.path.insert(0, sys.argv[1]); import tiny; from pathlib import Path\n"
-        "from flows.store import Store\n"
+        "from flows.store.store import Store\n"
         "os.setuid(65534); store = Store(Path(sys.argv[2]))\n"
         "print(tiny.build(store, 'ok').state)\n"
         "try: tiny.build(store, 'ok', force=True)\n"

@@ -14,15 +14,15 @@ from typing import Any
 
 from flows.launch import local
 from flows.plan import PlannedStage, plan
-from flows.recipe import load_stages
+from flows.recipe.recipe import load_stages
 from flows.runner import Attempt, Built, Outcome, run_stage
-from flows.store import Store
+from flows.store.store import Store
 from stages.contract import StageConfig
 from stages.errors import RefreshStoppedError
 from stages.supervised import Supervised
 from stages.supervisor import living_processes
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 SCRIPT = Path(__file__).with_name("tiny_stage.py")
 
 

@@ -1,17 +1,19 @@
 """A refresh through Prefect and MLflow whose stage processes are `tiny_stage.py`.
 
-python tiny_refresh.py RECIPE   prints the JSON object of `lifecycle run --json`, exits like it
+python tiny_refresh.py RECIPE            prints the JSON object of `lifecycle run --json`, exits like it
+python tiny_refresh.py --retry REFRESH   of `lifecycle retry --json`
 """
 
-import json
 import sys
 
 import tiny
 
-from flows import run_command
+from flows.cli import run_command
 from flows.refresh_run import RefreshRequest
 
 if __name__ == "__main__":
-    record = run_command.run_refresh(RefreshRequest(sys.argv[1]), quiet=True, launch=tiny.launch)
-    print(json.dumps(run_command.as_json(record)))
-    sys.exit(run_command.exit_code(record))
+    if sys.argv[1] == "--retry":
+        record = run_command.retry_refresh(sys.argv[2], quiet=True, launch=tiny.launch)
+    else:
+        record = run_command.run_refresh(RefreshRequest(sys.argv[1]), quiet=True, launch=tiny.launch)
+    sys.exit(run_command.answer(record, as_json=True))

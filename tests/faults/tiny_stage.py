@@ -35,7 +35,7 @@ def steps():
     first = int(checkpoint.read_text()) if checkpoint.exists() else 0
     (WORK / "half").write_text("written by an attempt that may not finish")
     for step in range(first, 10):
-        time.sleep(0.1)
+        time.sleep(float(os.environ.get("TINY_STEP_SECONDS", "0.1")))
         with (WORK / "metrics.jsonl").open("a") as stream:
             stream.write(json.dumps({"step": step, "time_ms": 0, "loss": 1.0}) + "\n")
         unfinished = scratch / "unfinished"
@@ -43,6 +43,28 @@ def steps():
         unfinished.replace(checkpoint)  # the stage may be killed at any line
     (WORK / "half").unlink()
     result(metrics={"first_step": float(first)})
+
+
+def stumble():
+    """Like `steps`, but fails at the fifth, once."""
+    stumbled = WORK / "scratch" / "stumbled"
+    checkpoint = WORK / "scratch" / "step"
+    if not stumbled.exists():
+        stumbled.parent.mkdir(exist_ok=True)
+        stumbled.touch()
+        checkpoint.write_text("5")
+        known_error()
+    steps()
+
+
+def wait():
+    """Until told to go on."""
+    scratch = WORK / "scratch"
+    scratch.mkdir(exist_ok=True)
+    (scratch / "ready").touch()
+    while not (scratch / "release").exists():
+        time.sleep(0.05)
+    result()
 
 
 def family():

@@ -13,7 +13,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 LIFECYCLE = Path(sys.executable).with_name("lifecycle")
 TINY_REFRESH = ROOT / "tests" / "faults" / "tiny_refresh.py"
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 
 
 class Home:
@@ -111,6 +111,7 @@ def after(upstream: str, mode: str = "ok", **environment: str) -> dict[str, Any]
         "kind": "evaluate",
         "model": upstream,
         "tasks": ["addition"],
+        "task_folder": str(ROOT / "configs" / "tasks"),
         "execution": {"environment": {"TINY": mode, **environment}},
     }
 

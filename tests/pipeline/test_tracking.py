@@ -6,7 +6,7 @@ import pytest
 
 from flows.history import AttemptRecord, RefreshFolder, RefreshRecord, StageEntry, end_attempt
 from flows.process_identity import ProcessIdentity
-from flows.tracking import EXPERIMENT, Shipper
+from flows.tracking.shipper import EXPERIMENT, Shipper
 
 
 @pytest.fixture(scope="module")

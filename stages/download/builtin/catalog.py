@@ -7,7 +7,7 @@ function `make(folder: Path) -> None`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,24 @@ class Builtin:
     module: str
     version: int
     """Raised when the maker would write other content than before."""
+    sizes: dict[str, Any] | None = None
+    """Of a model: what its `config.json` will say of its shape, for a layout to be planned before it is made."""
 
 
+QWEN3_1M: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 288,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
 BUILTINS: dict[str, Builtin] = {
-    "qwen3-1m": Builtin("model", "stages.download.builtin.qwen3", version=2),
+    "qwen3-1m": Builtin("model", "stages.download.builtin.qwen3", version=2, sizes=QWEN3_1M),
     "addition": Builtin("dataset", "stages.download.builtin.addition", version=1),
     "addition-preferences": Builtin("dataset", "stages.download.builtin.addition_preferences", version=1),
 }

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from stages.errors import DataError
 from stages.train.data.files import BadRow, find_files, read_rows
-from stages.train.data.formats import Document, RowError, RowReader
+from stages.train.data.formats import Document, RowReader
+from stages.train.data.messages import RowError
 from stages.train.data.templates import Rendered
 from stages.train.data.tokenizer import DocumentTokenizer
 

@@ -1,6 +1,7 @@
 """A dataset's folder → the rows of one split, one at a time. Finds and reads files; what a row means is not known here.
 
-Memory stays flat: JSON Lines, JSON lists and CSV are read piece by piece, Parquet by batches of a row group.
+Memory stays flat: JSON Lines, JSON lists and CSV, maybe compressed, are read piece by piece, Parquet by batches of a
+row group.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from stages.errors import DataError
+from stages.train.data.compression import data_stem, format_suffix, open_bytes, open_text
 from stages.train.data.json_list import JsonList
 
 BEGINNING_CHARACTERS = 1024
@@ -60,7 +62,7 @@ def find_files(folder: Path, split: str) -> list[Path]:
 
     Raises DataError that lists what is there.
     """
-    there = [path for path in _all_files(folder) if path.suffix in READERS and path.name not in METADATA]
+    there = [path for path in _all_files(folder) if format_suffix(path) in READERS and path.name not in METADATA]
     found = _matching(there, folder, split)
     if not found and split == "train" and len(there) == 1:
         found = there
@@ -69,7 +71,7 @@ def find_files(folder: Path, split: str) -> list[Path]:
             f"no files of the split {split!r} in the dataset {folder}. {_listing(folder)} Expected `{split}.jsonl`, "
             f"`{split}-*.parquet`, `{split}/…` or `data/{split}-*.parquet` ({', '.join(READERS)})."
         )
-    suffixes = sorted({path.suffix for path in found})
+    suffixes = sorted({format_suffix(path) for path in found})
     if len(suffixes) > 1:
         names = ", ".join(str(path.relative_to(folder)) for path in islice(found, NUM_FILES_LISTED))
         raise DataError(f"the split {split!r} of {folder} is there in {' and '.join(suffixes)}: {names}. Keep one.")
@@ -81,7 +83,7 @@ def read_rows(folder: Path, files: list[Path]) -> Iterator[Row | BadRow]:
     for path in files:
         name = str(path.relative_to(folder))
         try:
-            yield from READERS[path.suffix](path, name)
+            yield from READERS[format_suffix(path)](path, name)
         except UnicodeDecodeError as error:
             raise DataError(f"{name} is not UTF-8 text ({error.reason} at byte {error.start}); convert it") from error
 
@@ -92,7 +94,7 @@ def num_places(path: Path) -> int:
         import pyarrow.parquet
 
         return int(pyarrow.parquet.read_metadata(path).num_rows)
-    with path.open("rb") as stream:
+    with open_bytes(path, path.name) as stream:
         return sum(block.count(b"\n") for block in iter(partial(stream.read, BLOCK_BYTES), b"")) + 1
 
 
@@ -102,9 +104,9 @@ def _matching(there: list[Path], folder: Path, split: str) -> list[Path]:
     for root in (folder, folder / "data"):
         inside = [path for path in there if path.parent == root]
         for found in (
-            [path for path in inside if exact.fullmatch(path.stem)],
+            [path for path in inside if exact.fullmatch(data_stem(path))],
             [path for path in there if root / split in path.parents],
-            [path for path in inside if loose.fullmatch(path.stem)],
+            [path for path in inside if loose.fullmatch(data_stem(path))],
         ):
             if found:
                 return found
@@ -126,7 +128,7 @@ def _listing(folder: Path) -> str:
 
 
 def _read_json_lines(path: Path, name: str) -> Iterator[Row | BadRow]:
-    with path.open("rb") as stream:
+    with open_bytes(path, name) as stream:
         for number, line in enumerate(stream, start=1):
             if not line.isspace():
                 yield _parse_line(line, Place(name, number))
@@ -143,19 +145,19 @@ def _parse_line(line: bytes, place: Place) -> Row | BadRow:
 
 def _read_json(path: Path, name: str) -> Iterator[Row | BadRow]:
     """A list of rows; a file that starts otherwise is read as JSON Lines, which often bear this suffix too."""
-    with path.open(encoding="utf-8-sig") as stream:
+    with open_text(path, name) as stream:
         start = stream.read(BEGINNING_CHARACTERS).lstrip()[:1]
-        stream.seek(0)
-        if start == "[":
-            for line, content in JsonList(stream, name).elements():
-                yield Row(Place(name, line), content)
-            return
-    yield from _read_json_lines(path, name)
+    if start != "[":
+        yield from _read_json_lines(path, name)
+        return
+    with open_text(path, name) as stream:
+        for line, content in JsonList(stream, name).elements():
+            yield Row(Place(name, line), content)
 
 
 def _read_csv(path: Path, name: str) -> Iterator[Row | BadRow]:
     csv.field_size_limit(sys.maxsize)  # Python's default of 128 KiB is less than a long document
-    with path.open(encoding="utf-8-sig", newline="") as stream:
+    with open_text(path, name) as stream:
         reader = csv.reader(stream, strict=True)
         columns = next(reader, [])
         while True:

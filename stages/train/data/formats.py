@@ -2,7 +2,7 @@
 
 | format              | columns                                                                                      |
 | ------------------- | -------------------------------------------------------------------------------------------- |
-| `messages`          | `messages`: list of {role, content}                                                          |
+| `messages`          | `messages`: list of {role, content}; maybe `tools`, what the assistant may call              |
 | `sharegpt`          | `conversations`: list of {from, value}; maybe `system`                                       |
 | `prompt_completion` | `prompt`, `completion`: two strings, taken as they are, or lists of messages                 |
 | `alpaca`            | `instruction`, `output`, maybe `input`: one turn each                                        |
@@ -21,11 +21,22 @@ from typing import Any
 
 from stages.errors import DataError
 from stages.train.config import DataFormat
+from stages.train.data.messages import (
+    Message,
+    RowError,
+    Tool,
+    as_messages,
+    kind_of,
+    listed,
+    make_message,
+    ordered,
+    parse_messages,
+    parse_text,
+    parse_tools,
+)
 
-Message = dict[str, str]
 Columns = dict[str, Any]
 
-ROLES = ("system", "user", "assistant")
 SHAREGPT_ROLES = {
     "system": "system",
     "human": "user",
@@ -41,6 +52,7 @@ class Conversation:
 
     messages: list[Message]
     num_prompt_messages: int = 0
+    tools: tuple[Tool, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -52,10 +64,6 @@ class PlainText:
 
 
 Document = Conversation | PlainText
-
-
-class RowError(ValueError):
-    """What is wrong with a row, and what was expected; goes on from "train.jsonl:17 "."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +90,7 @@ def choose_format(wanted: DataFormat, first_row: Columns, preference: bool) -> F
     hint = ""
     if not preference and {"chosen", "rejected"} <= first_row.keys():
         hint = " These are preference pairs: `method: dpo` learns from them."
-    raise DataError(f"the first row has the columns {_names(first_row)}; expected {_describe(possible)}.{hint}")
+    raise DataError(f"the first row has the columns {listed(first_row)}; expected {_describe(possible)}.{hint}")
 
 
 class RowReader:
@@ -99,44 +107,46 @@ class RowReader:
         Raises RowError for a bad row, DataError when the first row tells that the dataset is of no suitable format.
         """
         if not isinstance(content, dict):
-            raise RowError(f"is {_kind(content)}; expected an object with named columns")
+            raise RowError(f"is {kind_of(content)}; expected an object with named columns")
         if self._format is None:
             self._format = choose_format(self._wanted, content, self._preference)
         missing = [column for column in self._format.columns if column not in content]
         if missing:
-            raise RowError(f"has no {_names(missing)}; found {_names(content)}")
+            raise RowError(f"has no {listed(missing)}; found {listed(content)}")
         return self._format.read(content)
 
 
 def _read_messages(row: Columns) -> tuple[Document, ...]:
-    return (Conversation(_ordered(_messages(row["messages"], "messages"))),)
+    return (Conversation(ordered(parse_messages(row["messages"], "messages")), tools=parse_tools(row)),)
 
 
 def _read_sharegpt(row: Columns) -> tuple[Document, ...]:
-    messages = _messages(row["conversations"], "conversations", ("from", "value"), SHAREGPT_ROLES)
+    messages = parse_messages(row["conversations"], "conversations", ("from", "value"), SHAREGPT_ROLES)
     if row.get("system"):
-        messages = [_message("system", _text(row["system"], "system")), *messages]
-    return (Conversation(_ordered(messages)),)
+        messages = [make_message("system", parse_text(row["system"], "system")), *messages]
+    return (Conversation(ordered(messages)),)
 
 
 def _read_alpaca(row: Columns) -> tuple[Document, ...]:
-    question = _text(row["instruction"], "instruction")
+    question = parse_text(row["instruction"], "instruction")
     if row.get("input") not in (None, ""):
-        question += "\n\n" + _text(row["input"], "input")
-    return (Conversation([_message("user", question), _message("assistant", _text(row["output"], "output"))]),)
+        question += "\n\n" + parse_text(row["input"], "input")
+    return (
+        Conversation([make_message("user", question), make_message("assistant", parse_text(row["output"], "output"))]),
+    )
 
 
 def _read_prompt_completion(row: Columns) -> tuple[Document, ...]:
     prompt, completion = row["prompt"], row["completion"]
     if not isinstance(prompt, list) and not isinstance(completion, list):
-        return (PlainText(_text(prompt, "prompt"), _text(completion, "completion")),)
-    before = _as_messages(prompt, "prompt", "user")
-    after = _as_messages(completion, "completion", "assistant")
-    return (Conversation(_ordered(before + after), len(before)),)
+        return (PlainText(parse_text(prompt, "prompt"), parse_text(completion, "completion")),)
+    before = as_messages(prompt, "prompt", "user")
+    after = as_messages(completion, "completion", "assistant")
+    return (Conversation(ordered(before + after), len(before), parse_tools(row)),)
 
 
 def _read_text(row: Columns) -> tuple[Document, ...]:
-    return (PlainText("", _text(row["text"], "text")),)
+    return (PlainText("", parse_text(row["text"], "text")),)
 
 
 def _read_preference(row: Columns) -> tuple[Document, ...]:
@@ -148,20 +158,20 @@ def _read_preference(row: Columns) -> tuple[Document, ...]:
 
 
 def _read_plain_preference(row: Columns) -> tuple[Document, ...]:
-    chosen, rejected = _text(row["chosen"], "chosen"), _text(row["rejected"], "rejected")
+    chosen, rejected = parse_text(row["chosen"], "chosen"), parse_text(row["rejected"], "rejected")
     if row.get("prompt") is not None:
-        prompt = _text(row["prompt"], "prompt")
+        prompt = parse_text(row["prompt"], "prompt")
         return PlainText(prompt, chosen), PlainText(prompt, rejected)
     shared = chosen[: _num_shared(chosen, rejected)]
     prompt = shared[: max(shared.rfind(" "), shared.rfind("\n")) + 1]
     if not prompt.strip():
         raise RowError("has no `prompt`, and `chosen` and `rejected` do not begin with a common one; expected either")
     chosen, rejected = chosen.removeprefix(prompt), rejected.removeprefix(prompt)
-    return PlainText(prompt, _text(chosen, "chosen")), PlainText(prompt, _text(rejected, "rejected"))
+    return PlainText(prompt, parse_text(chosen, "chosen")), PlainText(prompt, parse_text(rejected, "rejected"))
 
 
 def _read_conversational_preference(row: Columns) -> tuple[Document, ...]:
-    prompt = [] if row.get("prompt") is None else _as_messages(row["prompt"], "prompt", "user")
+    prompt = [] if row.get("prompt") is None else as_messages(row["prompt"], "prompt", "user")
     chosen, rejected = _answered(prompt, row["chosen"], "chosen"), _answered(prompt, row["rejected"], "rejected")
     num_shared = _num_shared(chosen, rejected)
     if num_shared in (len(chosen), len(rejected)):
@@ -172,17 +182,18 @@ def _read_conversational_preference(row: Columns) -> tuple[Document, ...]:
             f"has `chosen` and `rejected` that first differ in message {num_shared + 1}, of the role `{role}`; "
             "expected the same prompt and different answers"
         )
-    return Conversation(chosen, num_shared), Conversation(rejected, num_shared)
+    tools = parse_tools(row)
+    return Conversation(chosen, num_shared, tools), Conversation(rejected, num_shared, tools)
 
 
 def _answered(prompt: list[Message], answer: object, column: str) -> list[Message]:
     """The whole conversation: the answer after the prompt, unless the answer holds the prompt already."""
-    messages = _as_messages(answer, column, "assistant")
+    messages = as_messages(answer, column, "assistant")
     if messages[0]["role"] == "assistant":
-        return _ordered(prompt + messages)
+        return ordered(prompt + messages)
     if any(message not in messages for message in prompt):
         raise RowError(f"has a `{column}` that begins with another prompt than `prompt`; expected the answer alone")
-    return _ordered(messages)
+    return ordered(messages)
 
 
 def _num_shared(first: Sequence[object], second: Sequence[object]) -> int:
@@ -191,83 +202,8 @@ def _num_shared(first: Sequence[object], second: Sequence[object]) -> int:
     return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
-def _as_messages(value: object, column: str, role: str) -> list[Message]:
-    return [_message(role, _text(value, column))] if isinstance(value, str) else _messages(value, column)
-
-
-def _messages(
-    value: object,
-    column: str,
-    keys: tuple[str, str] = ("role", "content"),
-    roles: dict[str, str] | None = None,
-) -> list[Message]:
-    """A list of messages, each checked by itself. `keys` and `roles` say how the format calls things."""
-    if not isinstance(value, list):
-        raise RowError(f"has {_kind(value)} in `{column}`; expected a list of messages {{{', '.join(keys)}}}")
-    if not value:
-        raise RowError(f"has an empty list in `{column}`; expected messages")
-    named = roles or {role: role for role in ROLES}
-    return [_checked(item, f"message {number} of `{column}`", keys, named) for number, item in enumerate(value, 1)]
-
-
-def _checked(item: object, name: str, keys: tuple[str, str], roles: dict[str, str]) -> Message:
-    role_key, content_key = keys
-    if not isinstance(item, dict) or not {role_key, content_key} <= item.keys():
-        found = _names(item) if isinstance(item, dict) else _kind(item)
-        raise RowError(f"has {found} as {name}; expected an object with {_names(keys)}")
-    role, content = item[role_key], item[content_key]
-    if not isinstance(role, str) or role not in roles:
-        raise RowError(f"has the unknown role {role!r} in {name}; expected {', '.join(roles)}")
-    if item.get("tool_calls"):
-        raise RowError(f"has tool calls in {name}; expected text only, tools are not supported")
-    if not isinstance(content, str):
-        raise RowError(f"has {_kind(content)} as `{content_key}` of {name}; expected a string")
-    if roles[role] != "system" and not content.strip():
-        raise RowError(f"has an empty `{content_key}` in {name}; expected text")
-    return _message(roles[role], content)
-
-
-def _ordered(messages: list[Message]) -> list[Message]:
-    """The same messages: maybe `system`, then `user` and `assistant` in turn, the last one from the assistant."""
-    turns = messages[messages[0]["role"] == "system" :]
-    if not any(message["role"] == "assistant" for message in turns):
-        raise RowError("has no assistant turn, so there is nothing to learn; expected at least one")
-    for number, message in enumerate(turns):
-        expected = ("user", "assistant")[number % 2]
-        if message["role"] != expected:
-            position = number + 1 + len(messages) - len(turns)
-            raise RowError(
-                f"has `{message['role']}` in message {position} where `{expected}` was expected; user and assistant "
-                "take turns, after at most one system message"
-            )
-    if turns[-1]["role"] != "assistant":
-        raise RowError("ends with a `user` message; expected the assistant's answer to be the last")
-    return messages
-
-
-def _text(value: object, column: str) -> str:
-    if not isinstance(value, str):
-        raise RowError(f"has {_kind(value)} in `{column}`; expected a string")
-    if not value.strip():
-        raise RowError(f"has an empty `{column}`; expected text")
-    return value
-
-
-def _message(role: str, content: str) -> Message:
-    return {"role": role, "content": content}
-
-
-def _kind(value: object) -> str:
-    kinds = {str: "a string", list: "a list", dict: "an object", bool: "a boolean", type(None): "null"}
-    return kinds.get(type(value), "a number" if isinstance(value, int | float) else f"a {type(value).__name__}")
-
-
-def _names(columns: Columns | tuple[str, ...] | list[str]) -> str:
-    return ", ".join(f"`{column}`" for column in columns) or "no columns"
-
-
 def _describe(formats: dict[str, Format]) -> str:
-    return "; ".join(f"{name} ({_names(form.columns)})" for name, form in formats.items())
+    return "; ".join(f"{name} ({listed(form.columns)})" for name, form in formats.items())
 
 
 FORMATS: dict[str, Format] = {

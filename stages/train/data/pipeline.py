@@ -19,7 +19,8 @@ from stages.train.config import DataConfig
 from stages.train.data.bad_rows import BadRows
 from stages.train.data.dataset import Description
 from stages.train.data.files import BadRow, Place, Row, num_places, read_rows
-from stages.train.data.formats import RowError, RowReader
+from stages.train.data.formats import RowReader
+from stages.train.data.messages import RowError
 from stages.train.data.packing import pack
 from stages.train.data.portion import Portion
 from stages.train.data.templates import Rendered

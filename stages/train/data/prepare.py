@@ -17,7 +17,7 @@ from stages.train.data.pipeline import BAD_ROWS, Pipeline, Report
 from stages.train.data.portion import portions
 from stages.train.data.writer import disk_full
 
-PREPARATION_VERSION = 1
+PREPARATION_VERSION = 2
 """Raised when the same input would give other tokens, masks or rows than before."""
 
 CACHE_FOLDER = "tokenized"

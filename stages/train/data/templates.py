@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from stages.errors import DataError
-from stages.train.data.formats import Conversation, Message, RowError
+from stages.train.data.formats import Conversation
+from stages.train.data.messages import THOUGHTS, Message, RowError, Tool, listed
 
 Span = tuple[int, int]
 """Begin and end, in characters."""
@@ -57,24 +58,38 @@ class ChatTemplate:
 
         Raises RowError when the template refuses the messages, DataError when it does not tell the assistant's turns.
         """
+        self._check_support(conversation)
         if self._has_generation_marks:
-            text, spans = self._render_marked(conversation.messages)
+            text, spans = self._render_marked(conversation)
         else:
-            text, spans = self._render_prefixes(conversation.messages)
+            text, spans = self._render_prefixes(conversation)
         num_prompt_turns = _num_turns(conversation.messages[: conversation.num_prompt_messages])
         return Rendered(text, tuple(spans[num_prompt_turns:]))
 
-    def render_text(self, messages: list[Message], add_generation_prompt: bool = False) -> str:
+    def render_text(self, conversation: Conversation, *, add_generation_prompt: bool = False) -> str:
         """The text alone. Raises RowError when the template refuses the messages."""
-        texts, _ = self._jinja(messages, add_generation_prompt=add_generation_prompt)
-        return texts[0]
+        self._check_support(conversation)
+        return self._text(conversation.messages, conversation.tools, add_generation_prompt=add_generation_prompt)
 
     def ends_turns(self, rendered: Rendered) -> bool:
         """Whether what is learned of each turn ends with a special token, so that a model learns to stop."""
         return all(rendered.text[begin:end].rstrip().endswith(self._markers) for begin, end in rendered.spans)
 
-    def _render_marked(self, messages: list[Message]) -> tuple[str, list[Span]]:
-        texts, marked = self._jinja(messages, return_assistant_tokens_mask=True)
+    def _check_support(self, conversation: Conversation) -> None:
+        """A template that does not know of a part leaves it out in silence."""
+        parts = {field for message in conversation.messages for field in (*THOUGHTS, "tool_calls") if field in message}
+        parts |= {"tools"} if conversation.tools else set()
+        parts |= {"tool"} if any(message["role"] == "tool" for message in conversation.messages) else set()
+        unknown = sorted(part for part in parts if not re.search(rf"\b{part}\b", self._source))
+        if unknown:
+            raise RowError(
+                f"has {listed(unknown)}, which {self._name} does not render; expected messages of text alone, or a "
+                "template (`chat_template`) that knows them"
+            )
+
+    def _render_marked(self, conversation: Conversation) -> tuple[str, list[Span]]:
+        messages = conversation.messages
+        texts, marked = self._jinja(messages, conversation.tools, return_assistant_tokens_mask=True)
         spans = [(begin, end) for begin, end in marked[0]]
         if len(spans) != _num_turns(messages):
             raise DataError(
@@ -83,22 +98,37 @@ class ChatTemplate:
             )
         return texts[0], spans
 
-    def _render_prefixes(self, messages: list[Message]) -> tuple[str, list[Span]]:
-        text = self.render_text(messages)
+    def _render_prefixes(self, conversation: Conversation) -> tuple[str, list[Span]]:
+        text = self._text(conversation.messages, conversation.tools)
+        conversation = self._without_dropped_thoughts(conversation, text)
         spans = []
-        for number, message in enumerate(messages):
+        for number, message in enumerate(conversation.messages):
             if message["role"] == "assistant":
-                spans.append(self._turn(text, messages, number))
+                spans.append(self._turn(text, conversation, number))
         return text, spans
 
-    def _turn(self, text: str, messages: list[Message], number: int) -> Span:
+    def _without_dropped_thoughts(self, conversation: Conversation, text: str) -> Conversation:
+        """The same without thoughts that the whole text does not have, if it needs none of them.
+
+        A template that drops the thoughts before the last question shows them in a beginning that ends before it.
+        """
+        messages = [
+            {key: value for key, value in message.items() if key not in THOUGHTS or value.strip() in text}
+            for message in conversation.messages
+        ]
+        if messages != conversation.messages and self._text(messages, conversation.tools) == text:
+            return replace(conversation, messages=messages)
+        return conversation
+
+    def _turn(self, text: str, conversation: Conversation, number: int) -> Span:
         """Where message `number`, an assistant's, lies in the whole text."""
-        before = self.render_text(messages[:number], add_generation_prompt=True)
+        messages, tools = conversation.messages, conversation.tools
+        before = self._text(messages[:number], tools, add_generation_prompt=True)
         if not text.startswith(before):
             raise self._not_a_prefix(before, text, number)
         if number == len(messages) - 1:
             return len(before), self._without_blank_end(text, len(before))
-        upto = self.render_text(messages[: number + 1])
+        upto = self._text(messages[: number + 1], tools)
         if text.startswith(upto):
             return len(before), self._without_blank_end(upto, len(before))
         return len(before), self._marked_end(text, len(before), upto, number)
@@ -129,9 +159,16 @@ class ChatTemplate:
             "{% generation %} … {% endgeneration %}, or learn everything (`train_on: all`)."
         )
 
-    def _jinja(self, messages: list[Message], **options: Any) -> tuple[list[str], list[list[Span]]]:
+    def _text(self, messages: list[Message], tools: tuple[Tool, ...], *, add_generation_prompt: bool = False) -> str:
+        texts, _ = self._jinja(messages, tools, add_generation_prompt=add_generation_prompt)
+        return texts[0]
+
+    def _jinja(
+        self, messages: list[Message], tools: tuple[Tool, ...], **options: Any
+    ) -> tuple[list[str], list[list[Span]]]:
+        options |= self._variables
         try:
-            return render_jinja_template([messages], chat_template=self._source, **options, **self._variables)
+            return render_jinja_template([messages], list(tools) or None, chat_template=self._source, **options)
         except jinja2.TemplateError as error:
             raise RowError(f"is refused by {self._name}: {error}; expected messages that it can render") from error
 

@@ -67,7 +67,7 @@ class DocumentTokenizer:
             begin = 0 if self._train_on == "all" else len(document.prompt)
             return Rendered(text, ((begin, len(text)),), is_plain=True)
         if self._train_on == "all":
-            text = self.template.render_text(document.messages)
+            text = self.template.render_text(document)
             rendered = Rendered(text, ((0, len(text)),))
         else:
             rendered = self.template.render(document)

@@ -9,7 +9,7 @@ import numpy as np
 
 from stages.errors import DataError
 from stages.train.data.files import Place
-from stages.train.data.formats import RowError
+from stages.train.data.messages import RowError
 from stages.train.data.tokenizer import Tokens
 
 NUM_NAMED = 10

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from stages.train.fsdp.gloo import AllToAllReduceScatter
 from stages.train.fsdp.model import TargetLogProbabilities, transformer_layers
 from stages.train.layout import Layout
 
@@ -82,6 +83,8 @@ def apply_fsdp(
         # Losses come divided by the count of the global batch: gradients add up, they are not averaged.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+        if mesh.device_type == "cpu":
+            module.set_custom_reduce_scatter(AllToAllReduceScatter())
     _as_fsdp(model).set_reduce_scatter_unused_params(True)  # experts that no token of this process was routed to
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from flows.plan import plan
-from flows.recipe import load_recipe
-from flows.record import Index
+from flows.recipe.recipe import load_recipe
+from flows.store.record import Index
 from stages.quantize.projections import Projection
 from stages.quantize.servability import Heads, check_servable
 from stages.train.data.formats import Conversation
@@ -97,5 +97,6 @@ def test_the_template_of_turns_marks_what_the_assistant_says_and_where_it_stops(
     )
     assert [rendered.text[begin:end] for begin, end in rendered.spans] == ["2<END>", "4<END>"]
     assert (
-        template.render_text(messages[:2], add_generation_prompt=True) == rendered.text[: rendered.text.index("2<END>")]
+        template.render_text(Conversation(messages[:2]), add_generation_prompt=True)
+        == rendered.text[: rendered.text.index("2<END>")]
     )

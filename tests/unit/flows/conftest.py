@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from flows.content import content_digest, hash_files
 from flows.plan import Plan, PlannedStage, plan
-from flows.recipe import Recipe, load_stages
-from flows.record import Artifact, Record, UpstreamEntry
-from flows.store import Store
+from flows.recipe.recipe import Recipe, load_stages
+from flows.store.content import content_digest, hash_files
+from flows.store.record import Artifact, Record, UpstreamEntry
+from flows.store.store import Store
 
 TREE = {
     "base": {"kind": "download", "model": "builtin/qwen3-1m"},

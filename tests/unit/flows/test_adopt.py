@@ -7,7 +7,7 @@ import pytest
 from flows.adopt import adopt
 from flows.outside import resolve_outside
 from flows.plan import plan
-from flows.recipe import load_stages
+from flows.recipe.recipe import load_stages
 from stages.errors import DataError, DownloadError, RecipeError, StoreError
 
 

@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 
-from flows.content import hash_path
 from flows.outside import resolve_outside
-from flows.recipe import load_stages
+from flows.recipe.recipe import load_stages
+from flows.store.content import hash_path
 from stages.errors import RecipeError
 
 
@@ -14,7 +14,7 @@ from stages.errors import RecipeError
 def tasks(tmp_path):
     folder = tmp_path / "tasks"
     (folder / "inner").mkdir(parents=True)
-    (folder / "addition.yaml").write_text("task: addition")
+    (folder / "addition.yaml").write_text("task: addition\n")
     (folder / "inner" / "rows.jsonl").write_text("{}\n")
     return folder
 

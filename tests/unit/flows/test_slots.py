@@ -82,3 +82,12 @@ def test_the_slots_of_a_killed_process_are_free_at_once(slots):
     holder.kill()
     holder.communicate()
     assert slots.acquire(2, busy).numbers == [0, 1]
+
+
+def test_free_slots_are_counted_without_being_kept(tmp_path):
+    slots = Slots(tmp_path / "slots", 3)
+    assert slots.num_free() == 3
+    held = slots.acquire(2, lambda: None)
+    assert (slots.num_free(), slots.num_free()) == (1, 1)
+    held.release()
+    assert slots.num_free() == 3

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from flows.recipe_problems import models_in
+from flows.recipe.problems import models_in
 from flows.version import differences, identity_of, resume_key_of, version_of
 from stages.contract import OutsideInput, Reference, StageConfig, find_marker
 from stages.kinds import KINDS

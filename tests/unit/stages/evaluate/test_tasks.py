@@ -1,13 +1,12 @@
 """Tasks by name: from the folder without asking lm-eval, from lm-eval, or unknown to both."""
 
-import json
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from stages.errors import EvaluationError
-from stages.evaluate.tasks import select_tasks
+from stages.evaluate import installed_tasks
+from stages.evaluate.tasks import hub_datasets, select_tasks
 
 
 @pytest.fixture
@@ -21,31 +20,48 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    """A cache that holds lm-eval's index already, as after the first evaluation that needed it."""
-    cache = tmp_path / "cache"
-    cache.mkdir()
-    (cache / f"lm-eval-{version('lm_eval')}-tasks.json").write_text(json.dumps(["gsm8k", "hellaswag", "mmlu"]))
-    return cache
-
-
-def test_local_tasks_need_neither_the_index_nor_a_hub(folder: Path, tmp_path: Path) -> None:
-    selection = select_tasks(("addition",), folder, tmp_path / "cache")
+def test_local_tasks_need_neither_the_index_nor_a_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(installed_tasks, "_files_by_name")
+    selection = select_tasks(("addition",), folder)
 
     assert selection.offline
     assert not selection.needs_builtin
-    assert not (tmp_path / "cache").exists()
+    assert hub_datasets(selection) == frozenset()
 
 
-def test_builtin_and_local_tasks_go_together(folder: Path, cache: Path) -> None:
-    selection = select_tasks(("addition", "gsm8k"), folder, cache)
+def test_builtin_and_local_tasks_go_together(folder: Path) -> None:
+    selection = select_tasks(("addition", "gsm8k"), folder)
 
     assert selection.needs_builtin
     assert not selection.offline
 
 
 @pytest.mark.parametrize(("typed", "meant"), [("adition", "addition"), ("gsm8", "gsm8k"), ("helaswag", "hellaswag")])
-def test_an_unknown_task_is_told_with_the_closest(folder: Path, cache: Path, typed: str, meant: str) -> None:
+def test_an_unknown_task_is_told_with_the_closest(folder: Path, typed: str, meant: str) -> None:
     with pytest.raises(EvaluationError, match=f"a task '{typed}'; did you mean .*{meant}"):
-        select_tasks((typed,), folder, cache)
+        select_tasks((typed,), folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "repositories"),
+    [
+        ("arc_easy", {"allenai/ai2_arc"}),
+        ("mmlu", {"cais/mmlu"}),  # a group of groups, whose tasks include a template
+        ("ai2_arc", {"allenai/ai2_arc"}),  # a tag
+        ("gpqa", {"Idavidrein/gpqa"}),  # a tag of a template
+        ("squadv2", {"lighteval/squad_v2"}),  # a class
+    ],
+)
+def test_the_hub_datasets_of_a_task_are_found_whatever_it_is_made_of(name: str, repositories: set[str]) -> None:
+    datasets = hub_datasets(select_tasks((name,), None))
+
+    assert {dataset.repository for dataset in datasets} == repositories
+
+
+def test_the_hub_datasets_of_a_task_folder_count_with_the_revisions_it_names(folder: Path) -> None:
+    (folder / "own.yaml").write_text("task: own\ndataset_path: org/rows\ndataset_kwargs: {revision: v2}\n")
+    (folder / "mixed.yaml").write_text("group: mixed\ntask: [own, arc_easy]\n")
+
+    datasets = hub_datasets(select_tasks(("mixed",), folder))
+
+    assert set(map(str, datasets)) == {"org/rows@v2", "allenai/ai2_arc"}

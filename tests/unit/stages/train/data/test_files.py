@@ -44,6 +44,8 @@ def found(folder, split):
         ),
         (["conversations.csv", "README.md", "dataset_infos.json"], "train", ["conversations.csv"]),
         ([".cache/train.jsonl", "train.csv"], "train", ["train.csv"]),
+        (["train-00000-of-00001.jsonl.zst", "test.jsonl.gz"], "train", ["train-00000-of-00001.jsonl.zst"]),
+        (["validation.json.gz", "train.json"], "validation", ["validation.json.gz"]),
     ],
 )
 def test_the_files_of_a_split_are_found_by_name(tmp_path, names, split, expected):
@@ -145,3 +147,37 @@ def test_files_that_are_not_what_their_names_say_are_errors(tmp_path):
         list(read_rows(tmp_path, [tmp_path / "b.csv"]))
     with pytest.raises(DataError, match=r"c\.json:2 is not valid JSON: Expecting ':' delimiter at column 10"):
         list(read_rows(tmp_path, [tmp_path / "c.json"]))
+
+
+def compress(path, codec):
+    packed = path.with_name(f"{path.name}.{ {'gzip': 'gz', 'zstd': 'zst'}[codec] }")
+    with pyarrow.output_stream(packed, compression=codec) as stream:
+        stream.write(path.read_bytes())
+    path.unlink()
+    return packed
+
+
+@pytest.mark.parametrize("codec", ["gzip", "zstd"])
+@pytest.mark.parametrize(
+    ("name", "write"), [("train.jsonl", write_jsonl), ("train.json", write_json), ("train.csv", write_csv)]
+)
+def test_a_compressed_file_gives_the_rows_and_lines_of_what_is_in_it(tmp_path, name, write, codec):
+    write(tmp_path / name)
+    plain = [(row.content, row.place.number) for row in read_rows(tmp_path, [tmp_path / name])]
+    packed = compress(tmp_path / name, codec)
+    assert find_files(tmp_path, "train") == [packed]
+    rows = list(read_rows(tmp_path, [packed]))
+    assert [(row.content, row.place.number) for row in rows] == plain
+    assert rows[0].place.file == packed.name
+    assert num_places(packed) >= rows[-1].place.number
+
+
+@pytest.mark.parametrize("codec", ["gzip", "zstd"])
+def test_a_compressed_file_that_was_cut_off_or_is_no_such_file_is_an_error(tmp_path, codec):
+    (tmp_path / "train.jsonl").write_text("".join(f'{{"text": "{number}"}}\n' for number in range(10_000)))
+    packed = compress(tmp_path / "train.jsonl", codec)
+    content = packed.read_bytes()
+    for damaged in (content[: len(content) // 2], b"plain text\n" * 100):
+        packed.write_bytes(damaged)
+        with pytest.raises(DataError, match=rf"{packed.name} cannot be decompressed to its end: .*fetch it again"):
+            list(read_rows(tmp_path, [packed]))

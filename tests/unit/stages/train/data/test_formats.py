@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from stages.errors import DataError
-from stages.train.data.formats import Conversation, PlainText, RowError, RowReader
+from stages.train.data.formats import Conversation, PlainText, RowReader
+from stages.train.data.messages import RowError
 
 
 def user(content):
@@ -14,6 +15,10 @@ def user(content):
 
 def assistant(content):
     return {"role": "assistant", "content": content}
+
+
+def call(name, arguments):
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def system(content):
@@ -109,7 +114,28 @@ def test_a_shared_history_belongs_to_the_prompt():
             "has `assistant` in message 4 where `user`",
         ),
         ({"messages": [user("a"), assistant("b"), user("c")]}, "ends with a `user` message"),
-        ({"messages": [user("a"), {**assistant("b"), "tool_calls": [1]}]}, "has tool calls in message 2"),
+        (
+            {"messages": [user("a"), {**assistant("b"), "tool_calls": [1]}]},
+            "has no function name in tool call 1 of message 2",
+        ),
+        (
+            {"messages": [user("a"), {"role": "assistant", "tool_calls": [call("add", "[1]")]}]},
+            "has a list as `arguments` of tool call 1 of message 2 of `messages`; expected an object",
+        ),
+        (
+            {"messages": [user("a"), assistant("b"), {"role": "tool", "content": "3"}]},
+            "has `tool` in message 3 where `user` was expected",
+        ),
+        (
+            {"messages": [user("a"), {"role": "assistant", "tool_calls": [call("add", {})]}, assistant("3")]},
+            "has `assistant` in message 3 where `tool` was expected",
+        ),
+        (
+            {"messages": [{**user("a"), "reasoning_content": "b"}, assistant("c")]},
+            "has `reasoning_content` in message 1 of `messages`, of the role `user`; expected it from the assistant",
+        ),
+        ({"messages": [user("a"), {**assistant("b"), "thinking": 7}]}, "has a number as `thinking` of message 2"),
+        ({"messages": [user("a"), assistant("b")], "tools": "add"}, "has a string in `tools`; expected a list"),
         (
             {"conversations": [{"from": "human", "value": "a"}, {"from": "it", "value": "b"}]},
             "has the unknown role 'it'",
@@ -180,3 +206,28 @@ def test_the_wrong_method_for_the_data_is_an_error_that_names_the_right_one():
 
 def test_a_named_format_wins_over_the_columns():
     assert read({"messages": [], "text": "a"}, wanted="text") == (PlainText("", "a"),)
+
+
+def test_thoughts_and_tool_calls_are_kept_with_arguments_as_an_object():
+    row = {
+        "messages": [
+            {**user("What is 1 + 2?"), "tool_calls": None, "reasoning_content": None},
+            {
+                "role": "assistant",
+                "content": None,
+                "thinking": "I add.",
+                "tool_calls": [call("add", '{"a": 1, "b": 2}')],
+            },
+            {"role": "tool", "content": "3", "name": "add", "tool_call_id": "1"},
+            {**assistant("3"), "reasoning_content": "So it is 3."},
+        ],
+        "tools": '[{"type": "function", "function": {"name": "add"}}]',
+    }
+    (conversation,) = read(row)
+    assert conversation.messages == [
+        user("What is 1 + 2?"),
+        {**assistant(""), "thinking": "I add.", "tool_calls": [call("add", {"a": 1, "b": 2})]},
+        {"role": "tool", "content": "3", "name": "add", "tool_call_id": "1"},
+        {**assistant("3"), "reasoning_content": "So it is 3."},
+    ]
+    assert conversation.tools == ({"type": "function", "function": {"name": "add"}},)

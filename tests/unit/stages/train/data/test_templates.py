@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from stages.errors import DataError
-from stages.train.data.formats import Conversation, PlainText, RowError
+from stages.train.data.formats import Conversation, PlainText
+from stages.train.data.messages import RowError
+from stages.train.data.templates import ChatTemplate
 
 HEADERS = (  # as Llama 3 does it
     "{{ bos_token }}"
@@ -162,3 +164,71 @@ def test_a_conversation_gets_no_special_tokens_but_the_templates_own(tokenize_wi
 def test_a_token_across_the_border_of_prompt_and_completion_is_learned(tokenize_with):
     tokens = tokenize_with(PlainText("ab", "cd"), None, merges=[("b", "c")])
     assert tokens.loss.tolist() == [False, True, True, True]  # a, bc, d, </s>
+
+
+TOOLS = (  # as Qwen3 does it: thoughts of earlier questions are dropped, answers of tools stand in a user's turn
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% set last = namespace(question=0) %}"
+    "{% for message in messages if message.role == 'user' %}"
+    "{% set last.question = messages.index(message) %}{% endfor %}"
+    "{% for message in messages %}{% if message.role == 'tool' %}"
+    "<|im_start|>user\n<tool_response>{{ message.content }}</tool_response><|im_end|>\n"
+    "{% else %}<|im_start|>{{ message.role }}\n"
+    "{% if message.reasoning_content and loop.index0 > last.question %}"
+    "<think>{{ message.reasoning_content }}</think>\n{% endif %}"
+    "{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+USING_TOOLS = [
+    {"role": "user", "content": "What is 1 + 2?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "I add.",
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}],
+    },
+    {"role": "tool", "content": "3"},
+    {"role": "assistant", "content": "It is 3."},
+]
+DEFINITION = {"type": "function", "function": {"name": "add"}}
+
+
+def learned(rendered):
+    return [rendered.text[begin:end] for begin, end in rendered.spans]
+
+
+def test_calls_and_thoughts_are_learned_and_what_tools_say_is_not():
+    template = ChatTemplate(TOOLS, {}, ["<|im_end|>"], "the template")
+    rendered = template.render(Conversation(USING_TOOLS, tools=(DEFINITION,)))
+    assert learned(rendered) == [
+        '<think>I add.</think>\n<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call><|im_end|>',
+        "It is 3.<|im_end|>",
+    ]
+    assert '{"type": "function", "function": {"name": "add"}}' in rendered.text
+    assert template.ends_turns(rendered)
+
+
+def test_thoughts_that_the_template_drops_from_earlier_turns_are_not_learned():
+    template = ChatTemplate(TOOLS, {}, ["<|im_end|>"], "the template")
+    later = [*USING_TOOLS, {"role": "user", "content": "And 2 + 2?"}, {"role": "assistant", "content": "4"}]
+    rendered = template.render(Conversation(later))
+    assert "I add." not in rendered.text
+    assert learned(rendered)[0] == ('<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call><|im_end|>')
+    assert learned(rendered)[-1] == "4<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("conversation", "part"),
+    [
+        (Conversation([USING_TOOLS[0], {**USING_TOOLS[3], "thinking": "Hm."}]), "thinking"),
+        (Conversation(USING_TOOLS), "reasoning_content`, `tool`, `tool_calls"),
+        (Conversation([USING_TOOLS[0], USING_TOOLS[3]], tools=(DEFINITION,)), "tools"),
+    ],
+)
+def test_what_a_template_would_leave_out_in_silence_is_a_bad_row(conversation, part):
+    template = ChatTemplate(LABELS, {}, [], "the model's chat template")
+    with pytest.raises(RowError, match=f"has `{part}`, which the model's chat template does not render"):
+        template.render(conversation)
+    with pytest.raises(RowError, match="does not render"):
+        template.render_text(conversation)

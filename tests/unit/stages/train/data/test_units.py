@@ -7,7 +7,7 @@ import pytest
 
 from stages.errors import DataError
 from stages.train.data.files import Place
-from stages.train.data.formats import RowError
+from stages.train.data.messages import RowError
 from stages.train.data.tokenizer import Tokens
 from stages.train.data.units import OverLong, Unit, check_learnable
 

@@ -1,0 +1,112 @@
+"""What `lifecycle calibrate` does once it has been asked: find runs, fit, write the hardware file, say how good."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from flows.cli.run_command import ready_servers
+from flows.compare.calibration import (
+    CONSTANTS,
+    LATENCY,
+    Calibration,
+    as_yaml,
+    fit,
+    mean_errors,
+    observations_of,
+    rank_correlation,
+)
+from flows.compare.names import HARDWARE
+from flows.home import hardware_file
+from flows.machine import hardware, memory_gib, num_cores
+from flows.tracking.logged_runs import LoggedRun, find_runs
+from stages.contract import write_atomically
+from stages.errors import RecipeError
+from stages.train.planner.hardware import Hardware
+from stages.train.prediction import cpu_of, named_like
+
+LEAST_RUNS = 3
+
+
+def calibrate_hardware(experiment: str, where: str | None, out: Path | None) -> tuple[Calibration, Path]:
+    """Fit to runs of one machine, and write its description.
+
+    Raises RecipeError when there are too few runs, or they are of several machines.
+    """
+    ready_servers()
+    wanted = f"tags.{HARDWARE} = '{hardware()}'" if where is None else where
+    runs = [run for run in find_runs(experiment, wanted) if "model_shape" in run.tags]
+    start = _start_of(runs, wanted)
+    observations = observations_of(runs, start)
+    if len(observations) < LEAST_RUNS:
+        raise RecipeError(
+            f"calibrating with the runs of {experiment} where {wanted}: {len(observations)} have a layout, a step time "
+            f"and a model whose shape is known, expected at least {LEAST_RUNS}; `lifecycle compare` makes some"
+        )
+    calibration = fit(observations, start)
+    path = out or hardware_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, as_yaml(calibration, start.name, f"{experiment} where {wanted}"))
+    return calibration, path
+
+
+def as_text(calibration: Calibration, path: Path) -> str:
+    """The constants before and after, a line a run, and how far predictions are off."""
+    start, fitted = calibration.start, calibration.hardware
+    values = {name: (getattr(start.efficiency, name), getattr(fitted.efficiency, name)) for name in CONSTANTS}
+    values[LATENCY] = (start.intra_node_latency_s, fitted.intra_node_latency_s)
+    lines = [f"{name:<22} {before:10.4g} → {after:10.4g}" for name, (before, after) in values.items()]
+    lines += ["", f"{'measured s':>10}  {'before':>8}  {'after':>8}  {'GiB':>6}  {'before':>6}  {'after':>6}  layout"]
+    for line in as_object(calibration, path)["runs"]:
+        times = f"{line['step_time_s']:10.4g}  {line['before_s']:8.4g}  {line['after_s']:8.4g}"
+        sizes = f"{line['memory_gib']:6.2f}  {line['before_gib']:6.2f}  {line['after_gib']:6.2f}"
+        lines.append(f"{times}  {sizes}  {line['layout']}")
+    for name, machine in (("before", start), ("after", fitted)):
+        time_error, memory_error = mean_errors(calibration, machine)
+        off = f"step time off by {time_error:.0%} on average, memory by {memory_error:.0%}"
+        lines.append(f"{name:<6}: {off}; Spearman {rank_correlation(calibration, machine):.2f}")
+    return "\n".join([*lines, f"{path} is what predictions and `layout: auto` start from now"])
+
+
+def as_object(calibration: Calibration, path: Path) -> dict[str, Any]:
+    """The object that `--json` prints."""
+    runs = []
+    for one in calibration.observations:
+        before, after = one.predict(calibration.start), one.predict(calibration.hardware)
+        runs.append(
+            {
+                "mlflow_run_id": one.run_id,
+                "layout": one.text,
+                "step_time_s": one.step_time_s,
+                "before_s": before.time.step_time_s,
+                "after_s": after.time.step_time_s,
+                "memory_gib": one.memory_gib,
+                "before_gib": before.memory.peak_gib,
+                "after_gib": after.memory.peak_gib,
+            }
+        )
+    machine = calibration.hardware
+    return {"file": str(path), "hardware": machine.name, "constants": calibration.constants, "runs": runs}
+
+
+def _start_of(runs: Sequence[LoggedRun], wanted: str) -> Hardware:
+    """The built-in description of the machine that the runs are of."""
+    machines = sorted({run.tags.get(HARDWARE, "unknown") for run in runs})
+    if len(machines) > 1:
+        raise RecipeError(f"calibrating: runs where {wanted} are of {' and '.join(machines)}; choose one with --where")
+    accelerators = {run.tags["device_name"] for run in runs if run.tags.get("device") != "cpu"}
+    if not accelerators:
+        return _this_cpu()
+    known = named_like(accelerators.pop())
+    if known is None:
+        raise RecipeError(
+            f"calibrating: no built-in description is like {machines[0]}; describe it in {hardware_file()}"
+        )
+    return known
+
+
+def _this_cpu() -> Hardware:
+    _, total_gib = memory_gib()
+    return replace(cpu_of(num_cores()), memory_gib=total_gib)

@@ -1,0 +1,116 @@
+"""`lifecycle compare`: layouts measured side by side. Imports only what a command needs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from flows.cli.answers import JSON_OPTION, print_json
+
+
+class ManyValues(click.Command):
+    """A command whose `--layouts` takes all words up to the next option, as a shell's `*` would give them."""
+
+    OPTION = "--layouts"
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        spread: list[str] = []
+        within = False
+        for word in args:
+            if word.startswith("-"):
+                within = word == self.OPTION
+            elif within and spread[-1] != self.OPTION:
+                spread.append(self.OPTION)
+            spread.append(word)
+        return super().parse_args(ctx, spread)
+
+
+@click.command(cls=ManyValues)
+@click.argument("recipe", required=False, type=click.Path(path_type=Path))
+@click.option("--stage", metavar="NAME", help="The train stage to measure.")
+@click.option(
+    "--layouts", multiple=True, metavar="FILE|LAYOUT…", help='Such as "fsdp dp_shard=2" "megatron tp=2", or a file.'
+)
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override, as in stages.sft.steps=100.")
+@click.option("--steps", type=click.IntRange(1), default=20, show_default=True, help="Measured steps of a round.")
+@click.option("--warmup", type=click.IntRange(0), default=5, show_default=True, help="Steps before them.")
+@click.option("--rounds", type=click.IntRange(1), default=2, show_default=True, help="How often each layout is run.")
+@click.option("--experiment", metavar="NAME", help="Compare runs that MLflow has, instead of running any.")
+@click.option("--where", default="", metavar="FILTER", help="Which of them, as MLflow's search says it.")
+@click.option("--allow-mixed", is_flag=True, help="Also runs of different hardware, code or work.")
+@JSON_OPTION
+def compare(
+    recipe: Path | None,
+    stage: str | None,
+    layouts: Sequence[str],
+    overrides: Sequence[str],
+    steps: int,
+    warmup: int,
+    rounds: int,
+    experiment: str | None,
+    where: str,
+    allow_mixed: bool,
+    as_json: bool,
+) -> int:
+    """Run a few steps of a train stage under several layouts, in turns, and compare them.
+
+    With --experiment, compare runs that are in MLflow already.
+    """
+    if experiment and not (recipe or stage or layouts):
+        return _compare_logged(experiment, where, allow_mixed, as_json)
+    if experiment or where or allow_mixed or not (recipe and stage and layouts):
+        raise click.UsageError(
+            "give a RECIPE, its --stage and --layouts, or else --experiment with --where and --allow-mixed"
+        )
+    from flows.compare.run import ComparisonRequest
+
+    names = (str(recipe.absolute()), stage, tuple(layouts), tuple(overrides))
+    return _measure(ComparisonRequest(*names, steps, warmup, rounds), as_json)
+
+
+@click.command()
+@click.option("--experiment", default="llm-lifecycle", show_default=True, metavar="NAME", help="Of MLflow.")
+@click.option("--where", metavar="FILTER", help="Which runs; default: those of this machine.")
+@click.option("--out", type=click.Path(path_type=Path), help="Default: where predictions look for it.")
+@JSON_OPTION
+def calibrate(experiment: str, where: str | None, out: Path | None, as_json: bool) -> None:
+    """Fit the constants that predictions start from to runs of train stages that MLflow has."""
+    from flows.cli.calibrate_run import as_object, as_text, calibrate_hardware
+
+    calibration, path = calibrate_hardware(experiment, where, out)
+    print_json(as_object(calibration, path)) if as_json else click.echo(as_text(calibration, path))
+
+
+def _compare_logged(experiment: str, where: str, allow_mixed: bool, as_json: bool) -> int:
+    from flows.cli.compare_run import compare_logged
+    from flows.compare.table import as_json as rows_as_json
+    from flows.compare.table import as_text
+
+    rows, report = compare_logged(experiment, where, allow_mixed=allow_mixed)
+    if as_json:
+        print_json({"experiment": experiment, "report": str(report), "layouts": rows_as_json(rows)})
+    else:
+        click.echo(f"{as_text(rows)}\n{report}")
+    return 0
+
+
+def _measure(request: Any, as_json: bool) -> int:
+    from flows.cli.compare_run import exit_code, run_comparison
+    from flows.compare.figures import rows_of
+    from flows.compare.table import as_json as rows_as_json
+    from flows.compare.table import as_text
+
+    run = run_comparison(request, stream=sys.stderr if as_json else sys.stdout)
+    record = run.record
+    rows = rows_of(record)
+    if as_json:
+        answer = {"comparison": record.comparison, "state": record.state, "error": record.error}
+        print_json({**answer, "report": str(run.folder.report), "layouts": rows_as_json(rows)})
+    else:
+        click.echo(as_text(rows))
+        click.echo(f"{record.comparison}: {record.state} in {record.seconds:.1f} s {record.error or ''}".rstrip())
+    return exit_code(record)

@@ -1,0 +1,151 @@
+"""`lifecycle doctor`: what this machine has, what is missing, and what to do about it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from flows.home import home
+from flows.machine import gpus, memory_gib, num_cores
+from flows.servers import local as servers
+from stages.errors import LifecycleError
+
+PYTHONS = ((3, 11), (3, 12))
+PIPELINE_PACKAGES = ("torch", "transformers", "datasets", "prefect", "mlflow", "lm_eval", "llmcompressor")
+OPTIONAL_PACKAGES = ("megatron-core",)
+SMALLEST_MEMORY_GIB = 4.0
+SMALLEST_DISK_GIB = 5.0
+SMALLEST_SHARED_MEMORY_GIB = 0.25
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found, and if it is not as it should be, what to do. `missing`: a run cannot work so."""
+
+    subject: str
+    state: Literal["ok", "warning", "missing"]
+    found: str
+    remedy: str | None = None
+
+
+def examine() -> list[Finding]:
+    """Look at everything that a run needs."""
+    checks: tuple[Callable[[], list[Finding]], ...] = (
+        _python,
+        _cores_and_memory,
+        _disk,
+        _shared_memory,
+        _gpus,
+        _pipeline,
+        _vllm,
+        _servers,
+    )
+    return [finding for check in checks for finding in check()]
+
+
+def can_run(findings: list[Finding]) -> bool:
+    """Whether nothing is missing."""
+    return all(finding.state != "missing" for finding in findings)
+
+
+def as_json(findings: list[Finding]) -> dict[str, Any]:
+    """The object that `doctor --json` prints."""
+    return {"can_run": can_run(findings), "findings": [asdict(finding) for finding in findings]}
+
+
+def as_text(findings: list[Finding]) -> str:
+    """A line a finding, with the remedy below."""
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.state:<8} {finding.subject:<14} {finding.found}")
+        if finding.remedy:
+            lines.append(f"{'':<8} {'':<14} → {finding.remedy}")
+    lines.append("a run can work here" if can_run(findings) else "a run cannot work here yet")
+    return "\n".join(lines)
+
+
+def _python() -> list[Finding]:
+    found = f"{sys.version.split()[0]} ({sys.executable})"
+    if sys.version_info[:2] in PYTHONS:
+        return [Finding("python", "ok", found)]
+    return [Finding("python", "missing", found, "install Python 3.11 or 3.12, and create the environments with it")]
+
+
+def _cores_and_memory() -> list[Finding]:
+    available, total = memory_gib()
+    memory = f"{available:.1f} of {total:.1f} GiB available"
+    enough = available >= SMALLEST_MEMORY_GIB
+    remedy = None if enough else f"the quickstart needs up to 6 GiB; free some, at least {SMALLEST_MEMORY_GIB:g} GiB"
+    return [
+        Finding("cores", "ok", str(num_cores())),
+        Finding("memory", "ok" if enough else "warning", memory, remedy),
+    ]
+
+
+def _disk() -> list[Finding]:
+    existing = next(folder for folder in (home(), *home().parents) if folder.exists())
+    free_gib = shutil.disk_usage(existing).free / 2**30
+    found = f"{free_gib:.1f} GiB free in {home()}"
+    if free_gib >= SMALLEST_DISK_GIB:
+        return [Finding("disk", "ok", found)]
+    return [Finding("disk", "warning", found, "`lifecycle gc`, or set LIFECYCLE_HOME to a folder on a larger disk")]
+
+
+def _shared_memory() -> list[Finding]:
+    folder = Path("/dev/shm")  # noqa: S108 (where POSIX shared memory lies)
+    free_gib = shutil.disk_usage(folder).free / 2**30 if folder.exists() else 0.0
+    found = f"{free_gib:.2f} GiB free in {folder}"
+    if free_gib >= SMALLEST_SHARED_MEMORY_GIB:
+        return [Finding("shared memory", "ok", found)]
+    return [Finding("shared memory", "warning", found, "give the container more, as in `docker run --shm-size 1g`")]
+
+
+def _gpus() -> list[Finding]:
+    names = gpus()
+    found = ", ".join(names) if names else "none: everything runs on the CPU"
+    return [Finding("GPUs", "ok", found)]
+
+
+def _pipeline() -> list[Finding]:
+    versions = {package: _version(package) for package in (*PIPELINE_PACKAGES, *OPTIONAL_PACKAGES)}
+    missing = [package for package in PIPELINE_PACKAGES if versions[package] is None]
+    found = ", ".join(f"{package} {version}" for package, version in versions.items() if version)
+    if missing:
+        return [Finding("pipeline", "missing", f"{found}; without {', '.join(missing)}", "make environments")]
+    return [Finding("pipeline", "ok", found)]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _vllm() -> list[Finding]:
+    from stages.serve.vllm_program import find_vllm
+
+    try:
+        program = find_vllm()
+    except LifecycleError as error:
+        return [Finding("vllm", "missing", str(error), "make environments, or set LIFECYCLE_VLLM to the vllm program")]
+    return [Finding("vllm", "ok", f"{program.version} ({program.command})")]
+
+
+def _servers() -> list[Finding]:
+    return [_server(status) for status in servers.status()]
+
+
+def _server(status: servers.ServerStatus) -> Finding:
+    if status.healthy:
+        return Finding(status.name, "ok", f"answers at {status.url}")
+    if status.ours:
+        starter = "lifecycle run" if status.name in servers.NAMED_BY else "lifecycle up"
+        return Finding(status.name, "ok", f"not running; `{starter}` starts it")
+    variable = servers.NAMED_BY[status.name]
+    return Finding(status.name, "missing", f"{status.url} does not answer", f"start it, or unset {variable}")

@@ -1,0 +1,77 @@
+"""`lifecycle layouts`: the fastest layout of a model on a cluster, predicted. Imports only what a command needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from flows.cli.answers import JSON_OPTION, print_json
+
+
+@click.command()
+@click.argument("model", required=False, metavar="[RECIPE|MODEL_CONFIG]")
+@click.option("--stage", metavar="NAME", help="Train stage of the recipe; default: its first.")
+@click.option("--gpus", "num_gpus", type=int, help="How many devices.")
+@click.option("--gpu", default="h100-80gb", show_default=True, metavar="NAME|YAML", help="Which devices.")
+@click.option("--gpus-per-node", type=int, help="Default: as such nodes usually have.")
+@click.option("--seq-len", type=int, help="Tokens of a row; default: the recipe's, else 4096.")
+@click.option("--global-batch-size", type=int, help="Rows of a step; default: the recipe's, else 1024.")
+@click.option("--precision", type=click.Choice(["fp32", "bf16", "fp8"]), help="Default: the recipe's, else bf16.")
+@click.option("--lora-rank", type=int, help="Train adapters of this rank only.")
+@click.option("--tokens", type=float, help="Tokens of the whole training; default: the recipe's, if it counts steps.")
+@click.option("--engine", type=click.Choice(["fsdp", "megatron"]), help="Default: both.")
+@click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Layouts to show.")
+@click.option("--explain", metavar="LAYOUT", help='Only this one, in full: "tp=4,pp=2,micro_batch_size=2".')
+@click.option("--predict", type=click.Path(path_type=Path), metavar="CSV", help="Predict the runs of a table instead.")
+@click.option("--out", type=click.Path(path_type=Path), metavar="CSV", help="Where the table with predictions goes.")
+@JSON_OPTION
+def layouts(
+    model: str | None,
+    num_gpus: int | None,
+    explain: str | None,
+    predict: Path | None,
+    out: Path | None,
+    top: int,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Rank all layouts of a model on a cluster by predicted step time, with memory, and say why."""
+    if predict is not None:
+        _predict(predict, out, as_json)
+        return
+    if model is None or num_gpus is None:
+        raise click.UsageError("expected a recipe or config.json, and --gpus (or --predict IN.csv --out OUT.csv)")
+    from flows.cli import layout_table
+    from flows.layout_advice import Inquiry, ask, explained, ranked
+
+    question = ask(model, Inquiry(num_gpus=num_gpus, **options))
+    if explain:
+        one = explained(question, explain)
+        _answer(one, layout_table.explained_as_json, layout_table.explained_as_text, as_json)
+    else:
+        many = ranked(question, top)
+        _answer(many, layout_table.ranked_as_json, layout_table.ranked_as_text, as_json)
+
+
+def _answer(answer: Any, to_json: Callable[[Any], Any], to_text: Callable[[Any], str], as_json: bool) -> None:
+    if as_json:
+        print_json(to_json(answer))
+    else:
+        click.echo(to_text(answer))
+
+
+def _predict(table: Path, out: Path | None, as_json: bool) -> None:
+    from stages.train.planner.predict import predict_table
+
+    if out is None:
+        raise click.UsageError("--predict needs --out OUT.csv")
+    summary = predict_table(table, out)
+    if as_json:
+        print_json({"rows": summary.num_rows, "predicted": summary.num_predicted, "out": str(out)})
+    else:
+        click.echo(f"{summary.num_predicted} of {summary.num_rows} rows predicted → {out}")
+        for assumption, count in summary.assumed:
+            click.echo(f"  assumed {assumption} ({count} rows)")

@@ -1,0 +1,210 @@
+"""Layouts with their predictions, as text for people and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from flows.layout_advice import Explained, Ranked
+from stages.train.planner.explain import describe, near_misses, what_limits
+from stages.train.planner.search import Candidate, Question
+
+FIELDS = (
+    "dp_replicate",
+    "dp_shard",
+    "tp",
+    "pp",
+    "vpp",
+    "cp",
+    "ep",
+    "micro_batch_size",
+    "recompute",
+    "sequence_parallel",
+)
+SECONDS_PER_DAY = 86400
+COLUMNS = {
+    "engine": "engine",
+    "dp_replicate": "dpr",
+    "dp_shard": "dps",
+    "tp": "tp",
+    "pp": "pp",
+    "vpp": "vpp",
+    "cp": "cp",
+    "ep": "ep",
+    "micro_batch_size": "mbs",
+    "recompute": "recompute",
+}
+"""Field → heading."""
+MEMORY_GROUPS = {
+    "states": ("weights", "gradients", "optimizer"),
+    "activ.": ("activations", "workspace"),
+    "logits": ("logits",),
+    "other": ("communication", "runtime"),
+}
+TIME_GROUPS = {
+    "compute": ("compute", "recompute"),
+    "tp+cp+ep": ("tensor_parallel", "context_parallel", "expert_parallel"),
+    "pipeline": ("pipeline_messages", "bubble"),
+    "dp": ("data_parallel",),
+    "adam": ("optimizer",),
+}
+
+
+def row_as_json(candidate: Candidate, question: Question) -> dict[str, Any]:
+    """One layout: the fields that a layout has, and what is predicted of it."""
+    layout = candidate.layout.model_dump()
+    return {
+        "engine": candidate.engine,
+        **{name: layout[name] for name in FIELDS},
+        "reshard_after_forward": layout["reshard_after_forward"],
+        "cpu_offload": layout["cpu_offload"],
+        "memory_gib": candidate.memory.peak_gib,
+        "step_time_s": candidate.time.step_time_s,
+        "tokens_per_s_per_gpu": candidate.time.tokens_per_s_per_gpu,
+        "mfu": candidate.time.mfu,
+        "fits": candidate.fits,
+        "memory_parts_gib": asdict(candidate.memory.worst),
+        "step_time_parts_s": asdict(candidate.time.parts),
+        "bubble_fraction": candidate.time.bubble_fraction,
+        "reference_pass_s": candidate.time.reference_pass_s,
+        **dict(zip(("days", "gpu_hours"), _days_and_gpu_hours(candidate, question), strict=True)),
+    }
+
+
+def ranked_as_json(answer: Ranked) -> dict[str, Any]:
+    """All that the text says."""
+    best = answer.result.best
+    return {
+        **_asked(answer.question),
+        "num_legal": answer.result.num_legal,
+        "num_fitting": len(answer.result.fitting),
+        "layouts": [row_as_json(candidate, answer.question) for candidate in answer.shown],
+        "why": what_limits(best) if best else None,
+        "near_misses": near_misses(answer.result),
+    }
+
+
+def ranked_as_text(answer: Ranked) -> str:
+    """A table with a line a layout, then why."""
+    best, question = answer.result.best, answer.question
+    lines = [_headline(question), *_table(answer.shown, question), ""]
+    if best is None:
+        lines.append(f"nothing fits into {answer.shown[0].available_gib:.1f} GiB; the nearest are shown" if answer.shown
+                     else "nothing fits, by far")  # fmt: skip
+    else:
+        lines += [f"why: {what_limits(best)}", _duration(best, question)]
+    return "\n".join([*lines, "near misses:", *(f"  {miss}" for miss in near_misses(answer.result))])
+
+
+def explained_as_json(answer: Explained) -> dict[str, Any]:
+    """One layout, and each pipeline stage's memory."""
+    return {
+        **_asked(answer.question),
+        "layout": row_as_json(answer.candidate, answer.question),
+        "stages_memory_gib": [{**asdict(stage), "total": stage.total} for stage in answer.candidate.memory.stages],
+        "why": what_limits(answer.candidate),
+        "warnings": list(answer.warnings),
+    }
+
+
+def explained_as_text(answer: Explained) -> str:
+    """Parts of memory by pipeline stage, parts of a step, and what to mind."""
+    candidate, question = answer.candidate, answer.question
+    verdict = "fits" if candidate.fits else "does not fit"
+    lines = [
+        _headline(question),
+        f"{describe(candidate)}: {candidate.memory.peak_gib:.1f} of {candidate.available_gib:.1f} GiB, {verdict}",
+        "memory of a rank, GiB:",
+        *_stages(candidate),
+        f"step: {candidate.time.step_time_s:.3g} s, {candidate.time.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, "
+        f"MFU {candidate.time.mfu:.1%}",
+        *(
+            f"  {name.replace('_', ' '):<18} {value:9.3f} s"
+            for name, value in asdict(candidate.time.parts).items()
+            if value
+        ),
+        f"why: {what_limits(candidate)}",
+        _duration(candidate, question),
+    ]
+    return "\n".join([*lines, *(f"mind: {warning}" for warning in answer.warnings)])
+
+
+def _asked(question: Question) -> dict[str, Any]:
+    workload = question.workload
+    return {
+        "parameters": question.shape.num_parameters,
+        "gpu": question.hardware.name,
+        "gpus": question.num_gpus,
+        "gpus_per_node": question.hardware.gpus_per_node,
+        "sequence_length": workload.sequence_length,
+        "global_batch_size": workload.global_batch_size,
+        "precision": workload.precision,
+    }
+
+
+def _headline(question: Question) -> str:
+    workload = question.workload
+    return (
+        f"{_count(question.shape.num_parameters)} parameters on {question.num_gpus} × {question.hardware.name}, "
+        f"{workload.global_batch_size:,} rows of {workload.sequence_length:,} tokens a step, {workload.precision}"
+    )
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.1f}B" if number >= 1e9 else f"{number / 1e6:.1f}M"
+
+
+def _table(candidates: Sequence[Candidate], question: Question) -> list[str]:
+    figures = ("GiB", *MEMORY_GROUPS, "step s", *TIME_GROUPS, "tok/s/GPU", "MFU")
+    figures += ("days", "GPU-hours") if question.workload.total_tokens else ()
+    rows = [(*COLUMNS.values(), *figures), *(_cells(candidate, question) for candidate in candidates)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _cells(candidate: Candidate, question: Question) -> tuple[str, ...]:
+    layout = {"engine": candidate.engine, **candidate.layout.model_dump()}
+    if layout["cpu_offload"]:
+        layout["recompute"] += "+offload"
+    memory, parts = asdict(candidate.memory.worst), asdict(candidate.time.parts)
+    days, gpu_hours = _days_and_gpu_hours(candidate, question)
+    return (
+        *(str(layout[name]) for name in COLUMNS),
+        f"{candidate.memory.peak_gib:.1f}",
+        *(f"{sum(memory[name] for name in names):.1f}" for names in MEMORY_GROUPS.values()),
+        f"{candidate.time.step_time_s:.3g}",
+        *(f"{sum(parts[name] for name in names):.2f}" for names in TIME_GROUPS.values()),
+        f"{candidate.time.tokens_per_s_per_gpu:,.0f}",
+        f"{candidate.time.mfu:.1%}",
+        *(() if days is None else (f"{days:.3g}", f"{gpu_hours:,.0f}")),
+    )
+
+
+def _stages(candidate: Candidate) -> list[str]:
+    stages = candidate.memory.stages
+    shown = stages if len(stages) <= 8 else (*stages[:3], *stages[-2:])
+    rows = [("stage", "total", *(name.replace("_", " ") for name in asdict(stages[0])))]
+    rows += [
+        (str(stages.index(stage)), *(f"{value:.1f}" for value in (stage.total, *asdict(stage).values())))
+        for stage in shown
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _duration(candidate: Candidate, question: Question) -> str:
+    days, gpu_hours = _days_and_gpu_hours(candidate, question)
+    if days is None:
+        return "days: unknown; the recipe does not say how many tokens (give --tokens)"
+    return f"{question.workload.total_tokens:.3g} tokens: {days:.3g} days, {gpu_hours:,.0f} GPU-hours"
+
+
+def _days_and_gpu_hours(candidate: Candidate, question: Question) -> tuple[float | None, float | None]:
+    """Of all steps, and with DPO the reference pass before them."""
+    tokens = question.workload.total_tokens
+    if tokens is None:
+        return None, None
+    steps = tokens / question.workload.tokens_per_step
+    days = steps * (candidate.time.step_time_s + candidate.time.reference_pass_s) / SECONDS_PER_DAY
+    return days, days * 24 * question.num_gpus

@@ -1,0 +1,169 @@
+"""Views of a refresh while it runs: a live table on a terminal, plain lines in a pipe.
+
+A view is a thread that reads the refresh's record and what the running stages write; it changes nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, TextIO
+
+from flows.cli.feed import StageFeed
+from flows.history import RefreshRecord, StageEntry
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+INTERVAL_S = 0.25
+STATE_STYLES = {"running": "bold cyan", "built": "green", "cached": "blue", "failed": "bold red", "waiting": "dim"}
+ENDED = ("built", "cached", "failed")
+SHOWN_METRICS = 3
+
+
+class View(ABC):
+    """Shows a refresh from `with` to its end. read: returns the record as it is now."""
+
+    def __init__(self, read: Callable[[], RefreshRecord]):
+        self._read = read
+        self._states: dict[str, str] = {}
+        self._feeds: dict[str, StageFeed] = {}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True, name="view")
+
+    def __enter__(self) -> View:
+        self._thread.start()
+        return self
+
+    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    @abstractmethod
+    def line(self, text: str) -> None:
+        """Show something that stays."""
+
+    @abstractmethod
+    def show(self, record: RefreshRecord) -> None:
+        """Show how far everything is, in place of what was shown before."""
+
+    def _follow(self) -> None:
+        while not self._ended.wait(INTERVAL_S):
+            self._look()
+        self._look()
+
+    def _look(self) -> None:
+        record = self._read()
+        for name, entry in record.stages.items():
+            if entry.work and name not in self._feeds:
+                self._feeds[name] = StageFeed(entry.work)
+            if name in self._feeds:
+                for message in self._feeds[name].news():
+                    self.line(f"{name:<16} {message}")
+            if self._states.get(name, "waiting") != entry.state:
+                self._states[name] = entry.state
+                if entry.state in ENDED or entry.state == "running":
+                    self.line(f"{name:<16} {summary(entry)}")
+        self.show(record)
+
+
+class PlainView(View):
+    """Lines: what begins, what ends, milestones; not a line a step."""
+
+    def __init__(self, read: Callable[[], RefreshRecord], stream: TextIO):
+        super().__init__(read)
+        self._stream = stream
+
+    def line(self, text: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')} {text}", file=self._stream, flush=True)
+
+    def show(self, record: RefreshRecord) -> None:
+        """A pipe gets nothing but what stays."""
+
+
+class TerminalView(View):
+    """A table that is drawn anew, below the lines that stay."""
+
+    def __init__(self, read: Callable[[], RefreshRecord], console: Console):
+        from rich.live import Live
+
+        super().__init__(read)
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False, transient=False)
+
+    def __enter__(self) -> View:
+        self._live.start()
+        return super().__enter__()
+
+    def __exit__(self, *details: object) -> None:
+        super().__exit__(None, None, None)
+        self._live.stop()
+
+    def line(self, text: str) -> None:
+        self._console.print(text, style="dim", markup=False, highlight=False)
+
+    def show(self, record: RefreshRecord) -> None:
+        self._live.update(stage_table(record, self._feeds), refresh=True)
+
+
+def stage_table(record: RefreshRecord, feeds: dict[str, StageFeed]) -> Table:
+    """Stages, states, progress with the time left, figures."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=record.refresh, title_justify="left", box=None, pad_edge=False)
+    for heading in ("stage", "kind", "state", "progress", ""):
+        table.add_column(heading, no_wrap=heading != "")
+    for name, entry in record.stages.items():
+        feed = feeds.get(name) if entry.state == "running" else None
+        progress = progress_text(feed) if feed else seconds_text(entry)
+        figures = feed.figures if feed else headline(entry)
+        table.add_row(
+            name,
+            entry.kind,
+            Text(entry.state, style=STATE_STYLES.get(entry.state, "")),
+            progress,
+            figures_text(figures),
+        )
+    return table
+
+
+def summary(entry: StageEntry) -> str:
+    """One line on a stage's state."""
+    if entry.state == "running":
+        return f"running  ({entry.reason})" if entry.reason else "running"
+    if entry.state == "failed":
+        return f"failed after {entry.seconds:.1f} s: {entry.error_class}: {entry.error}"
+    return f"{entry.state:<8} {seconds_text(entry):>9}  {figures_text(headline(entry))}".rstrip()
+
+
+def headline(entry: StageEntry) -> dict[str, float]:
+    """The first few of a stage's figures."""
+    shown = [(name, value) for name, value in entry.metrics.items() if not name.endswith("_stderr")]
+    return dict(shown[:SHOWN_METRICS])
+
+
+def figures_text(figures: dict[str, float]) -> str:
+    """`loss 0.0123  tokens_per_s 8,012`."""
+    texts = {name: f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}" for name, value in figures.items()}
+    return "  ".join(f"{name} {text}" for name, text in texts.items())
+
+
+def seconds_text(entry: StageEntry) -> str:
+    """How long it took; nothing while it runs."""
+    return f"{entry.seconds:.1f} s" if entry.state in ENDED else ""
+
+
+def progress_text(feed: StageFeed) -> str:
+    """`120/600 steps, 0:45 left`."""
+    if feed.done is None or feed.total is None:
+        return ""
+    text = f"{feed.done:g}/{feed.total:g} {feed.unit}".rstrip()
+    if feed.eta_s is None:
+        return text
+    minutes, seconds = divmod(round(feed.eta_s), 60)
+    return f"{text}, {minutes}:{seconds:02d} left"

@@ -1,0 +1,142 @@
+"""`lifecycle …`: reads the command line, leaves the work to the modules beside it, answers with text or JSON.
+
+Everything beyond click is imported by the command that needs it, so that `lifecycle --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from flows.cli.answers import JSON_OPTION, print_json
+from flows.cli.compare_commands import calibrate, compare
+from flows.cli.layout_commands import layouts
+from flows.cli.model_commands import champion, rollback
+from flows.cli.notify_commands import notify
+from flows.cli.refresh_commands import retry, runs
+from flows.cli.render_command import render
+from flows.cli.schedule_commands import schedule, schedules
+from flows.cli.server_commands import doctor, down, status, up
+from flows.cli.store_commands import adopt, gc, serve, show, verify
+from stages.errors import INTERNAL_ERROR, USAGE_ERROR, LifecycleError, RefreshStoppedError, error_classes
+
+RECIPE = click.argument("recipe", type=click.Path(path_type=Path))
+SET_OPTION = click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override, as in stages.sft.learning_rate=1e-4."
+)
+UNTIL_OPTION = click.option("--until", metavar="STAGE", help="Only this stage and what it stands on.")
+FORCE_OPTION = click.option("--force", multiple=True, metavar="STAGE", help="Build it although it is cached.")
+
+
+def _exit_codes() -> str:
+    """One line an error class, for the help text."""
+    codes = {error.exit_code: name for name, error in error_classes().items() if error is not LifecycleError}
+    codes |= {0: "success", USAGE_ERROR: "wrong command line", INTERNAL_ERROR: "a bug of ours"}
+    return "\n".join(["\b", "Exit codes:", *(f"  {code:>2}  {codes[code]}" for code in sorted(codes))])
+
+
+@click.group(epilog=_exit_codes(), context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="llm-lifecycle")
+def cli() -> None:
+    """Refresh language models: one recipe from download to evaluation, every stage cached and tracked."""
+
+
+@cli.command()
+@RECIPE
+@SET_OPTION
+@UNTIL_OPTION
+@FORCE_OPTION
+@JSON_OPTION
+def run(recipe: Path, overrides: Sequence[str], until: str | None, force: Sequence[str], as_json: bool) -> int:
+    """Run a recipe; stages that are built already are reused."""
+    from flows.refresh_run import RefreshRequest
+
+    return _run(RefreshRequest(str(recipe.absolute()), tuple(overrides), until, tuple(force)), as_json)
+
+
+@cli.command()
+@RECIPE
+@click.option("--stage", required=True, metavar="NAME", help="The stage to build anew.")
+@SET_OPTION
+@JSON_OPTION
+def rerun(recipe: Path, stage: str, overrides: Sequence[str], as_json: bool) -> int:
+    """Build a stage anew, and what depends on it; all else is reused."""
+    from flows.recipe.recipe import load_recipe
+    from flows.refresh_run import RefreshRequest
+
+    loaded = load_recipe(recipe, overrides)
+    force = (stage, *loaded.dependents_of(stage)) if stage in loaded.stages else (stage,)
+    return _run(RefreshRequest(str(recipe.absolute()), tuple(overrides), None, force), as_json)
+
+
+def _run(request: Any, as_json: bool) -> int:
+    from flows.cli import run_command
+
+    return run_command.answer(run_command.run_refresh(request, quiet=as_json), as_json)
+
+
+@cli.command()
+@RECIPE
+@SET_OPTION
+@UNTIL_OPTION
+@FORCE_OPTION
+@JSON_OPTION
+def plan(recipe: Path, overrides: Sequence[str], until: str | None, force: Sequence[str], as_json: bool) -> None:
+    """Say what `run` would do: per stage cached or run, why, and what differs from the nearest earlier version."""
+    from flows.cli import show as shown
+    from flows.refresh_run import RefreshRequest, make_plan
+
+    made = make_plan(RefreshRequest(str(recipe.absolute()), tuple(overrides), until, tuple(force)))
+    if as_json:
+        print_json({**shown.plan_as_json(made.plan), "notes": list(made.notes)})
+    else:
+        click.echo("\n".join([shown.plan_as_text(made.plan), *made.notes]))
+
+
+@cli.command()
+def schema() -> None:
+    """Print the JSON schema of recipes, for editors."""
+    from flows.recipe.recipe import json_schema
+
+    print_json(json_schema())
+
+
+COMMANDS = (
+    *(retry, runs, compare, calibrate, layouts, show, adopt, verify, gc, serve, champion, rollback),
+    *(schedule, schedules, notify, render, up, down, status, doctor),
+)
+for command in COMMANDS:
+    cli.add_command(command)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of `lifecycle`: exits with the code of the error class; no user's mistake shows a traceback."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    os.umask(0o077)  # stores, logs and databases are their owner's
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what Ctrl-C cleans up, SIGTERM does too
+    try:
+        code = cli.main(list(arguments), prog_name="lifecycle", standalone_mode=False)
+    except click.ClickException as error:
+        code = _fail("UsageError", error.format_message(), USAGE_ERROR, arguments)
+    except LifecycleError as error:
+        code = _fail(type(error).__name__, str(error), error.exit_code, arguments)
+    except (KeyboardInterrupt, click.Abort):
+        code = _fail("RefreshStoppedError", "stopped", RefreshStoppedError.exit_code, arguments)
+    except Exception as error:
+        traceback.print_exc()
+        code = _fail(type(error).__name__, f"this is a bug of ours: {error}", INTERNAL_ERROR, arguments)
+    sys.exit(code or 0)
+
+
+def _fail(error_class: str, message: str, code: int, arguments: Sequence[str]) -> int:
+    click.echo(f"{error_class}: {message}", err=True)
+    if "--json" in arguments:
+        print_json({"error": message, "error_class": error_class, "exit_code": code})
+    return code

@@ -1,0 +1,55 @@
+"""`lifecycle champion` and `rollback`: what concerns registered models. Imports only what a command needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from flows.cli.answers import JSON_OPTION, print_json
+
+
+@click.command()
+@click.argument("name")
+@JSON_OPTION
+def champion(name: str, as_json: bool) -> None:
+    """Who is champion of a registered model, where it is, and whom a rollback would bring back."""
+    from flows import champions
+
+    registry = champions.connect()
+    _show(registry, champions.find(registry, name, "champion"), as_json)
+
+
+@click.command()
+@click.argument("name")
+@JSON_OPTION
+def rollback(name: str, as_json: bool) -> None:
+    """Make the previous champion champion again; a second rollback takes the first one back."""
+    from flows import champions
+    from flows.registrations import only_one
+
+    registry = champions.connect()
+    with only_one(name):
+        restored = registry.rollback(name)
+    _show(registry, restored, as_json)
+
+
+def _show(registry: Any, version: Any, as_json: bool) -> None:
+    from flows import champions
+
+    previous = registry.find(version.name, "previous")
+    folder = champions.artifact_of(version, version.registration.model).folder
+    if as_json:
+        print_json(
+            {
+                "name": version.name,
+                "version": version.number,
+                "model": version.registration.model,
+                "folder": str(folder),
+                "evaluations": version.registration.evaluations,
+                "previous": previous.number if previous else None,
+            }
+        )
+        return
+    click.echo(f"{version.name}: version {version.number} is champion: {version.registration.model} in {folder}")
+    click.echo(f"previous: version {previous.number}, {previous.registration.model}" if previous else "previous: none")

@@ -1,0 +1,63 @@
+"""`lifecycle notify`: who is told how refreshes end. Imports only what a command needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from flows.cli.answers import JSON_OPTION, print_json
+
+CHANNELS = click.Choice(["webhook", "slack", "email"])
+OCCASIONS = ["failed", "not-promoted", "promoted"]
+
+
+@click.group()
+def notify() -> None:
+    """Tell a webhook, Slack, or somebody by e-mail how refreshes end."""
+
+
+@notify.command()
+@click.argument("channel", type=CHANNELS)
+@click.option("--url-from", required=True, metavar="VARIABLE", help="Environment variable that holds the address.")
+@click.option("--on", "occasions", multiple=True, type=click.Choice(OCCASIONS), help="When; default: always.")
+@JSON_OPTION
+def add(channel: Any, url_from: str, occasions: Sequence[Any], as_json: bool) -> None:
+    """Tell a channel when a refresh failed, or when its model was promoted or not. Replaces what it was told before."""
+    flows = _notifications()
+    _show([flows.notify(channel, url_from, occasions or OCCASIONS)], as_json)
+
+
+@notify.command("list")
+@JSON_OPTION
+def list_notifications(as_json: bool) -> None:
+    """List who is told of what."""
+    _show(_notifications().notifications(), as_json)
+
+
+@notify.command()
+@click.argument("channel", type=CHANNELS)
+@JSON_OPTION
+def remove(channel: str, as_json: bool) -> None:
+    """Tell a channel nothing any more."""
+    _notifications().remove(channel)
+    print_json({"removed": channel}) if as_json else click.echo(f"{channel} is told nothing any more")
+
+
+def _notifications() -> Any:
+    """The module, once Prefect's client knows where its server is."""
+    from flows.cli import run_command
+
+    run_command.ready_servers()
+    from flows import notifications
+
+    return notifications
+
+
+def _show(found: Sequence[Any], as_json: bool) -> None:
+    if as_json:
+        print_json({"notifications": [asdict(one) for one in found]})
+    else:
+        click.echo("\n".join(f"{one.channel:<8} {', '.join(one.occasions)}" for one in found) or "nobody is told")

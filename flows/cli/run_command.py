@@ -1,0 +1,170 @@
+"""`lifecycle run` and `rerun`: plan, servers, the Prefect flow, and what is said of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import click
+
+from flows.cli.answers import print_json
+from flows.cli.live import PlainView, TerminalView, View
+from flows.cli.show import find_refresh
+from flows.history import RefreshRecord, close_interrupted, refreshes
+from flows.home import home
+from flows.launch import choice
+from flows.recipe.text import closest
+from flows.refresh_run import RefreshRequest, RefreshRun, make_plan, retry_of
+from flows.runner import Launcher
+from flows.servers import local as servers
+from flows.verdicts import verdict_tables
+from stages.errors import INTERNAL_ERROR, NotPromotedError, RefreshStoppedError, ServerError, StoreError, error_classes
+
+PREFECT_SETTINGS = {
+    # Milestones go to Prefect's server; on stdout and stderr, this process shows its own lines.
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+    "PREFECT_INTERNAL_LOGGING_LEVEL": "CRITICAL",
+    # A server that dies during a refresh holds up its end by 6 s instead of 62 s.
+    "PREFECT_CLIENT_MAX_RETRIES": "2",
+}
+"""Read by Prefect when it is imported."""
+
+
+def run_refresh(
+    request: RefreshRequest, *, quiet: bool, retried: RefreshRecord | None = None, launch: Launcher = choice.start
+) -> RefreshRecord:
+    """Run a refresh to its end; `quiet` keeps stdout free (all that is said goes to stderr).
+
+    retried: the refresh that goes on; default: a new one.
+    Raises what keeps a refresh from starting: a bad recipe, servers that do not answer. What goes wrong later is in
+    the record.
+    """
+    planned = make_plan(request)
+    for note in planned.notes:
+        print(note, file=sys.stderr)
+    endpoints = ready_servers()
+    run = RefreshRun(planned, retried.refresh if retried else None, launch=launch)
+    run.tracker.start(endpoints.environment())
+    with view_of(run, quiet):
+        try:
+            _run_flow(request, run, retried)
+        finally:
+            run.finish()
+    return run.record
+
+
+def retry_refresh(name: str | None, *, quiet: bool, launch: Launcher = choice.start) -> RefreshRecord:
+    """Go on with a refresh that failed, was cancelled or killed (default: the latest), in the same record.
+
+    Raises `StoreError` when there is nothing to go on with, and what `run_refresh` raises.
+    """
+    record = _to_retry(name)
+    return run_refresh(retry_of(record), quiet=quiet, retried=record, launch=launch)
+
+
+def _to_retry(name: str | None) -> RefreshRecord:
+    close_interrupted()
+    known = [folder.path.name for folder in refreshes()]
+    folder = find_refresh(name or "") if name else next(refreshes(), None)
+    if folder is None:
+        raise StoreError(f"retrying {name or 'the latest refresh'}: there is none{closest(name or '', known[:20])}")
+    record = folder.read()
+    if record.state in ("running", "completed"):
+        raise StoreError(f"retrying {record.refresh}: it is {record.state}, expected one that failed or was stopped")
+    return record
+
+
+def ready_servers(*, worker: bool = False) -> servers.Endpoints:
+    """Start the local servers unless others are named; from here on Prefect and MLflow clients find them.
+
+    To be called before Prefect is imported. Raises `ServerError`.
+    """
+    if any(status.ours and not status.healthy and status.name in servers.NAMED_BY for status in servers.status()):
+        print("starting the local Prefect and MLflow servers (stop them with `lifecycle down`)", file=sys.stderr)
+    endpoints = servers.up(worker=worker)
+    for status in servers.status():
+        if status.url:
+            print(f"{status.name}: {status.url}", file=sys.stderr)
+    os.environ.update(endpoints.environment())
+    for name, value in PREFECT_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    if "prefect" in endpoints.local:
+        os.environ.setdefault("PREFECT_HOME", str(home() / "prefect"))
+    return endpoints
+
+
+def _run_flow(request: RefreshRequest, run: RefreshRun, retried: RefreshRecord | None) -> None:
+    from prefect.flow_engine import run_flow
+
+    from flows.flow_runs import begin_again, begin_by_hand
+    from flows.refresh import OPENED_RUN, refresh
+
+    OPENED_RUN.set(run)
+    try:
+        flow_run = begin_again(retried) if retried else None
+        flow_run = flow_run or begin_by_hand(request, run.record.refresh)
+        run_flow(refresh, flow_run=flow_run, parameters=flow_run.parameters, return_type="state")
+    except Exception as error:
+        if run.record.state == "running":
+            raise ServerError(f"Prefect could not run the refresh: {type(error).__name__}: {error}") from error
+        print(f"the Prefect server was not told how the refresh ended: {error}", file=sys.stderr)
+
+
+def view_of(run: RefreshRun, quiet: bool) -> View:
+    """A live table on a terminal, lines elsewhere; on stderr if stdout is to be kept free."""
+    stream = sys.stderr if quiet else sys.stdout
+    if stream.isatty():
+        from rich.console import Console
+
+        return TerminalView(lambda: run.record, Console(file=stream))
+    return PlainView(lambda: run.record, stream)
+
+
+def answer(record: RefreshRecord, as_json: bool) -> int:
+    """Say how a refresh ended; returns the exit code."""
+    if as_json:
+        print_json(to_json(record))
+    else:
+        click.echo(closing_words(record))
+    return exit_code(record)
+
+
+def exit_code(record: RefreshRecord) -> int:
+    """0, or the code of the first failed stage's error class."""
+    if record.state == "completed":
+        return 0
+    if record.state == "not_promoted":
+        return NotPromotedError.exit_code
+    if record.state == "cancelled":
+        return RefreshStoppedError.exit_code
+    failed = [entry for entry in record.stages.values() if entry.state == "failed"]
+    known = error_classes().get(failed[0].error_class or "") if failed else None
+    return known.exit_code if known else INTERNAL_ERROR
+
+
+def to_json(record: RefreshRecord) -> dict[str, Any]:
+    """The object that `--json` prints."""
+    stages = {
+        name: entry.model_dump(
+            mode="json",
+            include={"kind", "version", "state", "seconds", "artifact", "mlflow_run_id", "metrics", "verdict", "error"},
+        )
+        for name, entry in record.stages.items()
+    }
+    return {
+        "refresh": record.refresh,
+        "state": record.state,
+        "seconds": record.seconds,
+        "stages": stages,
+        "error": record.error,
+    }
+
+
+def closing_words(record: RefreshRecord) -> str:
+    """How it ended, and where to look."""
+    words = f"{record.refresh}: {record.state.replace('_', ' ')} in {record.seconds:.1f} s"
+    if record.error:
+        words += f" ({record.error})"
+    tables = verdict_tables(record).values() if record.state == "not_promoted" else ()
+    return "\n".join([*tables, words, f"lifecycle show {record.refresh}"])

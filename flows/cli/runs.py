@@ -1,0 +1,81 @@
+"""`lifecycle runs`: tries at building stages, newest first, each with its MLflow run. Needs no server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any
+
+from flows.cli.live import figures_text
+from flows.history import AttemptRecord, RefreshFolder, refreshes
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """One try at building a stage. `outcome` is None while it runs, or when its process died and nobody looked since.
+
+    mlflow_run_id: None when MLflow has not been told of it yet.
+    """
+
+    refresh: str
+    recipe: str
+    stage: str
+    number: int
+    kind: str
+    version: str
+    outcome: str | None
+    started_ms: int
+    seconds: float | None
+    metrics: dict[str, float]
+    mlflow_run_id: str | None
+
+
+def stage_runs(*, recipe: str | None, stage: str | None, limit: int) -> list[StageRun]:
+    """The newest `limit` of them, of all refreshes or of a recipe's, of all stages or of one."""
+    return list(islice(_newest_first(recipe, stage), limit))
+
+
+def as_json(runs: list[StageRun]) -> dict[str, Any]:
+    """The object that `runs --json` prints."""
+    return {"runs": [asdict(run) for run in runs]}
+
+
+def as_text(runs: list[StageRun]) -> str:
+    """A line each."""
+    return "\n".join(_line(run) for run in runs) or "no stage has been run here yet"
+
+
+def _newest_first(recipe: str | None, stage: str | None) -> Iterator[StageRun]:
+    for folder in refreshes():
+        for attempt in reversed(folder.attempts(stage)):
+            if recipe in (None, attempt.tags["recipe"]):
+                yield _stage_run(folder, attempt)
+
+
+def _stage_run(folder: RefreshFolder, attempt: AttemptRecord) -> StageRun:
+    shipped = folder.read_shipped().attempts.get(attempt.key)
+    return StageRun(
+        refresh=folder.path.name,
+        recipe=attempt.tags["recipe"],
+        stage=attempt.stage,
+        number=attempt.number,
+        kind=attempt.tags["kind"],
+        version=attempt.tags["version"],
+        outcome=attempt.outcome,
+        started_ms=attempt.started_ms,
+        seconds=(attempt.ended_ms - attempt.started_ms) / 1000 if attempt.ended_ms else None,
+        metrics=attempt.metrics,
+        mlflow_run_id=shipped.run_id if shipped else None,
+    )
+
+
+def _line(run: StageRun) -> str:
+    began = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started_ms / 1000))
+    took = f"{run.seconds:8.1f} s" if run.seconds is not None else f"{'':10}"
+    name = f"{run.stage} #{run.number}"
+    outcome = run.outcome or "running"
+    figures = figures_text(dict(islice(run.metrics.items(), 3)))
+    told = f"{run.mlflow_run_id or 'not in MLflow yet':32}"
+    return f"{began}  {run.refresh:<36} {name:<24} {outcome:<9} {took}  {told}  {figures}".rstrip()

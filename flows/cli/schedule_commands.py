@@ -1,0 +1,116 @@
+"""`lifecycle schedule` and `schedules`: refreshes at fixed times. Imports only what a command needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from flows.cli.answers import JSON_OPTION, print_json
+
+NAME = click.argument("name", metavar="RECIPE_NAME")
+
+
+@click.command()
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.option("--cron", required=True, metavar="EXPRESSION", help='When, as in "0 3 * * *": every night at three.')
+@click.option("--timezone", default="UTC", show_default=True, help="Time zone of the expression, as in Europe/Berlin.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override, as with `run`.")
+@JSON_OPTION
+def schedule(recipe: Path, cron: str, timezone: str, overrides: Sequence[str], as_json: bool) -> None:
+    """Refresh a recipe at fixed times; the worker, which this starts, runs it. One schedule a recipe."""
+    from prefect.context import refresh_global_settings_context
+
+    from flows import schedule as plans
+
+    wish = plans.wish(recipe, cron, timezone, tuple(overrides))  # before servers are started for it
+    _reach_servers(worker=True)
+    refresh_global_settings_context()
+    _show([plans.schedule(wish)], as_json)
+
+
+@click.group(invoke_without_command=True)
+@JSON_OPTION
+@click.pass_context
+def schedules(context: click.Context, as_json: bool) -> None:
+    """List, pause, resume and remove schedules; without a subcommand, list them."""
+    if context.invoked_subcommand is None:
+        _list(as_json)
+
+
+@schedules.command("list")
+@JSON_OPTION
+def list_schedules(as_json: bool) -> None:
+    """List the schedules, and when each is due."""
+    _list(as_json)
+
+
+@schedules.command()
+@NAME
+@JSON_OPTION
+def pause(name: str, as_json: bool) -> None:
+    """Keep a schedule, but run nothing until it is resumed."""
+    _set_paused(name, True, as_json)
+
+
+@schedules.command()
+@NAME
+@JSON_OPTION
+def resume(name: str, as_json: bool) -> None:
+    """Go on with a schedule; what was due while it was paused is not made up for."""
+    _set_paused(name, False, as_json)
+
+
+@schedules.command()
+@NAME
+@JSON_OPTION
+def remove(name: str, as_json: bool) -> None:
+    """Remove a schedule. A refresh of it that is running goes on."""
+    _reach_servers()
+    from flows import schedule as plans
+
+    plans.remove(name)
+    print_json({"removed": name}) if as_json else click.echo(f"{name} is no longer scheduled")
+
+
+def _list(as_json: bool) -> None:
+    _reach_servers()
+    from flows import schedule as plans
+
+    _show(plans.schedules(), as_json)
+
+
+def _set_paused(name: str, paused: bool, as_json: bool) -> None:
+    _reach_servers()
+    from flows import schedule as plans
+
+    _show([plans.set_paused(name, paused)], as_json)
+
+
+def _reach_servers(*, worker: bool = False) -> None:
+    """Start what is absent, and tell Prefect's client where its server is, before it is imported."""
+    from flows.cli import run_command
+
+    run_command.ready_servers(worker=worker)
+
+
+def _show(found: Sequence[Any], as_json: bool) -> None:
+    if as_json:
+        print_json({"schedules": [{**asdict(one), "next_due": _time(one, "seconds")} for one in found]})
+        return
+    for one in found:
+        due = "paused" if one.paused else f"next {_time(one, 'minutes') or 'not known yet'}"
+        overrides = f"  {' '.join(one.overrides)}" if one.overrides else ""
+        click.echo(f"{one.name:<20} {one.cron:<14} {one.timezone:<16} {due:<28} {one.recipe}{overrides}")
+    if not found:
+        click.echo('nothing is scheduled; `lifecycle schedule RECIPE --cron "0 3 * * *"` does it')
+
+
+def _time(one: Any, precision: str) -> str | None:
+    """When it is due next, as a clock in its time zone shows it."""
+    from zoneinfo import ZoneInfo
+
+    return one.next_due.astimezone(ZoneInfo(one.timezone)).isoformat(" ", precision) if one.next_due else None

@@ -1,0 +1,71 @@
+"""`lifecycle up`, `down`, `status`, `doctor`: the local servers and the machine. Imports only what a command needs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import click
+
+from flows.cli.answers import JSON_OPTION, print_json
+from stages.errors import ResourceError, ServerError
+
+
+@click.command()
+@JSON_OPTION
+def up(as_json: bool) -> None:
+    """Start the local Prefect and MLflow servers, and the worker that runs scheduled refreshes, unless they run."""
+    from flows.servers import local as servers
+
+    servers.up(worker=True)
+    _show_status(as_json)
+
+
+@click.command()
+@JSON_OPTION
+def down(as_json: bool) -> None:
+    """Stop what `up` or `run` started; a refresh that the worker runs is cancelled, and can be retried later."""
+    from flows.servers import local as servers
+
+    stopped = servers.down()
+    if as_json:
+        print_json({"stopped": stopped})
+    else:
+        click.echo(f"stopped {' and '.join(stopped)}" if stopped else "nothing to stop")
+
+
+@click.command()
+@JSON_OPTION
+@click.pass_context
+def status(context: click.Context, as_json: bool) -> None:
+    """Where the servers are, and whether they answer."""
+    if not _show_status(as_json):
+        context.exit(ServerError.exit_code)
+
+
+@click.command()
+@JSON_OPTION
+@click.pass_context
+def doctor(context: click.Context, as_json: bool) -> None:
+    """What this machine has, what is missing, and what to do."""
+    from flows.cli import doctor as examination
+
+    findings = examination.examine()
+    if as_json:
+        print_json(examination.as_json(findings))
+    else:
+        click.echo(examination.as_text(findings))
+    if not examination.can_run(findings):
+        context.exit(ResourceError.exit_code)
+
+
+def _show_status(as_json: bool) -> bool:
+    """Print where the servers are; returns whether those that are needed answer."""
+    from flows.servers import local as servers
+
+    found = servers.status()
+    if as_json:
+        print_json({one.name: asdict(one) for one in found})
+    else:
+        for one in found:
+            click.echo(f"{one.name:<8} {one.url or 'not running':<30} {'healthy' if one.healthy else 'down'}")
+    return all(one.healthy or not one.needed for one in found)

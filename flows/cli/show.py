@@ -1,0 +1,186 @@
+"""Plans, refreshes and artifacts as text and as JSON. Needs no server: it reads the store and the records."""
+
+from __future__ import annotations
+
+import json
+import time
+from itertools import islice
+from typing import Any
+
+from flows.cli.live import figures_text, headline
+from flows.history import RefreshFolder, RefreshRecord, refreshes
+from flows.plan import Plan
+from flows.recipe.text import closest
+from flows.store.record import Artifact, Index
+from flows.tracking.labels import flatten
+from stages.errors import StoreError
+
+RECENT_REFRESHES = 10
+SHORTEST_PREFIX = 4
+SHOWN_FIELDS = {"refresh", "recipe", "state", "seconds", "started_ms"}
+
+
+def plan_as_json(plan: Plan) -> dict[str, Any]:
+    """The object that `plan --json` prints."""
+    stages = [
+        {
+            "name": stage.name,
+            "kind": stage.kind,
+            "version": stage.version,
+            "action": stage.action,
+            "reason": stage.reason,
+            "differences": [
+                {"field": difference.field, "old": difference.old, "new": difference.new}
+                for difference in stage.differences
+            ],
+        }
+        for stage in plan.stages.values()
+    ]
+    return {"recipe": plan.recipe, "stages": stages}
+
+
+def plan_as_text(plan: Plan) -> str:
+    """A line a stage, and how many will run."""
+    width = max(len(name) for name in plan.stages)
+    lines = [
+        f"{stage.name:<{width}}  {stage.kind:<9} {stage.version}  {stage.action:<6}  {stage.reason}"
+        for stage in plan.stages.values()
+    ]
+    will_run = sum(stage.action == "run" for stage in plan.stages.values())
+    return "\n".join([*lines, f"{will_run} of {len(plan.stages)} stages will run"])
+
+
+def recent_as_json(index: Index) -> dict[str, Any]:
+    """The latest refreshes, and every artifact, newest first."""
+    records = [folder.read() for folder in islice(refreshes(), RECENT_REFRESHES)]
+    return {
+        "refreshes": [
+            record.model_dump(mode="json", include={"refresh", "recipe", "state", "seconds", "started_ms"})
+            for record in records
+        ],
+        "artifacts": [_artifact_line(artifact) for artifact in _newest_first(index)],
+    }
+
+
+def recent_as_text(index: Index) -> str:
+    """The same, a line each."""
+    lines = ["refreshes"]
+    for folder in islice(refreshes(), RECENT_REFRESHES):
+        record = folder.read()
+        lines.append(f"  {record.refresh:<36} {state_of(record):<9} {record.seconds:8.1f} s  {_counts(record)}")
+    lines.append("artifacts")
+    for artifact in _newest_first(index):
+        one = _artifact_line(artifact)
+        lines.append(f"  {one['stage']:<20} {one['kind']:<9} {one['version']}  {one['finished']}  {one['folder']}")
+    return "\n".join(lines)
+
+
+def find_refresh(name: str) -> RefreshFolder | None:
+    """The refresh of this id, or the only one whose id begins so."""
+    found = [folder for folder in refreshes() if folder.path.name.startswith(name)]
+    exact = [folder for folder in found if folder.path.name == name]
+    return exact[0] if exact else found[0] if len(found) == 1 else None
+
+
+def find_artifact(index: Index, name: str) -> Artifact:
+    """By version (or its first digits), by STAGE-VERSION, or by stage: the newest of that name.
+
+    Raises `StoreError` when there is none, or several versions begin so.
+    """
+    newest = _newest_first(index)
+    by_stage = [one for one in newest if name in (one.record.stage, one.folder.name)]
+    if by_stage:
+        return by_stage[0]
+    by_version = [one for one in newest if len(name) >= SHORTEST_PREFIX and one.record.version.startswith(name)]
+    if len(by_version) == 1:
+        return by_version[0]
+    if by_version:
+        found = ", ".join(one.folder.name for one in by_version)
+        raise StoreError(f"looking for `{name}`: the versions of {found} begin so; give more digits")
+    known = {one.record.stage for one in newest} | {folder.path.name for folder in refreshes()}
+    raise StoreError(
+        f"looking for `{name}`: no artifact or refresh is called so, nor does one version{closest(name, known)}; "
+        "`lifecycle show` lists them"
+    )
+
+
+def refresh_as_text(record: RefreshRecord) -> str:
+    """A refresh and its stages."""
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.started_ms / 1000))
+    lines = [
+        f"{record.refresh}: {state_of(record)}, began {began}, {record.seconds:.1f} s",
+        f"recipe {record.recipe_path} {' '.join(record.overrides)}".rstrip(),
+        f"on {record.hardware}, commit {record.git_commit or 'unknown'}",
+    ]
+    for name, entry in record.stages.items():
+        figures = figures_text(headline(entry))
+        lines.append(
+            f"  {name:<20} {entry.kind:<9} {entry.version}  {entry.state:<8} {entry.seconds:8.1f} s  {figures}".rstrip()
+        )
+        if entry.error:
+            lines.append(f"    {entry.error_class or 'error'}: {entry.error}")
+    return "\n".join(lines)
+
+
+def artifact_as_json(artifact: Artifact) -> dict[str, Any]:
+    """The record, and where it is."""
+    return {"folder": str(artifact.folder), **artifact.record.model_dump(mode="json")}
+
+
+def artifact_as_text(artifact: Artifact) -> str:
+    """What it is, what it was built from, what came out."""
+    record = artifact.record
+    lines = [
+        f"{record.stage} {record.version} ({record.kind}, a {record.product}), recipe {record.recipe}",
+        f"in {artifact.folder}",
+        f"built {record.finished:%Y-%m-%d %H:%M} UTC in {record.seconds:.1f} s",
+        f"by commit {record.git_commit or 'unknown'}",
+        f"MLflow run {record.mlflow_run_id or 'unknown'}",
+        *(f"DAMAGED: {damage}" for damage in artifact.damage),
+        "built from",
+        *(f"  {field}: {entry.stage} {entry.version}" for field, entry in record.upstream.items()),
+        "identity",
+        *(f"  {name}: {value}" for name, value in flatten(_config(artifact)).items()),
+        "metrics",
+        *(f"  {name}: {value:.6g}" for name, value in record.metrics.items()),
+    ]
+    return "\n".join(lines)
+
+
+def serve_arguments(artifact: Artifact) -> list[str]:
+    """Model folder, name and settings for `python -m stages.serve`."""
+    if artifact.record.product == "model":
+        return [str(artifact.folder / "model"), "--name", artifact.record.stage]
+    launch = json.loads((artifact.folder / "launch.json").read_text())
+    return [launch["model"], "--name", launch["served_name"], "--serving", json.dumps(launch["serving"])]
+
+
+def state_of(record: RefreshRecord) -> str:
+    """The state; a refresh whose process died did not say itself that it failed."""
+    return "killed" if record.interrupted else record.state
+
+
+def _config(artifact: Artifact) -> dict[str, Any]:
+    config = artifact.record.identity.get("config")
+    return dict(config) if isinstance(config, dict) else {}
+
+
+def _counts(record: RefreshRecord) -> str:
+    states = [entry.state for entry in record.stages.values()]
+    return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+
+
+def _newest_first(index: Index) -> list[Artifact]:
+    return sorted(index.artifacts, key=lambda one: one.record.finished, reverse=True)
+
+
+def _artifact_line(artifact: Artifact) -> dict[str, Any]:
+    record = artifact.record
+    return {
+        "stage": record.stage,
+        "kind": record.kind,
+        "version": record.version,
+        "finished": f"{record.finished:%Y-%m-%d %H:%M}",
+        "folder": str(artifact.folder),
+        "damage": list(artifact.damage),
+    }

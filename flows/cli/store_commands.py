@@ -1,0 +1,180 @@
+"""`lifecycle show`, `adopt`, `verify`, `gc`, `serve`: what concerns artifacts. Imports only what a command needs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from flows.cli.answers import JSON_OPTION, print_json
+from stages.errors import ModelError, StoreError
+
+
+@click.command()
+@click.argument("name", required=False, metavar="[REFRESH|ARTIFACT]")
+@JSON_OPTION
+def show(name: str | None, as_json: bool) -> None:
+    """Show a refresh by its id, or an artifact by stage or version; without a name, what there is."""
+    from flows.cli import show as shown
+    from flows.home import store_root
+    from flows.store.store import Store
+
+    index = Store(store_root()).index()
+    if name is None:
+        print_json(shown.recent_as_json(index)) if as_json else click.echo(shown.recent_as_text(index))
+    elif folder := shown.find_refresh(name):
+        record = folder.read()
+        print_json(record.model_dump(mode="json")) if as_json else click.echo(shown.refresh_as_text(record))
+    else:
+        artifact = shown.find_artifact(index, name)
+        print_json(shown.artifact_as_json(artifact)) if as_json else click.echo(shown.artifact_as_text(artifact))
+
+
+@click.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--kind", type=click.Choice(["model", "dataset"]), required=True, help="What lies there.")
+@click.option("--name", required=True, help="Stage name of the artifact.")
+@JSON_OPTION
+def adopt(path: Path, kind: str, name: str, as_json: bool) -> None:
+    """Copy a model or dataset from outside into the store, checked like a download."""
+    from flows import adopt as adoption
+    from flows.home import store_root
+    from flows.store.store import Store
+
+    built = adoption.adopt(Store(store_root()), path, "model" if kind == "model" else "dataset", name, _Silent())
+    if as_json:
+        print_json({"name": name, "version": built.version, "state": built.state, "artifact": str(built.artifact)})
+    else:
+        click.echo(f"{name} {built.version}: {built.state}, in {built.artifact}")
+
+
+@click.command()
+@JSON_OPTION
+def verify(as_json: bool) -> None:
+    """Hash every artifact again, and name what is damaged."""
+    from flows.home import store_root
+    from flows.store import collect
+    from flows.store.store import Store
+
+    verdicts = []
+    for verdict in collect.verify(Store(store_root())):
+        verdicts.append(verdict)
+        if not as_json:
+            click.echo(f"{'whole' if verdict.whole else 'DAMAGED':<8} {verdict.artifact.folder}")
+            for trouble in ("damaged", "missing", "extra"):
+                for file in getattr(verdict, trouble):
+                    click.echo(f"         {trouble}: {file}")
+    bad = [verdict for verdict in verdicts if not verdict.whole]
+    if as_json:
+        print_json(
+            {
+                "verified": len(verdicts),
+                "damaged": [
+                    {
+                        "artifact": str(verdict.artifact.folder),
+                        "damaged": verdict.damaged,
+                        "missing": verdict.missing,
+                        "extra": verdict.extra,
+                    }
+                    for verdict in bad
+                ],
+            }
+        )
+    if bad and not as_json:
+        names = ", ".join(verdict.artifact.record.stage for verdict in bad)
+        raise StoreError(f"{len(bad)} of {len(verdicts)} artifacts are damaged: {names}; --force builds a stage anew")
+    if bad:
+        sys.exit(StoreError.exit_code)
+
+
+@click.command()
+@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@click.option("--older-than-days", type=click.FloatRange(min=0), default=7.0, show_default=True)
+@JSON_OPTION
+def gc(dry_run: bool, older_than_days: float, as_json: bool) -> None:
+    """Remove what nothing needs: superseded artifacts, leftovers, and work and cache not used for long.
+
+    What an alias of a registered model points to is kept.
+    """
+    from flows.champions import kept_versions
+    from flows.home import store_root
+    from flows.store import collect
+    from flows.store.store import Store
+
+    store = Store(store_root())
+    garbage = collect.find_garbage(store, kept_versions(), older_than_days=older_than_days)
+    if not dry_run:
+        garbage = collect.collect(store, garbage)
+    total_mib = sum(one.size_bytes for one in garbage) / 2**20
+    if as_json:
+        items = [{"path": str(one.path), "size_bytes": one.size_bytes, "reason": one.reason} for one in garbage]
+        print_json({"dry_run": dry_run, "garbage": items})
+        return
+    for one in garbage:
+        click.echo(f"{one.size_bytes / 2**20:9.1f} MiB  {one.path}  {one.reason}")
+    click.echo(f"{total_mib:.1f} MiB {'would be' if dry_run else 'were'} freed")
+
+
+@click.command()
+@click.argument("artifact", metavar="ARTIFACT|models:/NAME@ALIAS")
+@click.option("--follow", is_flag=True, help="Go over to a new champion when the alias moves; only with models:/….")
+@click.option("--host", default="127.0.0.1", show_default=True)
+@click.option("--port", type=click.IntRange(1, 65535), help="Default: a free one.")
+def serve(artifact: str, follow: bool, host: str, port: int | None) -> None:
+    """Serve a model with vLLM until Ctrl-C: an artifact, what a serve stage served, or a champion.
+
+    The API key is VLLM_API_KEY, or a new one, which is printed.
+    """
+    if follow:
+        _serve_champions(artifact, host, port)
+        return
+    options = ["--host", host, *(["--port", str(port)] if port else [])]
+    command = [sys.executable, "-m", "stages.serve", *_what_to_serve(artifact), *options]
+    sys.stdout.flush()
+    os.execv(sys.executable, command)  # noqa: S606 (no shell; the server's guardian takes this process's place)
+
+
+def _serve_champions(uri: str, host: str, port: int | None) -> None:
+    from flows import champions
+    from flows.follow import Follower
+
+    name, alias = champions.parse(uri)
+    Follower(champions.connect(), name, alias).serve(host, port)
+
+
+def _what_to_serve(name: str) -> list[str]:
+    """Arguments of `python -m stages.serve`."""
+    from flows import champions
+    from flows.cli import show as shown
+    from flows.home import store_root
+    from flows.store.store import Store
+
+    if name.startswith(champions.URI_PREFIX):
+        version = champions.find(champions.connect(), *champions.parse(name))
+        spec = champions.launch_spec(version)
+        return [str(spec.model), "--name", spec.served_name, "--serving", spec.serving.model_dump_json()]
+    found = shown.find_artifact(Store(store_root()).index(), name)
+    if found.record.product not in ("model", "server"):
+        raise ModelError(f"serving {name}: it is a {found.record.product}, expected a model or a serve stage's")
+    return shown.serve_arguments(found)
+
+
+class _Silent:
+    """An observer of a stage that belongs to no refresh."""
+
+    def waiting(self) -> None:
+        click.echo("waiting: a refresh is building the same artifact", err=True)
+
+    def started(self, attempt: object) -> None:
+        pass
+
+    def tick(self) -> None:
+        pass
+
+    def mlflow_run_id(self) -> None:
+        return None
+
+    def ended(self, outcome: object) -> None:
+        pass

@@ -1,0 +1,181 @@
+"""Runs that MLflow has → the constants that say what this hardware achieves of its data sheet. Pure.
+
+Least squares over the logarithms of predicted over measured step time and memory. A run or two cannot tell all
+constants apart, so each is also held near its built-in value: being off by a factor of e weighs as much as one run that
+is predicted wrongly by that factor (a log-normal prior).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from flows.tracking.logged_runs import LoggedRun
+from stages.train.layout import Layout, describe_layout
+from stages.train.planner.hardware import Hardware
+from stages.train.planner.search import Candidate, Question, estimate
+from stages.train.planner.workload import Engine, Workload
+from stages.train.prediction import shape_from_text, shared_cpu
+
+TIME_CONSTANTS = ("matmul", "attention", "memory", "intra_link", "launch_s")
+MEMORY_CONSTANTS = ("runtime_gib",)
+CONSTANTS = (*TIME_CONSTANTS, *MEMORY_CONSTANTS)
+SHARES = ("matmul", "attention", "memory", "intra_link")
+"""Constants that are shares of a peak, and so at most 1."""
+LATENCY = "intra_node_latency_s"
+WIDEST_FACTOR = 100.0
+FITTED_FROM = ("engine", "layout.dp_shard", "global_batch_size", "data.sequence_length", "precision", "method")
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a run measured, and what the planner has to be told to predict it."""
+
+    run_id: str
+    question: Question
+    """Its hardware is the whole machine; a CPU's is shared by the run's processes when it is asked."""
+    engine: Engine
+    layout: Layout
+    is_cpu: bool
+    step_time_s: float
+    memory_gib: float
+
+    @property
+    def text(self) -> str:
+        """The layout in one line, with the batch."""
+        rows = self.question.workload.global_batch_size
+        return f"{describe_layout(self.engine, self.layout)} ({rows} × {self.question.workload.sequence_length})"
+
+    def predict(self, hardware: Hardware) -> Candidate:
+        """On this hardware."""
+        share = shared_cpu(hardware, self.layout.world_size) if self.is_cpu else hardware
+        candidate = estimate(replace(self.question, hardware=share), self.engine, self.layout)
+        assert candidate is not None, "only with a bound on memory is there no estimate"
+        return candidate
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Hardware with fitted constants."""
+
+    hardware: Hardware
+    start: Hardware
+    observations: tuple[Observation, ...]
+
+    @property
+    def constants(self) -> dict[str, float]:
+        """Constant → fitted value, those of `Efficiency` and the latency of a collective."""
+        return {**{name: getattr(self.hardware.efficiency, name) for name in CONSTANTS}, LATENCY: self.latency_s}
+
+    @property
+    def latency_s(self) -> float:
+        """Of a collective within a node."""
+        return self.hardware.intra_node_latency_s
+
+
+def observations_of(runs: Sequence[LoggedRun], hardware: Hardware) -> list[Observation]:
+    """Finished runs of train stages that tell all that a prediction needs."""
+    return [_observation(run, hardware) for run in runs if _is_usable(run)]
+
+
+def fit(observations: Sequence[Observation], start: Hardware) -> Calibration:
+    """The constants that explain the observations best, near those of `start`."""
+    from scipy.optimize import least_squares
+
+    values = {name: getattr(start.efficiency, name) for name in CONSTANTS} | {LATENCY: start.intra_node_latency_s}
+    names = list(values)
+    widest = math.log(WIDEST_FACTOR)
+    upper = [min(widest, math.log(1 / values[name]) + 1e-9) if name in SHARES else widest for name in names]
+
+    def residuals(logs: Sequence[float]) -> list[float]:
+        hardware = with_constants(
+            start, {name: values[name] * math.exp(log) for name, log in zip(names, logs, strict=True)}
+        )
+        return [*(error for one in observations for error in errors(one, hardware)), *logs]
+
+    found = least_squares(residuals, [0.0] * len(names), bounds=([-widest] * len(names), upper))
+    best = {name: values[name] * math.exp(log) for name, log in zip(names, found.x, strict=True)}
+    return Calibration(with_constants(start, best), start, tuple(observations))
+
+
+def with_constants(hardware: Hardware, values: Mapping[str, float]) -> Hardware:
+    """The hardware with other constants."""
+    efficiency = replace(hardware.efficiency, **{name: values[name] for name in CONSTANTS})
+    return replace(hardware, efficiency=efficiency, intra_node_latency_s=values[LATENCY])
+
+
+def errors(observation: Observation, hardware: Hardware) -> tuple[float, float]:
+    """Logarithms of predicted over measured: of the step time, of the memory."""
+    candidate = observation.predict(hardware)
+    return (
+        math.log(candidate.time.step_time_s / observation.step_time_s),
+        math.log(candidate.memory.peak_gib / observation.memory_gib),
+    )
+
+
+def rank_correlation(calibration: Calibration, hardware: Hardware) -> float:
+    """Spearman's, of predicted and measured step times; NaN for fewer than two runs."""
+    from scipy.stats import spearmanr
+
+    if len(calibration.observations) < 2:
+        return math.nan
+    predicted = [one.predict(hardware).time.step_time_s for one in calibration.observations]
+    return float(spearmanr(predicted, [one.step_time_s for one in calibration.observations]).statistic)
+
+
+def mean_errors(calibration: Calibration, hardware: Hardware) -> tuple[float, float]:
+    """Mean of |predicted / measured - 1|: of the step time, of the memory."""
+    found = [errors(one, hardware) for one in calibration.observations]
+    times, memories = zip(*found, strict=True)
+    return _mean_error(times), _mean_error(memories)
+
+
+def as_yaml(calibration: Calibration, like: str, source: str) -> str:
+    """The hardware file, which says what it was fitted to."""
+    start, fitted = mean_errors(calibration, calibration.start), mean_errors(calibration, calibration.hardware)
+    machine = calibration.hardware
+    lines = [
+        f"# Written by `lifecycle calibrate`: fitted to {len(calibration.observations)} runs of {source}.",
+        f"# Mean error of the step time {start[0]:.0%} → {fitted[0]:.0%}, of memory {start[1]:.0%} → {fitted[1]:.0%}.",
+        f"name: {machine.name}",
+        f"like: {like}",
+        f"bf16_tflops: {machine.bf16_tflops:.4g}",
+        f"fp32_tflops: {machine.fp32_tflops:.4g}",
+        f"memory_gib: {machine.memory_gib:.4g}",
+        f"num_processors: {machine.num_processors}",
+        f"{LATENCY}: {calibration.latency_s:.4g}",
+        "efficiency:",
+        *(f"  {name}: {getattr(machine.efficiency, name):.4g}" for name in CONSTANTS),
+    ]
+    return "\n".join([*lines, ""])
+
+
+def _is_usable(run: LoggedRun) -> bool:
+    measured = run.metrics.get("step_time_s", 0) > 0 and run.metrics.get("peak_memory_gib", 0) > 0
+    return measured and "model_shape" in run.tags and all(name in run.params for name in FITTED_FROM)
+
+
+def _observation(run: LoggedRun, hardware: Hardware) -> Observation:
+    params = run.params
+    fields = {name: params[f"layout.{name}"] for name in Layout.model_fields if f"layout.{name}" in params}
+    layout = Layout.model_validate_strings(fields)
+    workload = Workload(
+        sequence_length=int(params["data.sequence_length"]),
+        global_batch_size=int(params["global_batch_size"]),
+        precision="fp32" if params["precision"] == "fp32" else "bf16",
+        method="dpo" if params["method"] == "dpo" else "sft",
+    )
+    return Observation(
+        run_id=run.run_id,
+        question=Question(shape_from_text(run.tags["model_shape"]), workload, hardware, layout.world_size),
+        engine="fsdp" if params["engine"] == "fsdp" else "megatron",
+        layout=layout,
+        is_cpu=run.tags.get("device") == "cpu",
+        step_time_s=run.metrics["step_time_s"],
+        memory_gib=run.metrics["peak_memory_gib"],
+    )
+
+
+def _mean_error(logs: Sequence[float]) -> float:
+    return sum(abs(math.exp(log) - 1) for log in logs) / len(logs)

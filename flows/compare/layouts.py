@@ -1,0 +1,99 @@
+"""Layouts as one line of text, `fsdp dp_shard=2 micro_batch_size=4` → the stage's config under that layout. Pure.
+
+A line says what a recipe would say under `engine:` and `layout:`; what it leaves out has the default of a layout, not
+the value of the recipe, so that a line means the same for every recipe. It may also say `global_batch_size`, for weak
+scaling. How long a layout takes, and whether the model fits it, is found out by running it.
+"""
+
+from __future__ import annotations
+
+import json
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from flows.recipe.text import closest, parse_yaml, show
+from stages.errors import RecipeError
+from stages.train.config import TrainConfig
+from stages.train.layout import Layout, describe_layout
+
+BATCH_FIELD = "global_batch_size"
+ENGINES = typing.get_args(TrainConfig.model_fields["engine"].annotation)
+KEYS = (*Layout.model_fields, BATCH_FIELD)
+
+
+def read_layouts(texts: Sequence[str], stage: TrainConfig) -> list[TrainConfig]:
+    """The stage's config under each layout; a text is a layout, or a file with a layout a line (`#` begins a comment).
+
+    Raises RecipeError that lists every bad layout, with what was found, what is allowed, and the closest key.
+    """
+    lines = [line for text in texts for line in _lines(text)]
+    configs: list[TrainConfig] = []
+    problems: list[str] = []
+    for line in lines:
+        found = [*_key_problems(line)]
+        try:
+            configs += [] if found else [_with_layout(stage, line)]
+        except ValidationError as error:
+            found = [_sentence(details) for details in error.errors()]
+        problems += [f"{line}: {problem}" for problem in found]
+    problems += [] if problems else _repeated(configs)
+    if problems or not lines:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        found_text = f"the layouts have {count}:" if lines else "there is no layout; expected such as `fsdp dp_shard=2`"
+        raise RecipeError("\n".join([found_text, *(f"  {problem}" for problem in problems)]))
+    return configs
+
+
+def text_of(config: TrainConfig, recipe_batch: int) -> str:
+    """The line that `read_layouts` reads as this layout; the batch is named when it is not the recipe's."""
+    text = describe_layout(config.engine, config.layout)
+    batch = config.global_batch_size
+    return text if batch == recipe_batch else f"{text} {BATCH_FIELD}={batch}"
+
+
+def _lines(text: str) -> Iterator[str]:
+    if "=" in text or not Path(text).is_file():
+        yield text.strip()
+        return
+    for line in Path(text).read_text(encoding="utf-8").splitlines():
+        layout = line.partition("#")[0].strip()
+        if layout:
+            yield layout
+
+
+def _key_problems(line: str) -> Iterator[str]:
+    engine, *pairs = line.split() or [""]
+    if engine not in ENGINES:
+        yield f"found `{engine}`, which is no engine and no file{closest(engine, ENGINES)}"
+    keys = [pair.partition("=")[0] for pair in pairs]
+    for pair, key in zip(pairs, keys, strict=True):
+        if key not in KEYS:
+            yield f"unknown key `{key}`{closest(key, KEYS)}"
+        elif not pair.partition("=")[2]:
+            yield f"found `{pair}`, expected KEY=VALUE, such as dp_shard=2"
+    yield from (f"`{key}` is said twice" for key in KEYS if keys.count(key) > 1)
+
+
+def _with_layout(stage: TrainConfig, line: str) -> TrainConfig:
+    engine, *pairs = line.split()
+    values = {key: parse_yaml(text) for key, _, text in (pair.partition("=") for pair in pairs)}
+    tree: dict[str, Any] = stage.model_dump(mode="json", exclude={"layout": True, "execution": {"processes"}})
+    tree |= {"engine": engine, BATCH_FIELD: values.pop(BATCH_FIELD, stage.global_batch_size), "layout": values}
+    return TrainConfig.model_validate_json(json.dumps(tree), strict=True)
+
+
+def _sentence(details: Any) -> str:
+    if details["type"] == "value_error":
+        return str(details["msg"]).removeprefix("Value error, ")
+    expected = str(details["msg"]).replace("Input should be", "expected", 1)
+    field = ".".join(str(part) for part in details["loc"] if part != "layout")
+    return f"{field}: found {show(details['input'])}, {expected}"
+
+
+def _repeated(configs: Sequence[TrainConfig]) -> list[str]:
+    texts = [text_of(config, recipe_batch=0) for config in configs]
+    return [f"{text}: is there {texts.count(text)} times" for text in dict.fromkeys(texts) if texts.count(text) > 1]

@@ -1,0 +1,78 @@
+"""Runs that MLflow has → the rows of a comparison, unless they should not stand in one table. Pure.
+
+A table compares layouts; runs that differ in hardware, in the version of the code or in the work itself would compare
+those instead, so they are refused, by name, unless one asks for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from flows.compare.figures import Row, one_line, with_differences
+from flows.compare.names import GIT_COMMIT, HARDWARE
+from flows.tracking.logged_runs import LoggedRun
+from stages.errors import RecipeError
+from stages.train.layout import Layout
+
+NOT_TO_BE_MIXED = (HARDWARE, GIT_COMMIT)
+SAME_WORK_TAGS = ("upstream.model", "upstream.data.dataset")
+SAME_WORK_PARAMS = ("method", "precision", "data.sequence_length", "data.packing")
+SHOWN_VALUES = 4
+RELATIVE = ("relative_tokens_per_s", "loss_difference")
+
+
+def rows_of_runs(runs: Sequence[LoggedRun], *, allow_mixed: bool) -> list[Row]:
+    """A row for each run of a train stage that has a layout, and figures or an error.
+
+    Raises RecipeError when there is none, or when they are not alike and `allow_mixed` is not set.
+    """
+    chosen = [run for run in runs if _is_training(run)]
+    if not chosen:
+        raise RecipeError(f"none of the {len(runs)} runs found is a finished or failed run of a train stage")
+    differing = {name: values for name, values in _facts(chosen).items() if len(values) > 1}
+    if differing and not allow_mixed:
+        shown = "\n".join(f"  {name}: {_listed(values)}" for name, values in differing.items())
+        raise RecipeError(
+            f"the {len(chosen)} runs found differ in more than their layouts:\n{shown}\n"
+            "narrow them down, such as --where \"tags.hardware = '…'\", or say --allow-mixed"
+        )
+    return with_differences([_row(run) for run in chosen])
+
+
+def _is_training(run: LoggedRun) -> bool:
+    measured = run.status == "FINISHED" and "step_time_s" in run.metrics
+    return "engine" in run.params and "layout.dp_shard" in run.params and (measured or run.status == "FAILED")
+
+
+def _facts(runs: Sequence[LoggedRun]) -> dict[str, dict[str, int]]:
+    """What should be the same → its values and how many runs have each."""
+    facts = {name: [run.tags.get(name, "unknown") for run in runs] for name in (*NOT_TO_BE_MIXED, *SAME_WORK_TAGS)}
+    facts |= {name: [run.params.get(name, "unknown") for run in runs] for name in SAME_WORK_PARAMS}
+    return {name: {value: values.count(value) for value in dict.fromkeys(values)} for name, values in facts.items()}
+
+
+def _listed(values: Mapping[str, int]) -> str:
+    shown = [f"{value} ({count} runs)" for value, count in list(values.items())[:SHOWN_VALUES]]
+    return ", ".join(shown) + (f" and {len(values) - SHOWN_VALUES} more" if len(values) > SHOWN_VALUES else "")
+
+
+def _row(run: LoggedRun) -> Row:
+    layout = {name: run.params[f"layout.{name}"] for name in Layout.model_fields if f"layout.{name}" in run.params}
+    default = Layout().model_dump(mode="json")
+    said = " ".join(f"{name}={value}" for name, value in layout.items() if value != str(default[name]))
+    failed = run.status == "FAILED"
+    return Row(
+        text=f"{run.params['engine']} {said}".strip(),
+        engine=run.params["engine"],
+        num_devices=_num_devices(layout),
+        global_batch_size=int(run.params["global_batch_size"]),
+        params=run.params,
+        metrics={} if failed else {name: value for name, value in run.metrics.items() if name not in RELATIVE},
+        error=one_line(run.tags.get("error", "failed")) if failed else None,
+        run_id=run.run_id,
+    )
+
+
+def _num_devices(layout: Mapping[str, str]) -> int:
+    degrees = {name: int(layout.get(name, "1")) for name in ("dp_replicate", "dp_shard", "tp", "pp", "cp")}
+    return Layout(**degrees).world_size

@@ -1,0 +1,85 @@
+"""Rows → the table in the terminal, the Prefect artifact and the `--json` object. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from flows.compare.figures import RANK_PREFIX, Row
+
+COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
+    "step_time_s": ("s/step", lambda value: f"{value:.4g}"),
+    "step_time_iqr_s": ("±IQR", lambda value: f"{value:.2g}"),
+    "tokens_per_s": ("tokens/s", lambda value: f"{value:,.0f}"),
+    "tokens_per_s_per_device": ("/device", lambda value: f"{value:,.0f}"),
+    "relative_tokens_per_s": ("×first", lambda value: f"{value:.2f}"),
+    "mfu": ("MFU", lambda value: f"{value:.1%}"),
+    "peak_memory_gib": ("GiB", lambda value: f"{value:.2f}"),
+    "communication_fraction": ("comm", lambda value: f"{value:.0%}"),
+    "pipeline_bubble_fraction": ("bubble", lambda value: f"{value:.0%}"),
+    "loss": ("loss", lambda value: f"{value:.6f}"),
+    "loss_difference": ("−first", lambda value: f"{value:+.1e}"),
+    "predicted_step_time_s": ("pred s", lambda value: f"{value:.4g}"),
+    "predicted_memory_gib": ("pred GiB", lambda value: f"{value:.2f}"),
+}
+"""Metric → its heading, and how a value is written."""
+
+
+def as_text(rows: Sequence[Row]) -> str:
+    """A line for each layout that was measured, then the reasons of those that were not."""
+    lines = grid(rows)
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join(
+        [*(_aligned(line, widths) for line in lines), *(f"{row.text}  {row.error}" for row in rows if row.error)]
+    )
+
+
+def grid(rows: Sequence[Row]) -> list[list[str]]:
+    """A heading and a line for each layout that was measured; metrics that none of them has are left out."""
+    measured = [row for row in rows if not row.error]
+    shown = [name for name in COLUMNS if any(name in row.metrics for row in measured)]
+    heading = ["layout", "devices", *(COLUMNS[name][0] for name in shown)]
+    return [heading, *([row.text, str(row.num_devices), *(_cell(row, name) for name in shown)] for row in measured)]
+
+
+def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """One object a layout, with its parameters and all its metrics."""
+    return [
+        {
+            "layout": row.text,
+            "engine": row.engine,
+            "num_devices": row.num_devices,
+            "global_batch_size": row.global_batch_size,
+            "params": dict(row.params),
+            "metrics": dict(row.metrics),
+            "error": row.error,
+            "mlflow_run_id": row.run_id,
+        }
+        for row in rows
+    ]
+
+
+def cells(rows: Sequence[Row]) -> list[dict[str, str | int | float | None]]:
+    """One flat mapping a layout, the same keys in each."""
+    names = [name for name in COLUMNS if any(name in row.metrics for row in rows)]
+    ranks = list(dict.fromkeys(name for row in rows for name in row.metrics if name.startswith(RANK_PREFIX)))
+    return [
+        {
+            "layout": row.text,
+            "num_devices": row.num_devices,
+            **{name: row.metrics.get(name) for name in (*names, *ranks)},
+            "error": row.error,
+        }
+        for row in rows
+    ]
+
+
+def _cell(row: Row, name: str) -> str:
+    return COLUMNS[name][1](row.metrics[name]) if name in row.metrics else "–"
+
+
+def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
+    first, *others = line
+    return "  ".join(
+        [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
+    )

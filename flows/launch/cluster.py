@@ -1,0 +1,93 @@
+"""Launcher for clusters: a stage as a job of Slurm or Kubernetes. What it needs:
+
+the store under the same path here and on the nodes, and this code there too: with Slurm under the same path as well,
+with Kubernetes in the image. The job's output, metrics and events go to the files of the work folder, as those of a
+local stage do.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Literal
+
+from flows.home import home
+from flows.launch import local
+from flows.launch.agent import jobs_of
+from flows.launch.cluster_process import ClusterProcess
+from flows.launch.job_folder import HEARTBEAT_PATIENCE_S, JobFolder, JobOrder
+from flows.store.content import LOG_FILE
+from stages.contract import StageConfig, StageInput
+
+CANCEL_GRACE_S = 40.0
+MACHINES_OWN = re.compile(
+    r"(SLURM|SBATCH|SRUN|PMI|PMIX|OMPI|PET|XDG|SSH|DBUS|LIFECYCLE_STAGE|KUBERNETES)_.*|RANK|WORLD_SIZE|LOCAL_RANK|"
+    r"MASTER_.*|HOSTNAME|PWD|OLDPWD|SHLVL|TERM|DISPLAY|TMPDIR|_|(CUDA|ROCR|HIP|ZE)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|"
+    r"OMP_NUM_THREADS"
+)
+"""Variables that describe the machine or job that the refresh runs in, not the one that the stage is to run in."""
+
+
+def start(
+    work: Path,
+    config: StageConfig,
+    *,
+    stage_command: list[str] | None = None,
+    heartbeat_patience_s: float = HEARTBEAT_PATIENCE_S,
+) -> ClusterProcess:
+    """Submit the stage whose `config.json` lies in `work`.
+
+    stage_command: arguments of Python; default: the stage itself.
+    heartbeat_patience_s: a job that nobody has waited for this long ends itself.
+    """
+    name = StageInput.model_validate_json((work / "config.json").read_bytes()).name
+    order = order_of(name, work, config, stage_command or ["-m", "stages", str(work)], heartbeat_patience_s)
+    JobFolder.of(work).write(order, handed_over(config, order.launcher))
+    (work / LOG_FILE).touch(mode=0o600)
+    return ClusterProcess(work, cancel_left_over, grace_s=CANCEL_GRACE_S)
+
+
+def order_of(
+    name: str, work: Path, config: StageConfig, stage_command: list[str], heartbeat_patience_s: float
+) -> JobOrder:
+    """What the job of a stage is told. Its name is one that no other job has."""
+    execution = config.execution
+    assert execution.launcher != "local"
+    # Kubernetes wants names that are labels of DNS, with room for the suffixes of pods.
+    label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:30]
+    return JobOrder(
+        job=f"lifecycle-{label}-{os.urandom(6).hex()}",
+        launcher=execution.launcher,
+        stage=name,
+        work=work,
+        home=home(),
+        stage_command=stage_command,
+        nodes=execution.nodes,
+        processes=config.processes,
+        threads=execution.threads,
+        interruptions_without_progress=execution.retries,
+        slurm=execution.slurm,
+        kubernetes=execution.kubernetes,
+        heartbeat_patience_s=heartbeat_patience_s,
+    )
+
+
+def handed_over(config: StageConfig, launcher: Literal["slurm", "kubernetes"]) -> dict[str, str]:
+    """The environment of the stage's processes, but for what their node, or the pod's image, decides."""
+    ours: dict[str, str] = {}
+    if launcher == "slurm":
+        ours = {name: value for name, value in os.environ.items() if not MACHINES_OWN.fullmatch(name)}
+        ours["PYTHONPATH"] = ":".join(filter(None, [str(local.code_folder()), os.environ.get("PYTHONPATH")]))
+    return {**ours, **local.EVERYWHERE, **config.execution.environment}
+
+
+def cancel_left_over(work: Path) -> None:
+    """Cancel what an attempt that died may have left in a cluster; returns when it is gone.
+
+    Raises `TransientError` when the cluster does not answer: two jobs must not work in one folder.
+    """
+    folder = JobFolder.of(work)
+    order = folder.order()
+    if order:
+        jobs_of(folder, order).cancel()

@@ -1,0 +1,172 @@
+"""The jobs of one stage in Kubernetes: created, looked at and deleted through the official client.
+
+Imported by the agent alone, and only for this launcher: the client is heavy.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal
+
+from kubernetes import client, config
+from kubernetes.client.exceptions import ApiException
+from kubernetes.config import ConfigException
+from urllib3.exceptions import HTTPError
+
+from flows.launch.job_folder import JobOrder
+from flows.launch.kubernetes_verdict import verdict
+from flows.launch.manifests import JOB_LABEL, Manifest, job_manifests
+from flows.launch.verdict import Failed, Running, Verdict, Waiting
+from stages.errors import RecipeError, ResourceError, StageCrashError, TransientError
+
+REQUEST_TIMEOUT_S = 30.0
+DELETE_PATIENCE_S = 60.0
+POLL_INTERVAL_S = 0.5
+NOT_FOUND = 404
+COLLECTIONS = {
+    "Job": "/apis/batch/v1/namespaces/{namespace}/jobs",
+    "Service": "/api/v1/namespaces/{namespace}/services",
+    "TrainJob": "/apis/trainer.kubeflow.org/v1alpha1/namespaces/{namespace}/trainjobs",
+    "Pod": "/api/v1/namespaces/{namespace}/pods",
+}
+
+
+class KubernetesJobs:
+    """Creates the objects of an order, looks at them, and deletes them."""
+
+    def __init__(self, order: JobOrder, api: client.ApiClient) -> None:
+        self.order = order
+        self._api = api
+        self._name = order.job
+        self._namespace = order.kubernetes.namespace
+        self._manifests = {manifest["kind"]: manifest for manifest in job_manifests(order)}
+        self._kind = list(self._manifests)[-1]
+
+    @classmethod
+    def connect(cls, order: JobOrder) -> KubernetesJobs:
+        """With the service account of this pod, or else the current context of the user's kubeconfig."""
+        try:
+            config.load_incluster_config()
+        except ConfigException:
+            try:
+                config.load_kube_config(os.environ.get("KUBECONFIG"))
+            except ConfigException as error:
+                remedy = "run this in a pod with a service account, or name a cluster in KUBECONFIG"
+                raise ResourceError(f"looking for Kubernetes: {error}; {remedy}") from error
+        return cls(order, client.ApiClient())
+
+    def submit(self) -> str:
+        """Returns the name of the job.
+
+        Raises `RecipeError` or `ResourceError` when Kubernetes refuses it, `TransientError` when it does not answer.
+        """
+        for kind, manifest in self._manifests.items():
+            with _explained(f"create the {kind} {self._name}"):
+                self._ask("POST", kind, body=manifest)
+        return self._name
+
+    def look(self, job_id: str) -> Verdict | Waiting | Running:
+        """Raises `TransientError` when Kubernetes does not answer."""
+        with _explained(f"look at the {self._kind} {self._name}"):
+            job = self._find(self._kind)
+            pods = self._pods()
+        if job is None:
+            remedy = "run again to continue from the last checkpoint"
+            what = f"{self.name_of(job_id)} of {self.order.stage} was deleted by somebody else"
+            return Failed(StageCrashError(f"{what}; {remedy}"))
+        return verdict(job, pods, self.order)
+
+    def name_of(self, job_id: str) -> str:
+        """For people."""
+        return f"Kubernetes {self._kind} {self._namespace}/{job_id}"
+
+    def cancel(self) -> bool:
+        """Delete everything, and wait until its pods are gone. Returns whether they are."""
+        end_s = time.monotonic() + DELETE_PATIENCE_S
+        with _explained(f"delete the {self._kind} {self._name}"):
+            for kind in self._manifests:
+                self._delete(kind)
+            while any(self._find(kind) for kind in self._manifests) or self._pods():
+                if time.monotonic() > end_s:
+                    return False
+                time.sleep(POLL_INTERVAL_S)
+        return True
+
+    def _find(self, kind: str) -> Manifest | None:
+        """The object as Kubernetes has it; None when there is none."""
+        try:
+            return self._ask("GET", kind, self._name)
+        except ApiException as error:
+            if error.status == NOT_FOUND:
+                return None
+            raise
+
+    def _delete(self, kind: str) -> None:
+        try:
+            self._ask("DELETE", kind, self._name, query={"propagationPolicy": "Foreground"})
+        except ApiException as error:
+            if error.status != NOT_FOUND:
+                raise
+
+    def _pods(self) -> list[Manifest]:
+        return self._ask("GET", "Pod", query={"labelSelector": f"{JOB_LABEL}={self._name}"})["items"]
+
+    def _ask(
+        self,
+        method: Literal["GET", "POST", "DELETE"],
+        kind: str,
+        name: str | None = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Manifest | None = None,
+    ) -> Manifest:
+        """One request. The client's classes for each kind are left out: manifests and status are trees here."""
+        path = COLLECTIONS[kind].format(namespace=self._namespace) + (f"/{name}" if name else "")
+        request = self._api.param_serialize(
+            method=method,
+            resource_path=path,
+            query_params=list((query or {}).items()),
+            header_params={"Accept": "application/json", "Content-Type": "application/json"},
+            body=body,
+            auth_settings=["BearerToken"],
+        )
+        response = self._api.call_api(*request, _request_timeout=REQUEST_TIMEOUT_S)
+        content = response.read()
+        if not 200 <= response.status < 300:
+            raise ApiException(status=response.status, reason=response.reason, body=content.decode(errors="replace"))
+        return json.loads(content)
+
+
+@contextmanager
+def _explained(doing: str) -> Iterator[None]:
+    """Turn what the client raises into our errors."""
+    try:
+        yield
+    except HTTPError as error:
+        raise TransientError(f"Kubernetes does not answer, asked to {doing}: {error}") from error
+    except ApiException as error:
+        raise _error_of(error, doing) from error
+
+
+def _error_of(error: ApiException, doing: str) -> RecipeError | ResourceError | TransientError:
+    status, said = error.status or 0, _message_of(error)
+    if status in (401, 403):
+        return ResourceError(f"Kubernetes does not let us {doing}: {said}; see deploy/kubernetes/rbac.yaml")
+    if status == NOT_FOUND:
+        remedy = "create the namespace; for a TrainJob install Kubeflow Trainer, or say kubernetes.job: indexed_job"
+        return ResourceError(f"Kubernetes cannot {doing}: {said}; {remedy}")
+    if status in (400, 422):
+        return RecipeError(f"Kubernetes refused to {doing}: {said}; see execution.kubernetes of the stage")
+    return TransientError(f"Kubernetes could not {doing}: {said}")
+
+
+def _message_of(error: ApiException) -> str:
+    """What Kubernetes says, without the rest of its Status object."""
+    try:
+        return json.loads(error.body or "")["message"]
+    except (ValueError, KeyError, TypeError):
+        return f"{error.status} {error.reason}"

@@ -1,0 +1,186 @@
+"""What a stage is in Kubernetes: manifests as trees, from the order of a job. Pure.
+
+One node: a Job. Several: a TrainJob of Kubeflow Trainer (v1alpha1, with runtime patches: 2.2 and later), or an indexed
+Job whose pods find the first one through a headless Service. Pods are as restricted as the "restricted" Pod Security
+Standard asks for, hold no token of the API, and write to the shared home, /tmp and shared memory alone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from flows.launch.job_folder import JobFolder, JobOrder
+from stages.clusters import KubernetesOptions
+
+Manifest = dict[str, Any]
+
+USER_ID = 1000
+PORT = 29500
+FIELD_MANAGER = "llm-lifecycle.io/launcher"
+JOB_LABEL = "llm-lifecycle.io/job"
+STAGE_LABEL = "llm-lifecycle.io/stage"
+TRAINER_CONTAINER = "node"
+"""What Kubeflow's runtimes call the container that trains, and the replicated job around it."""
+
+CONTAINER_SECURITY = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
+POD_SECURITY = {
+    "runAsNonRoot": True,
+    "runAsUser": USER_ID,
+    "runAsGroup": USER_ID,
+    "fsGroup": USER_ID,
+    "fsGroupChangePolicy": "OnRootMismatch",
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+
+
+def job_manifests(order: JobOrder) -> list[Manifest]:
+    """Everything that one job consists of, the job itself last."""
+    if order.nodes == 1:
+        return [_job(order, {})]
+    if order.kubernetes.job == "train_job":
+        return [_train_job(order)]
+    address = {"MASTER_ADDR": f"{order.job}-0.{order.job}", "MASTER_PORT": str(PORT)}
+    return [_headless_service(order), _job(order, address)]
+
+
+def _job(order: JobOrder, address: dict[str, str]) -> Manifest:
+    """A Job of one pod, or an indexed one of as many pods as there are nodes."""
+    pod = {**pod_spec(order, address), "restartPolicy": "Never"}
+    spec: Manifest = {
+        "backoffLimit": 0,
+        "ttlSecondsAfterFinished": 3600,
+        "completions": order.nodes,
+        "parallelism": order.nodes,
+        "template": {"metadata": {"labels": _labels(order)}, "spec": pod},
+    }
+    if order.nodes > 1:
+        spec["completionMode"] = "Indexed"
+        pod["subdomain"] = order.job
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(order), "spec": spec}
+
+
+def _headless_service(order: JobOrder) -> Manifest:
+    """Gives pods names, also before they are ready: they wait for one another."""
+    spec = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": {JOB_LABEL: order.job},
+        "ports": [{"name": "rendezvous", "port": PORT}],
+    }
+    return {"apiVersion": "v1", "kind": "Service", "metadata": _metadata(order), "spec": spec}
+
+
+def _train_job(order: JobOrder) -> Manifest:
+    """The runtime brings the rendezvous (PET_…); image, command and resources are the trainer's, the rest a patch."""
+    pod = pod_spec(order, {})
+    (container,) = pod.pop("containers")
+    unpatchable = ("enableServiceLinks", "automountServiceAccountToken")
+    pod = {name: value for name, value in pod.items() if name not in unpatchable}
+    patched = {name: container[name] for name in ("volumeMounts", "securityContext")}
+    pod["containers"] = [{"name": TRAINER_CONTAINER, **patched}]
+    template = {"metadata": {"labels": _labels(order)}, "spec": pod}
+    replicated = {"name": TRAINER_CONTAINER, "template": {"spec": {"template": template}}}
+    spec = {
+        "runtimeRef": {"name": order.kubernetes.training_runtime},
+        "trainer": {
+            "image": container["image"],
+            "command": container["command"],
+            "numNodes": order.nodes,
+            "numProcPerNode": order.processes,
+            "env": container["env"],
+            "resourcesPerNode": container["resources"],
+        },
+        "runtimePatches": [
+            {
+                "manager": FIELD_MANAGER,
+                "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [replicated]}}},
+            }
+        ],
+    }
+    version = "trainer.kubeflow.org/v1alpha1"
+    return {"apiVersion": version, "kind": "TrainJob", "metadata": _metadata(order), "spec": spec}
+
+
+def pod_spec(order: JobOrder, environment: dict[str, str]) -> Manifest:
+    """A pod that runs `node_task`. Secrets are named, never held; all other environment lies in the shared home."""
+    asked = order.kubernetes
+    container = {
+        "name": "stage",
+        "image": asked.image,
+        "command": ["python", "-m", "flows.launch.node_task", str(JobFolder.of(order.work).path)],
+        "env": [*_plain({"HOME": "/tmp", **environment}), *environment_by_reference(asked.secrets)],  # noqa: S108 (a volume)
+        "resources": resources(asked, order.cores_per_node),
+        "securityContext": CONTAINER_SECURITY,
+        "volumeMounts": volume_mounts(order.home, read_only=False),
+    }
+    spec: Manifest = {
+        "serviceAccountName": asked.service_account,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": 30,
+        "securityContext": POD_SECURITY,
+        "containers": [container],
+        "volumes": volumes(asked),
+    }
+    if asked.node_selector:
+        spec["nodeSelector"] = asked.node_selector
+    return spec
+
+
+def resources(asked: KubernetesOptions, cores: int) -> Manifest:
+    """Limits are what is asked for, so that no neighbour takes it away; cores, `cores` of them by default, are lent."""
+    limits: Manifest = {}
+    if asked.memory_gib_per_node:
+        limits["memory"] = _gib(asked.memory_gib_per_node)
+    if asked.gpus_per_node:
+        limits[asked.gpu_resource] = str(asked.gpus_per_node)
+    return {"requests": {"cpu": str(asked.cpus_per_node or cores), **limits}, "limits": limits}
+
+
+def volumes(asked: KubernetesOptions) -> list[Manifest]:
+    """All that a container can write to, and the shared home."""
+    shared_memory = {"medium": "Memory", "sizeLimit": _gib(asked.shared_memory_gib)}
+    return [
+        {"name": "home", "persistentVolumeClaim": {"claimName": asked.store_claim}},
+        {"name": "tmp", "emptyDir": {}},
+        {"name": "shared-memory", "emptyDir": shared_memory},
+    ]
+
+
+def volume_mounts(home: Path, *, read_only: bool) -> list[Manifest]:
+    """Where `volumes` are; the home under the path that it has here, which artifacts' records hold."""
+    return [
+        {"name": "home", "mountPath": str(home), "readOnly": read_only},
+        {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 (a volume)
+        {"name": "shared-memory", "mountPath": "/dev/shm"},  # noqa: S108 (a volume)
+    ]
+
+
+def _plain(environment: dict[str, str]) -> list[Manifest]:
+    return [{"name": name, "value": value} for name, value in environment.items()]
+
+
+def environment_by_reference(secrets: dict[str, str]) -> list[Manifest]:
+    """Variables whose values Kubernetes takes from Secrets. secrets: variable → `name/key`."""
+    found = []
+    for variable, reference in secrets.items():
+        name, _, key = reference.partition("/")
+        found.append({"name": variable, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}})
+    return found
+
+
+def _metadata(order: JobOrder) -> Manifest:
+    return {"name": order.job, "namespace": order.kubernetes.namespace, "labels": _labels(order)}
+
+
+def _labels(order: JobOrder) -> dict[str, str]:
+    return {"app.kubernetes.io/name": "llm-lifecycle", JOB_LABEL: order.job, STAGE_LABEL: order.stage}
+
+
+def _gib(amount: float) -> str:
+    return f"{round(amount * 1024)}Mi"

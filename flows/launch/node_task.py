@@ -1,0 +1,109 @@
+"""What runs on each node of a cluster's job: the stage's processes, under the supervisor.
+
+    python -m flows.launch.node_task LAUNCH_FOLDER
+
+Ends with the stage's exit code. SIGTERM, the loss of whoever waits for the job, or another start of the same job ends
+all processes of the stage.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from flows.launch import local
+from flows.launch.job_folder import JobEnd, JobFolder, JobOrder, Pulse
+from flows.store.content import LOG_FILE
+from stages.supervised import Supervised
+
+POLL_INTERVAL_S = 0.2
+INTERRUPTED = 128 + signal.SIGTERM
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which of the nodes this is, and where the first one is reached."""
+
+    rank: int
+    address: str
+    port: str
+
+
+def main() -> int:
+    """Run this node's share of the stage; returns the exit code."""
+    os.umask(0o077)
+    folder = JobFolder(Path(sys.argv[1]))
+    order = folder.order()
+    assert order, f"no order in {folder.path}"
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    place = place_of(os.environ) if order.nodes > 1 else None
+    environment = {**os.environ, **folder.environment()}
+    is_first_pod = order.launcher == "kubernetes" and (place is None or place.rank == 0)
+    if is_first_pod:
+        folder.claim(order.job)
+    with _output(order) as output:
+        process = Supervised(command(order, place), environment=complete(environment, order, place), output=output)
+    owner, pulse = folder.owner(), Pulse(folder, order.heartbeat_patience_s)
+    while (code := process.poll()) is None:
+        if pulse.is_lost():
+            print(f"nobody has waited for this job for {order.heartbeat_patience_s:g} s: it ends", flush=True)
+            stop.set()
+        if folder.owner() != owner:
+            print("the job was started elsewhere: it ends here", flush=True)
+            stop.set()
+        if stop.wait(POLL_INTERVAL_S):
+            process.stop()
+            return INTERRUPTED
+    if is_first_pod:  # Slurm has a batch step that does this, and that sees the end of all nodes
+        folder.write_end(JobEnd(job_id=order.job, exit_code=code))
+    return code
+
+
+def _output(order: JobOrder) -> BinaryIO:
+    """Where the stage's output goes: Slurm gathers that of all nodes in the log; Kubernetes keeps each pod's apart."""
+    if order.launcher == "slurm":
+        return os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    return (order.work / LOG_FILE).open("ab")
+
+
+def place_of(environment: Mapping[str, str]) -> Place:
+    """This node's place, from the variables of a Slurm step, of a TrainJob, or of an indexed Job."""
+    if "SLURM_PROCID" in environment:
+        address = environment["SLURM_LAUNCH_NODE_IPADDR"]
+        return Place(int(environment["SLURM_PROCID"]), address, environment["MASTER_PORT"])
+    if "PET_NODE_RANK" in environment:
+        address = environment["PET_MASTER_ADDR"]
+        return Place(int(environment["PET_NODE_RANK"]), address, environment["PET_MASTER_PORT"])
+    return Place(int(environment["JOB_COMPLETION_INDEX"]), environment["MASTER_ADDR"], environment["MASTER_PORT"])
+
+
+def command(order: JobOrder, place: Place | None) -> list[str]:
+    """The stage itself, or torchrun, which meets the other nodes at the first one's address."""
+    if place is None:
+        return local.on_one_node(order.stage_command, order.processes)
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={order.nodes}", f"--node-rank={place.rank}"),
+        *(f"--master-addr={place.address}", f"--master-port={place.port}", f"--nproc-per-node={order.processes}"),
+        *("--max-restarts=0", "--log-dir=/dev/null", *order.stage_command),
+    ]
+
+
+def complete(environment: Mapping[str, str], order: JobOrder, place: Place | None) -> dict[str, str]:
+    """The environment with what only the node knows: its cores, and whether all nodes are one machine."""
+    known = {"OMP_NUM_THREADS": str(order.threads or local.threads_of_each(order.processes))}
+    if place is None:
+        known |= local.SINGLE_NODE
+    elif place.address.startswith("127."):
+        known["GLOO_SOCKET_IFNAME"] = "lo"
+    return {**known, **environment}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

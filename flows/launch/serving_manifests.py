@@ -1,0 +1,131 @@
+"""A served model in Kubernetes: Deployment, Service and HorizontalPodAutoscaler, as trees. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from flows.launch.manifests import (
+    CONTAINER_SECURITY,
+    POD_SECURITY,
+    Manifest,
+    environment_by_reference,
+    resources,
+    volume_mounts,
+    volumes,
+)
+from stages.clusters import KubernetesOptions
+from stages.contract import StageConfig
+from stages.errors import RecipeError
+from stages.serve.config import ServeConfig
+from stages.serve.launch import QUIET, LaunchSpec, server_command
+from stages.serve.vllm_program import VllmProgram
+
+PORT = 8000
+KEY_VARIABLE = "VLLM_API_KEY"
+SERVE_LABEL = "llm-lifecycle.io/serve"
+WAITING_REQUESTS_PER_REPLICA = 4
+"""More waiting requests than this, on average, and another replica is started."""
+CORE_UTILIZATION_PERCENT = 80
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Bounds of the autoscaler."""
+
+    least: int
+    most: int
+
+
+def serving_manifests(
+    name: str, model: Path, version: str, home: Path, config: StageConfig, replicas: Replicas
+) -> list[Manifest]:
+    """model: the folder of the weights, below `home`. version: of the serve stage; another one rolls the pods.
+
+    Raises `RecipeError` when the recipe lacks what only Kubernetes needs.
+    """
+    assert isinstance(config, ServeConfig)
+    asked = config.execution.kubernetes
+    if not asked.image:
+        raise RecipeError(f"stages.{name}.execution.kubernetes.image: missing; name the image that holds vLLM")
+    if KEY_VARIABLE not in asked.secrets:
+        example = f"{{{KEY_VARIABLE}: SECRET/KEY}}"
+        raise RecipeError(
+            f"stages.{name}.execution.kubernetes.secrets: expected {example}; no server goes without a key"
+        )
+    metadata = {"name": name, "namespace": asked.namespace, "labels": {SERVE_LABEL: name}}
+    pod = _pod(name, model, home, config)
+    template = {"metadata": {"labels": {SERVE_LABEL: name, "llm-lifecycle.io/version": version}}, "spec": pod}
+    deployment = {
+        "selector": {"matchLabels": {SERVE_LABEL: name}},
+        # A new model takes over when it answers; until then the old one serves with all its replicas.
+        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
+        "template": template,
+    }
+    service = {"selector": {SERVE_LABEL: name}, "ports": [{"name": "http", "port": PORT, "targetPort": "http"}]}
+    return [
+        {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata, "spec": deployment},
+        {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": service},
+        {
+            "apiVersion": "autoscaling/v2",
+            "kind": "HorizontalPodAutoscaler",
+            "metadata": metadata,
+            "spec": _autoscaler(name, asked, replicas),
+        },
+    ]
+
+
+def _pod(name: str, model: Path, home: Path, config: ServeConfig) -> Manifest:
+    asked = config.execution.kubernetes
+    # The image's own vLLM: which build it is shows in whether GPUs are asked for.
+    program = VllmProgram(Path("vllm"), Path("python"), "image" if asked.gpus_per_node else "image+cpu")
+    spec = LaunchSpec(model=model, served_name=name, serving=config.serving, vllm_version=program.version)
+    environment = {**QUIET, "HOME": "/tmp"}  # noqa: S108 (a volume)
+    container = {
+        "name": "vllm",
+        "image": asked.image,
+        "command": server_command(program, spec, "0.0.0.0", PORT),  # noqa: S104 (behind a Service, with a key)
+        "env": [
+            *({"name": variable, "value": value} for variable, value in environment.items()),
+            *environment_by_reference(asked.secrets),
+        ],
+        "ports": [{"name": "http", "containerPort": PORT}],
+        "startupProbe": _probe(failures=round(config.execution.ready_timeout_s / 10)),
+        "readinessProbe": _probe(failures=2),
+        "livenessProbe": _probe(failures=6),
+        "resources": resources(asked, cores=1),
+        "securityContext": CONTAINER_SECURITY,
+        "volumeMounts": volume_mounts(home, read_only=True),
+    }
+    return {
+        "serviceAccountName": asked.service_account,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        # Requests that are being answered are answered to the end.
+        "terminationGracePeriodSeconds": 120,
+        "securityContext": POD_SECURITY,
+        "containers": [container],
+        "nodeSelector": asked.node_selector,
+        "volumes": volumes(asked),
+    }
+
+
+def _probe(failures: int) -> Manifest:
+    return {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 10, "failureThreshold": failures}
+
+
+def _autoscaler(name: str, asked: KubernetesOptions, replicas: Replicas) -> Manifest:
+    """By waiting requests on GPUs, which are always busy (needs an adapter for vLLM's metrics); by cores without."""
+    waiting = {"type": "AverageValue", "averageValue": str(WAITING_REQUESTS_PER_REPLICA)}
+    busy = {"type": "Utilization", "averageUtilization": CORE_UTILIZATION_PERCENT}
+    metric = (
+        {"type": "Pods", "pods": {"metric": {"name": "vllm:num_requests_waiting"}, "target": waiting}}
+        if asked.gpus_per_node
+        else {"type": "Resource", "resource": {"name": "cpu", "target": busy}}
+    )
+    return {
+        "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": name},
+        "minReplicas": replicas.least,
+        "maxReplicas": replicas.most,
+        "metrics": [metric],
+    }

@@ -1,0 +1,74 @@
+"""The batch step of a Slurm job: starts `node_task` on every node, and notes how that ended.
+
+    python -m flows.launch.slurm_batch LAUNCH_FOLDER
+
+Runs on the first node, with an environment that holds nothing of the user's. SIGTERM comes before the time limit, at a
+preemption or a cancellation: the stage is ended in good order, so that its last checkpoint is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from flows.launch.job_folder import JobEnd, JobFolder, JobOrder
+
+POLL_INTERVAL_S = 0.2
+GRACE_S = 25.0
+"""Less than Slurm's default KillWait."""
+
+
+def main() -> int:
+    """Run the step to its end, or to the end of the job; returns its exit code."""
+    folder = JobFolder(Path(sys.argv[1]))
+    order = folder.order()
+    assert order, f"no order in {folder.path}"
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    job_id = os.environ["SLURM_JOB_ID"]
+    restart = os.environ.get("SLURM_RESTART_COUNT", "0")
+    folder.claim(f"{job_id}, restart {restart}")
+    again = f", restart {restart}" if restart != "0" else ""
+    folder.tell("milestone", f"Slurm job {job_id} runs on {os.environ['SLURM_JOB_NODELIST']}{again}")
+    step = subprocess.Popen(step_command(order, folder), env={**os.environ, "MASTER_PORT": str(free_port())})
+    while (code := step.poll()) is None and not stop.is_set():
+        stop.wait(POLL_INTERVAL_S)
+    if code is None:
+        _end(step)
+    folder.write_end(JobEnd(job_id=job_id, exit_code=code))
+    return 128 + signal.SIGTERM if code is None else code
+
+
+def step_command(order: JobOrder, folder: JobFolder) -> list[str]:
+    """One task a node. The first task that fails ends the others."""
+    srun = ["srun", "--export=ALL", f"--nodes={order.nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+    # srun does not take the number of cores over from sbatch.
+    srun += [f"--cpus-per-task={order.slurm.cpus_per_node or order.cores_per_node}"]
+    labels = ["--label"] if order.nodes > 1 else []
+    return [*srun, *labels, sys.executable, "-m", "flows.launch.node_task", str(folder.path)]
+
+
+def free_port() -> int:
+    """A port of this node, the first one of the job, that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return listener.getsockname()[1]
+
+
+def _end(step: subprocess.Popen[bytes]) -> None:
+    step.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        step.wait(GRACE_S)
+        return
+    step.kill()
+    step.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

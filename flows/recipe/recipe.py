@@ -1,0 +1,248 @@
+"""Recipe: YAML text and overrides → validated stages in topological order.
+
+What the fields mean belongs to the stages' configs; what runs belongs to `plan.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import operator
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError, create_model
+
+from flows.recipe.problems import explain, models_in
+from flows.recipe.text import absolute, apply_overrides, closest, non_finite, read_tree, resolve_file_sources, show
+from stages.contract import Reference, StageConfig, StrictModel, find_marker
+from stages.errors import LayoutError, RecipeError
+from stages.kinds import KINDS
+from stages.train.config import LAYOUT_PROBLEM
+
+NAME_PATTERN = r"[a-z0-9][a-z0-9_-]{0,62}"
+NAME_RULE = "lower-case letters, digits, - and _"
+TOP_LEVEL_FIELDS = ("name", "on_collision", "stages")
+OnCollision = Literal["queue", "skip"]
+"""What becomes of a scheduled refresh that is due while what it needs is taken by another."""
+
+AnyStage: Any = Annotated[functools.reduce(operator.or_, KINDS.values()), Field(discriminator="kind")]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One complete refresh. `stages` is in topological order; outside paths in it are absolute.
+
+    on_collision: whether a scheduled refresh waits or is left out while another of this recipe runs; `skip` also
+    while others hold the devices that it needs (with `queue`, its stages wait for them).
+    """
+
+    name: str
+    folder: Path
+    stages: dict[str, StageConfig]
+    on_collision: OnCollision = "queue"
+
+    def upstream_of(self, stage: str) -> tuple[str, ...]:
+        """Names of the stages that `stage` refers to itself, each once."""
+        return tuple(dict.fromkeys(self.stages[stage].references().values()))
+
+    def ancestors_of(self, stage: str) -> tuple[str, ...]:
+        """Names of all stages that `stage` stands on, directly or not, in topological order."""
+        found: set[str] = set()
+        todo = [*self.upstream_of(stage)]
+        while todo:
+            name = todo.pop()
+            if name not in found:
+                found.add(name)
+                todo += self.upstream_of(name)
+        return tuple(name for name in self.stages if name in found)
+
+    def dependents_of(self, stage: str) -> tuple[str, ...]:
+        """Names of all stages that stand on `stage`, directly or not, in topological order."""
+        return tuple(name for name in self.stages if stage in self.ancestors_of(name))
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe, apply overrides such as `stages.sft.learning_rate=1e-4`, validate.
+
+    Raises `RecipeError` that lists every problem.
+    """
+    tree = read_tree(path)
+    problems = apply_overrides(tree, overrides)
+    problems += _top_level_problems(tree)
+    try:
+        recipe = load_stages(tree.get("name") or path.stem, path.absolute().parent, tree["stages"], problems)
+    except RecipeError as error:
+        raise type(error)(f"{path}: {error}") from error
+    return replace(recipe, on_collision=tree.get("on_collision", recipe.on_collision))
+
+
+def load_stages(name: str, folder: Path, tree: Mapping[str, Any], problems: Sequence[str] = ()) -> Recipe:
+    """Validate the `stages` of a recipe that lies in `folder`.
+
+    Raises `RecipeError` that lists every problem, those found before included; `LayoutError` if all are of layouts.
+    """
+    stages: dict[str, StageConfig] = {}
+    found, num_of_layouts = [*problems], 0
+    for stage, config in tree.items():
+        found += _stage_problems(stage, config)
+        try:
+            stages[stage] = _read_stage(resolve_file_sources(config, folder), folder)
+        except ValidationError as error:
+            found += explain(error, stage)
+            num_of_layouts += sum(details["type"] == LAYOUT_PROBLEM for details in error.errors())
+        else:
+            found += _launch_problems(stage, stages[stage])
+    found += _reference_problems(stages, tree)
+    found += [] if found else _cycles(stages)
+    found += [] if found else _problems_among(stages)
+    if found:
+        kind_of_error = LayoutError if num_of_layouts == len(found) else RecipeError
+        count = "1 problem" if len(found) == 1 else f"{len(found)} problems"
+        raise kind_of_error("\n".join([f"the recipe has {count}:", *(f"  {problem}" for problem in found)]))
+    return Recipe(name, folder, {stage: stages[stage] for stage in _topological(stages)})
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema of recipe files, for editors."""
+    recipe_file = create_model(
+        "RecipeFile",
+        __base__=StrictModel,
+        __doc__="One complete refresh: named stages, which refer to one another by name.",
+        name=(str, Field(None, pattern=f"^{NAME_PATTERN}$", description="Default: the name of the file.")),
+        on_collision=(OnCollision, Field("queue", description="Of scheduled refreshes, while another runs.")),
+        stages=(dict[str, AnyStage], Field(min_length=1)),
+    )
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **recipe_file.model_json_schema()}
+
+
+@functools.cache
+def _stage_adapter() -> TypeAdapter[StageConfig]:
+    return TypeAdapter(AnyStage)
+
+
+def _read_stage(tree: Any, folder: Path) -> StageConfig:
+    """Validate strictly (`"3"` is no number), as JSON, in which a list may stand for a tuple, a string for a path."""
+    config = _stage_adapter().validate_json(json.dumps(tree), strict=True)
+    outside = config.outside_paths()
+    if not outside:
+        return config
+    for field, path in outside.items():
+        *parents, last = field.split(".")
+        functools.reduce(operator.getitem, parents, tree)[last] = str(absolute(path, folder))
+    return _stage_adapter().validate_json(json.dumps(tree), strict=True)
+
+
+def _top_level_problems(tree: Mapping[str, Any]) -> Iterator[str]:
+    for field in tree:
+        if field not in TOP_LEVEL_FIELDS:
+            yield f"{field}: unknown field{closest(str(field), TOP_LEVEL_FIELDS)}"
+    name = tree.get("name")
+    if name is not None and not (isinstance(name, str) and re.fullmatch(NAME_PATTERN, name)):
+        yield f"name: found {show(name)}, expected {NAME_RULE}"
+    choices = get_args(OnCollision)
+    if tree.get("on_collision", choices[0]) not in choices:
+        yield f"on_collision: found {show(tree['on_collision'])}, expected {' or '.join(choices)}"
+
+
+def _stage_problems(stage: str, config: Any) -> Iterator[str]:
+    if not re.fullmatch(NAME_PATTERN, stage):
+        yield f"stages.{stage}: the name of a stage consists of {NAME_RULE}"
+    yield from (f"{path}: expected a finite number" for path in non_finite(config, f"stages.{stage}"))
+
+
+def _launch_problems(stage: str, config: StageConfig) -> Iterator[str]:
+    execution, path = config.execution, f"stages.{stage}.execution"
+    if execution.launcher == "local" and execution.nodes > 1:
+        yield f"{path}.nodes: found {execution.nodes}, but the local launcher has one node only"
+    elif execution.nodes > 1 and config.kind != "train":
+        yield f"{path}.nodes: found {execution.nodes}, but only a train stage spreads over nodes"
+    if execution.launcher != "local" and config.product == "server":
+        yield (
+            f"{path}.launcher: found {execution.launcher}, but a server answers on its own machine only; "
+            "expected local (an evaluation on a cluster starts its own server)"
+        )
+    if execution.launcher == "kubernetes" and not execution.kubernetes.image:
+        yield f"{path}.kubernetes.image: missing; name the image that holds this pipeline"
+
+
+def _reference_problems(stages: Mapping[str, StageConfig], tree: Mapping[str, Any]) -> Iterator[str]:
+    """stages: those that are valid. References of the others are looked up in the tree, so that none goes untold."""
+    for stage, config in tree.items():
+        kind = str(config.get("kind")) if isinstance(config, dict) else None
+        for path, reference in _reference_fields(KINDS[kind]) if kind in KINDS else ():
+            value = _value_at(config, path)
+            for target in value if isinstance(value, list) else [value]:
+                problem = _reference_problem(target, reference, stages, tree) if isinstance(target, str) else None
+                yield from [f"stages.{stage}.{'.'.join(path)}: {problem}"] if problem else []
+        target = stages.get(str(config.get("model"))) if isinstance(config, dict) else None
+        if target and target.product == "server" and config.get("serving"):
+            yield f"stages.{stage}.serving: {config['model']} is a server and brings its own; remove one of the two"
+
+
+def _reference_problem(
+    target: str, reference: Reference, stages: Mapping[str, StageConfig], tree: Mapping[str, Any]
+) -> str | None:
+    if target not in tree:
+        return f"there is no stage `{target}`{closest(target, tree)}"
+    if target in stages and stages[target].product not in reference.products:
+        found = f"refers to {target}, which produces a {stages[target].product}"
+        return f"{found}; expected a {' or '.join(reference.products)}"
+    return None
+
+
+def _reference_fields(
+    model: type[BaseModel], above: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Reference]]:
+    for name, field in model.model_fields.items():
+        reference = find_marker(field, Reference)
+        if reference:
+            yield (*above, name), reference
+        for inner in models_in(field.annotation):
+            yield from _reference_fields(inner, (*above, name))
+
+
+def _value_at(tree: Any, path: Sequence[str]) -> Any:
+    for part in path:
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
+
+
+def _problems_among(stages: Mapping[str, StageConfig]) -> list[str]:
+    return [f"stages.{name}.{one}" for name, config in stages.items() for one in config.problems_among(stages)]
+
+
+def _cycles(stages: Mapping[str, StageConfig]) -> list[str]:
+    """Each reference cycle once, as `a → b → a`."""
+    cycles: dict[frozenset[str], str] = {}
+    done: set[str] = set()
+
+    def visit(stage: str, trail: list[str]) -> None:
+        if stage in trail:
+            cycle = trail[trail.index(stage) :]
+            cycles.setdefault(frozenset(cycle), " → ".join([*cycle, stage]))
+        elif stage not in done:
+            for upstream in stages[stage].references().values():
+                visit(upstream, [*trail, stage])
+            done.add(stage)
+
+    for stage in stages:
+        visit(stage, [])
+    return [f"stages refer to one another in a circle: {cycle}" for cycle in cycles.values()]
+
+
+def _topological(stages: Mapping[str, StageConfig]) -> list[str]:
+    """Upstream first, otherwise in the order of the recipe."""
+    order: dict[str, None] = {}
+
+    def visit(stage: str) -> None:
+        for upstream in stages[stage].references().values():
+            visit(upstream)
+        order.setdefault(stage)
+
+    for stage in stages:
+        visit(stage)
+    return list(order)

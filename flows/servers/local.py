@@ -1,0 +1,275 @@
+"""The local Prefect and MLflow servers and the worker: start, find, check, stop. Loopback, all under LIFECYCLE_HOME.
+
+A server that the user named (`PREFECT_API_URL`, `MLFLOW_TRACKING_URI`) is used and checked, never started or stopped.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from flows.history import RunningRefreshes
+from flows.home import home
+from flows.process_identity import ProcessIdentity
+from flows.servers.programs import LOOPBACK, MLFLOW, NO_TELEMETRY, PREFECT, SERVERS, WORKER, ServerProgram
+from flows.servers.records import ServerRecord, read_records, write_records
+from stages.errors import ServerError
+from stages.supervisor import TOKEN_VARIABLE, kill_until_gone, marked_processes, send
+
+START_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 15.0
+ANSWER_TIMEOUT_S = 5.0
+NAMED_BY = {program.name: program.variable for program in SERVERS}
+"""Server → the variable in which a user names another one."""
+
+
+@dataclass(frozen=True)
+class ServerStatus:
+    """What `lifecycle status` tells of a server. `ours`: started here, so that `down` stops it.
+
+    needed: a refresh cannot do without it; the worker is needed once it was started.
+    """
+
+    name: str
+    url: str | None
+    healthy: bool
+    ours: bool
+    needed: bool = True
+    pid: int | None = None
+
+
+@dataclass(frozen=True)
+class Endpoints:
+    """Where the two servers are. `local` are those that run under LIFECYCLE_HOME."""
+
+    prefect_api_url: str
+    mlflow_tracking_uri: str
+    local: tuple[str, ...] = ()
+
+    def environment(self) -> dict[str, str]:
+        """What Prefect and MLflow clients need in their environment."""
+        return {
+            **NO_TELEMETRY,
+            "PREFECT_API_URL": self.prefect_api_url,
+            "MLFLOW_TRACKING_URI": self.mlflow_tracking_uri,
+        }
+
+
+def up(*, worker: bool = False) -> Endpoints:
+    """Make sure that both servers answer, and start what is absent, both at once; then, if asked to, the worker.
+
+    Raises `ServerError` when a server that the user named does not answer, or one of ours does not start.
+    """
+    named = {program.name: url for program in SERVERS if (url := program.named())}
+    for program in SERVERS:
+        if program.name in named:
+            _check_named(program, named[program.name])
+    with _locked():
+        records = read_records()
+        missing = [program for program in SERVERS if program.name not in named and not _healthy(program, records)]
+        records |= _start(missing, records)
+        urls = {name: record.address for name, record in records.items()}
+        endpoints = Endpoints(
+            prefect_api_url=named.get("prefect") or urls["prefect"] + PREFECT.client_path,
+            mlflow_tracking_uri=named.get("mlflow") or urls["mlflow"] + MLFLOW.client_path,
+            local=tuple(program.name for program in SERVERS if program.name not in named),
+        )
+        if worker:
+            _start_worker(records, endpoints.environment())
+    return endpoints
+
+
+def down() -> list[str]:
+    """Stop what `up` started, with all its children; returns the names.
+
+    The worker goes first: refreshes that it runs can still tell the servers that they were stopped.
+    """
+    with _locked():
+        records = read_records()
+        if WORKER.name in records:
+            _stop_refreshes(records[WORKER.name])
+            _stop([records[WORKER.name]])
+        _stop(records.values())
+        write_records({})
+    return [name for name, record in records.items()]
+
+
+def status() -> list[ServerStatus]:
+    """Where each server is and whether it answers."""
+    records = read_records()
+    return [_status_of(program, records.get(program.name)) for program in (*SERVERS, WORKER)]
+
+
+def answers(url: str, timeout_s: float = ANSWER_TIMEOUT_S) -> bool:
+    """Whether an HTTP server answers a GET with a success."""
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_s) as response:  # noqa: S310 (http addresses only)
+            return bool(response.status < 400)
+    except (OSError, ValueError):
+        return False
+
+
+def _status_of(program: ServerProgram, record: ServerRecord | None) -> ServerStatus:
+    named = program.named()
+    if named:
+        return ServerStatus(program.name, named, _named_answers(program, named), ours=False)
+    if record is None or not record.process.alive():
+        needed = program in SERVERS or record is not None
+        return ServerStatus(program.name, None, healthy=False, ours=True, needed=needed)
+    healthy = answers(record.address + program.health_path)
+    return ServerStatus(program.name, record.address, healthy, ours=True, pid=record.process.pid)
+
+
+def _check_named(program: ServerProgram, url: str) -> None:
+    if not _named_answers(program, url):
+        raise ServerError(
+            f"reaching the {program.name} server that {program.variable} names: {url} does not answer within "
+            f"{ANSWER_TIMEOUT_S:.0f} s; start it, correct {program.variable}, or unset it to use a local server"
+        )
+
+
+def _named_answers(program: ServerProgram, url: str) -> bool:
+    """Databases, folders and other addresses that are not HTTP are left to the client."""
+    if not url.startswith(("http://", "https://")):
+        return True
+    return answers(url.rstrip("/").removesuffix(program.client_path) + program.health_path)
+
+
+def _healthy(program: ServerProgram, records: Mapping[str, ServerRecord]) -> bool:
+    record = records.get(program.name)
+    return bool(record and record.process.alive() and answers(record.address + program.health_path))
+
+
+def _start_worker(records: Mapping[str, ServerRecord], settings: Mapping[str, str]) -> None:
+    """Start the worker, unless it runs and knows these servers. Refreshes that outlived a dead worker go on."""
+    running = _healthy(WORKER, records)
+    if running and records[WORKER.name].settings == _digest(settings):
+        return
+    dead = WORKER.name in records and not records[WORKER.name].process.alive()
+    _start([WORKER], records, settings, spare_children=dead)
+
+
+def _start(
+    programs: list[ServerProgram],
+    records: Mapping[str, ServerRecord],
+    settings: Mapping[str, str] | None = None,
+    *,
+    spare_children: bool = False,
+) -> dict[str, ServerRecord]:
+    """Start servers side by side and wait until all answer; if one fails, none of them stays."""
+    before = {program.name: records[program.name] for program in programs if program.name in records}
+    if not spare_children:
+        _stop(before.values())
+    started: dict[str, ServerRecord] = {}
+    try:
+        for program in programs:
+            started[program.name] = _launch(program, before.get(program.name), settings or {})
+            write_records({**records, **started})
+        for program in programs:
+            _await(program, started[program.name])
+    except BaseException:
+        _stop(started.values())
+        write_records({name: record for name, record in records.items() if name not in started})
+        raise
+    return started
+
+
+def _launch(program: ServerProgram, before: ServerRecord | None, settings: Mapping[str, str]) -> ServerRecord:
+    """before: its record of last time; it keeps token and, if possible, port, since others know both."""
+    folder = home() / program.name
+    folder.mkdir(parents=True, exist_ok=True)
+    port = _free_port(before.port if before else None, program.preferred_port)
+    token = before.token if before else os.urandom(16).hex()
+    environment = {**_inherited(program), **NO_TELEMETRY, **settings, **program.environment(folder, port)}
+    with (folder / "server.log").open("wb") as log:
+        process = subprocess.Popen(
+            program.command(folder, port),
+            env={**environment, TOKEN_VARIABLE: token},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+            start_new_session=True,
+        )
+    identity = ProcessIdentity.of(process.pid)
+    return ServerRecord(process=identity, port=port, token=token, settings=_digest(settings))
+
+
+def _inherited(program: ServerProgram) -> dict[str, str]:
+    """A server gets none of the settings meant for its clients; the worker is a client, and may need credentials."""
+    clients = ("PREFECT_", "MLFLOW_") if program in SERVERS else ()
+    return {name: value for name, value in os.environ.items() if not name.startswith(clients)}
+
+
+def _digest(settings: Mapping[str, str]) -> str:
+    """Tells settings apart without keeping them: an address may hold a password."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+def _await(program: ServerProgram, record: ServerRecord) -> None:
+    end = time.monotonic() + START_TIMEOUT_S
+    while not answers(record.address + program.health_path, timeout_s=1.0):
+        if not record.process.alive() or time.monotonic() > end:
+            log = home() / program.name / "server.log"
+            lines = "\n".join(log.read_text(errors="replace").splitlines()[-8:])
+            raise ServerError(
+                f"starting the {program.name} server on port {record.port}: it does not answer; see {log}, which "
+                f"ends with:\n{lines}"
+            )
+        time.sleep(0.1)
+
+
+def _stop_refreshes(worker: ServerRecord) -> None:
+    """Have refreshes that the worker started end in good order: they stop their stages, and say that they did."""
+
+    def running() -> list[int]:
+        started = marked_processes(worker.token)
+        return [one.process.pid for one in RunningRefreshes().all() if one.process.pid in started]
+
+    send(signal.SIGTERM, running())
+    end = time.monotonic() + STOP_TIMEOUT_S
+    while running() and time.monotonic() < end:
+        time.sleep(0.1)
+
+
+def _stop(records: Collection[ServerRecord]) -> None:
+    """SIGTERM to exactly the recorded processes and their descendants, then SIGKILL to what is left."""
+    tokens = [record.token for record in records]
+
+    def remaining() -> list[int]:
+        return [pid for token in tokens for pid in marked_processes(token)]
+
+    send(signal.SIGTERM, remaining())
+    end = time.monotonic() + STOP_TIMEOUT_S
+    while remaining() and time.monotonic() < end:
+        time.sleep(0.1)
+    kill_until_gone(remaining)
+
+
+def _free_port(*preferred: int | None) -> int:
+    """The first of the preferred ports that is free, else one that the kernel picks."""
+    for port in (*(port for port in preferred if port), 0):
+        with suppress(OSError), socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((LOOPBACK, port))
+            return int(probe.getsockname()[1])
+    raise ServerError(f"looking for a free port on {LOOPBACK}: none is to be had")
+
+
+@contextmanager
+def _locked() -> Iterator[None]:
+    """Keep two `up`s or `down`s apart; the kernel releases the lock of a dead process."""
+    home().mkdir(parents=True, exist_ok=True)
+    with (home() / "servers.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,51 @@
+"""Which servers we have started: `<home>/servers.json`, server name → process, port, token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pydantic import Field, ValidationError
+
+from flows.home import home
+from flows.process_identity import ProcessIdentity
+from flows.servers.programs import LOOPBACK
+from stages.contract import StrictModel, write_atomically
+from stages.errors import StoreError
+
+
+class ServerRecord(StrictModel):
+    """A server that we started. All its processes carry `token` in their environment.
+
+    settings: digest of what it was told beyond its program, as the worker is told where the servers are.
+    """
+
+    process: ProcessIdentity
+    port: int
+    token: str
+    settings: str | None = None
+
+    @property
+    def address(self) -> str:
+        return f"http://{LOOPBACK}:{self.port}"
+
+
+class ServerRecords(StrictModel):
+    """`servers.json`: server name → record."""
+
+    servers: dict[str, ServerRecord] = Field(default_factory=dict)
+
+
+def read_records() -> dict[str, ServerRecord]:
+    """All of them. Raises `StoreError` when the file is damaged."""
+    path = home() / "servers.json"
+    try:
+        return dict(ServerRecords.model_validate_json(path.read_text()).servers)
+    except FileNotFoundError:
+        return {}
+    except ValidationError as error:
+        raise StoreError(f"reading {path}: {error}; remove it, and stop servers left over by hand") from error
+
+
+def write_records(records: Mapping[str, ServerRecord]) -> None:
+    """Replace them all."""
+    write_atomically(home() / "servers.json", ServerRecords(servers=dict(records)).model_dump_json(indent=1))

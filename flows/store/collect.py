@@ -1,0 +1,145 @@
+"""Verify artifacts, and collect what nothing needs any more."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from flows.store.content import RECORD_FILE, files_in, hash_files
+from flows.store.record import Artifact, Index
+from flows.store.store import Store
+from stages.contract import StageInput
+
+SECONDS_PER_DAY = 86_400.0
+RESUME_KEY_LENGTH = 12
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What re-hashing found in one artifact; whole when the three are empty. Paths are relative to its folder."""
+
+    artifact: Artifact
+    damaged: tuple[str, ...]
+    missing: tuple[str, ...]
+    extra: tuple[str, ...]
+
+    @property
+    def whole(self) -> bool:
+        """Whether the artifact is what was recorded."""
+        return not (self.damaged or self.missing or self.extra)
+
+
+@dataclass(frozen=True)
+class Garbage:
+    """A folder or file that may go, its size, and why. `used_s`: when it was last used (since the epoch)."""
+
+    path: Path
+    size_bytes: int
+    used_s: float
+    reason: str
+
+
+def verify(store: Store) -> Iterator[Verdict]:
+    """Re-hash every file of every artifact, one artifact after the other."""
+    for artifact in store.index().artifacts:
+        recorded = artifact.record.files
+        there = {name for name, _ in files_in(artifact.folder)}
+        with store.explained(f"verify {artifact.folder}"):
+            found = hash_files(artifact.folder)
+        yield Verdict(
+            artifact,
+            damaged=tuple(name for name in recorded if name in found and found[name] != recorded[name]),
+            missing=tuple(sorted(recorded.keys() - there)),
+            extra=tuple(sorted(there - recorded.keys())),
+        )
+
+
+def find_garbage(store: Store, protected: Collection[str] = (), older_than_days: float = 7.0) -> list[Garbage]:
+    """What nothing needs: superseded artifacts; and, unless used within `older_than_days`, leftovers of crashes, work
+    folders that nobody works in, cache entries.
+
+    Kept are the artifact of each stage name of each recipe that was built or used last, those whose version is in
+    `protected` (promoted models), those that unfinished work builds on, and all that these were built from.
+    """
+    index = store.index()
+    before_s = time.time() - older_than_days * SECONDS_PER_DAY
+    work = _folders(store.root / ".work", "*/*")
+    abandoned = {folder for folder in work if _used_s(folder) <= before_s and not _is_worked_in(store, folder)}
+    in_use = {path for folder in work if folder not in abandoned for path in _inputs(folder)}
+    kept = needed(index, protected, in_use)
+    superseded = [artifact for artifact in index.artifacts if artifact not in kept]
+    old = [
+        *((folder, "abandoned work") for folder in abandoned),
+        *((folder, "left over from a crash") for folder in index.leftovers),
+        *((folder, "left over from a removal") for folder in _folders(store.root / ".trash", "*")),
+        *((entry, "cache entry") for entry in _folders(store.root / ".cache", "*/*")),
+    ]
+    return [
+        *(Garbage(one.folder, _size_bytes(one.folder), one.used_s, "superseded") for one in superseded),
+        *(
+            Garbage(path, _size_bytes(path), used_s, f"{reason}, unused for {older_than_days:g} days")
+            for path, reason in old
+            if (used_s := _used_s(path)) <= before_s
+        ),
+    ]
+
+
+def needed(index: Index, protected: Collection[str], in_use: Collection[Path]) -> list[Artifact]:
+    """Artifacts to keep: the latest of each stage, the named ones, and all that these were built from. Pure."""
+    latest: dict[tuple[str | None, str, str], Artifact] = {}
+    for artifact in sorted(index.artifacts, key=lambda one: one.used_s):
+        latest[artifact.record.recipe, artifact.record.kind, artifact.record.stage] = artifact
+    todo = [*latest.values()]
+    todo += [one for one in index.artifacts if one.record.version in protected or one.folder in in_use]
+    kept: dict[Path, Artifact] = {}
+    while todo:
+        artifact = todo.pop()
+        if artifact.folder not in kept:
+            kept[artifact.folder] = artifact
+            entries = artifact.record.upstream.values()
+            todo += [found for entry in entries if (found := index.find(entry.kind, entry.version))]
+    return list(kept.values())
+
+
+def collect(store: Store, garbage: Iterable[Garbage]) -> list[Garbage]:
+    """Remove what `find_garbage` found, but for what was used since. Returns what was removed."""
+    removed = []
+    for one in garbage:
+        if one.path.exists() and _used_s(one.path) <= one.used_s:
+            store.remove(one.path)
+            removed.append(one)
+    return removed
+
+
+def _is_worked_in(store: Store, work: Path) -> bool:
+    return store.is_locked(work.parent.name, work.name[-RESUME_KEY_LENGTH:])
+
+
+def _inputs(work: Path) -> Collection[Path]:
+    try:
+        return StageInput.model_validate_json((work / "config.json").read_bytes()).inputs.values()
+    except (OSError, ValidationError):
+        return ()
+
+
+def _folders(parent: Path, pattern: str) -> list[Path]:
+    return sorted(parent.glob(pattern))
+
+
+def _used_s(path: Path) -> float:
+    """When an artifact was last found cached; when anything in another folder was last written or read."""
+    record = path / RECORD_FILE
+    if record.exists():
+        return record.stat().st_mtime
+    below = [path, *path.rglob("*")] if path.is_dir() else [path]
+    # Our own walk reads folders, so that only of files the time of reading means something.
+    return max(max(one.lstat().st_mtime, 0.0 if one.is_dir() else one.lstat().st_atime) for one in below)
+
+
+def _size_bytes(path: Path) -> int:
+    below = path.rglob("*") if path.is_dir() else [path]
+    return sum(one.lstat().st_size for one in below if not one.is_dir())

@@ -1,0 +1,91 @@
+"""Content of files and folders: hashes, digests, and whether it is still what was recorded."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from flows.version import canonical_json
+from stages.contract import Product, StrictModel
+
+RECORD_FILE = "record.json"
+PENDING_RECORD_FILE = ".record.json"
+ATTEMPT_FILE = "attempt.json"
+LOG_FILE = "log.txt"
+SCRATCH_FOLDER = "scratch"
+LAUNCH_FOLDER = ".launch"
+NOT_OF_THE_ARTIFACT = frozenset(
+    {RECORD_FILE, PENDING_RECORD_FILE, ATTEMPT_FILE, LOG_FILE, SCRATCH_FOLDER, LAUNCH_FOLDER}
+)
+BOOKKEEPING = frozenset({"config.json", "metrics.jsonl", "events.jsonl", "result.json"})
+"""What the contract puts beside the content of an artifact: it tells how it was built, and differs each time."""
+
+CONTENT_FOLDERS: dict[Product, str] = {"model": "model/", "dataset": "data/"}
+HASHING_THREADS = 4
+
+
+class FileEntry(StrictModel):
+    """Size in bytes and sha256 of one file."""
+
+    size: int
+    sha256: str
+
+
+Files = dict[str, FileEntry]
+"""POSIX path relative to the folder → entry"""
+
+
+def files_in(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Relative POSIX path and path of every file of an artifact, logs left out: a server writes on to its log."""
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if name.parts[0] not in NOT_OF_THE_ARTIFACT and path.suffix != ".log" and not path.is_dir():
+            yield name.as_posix(), path
+
+
+def hash_files(folder: Path) -> Files:
+    """Size and sha256 of every file of an artifact."""
+    files = dict(files_in(folder))
+    with ThreadPoolExecutor(HASHING_THREADS) as pool:
+        return dict(zip(files, pool.map(hash_file, files.values()), strict=True))
+
+
+def hash_file(path: Path) -> FileEntry:
+    """Size and sha256 of a file."""
+    with path.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        return FileEntry(size=stream.tell(), sha256=digest)
+
+
+def hash_path(path: Path) -> str:
+    """sha256 of a file, or over the relative paths and contents of a folder's files; where it lies does not count."""
+    if not path.is_dir():
+        return hash_file(path).sha256
+    return _digest({name: entry for name, entry in hash_files(path).items() if "__pycache__/" not in name})
+
+
+def content_digest(product: Product, files: Files) -> str:
+    """sha256 over paths and contents of what dependents read: `model/`, `data/`, or all but the bookkeeping."""
+    folder = CONTENT_FOLDERS.get(product, "")
+    return _digest(
+        {name: entry for name, entry in files.items() if name.startswith(folder) and name not in BOOKKEEPING}
+    )
+
+
+def damage_of(folder: Path, files: Mapping[str, FileEntry]) -> tuple[str, ...]:
+    """Files that are missing or have another size than recorded, each as a short sentence. Reads no content."""
+    return tuple(line for name, entry in files.items() if (line := _damage(folder / name, name, entry.size)))
+
+
+def _damage(path: Path, name: str, size: int) -> str | None:
+    try:
+        found = path.lstat().st_size
+    except OSError:
+        return f"{name} is missing"
+    return None if found == size else f"{name} has {found} bytes instead of {size}"
+
+
+def _digest(files: Files) -> str:
+    return hashlib.sha256(canonical_json({name: entry.sha256 for name, entry in files.items()}).encode()).hexdigest()

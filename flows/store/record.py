@@ -1,0 +1,94 @@
+"""What the store knows of an artifact (`record.json`), and of all artifacts together (`Index`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from flows.store.content import FileEntry
+from flows.version import Identity, differences
+from stages.contract import Product, StrictModel
+
+
+class UpstreamEntry(StrictModel):
+    """An artifact that another one was built from."""
+
+    stage: str
+    kind: str
+    version: str
+    digest: str
+
+
+class Record(StrictModel):
+    """`record.json`, the last file written: its folder is an artifact if and only if this one is whole.
+
+    `upstream` is by field path; `digest` is that of the content, whatever it was built from.
+    """
+
+    schema_number: Literal[1] = 1
+    recipe: str | None
+    stage: str
+    kind: str
+    product: Product
+    version: str
+    identity: Identity
+    upstream: dict[str, UpstreamEntry]
+    digest: str
+    files: dict[str, FileEntry]
+    metrics: dict[str, float]
+    tags: dict[str, str]
+    mlflow_run_id: str | None
+    started: datetime
+    finished: datetime
+    seconds: float
+    packages: dict[str, str]
+    git_commit: str | None
+
+    def stale_field(self, digests: Mapping[str, str]) -> str | None:
+        """A field whose upstream artifact now has other content than this one was built from.
+
+        digests: field path → content digest of the upstream artifact that is there now.
+        """
+        return next((field for field, entry in self.upstream.items() if digests.get(field) != entry.digest), None)
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A committed artifact. `damage` says which files are missing or have another size than recorded.
+
+    `used_s` is when it was built or last found cached, in seconds since the epoch.
+    """
+
+    folder: Path
+    record: Record
+    used_s: float
+    damage: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Index:
+    """All artifacts of a store at one moment. `leftovers` are folders without a whole record."""
+
+    artifacts: tuple[Artifact, ...]
+    leftovers: tuple[Path, ...] = ()
+
+    def find(self, kind: str, version: str) -> Artifact | None:
+        """The artifact of this kind and version."""
+        return self._by_version.get((kind, version))
+
+    def nearest(self, kind: str, stage: str, identity: Identity) -> Artifact | None:
+        """The artifact of this kind and stage name with the fewest differences; the newest of equals."""
+        named = [one for one in self.artifacts if (one.record.kind, one.record.stage) == (kind, stage)]
+        return min(
+            named,
+            key=lambda one: (len(differences(one.record.identity, identity)), -one.record.finished.timestamp()),
+            default=None,
+        )
+
+    @cached_property
+    def _by_version(self) -> dict[tuple[str, str], Artifact]:
+        return {(one.record.kind, one.record.version): one for one in self.artifacts}

@@ -1,0 +1,192 @@
+"""The store: artifacts on disk. Nothing else writes under its root, but for stage processes in their work folders.
+
+    <kind>/<stage>-<version>/           an artifact, if its record.json is whole
+    .work/<kind>/<stage>-<resume key>/  work in progress; survives a crash
+    .cache/<kind>/                      kept between runs, keyed by content
+    .locks/                             one file a resume key; the kernel releases the lock of a dead process
+    .trash/                             on its way out
+
+A commit renames the work folder and then puts `record.json` in its place, so that an artifact is whole or not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from flows.store.content import (
+    ATTEMPT_FILE,
+    LAUNCH_FOLDER,
+    PENDING_RECORD_FILE,
+    RECORD_FILE,
+    SCRATCH_FOLDER,
+    damage_of,
+)
+from flows.store.record import Artifact, Index, Record
+from stages.contract import write_atomically
+from stages.errors import ResourceError, StoreError
+
+LOCK_INTERVAL_S = 0.2
+PRIVATE_FOLDER = 0o700
+
+
+class Store:
+    """Artifacts under `root`, which is created when something is first written."""
+
+    def __init__(self, root: Path):
+        self.root = root.absolute()
+
+    def folder_of(self, kind: str, stage: str, version: str) -> Path:
+        """Where an artifact lies, or would lie."""
+        return self.root / kind / f"{stage}-{version}"
+
+    def work_folder(self, kind: str, stage: str, resume_key: str) -> Path:
+        """Where a stage works until it is committed. Not created yet."""
+        return self.root / ".work" / kind / f"{stage}-{resume_key}"
+
+    def cache_folder(self, kind: str) -> Path:
+        """What stages of a kind keep between runs."""
+        return self.root / ".cache" / kind
+
+    def find(self, kind: str, version: str) -> Artifact | None:
+        """The committed artifact, or None. A torn record counts as not committed."""
+        candidates = (self.root / kind).glob(f"*-{version}")
+        return next((artifact for folder in candidates if (artifact := read_artifact(folder))), None)
+
+    def index(self) -> Index:
+        """All artifacts."""
+        folders = sorted(self.root.glob("[!.]*/*/"))
+        read = {folder: read_artifact(folder) for folder in folders}
+        return Index(
+            artifacts=tuple(artifact for artifact in read.values() if artifact),
+            leftovers=tuple(folder for folder, artifact in read.items() if artifact is None),
+        )
+
+    def make_folder(self, folder: Path) -> Path:
+        """Create a folder of the store, and the store itself; only its owner may look into it."""
+        with self.explained(f"create {folder}"):
+            self.root.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
+            folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
+        return folder
+
+    @contextmanager
+    def lock(self, kind: str, resume_key: str, waiting: Callable[[], None]) -> Iterator[None]:
+        """Hold the lock of a resume key. `waiting` is called every 0.2 s while another process holds it; may raise."""
+        path = self.make_folder(self.root / ".locks") / f"{kind}-{resume_key}"
+        with self.explained(f"lock {path}"):
+            stream = path.open("a")
+        with stream:
+            while not _try_lock(stream.fileno()):
+                waiting()
+                time.sleep(LOCK_INTERVAL_S)
+            yield
+
+    def is_locked(self, kind: str, resume_key: str) -> bool:
+        """Whether some process holds the lock of a resume key at this moment."""
+        path = self.root / ".locks" / f"{kind}-{resume_key}"
+        if not path.exists():
+            return False
+        with path.open("a") as stream:
+            return not _try_lock(stream.fileno())
+
+    def commit(self, work: Path, record: Record) -> Artifact:
+        """Make a finished work folder the artifact of `record`, in place of an older one of the same version.
+
+        Scratch goes last, so that a crash before then costs no work.
+        """
+        folder = self.folder_of(record.kind, record.stage, record.version)
+        with self.explained(f"commit {folder.name}"):
+            write_atomically(work / PENDING_RECORD_FILE, record.model_dump_json(indent=1))
+            _sync_tree(work)
+            shutil.rmtree(work / SCRATCH_FOLDER, ignore_errors=True)
+            shutil.rmtree(work / LAUNCH_FOLDER, ignore_errors=True)
+            (work / ATTEMPT_FILE).unlink(missing_ok=True)
+            self.make_folder(folder.parent)
+            replaced = [self._to_trash(old) for old in folder.parent.glob(f"*-{record.version}")]
+            work.rename(folder)
+            _sync(folder.parent)
+            _finish_commit(folder)
+            for old in replaced:
+                shutil.rmtree(old)
+        artifact = read_artifact(folder)
+        assert artifact is not None
+        return artifact
+
+    def recover(self, kind: str, version: str) -> None:
+        """Finish a commit that was interrupted between its two last steps. Call it under the lock."""
+        for folder in (self.root / kind).glob(f"*-{version}"):
+            if (folder / PENDING_RECORD_FILE).exists() and not (folder / RECORD_FILE).exists():
+                _finish_commit(folder)
+
+    def remove(self, folder: Path) -> None:
+        """Remove a folder of the store. It is gone for readers at once, however large it is."""
+        with self.explained(f"remove {folder}"), contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self._to_trash(folder))
+
+    def note_use(self, artifact: Artifact) -> None:
+        """Remember that an artifact was found cached, so that it counts as new when garbage is collected."""
+        with contextlib.suppress(OSError):
+            os.utime(artifact.folder / RECORD_FILE)
+
+    def _to_trash(self, folder: Path) -> Path:
+        assert folder.is_relative_to(self.root)
+        trash = self.make_folder(self.root / ".trash") / f"{folder.name}-{os.urandom(4).hex()}"
+        return folder.rename(trash)
+
+    @contextmanager
+    def explained(self, doing: str) -> Iterator[None]:
+        """Turn the file system's errors into `ResourceError` (full disk) or `StoreError` (anything else)."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                remedy = "free some space, for instance with `lifecycle gc`, and run again"
+                raise ResourceError(f"cannot {doing}: the disk of {self.root} is full; {remedy}") from error
+            raise StoreError(f"cannot {doing}: {error.strerror} ({error.filename or self.root})") from error
+
+
+def read_artifact(folder: Path) -> Artifact | None:
+    """The artifact in a folder, or None when its record is missing, torn, or of a newer schema."""
+    path = folder / RECORD_FILE
+    try:
+        record = Record.model_validate_json(path.read_bytes())
+        return Artifact(folder, record, path.stat().st_mtime, damage_of(folder, record.files))
+    except (OSError, ValidationError):
+        return None
+
+
+def _finish_commit(folder: Path) -> None:
+    (folder / PENDING_RECORD_FILE).replace(folder / RECORD_FILE)
+    _sync(folder)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _sync_tree(folder: Path) -> None:
+    for parent, _, files in os.walk(folder):
+        for file in files:
+            _sync(Path(parent, file))
+        _sync(Path(parent))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,62 @@
+"""Runs that are in MLflow already → plain values. Imports mlflow, which takes seconds, only when it is asked."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from flows.recipe.text import closest
+from flows.tracking.shipper import CLIENT_ENVIRONMENT
+from stages.errors import RecipeError, ServerError
+
+MOST_RUNS = 5000
+PAGE = 1000
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """A run with the last value of each metric."""
+
+    run_id: str
+    name: str
+    status: str
+    params: dict[str, str]
+    metrics: dict[str, float]
+    tags: dict[str, str]
+
+
+def find_runs(experiment: str, where: str = "") -> list[LoggedRun]:
+    """Runs of an experiment that MLflow's search expression `where` holds for, oldest first.
+
+    Raises RecipeError for an unknown experiment, or an expression that MLflow refuses; ServerError when MLflow
+    does not answer.
+    """
+    os.environ.update(CLIENT_ENVIRONMENT)
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    client = MlflowClient()
+    try:
+        found = client.get_experiment_by_name(experiment)
+        names = [] if found else [one.name for one in client.search_experiments()]
+    except MlflowException as error:
+        raise ServerError(f"asking MLflow for experiment {experiment}: {error}; see `lifecycle status`") from error
+    if found is None:
+        raise RecipeError(f"MLflow has no experiment `{experiment}`{closest(experiment, names)}")
+    runs: list[LoggedRun] = []
+    token = None
+    while len(runs) < MOST_RUNS:
+        try:
+            page = client.search_runs([found.experiment_id], where, max_results=PAGE, page_token=token)
+        except MlflowException as error:
+            raise RecipeError(f"searching runs where {where}: {error}") from error
+        runs += [_logged(run) for run in page]
+        token = page.token
+        if not token:
+            break
+    return runs[::-1]
+
+
+def _logged(run: object) -> LoggedRun:
+    info, data = run.info, run.data  # type: ignore[attr-defined]
+    return LoggedRun(info.run_id, info.run_name, info.status, dict(data.params), dict(data.metrics), dict(data.tags))

@@ -1,0 +1,255 @@
+"""Tells MLflow what happened in refreshes. The only module that imports mlflow; runs as a process of its own.
+
+    python -m flows.tracking.shipper REFRESH_FOLDER
+
+Reads the records of `flows/history.py` and brings MLflow up to date with them until stdin ends (the refresh is over,
+or died), then ships what is left of this refresh, and of earlier ones that MLflow was not there for.
+
+Nothing is shipped twice: `mlflow.json` says how far MLflow is, and is written after every batch; should this process
+die in between, MLflow drops what it has already (equal run, key, step, time and value).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flows.history import AttemptRecord, RefreshFolder, RefreshRecord, ShippedAttempt, refreshes
+from flows.home import store_root
+from flows.tracking.rows import (
+    MetricRow,
+    acceptable,
+    batches,
+    final_rows,
+    known_steps,
+    note,
+    parent_params,
+    parent_tags,
+    stage_metrics,
+    stage_tags,
+)
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+EXPERIMENT = "llm-lifecycle"
+INTERVAL_S = 0.5
+RETRY_INTERVAL_S = 5.0
+METRICS_PER_BATCH = 1000
+PARAMS_PER_BATCH = 100
+LONGEST_VALUE = 6000
+CLIENT_ENVIRONMENT = {
+    # A server that is away must be noticed within seconds: the next try is ours.
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+}
+RUN_STATUS = {"completed": "FINISHED", "not_promoted": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
+ATTEMPT_STATUS = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
+
+
+class Shipper:
+    """Brings MLflow up to date with one refresh."""
+
+    def __init__(self, folder: RefreshFolder, client: MlflowClient):
+        self.folder = folder
+        self.client = client
+        self.shipped = folder.read_shipped()
+        self._recovering = bool(self.shipped.experiment_id)
+
+    def ship(self) -> bool:
+        """Ship what is new; returns whether the refresh is over and MLflow has all of it.
+
+        Raises what the MLflow client raises when the server is away; call it again later.
+        """
+        record = self.folder.read()
+        if self.shipped.has_all_of(record):
+            return True
+        parent = self._parent_run(record)
+        done = [self._ship_attempt(attempt, parent) for attempt in self.folder.attempts()]
+        if record.state == "running" or not all(done):
+            return False
+        self._finish_parent(record, parent)
+        self._save(done=True, num_tries=record.num_tries, trouble=None)
+        return True
+
+    def note_trouble(self, error: Exception) -> None:
+        """Leave word that MLflow is away, so that nobody waits for it."""
+        self._save(trouble=f"{type(error).__name__}: {str(error)[:300]}")
+
+    def _save(self, **changes: object) -> None:
+        self.shipped = self.shipped.model_copy(update=changes)
+        self.folder.write_shipped(self.shipped)
+
+    def _parent_run(self, record: RefreshRecord) -> str:
+        if self.shipped.experiment_id is None:
+            self._save(experiment_id=experiment_id(self.client))
+        if self.shipped.parent_run_id is None:
+            run = self._create_run("refresh", record.refresh, record.refresh, record.started_ms, parent_tags(record))
+            self._log_params(run, parent_params(record))
+            self._save(parent_run_id=run, trouble=None)
+        assert self.shipped.parent_run_id
+        if self.shipped.done:  # of an earlier try
+            self.client.update_run(self.shipped.parent_run_id, status="RUNNING")
+            self._save(done=False)
+        return self.shipped.parent_run_id
+
+    def _ship_attempt(self, attempt: AttemptRecord, parent: str) -> bool:
+        """Returns whether the attempt is over and shipped."""
+        known = self.shipped.attempts.get(attempt.key) or self._begin_attempt(attempt, parent)
+        if known.done:
+            return True
+        known = self._ship_metrics(attempt, known)
+        if attempt.outcome is None:
+            return False
+        self._finish_attempt(attempt, known.run_id)
+        self._save_attempt(attempt, known.model_copy(update={"done": True}))
+        return True
+
+    def _begin_attempt(self, attempt: AttemptRecord, parent: str) -> ShippedAttempt:
+        tags = {**attempt.tags, "mlflow.parentRunId": parent}
+        identity = f"{self.folder.path.name}/{attempt.key}"
+        run = self._create_run("attempt", identity, attempt.stage, attempt.started_ms, tags)
+        self._log_params(run, attempt.params)
+        return self._save_attempt(attempt, ShippedAttempt(run_id=run, next_byte=attempt.first_byte))
+
+    def _save_attempt(self, attempt: AttemptRecord, shipped: ShippedAttempt) -> ShippedAttempt:
+        self._save(attempts={**self.shipped.attempts, attempt.key: shipped}, trouble=None)
+        return shipped
+
+    def _create_run(self, tag: str, identity: str, name: str, started_ms: int, tags: dict[str, str]) -> str:
+        """Create a run, or find it when an earlier process created it and died before it could say so."""
+        experiment = self.shipped.experiment_id
+        if self._recovering:
+            found = self.client.search_runs([experiment], f"tags.`lifecycle.{tag}` = '{identity}'", max_results=1)
+            if found:
+                return str(found[0].info.run_id)
+        tags = {name: value[:LONGEST_VALUE] for name, value in tags.items()} | {f"lifecycle.{tag}": identity}
+        return str(self.client.create_run(experiment, start_time=started_ms, tags=tags, run_name=name).info.run_id)
+
+    def _log_params(self, run: str, params: dict[str, str]) -> None:
+        from mlflow.entities import Param
+
+        entities = [Param(name, value[:LONGEST_VALUE]) for name, value in params.items()]
+        for start in range(0, len(entities), PARAMS_PER_BATCH):
+            self.client.log_batch(run, params=entities[start : start + PARAMS_PER_BATCH])
+
+    def _ship_metrics(self, attempt: AttemptRecord, known: ShippedAttempt) -> ShippedAttempt:
+        file = _metrics_file(attempt)
+        if file is None:
+            return known
+        logged = known_steps(file, attempt.first_byte)
+        for batch in batches(file, known.next_byte, attempt.last_byte, METRICS_PER_BATCH):
+            self._log_metrics(known.run_id, [row for row in batch.rows if row.step > logged.get(row.name, -1)])
+            known = self._save_attempt(attempt, known.model_copy(update={"next_byte": batch.next_byte}))
+        return known
+
+    def _finish_attempt(self, attempt: AttemptRecord, run: str) -> None:
+        assert attempt.outcome and attempt.ended_ms
+        file = _metrics_file(attempt)
+        self._log_metrics(run, final_rows(attempt.metrics, file, attempt.last_byte, attempt.ended_ms))
+        tags = attempt.tags | ({"error": attempt.error} if attempt.error else {})
+        self._set_tags(run, tags)
+        self._log_files(attempt, run)
+        self.client.set_terminated(run, ATTEMPT_STATUS[attempt.outcome], attempt.ended_ms)
+
+    def _log_files(self, attempt: AttemptRecord, run: str) -> None:
+        folder = _folder(attempt)
+        plots = [str(plot.relative_to(folder)) for plot in sorted((folder / "plots").glob("*"))]
+        for file in dict.fromkeys([*attempt.files, *plots]):
+            if (folder / file).is_file():
+                parent = Path(file).parent
+                self.client.log_artifact(run, str(folder / file), None if parent == Path() else str(parent))
+
+    def _log_metrics(self, run: str, rows: list[MetricRow]) -> None:
+        from mlflow.entities import Metric
+
+        metrics = [Metric(row.name, row.value, row.time_ms, row.step) for row in rows]
+        for start in range(0, len(metrics), METRICS_PER_BATCH):
+            self.client.log_batch(run, metrics=metrics[start : start + METRICS_PER_BATCH])
+
+    def _set_tags(self, run: str, tags: dict[str, str]) -> None:
+        from mlflow.entities import RunTag
+
+        self.client.log_batch(run, tags=[RunTag(name, value[:LONGEST_VALUE]) for name, value in tags.items()])
+
+    def _finish_parent(self, record: RefreshRecord, parent: str) -> None:
+        assert self.shipped.experiment_id
+        ended_ms = record.started_ms + round(1000 * record.seconds)
+        figures = {**stage_metrics(record), "seconds": record.seconds}
+        self._log_metrics(parent, [MetricRow(acceptable(name), value, ended_ms, 0) for name, value in figures.items()])
+        description = {"mlflow.note.content": note(record, self.shipped.experiment_id)}
+        self._set_tags(parent, parent_tags(record) | stage_tags(record) | description)
+        self.client.set_terminated(parent, RUN_STATUS[record.state], ended_ms)
+
+
+def main() -> None:
+    """Ship the refresh named by the only argument until stdin ends, then what is left of others."""
+    os.environ.update(CLIENT_ENVIRONMENT)
+    from mlflow import MlflowClient
+
+    client = MlflowClient()
+    shipper = Shipper(RefreshFolder(Path(sys.argv[1])), client)
+    pause_s = INTERVAL_S
+    while not _stdin_ended(pause_s):
+        pause_s = INTERVAL_S if _try_to_ship(shipper) else RETRY_INTERVAL_S
+    if _try_to_ship(shipper):
+        ship_pending(client)
+
+
+def ship_pending(client: MlflowClient) -> None:
+    """Ship what is left of refreshes that are over."""
+    for folder in refreshes():
+        record = folder.read()
+        if record.state != "running" and not folder.read_shipped().has_all_of(record):
+            _try_to_ship(Shipper(folder, client))
+
+
+def _try_to_ship(shipper: Shipper) -> bool:
+    """Returns whether MLflow took what there was."""
+    try:
+        shipper.ship()
+    except Exception as error:
+        # Whatever the client raises, training goes on; what was not shipped stays recorded.
+        print(f"{time.strftime('%H:%M:%S')} not shipped: {type(error).__name__}: {error}", flush=True)
+        shipper.note_trouble(error)
+        return False
+    return True
+
+
+def _stdin_ended(timeout_s: float) -> bool:
+    """Wait for the end of stdin: the refresh holds the other end of the pipe, and writes nothing."""
+    readable, _, _ = select.select([sys.stdin], [], [], timeout_s)
+    return bool(readable)
+
+
+def experiment_id(client: MlflowClient) -> str:
+    """The id of our experiment, made when absent; another process may make it at the same time."""
+    from mlflow.exceptions import MlflowException
+
+    with contextlib.suppress(MlflowException):
+        found = client.get_experiment_by_name(EXPERIMENT)
+        return str(found.experiment_id if found else client.create_experiment(EXPERIMENT))
+    return str(client.get_experiment_by_name(EXPERIMENT).experiment_id)
+
+
+def _folder(attempt: AttemptRecord) -> Path:
+    """Where an attempt's files are: its work folder becomes the artifact of a later attempt, when it has failed."""
+    artifact = store_root() / attempt.tags["kind"] / f"{attempt.stage}-{attempt.tags['version']}"
+    folder = attempt.folder or attempt.work
+    return folder if folder.exists() else artifact
+
+
+def _metrics_file(attempt: AttemptRecord) -> Path | None:
+    file = _folder(attempt) / "metrics.jsonl"
+    return file if file.exists() else None
+
+
+if __name__ == "__main__":
+    main()

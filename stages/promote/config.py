@@ -1,0 +1,86 @@
+"""What a recipe may say of a promotion."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import ClassVar, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+
+from stages.contract import (
+    ModelReference,
+    Product,
+    ScoresReference,
+    ServerReference,
+    StageConfig,
+    StrictModel,
+)
+
+
+class GatesConfig(StrictModel):
+    """What a candidate must keep to become champion; what is left out is not asked."""
+
+    min_scores: dict[str, float] = Field(
+        default_factory=dict, description="Least scores, such as {gsm8k.strict-match.exact_match: 0.4}."
+    )
+    max_scores: dict[str, float] = Field(
+        default_factory=dict, description="Largest scores, of those that are better when lower."
+    )
+    max_regression_standard_errors: NonNegativeFloat | None = Field(
+        2.0,
+        description="How far each score may fall behind on the same samples; by chance, one in 44 does so by 2.",
+    )
+    max_kl_nats_per_token: PositiveFloat | None = Field(None, description="Of a quantized model from its original.")
+    max_size_mib: PositiveFloat | None = Field(None, description="Of the weights.")
+    min_output_tokens_per_s: PositiveFloat | None = Field(
+        None, description="Of `server`, at the best concurrency measured."
+    )
+
+
+class PromoteConfig(StageConfig):
+    """Compare a model with the champion of its name, and make it champion if all gates hold.
+
+    A candidate is judged once, against whoever is champion then: neither a rollback nor another champion brings it up
+    again, unless it is forced.
+    """
+
+    STAGE_VERSION: ClassVar[int] = 1
+
+    kind: Literal["promote"]
+    name: str = Field(pattern=r"^[A-Za-z0-9][\w.-]{0,127}$", description="Of the model in MLflow's registry.")
+    model: ModelReference
+    evaluations: tuple[ScoresReference, ...] = Field(min_length=1, description="Evaluations of `model`.")
+    baselines: tuple[ScoresReference, ...] = Field(
+        (), description="Evaluations to compare with; default: those of the champion."
+    )
+    server: ServerReference | None = Field(
+        None, description="Serve stage of `model`; `lifecycle serve` does as it did."
+    )
+    gates: GatesConfig = GatesConfig()
+
+    @property
+    def product(self) -> Product:
+        return "verdict"
+
+    @property
+    def devices(self) -> int:
+        return 0
+
+    def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
+        if self.execution.launcher != "local":
+            yield "execution.launcher: a promotion asks MLflow where the refresh runs; expected local"
+        for number, name in enumerate(self.evaluations):
+            if (model := _model_of(name, stages)) != self.model:
+                yield f"evaluations.{number}: {name} evaluates {model}; expected an evaluation of {self.model}"
+        if self.server and (model := _model_of(self.server, stages)) != self.model:
+            yield f"server: {self.server} serves {model}; expected a server of {self.model}"
+        if self.gates.min_output_tokens_per_s and not self.server:
+            yield "gates.min_output_tokens_per_s: nothing measures it; name a serve stage as `server`"
+        if self.gates.max_kl_nats_per_token and stages[self.model].kind != "quantize":
+            yield f"gates.max_kl_nats_per_token: {self.model} is not quantized, so there is nothing to compare it with"
+
+
+def _model_of(stage: str, stages: Mapping[str, StageConfig]) -> str:
+    """The model that a stage evaluates or serves, directly or behind a server."""
+    target = stages[stage].references()["model"]
+    return _model_of(target, stages) if stages[target].product == "server" else target

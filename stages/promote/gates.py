@@ -1,0 +1,85 @@
+"""Gates: figures of a candidate, bounds of the recipe → which hold, and by how much the others are missed. Pure."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from stages.errors import EvaluationError
+from stages.promote.config import GatesConfig
+from stages.promote.paired import Difference
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What the gates ask of a candidate; None for what was not measured."""
+
+    scores: Mapping[str, float]
+    differences: Sequence[Difference]
+    size_mib: float
+    kl_nats_per_token: float | None = None
+    output_tokens_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A bound: `found` must not be below it (`least`), or not above it."""
+
+    name: str
+    found: float
+    bound: float
+    least: bool
+
+    @property
+    def missed_by(self) -> float:
+        """0 when it holds; NaN holds nowhere."""
+        gap = self.bound - self.found if self.least else self.found - self.bound
+        return 0.0 if gap <= 0 else gap
+
+    @property
+    def holds(self) -> bool:
+        """Whether the candidate passes."""
+        return self.missed_by == 0
+
+
+def judge(gates: GatesConfig, figures: Figures) -> list[Gate]:
+    """All gates that the recipe sets. Raises EvaluationError for a figure that a gate needs and nothing measured."""
+    return [*_score_gates(gates, figures.scores), *_regression_gates(gates, figures), *_cost_gates(gates, figures)]
+
+
+def _score_gates(gates: GatesConfig, scores: Mapping[str, float]) -> Iterator[Gate]:
+    for bounds, least in ((gates.min_scores, True), (gates.max_scores, False)):
+        for name, bound in bounds.items():
+            yield Gate(name, _score(name, scores), bound, least)
+
+
+def _score(name: str, scores: Mapping[str, float]) -> float:
+    if name not in scores:
+        close = difflib.get_close_matches(name, scores, n=1, cutoff=0.5) or sorted(scores)
+        raise EvaluationError(f"a gate asks for the score {name}, but the evaluations gave none; {_choice(close)}")
+    return scores[name]
+
+
+def _choice(names: Sequence[str]) -> str:
+    return f"did you mean {names[0]}?" if len(names) == 1 else f"there are: {', '.join(names) or 'no scores'}"
+
+
+def _regression_gates(gates: GatesConfig, figures: Figures) -> Iterator[Gate]:
+    bound = gates.max_regression_standard_errors
+    if bound is not None:
+        for one in figures.differences:
+            yield Gate(f"regression of {one.name} (standard errors)", one.regression_standard_errors, bound, False)
+
+
+def _cost_gates(gates: GatesConfig, figures: Figures) -> Iterator[Gate]:
+    for name, found, bound, least in (
+        ("kl_nats_per_token", figures.kl_nats_per_token, gates.max_kl_nats_per_token, False),
+        ("size_mib", figures.size_mib, gates.max_size_mib, False),
+        ("output_tokens_per_s", figures.output_tokens_per_s, gates.min_output_tokens_per_s, True),
+    ):
+        if bound is None:
+            continue
+        if found is None:
+            raise EvaluationError(f"a gate bounds {name}, but nothing measured it; measure it, or drop the gate")
+        yield Gate(name, found, bound, least)

@@ -1,0 +1,158 @@
+"""Paired comparison of two evaluations on the samples that both have answered.
+
+In: two artifacts of evaluate stages (`scores.json`, `samples/TASK.jsonl`). Out: per score, the mean difference, its
+standard error and a 95% interval. Pairing takes out what both find easy or hard, so that far smaller differences
+show than by two separate scores (Miller, "Adding Error Bars to Evals", arXiv 2411.00640, section 4.2).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stages.errors import EvaluationError
+
+NO_FILTER = "none"
+QUANTILE_95 = statistics.NormalDist().inv_cdf(0.975)
+TOLERANCE = 1e-9
+ASKED_ALIKE = ("doc_hash", "target_hash", "prompt_hash")
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One score of one evaluation. `values`: what each sample scored, by document; `keys`: what was asked there."""
+
+    name: str
+    task: str
+    values: Mapping[int, float]
+    keys: Mapping[int, tuple[str, ...]]
+    setting: Mapping[str, Any]
+    higher_is_better: bool
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Candidate − reference over `num_samples` documents that both answered; `num_unpaired` only one of them did."""
+
+    name: str
+    num_samples: int
+    num_unpaired: int
+    candidate: float
+    reference: float
+    difference: float
+    standard_error: float
+    higher_is_better: bool
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95%, normal approximation."""
+        margin = QUANTILE_95 * self.standard_error
+        return self.difference - margin, self.difference + margin
+
+    @property
+    def regression_standard_errors(self) -> float:
+        """How far the candidate is worse, in standard errors; negative when it is better."""
+        worse = -self.difference if self.higher_is_better else self.difference
+        if abs(worse) <= TOLERANCE:
+            return 0.0
+        return worse / self.standard_error if self.standard_error else math.copysign(math.inf, worse)
+
+
+def paired_difference(candidate: Scores, reference: Scores) -> Difference:
+    """Mean difference d̄ over shared documents, and its standard error √(Σ(d − d̄)² / (n − 1) / n).
+
+    Raises EvaluationError unless both were asked the same, of at least two documents.
+    """
+    _check_asked_alike(candidate, reference)
+    shared = sorted(candidate.values.keys() & reference.values.keys())
+    if len(shared) < 2:
+        raise EvaluationError(
+            f"comparing {candidate.name}: {len(shared)} samples were answered by both, expected at least 2; "
+            "evaluate both on the same samples (`limit`)"
+        )
+    ours, theirs = ([one.values[document] for document in shared] for one in (candidate, reference))
+    differences = [mine - other for mine, other in zip(ours, theirs, strict=True)]
+    return Difference(
+        name=candidate.name,
+        num_samples=len(shared),
+        num_unpaired=len(candidate.values.keys() ^ reference.values.keys()),
+        candidate=statistics.fmean(ours),
+        reference=statistics.fmean(theirs),
+        difference=statistics.fmean(differences),
+        standard_error=statistics.stdev(differences) / math.sqrt(len(shared)),
+        higher_is_better=candidate.higher_is_better,
+    )
+
+
+def compare(candidate: Sequence[Path], reference: Sequence[Path]) -> list[Difference]:
+    """Every score that both sides have. Raises EvaluationError when there is none, or a task is not the same."""
+    ours, theirs = read_scores(candidate), read_scores(reference)
+    shared = [name for name in ours if name in theirs]
+    if not shared:
+        raise EvaluationError(
+            f"comparing {', '.join(ours) or 'no scores'} with {', '.join(theirs) or 'no scores'}: they have none in "
+            "common; evaluate both on the same tasks, or name `baselines` that are"
+        )
+    return [paired_difference(ours[name], theirs[name]) for name in shared]
+
+
+def read_scores(evaluations: Sequence[Path]) -> dict[str, Scores]:
+    """Score name (as in the metrics of an evaluate stage) → its samples, of those scores that are means over samples.
+
+    Others, such as a corpus BLEU, have no value for a single sample. Raises EvaluationError for unreadable files.
+    """
+    return {scores.name: scores for folder in evaluations for scores in _scores_of(folder)}
+
+
+def _scores_of(folder: Path) -> Iterator[Scores]:
+    try:
+        told = json.loads((folder / "scores.json").read_bytes())
+        for task in told["configs"]:
+            lines = (folder / "samples" / f"{task.replace('/', '_')}.jsonl").read_text(encoding="utf-8").splitlines()
+            yield from _scores_of_task(task, [json.loads(line) for line in lines], told)
+    except (OSError, ValueError, KeyError) as error:
+        raise EvaluationError(f"reading the samples of {folder.name}: {type(error).__name__}: {error}") from error
+
+
+def _scores_of_task(task: str, rows: list[dict[str, Any]], told: dict[str, Any]) -> Iterator[Scores]:
+    setting = {
+        "version": told["versions"].get(task),
+        "examples in the prompt": told["n-shot"].get(task),
+        "generation": told["configs"][task].get("generation_kwargs"),
+    }
+    for key, score in told["results"][task].items():
+        metric, comma, filter_name = key.partition(",")
+        asked = [row for row in rows if row["filter"] == filter_name and isinstance(row.get(metric), int | float)]
+        values = {row["doc_id"]: float(row[metric]) for row in asked}
+        if comma and values and math.isclose(statistics.fmean(values.values()), score, abs_tol=1e-6):
+            yield Scores(
+                name=f"{task}.{metric}" if filter_name == NO_FILTER else f"{task}.{filter_name}.{metric}",
+                task=task,
+                values=values,
+                keys={row["doc_id"]: tuple(row[key] for key in ASKED_ALIKE) for row in asked},
+                setting=setting,
+                higher_is_better=told["higher_is_better"].get(task, {}).get(metric) is not False,
+            )
+
+
+def _check_asked_alike(candidate: Scores, reference: Scores) -> None:
+    remedy = "evaluate the other model as this one, or name an evaluation that was asked the same in `baselines`"
+    for what, ours in candidate.setting.items():
+        if ours != (theirs := reference.setting[what]):
+            raise EvaluationError(
+                f"comparing {candidate.name}: the {what} of task {candidate.task} is {ours} here and {theirs} there, "
+                f"so that the scores cannot be compared; {remedy}"
+            )
+    for document in candidate.keys.keys() & reference.keys.keys():
+        ours, theirs = candidate.keys[document], reference.keys[document]
+        different = [key for key, mine, other in zip(ASKED_ALIKE, ours, theirs, strict=True) if mine != other]
+        if different:
+            raise EvaluationError(
+                f"comparing {candidate.name}: document {document} of task {candidate.task} differs in its "
+                f"{different[0].removesuffix('_hash')}; {remedy}"
+            )

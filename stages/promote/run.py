@@ -1,0 +1,102 @@
+"""The promote stage: a candidate, its evaluations and the champion's → a verdict, by the recipe's gates.
+
+In: the artifacts that the recipe names, and `champion.json`, which tells who is champion. Out: `verdict.json` and
+`verdict.md`. Moving the alias in MLflow's registry is left to whoever started this stage (`flows/promotion.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from stages.contract import StageContext, StageResult, write_atomically
+from stages.promote.config import PromoteConfig
+from stages.promote.gates import Figures, Gate, judge
+from stages.promote.paired import Difference, compare
+from stages.promote.verdict import (
+    CHAMPION_FILE,
+    TABLE_FILE,
+    VERDICT_FILE,
+    Champion,
+    Outcome,
+    Standing,
+    Verdict,
+    comparison_metrics,
+    gate_sentence,
+    markdown,
+)
+
+MIB = 2**20
+THROUGHPUT_PREFIX = "output_tokens_per_s_concurrency_"
+
+
+def run(context: StageContext) -> StageResult:
+    """Raises EvaluationError when the two sides cannot be compared, or a gate needs what nothing measured."""
+    config: PromoteConfig = context.config
+    standing = Standing.model_validate_json((context.work / CHAMPION_FILE).read_bytes())
+    against, references = _opponent(context, standing.champion)
+    differences = compare(_folders(context, config.evaluations), references) if against else []
+    figures = _figures(context, differences)
+    gates = judge(config.gates, figures)
+    verdict = Verdict(
+        outcome=_outcome(standing.champion, gates),
+        name=config.name,
+        champion_version=standing.champion.version if standing.champion else None,
+        against=against,
+        missed=tuple(gate_sentence(gate) for gate in gates if not gate.holds),
+    )
+    _write(context.work, verdict, gates, differences)
+    context.milestone("; ".join([f"{config.name}: {verdict.outcome}", *verdict.missed]))
+    metrics = {"gates_missed": float(len(verdict.missed)), "size_mib": figures.size_mib}
+    return StageResult(
+        metrics={**metrics, **comparison_metrics(differences)},
+        tags={"verdict": verdict.outcome, "registered_model": config.name},
+        files=[TABLE_FILE, VERDICT_FILE],
+    )
+
+
+def _opponent(context: StageContext, champion: Champion | None) -> tuple[str | None, Sequence[Path]]:
+    """What the candidate is compared with, and its evaluations: the recipe's baselines, else the champion."""
+    config: PromoteConfig = context.config
+    if config.baselines:
+        return ", ".join(config.baselines), _folders(context, config.baselines)
+    if champion is None or config.gates.max_regression_standard_errors is None:
+        return None, ()
+    if champion.same_model:
+        return f"itself (version {champion.version})", _folders(context, config.evaluations)
+    return f"champion (version {champion.version})", champion.evaluations
+
+
+def _outcome(champion: Champion | None, gates: Sequence[Gate]) -> Outcome:
+    if champion and champion.same_model:
+        return "already champion"
+    return "promoted" if all(gate.holds for gate in gates) else "not promoted"
+
+
+def _figures(context: StageContext, differences: Sequence[Difference]) -> Figures:
+    config: PromoteConfig = context.config
+    scores = {name: value for stage in config.evaluations for name, value in _metrics(context, stage).items()}
+    served = _metrics(context, config.server) if config.server else {}
+    throughputs = [value for name, value in served.items() if name.startswith(THROUGHPUT_PREFIX)]
+    weights = (context.inputs[config.model] / "model").glob("*.safetensors")
+    return Figures(
+        scores=scores,
+        differences=differences,
+        size_mib=sum(file.stat().st_size for file in weights) / MIB,
+        kl_nats_per_token=_metrics(context, config.model).get("kl_nats_per_token"),
+        output_tokens_per_s=max(throughputs, default=None),
+    )
+
+
+def _metrics(context: StageContext, stage: str) -> dict[str, float]:
+    """Final figures of an upstream stage."""
+    return StageResult.model_validate_json((context.inputs[stage] / "result.json").read_bytes()).metrics
+
+
+def _folders(context: StageContext, stages: Sequence[str]) -> list[Path]:
+    return [context.inputs[stage] for stage in stages]
+
+
+def _write(work: Path, verdict: Verdict, gates: Sequence[Gate], differences: Sequence[Difference]) -> None:
+    write_atomically(work / VERDICT_FILE, verdict.model_dump_json(indent=2))
+    write_atomically(work / TABLE_FILE, markdown(verdict, gates, differences) + "\n")

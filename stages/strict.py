@@ -1,0 +1,12 @@
+"""The base of everything that a recipe may say, or that processes tell each other in files."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class StrictModel(BaseModel):
+    """Immutable, and an unknown field is an error."""
+
+    # A diverged loss is NaN, and must come back as such from `result.json`.
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")

@@ -1,0 +1,174 @@
+"""Conversations as rows hold them → checked messages, tool calls and tool definitions, in the form templates expect.
+
+A message has a `role` and `content`. An assistant's may also have thoughts (`reasoning_content` or `thinking`, a
+string) and `tool_calls`, a list of {type: function, function: {name, arguments}} with or without the outer object;
+then it may have no content, and messages of the role `tool` hold what the calls gave.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+Message = dict[str, Any]
+Tool = dict[str, Any]
+
+ROLES = ("system", "user", "assistant", "tool")
+THOUGHTS = ("reasoning_content", "thinking")
+TOOL_ANSWER_FIELDS = ("name", "tool_call_id")
+
+
+class RowError(ValueError):
+    """What is wrong with a row, and what was expected; goes on from "train.jsonl:17 "."""
+
+
+def as_messages(value: object, column: str, role: str) -> list[Message]:
+    """Messages, or a string as the only message, of `role`. Raises RowError."""
+    return [make_message(role, parse_text(value, column))] if isinstance(value, str) else parse_messages(value, column)
+
+
+def parse_messages(
+    value: object,
+    column: str,
+    keys: tuple[str, str] = ("role", "content"),
+    roles: dict[str, str] | None = None,
+) -> list[Message]:
+    """Messages, each checked by itself. `keys` and `roles` say how the format calls things. Raises RowError."""
+    if not isinstance(value, list):
+        raise RowError(f"has {kind_of(value)} in `{column}`; expected a list of messages {{{', '.join(keys)}}}")
+    if not value:
+        raise RowError(f"has an empty list in `{column}`; expected messages")
+    named = roles or {role: role for role in ROLES}
+    return [_checked(item, f"message {number} of `{column}`", keys, named) for number, item in enumerate(value, 1)]
+
+
+def ordered(messages: list[Message]) -> list[Message]:
+    """The same messages: maybe `system`, then `user` and `assistant` in turn, the last one from the assistant.
+
+    After an assistant's tool calls come answers of the role `tool`, and then the assistant again. Raises RowError.
+    """
+    first = int(messages[0]["role"] == "system")
+    if not any(message["role"] == "assistant" for message in messages[first:]):
+        raise RowError("has no assistant turn, so there is nothing to learn; expected at least one")
+    allowed: tuple[str, ...] = ("user",)
+    for position, message in enumerate(messages[first:], first + 1):
+        if message["role"] not in allowed:
+            expected = " or ".join(f"`{role}`" for role in allowed)
+            raise RowError(
+                f"has `{message['role']}` in message {position} where {expected} was expected; user and assistant "
+                "take turns, after at most one system message, and `tool` answers the assistant's tool calls"
+            )
+        allowed = _next_roles(message)
+    if messages[-1]["role"] != "assistant":
+        raise RowError(f"ends with a `{messages[-1]['role']}` message; expected the assistant's answer to be the last")
+    return messages
+
+
+def parse_tools(row: dict[str, Any]) -> tuple[Tool, ...]:
+    """The definitions in the column `tools`: a list of objects, or the same as JSON text. Raises RowError."""
+    tools = _decoded(row.get("tools"))
+    if tools is None or tools == "":
+        return ()
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise RowError(f"has {kind_of(tools)} in `tools`; expected a list of objects that define functions")
+    return tuple(tools)
+
+
+def parse_text(value: object, column: str) -> str:
+    """A string that says something. Raises RowError."""
+    if not isinstance(value, str):
+        raise RowError(f"has {kind_of(value)} in `{column}`; expected a string")
+    if not value.strip():
+        raise RowError(f"has an empty `{column}`; expected text")
+    return value
+
+
+def make_message(role: str, content: str) -> Message:
+    """A message of text alone."""
+    return {"role": role, "content": content}
+
+
+def kind_of(value: object) -> str:
+    """What errors call a JSON value."""
+    kinds = {str: "a string", list: "a list", dict: "an object", bool: "a boolean", type(None): "null"}
+    return kinds.get(type(value), "a number" if isinstance(value, int | float) else f"a {type(value).__name__}")
+
+
+def listed(columns: dict[str, Any] | tuple[str, ...] | list[str]) -> str:
+    """Names, as errors list them."""
+    return ", ".join(f"`{column}`" for column in columns) or "no columns"
+
+
+def _next_roles(message: Message) -> tuple[str, ...]:
+    """Who may speak after this message."""
+    if message["role"] == "assistant":
+        return ("tool",) if "tool_calls" in message else ("user",)
+    return ("tool", "assistant") if message["role"] == "tool" else ("assistant",)
+
+
+def _checked(item: object, name: str, keys: tuple[str, str], roles: dict[str, str]) -> Message:
+    role_key, content_key = keys
+    has_calls = isinstance(item, dict) and bool(item.get("tool_calls"))
+    needed = {role_key} if has_calls else {role_key, content_key}
+    if not isinstance(item, dict) or not needed <= item.keys():
+        found = listed(item) if isinstance(item, dict) else kind_of(item)
+        raise RowError(f"has {found} as {name}; expected an object with {listed(keys)}")
+    role = item[role_key]
+    if not isinstance(role, str) or role not in roles:
+        raise RowError(f"has the unknown role {role!r} in {name}; expected {', '.join(roles)}")
+    content = item.get(content_key)
+    if has_calls and content is None:
+        content = ""
+    if not isinstance(content, str):
+        raise RowError(f"has {kind_of(content)} as `{content_key}` of {name}; expected a string")
+    may_be_empty = has_calls or roles[role] in ("system", "tool")
+    if not may_be_empty and not content.strip():
+        raise RowError(f"has an empty `{content_key}` in {name}; expected text")
+    return {**make_message(roles[role], content), **_extras(item, roles[role], name)}
+
+
+def _extras(item: dict[str, Any], role: str, name: str) -> Message:
+    """What a message has beside its text. Columns of a table are there, but null, where a message has no such thing."""
+    extras = {field: item[field] for field in (*THOUGHTS, "tool_calls") if item.get(field)}
+    if extras and role != "assistant":
+        raise RowError(f"has {listed(extras)} in {name}, of the role `{role}`; expected it from the assistant only")
+    for field in THOUGHTS:
+        if not isinstance(extras.get(field, ""), str):
+            raise RowError(f"has {kind_of(extras[field])} as `{field}` of {name}; expected a string")
+    if "tool_calls" in extras:
+        extras["tool_calls"] = _tool_calls(extras["tool_calls"], name)
+    if role == "tool":
+        extras |= {field: item[field] for field in TOOL_ANSWER_FIELDS if isinstance(item.get(field), str)}
+    return extras
+
+
+def _tool_calls(value: object, name: str) -> list[dict[str, Any]]:
+    calls = _decoded(value)
+    if not isinstance(calls, list):
+        raise RowError(f"has {kind_of(calls)} as `tool_calls` of {name}; expected a list")
+    return [_tool_call(call, f"tool call {number} of {name}") for number, call in enumerate(calls, 1)]
+
+
+def _tool_call(call: object, name: str) -> dict[str, Any]:
+    """As OpenAI's API has it, but with the arguments as an object: templates write them down as JSON themselves."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RowError(f"has no function name in {name}; expected {{function: {{name, arguments}}}}")
+    arguments = _decoded(function.get("arguments", {}))
+    if not isinstance(arguments, dict):
+        raise RowError(
+            f"has {kind_of(arguments)} as `arguments` of {name}; expected an object, or the same as JSON text"
+        )
+    assert isinstance(call, dict)
+    identifier = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {**identifier, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _decoded(value: object) -> object:
+    """What a JSON text says; anything else as it is, since both are found in datasets."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value

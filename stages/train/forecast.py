@@ -1,0 +1,95 @@
+"""Before a model is built: what the planner expects of this layout here, and whether the memory for it is free.
+
+A run that is doomed is refused before its first minute; one that the planner knows nothing of (a model or a device that
+nobody has described to it) is run all the same, with a word of that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from stages.contract import StageContext, is_main_process, write_atomically
+from stages.errors import ModelError
+from stages.train.config import TrainConfig
+from stages.train.planner.search import Candidate, Question
+from stages.train.prediction import (
+    alternatives,
+    as_json,
+    check_memory,
+    hardware_at_hand,
+    predict,
+    predicted_figures,
+    question_of,
+    read_shape,
+    shape_as_text,
+)
+from stages.train.processes import gathered
+
+HARDWARE_VARIABLE = "LIFECYCLE_HARDWARE"
+"""Names the YAML file that describes the devices; the built-in descriptions serve where there is none."""
+FORECAST_FILE = "forecast.json"
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Predicted figures by metric name, and tags that say what they were predicted from."""
+
+    figures: dict[str, float] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
+
+
+def forecast(context: StageContext, model_folder: Path, device: torch.device) -> Forecast:
+    """Predict, check memory, and leave `forecast.json` with the layout's parts and its alternatives. Collective.
+
+    Raises LayoutError on every process when even the emptiest device has too little memory free.
+    """
+    config: TrainConfig = context.config
+    free_gib = min(gathered(_free_memory_gib(device)))
+    question = _question(context, config, model_folder, device)
+    if question is None:
+        return Forecast()
+    candidate = predict(question, config)
+    check_memory(question, candidate, free_gib)
+    if is_main_process():
+        _write(context.work / FORECAST_FILE, question, candidate)
+    tags = {"model_shape": shape_as_text(question.shape), "planner_hardware": question.hardware.name}
+    return Forecast(predicted_figures(candidate), tags)
+
+
+def _question(context: StageContext, config: TrainConfig, model_folder: Path, device: torch.device) -> Question | None:
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    described = os.environ.get(HARDWARE_VARIABLE)
+    hardware = hardware_at_hand(device_name, config.processes, Path(described) if described else None)
+    try:
+        shape = read_shape(model_folder)
+    except ModelError as error:
+        context.warn(f"memory and step time of this model are not predicted: {error}")
+        return None
+    if hardware is None:
+        context.warn(f"memory and step time are not predicted: no description of a {device_name}; give one as YAML")
+        return None
+    return question_of(config, shape, hardware)
+
+
+def _write(path: Path, question: Question, candidate: Candidate) -> None:
+    document = {
+        "hardware": dataclasses.asdict(question.hardware),
+        "predicted": as_json(candidate),
+        "alternatives": [as_json(one) for one in alternatives(question)],
+    }
+    write_atomically(path, json.dumps(document, indent=1))
+
+
+def _free_memory_gib(device: torch.device) -> float:
+    """Of this process's GPU; of the host, its share among the processes there."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] / GIB
+    kib = next(line.split()[1] for line in Path("/proc/meminfo").read_text().splitlines() if "MemAvailable" in line)
+    return int(kib) * 1024 / GIB / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

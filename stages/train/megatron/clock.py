@@ -1,0 +1,75 @@
+"""How long the pipeline of a step stood still on this process: what Megatron's schedules tell their timers.
+
+A stage works while it goes forward or backward. For the rest of a schedule's time, but for the reduction of gradients
+at its end, it waits for tensors of other stages: the bubble, and transfers that nothing hides.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+
+import torch
+
+WHOLE = "forward-backward"
+WORK = ("forward-compute", "backward-compute")
+REDUCTION = (
+    "all-grads-sync",
+    "conditional-embedder-grads-all-reduce",
+    "embedding-grads-all-reduce",
+    "non-tensor-parallel-grads-all-reduce",
+)
+"""Names that Megatron's schedules give to their timers."""
+
+
+class PipelineClock:
+    """What `TransformerConfig.timers` calls; on a GPU time is that of the stream, on a CPU that of the wall."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._timers: defaultdict[str, _Timer] = defaultdict(lambda: _Timer(device))
+
+    def __call__(self, name: str, log_level: int | None = None) -> _Timer:
+        """The timer of this name, whatever its level."""
+        return self._timers[name]
+
+    def take(self) -> tuple[float, float]:
+        """Seconds that passed, and those of them in which this process waited, since the last call."""
+        seconds = {name: timer.seconds() for name, timer in self._timers.items()}
+        self._timers.clear()
+        whole = seconds.get(WHOLE, 0.0) - sum(seconds.get(name, 0.0) for name in REDUCTION)
+        return whole, max(0.0, whole - sum(seconds.get(name, 0.0) for name in WORK))
+
+
+class _Timer:
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._starts: list[float | torch.cuda.Event] = []
+        self._ends: list[float | torch.cuda.Event] = []
+
+    def start(self, barrier: bool = False) -> None:
+        """Begin a span; Megatron's wish for a barrier is not heeded, since it would be part of what is measured."""
+        self._starts.append(self._now())
+
+    def stop(self, barrier: bool = False) -> None:
+        """End the span."""
+        self._ends.append(self._now())
+
+    def seconds(self) -> float:
+        """All spans together; waits for the device."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        return sum(_between(start, end) for start, end in zip(self._starts, self._ends, strict=True))
+
+    def _now(self) -> float | torch.cuda.Event:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _between(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+    if isinstance(start, float) and isinstance(end, float):
+        return end - start
+    assert isinstance(start, torch.cuda.Event)
+    return start.elapsed_time(end) / 1000

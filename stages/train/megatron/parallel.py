@@ -1,0 +1,54 @@
+"""Megatron's process groups for a layout: made before the model, taken down before another layout is used.
+
+Ranks are laid out with tensor parallelism innermost (its traffic is the heaviest), then context, data and pipeline
+parallelism; expert parallelism is folded into data and context parallelism.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from stages.train.layout import Layout
+
+
+def start_model_parallel(layout: Layout, *, is_mixture: bool, seed: int) -> None:
+    """Make the groups of `layout` and seed what is random in tensor-parallel regions; collective."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp if is_mixture else None,
+        num_distributed_optimizer_instances=layout.dp_replicate if layout.dp_shard > 1 else 1,
+        create_gloo_process_groups=False,
+    )
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def stop_model_parallel() -> None:
+    """Take the groups down, so that others can be made in the same processes."""
+    # Megatron forgets its groups but leaves them open, and each of gloo's keeps threads that wake up forever.
+    for group in filter(None, parallel_state._global_process_group_list or ()):
+        dist.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()
+
+
+def represents_share() -> bool:
+    """Whether this process speaks for its share of a global batch: one process a share does, and it has the loss."""
+    return (
+        parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_context_parallel_rank() == 0
+        and parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    )
+
+
+def from_last_stage(values: torch.Tensor) -> torch.Tensor:
+    """What the last pipeline stage has, on every stage; in place."""
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        source = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast(values, src=source, group=parallel_state.get_pipeline_model_parallel_group())
+    return values

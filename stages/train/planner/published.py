@@ -1,0 +1,278 @@
+"""Tables of published runs → what the planner needs to predict them, with the defaults that were assumed. Pure but for
+reading the file.
+
+Two formats: the columns of a table of layouts (`model, params_b, layers, …`, cells may be empty), and vTrain's
+(`# GPUs, global batch, …, iteration time (ms)`). How the training program worked is not in them; it is told from the
+year that the hardware and the model speak of (see `_software`).
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from stages.errors import DataError
+from stages.train.layout import Layout
+from stages.train.planner.hardware import HARDWARE, Hardware
+from stages.train.planner.known_models import gpt, known_model
+from stages.train.planner.memory import memory
+from stages.train.planner.workload import Engine, Precision, Software, Workload
+from stages.train.shape import ModelShape
+
+COLUMNS = ("model", "layers", "hidden", "heads", "seq", "gbs", "mbs", "tp", "pp", "dp", "gpus", "gpu")
+"""Columns that a table must have; others that are read: see `_Cells`."""
+VTRAIN_COLUMNS = {
+    "# GPUs": "gpus",
+    "global batch": "gbs",
+    "micro batch": "mbs",
+    "hidden size": "hidden",
+    "attention heads": "heads",
+    "# layers": "layers",
+    "sequence length": "seq",
+    "tensor parallelism": "tp",
+    "data parallelism": "dp",
+    "pipeline parallelism": "pp",
+}
+NETWORKS_GB_PER_S = {"jean zay": 6.25, "p4d": 6.25, "efa": 6.25}
+"""Clusters that a GPU's description names, with one device's share of the network (Jean Zay: 4 × 100 Gb/s a node)."""
+DEFAULT_SEQUENCE_LENGTH = 2048
+LARGEST_MICRO_BATCH_TOKENS = 32768
+ALLOWANCE = 1.3
+"""Estimated memory without recomputation over what there is, up to which a run that says nothing is taken to do
+without: it did run, with means that its row does not tell."""
+BEFORE_FLASH = Software(
+    flash_attention=False,
+    dropout=True,
+    gradient_bytes=2,
+    optimizer_bytes=16,
+    overlaps_gradients=False,
+    chunked_logits=False,
+    gathers_gradients=False,
+)
+BF16_BEFORE_FLASH = replace(BEFORE_FLASH, gradient_bytes=4, gradient_copy_bytes=2, optimizer_bytes=12)
+"""Gradients in bf16 are too coarse to be added up: they are, in fp32, beside them."""
+MODERN_MEGATRON = Software(overlaps_layers=True, chunked_logits=False, gathers_gradients=False)
+EAGER_FSDP = Software(fused_elementwise=False, chunked_logits=False, gathers_gradients=False, kept_products=0.5)
+FIRST_FSDP = replace(EAGER_FSDP, first_flash_attention=True)
+
+
+class UnknownModelError(Exception):
+    """A row says too little of its model."""
+
+
+@dataclass
+class UnknownRun:
+    """A row that cannot be predicted, and why."""
+
+    cells: dict[str, str]
+    reason: str
+
+
+@dataclass
+class PublishedRun:
+    """A row that can be predicted."""
+
+    cells: dict[str, str]
+    shape: ModelShape
+    engine: Engine
+    layout: Layout
+    workload: Workload
+    hardware: Hardware
+    software: Software
+    assumed: list[str] = field(default_factory=list)
+
+
+def read_table(path: Path) -> tuple[list[str], list[PublishedRun | UnknownRun]]:
+    """The header and all rows. Raises DataError naming missing columns, or row and column of what is no number."""
+    try:
+        with path.open(newline="") as file:
+            reader = csv.DictReader(file)
+            header = list(reader.fieldnames or ())
+            rows = list(reader)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"reading the table {path}: {error}") from error
+    names = {name: name.strip() for name in header}
+    is_vtrain = set(VTRAIN_COLUMNS) <= set(names.values())
+    missing = [] if is_vtrain else [column for column in COLUMNS if column not in names.values()]
+    if missing:
+        raise DataError(
+            f"reading the table {path}: columns {', '.join(missing)} are missing; expected {', '.join(COLUMNS)} "
+            f"(cells may be empty), or vTrain's: {', '.join(VTRAIN_COLUMNS)}"
+        )
+    runs: list[PublishedRun | UnknownRun] = []
+    for number, row in enumerate(rows, start=2):
+        cells = {names[name]: (value or "").strip() for name, value in row.items() if name is not None}
+        renamed = {VTRAIN_COLUMNS.get(name, name): value for name, value in cells.items()} if is_vtrain else cells
+        try:
+            runs.append(replace(_run(_Cells(path, number, renamed)), cells=cells))
+        except UnknownModelError as error:
+            runs.append(UnknownRun(cells, str(error)))
+    return header, runs
+
+
+@dataclass
+class _Cells:
+    """A row that is read cell by cell, noting what had to be assumed."""
+
+    path: Path
+    line: int
+    cells: dict[str, str]
+    assumed: list[str] = field(default_factory=list)
+
+    def text(self, column: str) -> str:
+        return self.cells.get(column, "")
+
+    def number(self, column: str) -> int | None:
+        """A positive number; `~250k` counts as one."""
+        text = self.text(column).lower().lstrip("~").replace(",", "")
+        if not text:
+            return None
+        scale = 1000 if text.endswith("k") else 1
+        try:
+            value = float(text.removesuffix("k")) * scale
+        except ValueError:
+            value = 0.0
+        if value <= 0 or value != int(value):
+            raise DataError(
+                f"reading the table {self.path}: line {self.line}, column {column}: {self.text(column)!r} is no "
+                "positive whole number"
+            )
+        return int(value)
+
+    def number_or(self, column: str, default: int) -> int:
+        """A number, or the default, which is noted."""
+        value = self.number(column)
+        if value is None:
+            self.assumed.append(f"{column}={default}")
+            return default
+        return value
+
+
+def _run(cells: _Cells) -> PublishedRun:
+    hardware = _hardware(cells)
+    engine: Engine = "fsdp" if re.search("fsdp|zero-?3", cells.text("shard"), re.IGNORECASE) else "megatron"
+    shape = _shape(cells)
+    layout = _degrees(cells, engine)
+    software = _software(cells, engine, shape, hardware)
+    workload = Workload(
+        sequence_length=cells.number_or("seq", DEFAULT_SEQUENCE_LENGTH),
+        global_batch_size=cells.number_or("gbs", layout.data_parallel_size * layout.micro_batch_size),
+        precision=_precision(cells.text("precision")),
+    )
+    sequence_parallel = layout.tp > 1 and (software.flash_attention or cells.text("recompute").startswith("selective"))
+    layout = layout.model_copy(update={"sequence_parallel": sequence_parallel})
+    needed_gib = memory(shape, engine, layout, workload, software=software).peak_gib
+    recompute = _recompute(cells, fits=needed_gib <= ALLOWANCE * hardware.memory_gib)
+    layout = layout.model_copy(update={"recompute": recompute})
+    return PublishedRun({}, shape, engine, layout, workload, hardware, software, cells.assumed)
+
+
+def _hardware(cells: _Cells) -> Hardware:
+    text = cells.text("gpu").lower()
+    words = re.sub(r"[^a-z0-9]+", " ", text or "a100").split()
+    matches = [name for name in HARDWARE if name.split("-")[0] in words]
+    if not matches:
+        raise DataError(
+            f"reading the table {cells.path}: line {cells.line}, column gpu: {cells.text('gpu')!r} is none of "
+            f"{', '.join(HARDWARE)}"
+        )
+    sized = [name for name in matches if name.split("-")[-1] in words]
+    name = sized[0] if sized else matches[-1]
+    if not text or (not sized and len(matches) > 1):
+        cells.assumed.append(f"gpu={name}")
+    network = next((rate for cluster, rate in NETWORKS_GB_PER_S.items() if cluster in text), None)
+    return replace(HARDWARE[name], inter_node_gb_per_s=network) if network else HARDWARE[name]
+
+
+def _shape(cells: _Cells) -> ModelShape:
+    """From the sizes; without them by the model's name; without that from the number of parameters."""
+    known = known_model(cells.text("model"))
+    layers, hidden = cells.number("layers"), cells.number("hidden")
+    if known is not None and (layers, hidden) in ((None, None), (known.num_layers, known.hidden_size)):
+        if layers is None:
+            cells.assumed.append("sizes of the model of this name")
+        return known
+    layers, hidden = _main_sizes(cells, layers, hidden)
+    heads = cells.number_or("heads", max(1, hidden // 128))
+    kv_heads = cells.number("kv_heads") or heads
+    ffn = cells.number("ffn") or 4 * hidden
+    is_gpt = ffn == 4 * hidden and kv_heads == heads
+    vocab = cells.number_or("vocab", 51200)
+    base = gpt(layers, hidden, heads, vocab)
+    if is_gpt:
+        return base
+    return ModelShape(layers, hidden, heads, kv_heads, max(1, hidden // heads), ffn, vocab)
+
+
+def _main_sizes(cells: _Cells, layers: int | None, hidden: int | None) -> tuple[int, int]:
+    """Layers and hidden size; what is missing follows from 12 × layers × hidden² parameters, 128 wide a layer."""
+    if layers and hidden:
+        return layers, hidden
+    billions = re.search(r"([\d.]+)\s*b", cells.text("params_b").lower() + "b " + cells.text("model").lower())
+    if not billions:
+        raise UnknownModelError("layers and hidden are empty, and neither params_b nor the model's name tells them")
+    parameters = float(billions.group(1)) * 1e9
+    if hidden is None:
+        width = (parameters / 12 * 128) ** (1 / 3) if layers is None else (parameters / 12 / layers) ** 0.5
+        hidden = max(128, round(width / 128) * 128)
+        cells.assumed.append(f"hidden={hidden}")
+    if layers is None:
+        layers = max(1, round(parameters / (12 * hidden**2)))
+        cells.assumed.append(f"layers={layers}")
+    return layers, hidden
+
+
+def _degrees(cells: _Cells, engine: Engine) -> Layout:
+    tp, pp, cp = (cells.number(name) or 1 for name in ("tp", "pp", "cp"))
+    gpus, dp = cells.number("gpus"), cells.number("dp")
+    if dp is None:
+        dp = max(1, (gpus or tp * pp * cp) // (tp * pp * cp))
+        cells.assumed.append(f"dp={dp}")
+    shards = 1 if cells.text("shard").lower() in ("", "ddp", "none") and engine == "megatron" else dp
+    return Layout.model_construct(
+        **{
+            **Layout().model_dump(),
+            "tp": tp, "pp": pp, "cp": cp, "vpp": cells.number("vpp") or 1, "ep": cells.number("ep") or 1,
+            "dp_shard": shards, "dp_replicate": dp // shards,
+            "micro_batch_size": cells.number_or("mbs", _micro_batch(cells, pp, dp)),
+        }
+    )  # fmt: skip
+
+
+def _micro_batch(cells: _Cells, pp: int, dp: int) -> int:
+    """All rows of a rank at once where there is no pipeline to fill and they are not too many."""
+    rows = (cells.number("gbs") or dp) // dp
+    all_at_once = pp == 1 and rows * (cells.number("seq") or DEFAULT_SEQUENCE_LENGTH) <= LARGEST_MICRO_BATCH_TOKENS
+    return max(1, rows) if all_at_once else 1
+
+
+def _software(cells: _Cells, engine: Engine, shape: ModelShape, hardware: Hardware) -> Software:
+    """FSDP runs eagerly, FSDP1 with the first flash attention; Megatron on V100, and of GPTs on A100, is of the time
+    before it (mid 2022)."""
+    if engine == "fsdp":
+        return FIRST_FSDP if "fsdp1" in cells.text("shard").lower() else EAGER_FSDP
+    old = hardware.name.startswith("v100") or (hardware.name.startswith("a100") and shape.family == "gpt2")
+    cells.assumed.append("attention without flash" if old else "flash attention")
+    if not old:
+        return MODERN_MEGATRON
+    return BF16_BEFORE_FLASH if cells.text("precision").lower() == "bf16" else BEFORE_FLASH
+
+
+def _recompute(cells: _Cells, fits: bool) -> str:
+    """What the row says; without that nothing, if that fits, else everything."""
+    text = cells.text("recompute").lower()
+    for word in ("full", "selective", "none"):
+        if text.startswith(word):
+            return word
+    default = "none" if fits else "full"
+    cells.assumed.append(f"recompute={default}")
+    return default
+
+
+def _precision(text: str) -> Precision:
+    lowered = text.lower()
+    if "fp8" in lowered or "fp4" in lowered:
+        return "fp8"
+    return "fp32" if "fp32" in lowered else "bf16"

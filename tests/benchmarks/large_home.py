@@ -1,0 +1,106 @@
+"""How long `plan`, `show`, `gc --dry-run` and `runs` take with 1,000 artifacts and 10,000 stage runs.
+
+python tests/benchmarks/large_home.py
+"""
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from flows.history import AttemptRecord, RefreshFolder, RefreshRecord, Shipped, ShippedAttempt, end_attempt
+from flows.process_identity import ProcessIdentity
+
+NUM_ARTIFACTS = 1_000
+NUM_REFRESHES = 1_000
+STAGES_PER_REFRESH = 10
+LIFECYCLE = Path(sys.executable).with_name("lifecycle")
+RECIPE = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+COMMANDS = (
+    ("plan", str(RECIPE)),
+    ("show",),
+    ("gc", "--dry-run"),
+    ("runs",),
+    ("runs", "--stage", "stage-3", "--limit", "1000"),
+)
+
+
+def lifecycle(home: Path, *arguments: str) -> str:
+    environment = {**os.environ, "LIFECYCLE_HOME": str(home)}
+    return subprocess.run([LIFECYCLE, *arguments], env=environment, check=True, capture_output=True, text=True).stdout
+
+
+def fill_store(home: Path) -> None:
+    """Copies of one small artifact, each under a version of its own."""
+    rows = home / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1", "completion": "2"}\n')
+    adopted = json.loads(lifecycle(home, "adopt", str(rows), "--kind", "dataset", "--name", "rows", "--json"))
+    artifact, version = Path(adopted["artifact"]), adopted["version"]
+    record = (artifact / "record.json").read_text()
+    for number in range(1, NUM_ARTIFACTS):
+        copy = artifact.with_name(f"rows-{number:012x}")
+        shutil.copytree(artifact, copy)
+        (copy / "record.json").chmod(0o600)
+        (copy / "record.json").write_text(record.replace(version, f"{number:012x}"))
+
+
+def fill_history(home: Path) -> None:
+    for number in range(NUM_REFRESHES):
+        folder = RefreshFolder(home / "refreshes" / f"nightly-{number:04}")
+        names = [f"stage-{position}" for position in range(STAGES_PER_REFRESH)]
+        folder.write(
+            RefreshRecord(
+                refresh=folder.path.name,
+                recipe="nightly",
+                recipe_path=RECIPE,
+                state="completed",
+                started_ms=number,
+                process=ProcessIdentity.own(),
+                hardware="1 × abacus",
+                git_commit=None,
+                stages={},
+            )
+        )
+        for position, name in enumerate(names):
+            folder.write_attempt(attempt(name, home, STAGES_PER_REFRESH * number + position))
+        folder.write_shipped(
+            Shipped(attempts={f"{name}-1": ShippedAttempt(run_id="0" * 32, next_byte=0, done=True) for name in names})
+        )
+
+
+def attempt(stage: str, home: Path, started_ms: int) -> AttemptRecord:
+    params = {f"parameter_{number}": str(number) for number in range(40)}
+    tags = {"recipe": "nightly", "kind": "train", "version": "0123456789ab"}
+    begun = AttemptRecord(
+        stage=stage, number=1, work=home, started_ms=started_ms, first_byte=0, params=params, tags=tags
+    )
+    return end_attempt(begun, "finished", metrics={f"metric_{number}": 1.0 for number in range(20)})
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(prefix="large-home-") as folder:
+        home = Path(folder)
+        fill_store(home)
+        fill_history(home)
+        print(f"{NUM_ARTIFACTS:,} artifacts, {NUM_REFRESHES * STAGES_PER_REFRESH:,} stage runs")
+        for command in COMMANDS:
+            began_s, began_cpu_s = time.perf_counter(), cpu_s()
+            lines = lifecycle(home, *command).count("\n")
+            seconds, seconds_of_cpu = time.perf_counter() - began_s, cpu_s() - began_cpu_s
+            shown = " ".join(command).replace(str(RECIPE), RECIPE.name)
+            print(f"{shown:<36} {seconds:6.2f} s  ({seconds_of_cpu:.2f} s of CPU)  {lines:>6,} lines", flush=True)
+
+
+def cpu_s() -> float:
+    """CPU time of all commands so far: on a busy machine it says more than the clock."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""How well the planner predicts published runs: step time, ranking, memory, out-of-memory. Prints; asserts nothing.
+
+python tests/benchmarks/planner_accuracy.py                  # with the constants in the code
+python tests/benchmarks/planner_accuracy.py --fit            # fit them anew, on the sources of FIT only
+python tests/benchmarks/planner_accuracy.py --leave-one-out  # fit on all sources of FIT but one, for each
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from planner_runs import Measured, all_runs
+from scipy.stats import spearmanr
+
+from stages.train.planner import compute
+from stages.train.planner.hardware import Efficiency
+
+FIT = ("MPT a100-80gb", "vTrain 1024 wide", "Narayanan 2021", "Megatron-LM 2020")
+"""Sources that the constants are fitted to; the others are other clusters, models, GPUs or programs."""
+FITTED = (
+    "matmul", "matmul_half_waves", "matmul_half_depth", "first_flash_attention", "memory", "intra_link", "overlapped",
+    "launch_s",
+)  # fmt: skip
+BOUNDS = {"matmul": 0.95, "memory": 0.95, "intra_link": 0.95, "overlapped": 1.0}
+LARGEST_ERROR = 0.7
+"""Log error beyond which a run counts no more: an outlier."""
+RUNS_OF_A_SOURCE = 80
+LEAST_GROUP = 3
+
+
+def main() -> None:
+    """Read the command line, print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--leave-one-out", action="store_true")
+    arguments = parser.parse_args()
+    runs = all_runs()
+    if arguments.leave_one_out:
+        print_leave_one_out(runs)
+        return
+    efficiency = fit([run for run in runs if run.source in FIT]) if arguments.fit else None
+    if efficiency:
+        print(*(f"{name} = {getattr(efficiency, name):.4g}" for name in FITTED), sep="\n")
+    print_times(runs, efficiency)
+    print_memory(runs, efficiency)
+
+
+def print_times(runs: Sequence[Measured], efficiency: Efficiency | None) -> None:
+    """A line a source: errors of the step time, rank correlation within groups, regret of the predicted best."""
+    titles = f"{'runs':>5} {'mean':>6} {'median':>7} {'bias':>6} {'groups':>7} {'rank':>5} {'regret':>7}"
+    print(f"\n{'step time':<22} {'':<9} {titles}")
+    by_source = _by_source(run for run in runs if run.step_time_s)
+    for source, members in sorted(by_source.items(), key=lambda item: (item[0] not in FIT, item[0])):
+        print_line(source, "fitted" if source in FIT else "held out", members, efficiency)
+    for label, is_fitted in (("fitted", True), ("held out", False)):
+        members = [run for name, group in by_source.items() if (name in FIT) == is_fitted for run in group]
+        print_line("all", label, members, efficiency)
+
+
+def print_line(source: str, label: str, runs: Sequence[Measured], efficiency: Efficiency | None) -> None:
+    """One line of the table of times."""
+    errors = [run.predicted_s(efficiency) / run.step_time_s - 1 for run in runs]
+    ranks, regrets = _rankings(runs, efficiency)
+    mean, median = (average(map(abs, errors)) for average in (statistics.mean, statistics.median))
+    rank = f"{statistics.median(ranks):5.2f}" if ranks else "    -"
+    regret = f"{statistics.median(regrets):7.1%}" if regrets else "      -"
+    bias = statistics.median(errors)
+    print(
+        f"{source:<22} {label:<9} {len(runs):>5} {mean:6.1%} {median:7.1%} {bias:+6.1%} {len(ranks):>7} {rank} {regret}"
+    )
+
+
+def print_memory(runs: Sequence[Measured], efficiency: Efficiency | None) -> None:
+    """Error of the memory, and how many runs that ran out of it were said to, and the other way round."""
+    by_source = _by_source(run for run in runs if run.memory_gib)
+    print(f"\n{'memory':<22} {'runs':>5} {'mean':>6} {'median':>7} {'bias':>6}")
+    for source, members in by_source.items():
+        errors = [run.predicted_gib(efficiency) / run.memory_gib - 1 for run in members]
+        mean, median = (average(map(abs, errors)) for average in (statistics.mean, statistics.median))
+        print(f"{source:<22} {len(members):>5} {mean:6.1%} {median:7.1%} {statistics.median(errors):+6.1%}")
+    counts: dict[tuple[bool, bool], int] = defaultdict(int)
+    for run in runs:
+        if run.out_of_memory or run.memory_gib:
+            counts[run.out_of_memory, run.predicted_gib(efficiency) > run.run.hardware.memory_gib] += 1
+    print(f"ran out of memory: {counts[True, True]} said so, {counts[True, False]} said to fit")
+    print(f"fitted: {counts[False, False]} said so, {counts[False, True]} said to run out of memory")
+
+
+def print_leave_one_out(runs: Sequence[Measured]) -> None:
+    """The error on each source of FIT, when the constants are fitted to the others."""
+    for left_out in FIT:
+        efficiency = fit([run for run in runs if run.source in FIT and run.source != left_out])
+        print_line(
+            left_out, "left out", [run for run in runs if run.source == left_out and run.step_time_s], efficiency
+        )
+
+
+def fit(runs: Iterable[Measured]) -> Efficiency:
+    """The constants with the least mean log error of step times, every source counting the same: coordinate descent."""
+    by_source = {
+        source: members[:: max(1, len(members) // RUNS_OF_A_SOURCE)]
+        for source, members in _by_source(run for run in runs if run.step_time_s).items()
+    }
+    best, steps = Efficiency(), dict.fromkeys(FITTED, 0.25)
+    least = _loss(by_source, best)
+    for _ in range(5):
+        for name in FITTED:
+            improved = False
+            for factor in (1 + steps[name], 1 / (1 + steps[name])):
+                value = getattr(best, name) * factor
+                candidate = replace(best, **{name: value})
+                if value <= BOUNDS.get(name, math.inf) and (loss := _loss(by_source, candidate)) < least:
+                    best, least, improved = candidate, loss, True
+            steps[name] *= 1.0 if improved else 0.5
+    return best
+
+
+def _loss(by_source: dict[str, list[Measured]], efficiency: Efficiency) -> float:
+    compute.layer_time.cache_clear()
+    compute.head_time.cache_clear()
+    return statistics.mean(
+        statistics.mean(
+            min(LARGEST_ERROR, abs(math.log(run.predicted_s(efficiency) / run.step_time_s))) for run in members
+        )
+        for members in by_source.values()
+    )
+
+
+def _rankings(runs: Sequence[Measured], efficiency: Efficiency | None) -> tuple[list[float], list[float]]:
+    """Of every group of layouts: Spearman's rank correlation, and by how much the predicted best misses the best."""
+    groups: dict[tuple[object, ...], list[Measured]] = defaultdict(list)
+    for run in runs:
+        groups[run.group].append(run)
+    ranks, regrets = [], []
+    for members in groups.values():
+        measured = [run.step_time_s for run in members]
+        if len({run.run.layout.model_dump_json() for run in members}) < LEAST_GROUP:
+            continue
+        predicted = [run.predicted_s(efficiency) for run in members]
+        ranks.append(float(spearmanr(measured, predicted).statistic))
+        regrets.append(measured[predicted.index(min(predicted))] / min(measured) - 1)
+    return ranks, regrets
+
+
+def _by_source(runs: Iterable[Measured]) -> dict[str, list[Measured]]:
+    by_source: dict[str, list[Measured]] = defaultdict(list)
+    for run in runs:
+        by_source[run.source].append(run)
+    return by_source
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""The published runs of `data/`, with what was measured and the group each is compared within. For the benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from stages.train.planner.hardware import Efficiency
+from stages.train.planner.predict import predicted_memory_gib, predicted_step_time_s
+from stages.train.planner.published import BF16_BEFORE_FLASH, PublishedRun, read_table
+
+DATA = Path(__file__).parent / "data"
+SOURCES = {
+    "llm-foundry": "MPT",
+    "bigscience": "BLOOM",
+    "Megatron-LM": "Megatron-LM 2020",
+    "Megatron-Bridge": "Megatron-Bridge",
+    "Narayanan": "Narayanan 2021",
+    "Korthikanti": "Korthikanti 2022",
+    "torchtitan": "torchtitan 2024",
+    "Grattafiori": "Llama 3 405B",
+}
+"""What a row's `source` contains → what it is called here."""
+FIRST_BF16_DAY = "02-28"
+"""From then on BLOOM's prequel runs were in bf16 and added up gradients in fp32, 4 bytes a parameter more."""
+CONTRADICTION = 1.25
+"""A row whose step time and TFLOP/s differ by more than this, by its own formula, says one of them wrongly."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run with its measurements."""
+
+    source: str
+    run: PublishedRun
+    step_time_s: float | None
+    memory_gib: float | None
+    out_of_memory: bool
+
+    @property
+    def group(self) -> tuple[object, ...]:
+        """Runs of one model with one batch on one cluster."""
+        run = self.run
+        return self.source, run.shape.num_layers, run.shape.hidden_size, run.layout.world_size, run.workload
+
+    def predicted_s(self, efficiency: Efficiency | None = None) -> float:
+        """Step time, with these constants."""
+        return predicted_step_time_s(_with(self.run, efficiency))
+
+    def predicted_gib(self, efficiency: Efficiency | None = None) -> float:
+        """Peak memory, with these constants."""
+        return predicted_memory_gib(_with(self.run, efficiency))
+
+
+def all_runs() -> list[Measured]:
+    """Every row that says enough of its model and does not contradict itself."""
+    tables = ("published_layouts.csv", "vtrain_single_node.csv", "literature.csv")
+    return [measured for table in tables for measured in _runs(DATA / table)]
+
+
+def _runs(table: Path) -> Iterator[Measured]:
+    for run in read_table(table)[1]:
+        if isinstance(run, PublishedRun) and not _is_inferred(run):
+            yield _measured(run)
+
+
+def _measured(run: PublishedRun) -> Measured:
+    cells, source = run.cells, _source(run)
+    if source == "Megatron-LM 2020":  # section 5 of its paper: all of a rank's rows at once, 1,024 tokens, checkpointed
+        run = replace(run, workload=replace(run.workload, sequence_length=1024))
+        rows = run.workload.global_batch_size // run.layout.data_parallel_size
+        run = replace(run, layout=run.layout.model_copy(update={"micro_batch_size": rows, "recompute": "full"}))
+    if source == "BLOOM" and cells["note"].split(";")[0][-len(FIRST_BF16_DAY) :] >= FIRST_BF16_DAY:
+        run = replace(run, software=BF16_BEFORE_FLASH)
+    memory = cells.get("mem_gb")
+    return Measured(source, run, _step_time_s(run), float(memory) if memory else None, cells.get("oom") == "1")
+
+
+def _source(run: PublishedRun) -> str:
+    named = run.cells.get("source")
+    if named is None:
+        return f"vTrain {run.shape.hidden_size} wide"
+    name = next(name for text, name in SOURCES.items() if text in named)
+    return f"MPT {run.hardware.name}" if name == "MPT" else name
+
+
+def _is_inferred(run: PublishedRun) -> bool:
+    """Sizes that somebody guessed, or figures that cannot both be right."""
+    cells = run.cells
+    if "bigscience" not in cells.get("source", ""):
+        return False
+    if not (cells["layers"] and cells["hidden"]):
+        return True
+    if not (cells["iter_time_s"] and cells["tflops_per_gpu"]):
+        return False
+    seconds = _megatron_flops(run) / (float(cells["tflops_per_gpu"]) * 1e12 * run.layout.world_size)
+    ratio = float(cells["iter_time_s"]) / seconds
+    return not 1 / CONTRADICTION < ratio < CONTRADICTION
+
+
+def _step_time_s(run: PublishedRun) -> float | None:
+    cells, num_gpus = run.cells, run.layout.world_size
+    if milliseconds := cells.get("iteration time (ms)"):
+        return float(milliseconds) / 1e3
+    if cells["iter_time_s"]:
+        return float(cells["iter_time_s"])
+    if cells["tok_s_gpu"]:
+        return run.workload.tokens_per_step / float(cells["tok_s_gpu"]) / num_gpus
+    if "Narayanan" in cells["source"]:
+        return _megatron_flops(run) / (float(cells["tflops_per_gpu"]) * 1e12 * num_gpus)
+    if "Grattafiori" in cells["source"]:
+        length = run.workload.sequence_length
+        flops = run.shape.flops().training([length], length) * run.workload.global_batch_size
+        return flops / (float(cells["tflops_per_gpu"]) * 1e12 * num_gpus)
+    return None
+
+
+def _megatron_flops(run: PublishedRun) -> float:
+    """96 B s l h² (1 + s / 6h + V / 16lh), recomputation included: Narayanan et al. 2021, equation 3."""
+    shape, tokens = run.shape, run.workload.tokens_per_step
+    layers, hidden = shape.num_layers, shape.hidden_size
+    attention, head = run.workload.sequence_length / (6 * hidden), shape.vocab_size / (16 * layers * hidden)
+    return 96 * tokens * layers * hidden**2 * (1 + attention + head)
+
+
+def _with(run: PublishedRun, efficiency: Efficiency | None) -> PublishedRun:
+    return replace(run, hardware=replace(run.hardware, efficiency=efficiency)) if efficiency else run

@@ -1,0 +1,66 @@
+"""A recipe of three stages, model and data → SFT, in a store of its own; the launcher of the SFT varies."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from flows.launch.job_folder import JobFolder
+from flows.outside import resolve_outside
+from flows.plan import plan
+from flows.recipe.recipe import load_stages
+from flows.runner import Built, run_stage
+from flows.store.store import Store
+
+sys.path.insert(0, str(Path(__file__).parent / "faults"))
+from tiny import Notes
+
+from tests.train_stage import make_config
+
+SOURCES = ("base", "problems")
+
+
+def messages(folder: Path) -> str:
+    """What a stage and its launcher told people."""
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    return "\n".join(json.loads(line)["message"] for line in lines)
+
+
+class Refresh:
+    """What a recipe comes to. `artifacts` are those of `train_stage.make_artifacts`."""
+
+    def __init__(self, folder: Path, artifacts: dict[str, Path], execution: dict[str, Any], **fields: Any) -> None:
+        self.store = Store(folder / "store")
+        layout = {"layout": {"dp_shard": 2, "micro_batch_size": 2}}
+        execution = {"measure_matmul_rate": False, "threads": 1, **execution}
+        sft = make_config(**layout, execution=execution, **fields).model_dump(mode="json", exclude_defaults=True)
+        tree = {
+            "base": {"kind": "download", "model": f"file://{artifacts['base'] / 'model'}"},
+            "problems": {"kind": "download", "dataset": f"file://{artifacts['problems'] / 'data'}"},
+            "sft": {"kind": "train", **sft},
+        }
+        recipe = load_stages("cluster", folder, tree)
+        self.stages = plan(recipe, resolve_outside(recipe, tuple(recipe.stages)), self.store.index()).stages
+        self.notes = Notes()
+
+    @property
+    def work(self) -> Path:
+        """The SFT's work folder."""
+        planned = self.stages["sft"]
+        return self.store.work_folder(planned.kind, planned.name, planned.resume_key)
+
+    @property
+    def job(self) -> str:
+        """The name of its job."""
+        order = JobFolder.of(self.work).order()
+        assert order
+        return order.job
+
+    def run(self, **options: Any) -> Built:
+        """Build everything; returns the SFT."""
+        built: dict[str, Built] = {}
+        for name in SOURCES:
+            built[name] = run_stage(self.stages[name], built, self.store, Notes())
+        return run_stage(self.stages["sft"], built, self.store, self.notes, **options)

@@ -1,0 +1,102 @@
+"""A refresh of five stages without Prefect and MLflow, in which every step depends on all steps before it.
+
+A step that is lost, or done twice, changes the bytes of the artifact, and those of all artifacts after it.
+
+python chain.py STORE         runs the refresh; prints what became of each stage as JSON, or the error
+python chain.py --stage WORK  a stage's process (or one of its ranks)
+"""
+
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+NUM_STEPS = 8
+STEP_S = 0.1
+STAGES = ("base", "rows", "sft", "awq", "scores")
+
+
+def run_stage_process(work: Path) -> None:
+    """Hash on from what the inputs hold, with a checkpoint after each step; ranks other than 0 follow it."""
+    told = json.loads((work / "config.json").read_text())
+    checkpoint = work / "scratch" / "checkpoint.json"
+    if os.environ.get("RANK", "0") != "0":
+        while not (work / "result.json").exists():
+            time.sleep(0.05)
+        return
+    contents = [path.read_text() for name in sorted(told["inputs"]) for path in _contents(Path(told["inputs"][name]))]
+    start = {"step": 0, "hash": hashlib.sha256("".join([told["kind"], *contents]).encode()).hexdigest()}
+    state = json.loads(checkpoint.read_text()) if checkpoint.exists() else start
+    first_step = state["step"]
+    checkpoint.parent.mkdir(exist_ok=True)
+    while state["step"] < NUM_STEPS:
+        time.sleep(STEP_S)
+        state = {"step": state["step"] + 1, "hash": hashlib.sha256(state["hash"].encode()).hexdigest()}
+        with (work / "metrics.jsonl").open("a") as stream:
+            stream.write(json.dumps({"step": state["step"], "time_ms": 0, "loss": 1.0}) + "\n")
+        partial = checkpoint.with_suffix(".partial")
+        partial.write_text(json.dumps(state))
+        partial.replace(checkpoint)
+    folder = work / ("data" if told["name"] == "rows" else "model" if told["name"] != "scores" else "scores")
+    folder.mkdir()
+    (folder / "content").write_text(state["hash"])
+    (work / "result.json").write_text(json.dumps({"metrics": {"first_step": float(first_step)}}))
+
+
+def _contents(artifact: Path) -> list[Path]:
+    return sorted(artifact.glob("*/content"))
+
+
+def recipe(ranks: int) -> dict[str, dict[str, object]]:
+    """As the quickstart's: two downloads, training on `ranks` processes, quantization, scores."""
+    execution = {"execution": {"threads": 1}}
+    return {
+        "base": {"kind": "download", "model": "builtin/qwen3-1m", **execution},
+        "rows": {"kind": "download", "dataset": "builtin/addition", **execution},
+        "sft": {
+            "kind": "train",
+            "method": "sft",
+            "model": "base",
+            "data": {"dataset": "rows"},
+            "global_batch_size": 2,
+            "learning_rate": 1e-3,
+            "layout": {"dp_shard": ranks},
+            **execution,
+        },
+        "awq": {"kind": "quantize", "model": "sft", "method": "awq", "calibration": {"dataset": "rows"}, **execution},
+        "scores": {"kind": "evaluate", "model": "awq", "tasks": ["addition"], **execution},
+    }
+
+
+def run_refresh(root: Path, ranks: int) -> dict[str, dict[str, object]]:
+    """Every stage in turn, through the real runner, store and supervisor."""
+    import tiny
+
+    from flows.launch import local
+    from flows.runner import run_stage
+    from flows.store.store import Store
+    from stages.supervised import Supervised
+
+    def launch(work, config):
+        command = local.command(work, config)[: -len(["-m", "stages", str(work)])]
+        with (work / "log.txt").open("ab") as log:
+            command += [__file__, "--stage", str(work)]
+            return Supervised(command, environment=local.environment(config), output=log, grace_s=1.0)
+
+    store = Store(root)
+    built = {}
+    for name, planned in tiny.planned_stages(store, recipe(ranks)).items():
+        built[name] = run_stage(planned, built, store, tiny.Notes(), launch=launch)
+    return {
+        name: {"state": one.state, "version": one.version, "digest": one.record.digest, **one.metrics}
+        for name, one in built.items()
+    }
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--stage":
+        run_stage_process(Path(sys.argv[2]))
+    else:
+        print(json.dumps(run_refresh(Path(sys.argv[1]), int(sys.argv[2]))))

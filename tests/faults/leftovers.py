@@ -1,0 +1,122 @@
+"""What a fault may leave behind: processes, shared memory, held locks, temporary files. Looked for after every test.
+
+Every process that a fault test starts inherits a mark in its environment, and a TMPDIR of the session. Where the
+kernel allows it (root), the session gets a /dev/shm of its own, in which whatever is left must come from the tests;
+elsewhere new files there count that no living process has open.
+"""
+
+import ctypes
+import fcntl
+import os
+import uuid
+from pathlib import Path
+
+from stages.supervisor import living_processes, marked_processes
+
+MARK_VARIABLE = "FAULT_TESTS"
+SHARED_MEMORY = Path("/dev/shm")
+CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x0002_0000, 0x4000, 0x4_0000
+DAEMONS = ("slurmd", "slurmctld", "slurmstepd", "munged", "postgres")
+"""Programs that fixtures of a whole module start, and that tests may start anew."""
+
+
+class Leftovers:
+    """What there is now, by kind; the difference to an earlier look is what a test has left."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._mark = f"{MARK_VARIABLE}={uuid.uuid4().hex}"
+        self._temporary = folder / "tmp"
+        self._temporary.mkdir()
+        self.has_own_shared_memory = _mount_own_shared_memory()
+
+    def environment(self) -> dict[str, str]:
+        """What every process must be started with."""
+        return {MARK_VARIABLE: self._mark.partition("=")[2], "TMPDIR": str(self._temporary)}
+
+    def look(self) -> dict[str, set[str]]:
+        """Processes but servers that tests share, shared memory, locks that are held, and temporary files."""
+        servers = self._servers()
+        processes = {pid: _command(pid) for pid in marked_processes(self._mark) if pid != os.getpid()}
+        others = {pid: command for pid, command in processes.items() if pid not in servers and not _is_daemon(command)}
+        return {
+            "process": {f"{pid} {command}" for pid, command in others.items() if command},
+            "shared memory": self._shared_memory(),
+            "held lock": {str(path) for path in self._folder.glob("**/.locks/*") if _is_held(path)},
+            # Shared servers have temporary files of their own while they run.
+            "temporary file": set() if servers else {path.name for path in self._temporary.iterdir()},
+        }
+
+    def _shared_memory(self) -> set[str]:
+        files = {str(path) for path in SHARED_MEMORY.iterdir()}
+        return files if self.has_own_shared_memory else files - _open_files()
+
+    def _servers(self) -> set[int]:
+        """Processes of Prefect and MLflow servers that `lifecycle up` has started."""
+        files = [path.read_text() for path in self._folder.glob("**/servers.json")]
+        environments = {pid: _environment(pid) for pid in marked_processes(self._mark)}
+        return {
+            pid
+            for pid, environment in environments.items()
+            if any(token in text for text in files for token in _tokens(environment))
+        }
+
+
+def new(before: dict[str, set[str]], after: dict[str, set[str]]) -> list[str]:
+    """What was not there before, a line each."""
+    return [f"{kind}: {thing}" for kind, things in after.items() for thing in sorted(things - before[kind])]
+
+
+def _mount_own_shared_memory() -> bool:
+    """Only for this process and those it starts: in a mount namespace of their own."""
+    libc = ctypes.CDLL(None)
+    return (
+        libc.unshare(CLONE_NEWNS) == 0
+        and libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
+        and libc.mount(b"tmpfs", bytes(SHARED_MEMORY), b"tmpfs", 0, b"size=4g") == 0
+    )
+
+
+def _is_held(path: Path) -> bool:
+    with path.open("a") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _is_daemon(command: str) -> bool:
+    return Path(command.partition(" ")[0].rstrip(":")).name in DAEMONS
+
+
+def _environment(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _tokens(environment: str) -> list[str]:
+    """Marks that our supervisor and servers put into the environments of what they start."""
+    variables = (line.partition("=") for line in environment.split("\0"))
+    return [value for name, _, value in variables if name.endswith("_TOKEN") and name.startswith("LIFECYCLE") and value]
+
+
+def _open_files() -> set[str]:
+    """Files that some living process has mapped."""
+    found = set()
+    for pid in living_processes():
+        try:
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        except OSError:
+            continue
+        found |= {line.split(maxsplit=5)[5] for line in lines if str(SHARED_MEMORY) in line}
+    return found

@@ -1,0 +1,44 @@
+"""A stage whose process is `tiny_stage.py`, as a Slurm job.
+
+python slurm_stage.py STORE MODE   runs it to the end, and prints how it ended
+"""
+
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+import tiny
+
+from flows.launch import cluster
+from flows.launch.cluster_process import ClusterProcess
+from flows.launch.job_folder import HEARTBEAT_PATIENCE_S
+from flows.plan import PlannedStage
+from flows.runner import Built, run_stage
+from flows.store.store import Store
+from stages.contract import StageConfig
+
+SHORT_PATIENCE_S = 15.0
+
+
+def launch(work: Path, config: StageConfig, heartbeat_patience_s: float = HEARTBEAT_PATIENCE_S) -> ClusterProcess:
+    """Like the Slurm launcher, with `tiny_stage.py` in place of `-m stages`."""
+    command = [str(tiny.SCRIPT), str(work)]
+    return cluster.start(work, config, stage_command=command, heartbeat_patience_s=heartbeat_patience_s)
+
+
+def planned_stage(store: Store, mode: str, environment: dict[str, str] | None = None, **options: Any) -> PlannedStage:
+    """options: of Slurm."""
+    execution = {"launcher": "slurm", "environment": environment or {}, "slurm": options}
+    return tiny.planned_stages(store, {"rows": tiny.stage(mode, **execution)})["rows"]
+
+
+def build(store: Store, mode: str, environment: dict[str, str] | None = None, **options: Any) -> Built:
+    return run_stage(planned_stage(store, mode, environment, **options), {}, store, tiny.Notes(), launch=launch)
+
+
+if __name__ == "__main__":
+    store = Store(Path(sys.argv[1]))
+    short = functools.partial(launch, heartbeat_patience_s=SHORT_PATIENCE_S)
+    built = run_stage(planned_stage(store, sys.argv[2]), {}, store, tiny.Notes(), launch=short)
+    print(built.state)

@@ -1,0 +1,129 @@
+"""Whichever process of whichever stage is killed: the next run ends with the very bytes of an undisturbed refresh."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import chain
+import pytest
+import tiny
+
+from stages.supervisor import living_processes
+
+
+def start(store: Path, ranks: int = 1) -> subprocess.Popen[str]:
+    command = [sys.executable, chain.__file__, str(store), str(ranks)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(refresh: subprocess.Popen[str]) -> dict[str, dict[str, object]]:
+    said, errors = refresh.communicate(timeout=tiny.PATIENCE_S)
+    assert refresh.returncode == 0, errors
+    return json.loads(said)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Versions and digests of a refresh that nothing happens to, by the number of ranks."""
+    return {ranks: identities(finish(start(tmp_path_factory.mktemp("undisturbed"), ranks))) for ranks in (1, 2)}
+
+
+def identities(refresh):
+    return {name: (stage["version"], stage["digest"]) for name, stage in refresh.items()}
+
+
+def step_of(store: Path, stage: str) -> int:
+    """At which step the stage's last checkpoint is."""
+    checkpoint = next(store.glob(f".work/*/{stage}-*/scratch/checkpoint.json"), None)
+    return json.loads(checkpoint.read_text())["step"] if checkpoint else 0
+
+
+def child_of(parent: int) -> int:
+    children = [pid for pid, (its_parent, _) in living_processes().items() if its_parent == parent]
+    assert children, f"{parent} has no children"
+    return min(children)
+
+
+def rank_of(store: Path, rank: int) -> int:
+    """The process of a rank."""
+    for pid in living_processes():
+        try:
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if f"RANK={rank}".encode() in variables and str(store).encode() in command and b"--stage" in command:
+            return pid
+    raise AssertionError(f"there is no rank {rank}")
+
+
+def find(victim: str, refresh: subprocess.Popen[str], store: Path) -> int:
+    if victim.startswith("rank"):
+        return rank_of(store, int(victim.removeprefix("rank ")))
+    flow = refresh.pid
+    return {"flow": lambda: flow, "supervisor": lambda: child_of(flow), "process": lambda: child_of(child_of(flow))}[
+        victim
+    ]()
+
+
+def disturb(store, stage, victim, number, ranks, fault) -> str:
+    """Kill when the stage has done some steps. Returns what the refresh said in the end."""
+    fault.name, fault.stage = f"{number.name} of {victim}", stage
+    refresh = start(store, ranks)
+    tiny.eventually(lambda: step_of(store, stage) >= 2 or refresh.poll() is not None, f"{stage} made no steps")
+    with fault.timed("detected"):
+        os.kill(find(victim, refresh, store), number)
+        _, errors = refresh.communicate(timeout=tiny.PATIENCE_S)
+        tiny.eventually(lambda: not others_of(store), "processes are left")
+    assert refresh.returncode != 0
+    return errors
+
+
+def others_of(store: Path) -> list[int]:
+    """Living processes that name the store."""
+    commands = [Path(f"/proc/{pid}/cmdline") for pid in living_processes()]
+    return [path for path in commands if path.exists() and str(store).encode() in read(path)]
+
+
+def read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def recover(store, stage, ranks, undisturbed, fault) -> None:
+    """Run again: nothing that was done is done again, and all bytes are those of an undisturbed refresh."""
+    reached = step_of(store, stage)
+    assert 2 <= reached <= chain.NUM_STEPS
+    with fault.timed("recovered"):
+        again = finish(start(store, ranks))
+    assert identities(again) == undisturbed[ranks]
+    states = [again[name]["state"] for name in chain.STAGES]
+    done = chain.STAGES.index(stage)
+    assert states == ["cached"] * done + ["built"] * (len(states) - done)
+    assert again[stage]["first_step"] == reached
+    fault.lost = f"nothing: went on at step {reached} of {chain.NUM_STEPS}"
+
+
+STAGES_AND_SIGNALS = [(stage, signal.SIGKILL) for stage in ("base", "sft", "awq", "scores")] + [("sft", signal.SIGTERM)]
+
+
+@pytest.mark.parametrize(("stage", "number"), STAGES_AND_SIGNALS)
+@pytest.mark.parametrize("victim", ["flow", "supervisor", "process"])
+def test_a_refresh_whose_process_was_killed_goes_on_where_it_was(tmp_path, undisturbed, fault, number, victim, stage):
+    errors = disturb(tmp_path, stage, victim, number, 1, fault)
+    if victim == "process":
+        assert f"was killed by {number.name}" in errors
+    recover(tmp_path, stage, 1, undisturbed, fault)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["kill", "term"])
+def test_training_whose_rank_was_killed_goes_on_where_it_was(tmp_path, undisturbed, fault, number, rank):
+    errors = disturb(tmp_path, "sft", f"rank {rank}", number, 2, fault)
+    assert f"rank {rank} was killed by {number.name}" in errors
+    recover(tmp_path, "sft", 2, undisturbed, fault)

@@ -1,0 +1,196 @@
+"""Whatever happens to a Slurm job, or to the refresh that waits for it: nothing stays in the queue, nothing is lost."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import slurm_stage
+import tiny
+
+from flows.store.store import Store
+from stages.errors import DataError, RecipeError, RefreshStoppedError, StageCrashError, StageTimeoutError
+from stages.supervisor import descendants
+from tests.cluster_stages import messages
+from tests.slurm_cluster import SlurmCluster, eventually, running_cluster, why_not
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+STUCK = {"TINY_STEP_SECONDS": "300"}
+SLOW = {"TINY_STEP_SECONDS": "1"}
+SOON_OVER = {"time_limit": "1", "warning_s": 55}
+"""Slurm knows no shorter limit than a minute, but tells the job long before."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with running_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def store(tmp_path, cluster):
+    yield Store(tmp_path / "store")
+    assert cluster.jobs() == []
+
+
+def start_flow(store: Store, mode: str) -> subprocess.Popen:
+    command = [sys.executable, slurm_stage.__file__, str(store.root), mode]
+    environment = {**os.environ, **SLOW}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def work_of(store: Store, file: str) -> Path:
+    found = eventually(lambda: next(store.root.glob(f".work/download/*/{file}"), None), f"no {file}")
+    return found.parents[len(Path(file).parts) - 1]
+
+
+def in_the_background(store: Store, mode: str, environment: dict[str, str], **options) -> tuple[list, threading.Thread]:
+    """Build in a thread; the list gets what came of it."""
+    outcome: list = []
+
+    def build() -> None:
+        try:
+            outcome.append(slurm_stage.build(store, mode, environment, **options))
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=build)
+    thread.start()
+    return outcome, thread
+
+
+def occupy(cluster: SlurmCluster, partition: str = "normal") -> str:
+    """Take both nodes; returns the id of the job."""
+    options = ["--parsable", "--nodes=2", "--exclusive", f"--partition={partition}", "--output=/dev/null"]
+    return cluster.command("sbatch", *options, "--wrap=sleep 300").strip()
+
+
+# ------------------------------------------------------------------------------------- the refresh that waits for it
+
+
+@pytest.mark.parametrize(("number", "mode"), [(signal.SIGKILL, "family"), (signal.SIGTERM, "steps")])
+def test_a_refresh_that_is_killed_takes_its_job_along(cluster, store, number, mode):
+    flow = start_flow(store, mode)
+    work_of(store, "scratch/*")
+    flow.send_signal(number)
+    flow.wait(tiny.PATIENCE_S)
+    eventually(lambda: not cluster.jobs(), "the job is left")
+    eventually(lambda: not tiny.processes_of(store), "processes are left")
+
+
+def test_a_stage_that_is_stopped_takes_its_job_along(cluster, store):
+    stop = threading.Event()
+    threading.Thread(target=lambda: (work_of(store, "scratch"), stop.set())).start()
+    planned = slurm_stage.planned_stage(store, "steps", STUCK)
+    with pytest.raises(RefreshStoppedError):
+        slurm_stage.run_stage(planned, {}, store, tiny.Notes(), stop=stop, launch=slurm_stage.launch)
+    assert cluster.jobs() == []
+    assert tiny.processes_of(store) == []
+
+
+def test_a_job_whose_machine_of_the_refresh_was_lost_ends_itself(cluster, store):
+    flow = start_flow(store, "steps")
+    work = work_of(store, "scratch/step")
+    kill_at_once(flow)
+    eventually(lambda: not cluster.jobs(), "the job is left")
+    eventually(lambda: not tiny.processes_of(store), "processes are left")
+    assert "nobody has waited for this job" in (work / "log.txt").read_text()
+
+
+def test_the_next_refresh_cancels_a_job_that_a_lost_one_left_waiting(cluster, store):
+    blocker = occupy(cluster)
+    flow = start_flow(store, "ok")
+    work = work_of(store, "events.jsonl")
+    assert "waits: Resources" in messages(work) or "waits: Priority" in messages(work)
+    kill_at_once(flow)
+    left = [job[2] for job in cluster.jobs() if job[0] != blocker]
+    assert len(left) == 1
+    cluster.command("scancel", blocker)
+    assert slurm_stage.build(store, "ok").state == "built"
+
+
+def kill_at_once(flow: subprocess.Popen) -> None:
+    """SIGKILL of the flow, the supervisor and the agent, before one sees another die."""
+    local = [flow.pid, *descendants(flow.pid)]
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in local:
+            os.kill(pid, number)
+    flow.wait(tiny.PATIENCE_S)
+
+
+# ----------------------------------------------------------------------------------------------------- the job itself
+
+
+def test_a_job_that_reaches_its_time_limit_goes_on_in_another(store):
+    built = slurm_stage.build(store, "steps", SLOW, **SOON_OVER)
+    assert built.metrics["first_step"] > 0
+    assert "was ended by its time limit; submitting it again" in messages(built.artifact)
+
+
+def test_a_time_limit_that_leads_nowhere_is_an_error(store):
+    with pytest.raises(StageTimeoutError, match=r"got no further than before; raise execution.slurm.time_limit"):
+        slurm_stage.build(store, "steps", STUCK, **SOON_OVER)
+
+
+def test_a_preempted_job_goes_on_when_the_nodes_are_free_again(cluster, store):
+    outcome, thread = in_the_background(store, "steps", SLOW)
+    work_of(store, "scratch/step")
+    urgent = occupy(cluster, "urgent")
+    eventually(lambda: [urgent, "RUNNING"] in [job[:2] for job in cluster.jobs()], "nothing was preempted")
+    cluster.command("scancel", urgent)
+    thread.join()
+    assert outcome[0].metrics["first_step"] > 0
+
+
+def test_a_job_whose_node_is_lost_goes_on_elsewhere(cluster, store):
+    outcome, thread = in_the_background(store, "steps", SLOW)
+    work_of(store, "scratch/step")
+    cluster.kill_node("node1")
+    thread.join()
+    cluster.start_node("node1")
+    assert outcome[0].metrics["first_step"] > 0
+    assert "runs on node2, restart 1" in messages(outcome[0].artifact)
+    eventually(cluster.is_idle, "the node did not come back")
+
+
+def test_a_job_that_somebody_cancels_is_an_error_that_says_so(cluster, store):
+    outcome, thread = in_the_background(store, "steps", SLOW)
+    work_of(store, "scratch/step")
+    cluster.command("scancel", cluster.wait_for_state("RUNNING"))
+    thread.join()
+    assert isinstance(outcome[0], StageCrashError)
+    assert "was cancelled by somebody else" in str(outcome[0])
+    assert slurm_stage.build(store, "steps", SLOW).metrics["first_step"] > 0
+
+
+def test_the_error_of_the_stage_itself_is_what_it_would_be_locally(store):
+    with pytest.raises(DataError, match="row 3 has no messages"):
+        slurm_stage.build(store, "known_error")
+
+
+def test_a_partition_that_there_is_not_is_an_error_of_the_recipe(store):
+    with pytest.raises(RecipeError, match=r"Slurm refused the job: .*invalid partition"):
+        slurm_stage.build(store, "ok", partition="nowhere")
+
+
+# ------------------------------------------------------------------------------------------------------------ secrets
+
+
+def test_slurm_never_sees_the_environment(cluster, store, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "planted-in-the-environment")
+    outcome, thread = in_the_background(store, "steps", {"MY_TOKEN": "planted-in-the-recipe", **SLOW})
+    work_of(store, "scratch/step")
+    job = cluster.wait_for_state("RUNNING")
+    seen = cluster.command("scontrol", "show", "job", job) + cluster.command(
+        "scontrol", "write", "batch_script", job, "-"
+    )
+    files = [file for file in cluster.folder.rglob("*") if file.is_file()]
+    commands = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline")]
+    assert "planted" not in seen
+    assert not [file for file in files if b"planted" in file.read_bytes()]
+    assert not [command for command in commands if b"planted" in command]
+    thread.join()
+    assert not [file for file in outcome[0].artifact.rglob("*") if file.is_file() and b"planted" in file.read_bytes()]

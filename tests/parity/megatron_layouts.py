@@ -1,0 +1,185 @@
+"""The Megatron engine against plain Transformers under every layout: `python tests/parity/megatron_layouts.py`.
+
+Prints, for each case, the largest differences in log-probabilities, loss, gradient, gradient norm (relative) and
+weights after five AdamW steps, in fp32. `test_megatron_layouts.py` holds the same figures to their bounds.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.parity.megatron_cases import (  # noqa: E402
+    BETA,
+    EPSILON,
+    LEARNING_RATE,
+    MAX_GRAD_NORM,
+    WEIGHT_DECAY,
+    Case,
+    cases,
+    global_batches,
+    make_models,
+)
+
+PROGRAM = Path(__file__).with_name("megatron_program.py")
+LIMITS = {"log_probability": 1e-5, "loss": 1e-6, "gradient": 1e-6, "grad_norm": 1e-5, "weight": 1e-6}
+"""Absolute, but for the gradient norm."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a loop of a few lines makes of a model."""
+
+    log_probabilities: Tensor
+    gradients: dict[str, Tensor]
+    losses: list[float]
+    grad_norms: list[float]
+    weights: dict[str, Tensor]
+    evaluation_loss: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A case, and the largest difference in each of `LIMITS`; no gradient where it is sharded."""
+
+    case: Case
+    differences: dict[str, float]
+
+
+def main() -> None:
+    columns = "".join(f"{name:>17}" for name in LIMITS)
+    print(f"{'processes, model, data and layout':60}{columns}")
+    with tempfile.TemporaryDirectory(prefix="megatron-layouts-") as folder:
+        make_models(Path(folder) / "models")
+        for processes in (1, 2, 4):
+            for comparison in compare(Path(folder), processes):
+                found = (comparison.differences.get(name) for name in LIMITS)
+                figures = "".join(f"{'sharded' if value is None else f'{value:.1e}':>17}" for value in found)
+                print(f"{processes} {comparison.case.name:58}{figures}", flush=True)
+
+
+def compare(folder: Path, processes: int) -> list[Comparison]:
+    """Run all cases of so many processes, started once, on the models in `folder/models`."""
+    torch.set_num_threads(1)
+    launch(folder, processes)
+    names = [f"{processes}-{index}" for index in range(len(cases(processes)))]
+    return [
+        Comparison(case, differences(folder, name, case)) for name, case in zip(names, cases(processes), strict=True)
+    ]
+
+
+def launch(folder: Path, processes: int) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    finished = subprocess.run(
+        [sys.executable, *(torchrun if processes > 1 else []), str(PROGRAM), str(folder)],
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    if finished.returncode:
+        raise RuntimeError(finished.stderr[-6000:])
+
+
+def differences(folder: Path, name: str, case: Case) -> dict[str, float]:
+    result: dict[str, Any] = torch.load(folder / "results" / f"{name}.pt")
+    weights = load_file(folder / "exported" / name / "model.safetensors")
+    expected = train_plainly(folder / "models" / case.model, case.data)
+    losses = [
+        *zip(result["losses"], expected.losses, strict=True),
+        (result["evaluation_loss"], expected.evaluation_loss),
+    ]
+    norms = zip(result["grad_norms"], expected.grad_norms, strict=True)
+    found = {
+        "log_probability": largest(result["log_probabilities"], expected.log_probabilities),
+        "loss": max(abs(one - other) for one, other in losses),
+        "grad_norm": max(abs(one - other) / other for one, other in norms),
+        "weight": largest_of_all(weights, expected.weights),
+    }
+    if result["gradients"] is not None:
+        found["gradient"] = largest_of_all(result["gradients"], expected.gradients)
+    return found
+
+
+def largest(one: Tensor, other: Tensor) -> float:
+    assert one.shape == other.shape
+    return (one - other).abs().max().item()
+
+
+def largest_of_all(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    return max(largest(found[name], expected[name]) for name in expected)
+
+
+@cache
+def train_plainly(folder: Path, data: str) -> Expected:
+    """Document by document, with Transformers' own attention."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    method = "dpo" if data == "pairs" else "sft"
+    batches = global_batches(data)
+    with torch.no_grad():
+        first = torch.stack([torch.cat([token_values(model, document) for document in row]) for row in batches[0]])
+        references = [[values.sum() for values in document_values(model, rows)] for rows in batches]
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), eps=EPSILON, weight_decay=WEIGHT_DECAY
+    )
+    losses, norms, gradients = [], [], {}
+    for rows, reference in zip(batches, references, strict=True):
+        loss = mean_loss(method, document_values(model, rows), reference)
+        loss.backward()
+        gradients = gradients or file_names(model, {name: value.grad.clone() for name, value in named(model)})
+        losses.append(loss.item())
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM[method]).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        evaluation = mean_loss(method, document_values(model, batches[0]), references[0]).item()
+    weights = file_names(model, {name: value.detach() for name, value in named(model)})
+    return Expected(first, gradients, losses, norms, weights, evaluation)
+
+
+def mean_loss(method: str, documents: list[Tensor], reference: list[Tensor]) -> Tensor:
+    if method == "sft":
+        return -torch.cat(documents).double().sum() / sum(len(values) - 1 for values in documents)
+    ratios = torch.stack([values.sum() for values in documents]) - torch.stack(reference)
+    return -functional.logsigmoid(BETA * (ratios[0::2] - ratios[1::2])).mean()
+
+
+def document_values(model: Any, rows: list[Any]) -> list[Tensor]:
+    return [token_values(model, document) for row in rows for document in row]
+
+
+def token_values(model: Any, document: list[int]) -> Tensor:
+    """Log-probability of each token's successor; 0 for the last."""
+    ids = torch.tensor([document])
+    logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+    return functional.pad(logits.log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1), (0, 1))
+
+
+def named(model: Any) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in model.named_parameters() if value.grad is not None or value.requires_grad]
+
+
+def file_names(model: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As the files name them: experts one by one."""
+    return {name: value.clone() for name, value in revert_weight_conversion(model, values).items()}
+
+
+if __name__ == "__main__":
+    main()

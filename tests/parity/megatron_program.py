@@ -1,0 +1,125 @@
+"""Train a few steps with the Megatron engine in each of several cases; started by torchrun, or alone.
+
+    torchrun … megatron_program.py FOLDER
+
+`FOLDER/models` holds the models. A case leaves `FOLDER/results/PROCESSES-INDEX.pt`, a `Result` as a dictionary, and the
+trained model in `FOLDER/exported/PROCESSES-INDEX`.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stages.train.config import TrainConfig
+from stages.train.data.batch import Batch
+from stages.train.losses import Loss, build_loss
+from stages.train.megatron.compat import prepare_megatron
+from stages.train.processes import joined_processes
+from tests.parity.fsdp_program import pack
+from tests.parity.megatron_cases import Case, cases, global_batches, train_config
+
+prepare_megatron()
+from stages.train.megatron.engine import MegatronEngine  # noqa: E402
+from stages.train.megatron.parallel import represents_share, stop_model_parallel  # noqa: E402
+from stages.train.megatron.weights import named_weights  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a case, on rank 0."""
+
+    log_probabilities: Tensor
+    """float32 [rows, sequence], of the first global batch before training"""
+    gradients: dict[str, Tensor] | None
+    """Of the first global batch, by Hugging Face name; None where they are sharded"""
+    losses: list[float]
+    grad_norms: list[float]
+    evaluation_loss: float
+    """Of the first global batch, after all steps"""
+    metrics: list[dict[str, float]]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    (folder / "results").mkdir(exist_ok=True)
+    with joined_processes() as device:
+        for index, case in enumerate(cases(dist.get_world_size())):
+            config = TrainConfig.model_validate(train_config(case))
+            engine = MegatronEngine(folder / "models" / case.model, config, device)
+            name = f"{dist.get_world_size()}-{index}"
+            result = run(engine, config, case)
+            engine.export(folder / "exported" / name, torch.float32)
+            stop_model_parallel()
+            if dist.get_rank() == 0:
+                torch.save(asdict(result), folder / "results" / f"{name}.pt")
+
+
+def run(engine: Any, config: TrainConfig, case: Case) -> Result:
+    shares = [share(rows, engine, config) for rows in global_batches(case.data)]
+    if config.dpo:
+        shares = [[with_reference(engine, batch) for batch in batches] for batches in shares]
+    loss = build_loss(config)
+    log_probabilities = whole_log_probabilities(engine, shares[0])
+    gradients = whole_gradients(engine, shares[0], loss, config)
+    outcomes = [engine.train_step(batches, loss, config.learning_rate, config.max_grad_norm) for batches in shares]
+    evaluation = engine.evaluate(iter(shares[0]), loss)
+    return Result(
+        log_probabilities,
+        gradients,
+        [outcome.loss for outcome in outcomes],
+        [outcome.grad_norm for outcome in outcomes],
+        evaluation.loss,
+        [outcome.metrics for outcome in outcomes],
+    )
+
+
+def share(rows: list[Any], engine: Any, config: TrainConfig) -> list[Batch]:
+    """This process's micro-batches of a global batch."""
+    num_rows = len(rows) // engine.data_parallel_size
+    own, size = rows[engine.data_rank * num_rows :][:num_rows], config.layout.micro_batch_size
+    return [pack(own[start : start + size]) for start in range(0, num_rows, size)]
+
+
+def with_reference(engine: Any, batch: Batch) -> Batch:
+    return batch.with_reference(engine.document_log_probabilities(batch))
+
+
+def whole_log_probabilities(engine: Any, batches: list[Batch]) -> Tensor:
+    """Of all shares, in the order of the rows."""
+    found = engine._pipeline.run(batches, lambda values, batch: (values.sum(), values), backward=False)
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, (engine.data_rank, torch.cat(found)) if represents_share() else None)
+    return torch.cat([values for _, values in sorted(filter(None, everyones), key=lambda entry: entry[0])])
+
+
+def whole_gradients(engine: Any, batches: list[Batch], loss: Loss, config: TrainConfig) -> dict[str, Tensor] | None:
+    """Of the mean loss; the weights stay as they are."""
+    count = engine._global_count(batches, loss)
+    engine._adam.zero_gradients()
+
+    def mean(log_probabilities: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        value = loss(log_probabilities, batch)[0] / count
+        return value, value.detach()
+
+    engine._pipeline.run(batches, mean, backward=True)
+    if config.layout.dp_shard > 1:
+        return None
+    weights = {parameter: parameter.detach().clone() for chunk in engine._chunks for parameter in chunk.parameters()}
+    for parameter in weights:
+        parameter.data.copy_(parameter.main_grad)
+    gradients = {name: value.clone() for name, value in named_weights(engine._chunks, engine._shape, torch.float32)}
+    for parameter, weight in weights.items():
+        parameter.data.copy_(weight)
+    return gradients
+
+
+if __name__ == "__main__":
+    main()

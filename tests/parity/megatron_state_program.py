@@ -1,0 +1,188 @@
+"""Read, write, save and restore Megatron models under many layouts; started by torchrun.
+
+    torchrun … megatron_state_program.py SPEC.json
+
+The spec names `models` and `output` (folders) and what is to be done, any of
+    round_trips   [model, layout] …: export what was loaded to `output/PROCESSES-INDEX`
+    memory        {model, layout, shard_bytes}: host memory that reading and writing take → `output/memory.json`
+    journeys      {model, from, checkpoint, to}: train, save and go on under `from` (None: it is there); restore and go
+                  on under each of `to`; `from` and `to` are [engine, layout, precision] → `output/journeys.json`
+    misfit        [model, checkpoint]: the error of restoring what another model has saved → `output/misfit.txt`
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stages.contract import is_main_process
+from stages.errors import ModelError
+from stages.train import export
+from stages.train.config import TrainConfig
+from stages.train.losses import SftLoss
+from stages.train.megatron.compat import prepare_megatron
+from stages.train.processes import joined_processes
+from stages.train.shape import ModelShape
+from tests.parity.fsdp_program import pack
+from tests.parity.megatron_cases import EPSILON, LEARNING_RATE, NUM_ROWS, WEIGHT_DECAY, global_batches
+
+prepare_megatron()
+from stages.train.fsdp.engine import FsdpEngine  # noqa: E402
+from stages.train.megatron.engine import MegatronEngine  # noqa: E402
+from stages.train.megatron.model import build_model_chunks  # noqa: E402
+from stages.train.megatron.parallel import start_model_parallel, stop_model_parallel  # noqa: E402
+from stages.train.megatron.weights import export_weights, load_weights  # noqa: E402
+
+NUM_STEPS_BEFORE = 2
+ENGINES = {"fsdp": FsdpEngine, "megatron": MegatronEngine}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    models, output = Path(spec["models"]), Path(spec["output"])
+    with joined_processes() as device:
+        for index, (model, layout) in enumerate(spec.get("round_trips", [])):
+            round_trip(models / model, layout, output / f"{dist.get_world_size()}-{index}", device)
+        if "memory" in spec:
+            export.MAX_SHARD_BYTES = spec["memory"]["shard_bytes"]
+            used = measure(models / spec["memory"]["model"], spec["memory"]["layout"], output / "measured", device)
+            leave(output / "memory.json", json.dumps(used))
+        if "journeys" in spec:
+            found = [travel(models / journey["model"], journey, device) for journey in spec["journeys"]]
+            leave(output / "journeys.json", json.dumps(found))
+        if "misfit" in spec:
+            leave(output / "misfit.txt", misfit(models / spec["misfit"][0], Path(spec["misfit"][1]), device))
+
+
+def leave(path: Path, text: str) -> None:
+    if is_main_process():
+        path.write_text(text)
+
+
+def round_trip(model: Path, layout: dict[str, Any], folder: Path, device: torch.device) -> None:
+    chunks, shape = build(model, layout, device)
+    load_weights(chunks, model, shape)
+    export_weights(chunks, shape, source=model, folder=folder, dtype=torch.float32)
+    stop_model_parallel()
+
+
+def build(model: Path, layout: dict[str, Any], device: torch.device) -> tuple[Any, ModelShape]:
+    shape = ModelShape.from_config(json.loads((model / "config.json").read_text()))
+    config = make_config(["megatron", layout, "fp32"])
+    start_model_parallel(config.layout, is_mixture=shape.num_experts > 0, seed=0)
+    return build_model_chunks(shape, config.layout, config, device), shape
+
+
+def measure(model: Path, layout: dict[str, Any], folder: Path, device: torch.device) -> dict[str, int]:
+    """Bytes beyond those of the model at the worst moment of reading and of writing, on rank 0."""
+    chunks, shape = build(model, layout, device)
+    reading = peak_of(lambda: load_weights(chunks, model, shape))
+    loaded = anonymous_bytes()
+    writing = peak_of(lambda: export_weights(chunks, shape, source=model, folder=folder, dtype=torch.float32))
+    stop_model_parallel()
+    return {"reading": reading - loaded, "writing": writing - loaded}
+
+
+def peak_of(work: Callable[[], None]) -> int:
+    """The most memory of its own that this process had while it worked: files in the page cache are not counted."""
+    samples, done = [anonymous_bytes()], threading.Event()
+
+    def sample() -> None:
+        while not done.is_set():
+            samples.append(anonymous_bytes())
+            time.sleep(0.001)
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    work()
+    done.set()
+    sampler.join()
+    return max(samples)
+
+
+def anonymous_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("RssAnon:")[1].split()[0]) * 1024
+
+
+def travel(model: Path, journey: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Losses after the checkpoint, of the run that saved it and of those that restored it."""
+    checkpoint, batches = Path(journey["checkpoint"]), global_batches("packed")
+    stayed = None
+    if journey["from"]:
+        engine, config = make_engine(model, journey["from"], device)
+        train(engine, config, batches[:NUM_STEPS_BEFORE])
+        writing = engine.save(checkpoint)
+        stayed = train(engine, config, batches[NUM_STEPS_BEFORE:])
+        writing.result()
+        end(engine)
+    moved = []
+    for place in journey["to"]:
+        engine, config = make_engine(model, place, device)
+        engine.load(checkpoint)
+        moved.append(train(engine, config, batches[NUM_STEPS_BEFORE:]))
+        end(engine)
+    return {"stayed": stayed, "moved": moved}
+
+
+def misfit(model: Path, checkpoint: Path, device: torch.device) -> str:
+    messages = []
+    for engine_name in ENGINES:
+        engine, _ = make_engine(model, [engine_name, {"dp_shard": dist.get_world_size()}, "fp32"], device)
+        try:
+            engine.load(checkpoint)
+        except ModelError as error:
+            messages.append(str(error))
+        end(engine)
+    return "\n".join(messages)
+
+
+def make_engine(model: Path, place: list[Any], device: torch.device) -> tuple[Any, TrainConfig]:
+    config = make_config(place)
+    return ENGINES[config.engine](model, config, device), config
+
+
+def make_config(place: list[Any]) -> TrainConfig:
+    engine, layout, precision = place
+    return TrainConfig.model_validate(
+        {
+            "kind": "train",
+            "method": "sft",
+            "engine": engine,
+            "model": "base",
+            "data": {"dataset": "data"},
+            "layout": layout,
+            "global_batch_size": NUM_ROWS,
+            "learning_rate": LEARNING_RATE,
+            "adam_epsilon": EPSILON,
+            "weight_decay": WEIGHT_DECAY,
+            "precision": precision,
+        }
+    )
+
+
+def train(engine: Any, config: TrainConfig, global_batches: list[Any]) -> list[float]:
+    losses = []
+    for rows in global_batches:
+        num_rows = len(rows) // engine.data_parallel_size
+        batches = [pack([row]) for row in rows[engine.data_rank * num_rows :][:num_rows]]
+        losses.append(engine.train_step(batches, SftLoss(), config.learning_rate, 0.5).loss)
+    return losses
+
+
+def end(engine: Any) -> None:
+    if isinstance(engine, MegatronEngine):
+        stop_model_parallel()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""A run that goes on from a checkpoint, under any layout or engine, learns what it would have learnt uninterrupted."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.parity.megatron_cases import make_models
+from tests.parity.megatron_state import launch
+
+TP, PP = {"tp": 2}, {"pp": 2}
+SP = {"tp": 2, "sequence_parallel": True}
+SHARDED, REPLICATED, EXPERTS = {"dp_shard": 2}, {"dp_replicate": 2}, {"dp_shard": 2, "ep": 2}
+TOLERANCE = 1e-6
+"""Of a loss of 5, which layouts without any checkpoint differ by as well."""
+
+
+def journey(model, start, *ends, precision="fp32"):
+    """Start and ends are [engine, layout, precision]; the run always goes on where it was, too."""
+    places = [[engine, layout, precision] for engine, layout in (start, start, *ends)]
+    return {"model": model, "from": places[0], "to": places[1:]}
+
+
+def megatron(layout):
+    return ("megatron", layout)
+
+
+FSDP = ("fsdp", SHARDED)
+JOURNEYS = {
+    "tp": journey("qwen3", megatron(SP), megatron(PP), megatron(SHARDED), FSDP),
+    "dp-sharded": journey("qwen3", megatron(SHARDED), megatron(TP), megatron({**PP, "vpp": 2}), FSDP),
+    "fsdp": journey("qwen3", FSDP, megatron(SHARDED), megatron(PP)),
+    "odd-vocabulary": journey("qwen2", megatron(TP), megatron(PP), megatron(REPLICATED)),
+    "experts": journey("qwen3-moe", megatron(EXPERTS), megatron({**SP, "etp": 2}), megatron(PP), FSDP),
+    "experts-of-fsdp": journey("qwen3-moe", FSDP, megatron(EXPERTS)),
+    "bf16": journey("qwen3", megatron(SHARDED), precision="bf16"),
+}
+LATER = [{"tp": 2, "dp_shard": 2}, {"pp": 2, "dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}]
+"""Layouts of four processes under which runs of two go on."""
+LATER_EXPERTS = [{**SP, "dp_shard": 2, "ep": 2}, {"pp": 2, "dp_shard": 2, "ep": 2}]
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory):
+    """Name of a journey → losses after the checkpoint: of who stayed, and of those who moved, in order."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    make_models(folder / "models")
+    checkpoints = {name: str(folder / name) for name in JOURNEYS}
+    todo = [{**JOURNEYS[name], "checkpoint": checkpoints[name]} for name in JOURNEYS]
+    launch(2, folder / "models", folder / "two", journeys=todo, misfit=["llama", checkpoints["tp"]])
+    found = dict(zip(JOURNEYS, json.loads((folder / "two" / "journeys.json").read_text()), strict=True))
+    later = [
+        {
+            "model": model,
+            "from": None,
+            "checkpoint": checkpoints[name],
+            "to": [["megatron", to, "fp32"] for to in layouts],
+        }
+        for model, name, layouts in (("qwen3", "dp-sharded", LATER), ("qwen3-moe", "experts", LATER_EXPERTS))
+    ]
+    launch(4, folder / "models", folder / "four", journeys=later)
+    dense, experts = json.loads((folder / "four" / "journeys.json").read_text())
+    found["misfit"] = (folder / "two" / "misfit.txt").read_text()
+    return {**found, "four": {"dp-sharded": dense["moved"], "experts": experts["moved"]}}
+
+
+@pytest.mark.parametrize("name", JOURNEYS)
+def test_a_resumed_run_equals_the_uninterrupted_one_exactly(losses, name):
+    assert losses[name]["moved"][0] == losses[name]["stayed"]
+    assert len(set(losses[name]["stayed"])) == len(losses[name]["stayed"]) > 1
+
+
+@pytest.mark.parametrize("name", JOURNEYS)
+def test_under_another_layout_or_engine_the_loss_goes_on_as_if_nothing_had_happened(losses, name):
+    for place, moved in zip(JOURNEYS[name]["to"][1:], losses[name]["moved"][1:], strict=True):
+        assert moved == pytest.approx(losses[name]["stayed"], abs=TOLERANCE), place
+
+
+@pytest.mark.parametrize("name", ["dp-sharded", "experts"])
+def test_on_more_processes_the_loss_goes_on_as_if_nothing_had_happened(losses, name):
+    for moved in losses["four"][name]:
+        assert moved == pytest.approx(losses[name]["stayed"], abs=TOLERANCE)
+
+
+def test_a_checkpoint_of_another_model_is_named_by_both_engines(losses):
+    messages = losses["misfit"].splitlines()
+    assert len(messages) == 2
+    for message in messages:
+        assert "is of another model" in message
+        assert "model.lm_head.weight is missing" in message

@@ -1,0 +1,68 @@
+"""The same recipe under both engines, as stages: one loss curve, and the figures that only several ranks have."""
+
+from __future__ import annotations
+
+import pytest
+
+from stages.contract import StageResult
+from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end
+
+NUM_STEPS = 50
+LAYOUTS = {
+    "fsdp, two processes": ("fsdp", {"dp_shard": 2, "micro_batch_size": 2}),
+    "megatron TP2": ("megatron", {"tp": 2, "micro_batch_size": 2}),
+    "megatron PP2": ("megatron", {"pp": 2, "micro_batch_size": 1}),
+    "megatron DP2": ("megatron", {"dp_shard": 2, "micro_batch_size": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Work folders of the quickstart's model, trained on its data."""
+    root = tmp_path_factory.mktemp("curves")
+    artifacts = make_artifacts(root)
+    works = {}
+    for number, (name, (engine, layout)) in enumerate(LAYOUTS.items()):
+        works[name] = root / f"work-{number}"
+        config = make_config(steps=NUM_STEPS, warmup_steps=5, engine=engine, layout=layout)
+        make_context(works[name], artifacts, config)
+        run_to_end(works[name], config)
+    return works
+
+
+def test_the_loss_curves_of_the_engines_are_one(runs):
+    expected, *others = ([row["loss"] for row in logged(work)] for work in runs.values())
+    assert len(expected) == NUM_STEPS
+    assert expected[-1] < 0.6 * expected[0]
+    for name, losses in zip(list(LAYOUTS)[1:], others, strict=True):
+        assert losses == pytest.approx(expected, abs=1e-4), name
+
+
+def test_held_out_losses_are_one(runs):
+    expected, *others = (result(work).metrics["evaluation_loss"] for work in runs.values())
+    assert others == pytest.approx([expected] * len(others), abs=1e-4)
+
+
+def test_the_bubble_is_measured_beside_the_prediction(runs):
+    rows = logged(runs["megatron PP2"])
+    assert all(0 <= row["pipeline_bubble_fraction"] < 1 for row in rows)
+    assert result(runs["megatron PP2"]).metrics["predicted_pipeline_bubble_fraction"] == pytest.approx(1 / 5, abs=0.1)
+    assert "pipeline_bubble_fraction" not in logged(runs["megatron TP2"])[0]
+
+
+def test_every_rank_tells_its_memory(runs):
+    for work in runs.values():
+        last = logged(work)[-1]
+        ranks = [last["peak_memory_gib_rank_0"], last["peak_memory_gib_rank_1"]]
+        assert last["peak_memory_gib"] == max(ranks)
+        assert min(ranks) > 0
+
+
+def test_communication_is_measured_and_the_layout_is_a_tag(runs):
+    assert [row["step"] for row in logged(runs["megatron TP2"]) if "communication_fraction" in row] == [3]
+    tags = result(runs["megatron TP2"]).tags
+    assert (tags["engine"], tags["layout"]) == ("megatron", "megatron tp=2 micro_batch_size=2")
+
+
+def result(work):
+    return StageResult.model_validate_json((work / "result.json").read_text())

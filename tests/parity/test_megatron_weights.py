@@ -1,0 +1,98 @@
+"""Weights that a Megatron model has read, under any layout, are written as they were, and pass through no one whole."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+
+from tests.parity.megatron_cases import MODELS, make_models
+from tests.parity.megatron_state import launch
+
+SP = {"tp": 2, "sequence_parallel": True}
+ROUND_TRIPS = {
+    2: [
+        *((model, layout) for model in MODELS for layout in (SP, {"pp": 2})),
+        ("llama", {"pp": 2, "vpp": 2}),
+        ("qwen3", {"pp": 2, "vpp": 2}),
+        ("qwen2", {"dp_shard": 2}),
+        ("qwen3-moe", {"dp_shard": 2, "ep": 2}),
+        ("qwen3-moe", {**SP, "etp": 2}),
+        ("qwen3-moe", {**SP, "ep": 2}),
+    ],
+    4: [
+        ("llama", {"tp": 4}),
+        ("qwen2", {"tp": 4}),
+        ("qwen3", {"tp": 2, "pp": 2}),
+        ("qwen3", {"pp": 4}),
+        ("qwen3", {"tp": 2, "pp": 2, "vpp": 2}),
+        ("qwen3-moe", {**SP, "pp": 2, "ep": 2}),
+        ("qwen3-moe", {**SP, "dp_shard": 2, "ep": 2, "etp": 2}),
+        ("qwen3-moe-dense", {"dp_shard": 2, "pp": 2, "ep": 2}),
+    ],
+}
+"""`tp` 4 is more than the two key/value heads, and does not divide the odd vocabulary of qwen2."""
+
+SHARD_BYTES, NUM_LAYERS, HIDDEN, INNER, VOCABULARY = 40_000_000, 12, 768, 2048, 4096
+LAYER_BYTES = 4 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER)
+ALLOWANCE_BYTES = 16_000_000
+"""For what Python, gloo and the allocator keep."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    make_models(folder)
+    make_large_model(folder / "large")
+    return folder
+
+
+def make_large_model(folder):
+    """340 MB of fp32, in files of a layer each."""
+    folder.mkdir()
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=12, num_key_value_heads=12, tie_word_embeddings=False,
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    names = [f"self_attn.{letter}_proj" for letter in "qkvo"]
+    for layer in range(NUM_LAYERS):
+        square = {f"{name}.weight": torch.randn(HIDDEN, HIDDEN) for name in names}
+        wide = {f"mlp.{name}_proj.weight": torch.randn(INNER, HIDDEN) for name in ("gate", "up")}
+        norms = {f"{name}_layernorm.weight": torch.ones(HIDDEN) for name in ("input", "post_attention")}
+        weights = {**square, **wide, **norms, "mlp.down_proj.weight": torch.randn(HIDDEN, INNER)}
+        save_file(
+            {f"model.layers.{layer}.{name}": weight for name, weight in weights.items()},
+            folder / f"{layer}.safetensors",
+        )
+    ends = {name: torch.randn(VOCABULARY, HIDDEN) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    save_file({**ends, "model.norm.weight": torch.ones(HIDDEN)}, folder / "ends.safetensors")
+
+
+@pytest.fixture(scope="module")
+def exported(models, tmp_path_factory):
+    """Folder of what so many processes have written."""
+    output = tmp_path_factory.mktemp("exported")
+    memory = {"model": "large", "layout": {"tp": 2}, "shard_bytes": SHARD_BYTES}
+    launch(2, models, output, round_trips=ROUND_TRIPS[2], memory=memory)
+    launch(4, models, output, round_trips=ROUND_TRIPS[4])
+    return output
+
+
+@pytest.mark.parametrize("processes", ROUND_TRIPS)
+def test_every_weight_comes_back_bit_by_bit(exported, models, processes):
+    for index, (model, layout) in enumerate(ROUND_TRIPS[processes]):
+        original = load_file(models / model / "model.safetensors")
+        found = load_file(exported / f"{processes}-{index}" / "model.safetensors")
+        assert found.keys() == original.keys(), (model, layout)
+        assert all(torch.equal(found[name], weight) for name, weight in original.items()), (model, layout)
+
+
+def test_reading_takes_less_than_a_layer_and_writing_less_than_a_shard_and_a_layer(exported):
+    used = json.loads((exported / "memory.json").read_text())
+    assert used["reading"] < LAYER_BYTES + ALLOWANCE_BYTES, used
+    assert used["writing"] < SHARD_BYTES + LAYER_BYTES + ALLOWANCE_BYTES, used
+    assert len(list((exported / "measured").glob("*.safetensors"))) > 5

@@ -1,0 +1,43 @@
+"""A refresh through Prefect and MLflow whose models and evaluations are made up, and whose promotions are real.
+
+python candidate_refresh.py RECIPE   prints what `lifecycle run` prints, exits like it
+python candidate_refresh.py WORK     is a stage: writes a model, or an evaluation of which `limit` answers are right
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from flows.cli import run_command
+from flows.launch import local
+from flows.refresh_run import RefreshRequest
+from stages.contract import StageConfig, StageInput
+from stages.supervised import Supervised
+from tests.promotion import write_evaluation, write_model
+
+NUM_DOCUMENTS = 100
+
+
+def launch(work: Path, config: StageConfig) -> Supervised:
+    """Promotions as they are, all else by this file."""
+    if config.kind == "promote":
+        return local.start(work, config)
+    with (work / "log.txt").open("ab") as log:
+        return Supervised([sys.executable, __file__, str(work)], environment=local.environment(config), output=log)
+
+
+def stage(work: Path) -> None:
+    told = StageInput.model_validate_json((work / "config.json").read_bytes())
+    if told.kind == "download":
+        write_model(work, json.dumps(told.config["files"]))
+    else:
+        right = told.config["limit"]
+        write_evaluation(work, [1.0] * right + [0.0] * (NUM_DOCUMENTS - right))
+
+
+if __name__ == "__main__":
+    if Path(sys.argv[1]).is_dir():
+        stage(Path(sys.argv[1]))
+    else:
+        record = run_command.run_refresh(RefreshRequest(sys.argv[1]), quiet=True, launch=launch)
+        sys.exit(run_command.answer(record, as_json="--json" in sys.argv))

@@ -1,0 +1,151 @@
+"""Layouts compared for real: Prefect, MLflow, training processes; a layout that cannot run is a row."""
+
+import json
+
+import pytest
+from refreshes import Home
+
+BASELINE, SHARDED, IMPOSSIBLE = "fsdp micro_batch_size=2", "fsdp dp_shard=2 micro_batch_size=2", "megatron tp=4"
+NUM_STEPS, NUM_WARMUP_STEPS, NUM_ROUNDS = 3, 1, 2
+STAGES = {
+    "base": {"kind": "download", "model": "builtin/qwen3-1m"},
+    "problems": {"kind": "download", "dataset": "builtin/addition"},
+    "sft": {
+        "kind": "train",
+        "method": "sft",
+        "model": "base",
+        "data": {"dataset": "problems", "sequence_length": 64},
+        "layout": "auto",
+        "global_batch_size": 4,
+        "learning_rate": 1e-3,
+        "precision": "fp32",
+    },
+}
+EXPERIMENT = "llm-lifecycle"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    home = Home(tmp_path_factory.mktemp("comparisons") / "home")
+    home.folder.mkdir()
+    yield home
+    assert home.lifecycle("down").returncode == 0
+    assert home.processes() == []
+
+
+@pytest.fixture(scope="module")
+def recipe(home):
+    return home.recipe("tiny", **STAGES)
+
+
+@pytest.fixture(scope="module")
+def compared(home, recipe):
+    """The object that `compare --json` prints."""
+    layouts = home.folder.parent / "layouts.txt"
+    layouts.write_text(f"# two that run\n{BASELINE}\n{SHARDED}\n")
+    measuring = ["--steps", str(NUM_STEPS), "--warmup", str(NUM_WARMUP_STEPS), "--rounds", str(NUM_ROUNDS)]
+    options = ["--stage", "sft", "--layouts", str(layouts), IMPOSSIBLE, *measuring]
+    done = home.lifecycle("compare", str(recipe), *options, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def rows(compared):
+    return {row["layout"]: row for row in compared["layouts"]}
+
+
+@pytest.fixture(scope="module")
+def runs(home, compared):
+    """MLflow runs of the comparison by name, the parent included."""
+    wanted = {"experiment_ids": ["1"], "filter": f"tags.comparison = '{compared['comparison']}'"}
+    found = home.mlflow("runs/search", wanted)["runs"]
+    return {run["info"]["run_name"]: run for run in found}
+
+
+def values(run, what):
+    return {entry["key"]: entry["value"] for entry in run["data"].get(what, [])}
+
+
+def test_a_layout_that_cannot_run_is_a_row_with_its_reason(compared, rows):
+    assert compared["state"] == "completed"
+    assert list(rows) == [BASELINE, SHARDED, IMPOSSIBLE]
+    assert rows[IMPOSSIBLE]["error"].startswith("LayoutError")
+    assert rows[IMPOSSIBLE]["metrics"] == {}
+
+
+def test_the_loss_does_not_depend_on_the_layout(rows):
+    baseline, sharded = rows[BASELINE]["metrics"], rows[SHARDED]["metrics"]
+    assert baseline["loss_difference"] == 0
+    assert abs(sharded["loss_difference"]) < 1e-5
+    assert sharded["loss"] == pytest.approx(baseline["loss"], abs=1e-5)
+
+
+def test_every_process_tells_its_memory_and_the_prediction_stands_beside_it(rows):
+    sharded = rows[SHARDED]["metrics"]
+    ranks = [sharded[f"peak_memory_gib_rank_{rank}"] for rank in range(2)]
+    assert sharded["peak_memory_gib"] == pytest.approx(max(ranks), rel=0.1)
+    assert sharded["predicted_memory_gib"] > 0
+    assert sharded["predicted_step_time_s"] > 0
+
+
+def test_mlflow_has_a_run_a_layout_under_one_parent(compared, rows, runs):
+    parent = runs.pop(compared["comparison"])
+    assert runs.keys() == rows.keys()
+    assert {values(run, "tags")["mlflow.parentRunId"] for run in runs.values()} == {parent["info"]["run_id"]}
+    assert values(runs[SHARDED], "params")["layout.dp_shard"] == "2"
+    assert runs[IMPOSSIBLE]["info"]["status"] == "FAILED"
+    logged = values(runs[SHARDED], "metrics")
+    assert logged["step_time_s"] == pytest.approx(rows[SHARDED]["metrics"]["step_time_s"])
+
+
+def test_every_name_in_mlflow_is_in_the_table_of_names(runs):
+    from flows.compare.names import METRICS
+
+    for run in runs.values():
+        for name in values(run, "metrics"):
+            assert name in METRICS or "_rank_" in name, name
+
+
+def test_all_rounds_are_in_the_curves(home, runs):
+    steps = home.losses(runs[SHARDED])
+    assert sorted(set(steps)) == list(range(1, NUM_ROUNDS * (NUM_STEPS + NUM_WARMUP_STEPS) + 1))
+
+
+def test_prefect_has_the_table_and_mlflow_the_report(home, compared, runs):
+    found = home.prefect("artifacts/filter", {"artifacts": {"key": {"any_": ["layouts"]}}})
+    table = json.loads(found[0]["data"])
+    assert [row["layout"] for row in table] == [BASELINE, SHARDED, IMPOSSIBLE]
+    run_id = runs[compared["comparison"]]["info"]["run_id"]
+    files = home.mlflow(f"artifacts/list?run_id={run_id}")["files"]
+    assert {file["path"] for file in files} == {"report.html", "comparison.json"}
+
+
+def test_nothing_of_a_trial_is_in_the_store(home, compared):
+    assert [path.name.rpartition("-")[0] for path in (home.folder / "store" / "download").iterdir()]
+    assert not (home.folder / "store" / "train").exists()
+    assert not list((home.folder / "store" / ".work").glob("train/sft-*/config.json"))
+    assert not list(home.folder.glob("comparisons/*/trials/*/scratch"))
+
+
+def test_the_same_table_comes_from_the_runs_in_mlflow(home, rows):
+    done = home.lifecycle("compare", "--experiment", EXPERIMENT, "--where", "tags.stage = 'sft'", "--json")
+    assert done.returncode == 0, done.stderr
+    found = {row["layout"]: row for row in json.loads(done.stdout)["layouts"]}
+    assert found.keys() == rows.keys()
+    assert found[SHARDED]["metrics"]["step_time_s"] == pytest.approx(rows[SHARDED]["metrics"]["step_time_s"])
+    assert found[SHARDED]["num_devices"] == 2
+
+
+def test_a_wrong_layout_stops_before_anything_starts(home, recipe):
+    done = home.lifecycle("compare", str(recipe), "--stage", "sft", "--layouts", "fsdp dp_shrad=2", "fsdb")
+    assert done.returncode == 3
+    assert "unknown key `dp_shrad`; did you mean `dp_shard`?" in done.stderr
+    assert "did you mean `fsdp`?" in done.stderr
+
+
+def test_too_few_runs_calibrate_nothing(home, compared):
+    done = home.lifecycle("calibrate", "--where", "params.`layout.dp_shard` = '2'")
+    assert done.returncode == 3
+    assert "expected at least 3" in done.stderr
+    assert not (home.folder / "hardware.yaml").exists()

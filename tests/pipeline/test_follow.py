@@ -1,0 +1,147 @@
+"""A champion served by the real vLLM, exchanged for the next one under load: no request fails, none waits for both."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.home import store_root
+from flows.registrations import Registration
+from flows.store.store import Store
+from flows.tracking.registry import Registry
+from stages.serve.launch import LaunchSpec
+from tests.promotion import NAME, commit, own_mlflow, planned_stages
+from tests.serving import API_KEY, SERVING, is_port_free, make_model, served_processes, wait_for
+
+LIFECYCLE = Path(sys.executable).with_name("lifecycle")
+QUESTION = {"model": NAME, "prompt": "What is 12 + 34?", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+NUM_ASKERS = 3
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("following")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**own_mlflow(folder), "VLLM_API_KEY": API_KEY}.items():
+            patch.setenv(name, value)
+        yield folder
+
+
+def registration(seed: int) -> Registration:
+    """A tiny model and its serve stage in the store, as a promotion would register them."""
+    serving = {"max_model_len": SERVING["max_model_len"], "enforce_eager": True}
+    tree = {
+        "model": {"kind": "download", "model": "builtin/qwen3-1m", "files": [str(seed)]},
+        "serve": {"kind": "serve", "model": "model", "serving": serving},
+    }
+    store = Store(store_root())
+    stages = planned_stages(store, tree)
+
+    def write_launch(work: Path) -> None:
+        launch = LaunchSpec(model=work, served_name="model", serving=SERVING, vllm_version="any")
+        (work / "launch.json").write_text(launch.model_dump_json())
+
+    built = {"model": commit(store, stages["model"], {}, lambda work: make_model(work / "model", seed))}
+    served = commit(store, stages["serve"], built, write_launch)
+    model = built["model"]
+    return Registration(
+        name=NAME,
+        model=f"{model.kind}/{model.version}",
+        digest=model.record.digest,
+        evaluations=(),
+        server=f"{served.kind}/{served.version}",
+    )
+
+
+def make_champion(seed: int) -> None:
+    registry = Registry()
+    before = registry.find(NAME)
+    number = before.number if before else None
+    registry.promote(registry.register(registration(seed), number), number)
+
+
+@dataclass
+class Load:
+    """Clients that ask without a pause, every other time for a stream."""
+
+    url: str
+    answers: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    enough: threading.Event = field(default_factory=threading.Event)
+
+    def ask(self) -> None:
+        number = 0
+        while not self.enough.is_set():
+            number += 1
+            try:
+                self.answers.append(stream(self.url) if number % 2 else complete(self.url))
+            except Exception as error:
+                self.failures.append(repr(error))
+
+    def more_answers(self, count: int) -> None:
+        wanted = len(self.answers) + count
+        wait_for(lambda: len(self.answers) >= wanted, what=f"{count} more answers")
+
+
+def post(url: str, body: dict[str, Any], key: str = API_KEY) -> Any:
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    return urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=120)
+
+
+def complete(url: str) -> str:
+    with post(f"{url}/completions", QUESTION) as answer:
+        return json.load(answer)["choices"][0]["text"]
+
+
+def stream(url: str) -> str:
+    with post(f"{url}/completions", {**QUESTION, "stream": True}) as answer:
+        lines = [line.removeprefix(b"data: ").strip() for line in answer if line.startswith(b"data: ")]
+    assert lines[-1] == b"[DONE]"
+    return "".join(json.loads(line)["choices"][0]["text"] for line in lines[:-1])
+
+
+def test_a_new_champion_takes_over_without_a_failed_request(environment: Path) -> None:
+    make_champion(seed=0)
+    command = [LIFECYCLE, "serve", f"models:/{NAME}@champion", "--follow"]
+    with subprocess.Popen(command, env=os.environ.copy(), text=True, stdout=subprocess.PIPE) as process:
+        try:
+            said: list[str] = []
+            url = next(line.split(" at ")[1].strip() for line in process.stdout if line.startswith("serving "))
+            threading.Thread(target=lambda: said.extend(process.stdout), daemon=True).start()
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                post(f"{url}/completions", QUESTION, key="another")
+            load = Load(url)
+            askers = [threading.Thread(target=load.ask) for _ in range(NUM_ASKERS)]
+            for asker in askers:
+                asker.start()
+            load.more_answers(10)
+            make_champion(seed=1)
+            wait_for(lambda: any("version 1" in line and "was stopped" in line for line in said), what="the exchange")
+            former = len(load.answers)
+            load.more_answers(10)
+            load.enough.set()
+            for asker in askers:
+                asker.join()
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(90)
+    assert load.failures == []
+    assert process.returncode == 0
+    first, last = load.answers[0], load.answers[-1]
+    assert first != last
+    assert set(load.answers) == {first, last}
+    assert set(load.answers[former + NUM_ASKERS :]) == {last}
+    assert is_port_free(url.removesuffix("/v1"))
+    assert not served_processes(environment)

@@ -1,0 +1,156 @@
+"""Night after night with a real Prefect and MLflow: who becomes champion, who does not, who comes back, who is kept."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from refreshes import LIFECYCLE, Home, states
+
+from stages.errors import NotPromotedError, StoreError, TransientError
+from tests.promotion import NAME, candidate_tree
+from tests.serving import write_tasks
+
+pytestmark = pytest.mark.timeout(900)
+
+PROGRAM = Path(__file__).with_name("candidate_refresh.py")
+NOWHERE = "http://127.0.0.1:9"
+
+
+class Nights(Home):
+    """A home in which one recipe is refreshed again and again, each time with another model."""
+
+    def night(self, model: str, right: int, *options: str) -> subprocess.CompletedProcess[str]:
+        tree = candidate_tree(model, min_scores={"sums.exact_match": 0.5})
+        tree["scores"] |= {"limit": right, "task_folder": str(self.folder.parent / "tasks")}
+        recipe = self.recipe("nightly", **tree)
+        return subprocess.run(
+            [sys.executable, PROGRAM, recipe, *options], env=self.environment, text=True, capture_output=True
+        )
+
+    def refresh(self, model: str, right: int) -> dict[str, Any]:
+        done = self.night(model, right, "--json")
+        assert done.stdout, done.stderr
+        return json.loads(done.stdout)
+
+    def champion(self) -> dict[str, Any]:
+        return json.loads(self.lifecycle("champion", NAME, "--json").stdout)
+
+    def state_in_prefect(self, refresh: dict[str, Any]) -> str:
+        (found,) = self.prefect("flow_runs/filter", {"flow_runs": {"name": {"any_": [refresh["refresh"]]}}})
+        return found["state"]["name"]
+
+    def artifact_of(self, model: str) -> Path | None:
+        found = self.folder.glob("store/download/model-*/model/model.safetensors")
+        return next((path.parents[1] for path in found if json.dumps([model]).encode() in path.read_bytes()), None)
+
+
+@pytest.fixture(scope="module")
+def nights(tmp_path_factory):
+    nights = Nights(tmp_path_factory.mktemp("nights") / "home")
+    nights.folder.mkdir()
+    write_tasks(nights.folder.parent / "tasks")
+    yield nights
+    assert nights.lifecycle("down").returncode == 0
+
+
+@pytest.fixture(scope="module")
+def first(nights):
+    return nights.refresh("a", right=90)
+
+
+@pytest.fixture(scope="module")
+def worse(nights, first):
+    return nights.night("b", 60)
+
+
+@pytest.fixture(scope="module")
+def better(nights, worse):
+    return nights.refresh("c", right=95)
+
+
+def test_the_first_candidate_that_keeps_the_gates_is_promoted(nights, first):
+    assert first["state"] == "completed"
+    assert first["stages"]["promote"]["verdict"] == "promoted"
+    assert nights.state_in_prefect(first) == "Promoted"
+    champion = nights.champion()
+    assert (champion["version"], champion["previous"]) == ("1", None)
+    assert Path(champion["folder"]) == nights.artifact_of("a")
+
+
+def test_the_registry_holds_a_link_and_no_weights(nights, first):
+    version = nights.mlflow(f"registered-models/alias?name={NAME}&alias=champion")["model_version"]
+    tags = {tag["key"]: tag["value"] for tag in version["tags"]}
+    assert tags["lifecycle.model"] == f"download/{first['stages']['model']['version']}"
+    assert version["run_id"] == first["stages"]["model"]["mlflow_run_id"]
+    weights = [path for path in (nights.folder / "mlflow").rglob("*") if path.name.endswith(".safetensors")]
+    assert weights == []
+
+
+def test_a_night_with_nothing_new_is_cached(nights, first):
+    again = nights.refresh("a", right=90)
+    assert set(states(again).values()) == {"cached"}
+    assert again["stages"]["promote"]["verdict"] == "promoted"
+    assert nights.state_in_prefect(again) == "Cached"
+
+
+def test_a_worse_candidate_ends_the_refresh_as_not_promoted_with_a_table(nights, worse):
+    assert worse.returncode == NotPromotedError.exit_code
+    assert "not promoted" in worse.stdout
+    assert "| regression of sums.exact_match (standard errors) | 6.514 | ≤ 2 | **no** | 4.514 |" in worse.stdout
+    assert nights.champion()["version"] == "1"
+
+
+def test_the_table_is_an_artifact_in_prefect_and_in_mlflow(nights, worse):
+    refresh = worse.stdout.split("lifecycle show ")[1].strip()
+    assert nights.state_in_prefect({"refresh": refresh}) == "NotPromoted"
+    (table,) = nights.prefect("artifacts/latest/filter", {"artifacts": {"key": {"any_": ["verdict-promote"]}}})
+    run = nights.attempts("promote")[-1]
+    tags = {tag["key"]: tag["value"] for tag in run["data"]["tags"]}
+    files = nights.mlflow(f"artifacts/list?run_id={run['info']['run_id']}")["files"]
+    assert "missed by" in table["data"]
+    assert (tags["verdict"], tags["registered_version"]) == ("not promoted", "2")
+    assert {"verdict.md", "verdict.json"} <= {file["path"] for file in files}
+
+
+def test_a_better_candidate_follows_and_a_rollback_brings_the_former_back(nights, better):
+    assert better["stages"]["promote"]["verdict"] == "promoted"
+    assert (nights.champion()["version"], nights.champion()["previous"]) == ("3", "1")
+    assert nights.lifecycle("rollback", NAME).returncode == 0
+    assert (nights.champion()["version"], nights.champion()["previous"]) == ("1", "3")
+    cached = nights.refresh("c", right=95)
+    assert set(states(cached).values()) == {"cached"}
+    assert nights.champion()["version"] == "1"
+
+
+def test_the_same_model_evaluated_anew_is_already_champion(nights, better):
+    assert nights.champion()["version"] == "1"
+    again = nights.refresh("a", right=89)
+    assert again["stages"]["promote"]["verdict"] == "already champion"
+    assert nights.champion()["evaluations"] == [f"evaluate/{again['stages']['scores']['version']}"]
+
+
+def test_collection_keeps_what_an_alias_points_to_and_all_that_was_registered_while_mlflow_is_away(nights, better):
+    nights.refresh("d", right=10)
+    away = {**nights.environment, "MLFLOW_TRACKING_URI": NOWHERE}
+    collected = subprocess.run([LIFECYCLE, "gc"], env=away, text=True, capture_output=True, check=True)
+    assert "keeping every model that was ever registered" in collected.stderr
+    assert all(nights.artifact_of(model) for model in "abcd")
+    assert nights.lifecycle("gc").returncode == 0
+    assert {model for model in "abcd" if nights.artifact_of(model)} == {"a", "c", "d"}
+
+
+def test_who_has_no_champion_is_told_so(nights, first):
+    for command in ("champion", "rollback"):
+        done = nights.lifecycle(command, "nobody")
+        assert done.returncode == StoreError.exit_code
+        assert "of nobody" in done.stderr or "nobody:" in done.stderr
+
+
+def test_without_mlflow_the_registry_is_told_to_be_away(nights, first):
+    away = {**nights.environment, "MLFLOW_TRACKING_URI": NOWHERE}
+    done = subprocess.run([LIFECYCLE, "champion", NAME], env=away, text=True, capture_output=True)
+    assert done.returncode == TransientError.exit_code
+    assert NOWHERE in done.stderr and "Traceback" not in done.stderr

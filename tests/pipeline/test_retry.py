@@ -1,0 +1,148 @@
+"""One failed stage, retried from Prefect's Retry button and from the command line, on real servers with a real worker.
+
+What was done is reused, what failed continues from its checkpoint, what depends on it follows, and MLflow shows a new
+attempt under the same refresh.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from refreshes import TINY_REFRESH, after, eventually, finish, model, stage, states
+
+from stages.errors import DataError, StoreError
+
+pytestmark = pytest.mark.timeout(900)
+DETECTION_BOUND_S = 120
+
+
+def recipe(home, name, mode):
+    """A stage that works, one that does what `mode` says, slowly, and one that stands on it."""
+    base = model(mode, name, TINY_STEP_SECONDS="0.5")
+    stages = {f"rows-{name}": stage("ok", name), f"base-{name}": base, f"scores-{name}": after(f"base-{name}")}
+    return home.write(name, stages)
+
+
+def tags(run):
+    return {tag["key"]: tag["value"] for tag in run["data"]["tags"]}
+
+
+def check_attempts(home, name, refresh, expected):
+    """MLflow has the attempts of the stage that failed, all under the one run of the refresh, which is finished."""
+
+    def told():
+        runs = home.attempts(f"base-{name}")
+        return runs if [run["info"]["status"] for run in runs] == expected else None
+
+    runs = eventually(told)
+    parents = {tags(run)["mlflow.parentRunId"] for run in runs}
+    assert [tags(run)["attempt"] for run in runs] == [str(1 + number) for number in range(len(expected))]
+    assert {tags(run)["refresh"] for run in runs} == {refresh}
+    assert len(parents) == 1
+    parent = eventually(lambda: finished_parent(home, parents.copy().pop()))
+    assert parent["info"]["run_name"] == refresh
+    assert len(home.attempts(f"rows-{name}")) == 1
+
+
+def finished_parent(home, run_id):
+    parent = home.mlflow(f"runs/get?run_id={run_id}")["run"]
+    return parent if parent["info"]["status"] == "FINISHED" else None
+
+
+def test_retry_button_continues_the_failed_stage_and_what_stands_on_it(worker_home):
+    worker_home.schedule(recipe(worker_home, "button", "stumble"))
+    failed = worker_home.run_now("button")
+    assert failed["state"]["type"] == "FAILED"
+    assert worker_home.states(failed) == {"rows-button": "built", "base-button": "failed", "scores-button": "skipped"}
+
+    worker_home.press_retry(failed["id"])
+    done = worker_home.ended(failed["id"], num_tries=2)
+    assert (done["name"], done["state"]["type"]) == (failed["name"], "COMPLETED")
+    assert worker_home.states(done) == {"rows-button": "cached", "base-button": "built", "scores-button": "built"}
+    assert worker_home.record(done)["stages"]["base-button"]["metrics"]["first_step"] == 5
+    check_attempts(worker_home, "button", done["name"], ["FAILED", "FINISHED"])
+
+
+def test_command_line_retries_the_same_refresh(worker_home):
+    code, failed = worker_home.run(recipe(worker_home, "command", "stumble"))
+    assert code == DataError.exit_code
+    again = subprocess.Popen(
+        [sys.executable, TINY_REFRESH, "--retry", failed["refresh"]],
+        env=worker_home.environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    code, done = finish(again)
+    assert (code, done["refresh"]) == (0, failed["refresh"])
+    assert states(done) == {"rows-command": "cached", "base-command": "built", "scores-command": "built"}
+    assert done["stages"]["base-command"]["metrics"]["first_step"] == 5
+    check_attempts(worker_home, "command", done["refresh"], ["FAILED", "FINISHED"])
+
+    listed = json.loads(worker_home.lifecycle("runs", "--recipe", "command", "--json").stdout)["runs"]
+    assert [(run["stage"], run["number"], run["outcome"]) for run in listed if run["stage"] == "base-command"] == [
+        ("base-command", 2, "finished"),
+        ("base-command", 1, "failed"),
+    ]
+    nothing = worker_home.lifecycle("retry", done["refresh"])
+    assert nothing.returncode == StoreError.exit_code
+    assert "it is completed, expected one that failed" in nothing.stderr
+
+
+@pytest.mark.parametrize("started_by", ["worker", "command"])
+def test_a_killed_refresh_is_recognised_as_dead_and_retried_with_the_button(worker_home, started_by):
+    name = f"killed-{started_by}"
+    path = recipe(worker_home, name, "steps")
+    if started_by == "worker":
+        worker_home.schedule(path)
+        flow_run = worker_home.start_now(name)
+        checkpoint = worker_home.work(f"base-{name}", "scratch/step")
+    else:
+        by_hand = worker_home.start(path)
+        checkpoint = worker_home.work(f"base-{name}", "scratch/step")
+        (record,) = worker_home.folder.glob(f"refreshes/{name}-*/refresh.json")
+        flow_run = json.loads(record.read_text())["prefect_flow_run_id"]
+    eventually(lambda: int(checkpoint.read_text() or 0) >= 2)
+    worker_home.kill_refresh(flow_run)
+    if started_by == "command":
+        by_hand.communicate()
+    killed_s = time.monotonic()
+    dead = worker_home.ended(flow_run)
+    detected_s = time.monotonic() - killed_s
+    print(f"recognised as dead after {detected_s:.1f} s")
+    assert dead["state"]["type"] == "CRASHED"
+    assert detected_s < DETECTION_BOUND_S
+
+    worker_home.press_retry(flow_run)
+    done = worker_home.ended(flow_run, num_tries=2)
+    assert done["state"]["type"] == "COMPLETED"
+    assert worker_home.record(done)["stages"][f"base-{name}"]["metrics"]["first_step"] >= 2
+    check_attempts(worker_home, name, done["name"], ["KILLED", "FINISHED"])
+
+
+def test_a_refresh_outlives_its_worker_and_the_next_one_leaves_it_alone(worker_home):
+    worker_home.schedule(worker_home.write("orphan", {"held-orphan": stage("wait", "orphan")}))
+    flow_run = worker_home.start_now("orphan")
+    release = worker_home.work("held-orphan", "scratch/ready").with_name("release")
+    before = worker_home.servers()["worker"]["process"]
+    os.kill(before["pid"], signal.SIGKILL)
+    assert worker_home.lifecycle("up").returncode == 0
+    assert worker_home.servers()["worker"]["process"] != before
+    release.touch()
+    assert worker_home.ended(flow_run)["state"]["type"] == "COMPLETED"
+
+
+def test_a_refresh_that_is_stopped_with_its_worker_is_cancelled_in_good_order(worker_home):
+    worker_home.schedule(worker_home.write("stopped", {"held-stopped": stage("wait", "stopped")}))
+    flow_run = worker_home.start_now("stopped")
+    worker_home.work("held-stopped", "scratch/ready")
+    down = worker_home.lifecycle("down", "--json")
+    assert "worker" in json.loads(down.stdout)["stopped"]
+    assert worker_home.processes() == []
+    assert worker_home.lifecycle("up").returncode == 0
+    stopped = worker_home.ended(flow_run)
+    assert (stopped["state"]["type"], stopped["state"]["message"]) == ("CANCELLED", "stopped on request")

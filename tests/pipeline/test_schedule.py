@@ -1,0 +1,157 @@
+"""Scheduled refreshes on a real Prefect server, run by a real worker; only the stage processes are small."""
+
+import json
+import sqlite3
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from refreshes import ROOT, after, eventually, finish, model, stage
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def trained(upstream, rows, **environment):
+    """A train stage that stands on a model and a dataset."""
+    return {
+        "kind": "train",
+        "method": "sft",
+        "model": upstream,
+        "data": {"dataset": rows},
+        "global_batch_size": 1,
+        "learning_rate": 1e-3,
+        "execution": {"environment": {"TINY": "ok", **environment}},
+    }
+
+
+@pytest.fixture(scope="module")
+def nightly(worker_home):
+    """A scheduled recipe with two branches; one of them stands on a folder of rows."""
+    rows = worker_home.folder.parent / "rows"
+    rows.mkdir()
+    (rows / "a.jsonl").write_text('{"prompt": "1+1", "completion": "2"}\n')
+    local = {**stage("ok"), "dataset": f"file://{rows}", "files": None}
+    stages = {"rows": local, "base": model("ok", "nightly"), "sft": trained("base", "rows"), "scores": after("base")}
+    schedule = worker_home.schedule(worker_home.write("nightly", stages))
+    return {"rows": rows, "schedule": schedule}
+
+
+def test_a_schedule_says_when_it_is_due(worker_home, nightly):
+    assert nightly["schedule"]["cron"] == "0 3 * * *"
+    assert nightly["schedule"]["timezone"] == "Europe/Berlin"
+    due = datetime.fromisoformat(nightly["schedule"]["next_due"])
+    assert (due.hour, due.minute) == (3, 0)
+    assert due.utcoffset() in (timedelta(hours=1), timedelta(hours=2))
+    listed = json.loads(worker_home.lifecycle("schedules", "--json").stdout)["schedules"]
+    assert nightly["schedule"] in listed
+
+
+def test_new_rows_rebuild_what_stands_on_them_and_nothing_new_is_said(worker_home, nightly):
+    first = worker_home.run_now("nightly")
+    assert set(worker_home.states(first).values()) == {"built"}
+
+    second = worker_home.run_now("nightly")
+    assert (second["state"]["type"], second["state"]["name"]) == ("COMPLETED", "Cached")
+    assert second["state"]["message"] == "nothing new: 4 stages cached"
+    print(f"nothing new: {second['total_run_time']:.1f} s as a scheduled run")
+
+    (nightly["rows"] / "b.jsonl").write_text('{"prompt": "1+2", "completion": "3"}\n')
+    third = worker_home.run_now("nightly")
+    assert worker_home.states(third) == {"rows": "built", "base": "cached", "sft": "built", "scores": "cached"}
+
+
+def test_overrides_from_the_form_change_that_run_only(worker_home, nightly):
+    changed = worker_home.run_now("nightly", overrides=["stages.sft.learning_rate=2e-3"])
+    assert worker_home.states(changed)["sft"] == "built"
+    assert worker_home.deployment("nightly")["parameters"]["overrides"] == []
+
+
+def test_a_wrong_override_fails_with_our_words_before_anything_runs(worker_home, nightly):
+    refused = worker_home.run_now("nightly", overrides=["stages.stf.learning_rate=2e-3"])
+    assert refused["state"]["type"] == "FAILED"
+    assert "there is no stage `stf`; did you mean `sft`?" in refused["state"]["message"]
+    assert not (worker_home.folder / "refreshes" / refused["name"]).exists()
+
+
+def test_missed_runs_do_not_pile_up(worker_home, nightly):
+    """Runs that were due while everything was down, by the dates in Prefect's own database."""
+    database = worker_home.folder / "prefect" / "prefect.db"
+    deployment = worker_home.deployment("nightly")["id"]
+    scheduled = {
+        "deployments": {"id": {"any_": [deployment]}},
+        "flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}},
+    }
+    runs = [run["id"] for run in eventually(lambda: worker_home.prefect("flow_runs/filter", scheduled))]
+    with sqlite3.connect(database, timeout=60) as connection:
+        for nights_ago, run in enumerate(runs, start=1):
+            missed = f"{datetime.now(UTC) - timedelta(days=nights_ago):%Y-%m-%d %H:%M:%S.%f}"
+            changes = "expected_start_time = ?, next_scheduled_start_time = ?"
+            connection.execute(f"UPDATE flow_run SET {changes} WHERE id = ?", (missed, missed, run))
+    assert len(runs) >= 2
+    ended = [worker_home.ended(run)["state"]["name"] for run in runs]
+    assert ended.count("Cached") == 1
+    assert ended.count("Superseded") == len(runs) - 1
+
+
+@pytest.mark.parametrize(("on_collision", "expected"), [("queue", "Cached"), ("skip", "Skipped")])
+def test_a_refresh_that_is_due_while_one_of_its_recipe_runs(worker_home, on_collision, expected):
+    name = f"slow-{on_collision}"
+    recipe = worker_home.write(name, {f"held-{name}": stage("wait", name)}, on_collision=on_collision)
+    worker_home.schedule(recipe)
+    by_hand = worker_home.start(recipe)
+    release = worker_home.work(f"held-{name}", "scratch/ready").with_name("release")
+    due = worker_home.start_now(name)
+    if on_collision == "skip":
+        assert worker_home.ended(due)["state"]["name"] == expected
+    else:
+        eventually(lambda: f"waiting: another refresh of {name} is running" in worker_home.logs(due))
+    release.touch()
+    assert worker_home.ended(due)["state"]["name"] == expected
+    assert finish(by_hand)[1]["state"] == "completed"
+
+
+def test_a_refresh_is_skipped_while_another_recipe_holds_its_devices(worker_home):
+    held = {"held": {**stage("wait", "held"), "execution": {"environment": {"TINY": "wait"}, "slots": 64}}}
+    other = worker_home.start(worker_home.write("holder", held))
+    release = worker_home.work("held", "scratch/ready").with_name("release")
+    worker_home.schedule(worker_home.write("needy", {"rows": stage("ok", "needy")}, on_collision="skip"))
+    skipped = worker_home.run_now("needy")
+    release.touch()
+    assert finish(other)[1]["state"] == "completed"
+    assert skipped["state"]["name"] == "Skipped"
+    assert "another refresh holds the rest" in skipped["state"]["message"]
+    assert worker_home.run_now("needy")["state"]["type"] == "COMPLETED"
+
+
+def test_schedules_are_paused_resumed_and_removed(worker_home):
+    worker_home.schedule(worker_home.write("fleeting", {"rows": stage("ok")}))
+    paused = json.loads(worker_home.lifecycle("schedules", "pause", "fleeting", "--json").stdout)["schedules"][0]
+    assert (paused["paused"], paused["next_due"]) == (True, None)
+    resumed = json.loads(worker_home.lifecycle("schedules", "resume", "fleeting", "--json").stdout)["schedules"][0]
+    assert resumed["next_due"]
+    assert worker_home.lifecycle("schedules", "remove", "fleeting").returncode == 0
+    unknown = worker_home.lifecycle("schedules", "pause", "fleeting")
+    assert unknown.returncode == 3
+    assert "no recipe called `fleeting` is scheduled" in unknown.stderr
+
+
+def test_a_second_recipe_of_the_same_name_is_refused(worker_home, nightly, tmp_path):
+    namesake = tmp_path / "other.yaml"
+    namesake.write_text(json.dumps({"name": "nightly", "stages": {"rows": stage("ok")}}))
+    refused = worker_home.lifecycle("schedule", str(namesake), "--cron", "0 3 * * *")
+    assert refused.returncode == 3
+    assert "has the same name, nightly, and is scheduled" in refused.stderr
+
+
+def test_what_prefect_itself_deploys_is_a_schedule_like_ours(worker_home):
+    url = f"http://127.0.0.1:{worker_home.servers()['prefect']['port']}/api"
+    command = ["-m", "prefect", "deploy", "--prefect-file", "deploy/prefect.yaml", "--all", "--no-prompt"]
+    environment = {**worker_home.environment, "PREFECT_API_URL": url, "PWD": str(ROOT)}
+    done = subprocess.run([sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    listed = json.loads(worker_home.lifecycle("schedules", "--json").stdout)["schedules"]
+    (found,) = [schedule for schedule in listed if schedule["name"] == "quickstart"]
+    assert (found["cron"], found["recipe"]) == ("0 3 * * *", str(ROOT / "configs" / "quickstart.yaml"))
+    other = worker_home.write("deployed", {"rows": stage("ok", "deployed")})
+    assert worker_home.run_now("quickstart", recipe=str(other))["state"]["type"] == "COMPLETED"

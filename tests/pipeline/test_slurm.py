@@ -1,0 +1,85 @@
+"""Training as a Slurm job of two nodes is the training of two local processes, whoever cancels it in between."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+
+from stages.errors import StageCrashError
+from tests.cluster_stages import Refresh
+from tests.slurm_cluster import eventually, running_cluster, why_not
+from tests.train_stage import logged, make_artifacts
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+NUM_STEPS = 24
+FIELDS = {"steps": NUM_STEPS, "warmup_steps": 5}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("slurm")
+
+
+@pytest.fixture(scope="module")
+def artifacts(folder):
+    return make_artifacts(folder / "artifacts")
+
+
+@pytest.fixture(scope="module")
+def local(folder, artifacts):
+    """The SFT of two local processes."""
+    return Refresh(folder / "local", artifacts, {"checkpoint_every_steps": 4}, **FIELDS).run()
+
+
+@pytest.fixture(scope="module")
+def cancelled(folder, artifacts):
+    """The error of a job of two nodes that was cancelled after its first checkpoint, and the built stage after that."""
+    (folder / "cluster").mkdir()
+    with running_cluster(folder / "cluster") as cluster:
+        refresh = Refresh(
+            folder / "slurm", artifacts, {"launcher": "slurm", "nodes": 2, "checkpoint_every_steps": 4}, **FIELDS
+        )
+
+        def cancel() -> None:
+            eventually((refresh.work / "scratch" / "checkpoints" / "step-4").exists, "no checkpoint")
+            cluster.command("scancel", f"--name={refresh.job}")
+
+        canceller = threading.Thread(target=cancel)
+        canceller.start()
+        with pytest.raises(StageCrashError) as error:
+            refresh.run()
+        canceller.join()
+        assert cluster.jobs() == []
+        built = refresh.run()
+        assert cluster.jobs() == []
+    return error.value, built
+
+
+def test_a_job_that_was_cancelled_says_so_and_what_to_do(cancelled):
+    error, _ = cancelled
+    assert "of sft was cancelled by somebody else (scancel); run again to continue" in str(error)
+
+
+def test_the_next_run_continues_from_the_checkpoint_on_both_nodes(cancelled):
+    _, built = cancelled
+    log = (built.artifact / "log.txt").read_text()
+    assert "continuing from the checkpoint of step" in log
+    lines = (built.artifact / "events.jsonl").read_text().splitlines()
+    messages = [json.loads(line)["message"] for line in lines]
+    assert sum("runs on node[1-2]" in message for message in messages) == 2
+
+
+def test_two_nodes_learn_what_two_local_processes_learn(local, cancelled):
+    _, built = cancelled
+    steps, expected = logged(built.artifact), logged(local.artifact)
+    assert [row["step"] for row in steps] == list(range(1, NUM_STEPS + 1))
+    assert [row["loss"] for row in steps] == [row["loss"] for row in expected]
+
+
+def test_what_the_launcher_needs_is_no_part_of_the_artifact(local, cancelled):
+    _, built = cancelled
+    assert built.version == local.version
+    assert sorted(built.record.files) == sorted(local.record.files)
+    assert not (built.artifact / ".launch").exists()

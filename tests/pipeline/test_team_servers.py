@@ -1,0 +1,141 @@
+"""Servers as a team has them: Prefect and MLflow on PostgreSQL, and an MLflow that wants to know who asks."""
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psycopg2
+import pytest
+from postgresql import MISSING, postgresql
+from refreshes import Home, after, eventually, model, stage, states
+
+from flows.servers.local import answers
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
+TREE = {"rows": stage("steps"), "base": model("transient_once"), "scores": after("base")}
+
+
+@pytest.fixture(scope="module")
+def database():
+    with postgresql(["prefect", "mlflow"]) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory, database):
+    """A home whose servers keep everything in PostgreSQL."""
+    address, _ = database
+    home = Home(tmp_path_factory.mktemp("team") / "home")
+    home.folder.mkdir()
+    home.environment |= {
+        "PREFECT_API_DATABASE_CONNECTION_URL": f"postgresql+asyncpg://{address}/prefect",
+        "MLFLOW_BACKEND_STORE_URI": f"postgresql://{address}/mlflow",
+    }
+    yield home
+    assert home.lifecycle("down").returncode == 0
+
+
+def files_with(folder: Path, secret: str) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
+
+
+def command_lines_with(secret: str) -> list[str]:
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = file.read_bytes()
+        except OSError:
+            continue
+        if secret.encode() in command:
+            found.append(command.decode())
+    return found
+
+
+def test_a_refresh_is_kept_in_postgresql(home, database):
+    address, password = database
+    code, refresh = home.run(home.recipe("team", **TREE))
+    assert code == 0
+    assert states(refresh) == {"rows": "built", "base": "built", "scores": "built"}
+    assert rows(address, "prefect", "SELECT name, state_type FROM flow_run") == [(refresh["refresh"], "COMPLETED")]
+    runs = rows(address, "mlflow", "SELECT name, status FROM runs")
+    assert sorted(runs) == sorted(
+        [
+            (refresh["refresh"], "FINISHED"),
+            ("rows", "FINISHED"),
+            ("base", "FAILED"),
+            ("base", "FINISHED"),
+            ("scores", "FINISHED"),
+        ]
+    )
+    assert list(home.folder.rglob("*.db")) == []
+    assert files_with(home.folder, password) == []
+    assert command_lines_with(password) == []
+
+
+def rows(address, database, query):
+    connection = psycopg2.connect(f"postgresql://{address}/{database}")
+    with connection.cursor() as cursor:
+        cursor.execute(query)
+        found = cursor.fetchall()
+    connection.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def guarded_mlflow(tmp_path_factory):
+    """An MLflow server behind basic authentication: its address and the administrator's password."""
+    folder = tmp_path_factory.mktemp("guarded")
+    password = secrets.token_hex(16)
+    settings = folder / "auth.ini"
+    settings.write_text(
+        "[mlflow]\ndefault_permission = NO_PERMISSIONS\nadmin_username = refresher\n"
+        f"admin_password = {password}\ndatabase_uri = sqlite:///{folder}/users.db\n"
+        "authorization_function = mlflow.server.auth:authenticate_request_basic_auth\n"
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "mlflow", "server", "--app-name", "basic-auth", "--workers", "1"]
+    storage = ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", str(folder / "files")]
+    with (folder / "log").open("wb") as log:
+        server = subprocess.Popen(
+            [*command, *storage, "--host", "127.0.0.1", "--port", str(port)],
+            env={
+                **os.environ,
+                "MLFLOW_AUTH_CONFIG_PATH": str(settings),
+                "MLFLOW_FLASK_SERVER_SECRET_KEY": secrets.token_hex(16),
+                "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+            },
+            stdout=log,
+            stderr=log,
+            cwd=folder,
+            start_new_session=True,
+        )
+    eventually(lambda: answers(f"http://127.0.0.1:{port}/health"))
+    yield f"http://127.0.0.1:{port}", password
+    os.killpg(server.pid, signal.SIGTERM)
+    server.wait()
+
+
+def test_credentials_for_mlflow_come_from_the_environment_and_stay_there(home, guarded_mlflow):
+    address, password = guarded_mlflow
+    recipe = home.recipe("guarded", **{"rows-guarded": stage("steps", "guarded")})
+    home.environment |= {
+        "MLFLOW_TRACKING_URI": address,
+        "MLFLOW_TRACKING_USERNAME": "refresher",
+        "MLFLOW_TRACKING_PASSWORD": password,
+    }
+    code, refresh = home.run(recipe)
+    assert code == 0
+    assert refresh["stages"]["rows-guarded"]["mlflow_run_id"]
+    assert files_with(home.folder, password) == []
+
+    home.environment["MLFLOW_TRACKING_PASSWORD"] = "wrong-password"
+    code, refresh = home.run(home.recipe("barred", **{"rows-barred": stage("ok", "barred")}))
+    assert (code, refresh["stages"]["rows-barred"]["mlflow_run_id"]) == (0, None)
+    (log,) = home.folder.glob(f"refreshes/{refresh['refresh']}/tracking.log")
+    assert "not shipped" in log.read_text()

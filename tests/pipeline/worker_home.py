@@ -1,0 +1,89 @@
+"""A home whose worker runs refreshes that Prefect says are due, with small stages in place of ours."""
+
+import json
+import os
+import signal
+import urllib.error
+from pathlib import Path
+from typing import Any
+
+from refreshes import Home, eventually, request
+
+STAND_IN = Path(__file__).with_name("stand_in")
+NIGHTLY = "0 3 * * *"
+
+
+class WorkerHome(Home):
+    def write(self, name: str, stages: dict[str, dict[str, Any]], **fields: Any) -> Path:
+        """A recipe whose stages are stand-ins, whoever starts them."""
+        for stage in stages.values():
+            stage["execution"]["environment"]["PYTHONPATH"] = str(STAND_IN)
+        path = self.folder.parent / f"{name}.yaml"
+        path.write_text(json.dumps({"name": name, **fields, "stages": stages}))
+        return path
+
+    def schedule(self, recipe: Path, cron: str = NIGHTLY) -> dict[str, Any]:
+        done = self.lifecycle("schedule", str(recipe), "--cron", cron, "--timezone", "Europe/Berlin", "--json")
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)["schedules"][0]
+
+    def prefect(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Asks again while Prefect's database is locked, which it says with 503."""
+
+        def answer() -> list[Any]:
+            try:
+                return [request(f"http://127.0.0.1:{self.servers()['prefect']['port']}/api/{path}", body)]
+            except urllib.error.HTTPError as error:
+                if error.code != 503:
+                    raise
+                return []
+
+        return eventually(answer)[0]
+
+    def deployment(self, name: str) -> dict[str, Any]:
+        return self.prefect(f"deployments/name/refresh/{name}")
+
+    def start_now(self, name: str, **parameters: Any) -> str:
+        """What the form in Prefect's UI does: run a deployment now, with other parameters; returns the flow run."""
+        deployment = self.deployment(name)
+        body = {"parameters": {**deployment["parameters"], **parameters}, "state": {"type": "SCHEDULED"}}
+        return self.prefect(f"deployments/{deployment['id']}/create_flow_run", body)["id"]
+
+    def press_retry(self, flow_run: str) -> None:
+        """What Prefect's Retry button does."""
+        state = {"type": "SCHEDULED", "name": "AwaitingRetry", "message": "Retried from the UI"}
+        answer = self.prefect(f"flow_runs/{flow_run}/set_state", {"state": state})
+        assert answer["status"] == "ACCEPT", answer
+
+    def flow_run(self, flow_run: str) -> dict[str, Any]:
+        return self.prefect(f"flow_runs/{flow_run}")
+
+    def logs(self, flow_run: str) -> str:
+        """What a flow run told Prefect."""
+        wanted = {"logs": {"flow_run_id": {"any_": [flow_run]}}}
+        return "\n".join(line["message"] for line in self.prefect("logs/filter", wanted))
+
+    def ended(self, flow_run: str, num_tries: int = 1) -> dict[str, Any]:
+        """Wait for the end of a flow run that was started so often."""
+
+        def found() -> dict[str, Any] | None:
+            run = self.flow_run(flow_run)
+            final = run["state"]["type"] in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
+            return run if final and run["run_count"] >= num_tries else None
+
+        return eventually(found)
+
+    def run_now(self, name: str, **parameters: Any) -> dict[str, Any]:
+        return self.ended(self.start_now(name, **parameters))
+
+    def states(self, flow_run: dict[str, Any]) -> dict[str, str]:
+        """Of the stages of a refresh, as recorded."""
+        return {name: entry["state"] for name, entry in self.record(flow_run)["stages"].items()}
+
+    def record(self, flow_run: dict[str, Any]) -> dict[str, Any]:
+        return json.loads((self.folder / "refreshes" / flow_run["name"] / "refresh.json").read_text())
+
+    def kill_refresh(self, flow_run: str) -> None:
+        """SIGKILL to the process of a refresh."""
+        record = self.record(self.flow_run(flow_run))
+        os.kill(record["process"]["pid"], signal.SIGKILL)

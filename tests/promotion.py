@@ -1,0 +1,131 @@
+"""Candidates for promotion, committed without training or serving anything: models, evaluations, and a recipe."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from flows.plan import PlannedStage, plan
+from flows.recipe.recipe import load_stages
+from flows.runner import Built, run_stage
+from flows.store.content import content_digest, hash_files
+from flows.store.record import Record, UpstreamEntry
+from flows.store.store import Store
+from tests.faults.tiny import Notes
+
+ROOT = Path(__file__).parents[1]
+NAME = "adder"
+SCORE = "sums.exact_match"
+
+
+def write_evaluation(folder: Path, answers: Sequence[float], *, prompt: str = "plain", version: float = 1.0) -> None:
+    """What an evaluate stage leaves: task `sums`, one document an answer, which is right (1) or wrong (0)."""
+    rows = [
+        {
+            "doc_id": number,
+            "filter": "none",
+            "doc_hash": f"document {number}",
+            "target_hash": f"target {number}",
+            "prompt_hash": f"{prompt} prompt {number}",
+            "exact_match": answer,
+        }
+        for number, answer in enumerate(answers)
+    ]
+    mean = sum(answers) / len(answers)
+    scores = {
+        "results": {"sums": {"alias": "sums", "exact_match,none": mean, "exact_match_stderr,none": 0.1}},
+        "configs": {"sums": {"generation_kwargs": {"until": ["\n"]}}},
+        "versions": {"sums": version},
+        "n-shot": {"sums": 0},
+        "higher_is_better": {"sums": {"exact_match": True}},
+    }
+    (folder / "samples").mkdir(parents=True)
+    (folder / "scores.json").write_text(json.dumps(scores))
+    (folder / "samples" / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "result.json").write_text(json.dumps({"metrics": {SCORE: mean}}))
+
+
+def write_model(folder: Path, content: str) -> None:
+    """Weights in name only, 1 MiB of them."""
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "model.safetensors").write_bytes(content.encode().ljust(2**20))
+    (folder / "result.json").write_text(json.dumps({"metrics": {"kl_nats_per_token": 0.02}}))
+
+
+def candidate_tree(mark: str, **gates: Any) -> dict[str, Any]:
+    """A recipe of a model, its evaluation and its promotion; another `mark` makes it another model."""
+    return {
+        "model": {"kind": "download", "model": "builtin/qwen3-1m", "files": [mark]},
+        "scores": {"kind": "evaluate", "model": "model", "tasks": ["sums"]},
+        "promote": {"kind": "promote", "name": NAME, "model": "model", "evaluations": ["scores"], "gates": gates},
+    }
+
+
+def planned_stages(store: Store, tree: Mapping[str, Any]) -> dict[str, PlannedStage]:
+    recipe = load_stages("tiny", Path("/"), tree)
+    return plan(recipe, {name: {} for name in recipe.stages}, store.index()).stages
+
+
+def commit(store: Store, planned: PlannedStage, upstream: Mapping[str, Built], write: Callable[[Path], None]) -> Built:
+    """Commit what `write` leaves in a work folder as the artifact of a stage, unless it is there."""
+    if not store.find(planned.kind, planned.version):
+        work = store.make_folder(store.work_folder(planned.kind, planned.name, planned.resume_key))
+        write(work)
+        store.commit(work, _record(planned, upstream, work))
+    found = store.find(planned.kind, planned.version)
+    assert found
+    return Built(planned.name, planned.kind, planned.version, "cached", 0.0, found.folder, found.record)
+
+
+def offer(store: Store, mark: str, answers: Sequence[float], **gates: Any) -> tuple[PlannedStage, dict[str, Built]]:
+    """The promotion of a candidate that gave these answers, ready to be run, and what it stands on."""
+    stages = planned_stages(store, candidate_tree(mark, **gates))
+    built = {"model": commit(store, stages["model"], {}, lambda work: write_model(work, mark))}
+    built["scores"] = commit(store, stages["scores"], built, lambda work: write_evaluation(work, answers))
+    return stages["promote"], built
+
+
+def promote(store: Store, mark: str, answers: Sequence[float], **gates: Any) -> Built:
+    """Run the promotion of a candidate to its end, in processes of its own."""
+    planned, upstream = offer(store, mark, answers, **gates)
+    return run_stage(planned, upstream, store, Notes())
+
+
+def own_mlflow(folder: Path) -> dict[str, str]:
+    """An MLflow without a server, with artifacts below `folder`; returns what to put into the environment."""
+    from mlflow import MlflowClient
+
+    from flows.tracking.shipper import EXPERIMENT
+
+    uri = f"sqlite:///{folder}/mlflow.db"
+    MlflowClient(uri).create_experiment(EXPERIMENT, artifact_location=str(folder / "artifacts"))
+    return {"MLFLOW_TRACKING_URI": uri, "LIFECYCLE_HOME": str(folder / "home"), "PYTHONPATH": str(ROOT)}
+
+
+def _record(planned: PlannedStage, upstream: Mapping[str, Built], work: Path) -> Record:
+    files = hash_files(work)
+    now = datetime.now(UTC)
+    references = {field: upstream[stage].record for field, stage in planned.config.references().items()}
+    return Record(
+        recipe=planned.recipe,
+        stage=planned.name,
+        kind=planned.kind,
+        product=planned.config.product,
+        version=planned.version,
+        identity=planned.identity,
+        upstream={
+            field: UpstreamEntry(stage=one.stage, kind=one.kind, version=one.version, digest=one.digest)
+            for field, one in references.items()
+        },
+        digest=content_digest(planned.config.product, files),
+        files=files,
+        metrics={},
+        tags={},
+        mlflow_run_id=None,
+        started=now,
+        finished=now,
+        seconds=1.0,
+        packages={},
+        git_commit=None,
+    )

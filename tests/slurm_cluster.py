@@ -1,0 +1,193 @@
+"""A real Slurm of two nodes on this machine: munged, slurmctld and two slurmd, in one folder, ended after the test."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
+NODES = ("node1", "node2")
+PATIENCE_S = 120.0
+
+CONFIG = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[slurmctld]}
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=sched_min_interval=0,batch_sched_delay=0
+SlurmdParameters=config_overrides
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+ReturnToService=2
+SlurmctldTimeout=10
+SlurmdTimeout=10
+KillWait=10
+MpiDefault=none
+NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[node1]} CPUs=2 RealMemory=2000
+NodeName=node2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[node2]} CPUs=2 RealMemory=2000
+PartitionName=normal Nodes=node1,node2 Default=YES MaxTime=60 PriorityTier=1
+PartitionName=urgent Nodes=node1,node2 MaxTime=60 PriorityTier=10
+"""
+
+
+def why_not() -> str | None:
+    """Why there can be no Slurm here; None when there can."""
+    missing = [name for name in PROGRAMS if not shutil.which(name, path=_path())]
+    if missing:
+        return f"Slurm is not installed: no {', '.join(missing)} (.ci/run installs Debian's packages)"
+    return None if os.geteuid() == 0 else "Slurm's daemons need root"
+
+
+class SlurmCluster:
+    """A running cluster. While it is up, `SLURM_CONF` in this process's environment points to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config = folder / "slurm.conf"
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+
+    def command(self, *arguments: str) -> str:
+        """What one of Slurm's commands prints."""
+        ended = subprocess.run(arguments, env=self.environment(), capture_output=True, text=True, timeout=60)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
+
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "SLURM_CONF": str(self.config), "PATH": _path()}
+
+    def jobs(self) -> list[list[str]]:
+        """Id, state and name of every job in the queue."""
+        return [line.split() for line in self.command("squeue", "--noheader", "--format=%i %T %j").splitlines()]
+
+    def wait_for_state(self, state: str) -> str:
+        """Wait for a job in this state; returns its id."""
+        return eventually(lambda: next((job[0] for job in self.jobs() if job[1] == state), None), f"no job is {state}")
+
+    def start_node(self, node: str) -> None:
+        self._start(node, "slurmd", "-D", "-N", node)
+
+    def kill_slurmd(self, node: str) -> None:
+        """SIGKILL of the daemon; what it has started goes on."""
+        daemon = self._daemons.pop(node)
+        daemon.kill()
+        daemon.wait()
+
+    def kill_node(self, node: str) -> None:
+        """SIGKILL of the daemon, of Slurm's processes for each step, and of the jobs. No other node may have one."""
+        self.kill_slurmd(node)
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if self._is_of_node(process, node):
+                    os.kill(int(process.name), signal.SIGKILL)
+
+    def _is_of_node(self, process: Path, node: str) -> bool:
+        environment = (process / "environ").read_bytes().split(b"\0")
+        if f"SLURM_CONF={self.config}".encode() not in environment:
+            return False
+        is_step = (process / "cmdline").read_bytes().startswith(b"slurmstepd:")
+        return is_step or f"SLURMD_NODENAME={node}".encode() in environment
+
+    def start(self) -> None:
+        (self.folder / "state").mkdir()
+        ports = dict(zip(("slurmctld", *NODES), free_ports(3), strict=True))
+        self.config.write_text(CONFIG.format(folder=self.folder, host=socket.gethostname().split(".")[0], ports=ports))
+        (self.folder / "munge.key").write_bytes(os.urandom(128))
+        (self.folder / "munge.key").chmod(0o600)
+        files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+        options = [f"--{option}={self.folder}/munge.{name}" for option, name in files.items()]
+        self._start("munged", "munged", "--foreground", "--force", *options)
+        eventually((self.folder / "munge.socket").exists, "munged made no socket")
+        self._start("slurmctld", "slurmctld", "-D")
+        for node in NODES:
+            self.start_node(node)
+        eventually(self.is_idle, "the nodes did not come up")
+
+    def is_idle(self) -> bool:
+        states = subprocess.run(
+            ["sinfo", "--noheader", "--Node", "--partition=normal", "--format=%T"],
+            env=self.environment(),
+            capture_output=True,
+            text=True,
+        )
+        return states.stdout.split() == ["idle", "idle"]
+
+    def stop(self) -> None:
+        for name in sorted(self._daemons, key=lambda name: name == "munged"):
+            daemon = self._daemons[name]
+            daemon.send_signal(signal.SIGTERM)
+            try:
+                daemon.wait(20)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+        self._daemons = {}
+
+    def _start(self, name: str, *command: str) -> None:
+        with (self.folder / f"{name}.out").open("ab") as output:
+            environment = self.environment()
+            self._daemons[name] = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+
+
+@contextmanager
+def running_cluster(folder: Path) -> Iterator[SlurmCluster]:
+    """A cluster whose files are in `folder`; other tests' environments stay what they were."""
+    before = {name: os.environ.get(name) for name in ("SLURM_CONF", "PATH")}
+    cluster = SlurmCluster(folder)
+    try:
+        cluster.start()
+        os.environ |= {"SLURM_CONF": str(cluster.config), "PATH": _path()}
+        yield cluster
+    finally:
+        cluster.stop()
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def free_ports(number: int) -> list[int]:
+    """Ports that nobody listens on, each another one."""
+    listeners = [socket.socket() for _ in range(number)]
+    try:
+        for listener in listeners:
+            listener.bind(("127.0.0.1", 0))
+        return [listener.getsockname()[1] for listener in listeners]
+    finally:
+        for listener in listeners:
+            listener.close()
+
+
+def eventually(condition: Callable[[], Any], what: str) -> Any:
+    end_s = time.monotonic() + PATIENCE_S
+    while not (found := condition()):
+        assert time.monotonic() < end_s, what
+        time.sleep(0.1)
+    return found
+
+
+def _path() -> str:
+    """Debian's daemons lie in sbin."""
+    return f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"

@@ -1,0 +1,159 @@
+"""The command line: quick, explicit about mistakes, and with `--json` nothing but one object on stdout."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flows.cli.main import main
+from stages.errors import RecipeError, StoreError, error_classes
+
+LIFECYCLE = Path(sys.executable).with_name("lifecycle")
+RECIPE = """
+name: small
+stages:
+  base: {kind: download, model: builtin/qwen3-1m}
+  problems: {kind: download, dataset: builtin/addition}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path / "home"))
+    path = tmp_path / "small.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+@pytest.fixture
+def lifecycle(capsys, recipe):
+    def run(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        return ended.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_help_imports_nothing_heavy_and_answers_at_once():
+    # The quickest of three, for the machine may be busy with something else.
+    seconds = []
+    for _ in range(3):
+        began_s = time.perf_counter()
+        done = subprocess.run([LIFECYCLE, "--help"], capture_output=True, text=True, check=True)
+        seconds.append(time.perf_counter() - began_s)
+    assert min(seconds) < 0.5
+    assert all(
+        f"{error.exit_code}  {name}" in done.stdout
+        for name, error in error_classes().items()
+        if name != "LifecycleError"
+    )
+
+
+def test_planning_imports_neither_prefect_nor_mlflow_nor_torch(recipe):
+    program = (
+        "import sys\nfrom flows.cli.main import main\n"
+        "try:\n    main(['plan', sys.argv[1]])\n"
+        "finally:\n    print(*({'prefect', 'mlflow', 'torch', 'rich'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, recipe], capture_output=True, text=True, cwd=recipe.parent)
+    assert done.stderr.split() == []
+
+
+def test_plan_says_of_each_stage_what_and_why(lifecycle, recipe):
+    code, output, _ = lifecycle("plan", recipe, "--json")
+    assert code == 0
+    stages = json.loads(output)["stages"]
+    assert [(stage["name"], stage["kind"], stage["action"]) for stage in stages] == [
+        ("base", "download", "run"),
+        ("problems", "download", "run"),
+    ]
+    assert all(stage["reason"] and len(stage["version"]) == 12 for stage in stages)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--set", "stages.base.modle=x"], RecipeError),
+        (["--until", "nowhere"], RecipeError),
+        (["--force", "nowhere"], RecipeError),
+    ],
+)
+def test_a_mistake_is_told_without_a_traceback_and_with_its_exit_code(lifecycle, recipe, arguments, error):
+    code, output, errors = lifecycle("plan", recipe, *arguments)
+    assert (code, output) == (error.exit_code, "")
+    assert errors.startswith("RecipeError: ")
+    assert "Traceback" not in errors
+
+
+def test_errors_are_json_too(lifecycle, recipe):
+    code, output, _ = lifecycle("run", recipe.parent / "none.yaml", "--json")
+    assert code == RecipeError.exit_code
+    assert json.loads(output)["error_class"] == "RecipeError"
+
+
+def test_a_wrong_option_is_json_too(lifecycle, recipe):
+    code, output, _ = lifecycle("plan", recipe, "--jsom", "--json")
+    assert code == 2
+    assert json.loads(output)["error_class"] == "UsageError"
+
+
+def test_an_adopted_dataset_can_be_shown_verified_and_found_damaged(lifecycle, tmp_path):
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": "1 + 1", "completion": "2"}\n')
+    code, output, _ = lifecycle("adopt", data, "--kind", "dataset", "--name", "rows", "--json")
+    adopted = json.loads(output)
+    assert (code, adopted["state"]) == (0, "built")
+
+    assert adopted["version"] in lifecycle("show")[1]
+    assert json.loads(lifecycle("show", adopted["version"][:6], "--json")[1])["folder"] == adopted["artifact"]
+    assert json.loads(lifecycle("verify", "--json")[1]) == {"verified": 1, "damaged": []}
+
+    (file,) = Path(adopted["artifact"]).glob("data/*.jsonl")
+    file.chmod(0o600)
+    file.write_text(file.read_text().replace("2", "3"))
+    code, output, _ = lifecycle("verify", "--json")
+    assert code == StoreError.exit_code
+    assert json.loads(output)["damaged"][0]["artifact"] == adopted["artifact"]
+
+
+def test_what_is_not_there_cannot_be_adopted_or_shown(lifecycle, tmp_path):
+    code, _, errors = lifecycle("adopt", tmp_path / "none.jsonl", "--kind", "dataset", "--name", "rows")
+    assert code != 0
+    assert "none.jsonl" in errors
+    assert lifecycle("show", "nothing")[0] == StoreError.exit_code
+
+
+def test_collecting_an_empty_store_frees_nothing(lifecycle):
+    code, output, _ = lifecycle("gc", "--dry-run", "--json")
+    assert (code, json.loads(output)) == (0, {"dry_run": True, "garbage": []})
+
+
+def test_schema_knows_every_kind(lifecycle):
+    code, output, _ = lifecycle("schema")
+    assert code == 0
+    assert {"download", "train", "quantize", "serve", "evaluate"} <= set(output.replace('"', " ").split())
+
+
+def test_status_and_down_without_servers(lifecycle):
+    code, output, _ = lifecycle("status", "--json")
+    assert code != 0
+    assert {name: server["healthy"] for name, server in json.loads(output).items()} == {
+        "prefect": False,
+        "mlflow": False,
+        "worker": False,
+    }
+    assert lifecycle("down")[0] == 0
+
+
+def test_doctor_names_a_vllm_that_is_missing_and_what_to_do(lifecycle, monkeypatch):
+    monkeypatch.setenv("LIFECYCLE_VLLM", "/nowhere/vllm")
+    code, output, _ = lifecycle("doctor", "--json")
+    findings = {finding["subject"]: finding for finding in json.loads(output)["findings"]}
+    assert code != 0
+    assert findings["vllm"]["state"] == "missing"
+    assert "make environments" in findings["vllm"]["remedy"]
+    assert findings["pipeline"]["state"] == "ok"

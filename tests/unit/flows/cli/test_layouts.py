@@ -1,0 +1,150 @@
+"""`lifecycle layouts`: ranks, explains, predicts tables, and says what is wrong with what it is asked."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+
+from flows.cli.main import main
+from flows.layout_advice import parse_layout
+from stages.errors import DataError, LayoutError, ModelError, RecipeError
+
+CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
+LAYOUT_FIELDS = {
+    *("engine", "dp_replicate", "dp_shard", "tp", "pp", "vpp", "cp", "ep"),
+    *("micro_batch_size", "recompute", "sequence_parallel"),
+}
+PREDICTED_FIELDS = {"memory_gib", "step_time_s", "tokens_per_s_per_gpu", "mfu", "fits"}
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    return path
+
+
+@pytest.fixture
+def layouts(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path / "home"))
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            main(["layouts", *map(str, arguments)])
+        return ended.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_json_is_a_ranking_with_all_fields(layouts, config):
+    code, out, _ = layouts(config, "--gpus", 16, "--gpu", "a100-80gb", "--tokens", 1e9, "--top", 3, "--json")
+    answer = json.loads(out)
+    assert code == 0 and len(answer["layouts"]) == 3
+    assert all(set(row) >= (LAYOUT_FIELDS | PREDICTED_FIELDS) for row in answer["layouts"])
+    assert [row["step_time_s"] for row in answer["layouts"]] == sorted(row["step_time_s"] for row in answer["layouts"])
+    best = answer["layouts"][0]
+    assert best["gpu_hours"] == pytest.approx(1e9 / best["tokens_per_s_per_gpu"] / 3600)
+    assert sum(best["memory_parts_gib"].values()) == pytest.approx(best["memory_gib"])
+    assert answer["why"] and answer["near_misses"]
+
+
+def test_table_and_reasons_are_printed(layouts, config):
+    code, out, _ = layouts(config.parent, "--gpus", 8, "--top", 2)
+    assert code == 0
+    for words in ("tok/s/GPU", "MFU", "why:", "near misses:", "lacks", "slower:"):
+        assert words in out
+
+
+def test_one_layout_is_explained_by_stage_and_part(layouts, config):
+    explain = ("--explain", "tp=4,pp=2,micro_batch_size=2")
+    _, out, _ = layouts(config, "--gpus", 8, *explain, "--json")
+    answer = json.loads(out)
+    assert (answer["layout"]["engine"], answer["layout"]["tp"], answer["layout"]["dp_shard"]) == ("megatron", 4, 1)
+    totals = [stage["total"] for stage in answer["stages_memory_gib"]]
+    assert len(totals) == 2 and max(totals) == pytest.approx(answer["layout"]["memory_gib"])
+    _, out, _ = layouts(config, "--gpus", 8, *explain)
+    assert "tensor parallel" in out and "bubble" in out
+
+
+def test_a_recipe_brings_its_batch_and_its_tokens(layouts, tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        """
+stages:
+  base: {kind: download, model: builtin/qwen3-1m}
+  data: {kind: download, dataset: builtin/addition}
+  sft:
+    {kind: train, method: sft, model: base, data: {dataset: data, sequence_length: 128}, steps: 10, precision: fp32,
+     global_batch_size: 8, learning_rate: 1e-3}
+"""
+    )
+    answer = json.loads(layouts(recipe, "--gpus", 2, "--gpu", "cpu", "--json")[1])
+    assert (answer["sequence_length"], answer["global_batch_size"], answer["precision"]) == (128, 8, "fp32")
+    best = answer["layouts"][0]
+    assert best["days"] * 86400 == pytest.approx(10 * best["step_time_s"])
+
+
+def test_a_table_is_predicted(layouts, tmp_path):
+    header = "model,layers,hidden,heads,seq,gbs,mbs,tp,pp,dp,gpus,gpu"
+    (tmp_path / "in.csv").write_text(f"{header}\nLlama-3-8B,,,,8192,16,1,1,1,8,8,H100\n")
+    code, out, _ = layouts("--predict", tmp_path / "in.csv", "--out", tmp_path / "out.csv")
+    assert code == 0 and "1 of 1 rows" in out and "assumed" in out
+    with (tmp_path / "out.csv").open() as file:
+        assert float(next(csv.DictReader(file))["pred_step_time_s"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (("--gpus", 0), RecipeError, "--gpus is 0"),
+        (("--gpus", 8, "--seq-len", -1), RecipeError, "--seq-len is -1"),
+        (("--gpus", 8, "--gpu", "h1000"), RecipeError, "h100-80gb"),
+        (("--gpus", 7, "--engine", "fsdp"), LayoutError, "nearest number that has one: 8"),
+        (("--gpus", 8, "--explain", "tpp=2"), LayoutError, "did you mean tp"),
+        (("--gpus", 8, "--explain", "tp=0"), LayoutError, "tp"),
+        (("--gpus", 8, "--explain", "tp=3"), LayoutError, "32 attention heads"),
+    ],
+)
+def test_what_cannot_be_meant_is_named(layouts, config, arguments, error, words):
+    code, _, err = layouts(config, *arguments)
+    assert code == error.exit_code
+    assert words in err and "Traceback" not in err
+
+
+def test_a_config_that_lacks_something_is_refused_by_name(layouts, config):
+    config.write_text(json.dumps({name: value for name, value in CONFIG.items() if name != "vocab_size"}))
+    code, _, err = layouts(config, "--gpus", 8)
+    assert code == ModelError.exit_code and "vocab_size is missing" in err
+
+
+def test_text_that_is_no_config_is_refused(layouts, config):
+    config.write_text("{")
+    assert layouts(config, "--gpus", 8)[0] == ModelError.exit_code
+
+
+def test_a_table_with_text_in_a_number_is_refused(layouts, tmp_path):
+    header = "model,layers,hidden,heads,seq,gbs,mbs,tp,pp,dp,gpus,gpu"
+    (tmp_path / "in.csv").write_text(f"{header}\nLlama-3-8B,,,,8192,lots,1,1,1,8,8,H100\n")
+    code, _, err = layouts("--predict", tmp_path / "in.csv", "--out", tmp_path / "out.csv")
+    assert code == DataError.exit_code and "line 2, column gbs: 'lots'" in err
+
+
+def test_without_a_model_the_usage_is_told(layouts):
+    assert layouts()[0] == 2
+
+
+def test_a_layout_in_words_is_read_with_what_follows_from_it():
+    engine, layout = parse_layout("tp=2 pp=2", 8)
+    assert (engine, layout.dp_shard, layout.sequence_parallel) == ("megatron", 2, True)
+    assert parse_layout("megatron dp_replicate=8 dp_shard=1", 8)[0] == "megatron"
+    assert parse_layout("recompute=full", 8)[1].dp_shard == 8

@@ -1,0 +1,100 @@
+"""Layouts as lines of text: what they mean, and what is said of those that cannot be meant."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flows.compare.layouts import read_layouts, text_of
+from stages.errors import RecipeError
+from stages.train.config import TrainConfig
+
+
+def make_stage(**fields):
+    tree = {
+        "kind": "train",
+        "method": "sft",
+        "model": "base",
+        "data": {"dataset": "problems"},
+        "global_batch_size": 64,
+        "learning_rate": 1e-4,
+        "layout": {"micro_batch_size": 4, "recompute": "full"},
+    }
+    return TrainConfig.model_validate({**tree, **fields})
+
+
+STAGE = make_stage()
+
+
+def test_what_a_line_leaves_out_is_the_default_and_not_what_the_recipe_says():
+    (config,) = read_layouts(["fsdp dp_shard=2"], STAGE)
+    assert (config.layout.dp_shard, config.layout.micro_batch_size, config.layout.recompute) == (2, 1, "none")
+    assert config.global_batch_size == STAGE.global_batch_size
+
+
+def test_all_but_the_layout_is_the_stage_s_own():
+    (config,) = read_layouts(["fsdp dp_shard=2 reshard_after_forward=false"], STAGE)
+    assert config.model_copy(update={"layout": STAGE.layout}) == STAGE
+
+
+def test_the_processes_are_those_of_the_line():
+    (config,) = read_layouts(["fsdp dp_shard=8"], make_stage(execution={"processes": 1}))
+    assert config.processes == 8
+
+
+def test_a_line_may_name_the_batch():
+    (config,) = read_layouts(["fsdp dp_shard=2 global_batch_size=128"], STAGE)
+    assert config.global_batch_size == 128
+    assert text_of(config, STAGE.global_batch_size) == "fsdp dp_shard=2 global_batch_size=128"
+
+
+def test_a_file_has_a_layout_a_line(tmp_path):
+    file = tmp_path / "layouts"
+    file.write_text("# comment\nfsdp\n\nfsdp dp_shard=2  # two processes\n")
+    assert [config.layout.world_size for config in read_layouts([str(file), "fsdp dp_shard=4"], STAGE)] == [1, 2, 4]
+
+
+@given(
+    st.fixed_dictionaries(
+        {
+            "dp_replicate": st.sampled_from([1, 2]),
+            "dp_shard": st.sampled_from([1, 2, 4]),
+            "micro_batch_size": st.sampled_from([1, 2]),
+            "recompute": st.sampled_from(["none", "full"]),
+            "reshard_after_forward": st.booleans(),
+        }
+    )
+)
+def test_what_is_written_is_read_back(layout):
+    config = make_stage(layout=layout)
+    (back,) = read_layouts([text_of(config, STAGE.global_batch_size)], STAGE)
+    assert back.layout == config.layout
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("fspd dp_shard=2", "did you mean `fsdp`?"),
+        ("fsdp dp_shrad=2", "unknown key `dp_shrad`; did you mean `dp_shard`?"),
+        ("fsdp dp_shard", "expected KEY=VALUE"),
+        ("fsdp dp_shard=2 dp_shard=4", "`dp_shard` is said twice"),
+        ("fsdp dp_shard=two", "dp_shard: found"),
+        ("fsdp dp_shard=0", "dp_shard: found 0"),
+        ("fsdp dp_shard=3", "64"),
+        ("fsdp tp=2", "tp"),
+    ],
+)
+def test_a_bad_line_is_explained(line, problem):
+    with pytest.raises(RecipeError) as error:
+        read_layouts([line], STAGE)
+    assert line in str(error.value)
+    assert problem in str(error.value)
+
+
+def test_all_bad_lines_are_told_at_once():
+    with pytest.raises(RecipeError, match="3 problems"):
+        read_layouts(["fsdp x=1", "fsdp", "fsdp dp_shard=3", "fspd"], STAGE)
+
+
+def test_a_layout_is_not_compared_with_itself():
+    with pytest.raises(RecipeError, match="2 times"):
+        read_layouts(["fsdp dp_shard=2", "fsdp dp_shard=2 tp=1"], STAGE)

@@ -1,0 +1,58 @@
+"""The table and the HTML page: everything measured is in them, what was not is absent or explained."""
+
+import re
+
+from flows.compare.report import html_report
+from flows.compare.table import as_json, as_text, cells
+
+
+def test_only_what_was_measured_has_a_column(make_row):
+    text = as_text([make_row(100.0), make_row(50.0, mfu=0.4)])
+    heading, first, second = text.splitlines()
+    assert "MFU" in heading
+    assert "bubble" not in heading
+    assert first.split()[-1] == "–"
+    assert second.split()[-1] == "40.0%"
+
+
+def test_failures_are_told_below_the_table(make_row):
+    text = as_text([make_row(100.0), make_row(0.0, text="fsdp dp_shard=9", error="ResourceError: no memory")])
+    assert text.splitlines()[-1] == "fsdp dp_shard=9  ResourceError: no memory"
+
+
+def test_a_table_of_failures_alone_is_still_a_table(make_row):
+    assert as_text([make_row(0.0, text="x", error="broken")]).splitlines()[-1] == "x  broken"
+
+
+def test_every_line_of_the_artifact_has_the_same_keys(make_row):
+    lines = cells([make_row(100.0, peak_memory_gib_rank_0=1.0), make_row(0.0, error="broken")])
+    assert lines[0].keys() == lines[1].keys()
+    assert as_json([make_row(0.0, error="broken")])[0]["error"] == "broken"
+
+
+def test_the_page_has_a_plot_for_all_that_is_known(make_row):
+    known = {"peak_memory_gib": 2.0, "peak_memory_gib_rank_0": 2.0, "predicted_memory_gib": 1.5}
+    rows = [make_row(100.0 * n, n, predicted_step_time_s=0.9, **known) for n in (1, 2)]
+    page = html_report("Layouts", ["on an abacus"], rows)
+    headings = re.findall("<h2>(.*?)</h2>", page)
+    assert headings == [
+        "Throughput",
+        "Memory",
+        "Predicted against measured: s a step",
+        "Predicted against measured: GiB",
+        "Strong scaling",
+    ]
+    assert page.count("<svg") == len(headings)
+    assert "on an abacus" in page
+
+
+def test_the_page_needs_nothing_from_elsewhere(make_row):
+    page = html_report("Layouts", [], [make_row(100.0)])
+    assert not re.search(r"<(script|link|img)\b", page)
+
+
+def test_text_is_escaped(make_row):
+    page = html_report("<title>", ["a & b"], [make_row(0.0, text="<layout>", error="1 < 2")])
+    assert "&lt;layout&gt;" in page
+    assert "1 &lt; 2" in page
+    assert "a &amp; b" in page

@@ -1,0 +1,138 @@
+"""Manifests are what Kubernetes' and Kubeflow's published schemas say, and as restricted as they can be."""
+
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
+
+from flows.launch.cluster import order_of
+from flows.launch.manifests import job_manifests
+from flows.launch.serving_manifests import Replicas, serving_manifests
+from stages.errors import RecipeError
+from stages.kinds import KINDS
+
+ROOT = Path(__file__).parents[4]
+KUBERNETES_VERSION = kubernetes_validate.latest_version()
+TRAINING = {
+    "kind": "train",
+    "method": "sft",
+    "model": "base",
+    "data": {"dataset": "problems"},
+    "global_batch_size": 16,
+    "learning_rate": 1e-4,
+}
+GPUS = {
+    "image": "registry/pipeline@sha256:0",
+    "namespace": "ml",
+    "gpus_per_node": 8,
+    "memory_gib_per_node": 200.0,
+    "secrets": {"HF_TOKEN": "hub/token"},
+    "node_selector": {"gpu": "h100"},
+}
+KEY = {"secrets": {"VLLM_API_KEY": "vllm/key"}}
+
+
+def manifests_of(nodes=1, environment=None, **kubernetes):
+    execution = {"launcher": "kubernetes", "nodes": nodes, "environment": environment or {}}
+    execution["kubernetes"] = {**GPUS, **kubernetes}
+    tree = {**TRAINING, "layout": {"dp_shard": 8 * nodes}, "execution": execution}
+    config = KINDS["train"].model_validate(tree)
+    return job_manifests(order_of("SFT_night", Path("/home/store/.work/sft"), config, ["-m", "stages"], 60.0))
+
+
+def served(**kubernetes):
+    tree = {"kind": "serve", "model": "sft", "execution": {"kubernetes": {"image": "vllm:1", **KEY, **kubernetes}}}
+    config = KINDS["serve"].model_validate(tree)
+    return serving_manifests("chat", Path("/home/store/model"), "0" * 12, Path("/home"), config, Replicas(1, 4))
+
+
+def pods_of(manifest):
+    """Pod specs of a manifest, patches of a TrainJob's included."""
+    if manifest["kind"] == "TrainJob":
+        (patch,) = manifest["spec"]["runtimePatches"]
+        (replicated,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+        return [replicated["template"]["spec"]["template"]["spec"]]
+    if manifest["kind"] == "CronJob":
+        return [manifest["spec"]["jobTemplate"]["spec"]["template"]["spec"]]
+    return [manifest["spec"]["template"]["spec"]] if manifest["kind"] in ("Job", "Deployment") else []
+
+
+def shipped():
+    for file in sorted((ROOT / "deploy" / "kubernetes").glob("*.yaml")):
+        yield from (
+            pytest.param(tree, id=f"{file.name}-{tree['kind']}") for tree in yaml.safe_load_all(file.read_text())
+        )
+
+
+RENDERED = [
+    *(pytest.param(tree, id=f"one-node-{tree['kind']}") for tree in manifests_of()),
+    *(pytest.param(tree, id=f"indexed-{tree['kind']}") for tree in manifests_of(nodes=2, job="indexed_job")),
+    *(pytest.param(tree, id=f"serve-gpu-{tree['kind']}") for tree in served(gpus_per_node=1)),
+    *(pytest.param(tree, id=f"serve-cpu-{tree['kind']}") for tree in served()),
+]
+
+
+@pytest.mark.parametrize("manifest", [*RENDERED, *shipped()])
+def test_kubernetes_accepts_it(manifest):
+    kubernetes_validate.validate(manifest, KUBERNETES_VERSION, strict=True)
+
+
+def test_the_schemas_would_refuse_a_field_that_there_is_not():
+    (job,) = manifests_of()
+    job["spec"]["template"]["spec"]["containers"][0]["imagee"] = "x"
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(job, KUBERNETES_VERSION, strict=True)
+
+
+def test_kubeflow_keeps_every_field_of_a_train_job():
+    """Its models leave out what they do not know."""
+    (manifest,) = manifests_of(nodes=2)
+    assert TrainerV1alpha1TrainJob.from_dict(manifest).to_dict() == manifest
+
+
+@pytest.mark.parametrize("manifest", [*RENDERED, *shipped(), pytest.param(manifests_of(nodes=2)[0], id="TrainJob")])
+def test_pods_may_as_little_as_possible(manifest):
+    for pod in pods_of(manifest):
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in pod["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+
+
+def test_secrets_are_named_and_not_held():
+    (job,) = manifests_of(environment={"MY_TOKEN": "planted"})
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    reference = {"secretKeyRef": {"name": "hub", "key": "token"}}
+    assert {"name": "HF_TOKEN", "valueFrom": reference} in container["env"]
+    assert "planted" not in str(job)
+
+
+def test_pods_of_an_indexed_job_find_the_first_of_them():
+    service, job = manifests_of(nodes=2, job="indexed_job")
+    name = job["metadata"]["name"]
+    environment = {
+        entry["name"]: entry.get("value") for entry in job["spec"]["template"]["spec"]["containers"][0]["env"]
+    }
+    assert environment["MASTER_ADDR"] == f"{name}-0.{service['metadata']['name']}"
+    assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"].items() <= job["spec"]["template"]["metadata"]["labels"].items()
+
+
+def test_a_server_rolls_over_without_a_gap_and_has_a_key():
+    deployment, service, autoscaler = served(gpus_per_node=1)
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert deployment["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
+    assert any(entry["name"] == "VLLM_API_KEY" and "valueFrom" in entry for entry in container["env"])
+    assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"]
+    assert autoscaler["spec"]["metrics"][0]["pods"]["metric"]["name"] == "vllm:num_requests_waiting"
+
+
+def test_a_server_without_a_key_is_refused():
+    with pytest.raises(RecipeError, match=r"stages.chat.execution.kubernetes.secrets: expected {VLLM_API_KEY"):
+        served(secrets={})

@@ -1,0 +1,149 @@
+"""What clusters say of a job that ended, and what that means for the stage."""
+
+import pytest
+
+from flows.launch.cluster import MACHINES_OWN, order_of
+from flows.launch.job_folder import JobEnd, JobFolder
+from flows.launch.kubernetes_verdict import verdict as kubernetes_verdict
+from flows.launch.slurm_client import JobView, parse_job
+from flows.launch.slurm_jobs import sbatch_arguments
+from flows.launch.slurm_jobs import verdict as slurm_verdict
+from flows.launch.verdict import Failed, Finished, Interrupted, Running, Waiting
+from stages.errors import ResourceError, StageCrashError, StageTimeoutError
+from stages.kinds import KINDS
+
+PRINTED = (
+    "JobId=7 JobName=lifecycle-sft-0 UserId=me(1) Priority=1 JobState={state} Reason={reason} Requeue=1 "
+    "Restarts={restarts} ExitCode=0:15 NodeList={nodes} BatchHost=node1 Command=/x/slurm_job.sh"
+)
+
+
+@pytest.fixture
+def order(tmp_path):
+    execution = {
+        "launcher": "slurm",
+        "nodes": 2,
+        "threads": 3,
+        "slurm": {"partition": "gpu", "time_limit": "1-00:00:00", "gpus_per_node": 4, "options": ["--constraint=h100"]},
+    }
+    tree = {"kind": "train", "method": "sft", "model": "base", "data": {"dataset": "rows"}, "learning_rate": 1e-4}
+    tree |= {"global_batch_size": 8, "layout": {"dp_shard": 8}, "execution": execution}
+    return order_of("sft", tmp_path / "50%", KINDS["train"].model_validate(tree), ["-m", "stages"], 60.0)
+
+
+def view(state, reason="None"):
+    return JobView(state, reason, "node1", 0, "0:0")
+
+
+def end(exit_code):
+    return JobEnd(job_id="7", exit_code=exit_code)
+
+
+def test_what_slurm_prints_is_read():
+    line = PRINTED.format(state="PENDING", reason="ReqNodeNotAvail,_UnavailableNodes:node2", restarts=2, nodes="(null)")
+    assert parse_job(line) == JobView("PENDING", "ReqNodeNotAvail,_UnavailableNodes:node2", "", 2, "0:15")
+
+
+@pytest.mark.parametrize(
+    ("state", "exit_code", "expected"),
+    [
+        ("COMPLETED", 0, Finished(0)),
+        ("FAILED", 5, Finished(5)),
+        ("NODE_FAIL", None, Interrupted("the failure of a node")),
+        ("PREEMPTED", None, Interrupted("a preemption")),
+        ("TIMEOUT", None, Interrupted("its time limit", by_time_limit=True)),
+        ("FAILED", None, Interrupted("its time limit", by_time_limit=True)),
+    ],
+)
+def test_slurm_jobs_that_ended(order, state, exit_code, expected):
+    assert slurm_verdict(view(state), end(exit_code), order, "7") == expected
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "said"),
+    [
+        ("CANCELLED", StageCrashError, "cancelled by somebody else"),
+        ("OUT_OF_MEMORY", ResourceError, "raise execution.slurm.memory_gib_per_node"),
+        ("DEADLINE", StageTimeoutError, "before its deadline"),
+        ("FAILED", StageCrashError, "check that the nodes see"),
+    ],
+)
+def test_slurm_jobs_that_slurm_ended(order, state, error, said):
+    found = slurm_verdict(view(state), None, order, "7")
+    assert isinstance(found, Failed)
+    assert isinstance(found.error, error)
+    assert said in str(found.error)
+
+
+def test_a_job_that_slurm_has_forgotten_is_judged_by_what_it_left(order):
+    assert slurm_verdict(None, end(0), order, "7") == Finished(0)
+    assert isinstance(slurm_verdict(None, None, order, "7"), Failed)
+
+
+def test_sbatch_is_asked_for_what_the_recipe_says_and_handed_no_environment(order):
+    arguments = sbatch_arguments(order, JobFolder.of(order.work))
+    assert {"--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=12", "--gpus-per-node=4", "--export=NONE"} <= set(
+        arguments
+    )
+    assert {"--partition=gpu", "--time=1-00:00:00", "--constraint=h100", "--signal=B:TERM@60"} <= set(arguments)
+    assert f"--output={order.work.parent}/50%%/log.txt" in arguments
+
+
+@pytest.mark.parametrize("option", ["--wrap=rm", "--export=ALL", "-p gpu", "--output=/tmp/x", "--x y"])
+def test_options_of_sbatch_that_are_not_the_recipes_are_refused(option):
+    execution = {"launcher": "slurm", "slurm": {"options": [option]}}
+    with pytest.raises(ValueError, match=r"is no option of sbatch|is set by the launcher"):
+        KINDS["download"].model_validate({"kind": "download", "model": "builtin/qwen3-1m", "execution": execution})
+
+
+@pytest.mark.parametrize("name", ["SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "RANK", "TMPDIR"])
+def test_what_describes_this_machine_is_not_handed_over(name):
+    assert MACHINES_OWN.fullmatch(name)
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "SSL_CERT_FILE", "PATH", "HOME", "NCCL_DEBUG", "RANKING"])
+def test_what_describes_the_user_is(name):
+    assert not MACHINES_OWN.fullmatch(name)
+
+
+# --------------------------------------------------------------------------------------------------------- Kubernetes
+
+FAILED = {"status": {"conditions": [{"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded"}]}}
+
+
+def pod(*conditions, **state):
+    return {
+        "metadata": {"name": "sft-0"},
+        "status": {"conditions": conditions, "containerStatuses": [{"state": state}]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("job", "pods", "expected"),
+    [
+        ({"status": {"conditions": [{"type": "Complete", "status": "True"}]}}, [], Finished(0)),
+        (FAILED, [pod(terminated={"exitCode": 143}), pod(terminated={"exitCode": 5})], Finished(5)),
+        ({}, [pod(running={})], Running()),
+        ({}, [pod(waiting={"reason": "ContainerCreating"})], Running()),
+        ({}, [pod(waiting={"reason": "ImagePullBackOff", "message": "no x"})], Waiting("ImagePullBackOff: no x")),
+        ({}, [pod({"type": "PodScheduled", "status": "False", "message": "0/4 nodes"})], Waiting("0/4 nodes")),
+        ({}, [], Waiting("it has no pods yet")),
+        (
+            FAILED,
+            [pod({"type": "DisruptionTarget", "status": "True", "reason": "Preempted"}, terminated={"exitCode": 143})],
+            Interrupted("the loss of a pod (Preempted)"),
+        ),
+    ],
+)
+def test_kubernetes_jobs(order, job, pods, expected):
+    assert kubernetes_verdict(job, pods, order) == expected
+
+
+@pytest.mark.parametrize(
+    ("state", "error"),
+    [({"terminated": {"exitCode": 137, "reason": "OOMKilled"}}, ResourceError), ({"waiting": {}}, StageCrashError)],
+)
+def test_kubernetes_jobs_that_kubernetes_ended(order, state, error):
+    found = kubernetes_verdict(FAILED, [pod(**state)], order)
+    assert isinstance(found, Failed)
+    assert isinstance(found.error, error)

@@ -1,0 +1,176 @@
+"""A recipe says what is wrong with it, all at once, before anything starts; a good one is a DAG in order."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flows.recipe.recipe import Recipe, json_schema, load_recipe
+from stages.errors import RecipeError
+
+QUICKSTART = Path(__file__).parents[4] / "configs" / "quickstart.yaml"
+
+RECIPE = """
+name: small
+stages:
+  tuned:
+    kind: train
+    method: sft
+    model: base
+    data: {dataset: problems}
+    global_batch_size: 8
+    learning_rate: 1e-4
+  base: {kind: download, model: builtin/qwen3-1m}
+  problems: {kind: download, dataset: builtin/addition}
+  quantized:
+    kind: quantize
+    model: tuned
+    method: awq
+    calibration: {dataset: problems}
+  served: {kind: serve, model: quantized}
+  scores: {kind: evaluate, model: served, tasks: [addition], task_folder: tasks}
+"""
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load(text: str = RECIPE, *overrides: str) -> Recipe:
+        path = tmp_path / "recipe.yaml"
+        path.write_text(text)
+        return load_recipe(path, overrides)
+
+    return load
+
+
+@pytest.fixture
+def problems(load):
+    def problems(text: str = RECIPE, *overrides: str) -> str:
+        with pytest.raises(RecipeError) as caught:
+            load(text, *overrides)
+        return str(caught.value)
+
+    return problems
+
+
+def test_stages_come_in_topological_order(load):
+    recipe = load()
+    assert list(recipe.stages) == ["base", "problems", "tuned", "quantized", "served", "scores"]
+    assert recipe.upstream_of("quantized") == ("tuned", "problems")
+    assert recipe.ancestors_of("quantized") == ("base", "problems", "tuned")
+    assert recipe.dependents_of("tuned") == ("quantized", "served", "scores")
+
+
+def test_a_recipe_says_what_becomes_of_runs_that_collide(load, problems):
+    assert load(RECIPE).on_collision == "queue"
+    assert load(RECIPE, "on_collision=skip").on_collision == "skip"
+    assert 'on_collision: found "wait", expected queue or skip' in problems(RECIPE, "on_collision=wait")
+
+
+def test_the_quickstart_loads():
+    assert {"base", "sft", "dpo", "awq", "serve"} <= set(load_recipe(QUICKSTART).stages)
+
+
+def test_numbers_in_scientific_notation_are_numbers(load):
+    assert load().stages["tuned"].learning_rate == 1e-4
+    assert load(RECIPE, "stages.tuned.learning_rate=2E-5").stages["tuned"].learning_rate == 2e-5
+
+
+def test_outside_paths_start_at_the_recipe_folder(load, tmp_path):
+    text = RECIPE.replace("builtin/qwen3-1m", "file://models/../mine")
+    assert load().stages["scores"].task_folder == tmp_path / "tasks"
+    assert load(text).stages["base"].model == f"file://{tmp_path}/mine"
+
+
+def test_an_override_changes_one_place_of_an_aliased_value(load):
+    text = RECIPE.replace("tasks: [addition]", "tasks: &t [addition]") + (
+        "  more: {kind: evaluate, model: served, tasks: *t}\n"
+    )
+    recipe = load(text, "stages.scores.tasks=[subtraction]", "stages.scores.execution.timeout_s=60")
+    assert recipe.stages["scores"].tasks == ("subtraction",)
+    assert recipe.stages["more"].tasks == ("addition",)
+    assert recipe.stages["scores"].execution.timeout_s == 60
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ("learning_rate:", "learning_rte:", "stages.tuned.learning_rte: unknown field (value 0.0001); did you mean"),
+        ("{dataset: problems}", "{dataset: problems, pckng: true}", "stages.tuned.data.pckng: unknown field"),
+        ("learning_rate: 1e-4", "learning_rate: fast", 'stages.tuned.learning_rate: found "fast", expected'),
+        ("global_batch_size: 8", 'global_batch_size: "8"', 'stages.tuned.global_batch_size: found "8", expected'),
+        ("global_batch_size: 8", "global_batch_size: true", "stages.tuned.global_batch_size: found true, expected"),
+        ("learning_rate: 1e-4", "learning_rate: .inf", "stages.tuned.learning_rate: expected a finite number"),
+        ("    global_batch_size: 8\n", "", "stages.tuned.global_batch_size: missing"),
+        ("method: awq", "method: awp", "stages.quantized.method: found \"awp\", expected 'awq', 'gptq'"),
+        ("method: awq", "method: awp", "did you mean `awq`?"),
+        ("kind: quantize", "kind: quantise", "stages.quantized.kind: found `quantise`, which is no kind of stage"),
+        ("kind: quantize", "kind: quantise", "did you mean `quantize`?"),
+        ("    kind: quantize\n", "", "stages.quantized.kind: missing; there are: download, train"),
+        ("model: base", "model: bas", "stages.tuned.model: there is no stage `bas`; did you mean `base`?"),
+        ("model: base", "model: problems", "stages.tuned.model: refers to problems, which produces a dataset;"),
+        ("model: served, tasks", "model: problems, tasks", "produces a dataset; expected a model or server"),
+        ("dataset: problems}\n    global", "dataset: base}\n    global", "stages.tuned.data.dataset: refers to base"),
+        ("model: base", "model: quantized", "tuned → quantized → tuned"),
+        ("model: base", "model: tuned", "tuned → tuned"),
+        ("model: served,", "model: served, serving: {dtype: auto},", "stages.scores.serving: served is a server"),
+        ("name: small", "nme: small", "nme: unknown field; did you mean `name`?"),
+        ("name: small", "name: Grande Ñ", "name: found"),
+        ("  base: {", "  Base Model: {", "stages.Base Model: the name of a stage consists of"),
+        ("    method: sft\n", "    method: sft\n    method: sft\n", "the key `method` is already in line 6"),
+        ("    global_batch_size: 8", "    global_batch_size: 8\n    layout: {dp_shard: 3}", "not divisible"),
+        (
+            "    global_batch_size: 8",
+            "    global_batch_size: 8\n    layout: {dp_shard: 2}\n    execution: {processes: 4}",
+            "layout: dp_replicate 1 × dp_shard 2 = 2 processes, but execution starts 4",
+        ),
+        (
+            "    kind: quantize\n",
+            "    kind: quantize\n    execution: {nodes: 2}\n",
+            "the local launcher has one node only",
+        ),
+        ("data: {dataset: problems}", "data: {dataset: problems", "line 9: not valid YAML"),
+    ],
+)
+def test_each_problem_is_explained_where_it_is(problems, before, after, expected):
+    assert before in RECIPE
+    assert expected in problems(RECIPE.replace(before, after, 1))
+
+
+def test_all_problems_are_told_at_once(problems):
+    text = RECIPE.replace("model: base", "model: bas").replace("method: awq", "method: awp").replace("1e-4", "-1")
+    said = problems(text)
+    assert "3 problems" in said
+    assert all(path in said for path in ("stages.tuned.model", "stages.quantized.method", "stages.tuned.learning_rate"))
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("stages.tuned.learning_rte=1", "stages.tuned.learning_rte: unknown field (value 1); did you mean"),
+        ("stages.tuned.learning_rate=fast", 'stages.tuned.learning_rate: found "fast"'),
+        ("stages.tunde.learning_rate=1", "there is no stage `tunde`; did you mean `tuned`?"),
+        ("stages.tuned.learning_rate.x=1", "`stages.tuned.learning_rate` is 0.0001, which has no field `x`"),
+        ("stages.tuned.learning_rate", "expected PATH=VALUE"),
+        ("stages..x=1", "expected PATH=VALUE"),
+        ("stages.scores.tasks=[", "not valid YAML"),
+        ("version=1", "version: unknown field"),
+    ],
+)
+def test_a_bad_override_is_explained(problems, override, expected):
+    assert expected in problems(RECIPE, override)
+
+
+@pytest.mark.parametrize("text", ["", "- a\n", "stages: {}\n", "stages: [a]\n", "name: x\n", "a: &a [*a]\n", "\x00"])
+def test_what_is_no_recipe_is_refused(problems, text):
+    assert "recipe.yaml" in problems(text)
+
+
+def test_a_missing_recipe_is_named(tmp_path):
+    with pytest.raises(RecipeError, match=r"cannot read the recipe .*none\.yaml"):
+        load_recipe(tmp_path / "none.yaml")
+
+
+def test_the_schema_knows_every_field_of_every_kind():
+    text = json.dumps(json_schema())
+    assert all(word in text for word in ("learning_rate", "group_size", "task_folder", "trust_remote_code", "dp_shard"))
+    assert json_schema()["properties"]["stages"]["additionalProperties"]["discriminator"]["propertyName"] == "kind"

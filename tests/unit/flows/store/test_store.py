@@ -1,0 +1,160 @@
+"""An artifact is whole or not there, whatever happens; only one process builds it at a time."""
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+import time
+from datetime import UTC, datetime
+
+import pytest
+
+from flows.store.content import PENDING_RECORD_FILE, FileEntry
+from flows.store.store import Store
+from stages.errors import ResourceError, StoreError
+
+
+@pytest.fixture
+def built(recipe, make_plan, build):
+    return build(make_plan(recipe()))
+
+
+def test_a_committed_artifact_is_found_with_its_record(store, built):
+    found = store.find("train", built["sft"].record.version)
+    assert found == built["sft"]
+    assert found.record.upstream["model"].digest == built["base"].record.digest
+    assert store.index().find("train", found.record.version).folder == found.folder
+    assert not list((store.root / ".work").glob("*/*"))
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"schema_number": 1}', '{"schema_number": 99}'])
+def test_a_torn_record_is_no_artifact(store, built, text):
+    (built["sft"].folder / "record.json").write_text(text)
+    assert store.find("train", built["sft"].record.version) is None
+    assert store.index().leftovers == (built["sft"].folder,)
+
+
+def test_a_folder_without_record_is_no_artifact_and_gives_way_to_a_new_build(store, built, recipe, make_plan, build):
+    (built["sft"].folder / "record.json").unlink()
+    (built["sft"].folder / "stray").write_text("of the old build")
+    again = build(make_plan(recipe()))["sft"]
+    assert again.folder == built["sft"].folder
+    assert not (again.folder / "stray").exists()
+
+
+def test_a_commit_that_was_interrupted_before_its_last_step_is_finished(store, built):
+    folder, version = built["sft"].folder, built["sft"].record.version
+    (folder / "record.json").rename(folder / PENDING_RECORD_FILE)
+    assert store.find("train", version) is None
+    store.recover("train", version)
+    assert store.find("train", version).record == built["sft"].record
+
+
+def test_the_record_is_written_last(store, built, monkeypatch):
+    """The disk fails at the very last step: what is there then is no artifact."""
+    record = built["sft"].record
+    work = store.make_folder(store.work_folder("train", "sft", "0" * 12))
+    (work / "model").mkdir()
+    store.remove(built["sft"].folder)
+    replace = type(work).replace
+
+    def fail_on_record(path, target):
+        if target.name == "record.json":
+            raise OSError(errno.EIO, "Input/output error", str(target))
+        return replace(path, target)
+
+    monkeypatch.setattr(type(work), "replace", fail_on_record)
+    with pytest.raises(StoreError, match=r"cannot commit sft-.*Input/output error"):
+        store.commit(work, record)
+    assert store.find("train", record.version) is None
+
+
+def test_a_full_disk_is_a_resource_error_that_says_what_to_do(store, built, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    work = store.make_folder(store.work_folder("train", "sft", "0" * 12))
+    with pytest.raises(ResourceError, match=r"the disk of .* is full; .*`lifecycle gc`"):
+        store.commit(work, built["sft"].record)
+    assert store.find("train", built["sft"].record.version) is not None
+
+
+def test_a_store_that_cannot_be_made_is_a_store_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="cannot create"):
+        Store(tmp_path / "file" / "store").make_folder(tmp_path / "file" / "store" / "train")
+
+
+def test_nobody_else_can_look_into_the_store(store, built):
+    assert store.root.stat().st_mode & 0o077 == 0
+
+
+def test_missing_and_shortened_files_are_seen_without_reading_them(store, built):
+    (built["sft"].folder / "model" / "content").unlink()
+    (built["base"].folder / "model" / "content").write_text("")
+    assert store.find("train", built["sft"].record.version).damage == ("model/content is missing",)
+    assert store.find("download", built["base"].record.version).damage == ("model/content has 0 bytes instead of 12",)
+
+
+def test_a_lock_is_held_by_one_and_handed_on(store):
+    order = []
+    first_has_it = threading.Event()
+
+    def hold():
+        with store.lock("train", "0" * 12, lambda: None):
+            first_has_it.set()
+            time.sleep(0.3)
+            order.append("first")
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    first_has_it.wait()
+    assert store.is_locked("train", "0" * 12)
+    waits = []
+    with store.lock("train", "0" * 12, lambda: waits.append(1)):
+        order.append("second")
+    thread.join()
+    assert order == ["first", "second"]
+    assert waits
+    assert not store.is_locked("train", "0" * 12)
+
+
+def test_the_lock_of_a_killed_process_is_free(store):
+    code = (
+        "import sys, time; from pathlib import Path; from flows.store.store import Store\n"
+        "with Store(Path(sys.argv[1])).lock('train', '0' * 12, lambda: None): print('held', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(store.root)], stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"held\n"
+    assert store.is_locked("train", "0" * 12)
+    process.kill()
+    process.wait()
+    with store.lock("train", "0" * 12, lambda: pytest.fail("the lock of a dead process is held")):
+        pass
+
+
+def test_a_thousand_artifacts_are_indexed_within_a_second(store, built, capsys):
+    template = built["sft"].record
+    names = ["model/config.json", "model/model.safetensors", "model/tokenizer.json", "result.json"]
+    files = {name: FileEntry(size=0, sha256="0" * 64) for name in names}
+    changes = {"stage": "many", "version": "VERSION", "files": files, "finished": datetime.now(UTC)}
+    text = template.model_copy(update=changes).model_dump_json()
+    for number in range(1000):
+        folder = store.folder_of("train", "many", f"{number:012x}")
+        (folder / "model").mkdir(parents=True)
+        for name in names:
+            (folder / name).touch()
+        (folder / "record.json").write_text(text.replace("VERSION", f"{number:012x}"))
+    started_s = time.perf_counter()
+    index = store.index()
+    seconds = time.perf_counter() - started_s
+    started_s = time.perf_counter()
+    nearest = index.nearest("train", "many", {**template.identity, "stage_version": 0})
+    nearest_seconds = time.perf_counter() - started_s
+    with capsys.disabled():
+        print(f"\nindex of 1,000 artifacts: {seconds:.2f} s; nearest of them: {nearest_seconds:.2f} s")
+    assert len(index.artifacts) == 1000 + len(built)
+    assert nearest.record.stage == "many"
+    assert seconds + nearest_seconds < 1.0

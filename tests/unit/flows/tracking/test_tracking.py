@@ -1,0 +1,105 @@
+"""What MLflow is told: metrics of `metrics.jsonl` in batches, parameters and tags without secrets."""
+
+import json
+
+from flows.plan import plan
+from flows.recipe.recipe import load_recipe
+from flows.store.record import Index
+from flows.tracking.labels import flatten, params_of, tags_of
+from flows.tracking.rows import batches, final_rows, known_steps, metric_rows
+
+
+def log(work, *steps):
+    with (work / "metrics.jsonl").open("a") as stream:
+        for step in steps:
+            stream.write(json.dumps({"step": step, "time_ms": 1000 + step, "loss": float(step)}) + "\n")
+
+
+def test_batches_are_small_enough_and_end_at_lines(tmp_path):
+    log(tmp_path, *range(25))
+    file = tmp_path / "metrics.jsonl"
+    found = list(batches(file, 0, None, largest=10))
+    assert [len(batch.rows) for batch in found] == [10, 10, 5]
+    assert found[-1].next_byte == file.stat().st_size
+    resumed = list(batches(file, found[0].next_byte, None, largest=100))
+    assert [row.step for batch in resumed for row in batch.rows] == list(range(10, 25))
+
+
+def test_nothing_beyond_the_last_byte_is_read(tmp_path):
+    log(tmp_path, 1)
+    end = (tmp_path / "metrics.jsonl").stat().st_size
+    log(tmp_path, 2)
+    (batch,) = batches(tmp_path / "metrics.jsonl", 0, end, largest=10)
+    assert [row.step for row in batch.rows] == [1]
+
+
+def test_known_steps_are_those_before_the_attempt(tmp_path):
+    log(tmp_path, 1, 2)
+    end = (tmp_path / "metrics.jsonl").stat().st_size
+    log(tmp_path, 3)
+    assert known_steps(tmp_path / "metrics.jsonl", end) == {"loss": 2}
+    assert known_steps(tmp_path / "metrics.jsonl", 0) == {}
+
+
+def test_final_figures_belong_to_the_last_step_and_are_told_once(tmp_path):
+    log(tmp_path, 1, 2)
+    final = {"loss": 2.0, "evaluation_loss": 0.5}
+    (row,) = final_rows(final, tmp_path / "metrics.jsonl", None, ended_ms=7)
+    assert (row.name, row.value, row.step) == ("evaluation_loss", 0.5, 2)
+    assert [row.step for row in final_rows(final, None, None, ended_ms=7)] == [0, 0]
+
+
+def test_a_torn_line_has_no_rows():
+    assert metric_rows(b'{"step": 1, "time_ms": 1, "lo') == []
+
+
+def test_nested_parameters_become_dotted():
+    tree = {"layout": {"dp_shard": 2, "tp": None}, "tasks": ["a", "b"]}
+    assert flatten(tree) == {"layout.dp_shard": "2", "tasks": "a, b"}
+
+
+def planned_training(tmp_path, **layout):
+    recipe = tmp_path / "recipe.yaml"
+    sft = {
+        "kind": "train",
+        "method": "sft",
+        "model": "base",
+        "data": {"dataset": "rows"},
+        "global_batch_size": 4,
+        "learning_rate": 1e-3,
+        "layout": layout,
+        "execution": {"environment": {"HF_TOKEN": "hf_secret"}},
+    }
+    base = {"kind": "download", "model": "builtin/qwen3-1m"}
+    rows = {"kind": "download", "dataset": "builtin/addition"}
+    recipe.write_text(json.dumps({"stages": {"base": base, "rows": rows, "sft": sft}}))
+    loaded = load_recipe(recipe)
+    return plan(loaded, {name: {} for name in loaded.stages}, Index(artifacts=())).stages
+
+
+def test_parameters_hold_the_identity_and_no_secret(tmp_path):
+    stages = planned_training(tmp_path, dp_shard=2)
+    params = params_of(stages["sft"])
+    assert params["learning_rate"] == "0.001"
+    assert params["layout.dp_shard"] == "2"
+    assert "hf_secret" not in str(params) + str(tags_of(stages["sft"]))
+
+
+def test_tags_name_engine_layout_launcher_and_upstream_versions(tmp_path):
+    stages = planned_training(tmp_path, dp_shard=2)
+    tags = tags_of(stages["sft"])
+    assert (tags["stage"], tags["kind"], tags["engine"], tags["launcher"]) == ("sft", "train", "fsdp", "local")
+    assert tags["upstream.model"] == stages["base"].version
+    assert tags["upstream.data.dataset"] == stages["rows"].version
+    assert "dp_shard=2" in tags["layout"]
+
+
+def test_equal_layouts_have_equal_texts(tmp_path):
+    layouts = [{"dp_shard": 2}, {"dp_shard": 2, "dp_replicate": 1}]
+    one, same = (planned_training(tmp_path, **layout)["sft"] for layout in layouts)
+    assert tags_of(one)["layout"] == tags_of(same)["layout"]
+
+
+def test_names_that_mlflow_would_refuse_are_made_acceptable():
+    (row,) = metric_rows(b'{"step": 1, "time_ms": 1, "addition.exact_match,strict": 0.5}')
+    assert row.name == "addition.exact_match_strict"

@@ -1,0 +1,76 @@
+"""Nothing in our code loads pickles, runs a shell, or gives a parser more than data: read from the sources."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted(path for folder in ("flows", "stages") for path in (ROOT / folder).rglob("*.py"))
+PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+SHELLS = {"os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput"}
+
+
+def calls(tree):
+    """Dotted name and node of every call."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), node
+
+
+def option(node, name):
+    return next((keyword.value for keyword in node.keywords if keyword.arg == name), None)
+
+
+def is_true(value):
+    return isinstance(value, ast.Constant) and value.value is True
+
+
+@pytest.fixture(scope="module")
+def trees():
+    assert len(SOURCES) > 100
+    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in SOURCES}
+
+
+def test_no_module_that_unpickles_is_imported(trees):
+    imported = {
+        (file, name.split(".")[0])
+        for file, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""])
+    }
+    assert not {(file, name) for file, name in imported if name in PICKLES}
+
+
+def test_torch_load_is_called_for_tensors_alone_and_numpy_without_pickles(trees):
+    for file, tree in trees.items():
+        for name, node in calls(tree):
+            if name.endswith("torch.load"):
+                assert is_true(option(node, "weights_only")), f"{file}:{node.lineno}"
+            if name in ("np.load", "numpy.load"):
+                assert not is_true(option(node, "allow_pickle")), f"{file}:{node.lineno}"
+
+
+def test_yaml_is_loaded_by_safe_loaders_only(trees):
+    loaders = {
+        f"{file}: {ast.unparse(node.args[1] if len(node.args) > 1 else option(node, 'Loader'))}"
+        for file, tree in trees.items()
+        for name, node in calls(tree)
+        if name in ("yaml.load", "yaml.load_all")
+    }
+    assert loaders == {"flows/recipe/text.py: RecipeLoader", "stages/evaluate/task_file.py: _Loader"}
+    assert not [file for file, tree in trees.items() for name, _ in calls(tree) if name.startswith("yaml.unsafe")]
+
+
+def test_no_shell_is_started_and_nothing_is_evaluated(trees):
+    for file, tree in trees.items():
+        for name, node in calls(tree):
+            assert name not in {*SHELLS, "eval", "exec"}, f"{file}:{node.lineno}"
+            assert not is_true(option(node, "shell")), f"{file}:{node.lineno}"
+
+
+def test_remote_code_is_trusted_only_where_the_recipe_says_so(trees):
+    for file, tree in trees.items():
+        for _, node in calls(tree):
+            assert not is_true(option(node, "trust_remote_code")), f"{file}:{node.lineno}"
