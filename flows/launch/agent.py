@@ -127,7 +127,7 @@ def jobs_of(folder: JobFolder, order: JobOrder) -> Jobs:
         return SlurmJobs(folder, order)
     from flows.launch.kubernetes_jobs import KubernetesJobs  # its client is heavy
 
-    return KubernetesJobs.connect(order)
+    return KubernetesJobs.connect(folder, order)
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ from kubernetes.client.exceptions import ApiException
 from kubernetes.config import ConfigException
 from urllib3.exceptions import HTTPError
 
-from flows.launch.job_folder import JobOrder
+from flows.launch.job_folder import JobFolder, JobOrder
 from flows.launch.kubernetes_verdict import verdict
 from flows.launch.manifests import JOB_LABEL, Manifest, job_manifests
 from flows.launch.verdict import Failed, Running, Verdict, Waiting
@@ -38,7 +38,8 @@ COLLECTIONS = {
 class KubernetesJobs:
     """Creates the objects of an order, looks at them, and deletes them."""
 
-    def __init__(self, order: JobOrder, api: client.ApiClient) -> None:
+    def __init__(self, folder: JobFolder, order: JobOrder, api: client.ApiClient) -> None:
+        self.folder = folder
         self.order = order
         self._api = api
         self._name = order.job
@@ -47,7 +48,7 @@ class KubernetesJobs:
         self._kind = list(self._manifests)[-1]
 
     @classmethod
-    def connect(cls, order: JobOrder) -> KubernetesJobs:
+    def connect(cls, folder: JobFolder, order: JobOrder) -> KubernetesJobs:
         """With the service account of this pod, or else the current context of the user's kubeconfig."""
         try:
             config.load_incluster_config()
@@ -57,13 +58,14 @@ class KubernetesJobs:
             except ConfigException as error:
                 remedy = "run this in a pod with a service account, or name a cluster in KUBECONFIG"
                 raise ResourceError(f"looking for Kubernetes: {error}; {remedy}") from error
-        return cls(order, client.ApiClient())
+        return cls(folder, order, client.ApiClient())
 
     def submit(self) -> str:
         """Returns the name of the job.
 
         Raises `RecipeError` or `ResourceError` when Kubernetes refuses it, `TransientError` when it does not answer.
         """
+        self.folder.claim(self._name)
         for kind, manifest in self._manifests.items():
             with _explained(f"create the {kind} {self._name}"):
                 self._ask("POST", kind, body=manifest)

@@ -44,12 +44,19 @@ def main() -> int:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     place = place_of(os.environ) if order.nodes > 1 else None
-    environment = {**os.environ, **folder.environment()}
-    is_first_pod = order.launcher == "kubernetes" and (place is None or place.rank == 0)
-    if is_first_pod:
-        folder.claim(order.job)
+    environment = complete({**os.environ, **folder.environment()}, order, place)
     with _output(order) as output:
-        process = Supervised(command(order, place), environment=complete(environment, order, place), output=output)
+        process = Supervised(command(order, place), environment=environment, output=output)
+    code = _wait(process, folder, order, stop)
+    if code is None:
+        return INTERRUPTED
+    if order.launcher == "kubernetes" and (place is None or place.rank == 0):
+        folder.write_end(JobEnd(job_id=order.job, exit_code=code))  # with Slurm, the batch step does it
+    return code
+
+
+def _wait(process: Supervised, folder: JobFolder, order: JobOrder, stop: threading.Event) -> int | None:
+    """The exit code; None when the stage had to be stopped."""
     owner, pulse = folder.owner(), Pulse(folder, order.heartbeat_patience_s)
     while (code := process.poll()) is None:
         if pulse.is_lost():
@@ -60,9 +67,7 @@ def main() -> int:
             stop.set()
         if stop.wait(POLL_INTERVAL_S):
             process.stop()
-            return INTERRUPTED
-    if is_first_pod:  # Slurm has a batch step that does this, and that sees the end of all nodes
-        folder.write_end(JobEnd(job_id=order.job, exit_code=code))
+            return None
     return code
 
 
