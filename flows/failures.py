@@ -10,13 +10,15 @@ from pydantic import ValidationError
 
 from flows.store.content import LOG_FILE
 from stages.contract import StageFailure, StageResult
-from stages.errors import LifecycleError, StageCrashError, TransientError, error_classes
+from stages.errors import LifecycleError, ResourceError, StageCrashError, TransientError, error_classes
 
 LOG_TAIL_LINES = 15
 LOG_TAIL_BYTES = 16_384
 TORCHRUN_ROOT_CAUSE = re.compile(
     r"Root Cause \(first observed failure\).*?rank\s*:\s*(?P<rank>\d+).*?exitcode\s*:\s*(?P<code>-?\d+)", re.DOTALL
 )
+
+TORCHRUN_FAILURE = re.compile(r"^ *rank +: (?P<rank>\d+).*?^ *exitcode +: (?P<code>-?\d+)", re.DOTALL | re.MULTILINE)
 
 
 def failure_of(work: Path, name: str, exit_code: int) -> LifecycleError:
@@ -28,10 +30,17 @@ def failure_of(work: Path, name: str, exit_code: int) -> LifecycleError:
     known = error_classes()
     if failure and failure.error in known:
         return known[failure.error](failure.message)
+    killed = _killed_rank(work)
+    if failure and killed:  # the others only noticed that it was gone
+        return StageCrashError(f"{name} ended, because {killed}\n{_log_excerpt(work)}")
     if failure:
         return StageCrashError(f"{name} failed: {failure.error}: {failure.message}\n{_log_excerpt(work)}")
     if exit_code == TransientError.exit_code:
         return TransientError(f"{name} asked to be tried again\n{_log_excerpt(work)}")
+    if exit_code == ResourceError.exit_code:  # on a full disk, the exit code is all that a stage can leave
+        return ResourceError(
+            f"{name} did not get the disk space, memory, device or port it needs\n{_log_excerpt(work)}"
+        )
     return StageCrashError(f"{name} {_manner_of_death(work, exit_code)}, without a word\n{_log_excerpt(work)}")
 
 
@@ -58,6 +67,13 @@ def _manner_of_death(work: Path, exit_code: int) -> str:
     if root_causes:
         return f"ended, because rank {root_causes[-1]['rank']} {_how(int(root_causes[-1]['code']))}"
     return _how(exit_code)
+
+
+def _killed_rank(work: Path) -> str | None:
+    """The rank that a signal ended, if torchrun tells of one that it did not send itself."""
+    failures = [(found["rank"], int(found["code"])) for found in TORCHRUN_FAILURE.finditer(_log_tail(work))]
+    killed = [(rank, code) for rank, code in failures if code < 0 and code != -signal.SIGTERM]
+    return f"rank {killed[-1][0]} {_how(killed[-1][1])}" if killed else None
 
 
 def _how(exit_code: int) -> str:

@@ -21,7 +21,6 @@ from stages.train.planner.search import Candidate, search
 from stages.train.prediction import NUM_ALTERNATIVES, hardware_at_hand, question_of
 from stages.train.shape import ModelShape
 
-
 NUM_SHOWN = 3
 
 

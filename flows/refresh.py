@@ -83,7 +83,7 @@ def _run(run: RefreshRun) -> State[Any]:
     os.environ.setdefault("VLLM_API_KEY", secrets.token_urlsafe(32))
     run.begin(str(runtime.flow_run.id), runtime.flow_run.run_count)
     try:
-        with _stopped_by_signals(run.stop):
+        with stopped_by_signals(run.stop):
             _run_stages(run)
     finally:
         record = run.finish()
@@ -112,7 +112,7 @@ def _run_stages(run: RefreshRun) -> None:
 
 
 @contextmanager
-def _stopped_by_signals(stop: threading.Event) -> Iterator[None]:
+def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
     """SIGINT and SIGTERM stop the stages instead of this process, which then ends the refresh in good order.
 
     Only in the main thread; elsewhere whoever runs the flow decides.

@@ -7,13 +7,15 @@ with the code of its error class.
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import sys
 import traceback
 from pathlib import Path
+from typing import NoReturn
 
 from stages.contract import StageContext, StageFailure, StageInput, StageResult, is_main_process, write_atomically
-from stages.errors import INTERNAL_ERROR, LifecycleError
+from stages.errors import INTERNAL_ERROR, LifecycleError, ResourceError
 from stages.kinds import KINDS
 from stages.redaction import redact
 from stages.supervisor import die_with_parent
@@ -27,6 +29,12 @@ def main() -> None:
         run_stage(work)
     except LifecycleError as error:
         fail(work, error, error.exit_code)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            full = ResourceError(f"the disk of {work} is full ({error}); free some space and run again")
+            fail(work, full, full.exit_code)
+        traceback.print_exc()
+        fail(work, error, INTERNAL_ERROR)
     except Exception as error:
         traceback.print_exc()
         fail(work, error, INTERNAL_ERROR)
@@ -46,7 +54,7 @@ def run_stage(work: Path) -> None:
             write_atomically(work / "result.json", result.model_dump_json(indent=2))
 
 
-def fail(work: Path, error: Exception, exit_code: int) -> None:
+def fail(work: Path, error: Exception, exit_code: int) -> NoReturn:
     """Leave the error where the orchestrator finds it, and end. The first rank that fails has the last word.
 
     A server that ends after its stage's result was written only leaves an exit code: the artifact is complete, and may
@@ -54,9 +62,10 @@ def fail(work: Path, error: Exception, exit_code: int) -> None:
     """
     if not any((work / name).exists() for name in ("error.json", "result.json")) and work.exists():
         failure = StageFailure(error=type(error).__name__, message=redact(str(error)))
-        with contextlib.suppress(OSError):  # A full disk: the exit code and the log still tell.
+        with contextlib.suppress(OSError):  # A full disk: the exit code still tells.
             write_atomically(work / "error.json", failure.model_dump_json(indent=2))
-    print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr, flush=True)
     sys.exit(exit_code)
 
 

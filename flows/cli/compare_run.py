@@ -14,7 +14,7 @@ from flows.compare.figures import Row
 from flows.compare.record import ComparisonRecord
 from flows.compare.run import ComparisonRequest, ComparisonRun, plan_comparison
 from flows.home import home
-from flows.launch import local
+from flows.launch import choice
 from flows.refresh_run import RefreshRun
 from flows.runner import Launcher
 from stages.errors import RefreshStoppedError, ServerError, StageCrashError
@@ -22,7 +22,7 @@ from stages.errors import RefreshStoppedError, ServerError, StageCrashError
 NOT_IN_FILE_NAMES = r"[^\w.-]"
 
 
-def run_comparison(request: ComparisonRequest, *, stream: TextIO, launch: Launcher = local.start) -> ComparisonRun:
+def run_comparison(request: ComparisonRequest, *, stream: TextIO, launch: Launcher = choice.start) -> ComparisonRun:
     """Run a comparison to its end; what happens is told on `stream` as it happens.
 
     Raises what keeps it from starting: a bad recipe, a bad layout, servers that do not answer. What goes wrong later is

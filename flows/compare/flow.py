@@ -19,7 +19,7 @@ from flows.compare.record import ComparisonRecord
 from flows.compare.run import ComparisonRequest, ComparisonRun, plan_comparison
 from flows.compare.table import cells
 from flows.history import new_refresh_id
-from flows.refresh import OPENED_RUN, _stopped_by_signals, refresh
+from flows.refresh import OPENED_RUN, refresh, stopped_by_signals
 from flows.refresh_run import RefreshRun
 from flows.servers.local import answers
 
@@ -52,7 +52,7 @@ def compare(
     run.begin(str(runtime.flow_run.id))
     try:
         build_upstream(run)
-        with _stopped_by_signals(run.stop):
+        with stopped_by_signals(run.stop):
             run.run(measure)
     except BaseException as error:
         record = run.finish(error)
@@ -73,7 +73,8 @@ def build_upstream(run: ComparisonRun) -> None:
         return
     upstream = OPENED_RUN.get(None) or RefreshRun(planned)
     OPENED_RUN.set(upstream)
-    refresh(planned.request.recipe, planned.request.overrides, return_state=True)
+    named = refresh.with_options(flow_run_name=upstream.record.refresh)
+    named(planned.request.recipe, planned.request.overrides, return_state=True)
     for error in upstream.errors.values():
         raise error
 

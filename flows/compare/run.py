@@ -20,7 +20,7 @@ from flows.compare.trial import Bench, run_trial
 from flows.devices import on_devices, wanted_slots
 from flows.history import new_refresh_id, now_ms
 from flows.home import home, store_root
-from flows.launch import local
+from flows.launch import choice
 from flows.layout_choice import choose_layouts
 from flows.machine import hardware, num_slots
 from flows.outside import resolve_outside
@@ -93,7 +93,7 @@ def plan_comparison(request: ComparisonRequest) -> PlannedComparison:
 class ComparisonRun:
     """A comparison as planned. Its record is written after every trial."""
 
-    def __init__(self, planned: PlannedComparison, comparison: str | None = None, launch: Launcher = local.start):
+    def __init__(self, planned: PlannedComparison, comparison: str | None = None, launch: Launcher = choice.start):
         """Begin the record; default of its name: a new one."""
         self.planned = planned
         self.stop = threading.Event()
@@ -134,7 +134,7 @@ class ComparisonRun:
         state: ComparisonState = "completed"
         reason = describe(error) if error else None
         if error:
-            state = "cancelled" if self.stop.is_set() else "failed"
+            state = "cancelled" if isinstance(error, RefreshStoppedError | KeyboardInterrupt) else "failed"
         elif all(trial.error for trial in self.record.trials):
             state, reason = "failed", "no layout could be measured"
         self._update(state=state, error=reason, seconds=round(time.monotonic() - self._started_s, 2))

@@ -59,6 +59,9 @@ class TrainExecution(Execution):
     evaluate_every_steps: PositiveInt | None = Field(None, description="Default: only at the end.")
     checkpoint_every_steps: PositiveInt | None = Field(None, description="Default: ten times in a run.")
     checkpoints_kept: PositiveInt = 2
+    hang_timeout_s: PositiveFloat = Field(
+        3600, description="A step that takes longer, with what is saved and evaluated after it, ends the attempt."
+    )
     measure_matmul_rate: bool = Field(True, description="On a CPU, measure the peak that MFU is relative to.")
 
 

@@ -28,6 +28,7 @@ from stages.train.losses import Loss
 from stages.train.metrics import Share, communication_fraction, measure_share, throughput
 from stages.train.order import DataOrder, even_micro_batches
 from stages.train.schedule import learning_rate
+from stages.train.watchdog import Watchdog
 
 PROFILED_STEP = 3
 """Step of an attempt, counted from 1, in which collectives are timed: late enough to be like the others."""
@@ -47,6 +48,7 @@ class TrainingRun:
     checkpoints: Checkpoints
     journal: Journal
     peak: Peak | None
+    watchdog: Watchdog
     trial: Trial | None = None
 
     @property
@@ -69,8 +71,9 @@ def train(run: TrainingRun) -> LossMeans | None:
     if done_steps:
         run.journal.milestone(f"continuing from the checkpoint of step {done_steps}")
     steps = range(done_steps + 1, run.last_step + 1)
-    with closing(prefetched(lambda step: _load_share(run, step), steps)) as shares:
+    with closing(prefetched(lambda step: _load_share(run, step), steps)) as shares, run.watchdog:
         for step in steps:
+            run.watchdog.begins(f"step {step}")
             is_profiled = run.engine.num_devices > 1 and is_main_process() and step == done_steps + PROFILED_STEP
             _train_one_step(run, step, shares.__next__, is_profiled)
     run.checkpoints.wait()

@@ -26,10 +26,12 @@ from stages.train.loop import TrainingRun, evaluation_figures, train
 from stages.train.losses import build_loss
 from stages.train.metrics import peak_memory_gib
 from stages.train.order import DataOrder
+from stages.train.out_of_memory import explained_out_of_memory
 from stages.train.plot import plot_loss
 from stages.train.preflight import check_layout
 from stages.train.processes import gathered, joined_processes
 from stages.train.reference import model_digest, reference_rows
+from stages.train.watchdog import Watchdog
 
 LOSS_PLOT = "plots/loss.png"
 HEADLINE = ("evaluation_loss", "evaluation_preference_accuracy", "tokens_per_s", "mfu")
@@ -48,9 +50,10 @@ def run(context: StageContext) -> StageResult:
     data = _prepare_data(context, model_folder)
     with joined_processes() as device:
         expected = forecast(context, model_folder, device)
-        engine = _build_engine(model_folder, config, device)
-        training_run = _assemble(context, engine, data, model_folder)
-        evaluation = train(training_run)
+        with explained_out_of_memory(config, expected.figures.get("predicted_memory_gib")):
+            engine = _build_engine(model_folder, config, device)
+            training_run = _assemble(context, engine, data, model_folder)
+            evaluation = train(training_run)
         peak_memory = _peak_memory(training_run)
         if context.trial is None:
             engine.export(context.work / "model", getattr(torch, config.export_dtype))
@@ -136,6 +139,7 @@ def _assemble(context: StageContext, engine: Engine, data: PreparedData, model_f
         checkpoints=Checkpoints(checkpoints_folder, engine, config.execution.checkpoints_kept),
         journal=Journal(context, last_step, 1 if trial else config.execution.log_every_steps),
         peak=_peak(engine, config),
+        watchdog=Watchdog(context.work, config.execution.hang_timeout_s),
         trial=trial,
     )
 

@@ -9,12 +9,14 @@ python chain.py --stage WORK  a stage's process (or one of its ranks)
 import hashlib
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 NUM_STEPS = 8
 STEP_S = 0.1
+FULL_DISK = 8  # the exit code of ResourceError
 STAGES = ("base", "rows", "sft", "awq", "scores")
 
 
@@ -95,8 +97,35 @@ def run_refresh(root: Path, ranks: int) -> dict[str, dict[str, object]]:
     }
 
 
+def start(root: Path, ranks: int = 1) -> subprocess.Popen[str]:
+    """A refresh as a process of its own."""
+    command = [sys.executable, __file__, str(root), str(ranks)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(refresh: subprocess.Popen[str]) -> dict[str, dict[str, object]]:
+    """What became of its stages, when it has ended well."""
+    said, errors = refresh.communicate(timeout=300)
+    assert refresh.returncode == 0, errors
+    return json.loads(said)
+
+
+def identities(refresh: dict[str, dict[str, object]]) -> dict[str, tuple[object, object]]:
+    """Version and digest of each stage: what a disturbed refresh must have in common with an undisturbed one."""
+    return {name: (stage["version"], stage["digest"]) for name, stage in refresh.items()}
+
+
+def step_of(root: Path, stage: str) -> int:
+    """At which step the stage's last checkpoint is."""
+    checkpoint = next(root.glob(f".work/*/{stage}-*/scratch/checkpoint.json"), None)
+    return json.loads(checkpoint.read_text())["step"] if checkpoint else 0
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "--stage":
-        run_stage_process(Path(sys.argv[2]))
+        try:
+            run_stage_process(Path(sys.argv[2]))
+        except OSError:
+            sys.exit(FULL_DISK)
     else:
         print(json.dumps(run_refresh(Path(sys.argv[1]), int(sys.argv[2]))))

@@ -11,6 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import chain
 from leftovers import Leftovers, new
 
 PATIENCE_S = 30.0
@@ -57,6 +58,13 @@ def nothing_is_left(leftovers: Leftovers) -> Iterator[None]:
     while (left := new(before, leftovers.look())) and time.monotonic() < end_s:
         time.sleep(0.05)
     assert not left, "left behind: " + "; ".join(left)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, tuple[object, object]]]:
+    """Versions and digests of a refresh that nothing happens to, by the number of ranks of its training."""
+    refreshes = {ranks: chain.start(tmp_path_factory.mktemp("undisturbed"), ranks) for ranks in (1, 2)}
+    return {ranks: chain.identities(chain.finish(refresh)) for ranks, refresh in refreshes.items()}
 
 
 @pytest.fixture

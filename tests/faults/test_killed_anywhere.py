@@ -1,10 +1,8 @@
 """Whichever process of whichever stage is killed: the next run ends with the very bytes of an undisturbed refresh."""
 
-import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import chain
@@ -12,33 +10,6 @@ import pytest
 import tiny
 
 from stages.supervisor import living_processes
-
-
-def start(store: Path, ranks: int = 1) -> subprocess.Popen[str]:
-    command = [sys.executable, chain.__file__, str(store), str(ranks)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def finish(refresh: subprocess.Popen[str]) -> dict[str, dict[str, object]]:
-    said, errors = refresh.communicate(timeout=tiny.PATIENCE_S)
-    assert refresh.returncode == 0, errors
-    return json.loads(said)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """Versions and digests of a refresh that nothing happens to, by the number of ranks."""
-    return {ranks: identities(finish(start(tmp_path_factory.mktemp("undisturbed"), ranks))) for ranks in (1, 2)}
-
-
-def identities(refresh):
-    return {name: (stage["version"], stage["digest"]) for name, stage in refresh.items()}
-
-
-def step_of(store: Path, stage: str) -> int:
-    """At which step the stage's last checkpoint is."""
-    checkpoint = next(store.glob(f".work/*/{stage}-*/scratch/checkpoint.json"), None)
-    return json.loads(checkpoint.read_text())["step"] if checkpoint else 0
 
 
 def child_of(parent: int) -> int:
@@ -72,8 +43,8 @@ def find(victim: str, refresh: subprocess.Popen[str], store: Path) -> int:
 def disturb(store, stage, victim, number, ranks, fault) -> str:
     """Kill when the stage has done some steps. Returns what the refresh said in the end."""
     fault.name, fault.stage = f"{number.name} of {victim}", stage
-    refresh = start(store, ranks)
-    tiny.eventually(lambda: step_of(store, stage) >= 2 or refresh.poll() is not None, f"{stage} made no steps")
+    refresh = chain.start(store, ranks)
+    tiny.eventually(lambda: chain.step_of(store, stage) >= 2 or refresh.poll() is not None, f"{stage} made no steps")
     with fault.timed("detected"):
         os.kill(find(victim, refresh, store), number)
         _, errors = refresh.communicate(timeout=tiny.PATIENCE_S)
@@ -97,11 +68,11 @@ def read(path: Path) -> bytes:
 
 def recover(store, stage, ranks, undisturbed, fault) -> None:
     """Run again: nothing that was done is done again, and all bytes are those of an undisturbed refresh."""
-    reached = step_of(store, stage)
+    reached = chain.step_of(store, stage)
     assert 2 <= reached <= chain.NUM_STEPS
     with fault.timed("recovered"):
-        again = finish(start(store, ranks))
-    assert identities(again) == undisturbed[ranks]
+        again = chain.finish(chain.start(store, ranks))
+    assert chain.identities(again) == undisturbed[ranks]
     states = [again[name]["state"] for name in chain.STAGES]
     done = chain.STAGES.index(stage)
     assert states == ["cached"] * done + ["built"] * (len(states) - done)

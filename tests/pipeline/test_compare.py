@@ -5,7 +5,7 @@ import json
 import pytest
 from refreshes import Home
 
-BASELINE, SHARDED, IMPOSSIBLE = "fsdp micro_batch_size=2", "fsdp dp_shard=2 micro_batch_size=2", "megatron tp=4"
+BASELINE, SHARDED, IMPOSSIBLE = "fsdp micro_batch_size=2", "fsdp dp_shard=2 micro_batch_size=2", "megatron tp=3"
 NUM_STEPS, NUM_WARMUP_STEPS, NUM_ROUNDS = 3, 1, 2
 STAGES = {
     "base": {"kind": "download", "model": "builtin/qwen3-1m"},

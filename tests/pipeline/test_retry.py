@@ -116,6 +116,8 @@ def test_a_killed_refresh_is_recognised_as_dead_and_retried_with_the_button(work
     print(f"recognised as dead after {detected_s:.1f} s")
     assert dead["state"]["type"] == "CRASHED"
     assert detected_s < DETECTION_BOUND_S
+    # The worker tells Prefect twice, within a second, and the second time would undo a retry that came in between.
+    eventually(lambda: worker_home.record(dead)["error"] == "its process was killed")
 
     worker_home.press_retry(flow_run)
     done = worker_home.ended(flow_run, num_tries=2)

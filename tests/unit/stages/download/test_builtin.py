@@ -11,6 +11,7 @@ from stages.download.builtin import addition, addition_preferences, held_out
 from stages.download.builtin.addition import Problem, split_problems
 from stages.download.builtin.catalog import BUILTINS
 from stages.model_folder import check_model_folder
+from stages.train.shape import ModelShape
 
 TASKS = Path(__file__).parents[4] / "configs" / "tasks"
 
@@ -94,6 +95,11 @@ def tokenizer(folder: Path):
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder)
+
+
+def test_the_model_s_shape_is_known_before_it_is_made(folder: Path) -> None:
+    made = ModelShape.from_config(json.loads((folder / "config.json").read_text()))
+    assert ModelShape.from_config(BUILTINS["qwen3-1m"].sizes) == made
 
 
 def test_the_model_is_a_complete_one_of_about_a_million_parameters_that_anyone_may_read(folder: Path) -> None:

@@ -1,0 +1,32 @@
+# vLLM, for a Deployment that `lifecycle render` prints, or for a host of its own.
+#   docker build --file deploy/docker/serve.Dockerfile --build-arg DEVICE=cpu --tag llm-lifecycle-serve .
+# DEVICE: cpu or cuda. The API key comes as VLLM_API_KEY, the model as a volume.
+ARG DEVICE=cpu
+
+FROM python:3.11-slim-bookworm AS base
+RUN pip install --no-cache-dir uv==0.13.8 && uv venv /opt/serve
+WORKDIR /build
+COPY deploy/requirements deploy/requirements
+
+FROM base AS cpu
+COPY deploy/vllm-metadata deploy/vllm-metadata
+RUN uv pip install --no-cache --compile-bytecode --torch-backend=cpu --python /opt/serve/bin/python \
+        --requirement deploy/requirements/serve-cpu.txt --overrides deploy/requirements/serve-cpu-overrides.txt \
+        ./deploy/vllm-metadata
+
+FROM base AS cuda
+RUN uv pip install --no-cache --compile-bytecode --torch-backend=cu130 --python /opt/serve/bin/python \
+        --requirement deploy/requirements/serve-cuda.txt
+
+FROM ${DEVICE} AS built
+
+FROM python:3.11-slim-bookworm
+# vLLM compiles kernels at the first start.
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ libnuma1 && rm -rf /var/lib/apt/lists/*
+COPY --from=built /opt/serve /opt/serve
+ENV PATH=/opt/serve/bin:$PATH DO_NOT_TRACK=1 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
+RUN useradd --uid 1000 --create-home serve
+USER 1000:1000
+EXPOSE 8000
+ENTRYPOINT []
+CMD ["vllm", "--help"]

@@ -1,0 +1,53 @@
+"""Running out of memory, as an error that says what was expected and which knobs lower it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from stages.errors import ResourceError
+from stages.train.config import TrainConfig
+from stages.train.layout import describe_layout
+
+CPU_ALLOCATOR = "DefaultCPUAllocator"
+"""In the message of the plain RuntimeError that torch raises on a CPU."""
+
+
+@contextmanager
+def explained_out_of_memory(config: TrainConfig, predicted_gib: float | None) -> Iterator[None]:
+    """Turn the error of an allocator into a ResourceError; all other errors pass.
+
+    predicted_gib: memory of the fullest process under the layout, if it was predicted.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        predicted = f"; predicted were {predicted_gib:.1f} GiB a process" if predicted_gib is not None else ""
+        raise ResourceError(
+            f"rank {os.environ.get('RANK', '0')} ran out of memory under the layout "
+            f"{describe_layout(config.engine, config.layout)}{predicted}: {str(error).splitlines()[0]}. "
+            f"To need less: {', '.join(_knobs(config))}"
+        ) from error
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or CPU_ALLOCATOR in str(error)
+
+
+def _knobs(config: TrainConfig) -> Iterator[str]:
+    """What can still be turned, that with the least cost in speed first."""
+    layout = config.layout
+    if layout.micro_batch_size > 1:
+        yield f"lower layout.micro_batch_size (now {layout.micro_batch_size})"
+    if layout.recompute != "full":
+        yield f"layout.recompute: full (now {layout.recompute})"
+    degrees = ("dp_shard", "tp", "pp", "cp") if config.engine == "megatron" else ("dp_shard",)
+    yield f"raise {' or '.join(f'layout.{name} (now {getattr(layout, name)})' for name in degrees)}"
+    if config.engine == "fsdp" and not layout.cpu_offload:
+        yield "layout.cpu_offload: true"
+    yield f"lower data.sequence_length (now {config.data.sequence_length})"

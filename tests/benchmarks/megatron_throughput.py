@@ -1,0 +1,110 @@
+"""Tokens/s of the Megatron engine against plain Transformers: `python tests/benchmarks/megatron_throughput.py`.
+
+One process, the same model, batch, precision and AdamW on both sides, alternating; on a CPU in fp32, on a GPU in bf16.
+Prints the median of the rounds' ratios. Aim: at least 1.0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from workload import ROWS_PER_STEP, SEQUENCE_LENGTH, VOCABULARY, make_model
+
+from stages.train.config import TrainConfig
+from stages.train.data.batch import IGNORED, Batch
+from stages.train.losses import SftLoss
+from stages.train.megatron.compat import prepare_megatron
+from stages.train.processes import joined_processes
+
+LEARNING_RATE = 1e-3
+WARMUP_STEPS = 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4, help="of a round, on each side")
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    with tempfile.TemporaryDirectory(prefix="megatron-throughput-") as folder, joined_processes() as device:
+        make_model(Path(folder))
+        tokens = torch.randint(0, VOCABULARY, (ROWS_PER_STEP, SEQUENCE_LENGTH))
+        sides = [megatron_step(Path(folder), tokens, device), plain_step(Path(folder), tokens, device)]
+        for step in sides:
+            steps_per_s(step, WARMUP_STEPS)
+        rounds = [[steps_per_s(step, arguments.steps) for step in sides] for _ in range(arguments.rounds)]
+    for megatron, plain in rounds:
+        print(f"megatron {tokens.numel() * megatron:,.0f}, Transformers {tokens.numel() * plain:,.0f} tokens/s")
+    print(f"median ratio: {statistics.median(megatron / plain for megatron, plain in rounds):.2f}")
+
+
+def megatron_step(folder: Path, tokens: torch.Tensor, device: torch.device) -> Callable[[], float]:
+    """A step of the engine; gives the loss."""
+    prepare_megatron()
+    from stages.train.megatron.engine import MegatronEngine
+
+    engine = MegatronEngine(folder, config(device), device)
+    batch = whole_rows(tokens)
+    return lambda: engine.train_step([batch], SftLoss(), LEARNING_RATE, 1.0).loss
+
+
+def config(device: torch.device) -> TrainConfig:
+    return TrainConfig.model_validate(
+        {
+            "kind": "train",
+            "method": "sft",
+            "model": "model",
+            "data": {"dataset": "chats", "sequence_length": SEQUENCE_LENGTH},
+            "engine": "megatron",
+            "layout": {"micro_batch_size": ROWS_PER_STEP},
+            "global_batch_size": ROWS_PER_STEP,
+            "learning_rate": LEARNING_RATE,
+            "precision": "bf16" if device.type == "cuda" else "fp32",
+        }
+    )
+
+
+def whole_rows(tokens: torch.Tensor) -> Batch:
+    """Every row is one document."""
+    rows, length = tokens.shape
+    targets = torch.cat([tokens[:, 1:], torch.full((rows, 1), IGNORED)], dim=1)
+    positions, ids = torch.arange(length).expand(rows, -1), torch.arange(rows)[:, None].expand(-1, length)
+    return Batch(tokens, targets, positions, ids, rows, [length] * rows)
+
+
+def plain_step(folder: Path, tokens: torch.Tensor, device: torch.device) -> Callable[[], float]:
+    """A step of a loop of a few lines; gives the loss."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    ids = tokens.to(device)
+
+    def step() -> float:
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def steps_per_s(step: Callable[[], float], steps: int) -> float:
+    start_s = time.perf_counter()
+    for _ in range(steps):
+        step()
+    return steps / (time.perf_counter() - start_s)
+
+
+if __name__ == "__main__":
+    main()

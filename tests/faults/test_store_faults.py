@@ -1,0 +1,162 @@
+"""The store at fault: torn, damaged, read-only, full, from another time, wanted by two. Then as if nothing had been."""
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import chain
+import pytest
+import tiny
+
+from flows.store.collect import find_garbage, verify
+from flows.store.store import Store
+
+FAR_FUTURE_S = 4_102_444_800  # the year 2100
+LONG_AGO_S = 31_536_000  # the year 1971
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+
+
+def refresh(root: Path) -> dict[str, dict[str, object]]:
+    return chain.finish(chain.start(root))
+
+
+def refusal(root: Path) -> str:
+    """What a refresh says that cannot work."""
+    process = chain.start(root)
+    _, errors = process.communicate(timeout=tiny.PATIENCE_S)
+    assert process.returncode != 0
+    return errors.splitlines()[-1]
+
+
+def states(done: dict[str, dict[str, object]]) -> list[object]:
+    return [done[name]["state"] for name in chain.STAGES]
+
+
+def artifact(root: Path, stage: str) -> Path:
+    return next(root.glob(f"*/{stage}-*"))
+
+
+@contextlib.contextmanager
+def mounted(folder: Path, *options: str) -> Iterator[None]:
+    """A file system of its own at `folder`; the session's mounts are its own, too."""
+    folder.mkdir(exist_ok=True)
+    if subprocess.run(["mount", *options, str(folder)], check=False).returncode:
+        pytest.skip("this container may not mount")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_torn_record_is_no_artifact_and_is_built_again(tmp_path, undisturbed, fault):
+    fault.name, fault.stage = "torn record.json", "sft"
+    refresh(tmp_path)
+    record = artifact(tmp_path, "sft") / "record.json"
+    record.write_bytes(record.read_bytes()[:100])
+    with fault.timed("detected"):
+        assert Store(tmp_path).index().leftovers == (record.parent,)
+    with fault.timed("recovered"):
+        again = refresh(tmp_path)
+    assert states(again) == ["cached", "cached", "built", "cached", "cached"], "what stands on it has the same content"
+    assert chain.identities(again) == undisturbed[1]
+    fault.lost = "the stage"
+
+
+@pytest.mark.parametrize("kind", ["cut off", "bits flipped"])
+def test_a_corrupted_file_of_a_model_is_named_and_rebuilt_on_request(tmp_path, undisturbed, fault, kind):
+    fault.name, fault.stage = f"weights {kind}", "sft"
+    refresh(tmp_path)
+    weights = artifact(tmp_path, "sft") / "model" / "content"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] if kind == "cut off" else bytes([content[0] ^ 1]) + content[1:])
+    with fault.timed("detected"):
+        (damaged,) = [verdict for verdict in verify(Store(tmp_path)) if not verdict.whole]
+    assert (damaged.artifact.record.stage, damaged.damaged) == ("sft", ("model/content",))
+    if kind == "cut off":
+        assert "model/content has 63 bytes instead of 64; run again with `--force sft`" in refusal(tmp_path)
+    with fault.timed("recovered"):
+        Store(tmp_path).remove(weights.parents[1])
+        again = refresh(tmp_path)
+    assert chain.identities(again) == undisturbed[1]
+    fault.lost = "the stage"
+
+
+@pytest.mark.parametrize("time_s", [FAR_FUTURE_S, LONG_AGO_S], ids=["future", "past"])
+def test_a_clock_that_jumps_costs_nothing(tmp_path, undisturbed, fault, time_s):
+    fault.name, fault.stage = f"clock jumps to {'2100' if time_s == FAR_FUTURE_S else '1971'} and back", "sft"
+    process = chain.start(tmp_path)
+    tiny.eventually(lambda: chain.step_of(tmp_path, "sft") >= 2, "no steps")
+    process.kill()
+    process.communicate()
+    tiny.eventually(lambda: not tiny.processes_of(Store(tmp_path)), "processes are left")
+    reached = chain.step_of(tmp_path, "sft")
+    for path in tmp_path.rglob("*"):
+        os.utime(path, (time_s, time_s))
+    with fault.timed("recovered"):
+        again = refresh(tmp_path)
+    assert again["sft"]["first_step"] == reached
+    assert chain.identities(again) == undisturbed[1]
+    assert states(refresh(tmp_path)) == ["cached"] * len(chain.STAGES)
+    assert find_garbage(Store(tmp_path)) == [], "what a refresh needs is no garbage, whatever the clock says"
+
+
+def test_of_two_schedulers_at_once_each_stage_is_built_by_one(tmp_path, undisturbed, fault):
+    fault.name, fault.stage = "two schedulers at once", "all"
+    with fault.timed("recovered"):
+        first, second = [chain.finish(process) for process in [chain.start(tmp_path), chain.start(tmp_path)]]
+    assert chain.identities(first) == chain.identities(second) == undisturbed[1]
+    for name in chain.STAGES:
+        assert sorted([first[name]["state"], second[name]["state"]]) == ["built", "cached"]
+
+
+@needs_root
+def test_a_store_on_a_read_only_file_system_serves_what_it_has(tmp_path, undisturbed, fault):
+    fault.name, fault.stage = "read-only file system", "sft"
+    store = tmp_path / "store"
+    refresh(store)
+    whole = states(refresh(store))
+    Store(store).remove(artifact(store, "scores"))
+    with mounted(store, "--bind", str(store)):
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(store)], check=True)
+        with fault.timed("detected"):
+            said = refusal(store)
+        assert "StoreError: cannot " in said
+        assert "Read-only file system" in said
+    with fault.timed("recovered"):
+        again = refresh(store)
+    assert whole == ["cached"] * len(chain.STAGES)
+    assert states(again) == [*whole[:-1], "built"]
+    assert chain.identities(again) == undisturbed[1]
+
+
+def fill(disk: Path) -> None:
+    """Until nothing more goes in."""
+    with (disk / "of-another-program").open("wb", buffering=0) as stream, contextlib.suppress(OSError):
+        while True:
+            stream.write(b"\0" * (1 << 20))
+
+
+@needs_root
+@pytest.mark.parametrize("stage", ["base", "sft", "awq", "scores"])
+def test_a_disk_that_is_full_while_a_stage_writes_is_named_and_costs_nothing(tmp_path, undisturbed, fault, stage):
+    fault.name, fault.stage = "disk full", stage
+    disk = tmp_path / "disk"
+    with mounted(disk, "-t", "tmpfs", "-o", "size=4m", "tmpfs"):
+        process = chain.start(disk / "store")
+        tiny.eventually(lambda: chain.step_of(disk / "store", stage) >= 2, "no steps")
+        with fault.timed("detected"):
+            fill(disk)
+            _, errors = process.communicate(timeout=tiny.PATIENCE_S)
+        assert process.returncode != 0
+        assert "ResourceError: " in errors
+        assert "disk" in errors
+        (disk / "of-another-program").unlink()
+        reached = chain.step_of(disk / "store", stage)
+        with fault.timed("recovered"):
+            again = refresh(disk / "store")
+    assert 2 <= reached == again[stage]["first_step"]
+    assert chain.identities(again) == undisturbed[1]
+    fault.lost = f"nothing: went on at step {reached} of {chain.NUM_STEPS}"
