@@ -32,16 +32,22 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {"kind": "download", "model": "builtin/qwen3-1m"},
         {"kind": "download", "dataset": "builtin/addition"},
     ],
-    "train": [{**TRAINING, "method": "sft"}, {**TRAINING, "method": "dpo"}],
+    "train": [
+        {**TRAINING, "method": "sft"},
+        {**TRAINING, "method": "dpo"},
+        {**TRAINING, "method": "sft", "engine": "megatron"},
+        {**TRAINING, "method": "sft", "engine": "megatron", "layout": {"pp": 2, "ep": 2, "dp_shard": 4}},
+    ],
     "quantize": [{"kind": "quantize", "model": "base", "method": "awq", "calibration": CALIBRATION}],
     "serve": [{"kind": "serve", "model": "base"}],
     "evaluate": [{"kind": "evaluate", "model": "base", "tasks": ["a"], "serving": {}, "task_folder": "tasks"}],
+    "promote": [{"kind": "promote", "name": "helper", "model": "base", "evaluations": ["scores"]}],
 }
 SOURCES = ("hf://org/name", "hf://datasets/org/name", "file:///x")
-VALUES = (None, True, False, 1, 2, 4, 0.25, 1e-3, *SOURCES, [3], ["x"], {"x": "y"})
+VALUES = (None, True, False, 1, 2, 4, 0.25, 1e-3, *SOURCES, "x", "1:30:00", [3], ["x"], ["--x"], {"x": "y"}, {"x": 0.5}, {"X": "x/y"})
 """Of every type that a field may have; a new type of field needs a value here."""
 
-UPSTREAM = {"base": "0123456789ab", "problems": "ba9876543210"}
+UPSTREAM = {"base": "0123456789ab", "problems": "ba9876543210", "scores": "0a1b2c3d4e5f"}
 OUTSIDE = {"task_folder": "f" * 64}
 
 

@@ -28,7 +28,7 @@ from stages.train.megatron.parallel import start_model_parallel, stop_model_para
 CPU = torch.device("cpu")
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "ffn_size": 24}
 DENSE = ModelShape(**SIZES, vocab_size=32)
-MIXTURE = ModelShape(**SIZES, vocab_size=32, num_experts=2, experts_per_token=1, expert_ffn_size=8)
+MIXTURE = ModelShape(**SIZES, vocab_size=32, num_experts=4, experts_per_token=2, expert_ffn_size=8)
 
 
 @pytest.fixture
