@@ -174,7 +174,7 @@ def _of_recipe(path: Path, inquiry: Inquiry) -> tuple[ModelShape, Workload]:
         raise RecipeError(f"{path}: looking for the train stage {named}; found {', '.join(trained) or 'none'}")
     name = inquiry.stage or next(iter(trained))
     config = trained[name]
-    outside = resolve_outside(recipe, chosen_stages(recipe, name))
+    outside = resolve_outside(recipe, chosen_stages(recipe, name), unreachable={})
     return shape_of_stage(recipe, name, outside, Store(store_root()).index()), _workload(config)
 
 

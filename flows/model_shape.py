@@ -1,7 +1,7 @@
 """The shape of the model that a train stage of a recipe starts from, whether or not it has been downloaded yet.
 
 Training and quantization leave a model's shape as it is, so it is that of the download that the stage stands on: read
-from the store when it is there, else from the source itself.
+from the store when it is there, else from the source itself, or a table of published models while that does not answer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from flows.store.record import Index
 from flows.version import identity_of, version_of
 from stages.download.config import DownloadConfig
 from stages.download.peek import CONFIG_FILE, read_model_config
-from stages.errors import RecipeError
+from stages.errors import RecipeError, TransientError
+from stages.train.planner.known_models import known_model
 from stages.train.shape import ModelShape
 
 
@@ -31,7 +32,12 @@ def shape_of_stage(recipe: Recipe, stage: str, outside: Outside, index: Index) -
     if artifact and not artifact.damage:
         text = (artifact.folder / "model" / CONFIG_FILE).read_text(encoding="utf-8")
         return ModelShape.from_config(json.loads(text))
-    return ModelShape.from_config(read_model_config(config, str(outside[name]["revision"])))
+    if "revision" in outside[name]:
+        return ModelShape.from_config(read_model_config(config, str(outside[name]["revision"])))
+    known = known_model(str(config.model))
+    if known is None:
+        raise TransientError(f"reading the sizes of {config.model}: its hub does not answer, and no table has it")
+    return known
 
 
 def _download_of(recipe: Recipe, stage: str) -> str:

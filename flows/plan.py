@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal
 
 from pydantic import JsonValue
@@ -48,6 +49,8 @@ class Plan:
 
     recipe: str
     stages: dict[str, PlannedStage]
+    unknown: dict[str, str] = field(default_factory=dict)
+    """Stage whose version is not known now → why: its source, or that of a stage it stands on, did not answer."""
 
 
 @dataclass(frozen=True)
@@ -68,18 +71,24 @@ def chosen_stages(recipe: Recipe, until: str | None) -> tuple[str, ...]:
 
 
 def plan(
-    recipe: Recipe, outside: Outside, index: Index, *, force: Collection[str] = (), until: str | None = None
+    recipe: Recipe,
+    outside: Outside,
+    index: Index,
+    *,
+    force: Collection[str] = (),
+    until: str | None = None,
+    unreachable: Mapping[str, str] = MappingProxyType({}),
 ) -> Plan:
     """Decide for every stage (with `until`: for that stage and its ancestors) whether it runs, and say why.
 
-    outside: of these stages, from `resolve_outside`.
+    outside, unreachable: of these stages, from `resolve_outside`.
     Raises `RecipeError` when `force` or `until` names a stage that the recipe lacks.
     """
     _check_names(recipe, force)
     planned: dict[str, PlannedStage] = {}
     for name in chosen_stages(recipe, until):
         planned[name] = _plan_stage(recipe, name, outside[name], index, planned, name in force)
-    return Plan(recipe.name, planned)
+    return Plan(recipe.name, planned, _unknown(planned, unreachable))
 
 
 def _plan_stage(
@@ -116,6 +125,15 @@ def _plan_stage(
         differences=decision.differences,
         forced=forced,
     )
+
+
+def _unknown(planned: Mapping[str, PlannedStage], unreachable: Mapping[str, str]) -> dict[str, str]:
+    unknown = dict(unreachable)
+    for name, stage in planned.items():
+        for ancestor in stage.ancestors:
+            if ancestor in unreachable:
+                unknown.setdefault(name, f"stands on {ancestor}, whose version is not known")
+    return unknown
 
 
 def _decide_unbuilt(nearest: Artifact | None, identity: Identity) -> Decision:

@@ -236,17 +236,20 @@ def retry_of(record: RefreshRecord) -> RefreshRequest:
     return RefreshRequest(str(record.recipe_path), record.overrides, record.until, force)
 
 
-def make_plan(request: RefreshRequest) -> PlannedRefresh:
+def make_plan(request: RefreshRequest, *, may_be_unreachable: bool = False) -> PlannedRefresh:
     """What a refresh would run.
 
+    may_be_unreachable: plan as far as possible when a hub does not answer, instead of raising TransientError.
     Raises what `load_recipe`, `resolve_outside` and `plan` raise, and `ResourceError` when there are too few GPUs.
     """
     recipe = load_recipe(Path(request.recipe), request.overrides)
     store = Store(store_root())
-    outside = resolve_outside(recipe, chosen_stages(recipe, request.until))
+    unreachable: dict[str, str] = {}
+    chosen = chosen_stages(recipe, request.until)
+    outside = resolve_outside(recipe, chosen, unreachable if may_be_unreachable else None)
     index = store.index()
     recipe, choices = choose_layouts(recipe, outside, index)
-    planned = plan(recipe, outside, index, force=request.force, until=request.until)
+    planned = plan(recipe, outside, index, force=request.force, until=request.until, unreachable=unreachable)
     check_devices(planned)
     return PlannedRefresh(request, planned, store, tuple(map(str, choices)))
 

@@ -93,7 +93,9 @@ def plan(recipe: Path, overrides: Sequence[str], until: str | None, force: Seque
     from flows.cli import show as shown
     from flows.refresh_run import RefreshRequest, make_plan
 
-    made = make_plan(RefreshRequest(str(recipe.absolute()), tuple(overrides), until, tuple(force)))
+    made = make_plan(
+        RefreshRequest(str(recipe.absolute()), tuple(overrides), until, tuple(force)), may_be_unreachable=True
+    )
     if as_json:
         print_json({**shown.plan_as_json(made.plan), "notes": list(made.notes)})
     else:

@@ -9,7 +9,7 @@ from typing import Any
 
 from flows.cli.live import figures_text, headline
 from flows.history import RefreshFolder, RefreshRecord, refreshes
-from flows.plan import Plan
+from flows.plan import Plan, PlannedStage
 from flows.recipe.text import closest
 from flows.store.record import Artifact, Index
 from flows.tracking.labels import flatten
@@ -26,9 +26,9 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         {
             "name": stage.name,
             "kind": stage.kind,
-            "version": stage.version,
+            "version": None if stage.name in plan.unknown else stage.version,
             "action": stage.action,
-            "reason": stage.reason,
+            "reason": plan.unknown.get(stage.name, stage.reason),
             "differences": [
                 {"field": difference.field, "old": difference.old, "new": difference.new}
                 for difference in stage.differences
@@ -43,11 +43,16 @@ def plan_as_text(plan: Plan) -> str:
     """A line a stage, and how many will run."""
     width = max(len(name) for name in plan.stages)
     lines = [
-        f"{stage.name:<{width}}  {stage.kind:<9} {stage.version}  {stage.action:<6}  {stage.reason}"
+        f"{stage.name:<{width}}  {stage.kind:<9} {_version_in(plan, stage)}  {stage.action:<6}  "
+        f"{plan.unknown.get(stage.name, stage.reason)}"
         for stage in plan.stages.values()
     ]
     will_run = sum(stage.action == "run" for stage in plan.stages.values())
     return "\n".join([*lines, f"{will_run} of {len(plan.stages)} stages will run"])
+
+
+def _version_in(plan: Plan, stage: PlannedStage) -> str:
+    return "unknown     " if stage.name in plan.unknown else stage.version
 
 
 def recent_as_json(index: Index) -> dict[str, Any]:

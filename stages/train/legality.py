@@ -196,7 +196,7 @@ def _experts(layout: Layout, shape: ModelShape) -> Iterator[str]:
             yield f"layout: ep {layout.ep} and etp {layout.etp} spread experts, but {shape.family} has none"
         return
     if shape.experts_per_token == 1 and shape.router_normalizes:
-        yield "layout: the model's router weighs its one expert by 1, so Megatron-core cannot train it; use engine: fsdp"
+        yield "layout: the router weighs its one expert by 1, which Megatron-core cannot train; use engine: fsdp"
     if shape.num_experts % layout.ep:
         yield f"layout: ep {layout.ep} does not divide the model's {shape.num_experts} experts"
     if shape.expert_ffn_size % layout.etp:

@@ -57,6 +57,9 @@ KNOWN = {
     "qwen2.5 14b": _qwen2(48, 5120, 40, 8, 13824, 152064),
     "qwen2.5 32b": _qwen2(64, 5120, 40, 8, 27648, 152064),
     "qwen2.5 72b": _qwen2(80, 8192, 64, 8, 29568, 152064),
+    "qwen3 0.6b": replace(_qwen3(28, 1024, 16, 8, 3072), tied_embeddings=True),
+    "qwen3 1.7b": replace(_qwen3(28, 2048, 16, 8, 6144), tied_embeddings=True),
+    "qwen3 4b": replace(_qwen3(36, 2560, 32, 8, 9728), tied_embeddings=True),
     "qwen3 8b": _qwen3(36, 4096, 32, 8, 12288),
     "qwen3 14b": _qwen3(40, 5120, 40, 8, 17408),
     "qwen3 32b": _qwen3(64, 5120, 64, 8, 25600),
@@ -80,7 +83,7 @@ def known_model(name: str) -> ModelShape | None:
 
 
 def _words(name: str) -> set[str]:
-    text = re.sub(r"[_\-/()]+", " ", name.lower())
+    text = re.sub(r"[_\-/()@:]+", " ", name.lower())
     text = re.sub(r"\b(llama|qwen|gpt|mistral|mixtral|nemotron|deepseek) ?v?(\d+(?:\.\d+)?)(?= |$)", r"\1\2", text)
     words = set(text.split())
     words |= {re.sub(r"^(llama3)\.\d$", r"\1", word) for word in words}

@@ -1,13 +1,22 @@
 """What lies outside the store counts by its content, not by its place."""
 
 import shutil
+import socket
 
 import pytest
 
 from flows.outside import resolve_outside
+from flows.plan import plan
 from flows.recipe.recipe import load_stages
 from flows.store.content import hash_path
-from stages.errors import RecipeError
+from flows.store.record import Index
+from stages.errors import RecipeError, TransientError
+
+
+def unused_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 @pytest.fixture
@@ -51,3 +60,21 @@ def test_outside_paths_are_resolved_to_hashes(tasks, tmp_path):
     assert "scores" not in resolve_outside(recipe, ["base"]), "what is not asked for is not looked at"
     with pytest.raises(RecipeError, match=r"stages\.scores\.task_folder: there is no file or folder .*tasks"):
         resolve_outside(recipe)
+
+
+def test_a_hub_that_does_not_answer_stops_a_refresh_but_not_a_plan(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{unused_port()}")
+    tree = {
+        "base": {"kind": "download", "model": "hf://org/name"},
+        "problems": {"kind": "download", "dataset": "builtin/addition"},
+        "scores": {"kind": "evaluate", "model": "base", "tasks": ["addition"], "task_folder": str(tmp_path)},
+    }
+    recipe = load_stages("small", tmp_path, tree)
+    with pytest.raises(TransientError, match="hf://org/name"):
+        resolve_outside(recipe, ["base"])
+    unreachable = {}
+    outside = resolve_outside(recipe, ["base", "problems"], unreachable)
+    assert outside["problems"] and not outside["base"]
+    planned = plan(recipe, {**outside, "scores": {}}, Index(()), unreachable=unreachable)
+    assert planned.unknown.keys() == {"base", "scores"}
+    assert "stands on base" in planned.unknown["scores"]
