@@ -13,7 +13,7 @@ from stages.train.layout import Layout
 from stages.train.planner import network
 from stages.train.planner.compute import LayerTime, LayerWork, Pass
 from stages.train.planner.hardware import Hardware
-from stages.train.planner.partition import PipelineStage, optimizer_shards, rank_parameters
+from stages.train.planner.partition import PipelineStage, optimizer_shards, outside_parameters, rank_parameters
 from stages.train.planner.workload import Engine, Software, Workload
 from stages.train.shape import ModelShape
 
@@ -64,7 +64,7 @@ def exposed_s(case: StepCase, communication_s: float, compute_s: float) -> float
 def data_parallel_s(case: StepCase, stage: PipelineStage, layer: LayerTime, head: Pass, recompute_s: float) -> float:
     """What of it is not hidden beside compute."""
     if case.engine == "fsdp":
-        return _fsdp_s(case, layer, head, recompute_s)
+        return _fsdp_s(case, stage, layer, head, recompute_s)
     return _gradient_reduction_s(case, stage, layer)
 
 
@@ -95,26 +95,32 @@ def _hidden_s(case: StepCase, communication_s: float, compute_s: float) -> float
     return exposed_s(case, communication_s, compute_s) if case.software.overlaps_gradients else communication_s
 
 
-def _fsdp_s(case: StepCase, layer: LayerTime, head: Pass, recompute_s: float) -> float:
-    """Every micro-batch gathers each layer twice (once if kept), and reduces its gradients (or the last one does)."""
-    layout, hardware, shape = case.layout, case.hardware, case.shape
+def _fsdp_s(case: StepCase, stage: PipelineStage, layer: LayerTime, head: Pass, recompute_s: float) -> float:
+    """Every micro-batch gathers each layer twice (once if kept), and reduces its gradients (or the last one does).
+
+    Under a pipeline, where micro-batches of both passes alternate, layers stay gathered and gradients whole for a step.
+    """
+    layout, hardware = case.layout, case.hardware
     group = network.shard_group(layout)
-    outside = shape.embedding_parameters + shape.head_parameters
-    per_layer = (shape.num_parameters - outside) / shape.num_layers
+    outside = outside_parameters(case.shape, stage, layout.tp)
+    held = rank_parameters(case.shape, stage, layout.tp, layout.ep, layout.etp)
+    per_layer = (held.total - outside) / stage.num_layers
     size = case.workload.compute_bytes
     gather_s = network.gather_s(hardware, group, size * per_layer)
     reduce_s = network.gather_s(hardware, group, 4 * per_layer)
-    replicas_s = network.all_reduce_s(hardware, network.replica_group(layout), 4 * per_layer / layout.dp_shard)
+    shards = layout.dp_shard * layout.cp
+    replicas_s = network.all_reduce_s(hardware, network.replica_group(layout), 4 * per_layer / shards)
     forward_s = exposed_s(case, gather_s, layer.both.forward_s)
     backward_s = layer.both.backward_s + recompute_s
-    again_s = gather_s if layout.reshard_after_forward else 0.0
+    again_s = gather_s if layout.reshard_after_forward and layout.pp == 1 else 0.0
     with_gradients_s = exposed_s(case, again_s + reduce_s + replicas_s, backward_s)
     without_s = exposed_s(case, again_s, backward_s)
-    reductions = 1.0 if case.software.gathers_gradients else case.micro_batches
+    gatherings = case.micro_batches if layout.pp == 1 else 1.0
+    reductions = 1.0 if case.software.gathers_gradients or layout.pp > 1 else case.micro_batches
     root_s = network.gather_s(hardware, group, size * outside) + network.gather_s(hardware, group, 4 * outside)
     root_s = exposed_s(case, root_s, (head.forward_s + head.backward_s))
-    layers_s = case.micro_batches * (forward_s + without_s) + reductions * (with_gradients_s - without_s)
-    return shape.num_layers * layers_s + reductions * root_s + _offload_s(case)
+    layers_s = gatherings * (forward_s + without_s) + reductions * (with_gradients_s - without_s)
+    return stage.num_layers * layers_s + reductions * root_s + _offload_s(case)
 
 
 def _offload_s(case: StepCase) -> float:

@@ -16,6 +16,7 @@ from stages.train.planner.partition import (
     PipelineStage,
     adapter_parameters,
     optimizer_shards,
+    outside_parameters,
     pipeline_stages,
     rank_parameters,
 )
@@ -136,7 +137,7 @@ def _model_states(case: _Case, stage: PipelineStage) -> tuple[float, float, floa
     sharded = held.dense / dense_shards + held.expert / expert_shards
     if case.engine == "fsdp":
         return _fsdp_states(case, sharded)
-    weight_bytes = {"fp32": 4, "bf16": 2, "fp8": 3}[case.workload.precision]
+    weight_bytes = {"fp32": 4, "bf16": 2, "fp8": 2}[case.workload.precision]  # fp8: as they are, and transposed
     optimizer_bytes = 8 if case.workload.precision == "fp32" else case.software.optimizer_bytes
     trained, trained_sharded = held.total, sharded
     if case.workload.lora_rank:
@@ -177,7 +178,7 @@ def _layers_in_flight(case: _Case, stage: PipelineStage) -> float:
 def kept_bytes_per_token(
     shape: ModelShape, engine: Engine, layout: Layout, workload: Workload, software: Software
 ) -> float:
-    """Bytes a token leaves in one layer for the backward pass, on one rank."""
+    """Bytes a token leaves in one layer for the backward pass, on one rank. In fp8, products keep their inputs so."""
     size, hidden = workload.compute_bytes, shape.hidden_size
     along_sequence = layout.tp if layout.sequence_parallel else 1
     checkpoint = hidden * size / (layout.tp if software.shards_checkpoints else along_sequence)
@@ -185,9 +186,12 @@ def kept_bytes_per_token(
         return checkpoint
     if layout.recompute == "selective" and engine == "fsdp":
         return checkpoint + _products_per_token(shape, size, software.kept_products)
-    unsplit = 4 * hidden * size + (2 * hidden if software.dropout else 0)
+    into_products = 1 if workload.precision == "fp8" else size
+    unsplit = 2 * hidden * (size + into_products) + (2 * hidden if software.dropout else 0)
     unsplit += 0 if software.fused_elementwise else 2 * 4 * hidden
-    split = size * (2 * shape.query_width + 2 * shape.kv_width) + _ffn_bytes_per_token(shape, size, software, layout)
+    split = size * (2 * shape.query_width + 2 * shape.kv_width)
+    split += _ffn_bytes_per_token(shape, size, into_products, software)
+    split += shape.query_width if workload.precision == "fp8" else 0
     split += size * (shape.query_width + shape.kv_width) if shape.qk_norm else 0
     if not software.flash_attention and layout.recompute == "none":
         split += shape.num_heads * workload.sequence_length * (5 if software.dropout else 2)
@@ -207,10 +211,11 @@ def _ffn_width(shape: ModelShape) -> float:
     return (1 - mixture) * shape.ffn_size + mixture * shape.experts_per_token * shape.expert_ffn_size
 
 
-def _ffn_bytes_per_token(shape: ModelShape, size: int, software: Software, layout: Layout) -> float:
-    kept = (3 if shape.gated_ffn else 2) + (0 if software.fused_elementwise else 1)
-    dispatched = 2 * shape.experts_per_token * shape.hidden_size if shape.num_experts else 0
-    return size * (kept * _ffn_width(shape) + dispatched)
+def _ffn_bytes_per_token(shape: ModelShape, size: int, into_products: int, software: Software) -> float:
+    """What comes out of the first product, what goes into the second, and tokens dispatched to experts."""
+    kept = size * ((2 if shape.gated_ffn else 1) + (0 if software.fused_elementwise else 1)) + into_products
+    dispatched = 2 * size * shape.experts_per_token * shape.hidden_size if shape.num_experts else 0
+    return kept * _ffn_width(shape) + dispatched
 
 
 def _workspace_per_token(case: _Case) -> float:
@@ -235,23 +240,26 @@ def _logits(case: _Case) -> float:
 
 
 def _communication(case: _Case, stage: PipelineStage) -> float:
-    if case.engine == "fsdp":
-        return _fsdp_buffers(case)
     message = case.tokens * case.shape.hidden_size * case.workload.compute_bytes
-    pipeline = 4 * message * (case.layout.pp > 1)
-    return pipeline + 2 * message * (case.layout.tp > 1)
+    messages = 4 * message * (case.layout.pp > 1) + 2 * message * (case.layout.tp > 1)
+    return messages + (_fsdp_buffers(case, stage) if case.engine == "fsdp" else 0.0)
 
 
-def _fsdp_buffers(case: _Case) -> float:
-    """Gathered parameters (the root's stay; of layers a few at a time), and one layer's whole gradients."""
-    layout, shape, size = case.layout, case.shape, case.workload.compute_bytes
-    if layout.dp_shard == 1:
-        return (size * shape.num_parameters) if size < 4 else 0.0
-    layer = (shape.num_parameters - shape.embedding_parameters - shape.head_parameters) / shape.num_layers
-    alive = shape.num_layers if not layout.reshard_after_forward else min(shape.num_layers, 2 + layout.prefetch_layers)
-    gathered = size * (alive * layer + shape.embedding_parameters + shape.head_parameters)
+def _fsdp_buffers(case: _Case, stage: PipelineStage) -> float:
+    """Gathered parameters (the root's stay; of layers a few at a time), and one layer's whole gradients.
+
+    Under a pipeline all layers of the stage stay gathered, and their gradients whole, until the step is over.
+    """
+    layout, size = case.layout, case.workload.compute_bytes
+    held = rank_parameters(case.shape, stage, layout.tp, layout.ep, layout.etp).total
+    if layout.dp_shard * layout.cp == 1:
+        return (size * held) if size < 4 else 0.0
+    outside = outside_parameters(case.shape, stage, layout.tp)
+    layer = (held - outside) / stage.num_layers
+    keeps_layers = not layout.reshard_after_forward or layout.pp > 1
+    alive = stage.num_layers if keeps_layers else min(stage.num_layers, 2 + layout.prefetch_layers)
+    gathered = size * (alive * layer + outside)
     if case.workload.lora_rank:
         return gathered
-    keeps_gradients = case.software.gathers_gradients and case.micro_batches > 1
-    whole_gradients = shape.num_parameters if keeps_gradients else layer
-    return gathered + 4 * whole_gradients + size * layer
+    keeps_gradients = case.micro_batches > 1 and (case.software.gathers_gradients or layout.pp > 1)
+    return gathered + 4 * (held if keeps_gradients else layer) + size * layer

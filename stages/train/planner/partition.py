@@ -64,6 +64,11 @@ def rank_parameters(shape: ModelShape, stage: PipelineStage, tp: int, ep: int, e
     return RankParameters(dense, stage.num_layers * experts)
 
 
+def outside_parameters(shape: ModelShape, stage: PipelineStage, tp: int) -> float:
+    """Of the embedding and the head, so far as this stage has them, on one rank."""
+    return (stage.has_embedding * shape.embedding_parameters + stage.has_head * shape.head_parameters) / tp
+
+
 @lru_cache(maxsize=65536)
 def adapter_parameters(shape: ModelShape, rank: int) -> float:
     """LoRA parameters of a dense layer: rank × (inputs + outputs) of each matrix (Hu et al. 2021, section 4.1)."""
@@ -75,13 +80,13 @@ def adapter_parameters(shape: ModelShape, rank: int) -> float:
 def optimizer_shards(layout: Layout, engine: str) -> tuple[int, int]:
     """Ranks that share the optimizer state of dense parameters, and of experts.
 
-    Megatron's distributed optimizer shards over the context-parallel ranks too.
+    Both FSDP and Megatron's distributed optimizer shard over the context-parallel ranks too.
     """
+    dense = layout.dp_shard * layout.cp
+    if engine == "fsdp":
+        return dense, dense
     if layout.dp_shard == 1:
         return 1, 1
-    if engine == "fsdp":
-        return layout.dp_shard, layout.dp_shard
-    dense = layout.dp_shard * layout.cp
     return dense, max(1, dense * layout.tp // (layout.ep * layout.etp))
 
 

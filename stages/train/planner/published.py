@@ -54,6 +54,8 @@ BEFORE_FLASH = Software(
 BF16_BEFORE_FLASH = replace(BEFORE_FLASH, gradient_bytes=4, gradient_copy_bytes=2, optimizer_bytes=12)
 """Gradients in bf16 are too coarse to be added up: they are, in fp32, beside them."""
 MODERN_MEGATRON = Software(overlaps_layers=True, chunked_logits=False, gathers_gradients=False)
+FP8_MEGATRON = replace(MODERN_MEGATRON, gradient_bytes=2)
+"""Who goes down to fp8 adds up and reduces gradients in bf16."""
 EAGER_FSDP = Software(fused_elementwise=False, chunked_logits=False, gathers_gradients=False, kept_products=0.5)
 FIRST_FSDP = replace(EAGER_FSDP, first_flash_attention=True)
 
@@ -256,7 +258,7 @@ def _software(cells: _Cells, engine: Engine, shape: ModelShape, hardware: Hardwa
     old = hardware.name.startswith("v100") or (hardware.name.startswith("a100") and shape.family == "gpt2")
     cells.assumed.append("attention without flash" if old else "flash attention")
     if not old:
-        return MODERN_MEGATRON
+        return FP8_MEGATRON if _precision(cells.text("precision")) == "fp8" else MODERN_MEGATRON
     return BF16_BEFORE_FLASH if cells.text("precision").lower() == "bf16" else BEFORE_FLASH
 
 
