@@ -76,8 +76,9 @@ def train(run: TrainingRun) -> LossMeans | None:
             run.watchdog.begins(f"step {step}")
             is_profiled = run.engine.num_devices > 1 and is_main_process() and step == done_steps + PROFILED_STEP
             _train_one_step(run, step, shares.__next__, is_profiled)
-    run.checkpoints.wait()
-    return evaluate(run)
+        run.watchdog.begins("the last checkpoint and the evaluation")
+        run.checkpoints.wait()
+        return evaluate(run)
 
 
 def evaluate(run: TrainingRun) -> LossMeans | None:

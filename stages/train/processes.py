@@ -5,13 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+USUAL_TIMEOUT = timedelta(minutes=30)
+"""Torch's own, of gloo; that of NCCL is 10 minutes."""
+MARGIN = timedelta(minutes=1)
+
+
+def collective_timeout(hang_timeout_s: float) -> timedelta:
+    """How long a collective may wait: longer than the watchdog, which alone says what every process was doing."""
+    return max(USUAL_TIMEOUT, timedelta(seconds=hang_timeout_s) + MARGIN)
+
 
 @contextmanager
-def joined_processes() -> Iterator[torch.device]:
+def joined_processes(timeout: timedelta = USUAL_TIMEOUT) -> Iterator[torch.device]:
     """Join the process group that torchrun's environment describes, or a group of one; yields this process's device.
 
     CPU tensors always have a backend (gloo): checkpoints and offloaded gradients need it on GPUs too.
@@ -19,9 +29,9 @@ def joined_processes() -> Iterator[torch.device]:
     device = _device()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield device
     finally:

@@ -29,7 +29,7 @@ from stages.train.order import DataOrder
 from stages.train.out_of_memory import explained_out_of_memory
 from stages.train.plot import plot_loss
 from stages.train.preflight import check_layout
-from stages.train.processes import gathered, joined_processes
+from stages.train.processes import collective_timeout, gathered, joined_processes
 from stages.train.reference import model_digest, reference_rows
 from stages.train.watchdog import Watchdog
 
@@ -48,7 +48,7 @@ def run(context: StageContext) -> StageResult:
     check_model_folder(model_folder)
     check_layout(context, model_folder)
     data = _prepare_data(context, model_folder)
-    with joined_processes() as device:
+    with joined_processes(collective_timeout(config.execution.hang_timeout_s)) as device:
         expected = forecast(context, model_folder, device)
         with explained_out_of_memory(config, expected.figures.get("predicted_memory_gib")):
             engine = _build_engine(model_folder, config, device)

@@ -31,6 +31,7 @@ from stages.train.megatron.optimizer import Adam, wrap_chunks
 from stages.train.megatron.parallel import from_last_stage, represents_share, start_model_parallel
 from stages.train.megatron.pipeline import Pipeline
 from stages.train.megatron.weights import export_weights, load_weights
+from stages.train.processes import collective_timeout
 from stages.train.shape import ModelShape
 
 
@@ -41,7 +42,8 @@ class MegatronEngine:
         """Load the Hugging Face `folder` under `config.layout`; the process group must exist, Megatron's groups not."""
         self._folder = folder
         self._shape = ModelShape.from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-        start_model_parallel(config.layout, is_mixture=self._shape.num_experts > 0, seed=config.seed)
+        timeout = collective_timeout(config.execution.hang_timeout_s)
+        start_model_parallel(config.layout, is_mixture=self._shape.num_experts > 0, seed=config.seed, timeout=timeout)
         self.device = device
         self.data_rank = parallel_state.get_data_parallel_rank()
         self.data_parallel_size = parallel_state.get_data_parallel_world_size()

@@ -6,15 +6,19 @@ parallelism; expert parallelism is folded into data and context parallelism.
 
 from __future__ import annotations
 
+import math
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from stages.train.layout import Layout
+from stages.train.processes import USUAL_TIMEOUT
 
 
-def start_model_parallel(layout: Layout, *, is_mixture: bool, seed: int) -> None:
+def start_model_parallel(layout: Layout, *, is_mixture: bool, seed: int, timeout: timedelta = USUAL_TIMEOUT) -> None:
     """Make the groups of `layout` and seed what is random in tensor-parallel regions; collective."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
@@ -25,6 +29,7 @@ def start_model_parallel(layout: Layout, *, is_mixture: bool, seed: int) -> None
         expert_tensor_parallel_size=layout.etp if is_mixture else None,
         num_distributed_optimizer_instances=layout.dp_replicate if layout.dp_shard > 1 else 1,
         create_gloo_process_groups=False,
+        distributed_timeout_minutes=math.ceil(timeout.total_seconds() / 60),
     )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 

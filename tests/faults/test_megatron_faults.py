@@ -1,0 +1,167 @@
+"""Megatron runs whose rank is killed, hangs, or gets no memory, and whose checkpoint was cut off while written."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import tiny
+from safetensors.torch import load_file
+
+from flows.failures import failure_of
+from flows.launch import local
+from stages.errors import ResourceError, StageCrashError, TransientError
+from stages.supervisor import living_processes, marked_processes
+from stages.train import checkpoints
+from stages.train.forecast import FORECAST_FILE
+from tests.train_stage import logged, make_artifacts, make_config, make_context
+
+NUM_STEPS, SAVE_EVERY = 12, 3
+TP2, PP2 = {"tp": 2, "micro_batch_size": 2}, {"pp": 2, "micro_batch_size": 2}
+HANG_TIMEOUT_S = 20.0
+NUM_MANY_ROWS = 1024
+"""A micro-batch of them takes about 2 GiB."""
+HEADROOM_BYTES = 2**30
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory):
+    return make_artifacts(tmp_path_factory.mktemp("artifacts"))
+
+
+def megatron_config(layout, **fields):
+    execution = {
+        "checkpoint_every_steps": SAVE_EVERY,
+        "measure_matmul_rate": False,
+        "hang_timeout_s": HANG_TIMEOUT_S,
+        "threads": 1,
+        **fields.pop("execution", {}),
+    }
+    return make_config(engine="megatron", steps=NUM_STEPS, warmup_steps=3, layout=layout, execution=execution, **fields)
+
+
+def start(work, artifacts, config):
+    make_context(work, artifacts, config)
+    return local.start(work, config)
+
+
+def end_of(process):
+    return tiny.eventually(lambda: process.poll() is not None, "the stage did not end") and process.poll()
+
+
+def run_to_end(work, artifacts, config):
+    assert end_of(start(work, artifacts, config)) == 0, log_of(work)[-4000:]
+
+
+def log_of(work):
+    return (work / "log.txt").read_text()
+
+
+def rank_of(process, rank):
+    """The process of a rank."""
+    for pid in marked_processes(process.token):
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        if f"RANK={rank}".encode() in variables:
+            return pid
+    raise AssertionError(f"there is no rank {rank}")
+
+
+def signalled_after_a_checkpoint(work, artifacts, config, number):
+    """A run whose last rank got a signal after its first checkpoint; (exit code, the error that it became)."""
+    process = start(work, artifacts, config)
+    tiny.eventually((work / "scratch" / "checkpoints" / f"step-{SAVE_EVERY}").exists, "no checkpoint")
+    ranks = {rank_of(process, rank) for rank in (0, 1)}
+    os.kill(rank_of(process, 1), number)
+    code = end_of(process)
+    assert not ranks & set(living_processes())
+    assert not marked_processes(process.token)
+    assert len(logged(work)) < NUM_STEPS
+    return failure_of(work, "trained", code)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(artifacts, tmp_path_factory):
+    """Work folder of a run that nothing happened to."""
+    work = tmp_path_factory.mktemp("uninterrupted") / "work"
+    run_to_end(work, artifacts, megatron_config(TP2))
+    return work
+
+
+def weights_of(work):
+    return (work / "model" / "model.safetensors").read_bytes()
+
+
+def test_after_a_rank_was_killed_the_next_run_ends_with_the_very_weights(artifacts, uninterrupted, tmp_path):
+    work = tmp_path / "work"
+    error = signalled_after_a_checkpoint(work, artifacts, megatron_config(TP2), signal.SIGKILL)
+    assert isinstance(error, StageCrashError)
+    assert "rank 1 was killed by SIGKILL" in str(error)
+    run_to_end(work, artifacts, megatron_config(TP2))
+    assert "continuing from the checkpoint of step" in log_of(work)
+    assert weights_of(work) == weights_of(uninterrupted)
+    assert [row["loss"] for row in logged(work)] == [row["loss"] for row in logged(uninterrupted)]
+
+
+def test_a_hung_collective_ends_with_the_stacks_in_the_log_and_the_next_attempt_goes_on(
+    artifacts, uninterrupted, tmp_path
+):
+    work = tmp_path / "work"
+    error = signalled_after_a_checkpoint(work, artifacts, megatron_config(PP2), signal.SIGSTOP)
+    assert isinstance(error, TransientError)
+    assert re.search(r"rank 0: step \d+ has taken more than 20 s \(execution\.hang_timeout_s\)", str(error))
+    assert re.search(r"rank 0: step .*its threads:\n.*thread MainThread:.*in _train_one_step", log_of(work), re.DOTALL)
+    run_to_end(work, artifacts, megatron_config(PP2))
+    assert "continuing from the checkpoint of step" in log_of(work)
+    assert_nearly_equal(work, uninterrupted, artifacts["base"])
+
+
+def assert_nearly_equal(work, uninterrupted, base):
+    """Another layout sums in another order; measured by how far training moved the weights."""
+    resumed, expected, before = (
+        load_file(folder / "model" / "model.safetensors") for folder in (work, uninterrupted, base)
+    )
+    for name, weight in expected.items():
+        assert (resumed[name] - weight).norm() < 1e-3 * (weight - before[name]).norm(), name
+
+
+def test_of_a_checkpoint_that_was_cut_off_the_one_before_is_used(artifacts, uninterrupted, tmp_path):
+    work = tmp_path / "work"
+    shutil.copytree(uninterrupted, work)
+    shutil.rmtree(work / "model")
+    folder = work / "scratch" / "checkpoints"
+    (_, latest), (step_before, _) = checkpoints.complete_checkpoints(folder)
+    with (latest / "__1_0.distcp").open("ab") as stream:
+        stream.truncate(100)
+    (folder / f"partial-step-{NUM_STEPS + SAVE_EVERY}").mkdir()
+    run_to_end(work, artifacts, megatron_config(TP2))
+    assert f"continuing from the checkpoint of step {step_before}" in log_of(work)
+    assert weights_of(work) == weights_of(uninterrupted)
+
+
+def test_a_run_that_gets_no_memory_says_what_was_predicted_and_what_needs_less(artifacts, tmp_path):
+    work = tmp_path / "work"
+    layout = {"micro_batch_size": NUM_MANY_ROWS}
+    process = start(work, artifacts, megatron_config(layout, global_batch_size=NUM_MANY_ROWS))
+    tiny.eventually((work / FORECAST_FILE).exists, "no forecast")
+    limit_memory(rank_of_only(process), HEADROOM_BYTES)
+    error = failure_of(work, "trained", end_of(process))
+    assert isinstance(error, ResourceError)
+    assert re.search(r"ran out of memory under the layout .*; predicted were \d+\.\d GiB a process", str(error))
+    assert f"lower layout.micro_batch_size (now {NUM_MANY_ROWS}), layout.recompute: full (now none)" in str(error)
+
+
+def rank_of_only(process):
+    """The stage of a single process: what the supervisor runs."""
+    return next(pid for pid, (parent, _) in living_processes().items() if parent == process.pid)
+
+
+def limit_memory(pid, headroom_bytes):
+    """Let a process map no more than this besides what it has mapped."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + headroom_bytes
+    resource.prlimit(pid, resource.RLIMIT_AS, (limit, limit))
