@@ -28,9 +28,10 @@ def explained_out_of_memory(config: TrainConfig, predicted_gib: float | None) ->
         if not _is_out_of_memory(error):
             raise
         predicted = f"; predicted were {predicted_gib:.1f} GiB a process" if predicted_gib is not None else ""
+        reason = str(error).partition("\n")[0] or "the host refused more"  # Python's own MemoryError is mute
         raise ResourceError(
             f"rank {os.environ.get('RANK', '0')} ran out of memory under the layout "
-            f"{describe_layout(config.engine, config.layout)}{predicted}: {str(error).splitlines()[0]}. "
+            f"{describe_layout(config.engine, config.layout)}{predicted}: {reason}. "
             f"To need less: {', '.join(_knobs(config))}"
         ) from error
 
