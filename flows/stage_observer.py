@@ -13,6 +13,7 @@ from flows.runner import Attempt, Outcome
 from flows.tracking.labels import params_of, tags_of
 from flows.tracking.tracker import Tracker
 from stages.errors import LifecycleError, RefreshStoppedError
+from stages.redaction import redact
 
 Log = logging.Logger | logging.LoggerAdapter[logging.Logger]
 LOG_LEVELS = {"milestone": logging.INFO, "warning": logging.WARNING}
@@ -98,7 +99,7 @@ class StageObserver:
 
 def describe(error: BaseException | None) -> str:
     """Message of an expected error; class and message of any other."""
-    return str(error) if isinstance(error, LifecycleError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, LifecycleError) else redact(f"{type(error).__name__}: {error}")
 
 
 class Tail:

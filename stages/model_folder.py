@@ -7,6 +7,7 @@ are the right ones is for whoever loads them.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,13 @@ def check_model_folder(folder: Path, *, needs_tokenizer: bool = True) -> None:
     _check_weights(folder)
     if needs_tokenizer:
         _check_tokenizer(folder)
+
+
+def follow_file_mask(path: Path) -> None:
+    """Let those read a file who may read others of this process: safetensors leaves its files to their owner alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
 
 
 def _check_config(path: Path) -> None:

@@ -26,6 +26,7 @@ from flows.cli.schedule_commands import schedule, schedules
 from flows.cli.server_commands import doctor, down, status, up
 from flows.cli.store_commands import adopt, gc, serve, show, verify
 from stages.errors import INTERNAL_ERROR, USAGE_ERROR, LifecycleError, RefreshStoppedError, error_classes
+from stages.redaction import redact
 
 RECIPE = click.argument("recipe", type=click.Path(path_type=Path))
 SET_OPTION = click.option(
@@ -132,8 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (KeyboardInterrupt, click.Abort):
         code = _fail("RefreshStoppedError", "stopped", RefreshStoppedError.exit_code, arguments)
     except Exception as error:
-        traceback.print_exc()
-        code = _fail(type(error).__name__, f"this is a bug of ours: {error}", INTERNAL_ERROR, arguments)
+        click.echo(redact(traceback.format_exc()), err=True)
+        code = _fail(type(error).__name__, redact(f"this is a bug of ours: {error}"), INTERNAL_ERROR, arguments)
     sys.exit(code or 0)
 
 

@@ -33,6 +33,7 @@ from flows.tracking.rows import (
     stage_metrics,
     stage_tags,
 )
+from stages.redaction import redact
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -43,6 +44,7 @@ RETRY_INTERVAL_S = 5.0
 METRICS_PER_BATCH = 1000
 PARAMS_PER_BATCH = 100
 LONGEST_VALUE = 6000
+LONGEST_TROUBLE = 300
 CLIENT_ENVIRONMENT = {
     # A server that is away must be noticed within seconds: the next try is ours.
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -81,7 +83,7 @@ class Shipper:
 
     def note_trouble(self, error: Exception) -> None:
         """Leave word that MLflow is away, so that nobody waits for it."""
-        self._save(trouble=f"{type(error).__name__}: {str(error)[:300]}")
+        self._save(trouble=redact(f"{type(error).__name__}: {error}")[:LONGEST_TROUBLE])
 
     def _save(self, **changes: object) -> None:
         self.shipped = self.shipped.model_copy(update=changes)
@@ -217,7 +219,7 @@ def _try_to_ship(shipper: Shipper) -> bool:
         shipper.ship()
     except Exception as error:
         # Whatever the client raises, training goes on; what was not shipped stays recorded.
-        print(f"{time.strftime('%H:%M:%S')} not shipped: {type(error).__name__}: {error}", flush=True)
+        print(f"{time.strftime('%H:%M:%S')} not shipped: {redact(f'{type(error).__name__}: {error}')}", flush=True)
         shipper.note_trouble(error)
         return False
     return True

@@ -10,7 +10,6 @@ Importing this module takes seconds; what can be checked without it is checked b
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +30,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from stages.contract import StageContext, write_atomically
+from stages.model_folder import follow_file_mask
 from stages.quantize.config import QuantizeConfig
 from stages.quantize.projections import ROUTERS
 from stages.quantize.samples import batches_of_one_length
@@ -125,7 +125,7 @@ def _save(model: PreTrainedModel, source: Path, target: Path) -> None:
     _set_dtype(target / "config.json", dtype)
     _copy_companions(source, target)
     for path in target.glob("*.safetensors"):
-        path.chmod(_default_mode())  # safetensors leaves its files readable by their owner only
+        follow_file_mask(path)
 
 
 def _serving_dtype(source: Path) -> torch.dtype:
@@ -151,9 +151,3 @@ def _copy_companions(source: Path, target: Path) -> None:
         weights = path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json")
         if path.is_file() and not weights and path.name != "config.json":
             shutil.copy(path, target / path.name)
-
-
-def _default_mode() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return 0o666 & ~mask

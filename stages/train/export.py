@@ -22,6 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from stages.contract import is_main_process, write_atomically
 from stages.errors import ModelError
+from stages.model_folder import follow_file_mask
 
 MAX_SHARD_BYTES = 5 * 10**9
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
@@ -93,7 +94,7 @@ class _ShardWriter:
         """Write what is pending, name the shards `model-00001-of-0000N` and index them."""
         self._write_shard()
         for index in range(len(self._shards)):
-            self._part(index).chmod(0o644)  # safetensors lets only the owner read, but a server may be another user
+            follow_file_mask(self._part(index))
         if len(self._shards) == 1:
             self._part(0).replace(self._folder / "model.safetensors")
             return

@@ -97,6 +97,18 @@ def known_error():
     sys.exit(5)
 
 
+def quote_secret():
+    """Fails, with a message that quotes a secret of its environment."""
+    message = f"the server refused {os.environ['OWN_SECRET']}"
+    (WORK / "error.json").write_text(json.dumps({"error": "ServerError", "message": message}))
+    sys.exit(1)
+
+
+def print_secret():
+    print(f"it was {os.environ['OWN_SECRET']} that it tried", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def bug():
     print("Traceback: something of ours", flush=True)
     (WORK / "error.json").write_text(json.dumps({"error": "KeyError", "message": "'x'"}))

@@ -14,7 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from stages.download.builtin.addition import split_problems
-from stages.model_folder import WEIGHTS_FILE
+from stages.model_folder import WEIGHTS_FILE, follow_file_mask
 
 SEED = 0
 VOCABULARY_SIZE = 288
@@ -37,8 +37,7 @@ def make(folder: Path) -> None:
     model = make_model(tokenizer)
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
-    # safetensors makes the file readable for its owner only, but a server may run as another user.
-    (folder / WEIGHTS_FILE).chmod(0o644)
+    follow_file_mask(folder / WEIGHTS_FILE)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

@@ -102,12 +102,14 @@ def test_the_model_s_shape_is_known_before_it_is_made(folder: Path) -> None:
     assert ModelShape.from_config(BUILTINS["qwen3-1m"].sizes) == made
 
 
-def test_the_model_is_a_complete_one_of_about_a_million_parameters_that_anyone_may_read(folder: Path) -> None:
+def test_the_model_is_a_complete_one_of_about_a_million_parameters_as_readable_as_the_mask_says(
+    folder: Path,
+) -> None:
     from transformers import AutoModelForCausalLM
 
     check_model_folder(folder)
     assert 0.5e6 < AutoModelForCausalLM.from_pretrained(folder).num_parameters() < 3e6
-    assert all(path.stat().st_mode & 0o044 == 0o044 for path in folder.iterdir())
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
 
 
 def test_the_model_has_the_same_bytes_every_time(folder: Path, tmp_path: Path) -> None:
