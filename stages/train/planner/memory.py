@@ -189,8 +189,8 @@ def kept_bytes_per_token(
     into_products = 1 if workload.precision == "fp8" else size
     unsplit = 2 * hidden * (size + into_products) + (2 * hidden if software.dropout else 0)
     unsplit += 0 if software.fused_elementwise else 2 * 4 * hidden
-    split = size * (2 * shape.query_width + 2 * shape.kv_width)
-    split += _ffn_bytes_per_token(shape, size, into_products, software)
+    split = _ffn_bytes_per_token(shape, size, into_products, software)
+    split += size * (2 * shape.query_width + 2 * shape.kv_width)
     split += shape.query_width if workload.precision == "fp8" else 0
     split += size * (shape.query_width + shape.kv_width) if shape.qk_norm else 0
     if not software.flash_attention and layout.recompute == "none":
