@@ -30,7 +30,7 @@ SOMETIMES = (PROFILED, "pipeline_bubble_fraction")
 PER_RUN = ("peak_memory_gib", "predicted_step_time_s", "predicted_memory_gib", "predicted_pipeline_bubble_fraction")
 """Final figures of a run."""
 RANK_PREFIX = "peak_memory_gib_rank_"
-REASON_CHARACTERS = 160
+REASON_CHARACTERS = 600
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def rows_of(record: ComparisonRecord) -> list[Row]:
                 global_batch_size=layout.global_batch_size,
                 params=layout.params,
                 metrics=figures(trials, record.num_warmup_steps) if measured else {},
-                error=None if measured else _reason(failed),
+                error=None if measured else layout.refused or _reason(failed),
             )
         )
     return with_differences(rows)
@@ -124,10 +124,10 @@ def _rank(name: str) -> int:
 def _reason(failed: TrialEntry | None) -> str:
     if failed is None:
         return "was not reached"
-    return one_line(f"{failed.error_class}: {failed.error}")
+    return first_line(f"{failed.error_class}: {failed.error}")
 
 
-def one_line(message: str) -> str:
+def first_line(message: str, most_characters: int = REASON_CHARACTERS) -> str:
     """The beginning of a message."""
     text = message.partition("\n")[0]
-    return text if len(text) <= REASON_CHARACTERS else f"{text[: REASON_CHARACTERS - 1]}…"
+    return text if len(text) <= most_characters else f"{text[: most_characters - 1]}…"

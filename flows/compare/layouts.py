@@ -2,7 +2,8 @@
 
 A line says what a recipe would say under `engine:` and `layout:`; what it leaves out has the default of a layout, not
 the value of the recipe, so that a line means the same for every recipe. It may also say `global_batch_size`, for weak
-scaling. How long a layout takes, and whether the model fits it, is found out by running it.
+scaling. A line that is misspelt stops a comparison before it starts; one that cannot work with the stage's batch is a
+row of it, with the reason. How long a layout takes, and whether the model fits it, is found out by running it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import typing
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from pydantic import ValidationError
 
 from flows.recipe.text import closest, parse_yaml, show
 from stages.errors import RecipeError
-from stages.train.config import TrainConfig
+from stages.train.config import LAYOUT_PROBLEM, TrainConfig
 from stages.train.layout import Layout, describe_layout
 
 BATCH_FIELD = "global_batch_size"
@@ -25,27 +27,43 @@ ENGINES = typing.get_args(TrainConfig.model_fields["engine"].annotation)
 KEYS = (*Layout.model_fields, BATCH_FIELD)
 
 
-def read_layouts(texts: Sequence[str], stage: TrainConfig) -> list[TrainConfig]:
-    """The stage's config under each layout; a text is a layout, or a file with a layout a line (`#` begins a comment).
+@dataclass(frozen=True)
+class RefusedLayout:
+    """A line that is well said, of a layout that cannot work."""
 
-    Raises RecipeError that lists every bad layout, with what was found, what is allowed, and the closest key.
+    text: str
+    engine: str
+    layout: Layout
+    global_batch_size: int
+    reason: str
+
+
+def read_layouts(texts: Sequence[str], stage: TrainConfig) -> tuple[list[TrainConfig], list[RefusedLayout]]:
+    """The stage's config under each layout, and those that cannot work; a text is a layout, or a file with a layout a
+    line (`#` begins a comment).
+
+    Raises RecipeError that lists every bad layout, with what was found, what is allowed, and the closest key, when one
+    is misspelt or none can work.
     """
     lines = [line for text in texts for line in _lines(text)]
     configs: list[TrainConfig] = []
+    refused: list[RefusedLayout] = []
     problems: list[str] = []
     for line in lines:
         found = [*_key_problems(line)]
         try:
             configs += [] if found else [_with_layout(stage, line)]
         except ValidationError as error:
-            found = [_sentence(details) for details in error.errors()]
+            refused += _refused(stage, line, error)
+            found = [] if _is_refusal(error) else [_sentence(details) for details in error.errors()]
         problems += [f"{line}: {problem}" for problem in found]
     problems += [] if problems else _repeated(configs)
-    if problems or not lines:
+    if problems or not configs:
+        problems += [f"{one.text}: {one.reason}" for one in refused]
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         found_text = f"the layouts have {count}:" if lines else "there is no layout; expected such as `fsdp dp_shard=2`"
         raise RecipeError("\n".join([found_text, *(f"  {problem}" for problem in problems)]))
-    return configs
+    return configs, refused
 
 
 def text_of(config: TrainConfig, recipe_batch: int) -> str:
@@ -79,11 +97,29 @@ def _key_problems(line: str) -> Iterator[str]:
 
 
 def _with_layout(stage: TrainConfig, line: str) -> TrainConfig:
+    engine, layout, batch = _said(stage, line)
+    tree: dict[str, Any] = stage.model_dump(mode="json", exclude={"layout": True, "execution": {"processes"}})
+    tree |= {"engine": engine, BATCH_FIELD: batch, "layout": layout}
+    return TrainConfig.model_validate_json(json.dumps(tree), strict=True)
+
+
+def _said(stage: TrainConfig, line: str) -> tuple[str, dict[str, Any], Any]:
     engine, *pairs = line.split()
     values = {key: parse_yaml(text) for key, _, text in (pair.partition("=") for pair in pairs)}
-    tree: dict[str, Any] = stage.model_dump(mode="json", exclude={"layout": True, "execution": {"processes"}})
-    tree |= {"engine": engine, BATCH_FIELD: values.pop(BATCH_FIELD, stage.global_batch_size), "layout": values}
-    return TrainConfig.model_validate_json(json.dumps(tree), strict=True)
+    batch = values.pop(BATCH_FIELD, stage.global_batch_size)
+    return engine, values, batch
+
+
+def _refused(stage: TrainConfig, line: str, error: ValidationError) -> list[RefusedLayout]:
+    if not _is_refusal(error):
+        return []
+    engine, fields, batch = _said(stage, line)
+    reason = "; ".join(str(details["msg"]) for details in error.errors())
+    return [RefusedLayout(line, engine, Layout(**fields), batch, reason)]
+
+
+def _is_refusal(error: ValidationError) -> bool:
+    return all(details["type"] == LAYOUT_PROBLEM for details in error.errors())
 
 
 def _sentence(details: Any) -> str:

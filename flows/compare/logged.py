@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from flows.compare.figures import Row, one_line, with_differences
-from flows.compare.names import GIT_COMMIT, HARDWARE
+from flows.compare.figures import Row, first_line, with_differences
+from flows.compare.layouts import BATCH_FIELD
+from flows.compare.names import COMPARISON_IDENTITY, GIT_COMMIT, HARDWARE
 from flows.tracking.logged_runs import LoggedRun
 from stages.errors import RecipeError
 from stages.train.layout import Layout
@@ -36,7 +37,8 @@ def rows_of_runs(runs: Sequence[LoggedRun], *, allow_mixed: bool) -> list[Row]:
             f"the {len(chosen)} runs found differ in more than their layouts:\n{shown}\n"
             "narrow them down, such as --where \"tags.hardware = '…'\", or say --allow-mixed"
         )
-    return with_differences([_row(run) for run in chosen])
+    batches = {run.params[BATCH_FIELD] for run in chosen}
+    return with_differences([_row(run, names_batch=len(batches) > 1) for run in sorted(chosen, key=_place)])
 
 
 def _is_training(run: LoggedRun) -> bool:
@@ -56,19 +58,26 @@ def _listed(values: Mapping[str, int]) -> str:
     return ", ".join(shown) + (f" and {len(values) - SHOWN_VALUES} more" if len(values) > SHOWN_VALUES else "")
 
 
-def _row(run: LoggedRun) -> Row:
+def _place(run: LoggedRun) -> tuple[str, int]:
+    """Runs of a comparison in the order of its layouts; others before them, as they are."""
+    comparison, _, number = run.tags.get(COMPARISON_IDENTITY, "").partition("/")
+    return comparison, int(number or 0)
+
+
+def _row(run: LoggedRun, names_batch: bool) -> Row:
     layout = {name: run.params[f"layout.{name}"] for name in Layout.model_fields if f"layout.{name}" in run.params}
     default = Layout().model_dump(mode="json")
     said = " ".join(f"{name}={value}" for name, value in layout.items() if value != str(default[name]))
+    batch = f" {BATCH_FIELD}={run.params[BATCH_FIELD]}" if names_batch else ""
     failed = run.status == "FAILED"
     return Row(
-        text=f"{run.params['engine']} {said}".strip(),
+        text=f"{run.params['engine']} {said}".strip() + batch,
         engine=run.params["engine"],
         num_devices=_num_devices(layout),
-        global_batch_size=int(run.params["global_batch_size"]),
+        global_batch_size=int(run.params[BATCH_FIELD]),
         params=run.params,
         metrics={} if failed else {name: value for name, value in run.metrics.items() if name not in RELATIVE},
-        error=one_line(run.tags.get("error", "failed")) if failed else None,
+        error=first_line(run.tags.get("error", "failed")) if failed else None,
         run_id=run.run_id,
     )
 

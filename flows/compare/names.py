@@ -7,6 +7,8 @@ from __future__ import annotations
 
 HARDWARE = "hardware"
 GIT_COMMIT = "git_commit"
+COMPARISON_IDENTITY = "lifecycle.comparison"
+"""Tag of a comparison's run in MLflow: `COMPARISON`, and of its layouts' runs `COMPARISON/NUMBER`."""
 
 STEP_METRICS = {
     "loss": "mean over the target tokens of a global batch, in nats (DPO: over pairs)",

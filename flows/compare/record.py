@@ -24,7 +24,10 @@ ComparisonState = Literal["running", "completed", "failed", "cancelled"]
 
 
 class LayoutEntry(StrictModel):
-    """A layout that is compared. `params` and `tags` are those that a run of the stage under it has in MLflow."""
+    """A layout that is compared. `params` and `tags` are those that a run of the stage under it has in MLflow.
+
+    `refused`: why it cannot work, and so is not tried; such layouts come last.
+    """
 
     text: str
     engine: str
@@ -32,6 +35,7 @@ class LayoutEntry(StrictModel):
     global_batch_size: int
     params: dict[str, str]
     tags: dict[str, str]
+    refused: str | None = None
 
 
 class TrialEntry(StrictModel):

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from flows.compare.figures import one_line
-from flows.compare.layouts import read_layouts, text_of
+from flows.compare.figures import first_line
+from flows.compare.layouts import BATCH_FIELD, RefusedLayout, read_layouts, text_of
 from flows.compare.record import ComparisonFolder, ComparisonRecord, ComparisonState, LayoutEntry, comparison_folder
 from flows.compare.trial import Bench, run_trial
 from flows.devices import on_devices, wanted_slots
@@ -38,6 +38,9 @@ from flows.version import identity_of, resume_key_of, version_of
 from stages.errors import RecipeError, RefreshStoppedError, StoreError
 from stages.train.config import TrainConfig
 
+SHOWN_CHARACTERS = 120
+"""Of a reason, while a comparison runs; its end shows more."""
+
 
 @dataclass(frozen=True)
 class ComparisonRequest:
@@ -60,6 +63,7 @@ class PlannedComparison:
     upstream: Plan
     layouts: tuple[PlannedStage, ...]
     texts: tuple[str, ...]
+    refused: tuple[RefusedLayout, ...]
     store: Store
 
     @property
@@ -78,7 +82,7 @@ def plan_comparison(request: ComparisonRequest) -> PlannedComparison:
     stage = recipe.stages[request.stage]
     if not isinstance(stage, TrainConfig):
         raise RecipeError(f"comparing layouts of {request.stage}: it is a {stage.kind} stage, expected a train stage")
-    configs = read_layouts(request.layouts, stage)
+    configs, refused = read_layouts(request.layouts, stage)
     store = Store(store_root())
     outside = resolve_outside(recipe, chosen)
     index = store.index()
@@ -87,7 +91,7 @@ def plan_comparison(request: ComparisonRequest) -> PlannedComparison:
     measured = planned.pop(request.stage)
     layouts = tuple(_under_layout(measured, config, planned) for config in configs)
     texts = tuple(text_of(config, stage.global_batch_size) for config in configs)
-    return PlannedComparison(request, Plan(recipe.name, planned), layouts, texts, store)
+    return PlannedComparison(request, Plan(recipe.name, planned), layouts, texts, tuple(refused), store)
 
 
 class ComparisonRun:
@@ -154,7 +158,9 @@ class ComparisonRun:
         self._update(trials=(*self.record.trials, trial))
         text = f"round {round_number}: {self.planned.texts[layout]}"
         outcome = "failed" if trial.error else "measured"
-        self._say(f"{text}: {outcome} in {trial.seconds:.1f} s  {one_line(trial.error or '')}".rstrip())
+        self._say(
+            f"{text}: {outcome} in {trial.seconds:.1f} s  {first_line(trial.error or '', SHOWN_CHARACTERS)}".rstrip()
+        )
 
     def _wait_for_slots(self) -> None:
         if self.stop.is_set():
@@ -211,7 +217,10 @@ def _new_record(planned: PlannedComparison, comparison: str) -> ComparisonRecord
         process=ProcessIdentity.own(),
         hardware=hardware(),
         git_commit=git_commit(),
-        layouts=tuple(_entry(text, stage) for text, stage in zip(planned.texts, planned.layouts, strict=True)),
+        layouts=(
+            *(_entry(text, stage) for text, stage in zip(planned.texts, planned.layouts, strict=True)),
+            *(_refused_entry(refused, planned.layouts[0]) for refused in planned.refused),
+        ),
     )
 
 
@@ -225,4 +234,20 @@ def _entry(text: str, planned: PlannedStage) -> LayoutEntry:
         global_batch_size=config.global_batch_size,
         params=params_of(planned),
         tags=tags_of(planned),
+    )
+
+
+def _refused_entry(refused: RefusedLayout, like: PlannedStage) -> LayoutEntry:
+    """What its run would have had, but for a version."""
+    fields = {f"layout.{name}": str(value) for name, value in refused.layout.model_dump(mode="json").items()}
+    said = {"engine": refused.engine, BATCH_FIELD: str(refused.global_batch_size)}
+    tags = {name: value for name, value in tags_of(like).items() if name != "version"}
+    return LayoutEntry(
+        text=refused.text,
+        engine=refused.engine,
+        num_devices=refused.layout.world_size,
+        global_batch_size=refused.global_batch_size,
+        params={**params_of(like), **said, **fields},
+        tags={**tags, "engine": refused.engine, "layout": refused.text},
+        refused=refused.reason,
     )

@@ -13,7 +13,7 @@ import os
 from typing import TYPE_CHECKING
 
 from flows.compare.figures import Row, rows_of
-from flows.compare.names import GIT_COMMIT, HARDWARE
+from flows.compare.names import COMPARISON_IDENTITY, GIT_COMMIT, HARDWARE
 from flows.compare.record import ComparisonFolder, ComparisonRecord, LayoutEntry, ShippedComparison, comparisons
 from flows.compare.table import grid
 from flows.tracking.rows import MetricRow, acceptable
@@ -23,7 +23,6 @@ from flows.tracking.writing import LONGEST_VALUE, log_metrics, log_params
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-IDENTITY_TAG = "lifecycle.comparison"
 RUN_STATUS = {"completed": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
 
 
@@ -73,10 +72,12 @@ class ComparisonShipper:
 
     def _run(self, identity: str, name: str, tags: dict[str, str]) -> str:
         """Create a run, or find it when an earlier process created it and died before it could say so."""
-        found = self.client.search_runs([self.experiment], f"tags.`{IDENTITY_TAG}` = '{identity}'", max_results=1)
+        found = self.client.search_runs(
+            [self.experiment], f"tags.`{COMPARISON_IDENTITY}` = '{identity}'", max_results=1
+        )
         if found:
             return str(found[0].info.run_id)
-        tags = {key: value[:LONGEST_VALUE] for key, value in tags.items()} | {IDENTITY_TAG: identity}
+        tags = {key: value[:LONGEST_VALUE] for key, value in tags.items()} | {COMPARISON_IDENTITY: identity}
         created = self.client.create_run(self.experiment, start_time=self.record.started_ms, tags=tags, run_name=name)
         return str(created.info.run_id)
 

@@ -6,6 +6,7 @@ import pytest
 from refreshes import Home
 
 BASELINE, SHARDED, IMPOSSIBLE = "fsdp micro_batch_size=2", "fsdp dp_shard=2 micro_batch_size=2", "megatron tp=3"
+INDIVISIBLE = "fsdp dp_shard=3"
 NUM_STEPS, NUM_WARMUP_STEPS, NUM_ROUNDS = 3, 1, 2
 STAGES = {
     "base": {"kind": "download", "model": "builtin/qwen3-1m"},
@@ -44,7 +45,7 @@ def compared(home, recipe):
     layouts = home.folder.parent / "layouts.txt"
     layouts.write_text(f"# two that run\n{BASELINE}\n{SHARDED}\n")
     measuring = ["--steps", str(NUM_STEPS), "--warmup", str(NUM_WARMUP_STEPS), "--rounds", str(NUM_ROUNDS)]
-    options = ["--stage", "sft", "--layouts", str(layouts), IMPOSSIBLE, *measuring]
+    options = ["--stage", "sft", "--layouts", str(layouts), IMPOSSIBLE, INDIVISIBLE, *measuring]
     done = home.lifecycle("compare", str(recipe), *options, "--json")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -69,9 +70,10 @@ def values(run, what):
 
 def test_a_layout_that_cannot_run_is_a_row_with_its_reason(compared, rows):
     assert compared["state"] == "completed"
-    assert list(rows) == [BASELINE, SHARDED, IMPOSSIBLE]
+    assert list(rows) == [BASELINE, SHARDED, IMPOSSIBLE, INDIVISIBLE]
     assert rows[IMPOSSIBLE]["error"].startswith("LayoutError")
-    assert rows[IMPOSSIBLE]["metrics"] == {}
+    assert "global_batch_size 4 is not divisible" in rows[INDIVISIBLE]["error"]
+    assert rows[IMPOSSIBLE]["metrics"] == rows[INDIVISIBLE]["metrics"] == {}
 
 
 def test_the_loss_does_not_depend_on_the_layout(rows):
@@ -94,7 +96,7 @@ def test_mlflow_has_a_run_a_layout_under_one_parent(compared, rows, runs):
     assert runs.keys() == rows.keys()
     assert {values(run, "tags")["mlflow.parentRunId"] for run in runs.values()} == {parent["info"]["run_id"]}
     assert values(runs[SHARDED], "params")["layout.dp_shard"] == "2"
-    assert runs[IMPOSSIBLE]["info"]["status"] == "FAILED"
+    assert runs[IMPOSSIBLE]["info"]["status"] == runs[INDIVISIBLE]["info"]["status"] == "FAILED"
     logged = values(runs[SHARDED], "metrics")
     assert logged["step_time_s"] == pytest.approx(rows[SHARDED]["metrics"]["step_time_s"])
 
@@ -115,7 +117,7 @@ def test_all_rounds_are_in_the_curves(home, runs):
 def test_prefect_has_the_table_and_mlflow_the_report(home, compared, runs):
     found = home.prefect("artifacts/filter", {"artifacts": {"key": {"any_": ["layouts"]}}})
     table = json.loads(found[0]["data"])
-    assert [row["layout"] for row in table] == [BASELINE, SHARDED, IMPOSSIBLE]
+    assert [row["layout"] for row in table] == [BASELINE, SHARDED, IMPOSSIBLE, INDIVISIBLE]
     run_id = runs[compared["comparison"]]["info"]["run_id"]
     files = home.mlflow(f"artifacts/list?run_id={run_id}")["files"]
     assert {file["path"] for file in files} == {"report.html", "comparison.json"}

@@ -26,23 +26,23 @@ STAGE = make_stage()
 
 
 def test_what_a_line_leaves_out_is_the_default_and_not_what_the_recipe_says():
-    (config,) = read_layouts(["fsdp dp_shard=2"], STAGE)
+    (config,), _ = read_layouts(["fsdp dp_shard=2"], STAGE)
     assert (config.layout.dp_shard, config.layout.micro_batch_size, config.layout.recompute) == (2, 1, "none")
     assert config.global_batch_size == STAGE.global_batch_size
 
 
 def test_all_but_the_layout_is_the_stage_s_own():
-    (config,) = read_layouts(["fsdp dp_shard=2 reshard_after_forward=false"], STAGE)
+    (config,), _ = read_layouts(["fsdp dp_shard=2 reshard_after_forward=false"], STAGE)
     assert config.model_copy(update={"layout": STAGE.layout}) == STAGE
 
 
 def test_the_processes_are_those_of_the_line():
-    (config,) = read_layouts(["fsdp dp_shard=8"], make_stage(execution={"processes": 1}))
+    (config,), _ = read_layouts(["fsdp dp_shard=8"], make_stage(execution={"processes": 1}))
     assert config.processes == 8
 
 
 def test_a_line_may_name_the_batch():
-    (config,) = read_layouts(["fsdp dp_shard=2 global_batch_size=128"], STAGE)
+    (config,), _ = read_layouts(["fsdp dp_shard=2 global_batch_size=128"], STAGE)
     assert config.global_batch_size == 128
     assert text_of(config, STAGE.global_batch_size) == "fsdp dp_shard=2 global_batch_size=128"
 
@@ -50,7 +50,8 @@ def test_a_line_may_name_the_batch():
 def test_a_file_has_a_layout_a_line(tmp_path):
     file = tmp_path / "layouts"
     file.write_text("# comment\nfsdp\n\nfsdp dp_shard=2  # two processes\n")
-    assert [config.layout.world_size for config in read_layouts([str(file), "fsdp dp_shard=4"], STAGE)] == [1, 2, 4]
+    configs, _ = read_layouts([str(file), "fsdp dp_shard=4"], STAGE)
+    assert [config.layout.world_size for config in configs] == [1, 2, 4]
 
 
 @given(
@@ -66,7 +67,7 @@ def test_a_file_has_a_layout_a_line(tmp_path):
 )
 def test_what_is_written_is_read_back(layout):
     config = make_stage(layout=layout)
-    (back,) = read_layouts([text_of(config, STAGE.global_batch_size)], STAGE)
+    (back,), _ = read_layouts([text_of(config, STAGE.global_batch_size)], STAGE)
     assert back.layout == config.layout
 
 
@@ -88,6 +89,13 @@ def test_a_bad_line_is_explained(line, problem):
         read_layouts([line], STAGE)
     assert line in str(error.value)
     assert problem in str(error.value)
+
+
+def test_a_layout_that_cannot_work_does_not_keep_others_from_being_compared():
+    configs, (refused,) = read_layouts(["fsdp", "fsdp dp_shard=3 micro_batch_size=2"], STAGE)
+    assert len(configs) == 1
+    assert (refused.text, refused.layout.world_size) == ("fsdp dp_shard=3 micro_batch_size=2", 3)
+    assert "global_batch_size 64 is not divisible" in refused.reason
 
 
 def test_all_bad_lines_are_told_at_once():

@@ -51,6 +51,14 @@ def test_asked_for_they_are_mixed():
     assert [row.metrics["relative_tokens_per_s"] for row in rows] == [1.0, 0.25]
 
 
+def test_runs_of_a_comparison_keep_its_order_and_other_batches_are_named():
+    larger = {**PARAMS, "global_batch_size": "16"}
+    tags = [{"lifecycle.comparison": f"night/{number}"} for number in (10, 2)]
+    runs = [make_run(**tags[0]), make_run(params=larger, **tags[1])]
+    texts = [row.text.rpartition(" ")[2] for row in rows_of_runs(runs, allow_mixed=False)]
+    assert texts == ["global_batch_size=16", "global_batch_size=8"]
+
+
 def test_figures_relative_to_another_comparison_s_first_layout_are_computed_anew():
     (row,) = rows_of_runs([make_run(metrics={**METRICS, "relative_tokens_per_s": 7.0})], allow_mixed=False)
     assert row.metrics["relative_tokens_per_s"] == 1.0
