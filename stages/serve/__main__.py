@@ -26,7 +26,8 @@ from stages.serve.vllm_program import find_vllm
 
 def main() -> None:
     """Serve until SIGINT or SIGTERM; exits with the code of the error class otherwise."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts background programs deaf to the first
+        signal.signal(number, signal.default_int_handler)
     try:
         with contextlib.suppress(KeyboardInterrupt):
             _serve(_parse())
