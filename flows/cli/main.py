@@ -123,7 +123,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of `lifecycle`: exits with the code of the error class; no user's mistake shows a traceback."""
     arguments = sys.argv[1:] if arguments is None else arguments
     os.umask(0o077)  # stores, logs and databases are their owner's
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what Ctrl-C cleans up, SIGTERM does too
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts background programs deaf to the first
+        signal.signal(number, signal.default_int_handler)
     try:
         code = cli.main(list(arguments), prog_name="lifecycle", standalone_mode=False)
     except click.ClickException as error:
