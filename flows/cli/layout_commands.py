@@ -70,8 +70,12 @@ def _predict(table: Path, out: Path | None, as_json: bool) -> None:
         raise click.UsageError("--predict needs --out OUT.csv")
     summary = predict_table(table, out)
     if as_json:
-        print_json({"rows": summary.num_rows, "predicted": summary.num_predicted, "out": str(out)})
+        unknown = [{"line": line, "reason": reason} for line, reason in summary.unknown]
+        rows = {"rows": summary.num_rows, "predicted": summary.num_predicted, "not_predicted": unknown}
+        print_json({**rows, "out": str(out)})
     else:
         click.echo(f"{summary.num_predicted} of {summary.num_rows} rows predicted → {out}")
         for assumption, count in summary.assumed:
             click.echo(f"  assumed {assumption} ({count} rows)")
+        for line, reason in summary.unknown:
+            click.echo(f"  line {line} not predicted: {reason}")

@@ -88,13 +88,18 @@ HARDWARE = {
         Hardware("v100-32gb", 125, 15.7, None, 31.7, 900, 80, 16, 150, 12.5),
         Hardware("a100-40gb", 312, 19.5, None, 39.4, 1555, 108, 8, 300, 25),
         Hardware("a100-80gb", 312, 19.5, None, 79.2, 2039, 108, 8, 300, 25),
+        Hardware("a800-80gb", 312, 19.5, None, 79.2, 2039, 108, 8, 200, 25),
         Hardware("h100-80gb", 989, 67, 1979, 79.1, 3350, 132, 8, 450, 50, sustained=0.75),
         Hardware("h200", 989, 67, 1979, 139.8, 4800, 132, 8, 450, 50, sustained=0.77),
+        Hardware("h800-80gb", 989, 67, 1979, 79.1, 3350, 132, 8, 200, 50, sustained=0.75),
+        Hardware("h20", 148, 44, 296, 95.1, 4000, 78, 8, 450, 50),
         Hardware("b200", 2250, 75, 4500, 178.4, 8000, 148, 8, 900, 50, sustained=0.8),
         Hardware("b300", 2250, 75, 4500, 267.7, 8000, 148, 8, 900, 100, sustained=0.8),
         Hardware("gb200", 2500, 80, 5000, 184.0, 8000, 152, 72, 900, 50, sustained=0.8),
         Hardware("gb300", 2500, 80, 5000, 276.0, 8000, 152, 72, 900, 100, sustained=0.8),
         Hardware("l40s", 362, 91.6, 733, 44.4, 864, 142, 8, 25, 12.5, sustained=0.75),
+        # One of an MI250X's two dies, which programs see as a device of its own.
+        Hardware("mi250x", 191.5, 47.9, None, 63.9, 1638, 110, 8, 50, 12.5, sustained=0.6),
         Hardware("mi300x", 1307, 163, 2615, 191.5, 5300, 304, 8, 448, 50, sustained=0.6),
         # A whole machine of two cores; a process without any model holds 0.6 GiB: the interpreter, torch.
         Hardware(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from stages.errors import DataError
 from stages.train.planner.memory import memory
-from stages.train.planner.published import PublishedRun, UnknownRun, read_table
+from stages.train.planner.published import FIRST_LINE, PublishedRun, UnknownRun, read_table
 from stages.train.planner.time import step_time
 
 PREDICTED = ("pred_step_time_s", "pred_memory_gb", "pred_tok_s_gpu", "pred_oom", "pred_assumed")
@@ -23,6 +23,8 @@ class Summary:
     num_predicted: int
     assumed: tuple[tuple[str, int], ...]
     """What was assumed, with the number of rows, most frequent first."""
+    unknown: tuple[tuple[int, str], ...]
+    """Line and reason of each row without a prediction."""
 
 
 def predict_table(table: Path, out: Path) -> Summary:
@@ -42,7 +44,8 @@ def predict_table(table: Path, out: Path) -> Summary:
         raise DataError(f"writing the predictions to {out}: {error}") from error
     known = [run for run in runs if isinstance(run, PublishedRun)]
     assumed = Counter(assumption for run in known for assumption in run.assumed)
-    return Summary(len(runs), len(known), tuple(assumed.most_common()))
+    unknown = [(line, run.reason) for line, run in enumerate(runs, FIRST_LINE) if isinstance(run, UnknownRun)]
+    return Summary(len(runs), len(known), tuple(assumed.most_common()), tuple(unknown))
 
 
 def predicted_cells(run: PublishedRun | UnknownRun) -> dict[str, str]:

@@ -18,11 +18,14 @@ from stages.train.layout import Layout
 from stages.train.planner.hardware import HARDWARE, Hardware
 from stages.train.planner.known_models import gpt, known_model
 from stages.train.planner.memory import memory
+from stages.train.planner.published_cells import Cells, UnknownRunError
 from stages.train.planner.workload import Engine, Precision, Software, Workload
 from stages.train.shape import ModelShape
 
 COLUMNS = ("model", "layers", "hidden", "heads", "seq", "gbs", "mbs", "tp", "pp", "dp", "gpus", "gpu")
-"""Columns that a table must have; others that are read: see `_Cells`."""
+"""Columns that a table must have; others that are read: see `_run`."""
+FIRST_LINE = 2
+"""Of a table's rows, beneath its header."""
 VTRAIN_COLUMNS = {
     "# GPUs": "gpus",
     "global batch": "gbs",
@@ -37,6 +40,13 @@ VTRAIN_COLUMNS = {
 }
 NETWORKS_GB_PER_S = {"jean zay": 6.25, "p4d": 6.25, "efa": 6.25}
 """Clusters that a GPU's description names, with one device's share of the network (Jean Zay: 4 × 100 Gb/s a node)."""
+USABLE_MEMORY = 0.99
+"""GiB that programs find of each GB of a GPU's name."""
+OTHER_SIZE = 0.1
+"""Share by which a size in a GPU's name is another one than is known of this GPU."""
+FULLY_SHARDED = re.compile(r"fsdp|hsdp|full_shard|zero[-_ ]*(stage)?[-_ ]*3", re.IGNORECASE)
+FIRST_YEAR_OF_FLASH = 2023
+USUAL_LORA_RANK = 16
 DEFAULT_SEQUENCE_LENGTH = 2048
 LARGEST_MICRO_BATCH_TOKENS = 32768
 ALLOWANCE = 1.3
@@ -58,10 +68,6 @@ FP8_MEGATRON = replace(MODERN_MEGATRON, gradient_bytes=2)
 """Who goes down to fp8 adds up and reduces gradients in bf16."""
 EAGER_FSDP = Software(fused_elementwise=False, chunked_logits=False, gathers_gradients=False, kept_products=0.5)
 FIRST_FSDP = replace(EAGER_FSDP, first_flash_attention=True)
-
-
-class UnknownModelError(Exception):
-    """A row says too little of its model."""
 
 
 @dataclass
@@ -104,64 +110,28 @@ def read_table(path: Path) -> tuple[list[str], list[PublishedRun | UnknownRun]]:
             f"(cells may be empty), or vTrain's: {', '.join(VTRAIN_COLUMNS)}"
         )
     runs: list[PublishedRun | UnknownRun] = []
-    for number, row in enumerate(rows, start=2):
+    for number, row in enumerate(rows, start=FIRST_LINE):
         cells = {names[name]: (value or "").strip() for name, value in row.items() if name is not None}
         renamed = {VTRAIN_COLUMNS.get(name, name): value for name, value in cells.items()} if is_vtrain else cells
         try:
-            runs.append(replace(_run(_Cells(path, number, renamed)), cells=cells))
-        except UnknownModelError as error:
+            runs.append(replace(_run(Cells(path, number, renamed)), cells=cells))
+        except UnknownRunError as error:
             runs.append(UnknownRun(cells, str(error)))
     return header, runs
 
 
-@dataclass
-class _Cells:
-    """A row that is read cell by cell, noting what had to be assumed."""
-
-    path: Path
-    line: int
-    cells: dict[str, str]
-    assumed: list[str] = field(default_factory=list)
-
-    def text(self, column: str) -> str:
-        return self.cells.get(column, "")
-
-    def number(self, column: str) -> int | None:
-        """A positive number; `~250k` counts as one."""
-        text = self.text(column).lower().lstrip("~").replace(",", "")
-        if not text:
-            return None
-        scale = 1000 if text.endswith("k") else 1
-        try:
-            value = float(text.removesuffix("k")) * scale
-        except ValueError:
-            value = 0.0
-        if value <= 0 or value != int(value):
-            raise DataError(
-                f"reading the table {self.path}: line {self.line}, column {column}: {self.text(column)!r} is no "
-                "positive whole number"
-            )
-        return int(value)
-
-    def number_or(self, column: str, default: int) -> int:
-        """A number, or the default, which is noted."""
-        value = self.number(column)
-        if value is None:
-            self.assumed.append(f"{column}={default}")
-            return default
-        return value
-
-
-def _run(cells: _Cells) -> PublishedRun:
+def _run(cells: Cells) -> PublishedRun:
     hardware = _hardware(cells)
-    engine: Engine = "fsdp" if re.search("fsdp|zero-?3", cells.text("shard"), re.IGNORECASE) else "megatron"
+    engine: Engine = "fsdp" if FULLY_SHARDED.search(cells.text("shard")) else "megatron"
     shape = _shape(cells)
-    layout = _degrees(cells, engine)
     software = _software(cells, engine, shape, hardware)
+    layout = _degrees(cells, engine, software, hardware)
     workload = Workload(
         sequence_length=cells.number_or("seq", DEFAULT_SEQUENCE_LENGTH),
         global_batch_size=cells.number_or("gbs", layout.data_parallel_size * layout.micro_batch_size),
         precision=_precision(cells.text("precision")),
+        method="dpo" if "dpo" in cells.text("kind").lower() else "sft",
+        lora_rank=_lora_rank(cells),
     )
     sequence_parallel = layout.tp > 1 and (software.flash_attention or cells.text("recompute").startswith("selective"))
     layout = layout.model_copy(update={"sequence_parallel": sequence_parallel})
@@ -171,24 +141,25 @@ def _run(cells: _Cells) -> PublishedRun:
     return PublishedRun({}, shape, engine, layout, workload, hardware, software, cells.assumed)
 
 
-def _hardware(cells: _Cells) -> Hardware:
+def _hardware(cells: Cells) -> Hardware:
     text = cells.text("gpu").lower()
     words = re.sub(r"[^a-z0-9]+", " ", text or "a100").split()
     matches = [name for name in HARDWARE if name.split("-")[0] in words]
     if not matches:
-        raise DataError(
-            f"reading the table {cells.path}: line {cells.line}, column gpu: {cells.text('gpu')!r} is none of "
-            f"{', '.join(HARDWARE)}"
-        )
+        raise UnknownRunError(f"gpu {cells.text('gpu')!r} is none of {', '.join(HARDWARE)}")
     sized = [name for name in matches if name.split("-")[-1] in words]
     name = sized[0] if sized else matches[-1]
     if not text or (not sized and len(matches) > 1):
         cells.assumed.append(f"gpu={name}")
     network = next((rate for cluster, rate in NETWORKS_GB_PER_S.items() if cluster in text), None)
-    return replace(HARDWARE[name], inter_node_gb_per_s=network) if network else HARDWARE[name]
+    hardware = replace(HARDWARE[name], inter_node_gb_per_s=network) if network else HARDWARE[name]
+    size = re.search(r"\b(\d+) ?gi?b\b", text)
+    memory_gib = USABLE_MEMORY * float(size.group(1)) if size and not sized else hardware.memory_gib
+    differs = abs(memory_gib / hardware.memory_gib - 1) > OTHER_SIZE
+    return replace(hardware, memory_gib=memory_gib) if differs else hardware
 
 
-def _shape(cells: _Cells) -> ModelShape:
+def _shape(cells: Cells) -> ModelShape:
     """From the sizes; without them by the model's name; without that from the number of parameters."""
     known = known_model(cells.text("model"))
     layers, hidden = cells.number("layers"), cells.number("hidden")
@@ -208,13 +179,13 @@ def _shape(cells: _Cells) -> ModelShape:
     return ModelShape(layers, hidden, heads, kv_heads, max(1, hidden // heads), ffn, vocab)
 
 
-def _main_sizes(cells: _Cells, layers: int | None, hidden: int | None) -> tuple[int, int]:
+def _main_sizes(cells: Cells, layers: int | None, hidden: int | None) -> tuple[int, int]:
     """Layers and hidden size; what is missing follows from 12 × layers × hidden² parameters, 128 wide a layer."""
     if layers and hidden:
         return layers, hidden
     billions = re.search(r"([\d.]+)\s*b", cells.text("params_b").lower() + "b " + cells.text("model").lower())
     if not billions:
-        raise UnknownModelError("layers and hidden are empty, and neither params_b nor the model's name tells them")
+        raise UnknownRunError("layers and hidden are empty, and neither params_b nor the model's name tells them")
     parameters = float(billions.group(1)) * 1e9
     if hidden is None:
         width = (parameters / 12 * 128) ** (1 / 3) if layers is None else (parameters / 12 / layers) ** 0.5
@@ -226,13 +197,13 @@ def _main_sizes(cells: _Cells, layers: int | None, hidden: int | None) -> tuple[
     return layers, hidden
 
 
-def _degrees(cells: _Cells, engine: Engine) -> Layout:
+def _degrees(cells: Cells, engine: Engine, software: Software, hardware: Hardware) -> Layout:
     tp, pp, cp = (cells.number(name) or 1 for name in ("tp", "pp", "cp"))
     gpus, dp = cells.number("gpus"), cells.number("dp")
     if dp is None:
         dp = max(1, (gpus or tp * pp * cp) // (tp * pp * cp))
         cells.assumed.append(f"dp={dp}")
-    shards = 1 if cells.text("shard").lower() in ("", "ddp", "none") and engine == "megatron" else dp
+    shards = _shards(cells, engine, software, hardware, dp)
     return Layout.model_construct(
         **{
             **Layout().model_dump(),
@@ -243,26 +214,52 @@ def _degrees(cells: _Cells, engine: Engine) -> Layout:
     )  # fmt: skip
 
 
-def _micro_batch(cells: _Cells, pp: int, dp: int) -> int:
+def _shards(cells: Cells, engine: Engine, software: Software, hardware: Hardware, dp: int) -> int:
+    """Ranks that share Adam, or everything: under HSDP those of a node; today's Megatron shares unless it says not."""
+    text = cells.text("shard").lower()
+    if "hsdp" in text and dp % hardware.gpus_per_node == 0:
+        return hardware.gpus_per_node
+    if engine == "fsdp" or text not in ("", "ddp", "none"):
+        return dp
+    if text or dp == 1 or not software.flash_attention:
+        return 1
+    cells.assumed.append("distributed optimizer")
+    return dp
+
+
+def _lora_rank(cells: Cells) -> int | None:
+    """Of a run that names LoRA; 16 if it does not say."""
+    named = re.search(r"lora\D*(\d+)?", " ".join(cells.text(column).lower() for column in ("kind", "shard")))
+    if not named:
+        return None
+    if not named.group(1):
+        cells.assumed.append(f"lora rank={USUAL_LORA_RANK}")
+    return int(named.group(1) or USUAL_LORA_RANK)
+
+
+def _micro_batch(cells: Cells, pp: int, dp: int) -> int:
     """All rows of a rank at once where there is no pipeline to fill and they are not too many."""
     rows = (cells.number("gbs") or dp) // dp
     all_at_once = pp == 1 and rows * (cells.number("seq") or DEFAULT_SEQUENCE_LENGTH) <= LARGEST_MICRO_BATCH_TOKENS
     return max(1, rows) if all_at_once else 1
 
 
-def _software(cells: _Cells, engine: Engine, shape: ModelShape, hardware: Hardware) -> Software:
-    """FSDP runs eagerly, FSDP1 with the first flash attention; Megatron on V100, and of GPTs on A100, is of the time
-    before it (mid 2022)."""
-    if engine == "fsdp":
-        return FIRST_FSDP if "fsdp1" in cells.text("shard").lower() else EAGER_FSDP
+def _software(cells: Cells, engine: Engine, shape: ModelShape, hardware: Hardware) -> Software:
+    """FSDP runs eagerly (but Megatron's), FSDP1 with the first flash attention; Megatron on V100, and of GPTs on A100,
+    is of the time before it (mid 2022), unless its source names a later year."""
+    origin = " ".join(cells.text(column).lower() for column in ("source", "shard"))
+    if engine == "fsdp" and not re.search("megatron|nemo", origin):
+        return FIRST_FSDP if "fsdp1" in origin else EAGER_FSDP
+    years = [int(year) for year in re.findall(r"\b20[12]\d\b", origin)]
     old = hardware.name.startswith("v100") or (hardware.name.startswith("a100") and shape.family == "gpt2")
+    old = old and max(years, default=0) < FIRST_YEAR_OF_FLASH
     cells.assumed.append("attention without flash" if old else "flash attention")
     if not old:
         return FP8_MEGATRON if _precision(cells.text("precision")) == "fp8" else MODERN_MEGATRON
     return BF16_BEFORE_FLASH if cells.text("precision").lower() == "bf16" else BEFORE_FLASH
 
 
-def _recompute(cells: _Cells, fits: bool) -> str:
+def _recompute(cells: Cells, fits: bool) -> str:
     """What the row says; without that nothing, if that fits, else everything."""
     text = cells.text("recompute").lower()
     for word in ("full", "selective", "none"):

@@ -25,6 +25,9 @@ from stages.train.planner.partition import (
 from stages.train.planner.workload import OURS, Engine, Software, Workload
 from stages.train.shape import ModelShape
 
+FLOPS_WITH_FROZEN_WEIGHTS = 2 / 3
+"""Of a step's model FLOPs, without gradients of weights."""
+
 
 @dataclass(frozen=True)
 class TimeParts:
@@ -79,6 +82,7 @@ def step_time(
     parts = _parts(case, layer)
     num_devices = layout.world_size
     flops = shape.flops().training([workload.sequence_length], workload.sequence_length) * workload.global_batch_size
+    flops *= FLOPS_WITH_FROZEN_WEIGHTS if workload.lora_rank else 1
     peak = hardware.peak_flops_per_s("fp32" if workload.precision == "fp32" else "bf16")
     forward = layer.both.forward_s * shape.num_layers + head_time(case.work, hardware).forward_s
     return TimeEstimate(

@@ -99,9 +99,54 @@ def test_text_in_a_number_is_named_by_row_and_column(tmp_path, bad):
         read_table(table(tmp_path, LLAMA, row))
 
 
-def test_an_unknown_device_is_named_by_row(tmp_path):
-    with pytest.raises(DataError, match="line 2, column gpu: 'TPUv5'"):
-        read_table(table(tmp_path, LLAMA.replace("H100", "TPUv5")))
+def test_an_unknown_device_is_named_by_row_and_costs_no_other_row(tmp_path):
+    summary, rows = predicted(tmp_path, table(tmp_path, LLAMA, LLAMA.replace("H100", "TPUv5")))
+    assert summary.num_predicted == 1
+    (line, reason), *_ = summary.unknown
+    assert line == 3 and "gpu 'TPUv5' is none of" in reason
+    assert rows[1]["pred_oom"] == ""
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name", "memory_gib"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-80gb", 79.1),
+        ("H100-96GB", "h100-80gb", 95.0),
+        ("A100-SXM4-40GB", "a100-40gb", 39.4),
+        ("NVIDIA A800-SXM4-80GB", "a800-80gb", 79.2),
+        ("AMD Instinct MI300X", "mi300x", 191.5),
+        ("8x L40S", "l40s", 44.4),
+    ],
+)
+def test_devices_are_understood_as_they_are_written(tmp_path, gpu, name, memory_gib):
+    hardware = read_table(table(tmp_path, LLAMA.replace("H100", gpu)))[1][0].hardware
+    assert hardware.name == name
+    assert hardware.memory_gib == pytest.approx(memory_gib, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("shard", "degrees"),
+    [("", (1, 16)), ("DDP", (16, 1)), ("DDP+distopt", (1, 16)), ("FSDP2", (1, 16)), ("HSDP", (2, 8))],
+)
+def test_who_shares_what_is_told_from_the_words_for_it(tmp_path, shard, degrees):
+    row = LLAMA.replace(",8,FSDP2,", f",16,{shard},").replace("selective,8,", "selective,16,")
+    layout = read_table(table(tmp_path, row))[1][0].layout
+    assert (layout.dp_replicate, layout.dp_shard) == degrees
+
+
+def test_lora_is_cheaper_in_time_and_memory(tmp_path):
+    header = COLUMNS + ",kind"
+    whole, adapters = predicted(tmp_path, table(tmp_path, LLAMA + ",sft", LLAMA + ",LoRA r=8", header=header))[1]
+    for column in ("pred_step_time_s", "pred_memory_gb"):
+        assert float(adapters[column]) < float(whole[column])
+
+
+def test_fully_sharded_training_gains_from_pipelines_and_tensor_parallelism(tmp_path):
+    """torchtitan, 405B on 512 H100s: 72.7 to 82.5 GiB, 100 to 128 tokens/s a GPU."""
+    row = "Llama-3.1-405B,,,,,,,,8192,256,4,8,8,8,FSDP2,full,512,H100-96GB,fp8"
+    (run,) = predicted(tmp_path, table(tmp_path, row))[1]
+    assert 65 < float(run["pred_memory_gb"]) < 95
+    assert 80 < float(run["pred_tok_s_gpu"]) < 160
 
 
 def test_a_table_that_is_not_there_is_an_error_of_the_user(tmp_path):
