@@ -101,8 +101,10 @@ class TrainConfig(StageConfig):
     adam_epsilon: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
     max_grad_norm: PositiveFloat | None = 1.0
-    precision: Literal["fp32", "bf16"] = Field(
-        "bf16", description="bf16: parameters and activations in bfloat16, reduction and master weights in fp32."
+    precision: Literal["fp32", "bf16", "fp8"] = Field(
+        "bf16",
+        description="bf16: parameters and activations in bfloat16, reduction and master weights in fp32. fp8: so too, "
+        "but layers multiply in 8 bits (megatron, on GPUs with Transformer Engine).",
     )
     export_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     trust_remote_code: bool = False
@@ -142,6 +144,12 @@ class TrainConfig(StageConfig):
     def _dpo_only_with_dpo(self) -> Self:
         if self.dpo and self.method != "dpo":
             raise ValueError("`dpo` is set but `method` is sft; remove `dpo` or say `method: dpo`")
+        return self
+
+    @model_validator(mode="after")
+    def _fp8_only_with_megatron(self) -> Self:
+        if self.precision == "fp8" and self.engine != "megatron":
+            raise ValueError("`precision: fp8` needs `engine: megatron`; choose it, or say `precision: bf16`")
         return self
 
     @model_validator(mode="after")

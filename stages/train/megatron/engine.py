@@ -30,6 +30,7 @@ from stages.train.megatron.model import build_model_chunks, compute_dtype
 from stages.train.megatron.optimizer import Adam, wrap_chunks
 from stages.train.megatron.parallel import from_last_stage, represents_share, start_model_parallel
 from stages.train.megatron.pipeline import Pipeline
+from stages.train.megatron.spec import check_precision
 from stages.train.megatron.weights import export_weights, load_weights
 from stages.train.processes import collective_timeout
 from stages.train.shape import ModelShape
@@ -40,6 +41,7 @@ class MegatronEngine:
 
     def __init__(self, folder: Path, config: TrainConfig, device: torch.device) -> None:
         """Load the Hugging Face `folder` under `config.layout`; the process group must exist, Megatron's groups not."""
+        check_precision(config)
         self._folder = folder
         self._shape = ModelShape.from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
         timeout = collective_timeout(config.execution.hang_timeout_s)

@@ -25,14 +25,14 @@ MAX_UNUSED_POSITIONS = 2**20
 
 def build_model_chunks(shape: ModelShape, layout: Layout, config: TrainConfig, device: torch.device) -> list[GPTModel]:
     """This process's chunks, in the order of the pipeline: one, or `vpp`. Parameters are not initialised."""
-    transformer = transformer_config(shape, layout, compute_dtype(config), device)
+    transformer = transformer_config(shape, layout, config, device)
     stages = range(layout.vpp) if layout.vpp > 1 else [None]
     return [_build_chunk(shape, transformer, vp_stage) for vp_stage in stages]
 
 
 def compute_dtype(config: TrainConfig) -> torch.dtype:
     """What parameters and activations are computed in."""
-    return torch.bfloat16 if config.precision == "bf16" else torch.float32
+    return torch.float32 if config.precision == "fp32" else torch.bfloat16
 
 
 def padded_vocabulary(shape: ModelShape, tp: int) -> int:
@@ -41,15 +41,17 @@ def padded_vocabulary(shape: ModelShape, tp: int) -> int:
 
 
 def transformer_config(
-    shape: ModelShape, layout: Layout, dtype: torch.dtype, device: torch.device
+    shape: ModelShape, layout: Layout, config: TrainConfig, device: torch.device
 ) -> TransformerConfig:
     """Megatron's description of the model and its layout."""
+    dtype = compute_dtype(config)
     return TransformerConfig(
         **_sizes(shape),
-        **(_mixture(shape) if shape.num_experts else {}),
+        **(_mixture(shape, dtype) if shape.num_experts else {}),
         **_degrees(shape, layout),
         **_recompute(layout),
         **_kernels(device),
+        **(_eight_bits(shape) if config.precision == "fp8" else {}),
         **_pipeline_communication(layout, device),
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -123,7 +125,7 @@ def _sizes(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def _mixture(shape: ModelShape) -> dict[str, Any]:
+def _mixture(shape: ModelShape, dtype: torch.dtype) -> dict[str, Any]:
     """Routing as Transformers does it, without a loss that balances experts, which fine-tuning leaves as they are."""
     return {
         "num_moe_experts": shape.num_experts,
@@ -133,7 +135,7 @@ def _mixture(shape: ModelShape) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_pre_softmax": not shape.router_normalizes,
-        "moe_grouped_gemm": uses_transformer_engine(),
+        "moe_grouped_gemm": uses_transformer_engine(dtype),
         "moe_token_dispatcher_type": "alltoall",
     }
 
@@ -184,6 +186,15 @@ def _kernels(device: torch.device) -> dict[str, Any]:
         "cross_entropy_loss_fusion": on_gpu,
         "attention_softmax_in_fp32": True,
     }
+
+
+def _eight_bits(shape: ModelShape) -> dict[str, Any]:
+    """E4M3 forward, E5M2 for gradients (Micikevicius et al. 2022); scales are of the tensor at hand.
+
+    Delayed scales would be a state that is in no checkpoint, so that a resumed run would not equal the uninterrupted.
+    """
+    padding = {"moe_router_padding_for_quantization": True} if shape.num_experts else {}
+    return {"fp8": "hybrid", "fp8_recipe": "tensorwise", **padding}
 
 
 def _pipeline_communication(layout: Layout, device: torch.device) -> dict[str, Any]:

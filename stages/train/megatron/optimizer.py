@@ -49,7 +49,7 @@ class Adam:
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], config: TrainConfig) -> None:
         self._chunks = chunks
-        is_half = config.precision == "bf16"
+        is_half = config.precision != "fp32"
         self.megatron: MegatronOptimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",

@@ -28,6 +28,9 @@ from stages.train.megatron.tokens import TokenSplit, gather_tokens, padded_size,
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(a tensor of the dtype and device that are wanted, positions [1, tokens]) → cosines and sines [1, tokens, width]."""
 
+FP8_ROWS = 16
+"""Products in 8 bits take rows in multiples of this."""
+
 Consumer = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]
 """(log-probabilities float32 [rows, sequence], batch) → (what to differentiate, what to return)."""
 
@@ -48,9 +51,10 @@ class Pipeline:
     def run(self, micro_batches: Sequence[Batch], consume: Consumer, *, backward: bool) -> list[Tensor]:
         """What `consume` returned for each micro-batch; empty but on the last stage. Gradients are added up."""
         batches = _filled_up(micro_batches, self.layout)
-        sequence_parallel_ranks = self.layout.tp if self.layout.sequence_parallel else 1
-        size = padded_size(batches, self.layout.cp, sequence_parallel_ranks)
-        get_model_config(self.chunks[0]).timers = self.clock if backward else None
+        transformer = get_model_config(self.chunks[0])
+        transformer.timers = self.clock if backward else None
+        divisor = (self.layout.tp if self.layout.sequence_parallel else 1) * (FP8_ROWS if transformer.fp8 else 1)
+        size = padded_size(batches, self.layout.cp, divisor)
         for chunk in self.chunks:
             chunk.train(backward)
         iterators = [iter(batches) for _ in self.chunks]

@@ -23,6 +23,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 from torch.nn import functional
 
+from stages.errors import ResourceError
+from stages.train.config import TrainConfig
 from stages.train.megatron.attention import LocalAttention, transformer_engine_attention
 from stages.train.shape import ModelShape
 
@@ -45,9 +47,19 @@ class RMSNorm(nn.Module):
 
 
 @cache
-def uses_transformer_engine() -> bool:
-    """Whether layers are made of Transformer Engine's modules."""
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+def uses_transformer_engine(dtype: torch.dtype) -> bool:
+    """Whether layers are made of Transformer Engine's modules: their attention takes packed rows in 16 bits only."""
+    installed = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    return installed and dtype == torch.bfloat16
+
+
+def check_precision(config: TrainConfig) -> None:
+    """Raise ResourceError when fp8 is asked for where nothing computes it."""
+    if config.precision == "fp8" and not uses_transformer_engine(torch.bfloat16):
+        raise ResourceError(
+            "precision fp8 needs an NVIDIA GPU with 8-bit tensor cores (Hopper or later) and the package "
+            "transformer-engine[pytorch], of which at least one is missing here; install it, or say `precision: bf16`"
+        )
 
 
 def decoder_spec(config: TransformerConfig, shape: ModelShape, vp_stage: int | None) -> TransformerBlockSubmodules:
@@ -55,12 +67,12 @@ def decoder_spec(config: TransformerConfig, shape: ModelShape, vp_stage: int | N
     first = get_transformer_layer_offset(config, vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage))
     specs = [_layer_spec(config, shape.num_experts if shape.is_mixture(layer) else None) for layer in layers]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_norm())
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_norm(config))
 
 
 def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
     options: dict[str, Any] = {"num_experts": num_experts, "qk_layernorm": config.qk_layernorm}
-    if uses_transformer_engine():
+    if uses_transformer_engine(config.params_dtype):
         spec = get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=config.moe_grouped_gemm, **options)
         spec.submodules.self_attention.submodules.core_attention = transformer_engine_attention()
         return spec
@@ -75,8 +87,8 @@ def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpe
     return spec
 
 
-def _norm() -> type[nn.Module]:
-    if not uses_transformer_engine():
+def _norm(config: TransformerConfig) -> type[nn.Module]:
+    if not uses_transformer_engine(config.params_dtype):
         return RMSNorm
     from megatron.core.extensions.transformer_engine import TENorm
 

@@ -46,13 +46,13 @@ class TokenSplit:
         return TokenSplit(self.lengths, origins, positions, ids, self.num_tokens)
 
 
-def padded_size(micro_batches: Iterable[Batch], num_ranks: int, tp: int) -> int:
-    """Tokens that each of these micro-batches is padded to: divisible by 2 × ranks, a rank's tokens by `tp`.
+def padded_size(micro_batches: Iterable[Batch], num_ranks: int, divisor: int) -> int:
+    """Tokens that each of these micro-batches is padded to: divisible by 2 × ranks, a rank's tokens by `divisor`.
 
-    `tp` is 1 without sequence parallelism, which splits a rank's tokens further.
+    That is `tp` under sequence parallelism, which splits a rank's tokens further.
     """
     most = max(sum(_padded_lengths(batch, num_ranks)) for batch in micro_batches)
-    multiple = math.lcm(_chunks(num_ranks), num_ranks * tp)
+    multiple = math.lcm(_chunks(num_ranks), num_ranks * divisor)
     return -(-most // multiple) * multiple
 
 
