@@ -15,10 +15,11 @@ SOURCES = {
     "llm-foundry": "MPT",
     "bigscience": "BLOOM",
     "Megatron-LM": "Megatron-LM 2020",
+    "NVIDIA/NeMo": "NeMo 24.07",
     "Megatron-Bridge": "Megatron-Bridge",
     "Narayanan": "Narayanan 2021",
     "Korthikanti": "Korthikanti 2022",
-    "torchtitan": "torchtitan 2024",
+    "torchtitan": "torchtitan",
     "Grattafiori": "Llama 3 405B",
 }
 """What a row's `source` contains → what it is called here."""
@@ -55,7 +56,7 @@ class Measured:
 
 def all_runs() -> list[Measured]:
     """Every row that says enough of its model and does not contradict itself."""
-    tables = ("published_layouts.csv", "vtrain_single_node.csv", "literature.csv")
+    tables = ("published_layouts.csv", "vtrain_single_node.csv", "literature.csv", "later_runs.csv")
     return [measured for table in tables for measured in _runs(DATA / table)]
 
 

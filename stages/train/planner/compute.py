@@ -113,7 +113,8 @@ def head_time(work: LayerWork, hardware: Hardware) -> Pass:
     """The product with the vocabulary (filled up to whole tiles), and the cross-entropy of its logits in fp32."""
     columns = TILE * math.ceil(work.shape.vocab_size / work.tp / TILE)
     precision: Precision = "fp32" if work.precision == "fp32" else "bf16"
-    product = _product(hardware, precision, work.tokens, work.shape.hidden_size, columns)
+    frozen = work.lora_rank is not None
+    product = _product(hardware, precision, work.tokens, work.shape.hidden_size, columns, frozen)
     streaming_s = work.tokens * columns * (work.size + 8) / memory_rate(hardware)
     return product + Pass(streaming_s, streaming_s)
 
