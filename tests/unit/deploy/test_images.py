@@ -1,0 +1,65 @@
+"""Images are built from what there is, with the versions that everyone has, and run as nobody in particular."""
+
+import re
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+IMAGES = sorted((ROOT / "deploy" / "docker").glob("*.Dockerfile"))
+UV = re.compile(r"uv==([\d.]+)")
+
+
+def instructions(image):
+    """(name, words) of each instruction, in order."""
+    lines = [line for line in image.read_text().splitlines() if not line.lstrip().startswith("#")]
+    joined = re.sub(r"\\\s*\n", " ", "\n".join(lines))
+    return [(line.split()[0], line.split()[1:]) for line in joined.splitlines() if line.strip()]
+
+
+def copied_from_the_checkout(image):
+    return [
+        source
+        for name, words in instructions(image)
+        if name == "COPY" and not words[0].startswith("--from")
+        for source in words[:-1]
+    ]
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.stem)
+def test_what_is_copied_is_there_and_is_sent_to_the_builder(image):
+    sent = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    sources = copied_from_the_checkout(image)
+    assert sources
+    assert [source for source in sources if not (ROOT / source).exists()] == []
+    assert [source for source in sources if not any(fnmatch(source, f"{path}*") for path in sent)] == []
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.stem)
+def test_requirements_are_copied_before_they_are_installed(image):
+    used = set(re.findall(r"deploy/requirements/[\w.-]+", image.read_text()))
+    copied = copied_from_the_checkout(image)
+    assert used
+    assert [file for file in used if not (ROOT / file).is_file()] == []
+    assert [file for file in used if not any(file.startswith(source) for source in copied)] == []
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.stem)
+def test_stages_that_are_copied_from_exist(image):
+    names = {words[-1] for name, words in instructions(image) if name == "FROM" and "AS" in words}
+    used = {words[0].removeprefix("--from=") for name, words in instructions(image) if words[0].startswith("--from=")}
+    assert used
+    assert used <= names
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.stem)
+def test_nothing_runs_as_root(image):
+    last = max(number for number, (name, _) in enumerate(instructions(image)) if name == "FROM")
+    users = [words for name, words in instructions(image)[last:] if name == "USER"]
+    assert users[-1] == ["1000:1000"]
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.stem)
+def test_uv_is_the_one_of_the_makefile(image):
+    assert UV.findall(image.read_text()) == UV.findall((ROOT / "Makefile").read_text())

@@ -1,0 +1,72 @@
+"""The service of a single machine, and the recipe for a Slurm cluster: what they name exists."""
+
+import configparser
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from flows.cli.main import cli
+from flows.plan import plan
+from flows.recipe.recipe import load_recipe
+from flows.store.record import Index
+
+DEPLOY = Path(__file__).parents[3] / "deploy"
+UNIT = DEPLOY / "systemd" / "llm-lifecycle.service"
+INSTALLED = "/opt/llm-lifecycle/.venv/bin/lifecycle"
+
+
+@pytest.fixture(scope="module")
+def service():
+    unit = configparser.ConfigParser(interpolation=None)
+    unit.optionxform = str
+    unit.read(UNIT)
+    return unit["Service"]
+
+
+def test_the_service_starts_and_stops_with_commands_that_there_are(service):
+    for key, command in {"ExecStart": "up", "ExecStop": "down"}.items():
+        assert service[key].split() == [INSTALLED, command]
+        assert command in cli.commands
+
+
+def test_the_service_may_write_its_home_and_keeps_it_to_itself(service):
+    home = Path(service["Environment"].removeprefix("LIFECYCLE_HOME="))
+    assert home.is_relative_to(service["ReadWritePaths"])
+    assert service["ProtectSystem"] == "strict"
+    assert service["UMask"] == "0077"
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd here")
+def test_systemd_knows_every_setting_of_the_service(tmp_path):
+    """In a root of its own, where the program that it starts exists."""
+    program = tmp_path / INSTALLED[1:]
+    program.parent.mkdir(parents=True)
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    units = tmp_path / "etc/systemd/system"
+    units.mkdir(parents=True)
+    text = UNIT.read_text().replace("/opt/llm-lifecycle", str(tmp_path / "opt/llm-lifecycle"))
+    (units / UNIT.name).write_text(text)
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--recursive-errors=no", "--man=no", str(units / UNIT.name)],
+        capture_output=True,
+        text=True,
+    )
+    said = [line for line in done.stderr.splitlines() if UNIT.name in line]
+    assert (done.returncode, said) == (0, [])
+
+
+@pytest.mark.parametrize("path", sorted((DEPLOY / "slurm").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_recipe_for_slurm_plans_and_fills_its_nodes(path):
+    recipe = load_recipe(path)
+    planned = plan(recipe, {stage: {"revision": "recorded"} for stage in recipe.stages}, Index(()))
+    assert {stage.action for stage in planned.stages.values()} == {"run"}
+    trained = [config for config in recipe.stages.values() if config.kind == "train"]
+    assert trained
+    for config in trained:
+        execution = config.execution
+        assert execution.launcher == "slurm"
+        assert config.layout.world_size == execution.nodes * execution.slurm.gpus_per_node
+        assert execution.threads * execution.slurm.gpus_per_node <= execution.slurm.cpus_per_node
