@@ -6,13 +6,13 @@ import json
 import os
 import random
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from flows.launch.local import on_one_node
 from stages.contract import StageInput
 from stages.download.builtin.qwen3 import make_tokenizer
 from stages.train.config import TrainConfig
@@ -101,6 +101,4 @@ def stage_command(told: StageInput, work: Path) -> list[str]:
     """One process, or several under torchrun."""
     stage = ["-m", "stages", str(work)]
     processes = TrainConfig.model_validate(told.config).processes
-    if processes == 1:
-        return [sys.executable, *stage]
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *stage]
+    return on_one_node(stage, processes)

@@ -24,6 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from flows.launch.local import on_one_node  # noqa: E402
 from tests.parity.megatron_cases import (  # noqa: E402
     BETA,
     EPSILON,
@@ -84,9 +85,8 @@ def compare(folder: Path, processes: int) -> list[Comparison]:
 
 
 def launch(folder: Path, processes: int) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     finished = subprocess.run(
-        [sys.executable, *(torchrun if processes > 1 else []), str(PROGRAM), str(folder)],
+        on_one_node([str(PROGRAM), str(folder)], processes),
         cwd=ROOT,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from flows.launch.local import on_one_node
 
 PROGRAM = Path(__file__).with_name("megatron_state_program.py")
 ROOT = Path(__file__).parents[2]
@@ -17,9 +18,8 @@ def launch(processes: int, models: Path, output: Path, **todo: Any) -> None:
     output.mkdir(parents=True, exist_ok=True)
     spec = output / "spec.json"
     spec.write_text(json.dumps({"models": str(models), "output": str(output), **todo}))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     finished = subprocess.run(
-        [sys.executable, *torchrun, str(PROGRAM), str(spec)],
+        on_one_node([str(PROGRAM), str(spec)], processes),
         cwd=ROOT,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,8 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+
+from flows.launch.local import on_one_node
 
 PROGRAM = Path(__file__).with_name("fsdp_program.py")
 ROOT = Path(__file__).parents[2]
@@ -166,10 +167,8 @@ def trained(request, models, data, tmp_path_factory):
 
 
 def launch(processes, spec):
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
-    module = ["-m", *torchrun] if torchrun else []
     finished = subprocess.run(
-        [sys.executable, *module, str(PROGRAM), str(spec)],
+        on_one_node([str(PROGRAM), str(spec)], processes),
         cwd=ROOT,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
