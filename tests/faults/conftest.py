@@ -3,8 +3,6 @@
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -12,32 +10,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import chain
+from fault_table import Fault, lines
 from leftovers import Leftovers, new
 
 PATIENCE_S = 30.0
-HEADINGS = ("fault", "stage", "detected in s", "recovered in s", "lost")
-
-
-@dataclass
-class Fault:
-    """A line of the table. `lost`: what had to be done again."""
-
-    name: str
-    stage: str
-    lost: str = "nothing"
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def timed(self, what: str) -> Iterator[None]:
-        """Measure how long it takes until the fault is `detected`, or `recovered` from."""
-        began_s = time.monotonic()
-        yield
-        self.seconds[what] = time.monotonic() - began_s
-
-    def cells(self) -> tuple[str, ...]:
-        """As text, in the order of HEADINGS."""
-        times = [f"{self.seconds[what]:.1f}" if what in self.seconds else "" for what in ("detected", "recovered")]
-        return (self.name, self.stage, *times, self.lost)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -78,10 +54,7 @@ def fault(request: pytest.FixtureRequest) -> Fault:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     passed = [dict(report.user_properties) for report in terminalreporter.stats.get("passed", [])]
     faults = [properties["fault"] for properties in passed if "fault" in properties]
-    rows = [HEADINGS, *(fault.cells() for fault in faults)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
     if faults:
         terminalreporter.section(f"{len(faults)} faults")
-    for row in rows if faults else ():
-        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        terminalreporter.write_line(line.rstrip())
+        for line in lines(faults):
+            terminalreporter.write_line(line)

@@ -54,26 +54,32 @@ def supervisor_of(flow: subprocess.Popen) -> int:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_no_process_outlives_a_flow_that_is_killed(store, number):
+def test_no_process_outlives_a_flow_that_is_killed(store, fault, number):
+    fault.name, fault.stage = f"{number.name} of flow, deaf grandchildren", "download"
     flow = start_refresh(store, "family")
     tiny.eventually((work_of(store) / "scratch" / "ready").exists, "the stage did not start")
     assert len(tiny.processes_of(store)) >= 6, "flow, supervisor, stage, two children and an orphan"
-    flow.send_signal(number)
-    flow.wait(tiny.PATIENCE_S)
-    tiny.eventually(lambda: not tiny.processes_of(store), f"{tiny.processes_of(store)} are left")
+    with fault.timed("detected"):
+        flow.send_signal(number)
+        flow.wait(tiny.PATIENCE_S)
+        tiny.eventually(lambda: not tiny.processes_of(store), f"{tiny.processes_of(store)} are left")
     assert store.index().artifacts == ()
 
 
-def test_no_process_outlives_a_supervisor_that_is_killed(store):
+def test_no_process_outlives_a_supervisor_that_is_killed(store, fault):
+    fault.name, fault.stage = "SIGKILL of supervisor, deaf grandchildren", "download"
     flow = start_refresh(store, "family")
     tiny.eventually((work_of(store) / "scratch" / "ready").exists, "the stage did not start")
-    os.kill(supervisor_of(flow), signal.SIGKILL)
-    said, _ = flow.communicate(timeout=tiny.PATIENCE_S)
+    supervisor = supervisor_of(flow)
+    with fault.timed("detected"):
+        os.kill(supervisor, signal.SIGKILL)
+        said, _ = flow.communicate(timeout=tiny.PATIENCE_S)
     assert "its supervisor was killed by SIGKILL" in said
     assert tiny.processes_of(store) == []
 
 
-def test_the_next_attempt_ends_what_two_deaths_at_once_left_behind(store):
+def test_the_next_attempt_ends_what_two_deaths_at_once_left_behind(store, fault):
+    fault.name, fault.stage = "SIGKILL of flow and supervisor at once", "download"
     flow = start_refresh(store, "family")
     tiny.eventually((work_of(store) / "scratch" / "ready").exists, "the stage did not start")
     supervisor = supervisor_of(flow)
@@ -83,7 +89,8 @@ def test_the_next_attempt_ends_what_two_deaths_at_once_left_behind(store):
     flow.wait(tiny.PATIENCE_S)
     tiny.eventually(lambda: supervisor not in living_processes(), "the supervisor lives")
     assert tiny.processes_of(store), "nobody was there to end the children in other sessions"
-    tiny.build(store, "ok")
+    with fault.timed("recovered"):
+        tiny.build(store, "ok")
     assert tiny.processes_of(store) == []
 
 
@@ -123,7 +130,8 @@ def test_shared_memory_of_killed_processes_is_removed(store):
     assert not file.exists()
 
 
-def test_a_killed_rank_is_named_and_takes_the_others_along(store):
+def test_a_killed_rank_is_named_and_takes_the_others_along(store, fault):
+    fault.name, fault.stage = "SIGKILL of rank 1, rank 0 hangs", "train"
     tree = {
         "base": tiny.model_stage(),
         "rows": tiny.stage("ok"),
@@ -142,7 +150,8 @@ def test_a_killed_rank_is_named_and_takes_the_others_along(store):
     upstream = {}
     for name in ("base", "rows"):
         upstream[name] = run_stage(planned[name], upstream, store, tiny.Notes(), launch=tiny.launch)
-    with pytest.raises(StageCrashError, match="sft ended, because rank 1 was killed by SIGKILL"):
+    match = "sft ended, because rank 1 was killed by SIGKILL"
+    with fault.timed("detected"), pytest.raises(StageCrashError, match=match):
         run_stage(planned["sft"], upstream, store, tiny.Notes(), launch=tiny.launch)
     assert tiny.processes_of(store) == []
 
@@ -171,15 +180,18 @@ def test_a_server_goes_on_after_its_artifact_is_committed_until_it_is_stopped(st
 # ------------------------------------------------------------------------------------------------- work is not lost
 
 
-def test_a_killed_refresh_resumes_at_its_last_checkpoint(store):
+def test_a_killed_refresh_resumes_at_its_last_checkpoint(store, fault):
+    fault.name, fault.stage = "SIGKILL of flow", "download"
     flow = start_refresh(store, "steps")
     checkpoint = work_of(store) / "scratch" / "step"
     tiny.eventually(lambda: checkpoint.exists() and checkpoint.read_text() >= "3", "no checkpoint")
-    flow.kill()
-    flow.wait(tiny.PATIENCE_S)
-    tiny.eventually(lambda: not tiny.processes_of(store), "processes are left")
+    with fault.timed("detected"):
+        flow.kill()
+        flow.wait(tiny.PATIENCE_S)
+        tiny.eventually(lambda: not tiny.processes_of(store), "processes are left")
     notes = tiny.Notes()
-    built = tiny.build(store, "steps", notes=notes)
+    with fault.timed("recovered"):
+        built = tiny.build(store, "steps", notes=notes)
     assert built.metrics["first_step"] >= 3
     assert notes.attempts[0].resumed
     steps = [json.loads(line)["step"] for line in (built.artifact / "metrics.jsonl").read_text().splitlines()]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import fault_table
 import pytest
 
 from stages.errors import DownloadError, ModelError, ResourceError, TransientError
@@ -53,7 +54,10 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("source", ["hf://org/tiny", "modelscope://org/tiny@main"])
-def test_a_killed_download_resumes_where_it_was(source: str, hub: HubServer, tmp_path: Path) -> None:
+def test_a_killed_download_resumes_where_it_was(
+    source: str, hub: HubServer, tmp_path: Path, fault: fault_table.Fault
+) -> None:
+    fault.name, fault.stage = f"SIGKILL, from {source.partition(':')[0]}", "download"
     size_bytes = len(model_files(1_000_000)[WEIGHTS])
     hub.faults += [Fault(f"(cdn|FilePath=).*{WEIGHTS}", bytes_per_s=1_000_000)]
     process = start_stage(tmp_path, hub, source)
@@ -66,8 +70,10 @@ def test_a_killed_download_resumes_where_it_was(source: str, hub: HubServer, tmp
     assert num_there > size_bytes // 8
     hub.served_bytes.clear()
 
-    exit_code, output = finish(start_stage(tmp_path, hub, source))
+    with fault.timed("recovered"):
+        exit_code, output = finish(start_stage(tmp_path, hub, source))
     assert exit_code == 0, output
+    fault.lost = f"nothing: went on at byte {num_there:,} of {size_bytes:,}"
     assert (tmp_path / "model" / WEIGHTS).read_bytes() == model_files(1_000_000)[WEIGHTS]
     assert [request.headers["Range"] for request in hub.requests if "Range" in request.headers][
         -1
@@ -78,19 +84,22 @@ def test_a_killed_download_resumes_where_it_was(source: str, hub: HubServer, tmp
 
 
 def test_a_hub_that_dies_in_the_middle_is_transient_and_the_next_attempt_goes_on(
-    hub: HubServer, tmp_path: Path
+    hub: HubServer, tmp_path: Path, fault: fault_table.Fault
 ) -> None:
+    fault.name, fault.stage = "network drops, hub away", "download"
     size_bytes = len(model_files(1_000_000)[WEIGHTS])
     hub.faults += [
         Fault("cdn", break_after_bytes=size_bytes // 2, how="close"),
         Fault("cdn", times=99, status=503, retry_after_s=0),
     ]
-    exit_code, _ = finish(start_stage(tmp_path, hub))
+    with fault.timed("detected"):
+        exit_code, _ = finish(start_stage(tmp_path, hub))
     assert exit_code == TransientError.exit_code
     assert json.loads((tmp_path / "error.json").read_text())["error"] == "TransientError"
     hub.faults.clear()
     hub.served_bytes.clear()
-    exit_code, output = finish(start_stage(tmp_path, hub))
+    with fault.timed("recovered"):
+        exit_code, output = finish(start_stage(tmp_path, hub))
     assert exit_code == 0, output
     assert hub.served_bytes[WEIGHTS] < size_bytes * 3 // 4
 
@@ -130,8 +139,9 @@ def test_the_token_is_used_but_found_nowhere_afterwards(hub: HubServer, tmp_path
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 def test_a_disk_that_fills_up_meanwhile_is_a_resource_error_and_keeps_what_arrived(
-    hub: HubServer, tmp_path: Path
+    hub: HubServer, tmp_path: Path, fault: fault_table.Fault
 ) -> None:
+    fault.name, fault.stage, fault.lost = "disk fills up", "download", "nothing: what arrived is kept"
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)], check=False).returncode:
@@ -140,8 +150,9 @@ def test_a_disk_that_fills_up_meanwhile_is_a_resource_error_and_keeps_what_arriv
         hub.faults += [Fault("cdn", bytes_per_s=2_000_000)]
         process = start_stage(disk, hub)
         wait_until(lambda: hub.served_bytes.get(WEIGHTS, 0) > 100_000)
-        (disk / "another-program").write_bytes(b"\0" * (4 << 20))
-        exit_code, output = finish(process)
+        with fault.timed("detected"):
+            (disk / "another-program").write_bytes(b"\0" * (4 << 20))
+            exit_code, output = finish(process)
         assert exit_code == ResourceError.exit_code, output
         assert "disk is full" in output
     finally:

@@ -75,27 +75,33 @@ def test_a_stage_that_is_stopped_takes_its_job_along(store):
         build(store, "steps", stop=stop)
 
 
-def test_a_job_that_somebody_deletes_is_an_error_that_says_so(cluster, store):
+def test_a_job_that_somebody_deletes_is_an_error_that_says_so(cluster, store, fault):
+    fault.name, fault.stage = "Kubernetes job deleted", "download"
     outcome, thread = in_the_background(store, "steps")
     wait_for_step(store)
     (name,) = cluster.jobs()
-    cluster.delete("/apis/batch/v1/namespaces/ml/jobs", name)
-    thread.join()
+    with fault.timed("detected"):
+        cluster.delete("/apis/batch/v1/namespaces/ml/jobs", name)
+        thread.join()
     assert isinstance(outcome[0], StageCrashError)
     assert "was deleted by somebody else" in str(outcome[0])
 
 
-def test_a_pod_that_is_evicted_is_replaced_and_the_stage_goes_on(cluster: Cluster, store):
+def test_a_pod_that_is_evicted_is_replaced_and_the_stage_goes_on(cluster: Cluster, store, fault):
+    fault.name, fault.stage = "pod evicted", "download"
     outcome, thread = in_the_background(store, "steps")
     wait_for_step(store)
     (pod,) = cluster.processes
     cluster.conditions[pod] = [{"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}]
     evicted = cluster.processes[pod]
-    evicted.terminate()
-    tiny.eventually(lambda: cluster.processes.get(pod) not in (None, evicted), "no new pod")
+    with fault.timed("detected"):
+        evicted.terminate()
+        tiny.eventually(lambda: cluster.processes.get(pod) not in (None, evicted), "no new pod")
     cluster.conditions.clear()
-    thread.join()
+    with fault.timed("recovered"):
+        thread.join()
     assert outcome[0].metrics["first_step"] > 0
+    fault.lost = f"nothing: went on at step {outcome[0].metrics['first_step']:.0f} of 10"
     assert "was ended by the loss of a pod (PreemptionByScheduler); submitting it again" in messages(
         outcome[0].artifact
     )
@@ -122,9 +128,10 @@ def test_why_a_pod_waits_is_told(cluster, store):
         (422, "spec.template.spec.containers[0].image: Required value", RecipeError, "see execution.kubernetes"),
     ],
 )
-def test_what_kubernetes_refuses_is_told_with_its_words(cluster, store, status, said, error, remedy):
+def test_what_kubernetes_refuses_is_told_with_its_words(cluster, store, fault, status, said, error, remedy):
+    fault.name, fault.stage = f"Kubernetes answers {status}", "download"
     cluster.refusals["Job"] = (status, said)
-    with pytest.raises(error) as refused:
+    with fault.timed("detected"), pytest.raises(error) as refused:
         build(store, "ok")
     assert said in str(refused.value)
     assert remedy in str(refused.value)

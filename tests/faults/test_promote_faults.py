@@ -71,7 +71,8 @@ def crash(store: Store, method: str, number: int, mark: str = "candidate") -> No
 
 
 @pytest.mark.parametrize(("method", "number"), CRASHES)
-def test_a_crash_leaves_one_valid_champion_and_a_rerun_completes_the_promotion(store, registry, method, number):
+def test_a_crash_leaves_one_valid_champion_and_a_rerun_completes_the_promotion(store, registry, fault, method, number):
+    fault.name, fault.stage = f"SIGKILL at {method} {number}", "promote"
     become_champion(registry, "former")
     crash(store, method, number)
     done = (method, number) == ("set_registered_model_alias", 2)
@@ -80,7 +81,8 @@ def test_a_crash_leaves_one_valid_champion_and_a_rerun_completes_the_promotion(s
     assert not list((store.root / "promote").glob("*"))
     assert processes_of(store) == []
 
-    built = promote(store, "candidate", BETTER, max_regression_standard_errors=None)
+    with fault.timed("recovered"):
+        built = promote(store, "candidate", BETTER, max_regression_standard_errors=None)
 
     assert built.record.tags["verdict"] == ("already champion" if done else "promoted")
     champion, previous = registry.find(NAME), registry.find(NAME, PREVIOUS)
@@ -89,29 +91,40 @@ def test_a_crash_leaves_one_valid_champion_and_a_rerun_completes_the_promotion(s
     assert champion.registration.digest == built.record.upstream["model"].digest
 
 
-def test_a_rollback_after_a_promotion_that_was_cut_short_brings_back_the_champion_before(registry):
+def test_a_rollback_after_a_promotion_that_was_cut_short_brings_back_the_champion_before(registry, fault):
+    fault.name, fault.stage = "promotion cut short, then a rollback", "promote"
     numbers = [become_champion(registry, digest) for digest in ("one", "two")]
     MlflowClient().set_registered_model_alias(NAME, PREVIOUS, numbers[1])  # by a third, which never came
-    assert registry.rollback(NAME).number == numbers[0]
+    with fault.timed("recovered"):
+        assert registry.rollback(NAME).number == numbers[0]
     assert registry.rollback(NAME).number == numbers[1]
 
 
-def test_whoever_was_compared_with_a_former_champion_must_be_compared_again(registry):
+def test_whoever_was_compared_with_a_former_champion_must_be_compared_again(registry, fault):
+    fault.name, fault.stage, fault.lost = "overtaken by a rival", "promote", "the comparison"
     former = become_champion(registry, "former")
     candidate = registry.register(registration("candidate"), former)
     become_champion(registry, "rival")
-    with pytest.raises(TransientError, match=r"another became champion \(version 3\); it must be compared again"):
+    with (
+        fault.timed("detected"),
+        pytest.raises(TransientError, match=r"another became champion \(version 3\); it must be compared again"),
+    ):
         registry.promote(candidate, former)
     champion = registry.find(NAME)
     assert champion and champion.registration.digest == "rival"
 
 
-def test_without_mlflow_nothing_is_decided_and_a_rerun_goes_on(store, registry, monkeypatch):
+def test_without_mlflow_nothing_is_decided_and_a_rerun_goes_on(store, registry, fault, monkeypatch):
+    fault.name, fault.stage = "MLflow away", "promote"
     with monkeypatch.context() as away:
         away.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-        with pytest.raises(TransientError, match=r"asking for the champion of adder: MLflow at http://127.0.0.1:9"):
+        with (
+            fault.timed("detected"),
+            pytest.raises(TransientError, match=r"asking for the champion of adder: MLflow at http://127.0.0.1:9"),
+        ):
             promote(store, "candidate", GOOD)
     assert not list((store.root / "promote").glob("*"))
-    built = promote(store, "candidate", GOOD)
+    with fault.timed("recovered"):
+        built = promote(store, "candidate", GOOD)
     assert Verdict.model_validate_json((built.artifact / "verdict.json").read_bytes()).outcome == "promoted"
     assert registry.find(NAME)

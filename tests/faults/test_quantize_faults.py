@@ -63,8 +63,10 @@ def run(tmp_path, model):
     return start
 
 
-def test_a_layer_that_could_not_be_served_is_named(run):
-    said = run(group_size=64)
+def test_a_layer_that_could_not_be_served_is_named(run, fault):
+    fault.name, fault.stage = "a layer that vLLM could not serve", "quantize"
+    with fault.timed("detected"):
+        said = run(group_size=64)
     assert said.startswith("RecipeError awq with group_size 64 would give a model that vLLM cannot serve")
     assert "model.layers.0.mlp.down_proj: a rank's input of 96 is no multiple of group_size 64" in said
     assert "set group_size: 32" in said
@@ -86,9 +88,11 @@ def test_a_recipe_that_ignores_everything_is_told_so(run):
     assert "`ignore` matches all 7 linear layers of the model" in run(ignore=["re:.*"])
 
 
-def test_a_truncated_model_is_found(run, model):
+def test_a_truncated_model_is_found(run, model, fault):
+    fault.name, fault.stage = "weights cut off", "quantize"
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    said = run()
+    with fault.timed("detected"):
+        said = run()
     assert said.startswith("ModelError")
     assert "model.safetensors is damaged or incomplete" in said

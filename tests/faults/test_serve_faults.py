@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fault_table import Fault
 
 from stages.errors import ModelError, ResourceError, ServerError, TransientError
 from stages.serve.config import ServeExecution, ServingConfig
@@ -62,11 +64,7 @@ def processes_by_role(folder: Path) -> dict[str, int]:
             command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
         except OSError:
             continue
-        for role, sign in (
-            ("supervisor", "supervisor.py"),
-            ("engine", "VLLM::EngineCore"),
-            ("server", "bin/vllm serve"),
-        ):
+        for sign, role in ROLES.items():
             if sign in command:
                 found[role] = pid
                 break
@@ -145,29 +143,34 @@ def test_a_server_that_refuses_to_start_says_why(root: Path) -> None:
     assert not list(runtime(root).iterdir())
 
 
-def test_a_killed_serve_stage_takes_its_server_along(root: Path) -> None:
+def test_a_killed_serve_stage_takes_its_server_along(root: Path, fault: Fault) -> None:
+    fault.name, fault.stage = "SIGKILL of the stage", "serve"
     with stage_process(serve_work(root, "orphaned")) as process:
         wait_for(lambda: "engine" in processes_by_role(runtime(root)), what="the engine")
         port = port_of(processes_by_role(runtime(root))["server"])
-        process.kill()
+        with fault.timed("detected"):
+            process.kill()
+            assert_nothing_left(runtime(root), port)
 
-        assert_nothing_left(runtime(root), port)
 
-
-def test_a_killed_supervisor_takes_the_server_along(root: Path) -> None:
-    work = serve_work(root, "unsupervised")
+@pytest.mark.parametrize("victim", ["supervisor", "server", "engine"])
+def test_whatever_is_killed_while_a_server_starts_takes_it_along(root: Path, fault: Fault, victim: str) -> None:
+    fault.name, fault.stage = f"SIGKILL of vLLM's {victim}", "serve"
+    work = serve_work(root, f"without-{victim}")
     with stage_process(work) as process:
         roles = wait_for(lambda: (found := processes_by_role(runtime(root))) and "engine" in found and found)
-        kill([roles["supervisor"]])
-
-        exit_code, message = failure_of(work, process)
+        with fault.timed("detected"):
+            kill([roles[victim]])
+            exit_code, message = failure_of(work, process)
 
     assert exit_code == ServerError.exit_code
     assert "ended before it was ready" in message
     assert_nothing_left(runtime(root), None)
 
 
-def test_an_evaluation_outlives_the_death_of_its_server(root: Path) -> None:
+@pytest.mark.parametrize("victim", ["server", "engine", "lm-eval"])
+def test_an_evaluation_goes_on_where_it_was_whoever_was_killed(root: Path, fault: Fault, victim: str) -> None:
+    fault.name, fault.stage = f"SIGKILL of {'' if victim == 'lm-eval' else 'its '}{victim}", "evaluate"
     config = {
         "model": "sft",
         "serving": SERVING,
@@ -175,27 +178,34 @@ def test_an_evaluation_outlives_the_death_of_its_server(root: Path) -> None:
         "task_folder": str(root / "tasks"),
         "execution": {"concurrent_requests": 1},
     }
-    work = write_work(root / "evaluate", "evaluate", config, {"sft": root / "sft"})
+    work = write_work(root / f"evaluate-without-{victim}", "evaluate", config, {"sft": root / "sft"})
     with stage_process(work) as process:
         wait_for(lambda: answers_and_requests(work)[0] >= 50 or process.poll() is not None, what="the 50th answer")
         assert process.poll() is None, (work / "log.txt").read_text()[-3000:]
-        kill([processes_by_role(work)["server"]])
-        exit_code, message = failure_of(work, process)
+        with fault.timed("detected"):
+            kill([process.pid if victim == "lm-eval" else processes_by_role(work)[victim]])
+            exit_code = process.wait(240)
+            assert_nothing_left(work)
     answered, requested = answers_and_requests(work)
 
-    assert exit_code == TransientError.exit_code
-    assert "went away during the evaluation" in message
     assert (requested, answered < 200) == (200, True)
-    assert_nothing_left(work)
+    if victim == "lm-eval":
+        assert exit_code == -signal.SIGKILL
+    else:
+        assert exit_code == TransientError.exit_code
+        assert "went away during the evaluation" in json.loads((work / "error.json").read_text())["message"]
 
     write_work(work, "evaluate", config, {"sft": root / "sft"})
-    result = run_to_the_end(work)
+    with fault.timed("recovered"):
+        result = run_to_the_end(work)
 
-    # The first attempt tells of every tenth answer, and one request was under way when the server died.
-    assert 200 - answered - 11 <= answers_and_requests(work)[1] <= 200 - answered
+    # The first attempt tells of every tenth answer, and one request was under way when somebody died.
+    asked_again = answers_and_requests(work)[1]
+    assert 200 - answered - 11 <= asked_again <= 200 - answered
     assert "sums.exact_match" in result.metrics
     assert len((work / "samples" / "sums.jsonl").read_text().splitlines()) == 200
     assert_nothing_left(work)
+    fault.lost = f"nothing: {asked_again} of 200 requests were left"
 
 
 def answers_and_requests(work: Path) -> tuple[int, int]:

@@ -40,17 +40,20 @@ def kill_server(home, name):
     os.killpg(home.servers()[name]["process"]["pid"], signal.SIGKILL)
 
 
-def test_stages_run_to_the_end_when_the_prefect_server_dies(restarted):
+def test_stages_run_to_the_end_when_the_prefect_server_dies(restarted, fault):
+    fault.name, fault.stage = "SIGKILL of Prefect server", "download"
     recipe = restarted.recipe("prefect-dies", steps1=stage("steps", "prefect"), base=model("ok", "prefect"))
     refresh = restarted.start(recipe)
     restarted.work("steps1", "scratch/step")
-    kill_server(restarted, "prefect")
-    code, done = finish(refresh)
+    with fault.timed("recovered"):
+        kill_server(restarted, "prefect")
+        code, done = finish(refresh)
     assert code == 0
     assert states(done) == {"steps1": "built", "base": "built"}
 
 
-def test_metrics_are_shipped_by_the_next_run_when_mlflow_was_away(restarted):
+def test_metrics_are_shipped_by_the_next_run_when_mlflow_was_away(restarted, fault):
+    fault.name, fault.stage = "SIGKILL of MLflow server", "download"
     recipe = restarted.recipe("mlflow-dies", steps2=stage("steps", "mlflow"))
     refresh = restarted.start(recipe)
     restarted.work("steps2", "scratch/step")
@@ -59,22 +62,26 @@ def test_metrics_are_shipped_by_the_next_run_when_mlflow_was_away(restarted):
     assert code == 0
     assert states(done) == {"steps2": "built"}
 
-    restarted.run(restarted.recipe("later", base=model("ok", "later")))
+    with fault.timed("recovered"):
+        restarted.run(restarted.recipe("later", base=model("ok", "later")))
     (run,) = restarted.attempts("steps2")
     assert restarted.losses(run) == list(range(10))
     assert run["info"]["status"] == "FINISHED"
 
 
-def test_a_killed_refresh_leaves_no_process_and_its_next_attempt_continues(home):
+def test_a_killed_refresh_leaves_no_process_and_its_next_attempt_continues(home, fault):
+    fault.name, fault.stage = "SIGKILL of the whole refresh", "download"
     recipe = home.recipe("killed", steps3=stage("steps", "killed"))
     refresh = home.start(recipe)
     checkpoint = home.work("steps3", "scratch/step")
     eventually(lambda: int(checkpoint.read_text() or 0) >= 3)
-    refresh.kill()
-    refresh.communicate()
-    eventually(lambda: home.processes() == [])
+    with fault.timed("detected"):
+        refresh.kill()
+        refresh.communicate()
+        eventually(lambda: home.processes() == [])
 
-    code, again = home.run(recipe)
+    with fault.timed("recovered"):
+        code, again = home.run(recipe)
     assert code == 0
     assert again["stages"]["steps3"]["metrics"]["first_step"] >= 3
     killed, finished = home.attempts("steps3")
@@ -83,12 +90,14 @@ def test_a_killed_refresh_leaves_no_process_and_its_next_attempt_continues(home)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_refresh_is_cancelled_in_good_order(home, number):
+def test_an_interrupted_refresh_is_cancelled_in_good_order(home, fault, number):
+    fault.name, fault.stage = f"{number.name} to the refresh", "download"
     recipe = home.recipe("interrupted", **{f"tree{number}": stage("family", f"interrupted-{number}")})
     refresh = home.start(recipe)
     home.work(f"tree{number}", "scratch/ready")
-    refresh.send_signal(number)
-    code, done = finish(refresh)
+    with fault.timed("detected"):
+        refresh.send_signal(number)
+        code, done = finish(refresh)
     assert code == RefreshStoppedError.exit_code
     assert done["state"] == "cancelled"
     assert home.processes() == []
@@ -97,14 +106,12 @@ def test_an_interrupted_refresh_is_cancelled_in_good_order(home, number):
 
 
 @pytest.mark.parametrize("variable", ["PREFECT_API_URL", "MLFLOW_TRACKING_URI"])
-def test_a_server_that_the_user_named_and_that_does_not_answer_is_said_before_anything_starts(home, variable):
+def test_a_server_that_the_user_named_and_that_does_not_answer_is_said_before_anything_starts(home, fault, variable):
+    fault.name, fault.stage = f"nobody at {variable}", "all"
     began_s = time.monotonic()
-    done = subprocess.run(
-        [LIFECYCLE, "run", home.recipe("nowhere", rows=stage("ok", variable)), "--json"],
-        env={**home.environment, variable: NOWHERE},
-        text=True,
-        capture_output=True,
-    )
+    command = [LIFECYCLE, "run", home.recipe("nowhere", rows=stage("ok", variable)), "--json"]
+    with fault.timed("detected"):
+        done = subprocess.run(command, env={**home.environment, variable: NOWHERE}, text=True, capture_output=True)
     assert time.monotonic() - began_s < 30
     assert done.returncode == ServerError.exit_code
     assert variable in json.loads(done.stdout)["error"]

@@ -11,6 +11,7 @@ import pytest
 import slurm_stage
 import tiny
 
+from flows.runner import Built
 from flows.store.store import Store
 from stages.errors import DataError, RecipeError, RefreshStoppedError, StageCrashError, StageTimeoutError
 from stages.supervisor import descendants
@@ -68,17 +69,24 @@ def occupy(cluster: SlurmCluster, partition: str = "normal") -> str:
     return cluster.command("sbatch", *options, "--wrap=sleep 300").strip()
 
 
+def went_on(built: Built) -> str:
+    """For the table: where the last attempt began."""
+    return f"nothing: went on at step {built.metrics['first_step']:.0f} of 10"
+
+
 # ------------------------------------------------------------------------------------- the refresh that waits for it
 
 
 @pytest.mark.parametrize(("number", "mode"), [(signal.SIGKILL, "family"), (signal.SIGTERM, "steps")])
-def test_a_refresh_that_is_killed_takes_its_job_along(cluster, store, number, mode):
+def test_a_refresh_that_is_killed_takes_its_job_along(cluster, store, fault, number, mode):
+    fault.name, fault.stage = f"{number.name} of flow, on Slurm", "download"
     flow = start_flow(store, mode)
     work_of(store, "scratch/*")
-    flow.send_signal(number)
-    flow.wait(tiny.PATIENCE_S)
-    eventually(lambda: not cluster.jobs(), "the job is left")
-    eventually(lambda: not tiny.processes_of(store), "processes are left")
+    with fault.timed("detected"):
+        flow.send_signal(number)
+        flow.wait(tiny.PATIENCE_S)
+        eventually(lambda: not cluster.jobs(), "the job is left")
+        eventually(lambda: not tiny.processes_of(store), "processes are left")
 
 
 def test_a_stage_that_is_stopped_takes_its_job_along(cluster, store):
@@ -91,16 +99,19 @@ def test_a_stage_that_is_stopped_takes_its_job_along(cluster, store):
     assert tiny.processes_of(store) == []
 
 
-def test_a_job_whose_machine_of_the_refresh_was_lost_ends_itself(cluster, store):
+def test_a_job_whose_machine_of_the_refresh_was_lost_ends_itself(cluster, store, fault):
+    fault.name, fault.stage = "machine of the flow lost, on Slurm", "download"
     flow = start_flow(store, "steps")
     work = work_of(store, "scratch/step")
-    kill_at_once(flow)
-    eventually(lambda: not cluster.jobs(), "the job is left")
-    eventually(lambda: not tiny.processes_of(store), "processes are left")
+    with fault.timed("detected"):
+        kill_at_once(flow)
+        eventually(lambda: not cluster.jobs(), "the job is left")
+        eventually(lambda: not tiny.processes_of(store), "processes are left")
     assert "nobody has waited for this job" in (work / "log.txt").read_text()
 
 
-def test_the_next_refresh_cancels_a_job_that_a_lost_one_left_waiting(cluster, store):
+def test_the_next_refresh_cancels_a_job_that_a_lost_one_left_waiting(cluster, store, fault):
+    fault.name, fault.stage = "machine of the flow lost, job waiting", "download"
     blocker = occupy(cluster)
     flow = start_flow(store, "ok")
     work = work_of(store, "events.jsonl")
@@ -109,7 +120,8 @@ def test_the_next_refresh_cancels_a_job_that_a_lost_one_left_waiting(cluster, st
     left = [job[2] for job in cluster.jobs() if job[0] != blocker]
     assert len(left) == 1
     cluster.command("scancel", blocker)
-    assert slurm_stage.build(store, "ok").state == "built"
+    with fault.timed("recovered"):
+        assert slurm_stage.build(store, "ok").state == "built"
 
 
 def kill_at_once(flow: subprocess.Popen) -> None:
@@ -124,46 +136,66 @@ def kill_at_once(flow: subprocess.Popen) -> None:
 # ----------------------------------------------------------------------------------------------------- the job itself
 
 
-def test_a_job_that_reaches_its_time_limit_goes_on_in_another(store):
-    built = slurm_stage.build(store, "steps", SLOW, **SOON_OVER)
+def test_a_job_that_reaches_its_time_limit_goes_on_in_another(store, fault):
+    fault.name, fault.stage = "Slurm job at its time limit", "download"
+    with fault.timed("recovered"):
+        built = slurm_stage.build(store, "steps", SLOW, **SOON_OVER)
     assert built.metrics["first_step"] > 0
+    fault.lost = went_on(built)
     assert "was ended by its time limit; submitting it again" in messages(built.artifact)
 
 
-def test_a_time_limit_that_leads_nowhere_is_an_error(store):
-    with pytest.raises(StageTimeoutError, match=r"got no further than before; raise execution.slurm.time_limit"):
+def test_a_time_limit_that_leads_nowhere_is_an_error(store, fault):
+    fault.name, fault.stage = "Slurm time limit without progress", "download"
+    with (
+        fault.timed("detected"),
+        pytest.raises(StageTimeoutError, match=r"got no further than before; raise execution.slurm.time_limit"),
+    ):
         slurm_stage.build(store, "steps", STUCK, **SOON_OVER)
 
 
-def test_a_preempted_job_goes_on_when_the_nodes_are_free_again(cluster, store):
+def test_a_preempted_job_goes_on_when_the_nodes_are_free_again(cluster, store, fault):
+    fault.name, fault.stage = "Slurm job preempted", "download"
     outcome, thread = in_the_background(store, "steps", SLOW)
     work_of(store, "scratch/step")
-    urgent = occupy(cluster, "urgent")
-    eventually(lambda: [urgent, "RUNNING"] in [job[:2] for job in cluster.jobs()], "nothing was preempted")
+    with fault.timed("detected"):
+        urgent = occupy(cluster, "urgent")
+        eventually(lambda: [urgent, "RUNNING"] in [job[:2] for job in cluster.jobs()], "nothing was preempted")
     cluster.command("scancel", urgent)
-    thread.join()
+    with fault.timed("recovered"):
+        thread.join()
     assert outcome[0].metrics["first_step"] > 0
+    fault.lost = went_on(outcome[0])
 
 
-def test_a_job_whose_node_is_lost_goes_on_elsewhere(cluster, store):
+def test_a_job_whose_node_is_lost_goes_on_elsewhere(cluster, store, fault):
+    fault.name, fault.stage = "SIGKILL of slurmd", "download"
     outcome, thread = in_the_background(store, "steps", SLOW)
     work_of(store, "scratch/step")
-    cluster.kill_node("node1")
-    thread.join()
+    with fault.timed("recovered"):
+        cluster.kill_node("node1")
+        thread.join()
     cluster.start_node("node1")
     assert outcome[0].metrics["first_step"] > 0
+    fault.lost = went_on(outcome[0])
     assert "runs on node2, restart 1" in messages(outcome[0].artifact)
     eventually(cluster.is_idle, "the node did not come back")
 
 
-def test_a_job_that_somebody_cancels_is_an_error_that_says_so(cluster, store):
+def test_a_job_that_somebody_cancels_is_an_error_that_says_so(cluster, store, fault):
+    fault.name, fault.stage = "scancel by somebody else", "download"
     outcome, thread = in_the_background(store, "steps", SLOW)
     work_of(store, "scratch/step")
-    cluster.command("scancel", cluster.wait_for_state("RUNNING"))
-    thread.join()
+    job = cluster.wait_for_state("RUNNING")
+    with fault.timed("detected"):
+        cluster.command("scancel", job)
+        thread.join()
     assert isinstance(outcome[0], StageCrashError)
     assert "was cancelled by somebody else" in str(outcome[0])
-    assert slurm_stage.build(store, "steps", SLOW).metrics["first_step"] > 0
+    with fault.timed("recovered"):
+        again = slurm_stage.build(store, "steps", SLOW)
+    assert again.metrics["first_step"] > 0
+    fault.lost = went_on(again)
 
 
 def test_the_error_of_the_stage_itself_is_what_it_would_be_locally(store):
@@ -171,8 +203,9 @@ def test_the_error_of_the_stage_itself_is_what_it_would_be_locally(store):
         slurm_stage.build(store, "known_error")
 
 
-def test_a_partition_that_there_is_not_is_an_error_of_the_recipe(store):
-    with pytest.raises(RecipeError, match=r"Slurm refused the job: .*invalid partition"):
+def test_a_partition_that_there_is_not_is_an_error_of_the_recipe(store, fault):
+    fault.name, fault.stage = "Slurm refuses the job", "download"
+    with fault.timed("detected"), pytest.raises(RecipeError, match=r"Slurm refused the job: .*invalid partition"):
         slurm_stage.build(store, "ok", partition="nowhere")
 
 

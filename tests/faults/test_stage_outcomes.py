@@ -35,9 +35,10 @@ def store(tmp_path):
         ("no_such_mode", StageCrashError, "rows exited with 1, without a word.*KeyError: 'no_such_mode'"),
     ],
 )
-def test_a_failure_becomes_the_error_that_it_is(store, mode, error, says):
+def test_a_failure_becomes_the_error_that_it_is(store, fault, mode, error, says):
+    fault.name, fault.stage = f"process ends: {mode.replace('_', ' ')}", "download"
     notes = tiny.Notes()
-    with pytest.raises(error, match=f"(?s){says}"):
+    with fault.timed("detected"), pytest.raises(error, match=f"(?s){says}"):
         tiny.build(store, mode, notes=notes)
     assert notes.said[0] == "started"
     assert notes.said[-2:] == ["tick", "ended"]
@@ -53,9 +54,13 @@ def test_the_error_of_an_earlier_attempt_is_forgotten(store):
     assert tiny.build(store, "ok").state == "built"
 
 
-def test_a_stage_that_takes_too_long_is_stopped(store):
+def test_a_stage_that_takes_too_long_is_stopped(store, fault):
+    fault.name, fault.stage = "hangs beyond timeout_s (1 s)", "download"
     started_s = time.monotonic()
-    with pytest.raises(StageTimeoutError, match=r"rows ran for more than 1 s .*stages\.rows\.execution\.timeout_s"):
+    with (
+        fault.timed("detected"),
+        pytest.raises(StageTimeoutError, match=r"rows ran for more than 1 s .*stages\.rows\.execution\.timeout_s"),
+    ):
         tiny.build(store, "family", timeout_s=1)
     assert time.monotonic() - started_s < tiny.PATIENCE_S
     assert tiny.processes_of(store) == []
@@ -73,12 +78,17 @@ def test_a_built_stage_is_cached_and_starts_nothing(store):
     assert notes.said == []
 
 
-def test_a_damaged_artifact_is_named_not_used_and_rebuilt_on_request(store):
+def test_a_damaged_artifact_is_named_not_used_and_rebuilt_on_request(store, fault):
+    fault.name, fault.stage, fault.lost = "dataset cut off", "download", "the stage"
     built = tiny.build(store, "ok")
     (built.artifact / "data" / "content").write_text("cut")
-    with pytest.raises(StoreError, match=r"damaged: data/content has 3 bytes instead of 7; .*--force rows"):
+    with (
+        fault.timed("detected"),
+        pytest.raises(StoreError, match=r"damaged: data/content has 3 bytes instead of 7; .*--force rows"),
+    ):
         tiny.build(store, "ok")
-    assert tiny.build(store, "ok", force=True).state == "built"
+    with fault.timed("recovered"):
+        assert tiny.build(store, "ok", force=True).state == "built"
     assert tiny.build(store, "ok").state == "cached"
 
 
@@ -106,7 +116,8 @@ def test_dependents_of_a_forced_stage_run_only_if_its_content_changed(store):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user than the store's owner is needed")
-def test_a_store_that_may_not_be_written_serves_what_it_has_and_says_what_it_cannot(tmp_path):
+def test_a_store_that_may_not_be_written_serves_what_it_has_and_says_what_it_cannot(tmp_path, fault):
+    fault.name, fault.stage = "permission denied", "download"
     store = Store(tmp_path / "store")
     tiny.build(store, "ok")
     code = (
@@ -119,12 +130,9 @@ def test_a_store_that_may_not_be_written_serves_what_it_has_and_says_what_it_can
     )
     for folder in (*tmp_path.parents[:2], tmp_path, store.root, *store.root.rglob("*")):
         folder.chmod(folder.stat().st_mode | 0o055)
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(Path(tiny.__file__).parent), str(store.root)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", code, str(Path(tiny.__file__).parent), str(store.root)]
+    with fault.timed("detected"):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     said = done.stdout.splitlines()
     assert said[0] == "cached", done.stderr
     assert said[1].startswith("StoreError cannot ")

@@ -70,14 +70,16 @@ def is_running(pid):
 
 
 def test_a_run_whose_rank_was_killed_ends_with_the_very_weights_of_an_uninterrupted_one(
-    artifacts, killed, uninterrupted, tmp_path
+    artifacts, killed, uninterrupted, tmp_path, fault
 ):
+    fault.name, fault.stage = "SIGKILL of a rank, real training", "train"
     work = tmp_path / "work"
     shutil.copytree(killed, work)
     num_logged = len(logged(work))
     config = make_long_config(TWO_PROCESSES)
     make_context(work, artifacts, config)
-    run_to_end(work, config)
+    with fault.timed("recovered"):
+        run_to_end(work, config)
     assert "continuing from the checkpoint of step" in (work / "log.txt").read_text()
     assert (work / "model" / "model.safetensors").read_bytes() == (
         uninterrupted / "model" / "model.safetensors"
@@ -88,10 +90,12 @@ def test_a_run_whose_rank_was_killed_ends_with_the_very_weights_of_an_uninterrup
     assert [row["loss"] for row in steps] == [row["loss"] for row in expected]
 
 
-def test_a_run_goes_on_with_another_number_of_processes(artifacts, killed, uninterrupted, tmp_path):
+def test_a_run_goes_on_with_another_number_of_processes(artifacts, killed, uninterrupted, tmp_path, fault):
+    fault.name, fault.stage = "one of two devices lost", "train"
     work = tmp_path / "work"
     shutil.copytree(killed, work)
-    run(make_context(work, artifacts, make_long_config({"micro_batch_size": 4})))
+    with fault.timed("recovered"):
+        run(make_context(work, artifacts, make_long_config({"micro_batch_size": 4})))
     resumed, expected = (load_file(folder / "model" / "model.safetensors") for folder in (work, uninterrupted))
     start_weights = load_file(artifacts["base"] / "model" / "model.safetensors")
     for name, weight in expected.items():
@@ -99,7 +103,8 @@ def test_a_run_goes_on_with_another_number_of_processes(artifacts, killed, unint
         assert (resumed[name] - weight).norm() < 1e-3 * moved, name
 
 
-def test_a_checkpoint_that_was_cut_off_is_ignored_and_the_one_before_used(artifacts, uninterrupted, tmp_path):
+def test_a_checkpoint_that_was_cut_off_is_ignored_and_the_one_before_used(artifacts, uninterrupted, tmp_path, fault):
+    fault.name, fault.stage, fault.lost = "checkpoint cut off", "train", "steps since the one before"
     work = tmp_path / "work"
     shutil.copytree(uninterrupted, work)
     folder = work / "scratch" / "checkpoints"
@@ -108,27 +113,37 @@ def test_a_checkpoint_that_was_cut_off_is_ignored_and_the_one_before_used(artifa
     with (latest / "__1_0.distcp").open("ab") as stream:
         stream.truncate(100)
     (folder / f"partial-step-{NUM_STEPS + SAVE_EVERY}").mkdir()
-    assert [step for step, _ in checkpoints.complete_checkpoints(folder)] == [NUM_STEPS - SAVE_EVERY]
+    with fault.timed("detected"):
+        assert [step for step, _ in checkpoints.complete_checkpoints(folder)] == [NUM_STEPS - SAVE_EVERY]
 
 
-def test_a_loss_that_is_no_number_stops_the_run_and_names_the_step(artifacts, tmp_path):
+def test_a_loss_that_is_no_number_stops_the_run_and_names_the_step(artifacts, tmp_path, fault):
+    fault.name, fault.stage = "loss is no number", "train"
     config = make_config(learning_rate=1e30, max_grad_norm=None)
-    with pytest.raises(TrainingError, match=r"step \d+: the loss is .* the gradient norm (nan|inf)"):
+    with (
+        fault.timed("detected"),
+        pytest.raises(TrainingError, match=r"step \d+: the loss is .* the gradient norm (nan|inf)"),
+    ):
         run(make_context(tmp_path / "work", artifacts, config))
     assert not (tmp_path / "work" / "model").exists()
 
 
-def test_a_wrong_number_of_processes_is_named_before_anything_is_loaded(artifacts, tmp_path):
+def test_a_wrong_number_of_processes_is_named_before_anything_is_loaded(artifacts, tmp_path, fault):
+    fault.name, fault.stage = "wrong number of processes", "train"
     context = make_context(tmp_path / "work", artifacts, make_config(layout=TWO_PROCESSES))
-    with pytest.raises(LayoutError, match=r"needs 2 processes .*dp_shard=2.* 1 were started"):
+    with fault.timed("detected"), pytest.raises(LayoutError, match=r"needs 2 processes .*dp_shard=2.* 1 were started"):
         run(context)
 
 
-def test_a_disk_that_is_too_full_for_checkpoints_is_told_before_training(artifacts, tmp_path, monkeypatch):
+def test_a_disk_that_is_too_full_for_checkpoints_is_told_before_training(artifacts, tmp_path, monkeypatch, fault):
+    fault.name, fault.stage = "no room for checkpoints", "train"
     context = make_context(tmp_path / "work", artifacts, make_config())
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(ResourceError, match=r"3 checkpoints .* 0\.00 GiB are free, 0\.0\d GiB are needed"):
+    with (
+        fault.timed("detected"),
+        pytest.raises(ResourceError, match=r"3 checkpoints .* 0\.00 GiB are free, 0\.0\d GiB are needed"),
+    ):
         run(context)
     assert not (tmp_path / "work" / "metrics.jsonl").exists()
 
@@ -143,15 +158,20 @@ def damaged(artifacts, folder, change):
     return {**artifacts, "base": folder}
 
 
-def test_a_model_with_a_missing_weight_is_refused(artifacts, tmp_path):
+def test_a_model_with_a_missing_weight_is_refused(artifacts, tmp_path, fault):
+    fault.name, fault.stage = "a weight is missing", "train"
     changed = damaged(artifacts, tmp_path / "base", lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
-    with pytest.raises(ModelError, match=r"1 weights are missing .*model\.layers\.1\.mlp\.up_proj\.weight"):
+    with (
+        fault.timed("detected"),
+        pytest.raises(ModelError, match=r"1 weights are missing .*model\.layers\.1\.mlp\.up_proj\.weight"),
+    ):
         run(make_context(tmp_path / "work", changed, make_config()))
 
 
-def test_a_model_with_a_weight_of_another_shape_is_refused(artifacts, tmp_path):
+def test_a_model_with_a_weight_of_another_shape_is_refused(artifacts, tmp_path, fault):
+    fault.name, fault.stage = "a weight of another shape", "train"
     changed = damaged(
         artifacts, tmp_path / "base", lambda weights: weights.update({"model.norm.weight": torch.ones(3)})
     )
-    with pytest.raises(ModelError, match=r"model\.norm\.weight"):
+    with fault.timed("detected"), pytest.raises(ModelError, match=r"model\.norm\.weight"):
         run(make_context(tmp_path / "work", changed, make_config()))

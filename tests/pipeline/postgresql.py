@@ -19,54 +19,86 @@ BINARIES = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
 MISSING = None if BINARIES and os.geteuid() == 0 else "needs Debian's package postgresql, and root to become its user"
 
 
+class PostgreSql:
+    """A cluster in `folder`. `address` is `USER:PASSWORD@HOST:PORT`."""
+
+    def __init__(self, folder: Path) -> None:
+        """PostgreSQL refuses to run as root: it runs as the user that Debian's package made."""
+        self.folder = folder
+        self.password = secrets.token_hex(16)
+        self.port = _free_port()
+        shutil.chown(folder, USER)
+        words = folder / "password"
+        words.write_text(self.password)
+        shutil.chown(words, USER)
+        options = ["-U", USER, f"--pwfile={words}", "--auth=scram-sha-256", "--no-sync"]
+        command = [BINARIES[-1] / "initdb", "-D", folder / "data", *options]
+        subprocess.run(command, user=USER, cwd=folder, check=True, capture_output=True)
+
+    @property
+    def address(self) -> str:
+        return f"{USER}:{self.password}@127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Returns when it answers."""
+        settings = ["listen_addresses=127.0.0.1", f"port={self.port}", "unix_socket_directories=", "fsync=off"]
+        settings += ["dynamic_shared_memory_type=mmap"]  # a killed one leaves nothing in /dev/shm
+        flags = [flag for setting in settings for flag in ("-c", setting)]
+        with (self.folder / "log").open("ab") as log:
+            self.server = subprocess.Popen(
+                [BINARIES[-1] / "postgres", "-D", self.folder / "data", *flags],
+                user=USER,
+                cwd=self.folder,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        ready = [BINARIES[-1] / "pg_isready", "-q", "-h", "127.0.0.1", "-p", str(self.port)]
+        eventually(lambda: subprocess.run(ready).returncode == 0)
+
+    def kill(self) -> None:
+        """SIGKILL to all its processes."""
+        os.killpg(self.server.pid, signal.SIGKILL)
+        self.server.wait()
+
+    def stop(self) -> None:
+        self.server.send_signal(signal.SIGINT)
+        self.server.wait()
+
+    def create(self, databases: list[str]) -> None:
+        connection = psycopg2.connect(
+            host="127.0.0.1", port=self.port, user=USER, password=self.password, dbname="postgres"
+        )
+        connection.autocommit = True
+        with connection.cursor() as cursor:
+            for database in databases:
+                cursor.execute(f"CREATE DATABASE {database}")
+        connection.close()
+
+
 @contextmanager
-def postgresql(databases: list[str]) -> Iterator[tuple[str, str]]:
-    """Yields `USER:PASSWORD@HOST:PORT` and the password of a cluster with these databases."""
-    password = secrets.token_hex(16)
-    folder = Path(tempfile.mkdtemp(prefix="lifecycle-postgresql-"))
-    shutil.chown(folder, USER)
+def postgresql(databases: list[str]) -> Iterator[PostgreSql]:
+    """A running cluster with these databases."""
+    # Its user may not enter the temporary folders of pytest.
+    folder = Path(tempfile.mkdtemp(prefix="lifecycle-postgresql-", dir="/tmp"))
     try:
-        with _running(folder, password) as port:
-            _create(databases, password, port)
-            yield f"{USER}:{password}@127.0.0.1:{port}", password
+        cluster = PostgreSql(folder)
+        cluster.start()
+        try:
+            cluster.create(databases)
+            yield cluster
+        finally:
+            cluster.stop()
     finally:
         shutil.rmtree(folder)
 
 
-@contextmanager
-def _running(folder: Path, password: str) -> Iterator[int]:
-    """PostgreSQL refuses to run as root: it runs as the user that Debian's package made."""
-    port = _free_port()
-    words = folder / "password"
-    words.write_text(password)
-    shutil.chown(words, USER)
-    data = folder / "data"
-    options = ["-U", USER, f"--pwfile={words}", "--auth=scram-sha-256", "--no-sync"]
-    subprocess.run(
-        [BINARIES[-1] / "initdb", "-D", data, *options], user=USER, cwd=folder, check=True, capture_output=True
-    )
-    settings = ["listen_addresses=127.0.0.1", f"port={port}", "unix_socket_directories=", "fsync=off"]
-    flags = [flag for setting in settings for flag in ("-c", setting)]
-    with (folder / "log").open("wb") as log:
-        server = subprocess.Popen(
-            [BINARIES[-1] / "postgres", "-D", data, *flags], user=USER, cwd=folder, stdout=log, stderr=log
-        )
-    try:
-        ready = [BINARIES[-1] / "pg_isready", "-q", "-h", "127.0.0.1", "-p", str(port)]
-        eventually(lambda: subprocess.run(ready).returncode == 0)
-        yield port
-    finally:
-        server.send_signal(signal.SIGINT)
-        server.wait()
-
-
-def _create(databases: list[str], password: str, port: int) -> None:
-    connection = psycopg2.connect(host="127.0.0.1", port=port, user=USER, password=password, dbname="postgres")
-    connection.autocommit = True
-    with connection.cursor() as cursor:
-        for database in databases:
-            cursor.execute(f"CREATE DATABASE {database}")
-    connection.close()
+def database_environment(cluster: PostgreSql) -> dict[str, str]:
+    """What has our local servers keep everything in its databases `prefect` and `mlflow`."""
+    return {
+        "PREFECT_API_DATABASE_CONNECTION_URL": f"postgresql+asyncpg://{cluster.address}/prefect",
+        "MLFLOW_BACKEND_STORE_URI": f"postgresql://{cluster.address}/mlflow",
+    }
 
 
 def _free_port() -> int:

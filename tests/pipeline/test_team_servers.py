@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psycopg2
 import pytest
-from postgresql import MISSING, postgresql
+from postgresql import MISSING, database_environment, postgresql
 from refreshes import Home, after, eventually, model, stage, states
 
 from flows.servers.local import answers
@@ -28,13 +28,9 @@ def database():
 @pytest.fixture(scope="module")
 def home(tmp_path_factory, database):
     """A home whose servers keep everything in PostgreSQL."""
-    address, _ = database
     home = Home(tmp_path_factory.mktemp("team") / "home")
     home.folder.mkdir()
-    home.environment |= {
-        "PREFECT_API_DATABASE_CONNECTION_URL": f"postgresql+asyncpg://{address}/prefect",
-        "MLFLOW_BACKEND_STORE_URI": f"postgresql://{address}/mlflow",
-    }
+    home.environment |= database_environment(database)
     yield home
     assert home.lifecycle("down").returncode == 0
 
@@ -56,7 +52,7 @@ def command_lines_with(secret: str) -> list[str]:
 
 
 def test_a_refresh_is_kept_in_postgresql(home, database):
-    address, password = database
+    address, password = database.address, database.password
     code, refresh = home.run(home.recipe("team", **TREE))
     assert code == 0
     assert states(refresh) == {"rows": "built", "base": "built", "scores": "built"}

@@ -1,0 +1,38 @@
+"""The table of `make faults`: what happened to which stage, how fast it was found and mended, and what was lost."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+HEADINGS = ("fault", "stage", "detected in s", "recovered in s", "lost")
+
+
+@dataclass
+class Fault:
+    """A line of the table. `lost`: what had to be done again."""
+
+    name: str
+    stage: str
+    lost: str = "nothing"
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Measure how long it takes until the fault is `detected`, or `recovered` from."""
+        began_s = time.monotonic()
+        yield
+        self.seconds[what] = time.monotonic() - began_s
+
+    def cells(self) -> tuple[str, ...]:
+        """As text, in the order of HEADINGS."""
+        times = [f"{self.seconds[what]:.1f}" if what in self.seconds else "" for what in ("detected", "recovered")]
+        return (self.name, self.stage, *times, self.lost)
+
+
+def lines(faults: Sequence[Fault]) -> Iterator[str]:
+    """The table as text."""
+    rows = [HEADINGS, *(fault.cells() for fault in faults)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
