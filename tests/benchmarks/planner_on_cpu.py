@@ -1,9 +1,10 @@
 """Does the planner rank layouts as this machine's CPU does? `python tests/benchmarks/planner_on_cpu.py`
 
-Each layout runs in processes of its own on gloo, in turns, every other round in reverse order. Prints, for each, the
-predicted and the measured step time, and Spearman's rank correlation. Measured is the median over rounds of a round's
-median step; beside it stands the shortest step, which other programs of the machine disturb least. `--hardware`:
-what `lifecycle calibrate` wrote; without it the built-in description counts.
+Layouts of one, two and four processes on gloo take turns, step after step of the same batch, and the groups of
+processes do too, every other round in reverse order. Prints, for each, the predicted and the measured step time, and
+Spearman's rank correlation. Measured is the median over rounds of a round's median step; beside it stands the shortest
+step, which other programs of the machine disturb least. `--hardware`: what `lifecycle calibrate` wrote; without it the
+built-in description counts.
 """
 
 from __future__ import annotations
@@ -12,87 +13,165 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from scipy.stats import spearmanr
-from workload import run_stage, stage_input, write_workload
+from workload import ROWS_PER_STEP, SEQUENCE_LENGTH, VOCABULARY, make_model
 
-from stages.contract import StageInput
 from stages.train.config import TrainConfig
+from stages.train.data.batch import IGNORED, Batch
+from stages.train.engine import Engine
 from stages.train.layout import describe_layout
+from stages.train.losses import SftLoss
 from stages.train.prediction import hardware_at_hand, predict, question_of, read_shape
+from stages.train.processes import joined_processes
 
-LAYOUTS = (
+LAYOUTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("fsdp", {"micro_batch_size": 8}),
     ("fsdp", {"micro_batch_size": 1}),
     ("fsdp", {"micro_batch_size": 8, "recompute": "full"}),
+    ("megatron", {"micro_batch_size": 8}),
     ("fsdp", {"dp_shard": 2, "micro_batch_size": 4}),
-    ("fsdp", {"dp_shard": 4, "micro_batch_size": 1}),
     ("megatron", {"dp_shard": 2, "micro_batch_size": 4}),
     ("megatron", {"tp": 2, "micro_batch_size": 8}),
     ("megatron", {"tp": 2, "micro_batch_size": 1}),
     ("megatron", {"pp": 2, "micro_batch_size": 1}),
     ("megatron", {"pp": 2, "micro_batch_size": 8}),
+    ("fsdp", {"dp_shard": 4, "micro_batch_size": 2}),
     ("megatron", {"tp": 2, "pp": 2, "micro_batch_size": 2}),
 )
+NUM_PROCESSES = (1, 2, 4)
 WARMUP_STEPS = 2
+LEARNING_RATE = 1e-3
 
 
 def main() -> None:
     """Measure (or read what was measured), predict, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8, help="measured steps of a round")
+    parser.add_argument("--steps", type=int, default=8, help="measured steps of a layout in a round")
     parser.add_argument("--hardware", type=Path)
     parser.add_argument("--keep", type=Path, help="a JSON file for the measurements; read, if it is there")
+    parser.add_argument("--group", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.group:
+        measure_group(arguments.group, arguments.steps)
+        return
     with tempfile.TemporaryDirectory(prefix="planner-on-cpu-") as folder:
-        root = Path(folder)
-        write_workload(root)
-        told = [train_stage(root, number) for number in range(len(LAYOUTS))]
+        model = Path(folder) / "model"
+        make_model(model)
         if arguments.keep and arguments.keep.is_file():
             measured = json.loads(arguments.keep.read_text())
         else:
-            measured = measure(root, told, arguments.rounds, arguments.steps)
+            measured = measure(model, arguments.rounds, arguments.steps)
         if arguments.keep:
             arguments.keep.write_text(json.dumps(measured))
-        predicted = [predicted_s(root, one, arguments.hardware) for one in told]
-    print_table([layout_of(one) for one in told], measured, predicted)
+        predicted = [predicted_s(model, one, arguments.hardware) for one in configs()]
+    print_table([text_of(one) for one in configs()], measured, predicted)
 
 
-def train_stage(root: Path, number: int) -> StageInput:
-    """The stage under a layout."""
-    engine, layout = LAYOUTS[number]
-    told = stage_input(root, name=f"layout-{number}", steps=1)
-    return told.model_copy(update={"config": {**told.config, "engine": engine, "layout": layout}})
+def configs() -> list[TrainConfig]:
+    """The stage under each layout."""
+    shared = {
+        "kind": "train",
+        "method": "sft",
+        "model": "model",
+        "data": {"dataset": "chats", "sequence_length": SEQUENCE_LENGTH},
+        "global_batch_size": ROWS_PER_STEP,
+        "learning_rate": LEARNING_RATE,
+        "precision": "fp32",
+    }
+    return [TrainConfig.model_validate({**shared, "engine": engine, "layout": layout}) for engine, layout in LAYOUTS]
 
 
-def measure(root: Path, told: list[StageInput], rounds: int, steps: int) -> list[list[list[float]]]:
+def measure(model: Path, rounds: int, steps: int) -> list[list[list[float]]]:
     """Seconds of the measured steps, by layout and round."""
-    measured: list[list[list[float]]] = [[] for _ in told]
+    measured: list[list[list[float]]] = [[] for _ in LAYOUTS]
     for turn in range(rounds):
-        for number in range(len(told))[:: 1 if turn % 2 == 0 else -1]:
-            config = {**told[number].config, "steps": WARMUP_STEPS + steps}
-            one = told[number].model_copy(update={"name": f"layout-{number}-{turn}", "config": config})
-            processes = TrainConfig.model_validate(config).processes
-            figures = run_stage(root, one, threads=max(1, len(os.sched_getaffinity(0)) // processes))
-            measured[number].append([step["step_time_s"] for step in figures[WARMUP_STEPS:]])
-            print(f"round {turn}: {layout_of(one)}: {statistics.median(measured[number][-1]):.3f} s", flush=True)
+        for processes in NUM_PROCESSES[:: 1 if turn % 2 == 0 else -1]:
+            threads = max(1, len(os.sched_getaffinity(0)) // processes)
+            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+            command = [sys.executable, *launcher, __file__, "--group", str(model), "--steps", str(steps)]
+            environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+            subprocess.run(command, env=environment, check=True, stderr=subprocess.DEVNULL)
+            for number, seconds in json.loads(result_file(model, processes).read_text()).items():
+                measured[int(number)].append(seconds)
+        print(f"round {turn + 1} of {rounds}", flush=True)
     return measured
 
 
-def predicted_s(root: Path, told: StageInput, file: Path | None) -> float:
+def measure_group(model: Path, steps: int) -> None:
+    """In every process of a group: all layouts of as many processes; rank 0 writes the seconds of their steps."""
+    with joined_processes() as device:
+        processes = dist.get_world_size()
+        chosen = [number for number, one in enumerate(configs()) if one.layout.world_size == processes]
+        seconds = {number: steps_s(model, configs()[number], device, steps) for number in chosen}
+        if dist.get_rank() == 0:
+            result_file(model, processes).write_text(json.dumps(seconds))
+
+
+def steps_s(model: Path, config: TrainConfig, device: torch.device, steps: int) -> list[float]:
+    """Seconds of each measured step, from when all processes are ready until all are done."""
+    engine = make_engine(model, config, device)
+    rows = [batch_of(config.layout.micro_batch_size) for _ in range(config.micro_batches_per_step)]
+    seconds = []
+    for _ in range(WARMUP_STEPS + steps):
+        dist.barrier()
+        start_s = time.perf_counter()
+        engine.train_step(rows, SftLoss(), LEARNING_RATE, 1.0)
+        dist.barrier()
+        seconds.append(time.perf_counter() - start_s)
+    if config.engine == "megatron":
+        from stages.train.megatron.parallel import stop_model_parallel
+
+        stop_model_parallel()
+    return seconds[WARMUP_STEPS:]
+
+
+def make_engine(model: Path, config: TrainConfig, device: torch.device) -> Engine:
+    """With the model loaded."""
+    if config.engine == "fsdp":
+        from stages.train.fsdp.engine import FsdpEngine
+
+        return FsdpEngine(model, config, device)
+    from stages.train.megatron.compat import prepare_megatron
+
+    prepare_megatron()
+    from stages.train.megatron.engine import MegatronEngine
+
+    return MegatronEngine(model, config, device)
+
+
+def batch_of(num_rows: int) -> Batch:
+    """Rows of one document each."""
+    tokens = torch.randint(0, VOCABULARY, (num_rows, SEQUENCE_LENGTH), generator=torch.Generator().manual_seed(0))
+    targets = torch.cat([tokens[:, 1:], torch.full((num_rows, 1), IGNORED)], dim=1)
+    positions = torch.arange(SEQUENCE_LENGTH).expand(num_rows, -1)
+    ids = torch.arange(num_rows)[:, None].expand(-1, SEQUENCE_LENGTH)
+    return Batch(tokens, targets, positions, ids, num_rows, [SEQUENCE_LENGTH] * num_rows)
+
+
+def result_file(model: Path, processes: int) -> Path:
+    """Where a group of so many processes leaves its seconds."""
+    return model.parent / f"seconds-{processes}.json"
+
+
+def predicted_s(model: Path, config: TrainConfig, file: Path | None) -> float:
     """The planner's step time for this stage on this machine."""
-    config = TrainConfig.model_validate(told.config)
-    hardware = hardware_at_hand(None, config.processes, file)
+    hardware = hardware_at_hand(None, config.layout.world_size, file)
     assert hardware is not None, "a CPU is always known"
-    return predict(question_of(config, read_shape(root / "model" / "model"), hardware), config).time.step_time_s
+    return predict(question_of(config, read_shape(model), hardware), config).time.step_time_s
 
 
-def layout_of(told: StageInput) -> str:
-    """In one line."""
-    config = TrainConfig.model_validate(told.config)
+def text_of(config: TrainConfig) -> str:
+    """The layout in one line."""
     return describe_layout(config.engine, config.layout)
 
 

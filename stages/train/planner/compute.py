@@ -82,12 +82,15 @@ class LayerTime:
     elementwise: Pass
     host_s: float
     """Launching one forward pass."""
+    host_is_device: bool = False
 
     @cached_property
     def both(self) -> Pass:
         """All of the layer. The host launches ahead of the device, but not without waiting: the slower of both costs
-        most, and the other some of its time (a root of squares)."""
+        most, and the other some of its time (a root of squares). Where both are one processor, they add up."""
         busy = self.attention_core + self.products + self.elementwise
+        if self.host_is_device:
+            return busy + Pass(self.host_s, 2 * self.host_s)
         return Pass(math.hypot(busy.forward_s, self.host_s), math.hypot(busy.backward_s, 2 * self.host_s))
 
 
@@ -105,7 +108,8 @@ def layer_time(work: LayerWork, software: Software, hardware: Hardware) -> Layer
         _flash(work, software, hardware) if software.flash_attention else _unfused_attention(work, software, hardware)
     )
     kernels = KERNELS["fused" if software.fused_elementwise else "eager"] + mixture * KERNELS["experts"]
-    return LayerTime(core, products, _elementwise(work, software, hardware), kernels * hardware.efficiency.launch_s)
+    host_s = kernels * hardware.efficiency.launch_s
+    return LayerTime(core, products, _elementwise(work, software, hardware), host_s, hardware.host_is_device)
 
 
 @lru_cache(maxsize=16384)

@@ -106,7 +106,8 @@ def _fsdp_s(case: StepCase, stage: PipelineStage, layer: LayerTime, head: Pass, 
     held = rank_parameters(case.shape, stage, layout.tp, layout.ep, layout.etp)
     per_layer = (held.total - outside) / stage.num_layers
     size = case.workload.compute_bytes
-    gather_s = network.gather_s(hardware, group, size * per_layer)
+    gathered_size = 1 if case.workload.precision == "fp8" else size
+    gather_s = network.gather_s(hardware, group, gathered_size * per_layer)
     reduce_s = network.gather_s(hardware, group, 4 * per_layer)
     shards = layout.dp_shard * layout.cp
     replicas_s = network.all_reduce_s(hardware, network.replica_group(layout), 4 * per_layer / shards)

@@ -7,7 +7,7 @@ Built-in descriptions are of common 8-GPU nodes; others come from a YAML file wi
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,8 @@ class Hardware:
     intra_node_latency_s: float = 8e-6
     """Of one collective."""
     inter_node_latency_s: float = 20e-6
+    host_is_device: bool = False
+    """Whether what launches kernels also runs them, as on a CPU: neither then goes on beside the other."""
     efficiency: Efficiency = Efficiency()
 
     def peak_flops_per_s(self, precision: Precision) -> float:
@@ -114,9 +116,10 @@ HARDWARE = {
             2,
             1,
             1.0,
-            100e-6,
-            200e-6,
-            Efficiency(runtime_gib=0.6, communicator_gib=0.02, fragmentation=0.05),
+            1e-3,
+            1e-3,
+            True,
+            Efficiency(launch_s=100e-6, overlapped=0.0, runtime_gib=0.6, communicator_gib=0.02, fragmentation=0.05),
         ),
     )
 }
@@ -169,7 +172,7 @@ def from_yaml(path: Path) -> Hardware:
 
 
 def _is_required(field: Any) -> bool:
-    return field.name not in ("efficiency", "sustained", "intra_node_latency_s", "inter_node_latency_s")
+    return field.default is MISSING
 
 
 def _checked(path: Path, kind: type, given: Any) -> dict[str, Any]:
@@ -181,11 +184,19 @@ def _checked(path: Path, kind: type, given: Any) -> dict[str, Any]:
     for name, value in given.items():
         if name not in known:
             raise RecipeError(f"reading hardware from {path}: unknown field {name!r}; known: {', '.join(known)}")
-        if name != "name" and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
-            optional = name == "fp8_tflops" and value is None
-            if not optional:
-                raise RecipeError(f"reading hardware from {path}: {name} is {value!r}; expected a positive number")
+        if expected := _lacks(name, value):
+            raise RecipeError(f"reading hardware from {path}: {name} is {value!r}; expected {expected}")
     return given
+
+
+def _lacks(name: str, value: Any) -> str | None:
+    """What a field's value should be, if it is not."""
+    if name == "name" or (name == "fp8_tflops" and value is None):
+        return None
+    if name == "host_is_device":
+        return None if isinstance(value, bool) else "true or false"
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return None if is_number and value > 0 else "a positive number"
 
 
 def _number(value: Any) -> Any:

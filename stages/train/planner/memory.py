@@ -20,7 +20,7 @@ from stages.train.planner.partition import (
     pipeline_stages,
     rank_parameters,
 )
-from stages.train.planner.workload import OURS, Engine, Software, Workload
+from stages.train.planner.workload import Engine, Software, Workload, our_software
 from stages.train.shape import ModelShape
 
 GIB = 2**30
@@ -101,7 +101,7 @@ def memory(
     every_stage: bool = True,
 ) -> MemoryEstimate:
     """Estimate the peak of every pipeline stage (`every_stage=False`: of the first and the last)."""
-    case = _Case(shape, engine, layout, workload, software or OURS[engine])
+    case = _Case(shape, engine, layout, workload, software or our_software(engine, layout))
     stages = pipeline_stages(shape.num_layers, layout.pp, case.software.balances_head)
     chosen = stages if every_stage or len(stages) < 3 else _fullest(stages)
     return MemoryEstimate(tuple(_stage(case, stage, efficiency or Efficiency()) for stage in chosen))

@@ -16,7 +16,7 @@ from stages.train.legality import Setting, is_legal
 from stages.train.planner.hardware import Hardware
 from stages.train.planner.memory import MemoryEstimate, memory
 from stages.train.planner.time import TimeEstimate, step_time
-from stages.train.planner.workload import OURS, Engine, Software, Workload
+from stages.train.planner.workload import OURS, Engine, Software, Workload, our_software
 from stages.train.shape import ModelShape
 
 LEAST_TOKENS_OF_A_CONTEXT_RANK = 1024
@@ -102,7 +102,7 @@ def search(question: Question) -> SearchResult:
 
 def estimate(question: Question, engine: Engine, layout: Layout, near_miss: float | None = None) -> Candidate | None:
     """One layout's estimates; None if it takes more than `near_miss` times the memory there is."""
-    hardware, software = question.hardware, question.software or OURS[engine]
+    hardware, software = question.hardware, question.software or our_software(engine, layout)
     available_gib = question.available_gib or hardware.memory_gib
     needed = memory(
         question.shape,

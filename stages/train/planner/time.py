@@ -22,7 +22,7 @@ from stages.train.planner.partition import (
     pipeline_stages,
     rank_parameters,
 )
-from stages.train.planner.workload import OURS, Engine, Software, Workload
+from stages.train.planner.workload import Engine, Software, Workload, our_software
 from stages.train.shape import ModelShape
 
 FLOPS_WITH_FROZEN_WEIGHTS = 2 / 3
@@ -77,7 +77,7 @@ def step_time(
     software: Software | None = None,
 ) -> TimeEstimate:
     """Estimate one optimizer step of `workload` on `layout.world_size` devices."""
-    case = StepCase(shape, engine, layout, workload, software or OURS[engine], hardware)
+    case = StepCase(shape, engine, layout, workload, software or our_software(engine, layout), hardware)
     layer = layer_time(case.work, case.software, hardware)
     parts = _parts(case, layer)
     num_devices = layout.world_size

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
+
+from stages.train.layout import Layout
 
 Engine = Literal["fsdp", "megatron"]
 Precision = Literal["fp32", "bf16", "fp8"]
@@ -70,7 +72,12 @@ class Software:
 
 
 OURS: dict[Engine, Software] = {
-    "fsdp": Software(),
+    "fsdp": Software(fused_elementwise=False),
     "megatron": Software(chunked_logits=False, gathers_gradients=False),
 }
-"""The engines of this project."""
+"""The engines of this project. FSDP runs the layers of Transformers, whose norms are chains of operations."""
+
+
+def our_software(engine: Engine, layout: Layout) -> Software:
+    """This project's engine under a layout; a compiled layer's chains are fused."""
+    return replace(OURS[engine], fused_elementwise=True) if layout.compile else OURS[engine]

@@ -106,3 +106,13 @@ def test_eight_bits_are_faster_where_the_device_has_them():
 def test_tokens_dispatched_to_experts_on_one_node_stay_there():
     inside, across = network.Group(8, 1), network.Group(16, 1)
     assert network.dispatch_s(H100, inside, 1e8, 8) < network.dispatch_s(H100, across, 1e8, 8)
+
+
+def test_a_processor_that_is_its_own_host_launches_and_computes_one_after_the_other():
+    cpu = HARDWARE["cpu"]
+    alone = estimate(Layout(), hardware=cpu).parts.compute
+    assert alone > estimate(Layout(), hardware=replace(cpu, host_is_device=False)).parts.compute
+
+
+def test_compiled_layers_stream_less_through_memory():
+    assert estimate(Layout(compile=True), engine="fsdp").step_time_s < estimate(Layout(), engine="fsdp").step_time_s
