@@ -27,7 +27,9 @@ PR_SET_CHILD_SUBREAPER = 36
 TOKEN_VARIABLE = "LIFECYCLE_STAGE_TOKEN"  # noqa: S105 (marks processes, no secret)
 PROC = Path("/proc")
 SHARED_MEMORY = "/dev/shm/"  # noqa: S108 (where POSIX shared memory lies)
-SAMPLE_INTERVAL_S = 5.0
+SAMPLE_INTERVALS_S = (0.5, 5.0)
+"""Between looks at what the descendants have mapped: most of it is made in the first seconds."""
+SAMPLES_PER_AGE = 20
 
 
 def die_with_parent() -> None:
@@ -77,14 +79,17 @@ def send(number: int, pids: Iterable[int]) -> None:
 
 
 def shared_memory_of(pids: Iterable[int]) -> set[Path]:
-    """Files of /dev/shm that these processes have mapped."""
-    found = set()
+    """Files of /dev/shm that these processes have mapped.
+
+    By inode: glibc maps a new semaphore under a passing name before it links it to its own.
+    """
+    inodes = set()
     for pid in pids:
         with contextlib.suppress(OSError):
             for line in (PROC / str(pid) / "maps").read_text().splitlines():
-                if SHARED_MEMORY in line and not line.endswith("(deleted)"):
-                    found.add(Path(line[line.index(SHARED_MEMORY) :]))
-    return found
+                if SHARED_MEMORY in line:
+                    inodes.add(int(line.split(maxsplit=5)[4]))
+    return {Path(file.path) for file in os.scandir(SHARED_MEMORY) if file.inode() in inodes} if inodes else set()
 
 
 def remove_shared_memory(files: Iterable[Path]) -> None:
@@ -137,8 +142,10 @@ class Supervisor:
 
     def run(self) -> int:
         """Returns the exit code to end with. No descendant is left by then."""
+        began_s = time.monotonic()
+        shortest_s, longest_s = SAMPLE_INTERVALS_S
         while self.status is None and not self.told_to_stop:
-            self._wait(SAMPLE_INTERVAL_S)
+            self._wait(min(longest_s, max(shortest_s, (time.monotonic() - began_s) / SAMPLES_PER_AGE)))
             self.shared_memory |= shared_memory_of(descendants(os.getpid()))
         self._end_descendants()
         remove_shared_memory(self.shared_memory)
