@@ -21,7 +21,7 @@ MEANING = {
     "expert_parallel": "communication of expert parallelism",
     "pipeline_messages": "messages between pipeline stages",
     "bubble": "pipeline bubble",
-    "data_parallel": "communication of data parallelism (network)",
+    "data_parallel": "communication of data parallelism",
     "optimizer": "optimizer step",
 }
 
