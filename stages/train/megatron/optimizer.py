@@ -16,6 +16,7 @@ from megatron.core.utils import get_model_config
 from stages.train.config import TrainConfig
 from stages.train.layout import Layout
 from stages.train.megatron.model import compute_dtype
+from stages.train.megatron.shards import real_optimizers
 
 
 def wrap_chunks(chunks: Sequence[GPTModel], layout: Layout) -> list[DistributedDataParallel]:
@@ -67,6 +68,7 @@ class Adam:
             config_overrides={},
             use_gloo_process_groups=False,
         )
+        _fuse(self.megatron)
 
     def zero_gradients(self) -> None:
         """To be called before gradients of the next step are added up."""
@@ -98,6 +100,14 @@ class Adam:
         for chunk in self._chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
+
+
+def _fuse(megatron: MegatronOptimizer) -> None:
+    """Have torch's AdamW, which serves where Transformer Engine's is not installed, pass over memory once a step."""
+    for optimizer in real_optimizers(megatron):
+        if isinstance(optimizer.optimizer, torch.optim.AdamW):
+            for group in optimizer.optimizer.param_groups:
+                group["fused"] = True
 
 
 def _finalize_gradients(chunks: list[Any], num_tokens: torch.Tensor | None, **options: Any) -> None:
