@@ -106,7 +106,7 @@ def read_table(path: Path) -> tuple[list[str], list[PublishedRun | UnknownRun]]:
     missing = [] if is_vtrain else [column for column in COLUMNS if column not in names.values()]
     if missing:
         raise DataError(
-            f"reading the table {path}: columns {', '.join(missing)} are missing; expected {', '.join(COLUMNS)} "
+            f"reading the table {path}: missing columns: {', '.join(missing)}; expected {', '.join(COLUMNS)} "
             f"(cells may be empty), or vTrain's: {', '.join(VTRAIN_COLUMNS)}"
         )
     runs: list[PublishedRun | UnknownRun] = []
@@ -126,6 +126,8 @@ def _run(cells: Cells) -> PublishedRun:
     shape = _shape(cells)
     software = _software(cells, engine, shape, hardware)
     layout = _degrees(cells, engine, software, hardware)
+    if (gpus := cells.number("gpus")) and gpus != layout.world_size:
+        cells.assumed.append(f"{layout.world_size} GPUs, by its degrees")
     workload = Workload(
         sequence_length=cells.number_or("seq", DEFAULT_SEQUENCE_LENGTH),
         global_batch_size=cells.number_or("gbs", layout.data_parallel_size * layout.micro_batch_size),
