@@ -16,7 +16,7 @@ from typing import Any
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 NODES = ("node1", "node2")
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 
 CONFIG = """
 ClusterName=test

@@ -22,7 +22,7 @@ from stages.errors import RefreshStoppedError
 from stages.supervised import Supervised
 from stages.supervisor import living_processes
 
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 SCRIPT = Path(__file__).with_name("tiny_stage.py")
 
 

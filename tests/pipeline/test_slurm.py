@@ -43,7 +43,7 @@ def cancelled(folder, artifacts):
         )
 
         def cancel() -> None:
-            eventually((refresh.work / "scratch" / "checkpoints" / "step-4").exists, "no checkpoint")
+            eventually(lambda: list(refresh.work.glob("scratch/checkpoints/step-*")), "no checkpoint")
             cluster.command("scancel", f"--name={refresh.job}")
 
         canceller = threading.Thread(target=cancel)
