@@ -25,8 +25,8 @@ BACKWARD_ATTENTION = 2.5
 """Products of the fused backward pass over those of the forward pass: five for two (Dao 2023, section 3.1)."""
 KERNELS = {"fused": 30, "eager": 45, "experts": 40}
 """Launches of one layer's forward pass, and what a mixture of experts adds."""
-
-
+LAUNCHES_OF_A_COLLECTIVE = 3
+"""What calling one costs the host: the kernel, and events by which streams wait for each other."""
 EAGER_PASSES = {"layer norm": 2, "rms norm": 3}
 """Memory traffic of elementwise operations that are not fused, over that of fused ones: RMSNorm and rotations are
 written as chains of operations in fp32, LayerNorm is one kernel."""
@@ -108,8 +108,15 @@ def layer_time(work: LayerWork, software: Software, hardware: Hardware) -> Layer
         _flash(work, software, hardware) if software.flash_attention else _unfused_attention(work, software, hardware)
     )
     kernels = KERNELS["fused" if software.fused_elementwise else "eager"] + mixture * KERNELS["experts"]
-    host_s = kernels * hardware.efficiency.launch_s
+    host_s = (kernels + _collective_launches(work)) * hardware.efficiency.launch_s
     return LayerTime(core, products, _elementwise(work, software, hardware), host_s, hardware.host_is_device)
+
+
+def _collective_launches(work: LayerWork) -> int:
+    """Of tensor parallelism's two all-reduces, which sequence parallelism splits in two each."""
+    if work.tp == 1:
+        return 0
+    return LAUNCHES_OF_A_COLLECTIVE * (4 if work.sequence_parallel else 2)
 
 
 @lru_cache(maxsize=16384)

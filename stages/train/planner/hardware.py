@@ -21,9 +21,9 @@ class Efficiency:
 
     matmul: float = 0.80
     """Of the peak, by a product that is large in every dimension."""
-    matmul_half_waves: float = 1.0
+    matmul_half_waves: float = 1.125
     """Waves of output tiles over the device's processors at which half of that is reached."""
-    matmul_half_depth: float = 94.0
+    matmul_half_depth: float = 109.0
     """Length of the summed dimension at which half of that is reached."""
     attention: float = 0.5
     """Of the peak, by a fused attention kernel."""
@@ -31,13 +31,13 @@ class Efficiency:
     """Of the peak, by the first version of such a kernel."""
     memory: float = 0.93
     """Of the memory bandwidth, by kernels that stream."""
-    intra_link: float = 0.72
+    intra_link: float = 0.765
     """Of the bandwidth within a node, by collectives."""
     inter_link: float = 0.7
     """Of the bandwidth between nodes, by collectives."""
     overlapped: float = 0.61
     """Of communication that can run beside compute, the part that does."""
-    launch_s: float = 37e-6
+    launch_s: float = 31.3e-6
     """Host time of one kernel launch from an eager program."""
     runtime_gib: float = 1.5
     """Held by the driver and libraries."""
