@@ -145,3 +145,20 @@ def test_a_new_champion_takes_over_without_a_failed_request(environment: Path) -
     assert set(load.answers[former + NUM_ASKERS :]) == {last}
     assert is_port_free(url.removesuffix("/v1"))
     assert not served_processes(environment)
+
+
+def test_a_champion_is_served_as_it_is_for_whoever_does_not_follow(environment: Path) -> None:
+    make_champion(seed=2)
+    command = [LIFECYCLE, "serve", f"models:/{NAME}@champion"]
+    with subprocess.Popen(command, env=os.environ.copy(), text=True, stdout=subprocess.PIPE) as process:
+        try:
+            url = next(line.split(" at ")[1].strip() for line in process.stdout if line.startswith("serving "))
+            assert complete(url)
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                post(f"{url}/completions", QUESTION, key="another")
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(90)
+    assert process.returncode == 0
+    assert is_port_free(url.removesuffix("/v1"))
+    assert not served_processes(environment)
