@@ -67,7 +67,8 @@ def as_text(calibration: Calibration, path: Path) -> str:
         time_error, memory_error = mean_errors(calibration, machine)
         off = f"step time off by {time_error:.0%} on average, memory by {memory_error:.0%}"
         lines.append(f"{name:<6}: {off}; Spearman {rank_correlation(calibration, machine):.2f}")
-    return "\n".join([*lines, f"{path} is what predictions and `layout: auto` start from now"])
+    used = "is what predictions and `layout: auto` start from now" if path == hardware_file() else "is for `--gpu`"
+    return "\n".join([*lines, f"{path} {used}"])
 
 
 def as_object(calibration: Calibration, path: Path) -> dict[str, Any]:
