@@ -64,6 +64,7 @@ def scaling_plot(series: Sequence[Series]) -> str:
         for point in one.points:
             place = (point.num_devices, point.tokens_per_s)
             axes.annotate(f"{point.efficiency:.0%}", place, textcoords="offset points", xytext=(4, -12))
+    axes.set_xticks(sorted({point.num_devices for one in series for point in one.points}))
     axes.set_xlabel("devices")
     axes.set_ylabel("tokens/s")
     axes.set_ylim(bottom=0)
