@@ -69,3 +69,11 @@ def test_under_a_steady_drift_equal_layouts_get_equal_mean_places():
 @pytest.mark.parametrize(("values", "expected"), [([3.0], 0.0), ([0.0, 1.0, 2.0, 3.0, 4.0], 2.0), ([5.0] * 9, 0.0)])
 def test_the_spread_is_the_middle_half(values, expected):
     assert interquartile_range(values) == expected
+
+
+def test_a_refused_layout_is_a_row_with_its_reason_and_no_trial(make_record, make_trial):
+    record = make_record([make_trial(0, 1, [1.0, 1.0])])
+    refused = record.layouts[1].model_copy(update={"refused": "8 rows are not divisible by 3"})
+    first, second = rows_of(record.model_copy(update={"layouts": (record.layouts[0], refused)}))
+    assert first.error is None
+    assert (second.error, second.metrics) == ("8 rows are not divisible by 3", {})
