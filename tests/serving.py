@@ -113,14 +113,14 @@ def stage_process(work: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-def run_to_the_end(work: Path, timeout_s: float = 300) -> StageResult:
+def run_to_the_end(work: Path, timeout_s: float = 500) -> StageResult:
     """Run a stage, which must succeed."""
     with stage_process(work) as process:
         assert process.wait(timeout_s) == 0, (work / "log.txt").read_text()[-3000:]
     return StageResult.model_validate_json((work / "result.json").read_text())
 
 
-def wait_for(condition: Any, timeout_s: float = 240, what: str = "it") -> Any:
+def wait_for(condition: Any, timeout_s: float = 500, what: str = "it") -> Any:
     """The first true value of `condition()`."""
     end = time.monotonic() + timeout_s
     while not (value := condition()):

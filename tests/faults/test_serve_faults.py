@@ -28,7 +28,10 @@ from tests.serving import (
     write_work,
 )
 
+PATIENCE_S = 500.0
 ROLES = {"supervisor.py": "supervisor", "VLLM::EngineCore": "engine", "bin/vllm serve": "server"}
+
+pytestmark = pytest.mark.timeout(1500)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +81,7 @@ def port_of(pid: int) -> int:
 
 def failure_of(work: Path, process: subprocess.Popen[bytes]) -> tuple[int, str]:
     """Exit code and message of a stage that fails."""
-    exit_code = process.wait(240)
+    exit_code = process.wait(PATIENCE_S)
     return exit_code, json.loads((work / "error.json").read_text())["message"]
 
 
@@ -184,7 +187,7 @@ def test_an_evaluation_goes_on_where_it_was_whoever_was_killed(root: Path, fault
         assert process.poll() is None, (work / "log.txt").read_text()[-3000:]
         with fault.timed("detected"):
             kill([process.pid if victim == "lm-eval" else processes_by_role(work)[victim]])
-            exit_code = process.wait(240)
+            exit_code = process.wait(PATIENCE_S)
             assert_nothing_left(work)
     answered, requested = answers_and_requests(work)
 
