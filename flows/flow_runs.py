@@ -50,8 +50,12 @@ def deploy(client: SyncPrefectClient, name: str, **options: Any) -> UUID:
         entrypoint=f"{refresh.fn.__module__}.{refresh.fn.__name__}",
         parameter_openapi_schema=parameter_schema(refresh).model_dump(),
         enforce_parameter_schema=True,
-        # With a command of its own, a worker starts the flow at once instead of preparing a workspace for it.
-        job_variables={"command": command_to_string([sys.executable, "-m", "prefect.engine"])},
+        # With a command of its own, a worker starts the flow at once instead of preparing a workspace for it. What the
+        # flow says reaches Prefect's logs; a pipe to the worker would break, and end the flow, when the worker dies.
+        job_variables={
+            "command": command_to_string([sys.executable, "-m", "prefect.engine"]),
+            "stream_output": False,
+        },
         description=refresh.description,
         **options,
     )

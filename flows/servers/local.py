@@ -232,13 +232,12 @@ def _await(program: ServerProgram, record: ServerRecord) -> None:
 def _stop_refreshes(worker: ServerRecord) -> None:
     """Have refreshes that the worker started end in good order: they stop their stages, and say that they did."""
 
-    def running() -> list[int]:
-        started = marked_processes(worker.token)
-        return [one.process.pid for one in RunningRefreshes().all() if one.process.pid in started]
-
-    send(signal.SIGTERM, running())
+    started = marked_processes(worker.token)
+    processes = [one.process for one in RunningRefreshes().all() if one.process.pid in started]
+    send(signal.SIGTERM, [process.pid for process in processes])
     end = time.monotonic() + STOP_TIMEOUT_S
-    while running() and time.monotonic() < end:
+    # Their records say that they have ended a little before Prefect has been told.
+    while any(process.alive() for process in processes) and time.monotonic() < end:
         time.sleep(0.1)
 
 

@@ -8,6 +8,7 @@ trained model in `FOLDER/exported/PROCESSES-INDEX`.
 
 from __future__ import annotations
 
+import gc
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -57,6 +58,8 @@ def main() -> None:
             name = f"{dist.get_world_size()}-{index}"
             result = run(engine, config, case)
             engine.export(folder / "exported" / name, torch.float32)
+            del engine
+            gc.collect()  # what refers to groups keeps their threads
             stop_model_parallel()
             if dist.get_rank() == 0:
                 torch.save(asdict(result), folder / "results" / f"{name}.pt")

@@ -107,6 +107,7 @@ def test_a_killed_refresh_is_recognised_as_dead_and_retried_with_the_button(work
         (record,) = worker_home.folder.glob(f"refreshes/{name}-*/refresh.json")
         flow_run = json.loads(record.read_text())["prefect_flow_run_id"]
     eventually(lambda: int(checkpoint.read_text() or 0) >= 2)
+    eventually(lambda: worker_home.states(worker_home.flow_run(flow_run))[f"rows-{name}"] == "built")
     worker_home.kill_refresh(flow_run)
     if started_by == "command":
         by_hand.communicate()
