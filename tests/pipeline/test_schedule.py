@@ -85,9 +85,11 @@ def test_missed_runs_do_not_pile_up(worker_home, nightly):
     runs = [run["id"] for run in eventually(lambda: worker_home.prefect("flow_runs/filter", scheduled))]
     with sqlite3.connect(database, timeout=60) as connection:
         for nights_ago, run in enumerate(runs, start=1):
-            missed = f"{datetime.now(UTC) - timedelta(days=nights_ago):%Y-%m-%d %H:%M:%S.%f}"
-            changes = "expected_start_time = ?, next_scheduled_start_time = ?"
-            connection.execute(f"UPDATE flow_run SET {changes} WHERE id = ?", (missed, missed, run))
+            missed = datetime.now(UTC) - timedelta(days=nights_ago)
+            column, changes = f"{missed:%Y-%m-%d %H:%M:%S.%f}", "expected_start_time = ?, next_scheduled_start_time = ?"
+            connection.execute(f"UPDATE flow_run SET {changes} WHERE id = ?", (column, column, run))
+            details = "state_details = json_set(state_details, '$.scheduled_time', ?)"
+            connection.execute(f"UPDATE flow_run_state SET {details} WHERE flow_run_id = ?", (missed.isoformat(), run))
     assert len(runs) >= 2
     ended = [worker_home.ended(run)["state"]["name"] for run in runs]
     assert ended.count("Cached") == 1
