@@ -21,6 +21,8 @@ from tests.slurm_cluster import SlurmCluster, eventually, running_cluster, why_n
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 STUCK = {"TINY_STEP_SECONDS": "300"}
 SLOW = {"TINY_STEP_SECONDS": "1"}
+SLOWEST = {"TINY_STEP_SECONDS": "5"}
+"""Ten steps outlast the patience of a job without a refresh, and the half minute between looks at time limits."""
 SOON_OVER = {"time_limit": "1", "warning_s": 55}
 """Slurm knows no shorter limit than a minute, but tells the job long before."""
 
@@ -39,7 +41,7 @@ def store(tmp_path, cluster):
 
 def start_flow(store: Store, mode: str) -> subprocess.Popen:
     command = [sys.executable, slurm_stage.__file__, str(store.root), mode]
-    environment = {**os.environ, **SLOW}
+    environment = {**os.environ, **SLOWEST}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -139,7 +141,7 @@ def kill_at_once(flow: subprocess.Popen) -> None:
 def test_a_job_that_reaches_its_time_limit_goes_on_in_another(store, fault):
     fault.name, fault.stage = "Slurm job at its time limit", "download"
     with fault.timed("recovered"):
-        built = slurm_stage.build(store, "steps", SLOW, **SOON_OVER)
+        built = slurm_stage.build(store, "steps", SLOWEST, **SOON_OVER)
     assert built.metrics["first_step"] > 0
     fault.lost = went_on(built)
     assert "was ended by its time limit; submitting it again" in messages(built.artifact)
