@@ -75,7 +75,11 @@ def stage_input(root: Path, *, name: str, steps: int, processes: int = 1) -> Sta
         "data": {"dataset": "chats", "sequence_length": SEQUENCE_LENGTH},
         "steps": steps,
         "global_batch_size": ROWS_PER_STEP,
-        "layout": {"dp_shard": processes, "micro_batch_size": ROWS_PER_STEP // processes},
+        "layout": {
+            "dp_shard": processes,
+            "micro_batch_size": ROWS_PER_STEP // processes,
+            "reshard_after_forward": False,
+        },
         "learning_rate": 1e-3,
         "precision": "fp32",
         "export_dtype": "float32",
