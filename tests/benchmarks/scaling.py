@@ -1,10 +1,9 @@
 """Throughput per core of two processes against one, a thread each: `python tests/benchmarks/scaling.py`.
 
-The same global batch, sharded over both processes with FSDP2 on gloo, weights kept whole until the backward pass is done;
-alternating runs. Prints the median of the
-rounds' ratios: 1 would be free communication, the bound is 0.85. One core's clock and cache depend on what the other
-does, so the single process is also run beside a second, independent one ("busy"): what is lost against that is what
-the parallelism costs.
+The same global batch, sharded over both processes with FSDP2 on gloo, weights kept whole between the passes;
+alternating runs. Prints the median of the rounds' ratios: 1 would be free communication, the bound is 0.85. One core's
+clock and cache depend on what the other does, so the single process is also run beside a second, independent one
+("busy"): what is lost against that is what the parallelism costs.
 """
 
 from __future__ import annotations
