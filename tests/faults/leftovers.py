@@ -42,7 +42,7 @@ class Leftovers:
         return {
             "process": {f"{pid} {command}" for pid, command in others.items() if command},
             "shared memory": self._shared_memory(),
-            "held lock": {str(path) for path in self._folder.glob("**/.locks/*") if _is_held(path)},
+            "held lock": {str(path) for path in self._folder.glob("**/.locks/*") if path.is_file() and _is_held(path)},
             # Shared servers have temporary files of their own while they run.
             "temporary file": set() if servers else {path.name for path in self._temporary.iterdir()},
         }
