@@ -21,10 +21,8 @@ from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterDeploymentId,
     FlowRunFilterExpectedStartTime,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
 )
-from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.client.schemas.objects import FlowRun, State
 from prefect.states import Cancelled
 
 from flows.devices import wanted_slots
@@ -37,7 +35,6 @@ from flows.refresh_run import RefreshRequest, RefreshRun, make_plan, retry_of
 from flows.slots import Slots
 
 POLL_S = 2.0
-UNFINISHED = [StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING]
 
 
 def start_when_due(request: RefreshRequest) -> RefreshRun | State[Any]:
@@ -66,7 +63,7 @@ def _try_to_start(
     """None: not yet. Planning takes a while, so that it is done outside the lock, and what runs is looked at twice."""
     newer = _newer_due()
     if newer:
-        return Cancelled(name="Superseded", message=f"{newer.name}, of the same schedule, is due as well")
+        return Cancelled(name="Superseded", message=f"{newer.name}, of the same schedule, was due later")
     if not running.of(recipe.name):
         planned = make_plan(request)
         if recipe.on_collision == "skip" and (busy := _busy(planned.plan)):
@@ -80,17 +77,14 @@ def _try_to_start(
 
 
 def _newer_due() -> FlowRun | None:
-    """A later run of the same schedule that is due by now, too: missed runs do not pile up, only the last one runs."""
+    """A later run of the same schedule that was due by now, over or not: of missed runs only the last one runs."""
     with get_client(sync_client=True) as client:
         own = client.read_flow_run(UUID(str(runtime.flow_run.id)))
         if not own.auto_scheduled or own.run_count > 1 or own.deployment_id is None:
             return None
         due = FlowRunFilterExpectedStartTime(after_=own.expected_start_time, before_=datetime.now(UTC))
-        unfinished = FlowRunFilterState(type=FlowRunFilterStateType(any_=UNFINISHED))
         schedule = FlowRunFilterDeploymentId(any_=[own.deployment_id])
-        found = client.read_flow_runs(
-            flow_run_filter=FlowRunFilter(deployment_id=schedule, state=unfinished, expected_start_time=due)
-        )
+        found = client.read_flow_runs(flow_run_filter=FlowRunFilter(deployment_id=schedule, expected_start_time=due))
     return next((run for run in found if run.id != own.id and run.auto_scheduled), None)
 
 

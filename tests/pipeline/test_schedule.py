@@ -114,9 +114,9 @@ def test_a_refresh_that_is_due_while_one_of_its_recipe_runs(worker_home, on_coll
 
 
 def test_a_refresh_is_skipped_while_another_recipe_holds_its_devices(worker_home):
-    held = {"held": {**stage("wait", "held"), "execution": {"environment": {"TINY": "wait"}, "slots": 64}}}
-    other = worker_home.start(worker_home.write("holder", held))
-    release = worker_home.work("held", "scratch/ready").with_name("release")
+    held = {**stage("wait", "held"), "execution": {"environment": {"TINY": "wait"}, "slots": 64}}
+    other = worker_home.start(worker_home.write("holder", {"held-devices": held}))
+    release = worker_home.work("held-devices", "scratch/ready").with_name("release")
     worker_home.schedule(worker_home.write("needy", {"rows": stage("ok", "needy")}, on_collision="skip"))
     skipped = worker_home.run_now("needy")
     release.touch()
