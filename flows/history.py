@@ -23,6 +23,8 @@ from stages.errors import StoreError
 
 StageState = Literal["waiting", "running", "built", "cached", "failed", "skipped"]
 RefreshState = Literal["running", "completed", "not_promoted", "failed", "cancelled"]
+KILLED = "its process was killed"
+"""The error of a refresh that could not say itself how it ended."""
 
 
 class StageEntry(StrictModel):
@@ -74,6 +76,11 @@ class RefreshRecord(StrictModel):
     def interrupted(self) -> bool:
         """Whether its process died without saying how the refresh ended."""
         return self.state == "running" and not self.process.alive()
+
+    @property
+    def killed(self) -> bool:
+        """Whether its process died so, be that recorded already or not."""
+        return self.interrupted or self.error == KILLED
 
     @property
     def nothing_new(self) -> bool:
@@ -272,4 +279,4 @@ def _closed(record: RefreshRecord) -> RefreshRecord:
         return entry.model_copy(update={"state": "skipped"}) if entry.state == "waiting" else entry
 
     stages = {name: close(entry) for name, entry in record.stages.items()}
-    return record.model_copy(update={"state": "failed", "error": "its process was killed", "stages": stages})
+    return record.model_copy(update={"state": "failed", "error": KILLED, "stages": stages})

@@ -89,7 +89,7 @@ def _run(run: RefreshRun) -> State[Any]:
         record = run.finish()
     if answers(f"{PREFECT_API_URL.value()}/health"):
         _publish(record, run.tracker.page())
-    return _final_state(record)
+    return final_state(record)
 
 
 def _flow_run_name() -> str:
@@ -142,8 +142,8 @@ def _publish(record: RefreshRecord, mlflow_page: str | None) -> None:
         create_link_artifact(key="mlflow", link=mlflow_page, link_text=f"{record.refresh} in MLflow")
 
 
-def _final_state(record: RefreshRecord) -> State[Any]:
-    """Its name is what automations react to: a promotion of this very refresh, or one that was refused."""
+def final_state(record: RefreshRecord) -> State[Any]:
+    """How a refresh ended. Its name is what automations react to: a promotion of this very refresh, or one refused."""
     verdicts = {entry.verdict for entry in record.stages.values() if entry.state == "built"}
     if record.state == "not_promoted" and "not promoted" in verdicts:
         return Completed(name="NotPromoted", message="a gate was missed; see the artifact `verdict-…`")

@@ -40,6 +40,12 @@ def kill_server(home, name):
     os.killpg(home.servers()[name]["process"]["pid"], signal.SIGKILL)
 
 
+def flow_run_state(home, refresh):
+    """What Prefect says of a refresh."""
+    (flow_run,) = home.prefect("flow_runs/filter", {"flow_runs": {"name": {"any_": [refresh]}}})
+    return flow_run["state"]["type"]
+
+
 def test_stages_run_to_the_end_when_the_prefect_server_dies(restarted, fault):
     fault.name, fault.stage = "SIGKILL of Prefect server", "download"
     recipe = restarted.recipe("prefect-dies", steps1=stage("steps", "prefect"), base=model("ok", "prefect"))
@@ -50,6 +56,8 @@ def test_stages_run_to_the_end_when_the_prefect_server_dies(restarted, fault):
         code, done = finish(refresh)
     assert code == 0
     assert states(done) == {"steps1": "built", "base": "built"}
+    assert restarted.lifecycle("up").returncode == 0
+    eventually(lambda: flow_run_state(restarted, done["refresh"]) == "COMPLETED")
 
 
 def test_metrics_are_shipped_by_the_next_run_when_mlflow_was_away(restarted, fault):
@@ -87,6 +95,9 @@ def test_a_killed_refresh_leaves_no_process_and_its_next_attempt_continues(home,
     killed, finished = home.attempts("steps3")
     assert [killed["info"]["status"], finished["info"]["status"]] == ["KILLED", "FINISHED"]
     eventually(lambda: home.losses(killed) + home.losses(finished) == list(range(10)))
+    # The next refresh has closed the record of the killed one before the worker saw that it was dead.
+    dead = next(tag["value"] for tag in killed["data"]["tags"] if tag["key"] == "refresh")
+    eventually(lambda: flow_run_state(home, dead) == "CRASHED")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -101,8 +112,7 @@ def test_an_interrupted_refresh_is_cancelled_in_good_order(home, fault, number):
     assert code == RefreshStoppedError.exit_code
     assert done["state"] == "cancelled"
     assert home.processes() == []
-    (flow_run,) = home.prefect("flow_runs/filter", {"flow_runs": {"name": {"any_": [done["refresh"]]}}})
-    assert flow_run["state"]["type"] == "CANCELLED"
+    assert flow_run_state(home, done["refresh"]) == "CANCELLED"
 
 
 @pytest.mark.parametrize("variable", ["PREFECT_API_URL", "MLFLOW_TRACKING_URI"])
