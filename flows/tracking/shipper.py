@@ -82,7 +82,8 @@ class Shipper:
         return True
 
     def note_trouble(self, error: Exception) -> None:
-        """Leave word that MLflow is away, so that nobody waits for it."""
+        """Leave word that MLflow is away, so that nobody waits for it; a run may have been created all the same."""
+        self._recovering = True
         self._save(trouble=redact(f"{type(error).__name__}: {error}")[:LONGEST_TROUBLE])
 
     def _save(self, **changes: object) -> None:
@@ -126,7 +127,7 @@ class Shipper:
         return shipped
 
     def _create_run(self, tag: str, identity: str, name: str, started_ms: int, tags: dict[str, str]) -> str:
-        """Create a run, or find it when an earlier process created it and died before it could say so."""
+        """Create a run, or find it when an earlier try created it and could not say so any more."""
         experiment = self.shipped.experiment_id
         if self._recovering:
             found = self.client.search_runs([experiment], f"tags.`lifecycle.{tag}` = '{identity}'", max_results=1)

@@ -7,7 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pipeline"))
 from postgresql import MISSING, database_environment, postgresql
-from refreshes import Home, eventually, finish, model, stage, states
+from refreshes import Home, check_nothing_was_lost, disturb_every_stage
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
 
@@ -29,22 +29,8 @@ def home(tmp_path_factory, database):
     assert home.lifecycle("down").returncode == 0
 
 
-def test_a_refresh_outlives_the_death_of_its_servers_database(home, database, fault):
-    fault.name, fault.stage = "SIGKILL of PostgreSQL", "download"
-    recipe = home.recipe("database", rows=stage("steps", TINY_STEP_SECONDS="0.5"), base=model("ok"))
-    refresh = home.start(recipe)
-    checkpoint = home.work("rows", "scratch/step")
+def test_a_refresh_outlives_the_death_of_its_servers_database_in_each_of_its_stages(home, database, fault):
+    fault.name, fault.stage = "SIGKILL of PostgreSQL", "each"
     with fault.timed("recovered"):
-        database.kill()
-        reached = int(checkpoint.read_text())
-        eventually(lambda: not checkpoint.exists() or int(checkpoint.read_text()) >= reached + 3)
-        database.start()
-        code, done = finish(refresh)
-    assert (code, states(done)) == (0, {"rows": "built", "base": "built"}), done
-
-    code, again = home.run(recipe)
-    assert (code, states(again)) == (0, {"rows": "cached", "base": "cached"})
-    versions = {name: entry["version"] for name, entry in done["stages"].items()}
-    assert {name: entry["version"] for name, entry in again["stages"].items()} == versions
-    (attempt,) = home.attempts("rows")
-    eventually(lambda: home.losses(attempt) == list(range(10)))
+        done = disturb_every_stage(home, "database", database.kill, database.start)
+    check_nothing_was_lost(home, "database", done)

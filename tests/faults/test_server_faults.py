@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pipeline"))
-from refreshes import LIFECYCLE, Home, eventually, finish, model, stage, states
+from refreshes import (
+    LIFECYCLE,
+    Home,
+    check_nothing_was_lost,
+    disturb_every_stage,
+    eventually,
+    finish,
+    stage,
+    states,
+)
 
 from stages.errors import RefreshStoppedError, ServerError
 
@@ -40,41 +49,16 @@ def kill_server(home, name):
     os.killpg(home.servers()[name]["process"]["pid"], signal.SIGKILL)
 
 
-def flow_run_state(home, refresh):
-    """What Prefect says of a refresh."""
-    (flow_run,) = home.prefect("flow_runs/filter", {"flow_runs": {"name": {"any_": [refresh]}}})
-    return flow_run["state"]["type"]
+@pytest.mark.parametrize("server", ["prefect", "mlflow"])
+def test_a_refresh_outlives_a_server_that_dies_in_each_of_its_stages(restarted, fault, server):
+    fault.name, fault.stage = f"SIGKILL of {server} server", "each"
 
-
-def test_stages_run_to_the_end_when_the_prefect_server_dies(restarted, fault):
-    fault.name, fault.stage = "SIGKILL of Prefect server", "download"
-    recipe = restarted.recipe("prefect-dies", steps1=stage("steps", "prefect"), base=model("ok", "prefect"))
-    refresh = restarted.start(recipe)
-    restarted.work("steps1", "scratch/step")
-    with fault.timed("recovered"):
-        kill_server(restarted, "prefect")
-        code, done = finish(refresh)
-    assert code == 0
-    assert states(done) == {"steps1": "built", "base": "built"}
-    assert restarted.lifecycle("up").returncode == 0
-    eventually(lambda: flow_run_state(restarted, done["refresh"]) == "COMPLETED")
-
-
-def test_metrics_are_shipped_by_the_next_run_when_mlflow_was_away(restarted, fault):
-    fault.name, fault.stage = "SIGKILL of MLflow server", "download"
-    recipe = restarted.recipe("mlflow-dies", steps2=stage("steps", "mlflow"))
-    refresh = restarted.start(recipe)
-    restarted.work("steps2", "scratch/step")
-    kill_server(restarted, "mlflow")
-    code, done = finish(refresh)
-    assert code == 0
-    assert states(done) == {"steps2": "built"}
+    def mend():
+        assert restarted.lifecycle("up").returncode == 0
 
     with fault.timed("recovered"):
-        restarted.run(restarted.recipe("later", base=model("ok", "later")))
-    (run,) = restarted.attempts("steps2")
-    assert restarted.losses(run) == list(range(10))
-    assert run["info"]["status"] == "FINISHED"
+        done = disturb_every_stage(restarted, f"without-{server}", lambda: kill_server(restarted, server), mend)
+    check_nothing_was_lost(restarted, f"without-{server}", done)
 
 
 def test_a_killed_refresh_leaves_no_process_and_its_next_attempt_continues(home, fault):
@@ -97,7 +81,7 @@ def test_a_killed_refresh_leaves_no_process_and_its_next_attempt_continues(home,
     eventually(lambda: home.losses(killed) + home.losses(finished) == list(range(10)))
     # The next refresh has closed the record of the killed one before the worker saw that it was dead.
     dead = next(tag["value"] for tag in killed["data"]["tags"] if tag["key"] == "refresh")
-    eventually(lambda: flow_run_state(home, dead) == "CRASHED")
+    eventually(lambda: home.flow_run_state(dead) == "CRASHED")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -112,7 +96,7 @@ def test_an_interrupted_refresh_is_cancelled_in_good_order(home, fault, number):
     assert code == RefreshStoppedError.exit_code
     assert done["state"] == "cancelled"
     assert home.processes() == []
-    assert flow_run_state(home, done["refresh"]) == "CANCELLED"
+    assert home.flow_run_state(done["refresh"]) == "CANCELLED"
 
 
 @pytest.mark.parametrize("variable", ["PREFECT_API_URL", "MLFLOW_TRACKING_URI"])

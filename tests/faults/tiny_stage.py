@@ -27,7 +27,7 @@ def ok():
     result()
 
 
-def steps():
+def steps(pause_before=None):
     """Ten steps; a checkpoint after each. Says at which step it started."""
     scratch = WORK / "scratch"
     scratch.mkdir(exist_ok=True)
@@ -35,6 +35,8 @@ def steps():
     first = int(checkpoint.read_text()) if checkpoint.exists() else 0
     (WORK / "half").write_text("written by an attempt that may not finish")
     for step in range(first, 10):
+        if step == pause_before:
+            wait_for_release()
         time.sleep(float(os.environ.get("TINY_STEP_SECONDS", "0.1")))
         with (WORK / "metrics.jsonl").open("a") as stream:
             stream.write(json.dumps({"step": step, "time_ms": 0, "loss": 1.0}) + "\n")
@@ -57,14 +59,23 @@ def stumble():
     steps()
 
 
+def pause():
+    """Like `steps`, but waits in the midst of them."""
+    steps(pause_before=5)
+
+
 def wait():
+    wait_for_release()
+    result()
+
+
+def wait_for_release():
     """Until told to go on."""
     scratch = WORK / "scratch"
     scratch.mkdir(exist_ok=True)
     (scratch / "ready").touch()
     while not (scratch / "release").exists():
         time.sleep(0.05)
-    result()
 
 
 def family():

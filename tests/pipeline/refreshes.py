@@ -71,6 +71,11 @@ class Home:
             for point in self.mlflow(f"metrics/get-history?run_id={run_id}&metric_key=loss").get("metrics", [])
         ]
 
+    def flow_run_state(self, refresh: str) -> str:
+        """What Prefect says of a refresh."""
+        (flow_run,) = self.prefect("flow_runs/filter", {"flow_runs": {"name": {"any_": [refresh]}}})
+        return flow_run["state"]["type"]
+
     def work(self, stage: str, file: str) -> Path:
         """Wait for a file in the work folder of a stage."""
         return eventually(lambda: next(self.folder.glob(f"store/.work/*/{stage}-*/{file}"), None))
@@ -114,6 +119,61 @@ def after(upstream: str, mode: str = "ok", **environment: str) -> dict[str, Any]
         "task_folder": str(ROOT / "configs" / "tasks"),
         "execution": {"environment": {"TINY": mode, **environment}},
     }
+
+
+def trained(upstream: str, rows: str, mode: str = "ok", **environment: str) -> dict[str, Any]:
+    """A stage that stands on a model and a dataset."""
+    return {
+        "kind": "train",
+        "method": "sft",
+        "model": upstream,
+        "data": {"dataset": rows},
+        "global_batch_size": 1,
+        "learning_rate": 1e-3,
+        "execution": {"environment": {"TINY": mode, **environment}},
+    }
+
+
+def every_kind(mode: str, mark: str) -> dict[str, dict[str, Any]]:
+    """Stages of all kinds that work on a model, each of which does what `mode` says, one after the other."""
+    execution = {"execution": {"environment": {"TINY": mode}}}
+    calibration = {"calibration": {"dataset": f"rows-{mark}"}}
+    return {
+        f"rows-{mark}": stage("steps", mark),
+        f"base-{mark}": model(mode, mark),
+        f"sft-{mark}": trained(f"base-{mark}", f"rows-{mark}", mode),
+        f"awq-{mark}": {"kind": "quantize", "model": f"sft-{mark}", "method": "awq", **calibration, **execution},
+        f"scores-{mark}": after(f"awq-{mark}", mode),
+    }
+
+
+def disturb_every_stage(home: Home, mark: str, disturb: Callable[[], None], mend: Callable[[], None]) -> dict[str, Any]:
+    """What a refresh printed each of whose stages paused halfway for something to be done to it.
+
+    It goes on before that is mended.
+    """
+    stages = every_kind("pause", mark)
+    refresh = home.start(home.recipe(mark, **stages))
+    for name in list(stages)[1:]:
+        release = home.work(name, "scratch/ready").with_name("release")
+        disturb()
+        release.touch()
+        mend()
+    code, done = finish(refresh)
+    assert (code, set(states(done).values())) == (0, {"built"}), done
+    return done
+
+
+def check_nothing_was_lost(home: Home, mark: str, done: dict[str, Any]) -> None:
+    """Run a refresh that was disturbed again: all of it is cached, and Prefect and MLflow know all of it, once."""
+    code, again = home.run(home.folder.parent / f"{mark}.yaml")
+    assert (code, set(states(again).values())) == (0, {"cached"})
+    versions = {name: entry["version"] for name, entry in done["stages"].items()}
+    assert {name: entry["version"] for name, entry in again["stages"].items()} == versions
+    eventually(lambda: home.flow_run_state(done["refresh"]) == "COMPLETED")
+    for name in versions:
+        eventually(lambda name=name: [run["info"]["status"] for run in home.attempts(name)] == ["FINISHED"])
+        assert [home.losses(run) for run in home.attempts(name)] == [list(range(10))]
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, dict[str, Any]]:

@@ -7,22 +7,9 @@ import sys
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from refreshes import ROOT, after, eventually, finish, model, stage
+from refreshes import ROOT, after, eventually, finish, model, stage, trained
 
 pytestmark = pytest.mark.timeout(900)
-
-
-def trained(upstream, rows, **environment):
-    """A train stage that stands on a model and a dataset."""
-    return {
-        "kind": "train",
-        "method": "sft",
-        "model": upstream,
-        "data": {"dataset": rows},
-        "global_batch_size": 1,
-        "learning_rate": 1e-3,
-        "execution": {"environment": {"TINY": "ok", **environment}},
-    }
 
 
 @pytest.fixture(scope="module")
