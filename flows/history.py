@@ -19,7 +19,7 @@ from pydantic import Field, ValidationError
 from flows.home import refreshes_root
 from flows.process_identity import ProcessIdentity
 from stages.contract import StrictModel, write_atomically
-from stages.errors import StoreError
+from stages.errors import StoreError, full_disk_named
 
 StageState = Literal["waiting", "running", "built", "cached", "failed", "skipped"]
 RefreshState = Literal["running", "completed", "not_promoted", "failed", "cancelled"]
@@ -152,8 +152,7 @@ class RefreshFolder:
         return (self.path / "refresh.json").exists()
 
     def write(self, record: RefreshRecord) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.path / "refresh.json", record.model_dump_json(indent=1))
+        self._write("refresh.json", record)
 
     def attempts(self, stage: str | None = None) -> list[AttemptRecord]:
         """All attempts, or those at one stage, oldest first."""
@@ -163,8 +162,7 @@ class RefreshFolder:
         return sorted(found, key=lambda attempt: attempt.started_ms)
 
     def write_attempt(self, attempt: AttemptRecord) -> None:
-        (self.path / "attempts").mkdir(parents=True, exist_ok=True)
-        write_atomically(self.path / "attempts" / f"{attempt.key}.json", attempt.model_dump_json(indent=1))
+        self._write(f"attempts/{attempt.key}.json", attempt)
 
     def read_shipped(self) -> Shipped:
         try:
@@ -173,7 +171,14 @@ class RefreshFolder:
             return Shipped()
 
     def write_shipped(self, shipped: Shipped) -> None:
-        write_atomically(self.path / "mlflow.json", shipped.model_dump_json(indent=1))
+        self._write("mlflow.json", shipped)
+
+    def _write(self, name: str, record: StrictModel) -> None:
+        """Raises `ResourceError` when the disk is full."""
+        file = self.path / name
+        with full_disk_named("recording the refresh", file):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, record.model_dump_json(indent=1))
 
 
 def new_refresh_id(recipe: str) -> str:

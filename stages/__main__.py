@@ -7,7 +7,6 @@ with the code of its error class.
 from __future__ import annotations
 
 import contextlib
-import errno
 import importlib
 import sys
 import traceback
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from stages.contract import StageContext, StageFailure, StageInput, StageResult, is_main_process, write_atomically
-from stages.errors import INTERNAL_ERROR, LifecycleError, ResourceError
+from stages.errors import INTERNAL_ERROR, LifecycleError, full_disk_named
 from stages.kinds import KINDS
 from stages.redaction import redact
 from stages.supervisor import die_with_parent
@@ -26,15 +25,10 @@ def main() -> None:
     die_with_parent()
     work = Path(sys.argv[1])
     try:
-        run_stage(work)
+        with full_disk_named("running the stage", work):
+            run_stage(work)
     except LifecycleError as error:
         fail(work, error, error.exit_code)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            full = ResourceError(f"the disk of {work} is full ({error}); free some space and run again")
-            fail(work, full, full.exit_code)
-        traceback.print_exc()
-        fail(work, error, INTERNAL_ERROR)
     except Exception as error:
         traceback.print_exc()
         fail(work, error, INTERNAL_ERROR)

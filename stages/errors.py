@@ -6,6 +6,11 @@ the outside world (a user, a file, a server); a bug of ours is any other excepti
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 from stages.redaction import redact
 
 INTERNAL_ERROR = 70
@@ -115,6 +120,18 @@ class TransientError(LifecycleError):
     """Something that may well work when tried again: a network fault, a busy server."""
 
     exit_code = 75
+
+
+@contextmanager
+def full_disk_named(doing: str, where: Path) -> Iterator[None]:
+    """Turn the system's word for a full disk, while something is written to `where`, into a `ResourceError`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        remedy = "free some space, for instance with `lifecycle gc`, and run again"
+        raise ResourceError(f"{doing}: the disk of {where} is full; {remedy}") from error
 
 
 def error_classes() -> dict[str, type[LifecycleError]]:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
+import tempfile
 import threading
 import time
 
 from prefect.workers.process import ProcessWorker
 
 from flows.flow_runs import WORK_POOL
+from flows.home import home
 from flows.reaper import Reaper
 
 REAP_INTERVAL_S = 10.0
@@ -40,11 +43,15 @@ def reap_forever() -> None:
 def main() -> None:
     """Run the worker until SIGTERM or SIGINT."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # Prefect's folders for fetched code stay behind, empty; a killed worker's working directories, too.
+    tempfile.tempdir = str(home() / "worker")
     threading.Thread(target=reap_forever, daemon=True).start()
     try:
         asyncio.run(work())
     except KeyboardInterrupt:
         print("stopped", flush=True)
+    finally:
+        shutil.rmtree(home() / "worker" / "runner_storage", ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ A commit renames the work folder and then puts `record.json` in its place, so th
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import shutil
@@ -33,7 +32,7 @@ from flows.store.content import (
 )
 from flows.store.record import Artifact, Index, Record
 from stages.contract import write_atomically
-from stages.errors import ResourceError, StoreError
+from stages.errors import StoreError, full_disk_named
 
 LOCK_INTERVAL_S = 0.2
 PRIVATE_FOLDER = 0o700
@@ -146,11 +145,9 @@ class Store:
     def explained(self, doing: str) -> Iterator[None]:
         """Turn the file system's errors into `ResourceError` (full disk) or `StoreError` (anything else)."""
         try:
-            yield
+            with full_disk_named(f"cannot {doing}", self.root):
+                yield
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                remedy = "free some space, for instance with `lifecycle gc`, and run again"
-                raise ResourceError(f"cannot {doing}: the disk of {self.root} is full; {remedy}") from error
             raise StoreError(f"cannot {doing}: {error.strerror} ({error.filename or self.root})") from error
 
 

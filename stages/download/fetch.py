@@ -7,7 +7,6 @@ both hubs alike.
 
 from __future__ import annotations
 
-import errno
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -18,7 +17,7 @@ import httpx
 
 from stages.download.patience import BusyError, Patience, busy_from_status, busy_from_transport
 from stages.download.verification import Digest, digest_of
-from stages.errors import DownloadError, ResourceError
+from stages.errors import DownloadError, full_disk_named
 
 NUM_CONNECTIONS = 4
 PARTIAL_SUFFIX = ".partial"
@@ -91,12 +90,8 @@ class Fetcher:
             target.replace(partial)  # Verified again: a machine that died may have lost its last bytes.
         if partial.exists():
             self._report(partial.stat().st_size)
-        try:
+        with full_disk_named(f"receiving {file.name}", partial):
             self._receive_verified(file, partial)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise ResourceError(f"writing {partial}: the disk is full; free some space and run again") from error
-            raise
         partial.replace(target)
 
     def _receive_verified(self, file: RemoteFile, partial: Path) -> None:

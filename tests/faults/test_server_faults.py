@@ -9,10 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
+from disks import filled, needs_root, small_disk
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pipeline"))
 from refreshes import (
     LIFECYCLE,
+    PATIENCE_S,
     Home,
     check_nothing_was_lost,
     disturb_every_stage,
@@ -21,8 +23,9 @@ from refreshes import (
     stage,
     states,
 )
+from worker_home import STAND_IN
 
-from stages.errors import RefreshStoppedError, ServerError
+from stages.errors import RefreshStoppedError, ResourceError, ServerError
 
 NOWHERE = "http://127.0.0.1:9/api"
 
@@ -115,3 +118,26 @@ def test_two_refreshes_of_one_recipe_at_once_build_it_once(home):
     recipe = home.recipe("twice", rows=stage("steps", "twice"))
     both = [finish(refresh)[1] for refresh in [home.start(recipe), home.start(recipe)]]
     assert sorted(states(refresh)["rows"] for refresh in both) == ["built", "cached"]
+
+
+@needs_root
+def test_a_disk_that_is_full_while_a_refresh_is_recorded_is_named_and_costs_nothing(tmp_path, fault):
+    fault.name, fault.stage = "disk full while logging", "download"
+    home = Home(tmp_path / "disk" / "home")
+    with small_disk(tmp_path / "disk", 200):
+        home.folder.mkdir()
+        assert home.lifecycle("up").returncode == 0
+        recipe = home.recipe("full", rows=stage("steps", TINY_STEP_SECONDS="0.5", PYTHONPATH=str(STAND_IN)))
+        refresh = home.lifecycle_beside("run", str(recipe))
+        checkpoint = home.work("rows", "scratch/step")
+        eventually(lambda: int(checkpoint.read_text() or 0) >= 2)
+        with fault.timed("detected"), filled(tmp_path / "disk"):
+            _, errors = refresh.communicate(timeout=PATIENCE_S)
+        assert refresh.returncode == ResourceError.exit_code
+        assert f"the disk of {home.folder}" in errors
+        assert "Traceback" not in errors
+        with fault.timed("recovered"):
+            again = json.loads(home.lifecycle_beside("run", str(recipe), "--json").communicate()[0])
+        assert states(again) == {"rows": "built"}
+        assert again["stages"]["rows"]["metrics"]["first_step"] >= 2
+        assert home.lifecycle("down").returncode == 0

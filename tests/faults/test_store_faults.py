@@ -1,22 +1,19 @@
 """The store at fault: torn, damaged, read-only, full, from another time, wanted by two. Then as if nothing had been."""
 
-import contextlib
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import chain
 import pytest
 import tiny
+from disks import filled, mounted, needs_root, small_disk
 
 from flows.store.collect import find_garbage, verify
 from flows.store.store import Store
 
 FAR_FUTURE_S = 4_102_444_800  # the year 2100
 LONG_AGO_S = 31_536_000  # the year 1971
-
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 
 
 def refresh(root: Path) -> dict[str, dict[str, object]]:
@@ -37,18 +34,6 @@ def states(done: dict[str, dict[str, object]]) -> list[object]:
 
 def artifact(root: Path, stage: str) -> Path:
     return next(root.glob(f"*/{stage}-*"))
-
-
-@contextlib.contextmanager
-def mounted(folder: Path, *options: str) -> Iterator[None]:
-    """A file system of its own at `folder`; the session's mounts are its own, too."""
-    folder.mkdir(exist_ok=True)
-    if subprocess.run(["mount", *options, str(folder)], check=False).returncode:
-        pytest.skip("this container may not mount")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def test_a_torn_record_is_no_artifact_and_is_built_again(tmp_path, undisturbed, fault):
@@ -132,28 +117,19 @@ def test_a_store_on_a_read_only_file_system_serves_what_it_has(tmp_path, undistu
     assert chain.identities(again) == undisturbed[1]
 
 
-def fill(disk: Path) -> None:
-    """Until nothing more goes in."""
-    with (disk / "of-another-program").open("wb", buffering=0) as stream, contextlib.suppress(OSError):
-        while True:
-            stream.write(b"\0" * (1 << 20))
-
-
 @needs_root
 @pytest.mark.parametrize("stage", ["base", "sft", "awq", "scores"])
 def test_a_disk_that_is_full_while_a_stage_writes_is_named_and_costs_nothing(tmp_path, undisturbed, fault, stage):
     fault.name, fault.stage = "disk full", stage
     disk = tmp_path / "disk"
-    with mounted(disk, "-t", "tmpfs", "-o", "size=4m", "tmpfs"):
+    with small_disk(disk, 4):
         process = chain.start(disk / "store")
         tiny.eventually(lambda: chain.step_of(disk / "store", stage) >= 2, "no steps")
-        with fault.timed("detected"):
-            fill(disk)
+        with fault.timed("detected"), filled(disk):
             _, errors = process.communicate(timeout=tiny.PATIENCE_S)
         assert process.returncode != 0
         assert "ResourceError: " in errors
         assert "disk" in errors
-        (disk / "of-another-program").unlink()
         reached = chain.step_of(disk / "store", stage)
         with fault.timed("recovered"):
             again = refresh(disk / "store")

@@ -28,6 +28,17 @@ class Home:
     def lifecycle(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([LIFECYCLE, *arguments], env=self.environment, text=True, capture_output=True)
 
+    def lifecycle_beside(self, *arguments: str) -> subprocess.Popen[str]:
+        """Elsewhere than in this repository, where stages find its `stages` before anything on their PYTHONPATH."""
+        return subprocess.Popen(
+            [LIFECYCLE, *arguments],
+            env=self.environment,
+            cwd=self.folder,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
     def start(self, recipe: Path) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, TINY_REFRESH, recipe],

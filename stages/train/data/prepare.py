@@ -7,7 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from stages.contract import is_main_process
-from stages.errors import RecipeError
+from stages.errors import RecipeError, full_disk_named
 from stages.train.config import DataConfig
 from stages.train.data.bad_rows import write_list
 from stages.train.data.cache import cached_folder, content_key, file_digest
@@ -15,7 +15,6 @@ from stages.train.data.dataset import PackedDataset, is_complete
 from stages.train.data.files import find_files
 from stages.train.data.pipeline import BAD_ROWS, Pipeline, Report
 from stages.train.data.portion import portions
-from stages.train.data.writer import disk_full
 
 PREPARATION_VERSION = 2
 """Raised when the same input would give other tokens, masks or rows than before."""
@@ -85,12 +84,8 @@ def prepare(
 
 
 def _prepare(pipeline: Pipeline, cache: Path) -> PackedDataset:
-    try:
+    with full_disk_named("writing tokenized data", cache):
         dataset = PackedDataset(cached_folder(cache, _key(pipeline), is_complete, pipeline.run))
-    except OSError as error:
-        if full := disk_full(error, cache):
-            raise full from error
-        raise
     for warning in dataset.about.warnings:
         pipeline.report.warn(f"{pipeline.portion.name} data: {warning}")
     return dataset

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from stages.contract import write_atomically
-from stages.errors import ResourceError
 from stages.train.data.dataset import ABOUT, ARRAYS, Description
 from stages.train.data.units import Unit
 
@@ -56,14 +53,3 @@ class DatasetWriter:
 
     def _append(self, array: str, value: int) -> None:
         self._streams[array].write(ARRAYS[array](value).tobytes())
-
-
-def disk_full(error: OSError, folder: Path) -> ResourceError | None:
-    """What to tell a user of `error`, when it means that the disk of `folder` is full."""
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return None
-    free_mib = shutil.disk_usage(folder).free / 2**20
-    return ResourceError(
-        f"writing tokenized data to {folder}: the disk is full ({free_mib:.0f} MiB free). Free some space, or move "
-        "the cache to another disk."
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from contextlib import closing
 
@@ -11,12 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.errors import ResourceError
+from stages.errors import ResourceError, full_disk_named
 from stages.train.data.batch import IGNORED
 from stages.train.data.dataset import Description, PackedDataset, is_complete, row_order
 from stages.train.data.tokenizer import Tokens
 from stages.train.data.units import Unit
-from stages.train.data.writer import DatasetWriter, disk_full
+from stages.train.data.writer import DatasetWriter
 
 PADDING = 0
 SEQUENCE = 12
@@ -149,13 +150,11 @@ def test_a_folder_with_a_cut_or_missing_file_is_not_complete(dataset):
 def test_a_full_disk_is_told_as_such(tmp_path):
     (tmp_path / "tokens.bin").symlink_to("/dev/full")
     writer = DatasetWriter(tmp_path)
-    with pytest.raises(OSError) as raised:
+    with pytest.raises(ResourceError, match=r"writing: the disk of .* is full"), full_disk_named("writing", tmp_path):
         for _ in range(100_000):
             writer.write_row(ROWS[0])
-    told = disk_full(raised.value, tmp_path)
-    assert isinstance(told, ResourceError)
-    assert "the disk is full" in str(told)
-    assert disk_full(OSError(13, "Permission denied"), tmp_path) is None
+    with pytest.raises(PermissionError), full_disk_named("writing", tmp_path):
+        raise PermissionError(errno.EACCES, "Permission denied")
 
 
 def test_every_epoch_visits_all_rows_in_an_order_of_its_own_that_can_be_repeated():

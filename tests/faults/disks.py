@@ -1,0 +1,43 @@
+"""Small file systems of their own, to be filled or made read-only. The session's mounts are its own, too."""
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+
+
+@contextlib.contextmanager
+def mounted(folder: Path, *options: str) -> Iterator[None]:
+    """A file system of its own at `folder`."""
+    folder.mkdir(exist_ok=True)
+    if subprocess.run(["mount", *options, str(folder)], check=False).returncode:
+        pytest.skip("this container may not mount")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size_mib: int) -> Iterator[None]:
+    """A disk of this size at `folder`, in memory."""
+    with mounted(folder, "-t", "tmpfs", "-o", f"size={size_mib}m", "tmpfs"):
+        yield
+
+
+@contextlib.contextmanager
+def filled(disk: Path) -> Iterator[None]:
+    """A disk that nothing more goes into, for as long as another program is greedy."""
+    file = disk / "of-another-program"
+    with file.open("wb", buffering=0) as stream, contextlib.suppress(OSError):
+        while True:
+            stream.write(b"\0" * (1 << 16))
+    try:
+        yield
+    finally:
+        file.unlink()
