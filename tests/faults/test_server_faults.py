@@ -52,9 +52,9 @@ def kill_server(home, name):
     os.killpg(home.servers()[name]["process"]["pid"], signal.SIGKILL)
 
 
-@pytest.mark.parametrize("server", ["prefect", "mlflow"])
-def test_a_refresh_outlives_a_server_that_dies_in_each_of_its_stages(restarted, fault, server):
-    fault.name, fault.stage = f"SIGKILL of {server} server", "each"
+@pytest.mark.parametrize(("server", "name"), [("prefect", "Prefect"), ("mlflow", "MLflow")])
+def test_a_refresh_outlives_a_server_that_dies_in_each_of_its_stages(restarted, fault, server, name):
+    fault.name, fault.stage = f"SIGKILL of {name} server", "each"
 
     def mend():
         assert restarted.lifecycle("up").returncode == 0
