@@ -90,8 +90,7 @@ def ranked_as_text(answer: Ranked) -> str:
     best, question = answer.result.best, answer.question
     lines = [_headline(question), *_table(answer.shown, question), ""]
     if best is None:
-        lines.append(f"nothing fits into {answer.shown[0].available_gib:.1f} GiB; the nearest are shown" if answer.shown
-                     else "nothing fits, by far")  # fmt: skip
+        lines.append(f"nothing fits into {answer.shown[0].available_gib:.1f} GiB; the nearest are shown")
     else:
         lines += [f"why: {what_limits(best)}", _duration(best, question)]
     return "\n".join([*lines, "near misses:", *(f"  {miss}" for miss in near_misses(answer.result))])

@@ -7,6 +7,7 @@ same degrees are left out: tensor parallelism without sequence parallelism or be
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -45,7 +46,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Those that fit, fastest first, and those that would be faster than the best but do not fit, fastest first."""
+    """Those that fit, fastest first, and those that would be faster than the best but do not fit, fastest first.
+
+    Where nothing fits, `too_large` has the layouts of least memory first; one of the two is never empty.
+    """
 
     fitting: tuple[Candidate, ...]
     too_large: tuple[Candidate, ...]
@@ -80,6 +84,11 @@ class Question:
 
 def search(question: Question) -> SearchResult:
     """Rank all legal layouts. Raises LayoutError where there is none, naming the nearest number that has one."""
+    found = _search(question, NEAR_MISS)
+    return found if found.fitting or found.too_large else _search(question, math.inf)
+
+
+def _search(question: Question, near_miss: float) -> SearchResult:
     fitting: list[Candidate] = []
     too_large: list[Candidate] = []
     num_legal = 0
@@ -87,7 +96,7 @@ def search(question: Question) -> SearchResult:
         for variants in _groups(question, engine):
             for layout in variants:
                 num_legal += 1
-                candidate = estimate(question, engine, layout, NEAR_MISS)
+                candidate = estimate(question, engine, layout, near_miss)
                 if candidate is not None:
                     (fitting if candidate.fits else too_large).append(candidate)
                 if engine == "megatron" and (candidate is None or not candidate.fits):

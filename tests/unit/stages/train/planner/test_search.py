@@ -54,7 +54,11 @@ def test_reasons_name_the_memory_that_lacks_and_the_time_that_is_lost(found):
 def test_where_nothing_fits_the_nearest_are_told():
     result = search(Question(KNOWN["llama3 70b"], Workload(4096, 64), A100, 8))
     assert result.best is None
-    assert all("lacks" in sentence for sentence in near_misses(result))
+    needed_gib = [one.memory.peak_gib for one in result.too_large]
+    assert needed_gib == sorted(needed_gib)
+    sentences = near_misses(result)
+    assert sentences
+    assert all("lacks" in sentence for sentence in sentences)
 
 
 def test_a_count_without_a_legal_layout_names_the_nearest_that_has_one():
