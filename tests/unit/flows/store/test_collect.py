@@ -26,8 +26,10 @@ def verdict_of(store, artifact):
 
 
 def test_whole_artifacts_are_whole(store, recipe, make_plan, build):
-    build(make_plan(recipe()))
-    assert all(verdict.whole for verdict in verify(store))
+    artifacts = build(make_plan(recipe()))
+    verdicts = list(verify(store))
+    assert {verdict.artifact.folder for verdict in verdicts} == {artifact.folder for artifact in artifacts.values()}
+    assert all(verdict.whole for verdict in verdicts)
 
 
 def test_changed_missing_and_extra_files_are_named(store, recipe, make_plan, build):
