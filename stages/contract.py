@@ -22,6 +22,7 @@ import time
 import typing
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from pathlib import Path
@@ -296,7 +297,8 @@ def write_atomically(path: Path, text: str) -> None:
             os.fsync(stream.fileno())
         temporary.replace(path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         raise
 
 
