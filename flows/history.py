@@ -18,8 +18,9 @@ from pydantic import Field, ValidationError
 
 from flows.home import refreshes_root
 from flows.process_identity import ProcessIdentity
-from stages.contract import StrictModel, write_atomically
+from stages.contract import StrictModel
 from stages.errors import StoreError, full_disk_named
+from stages.files import write_atomically
 
 StageState = Literal["waiting", "running", "built", "cached", "failed", "skipped"]
 RefreshState = Literal["running", "completed", "not_promoted", "failed", "cancelled"]

@@ -21,8 +21,9 @@ from flows.store.record import Record
 from flows.store.store import Store, read_artifact
 from flows.tracking.registry import CHAMPION, PREVIOUS, RegisteredVersion, Registry
 from stages.__main__ import fail
-from stages.contract import StageContext, StageInput, StageResult, write_atomically
+from stages.contract import StageContext, StageInput, StageResult
 from stages.errors import INTERNAL_ERROR, LifecycleError, StoreError
+from stages.files import write_atomically
 from stages.promote.config import PromoteConfig
 from stages.promote.verdict import CHAMPION_FILE, VERDICT_FILE, Champion, Standing, Verdict
 from stages.supervisor import die_with_parent

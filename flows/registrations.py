@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from flows.home import home
-from stages.contract import StrictModel, write_atomically
+from stages.contract import StrictModel
+from stages.files import write_atomically
 
 
 class Registration(StrictModel):

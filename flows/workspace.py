@@ -20,7 +20,8 @@ from flows.provenance import git_commit, package_versions
 from flows.store.content import ATTEMPT_FILE, LOG_FILE, SCRATCH_FOLDER, content_digest, hash_files
 from flows.store.record import Artifact, Record, UpstreamEntry
 from flows.store.store import Store
-from stages.contract import Lease, StageInput, StageResult, StrictModel, Trial, write_atomically
+from stages.contract import Lease, StageInput, StageResult, StrictModel, Trial
+from stages.files import write_atomically
 from stages.supervisor import kill_until_gone, marked_processes
 
 KEPT = frozenset({SCRATCH_FOLDER, "metrics.jsonl", "events.jsonl", LOG_FILE})

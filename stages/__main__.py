@@ -13,8 +13,9 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from stages.contract import StageContext, StageFailure, StageInput, StageResult, is_main_process, write_atomically
+from stages.contract import StageContext, StageFailure, StageInput, StageResult, is_main_process
 from stages.errors import INTERNAL_ERROR, LifecycleError, full_disk_named
+from stages.files import write_atomically
 from stages.kinds import KINDS
 from stages.redaction import redact
 from stages.supervisor import die_with_parent

@@ -22,7 +22,6 @@ import time
 import typing
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from pathlib import Path
@@ -285,21 +284,6 @@ class StageContext:
 def is_main_process() -> bool:
     """Whether this is rank 0, or the only process of its stage."""
     return os.environ.get("RANK", "0") == "0"
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` so that a reader, or a crash, sees either the old file or the whole new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
 
 
 def _now_ms() -> int:

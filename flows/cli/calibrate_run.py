@@ -22,8 +22,8 @@ from flows.compare.names import HARDWARE
 from flows.home import hardware_file
 from flows.machine import hardware, memory_gib, num_cores
 from flows.tracking.logged_runs import LoggedRun, find_runs
-from stages.contract import write_atomically
 from stages.errors import RecipeError
+from stages.files import write_atomically
 from stages.train.planner.hardware import Hardware
 from stages.train.prediction import cpu_of, named_like
 

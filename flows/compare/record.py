@@ -17,8 +17,9 @@ from pydantic import Field, ValidationError
 
 from flows.home import home
 from flows.process_identity import ProcessIdentity
-from stages.contract import StrictModel, write_atomically
+from stages.contract import StrictModel
 from stages.errors import StoreError
+from stages.files import write_atomically
 
 ComparisonState = Literal["running", "completed", "failed", "cancelled"]
 

@@ -22,8 +22,9 @@ from flows.stage_process import watch
 from flows.store.content import SCRATCH_FOLDER
 from flows.store.store import Store
 from flows.workspace import Foundation, stage_input
-from stages.contract import Trial, write_atomically
+from stages.contract import Trial
 from stages.errors import LifecycleError, RefreshStoppedError
+from stages.files import write_atomically
 
 
 @dataclass(frozen=True)

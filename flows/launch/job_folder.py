@@ -23,7 +23,8 @@ from pydantic import PositiveFloat, PositiveInt
 
 from flows.store.content import LAUNCH_FOLDER
 from stages.clusters import KubernetesOptions, SlurmOptions
-from stages.contract import StageEvent, write_atomically
+from stages.contract import StageEvent
+from stages.files import write_atomically
 from stages.strict import StrictModel
 
 HEARTBEAT_INTERVAL_S = 5.0

@@ -9,8 +9,9 @@ from pydantic import Field, ValidationError
 from flows.home import home
 from flows.process_identity import ProcessIdentity
 from flows.servers.programs import LOOPBACK
-from stages.contract import StrictModel, write_atomically
+from stages.contract import StrictModel
 from stages.errors import StoreError
+from stages.files import write_atomically
 
 
 class ServerRecord(StrictModel):

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from stages.contract import StageContext, StageResult, write_atomically
+from stages.contract import StageContext, StageResult
+from stages.files import write_atomically
 from stages.promote.config import PromoteConfig
 from stages.promote.gates import Figures, Gate, judge
 from stages.promote.paired import Difference, compare

@@ -17,8 +17,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-from stages.contract import is_main_process, write_atomically
+from stages.contract import is_main_process
 from stages.errors import ResourceError
+from stages.files import write_atomically
 from stages.train.engine import Engine
 
 MANIFEST = "manifest.json"

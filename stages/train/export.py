@@ -20,8 +20,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from stages.contract import is_main_process, write_atomically
+from stages.contract import is_main_process
 from stages.errors import ModelError
+from stages.files import write_atomically
 from stages.model_folder import follow_file_mask
 
 MAX_SHARD_BYTES = 5 * 10**9

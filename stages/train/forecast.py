@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 
-from stages.contract import StageContext, is_main_process, write_atomically
+from stages.contract import StageContext, is_main_process
 from stages.errors import ModelError
+from stages.files import write_atomically
 from stages.train.config import TrainConfig
 from stages.train.planner.search import Candidate, Question
 from stages.train.prediction import (

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from stages.contract import write_atomically
+from stages.files import write_atomically
 from stages.train.data.dataset import ABOUT, ARRAYS, Description
 from stages.train.data.units import Unit
 

@@ -17,7 +17,6 @@ from stages.contract import (
     StageContext,
     StageResult,
     StrictModel,
-    write_atomically,
 )
 from stages.errors import INTERNAL_ERROR, USAGE_ERROR, LifecycleError, error_classes
 from stages.kinds import KINDS
@@ -104,22 +103,3 @@ def test_a_diverged_loss_survives_the_result_file():
     read = StageResult.model_validate_json(result.model_dump_json())
     assert math.isnan(read.metrics["loss"])
     assert read.metrics["grad_norm"] == math.inf
-
-
-def test_a_file_is_replaced_as_a_whole(tmp_path):
-    path = tmp_path / "record.json"
-    write_atomically(path, "old")
-    with path.open() as reader:
-        write_atomically(path, "new and longer")
-        assert reader.read() == "old", "who has the old file open reads all of it"
-    assert path.read_text() == "new and longer"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
-    path = tmp_path / "record.json"
-    write_atomically(path, "old")
-    with pytest.raises(UnicodeEncodeError):
-        write_atomically(path, "half of a character: \ud800")
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
