@@ -30,6 +30,7 @@ SHARED_MEMORY = "/dev/shm/"  # noqa: S108 (where POSIX shared memory lies)
 SAMPLE_INTERVALS_S = (0.5, 5.0)
 """Between looks at what the descendants have mapped: most of it is made in the first seconds."""
 SAMPLES_PER_AGE = 20
+CLEANING_S = 2.0
 
 
 def die_with_parent() -> None:
@@ -124,6 +125,14 @@ def _has_token(pid: int, token: str) -> bool:
         return False
 
 
+def _cleans_up(pid: int) -> bool:
+    """Whether this is Python's resource tracker, which unlinks what processes share by name once they have ended."""
+    try:
+        return b"multiprocessing.resource_tracker" in (PROC / str(pid) / "cmdline").read_bytes()
+    except OSError:
+        return False
+
+
 # ------------------------------------------------------------------------------------------------------- the program
 
 
@@ -196,16 +205,22 @@ class Supervisor:
                     self.status = code if code >= 0 else 128 - code
 
     def _end_descendants(self) -> None:
-        """SIGTERM, some grace, SIGKILL."""
+        """SIGTERM, some grace, SIGKILL; trackers of Python's shared resources last."""
         left = descendants(os.getpid())
         self.shared_memory |= shared_memory_of(left)
         send(signal.SIGTERM, left)
-        end = time.monotonic() + self.grace_s
+        self._wait_for_end(self.grace_s)
+        # What cleans up after the others ends by itself when they are gone, and knows what we have not seen.
+        kill_until_gone(lambda: [pid for pid in descendants(os.getpid()) if not _cleans_up(pid)])
+        self._wait_for_end(CLEANING_S)
+        kill_until_gone(lambda: descendants(os.getpid()))
+        self._reap()
+
+    def _wait_for_end(self, timeout_s: float) -> None:
+        end = time.monotonic() + timeout_s
         while descendants(os.getpid()) and time.monotonic() < end:
             time.sleep(0.02)
             self._reap()
-        kill_until_gone(lambda: descendants(os.getpid()))
-        self._reap()
 
 
 if __name__ == "__main__":
