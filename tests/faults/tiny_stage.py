@@ -64,6 +64,12 @@ def pause():
     steps(pause_before=5)
 
 
+def linger():
+    """Like `steps`, but the first attempt gets no further than the fifth."""
+    is_first = not (WORK / "scratch" / "step").exists()
+    steps(pause_before=5 if is_first else None)
+
+
 def wait():
     wait_for_release()
     result()
