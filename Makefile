@@ -57,6 +57,7 @@ environments: .venv/.ready .venv-serve/.ready
 	@echo "Installing the pipeline environment into .venv ($(DEVICE)) …"
 	@$(INSTALL) --python .venv/bin/python -r $(PINS)/pipeline.txt
 	@$(INSTALL) --python .venv/bin/python --no-deps --editable .
+	@.venv/bin/python -m compileall -q flows stages
 	@touch $@
 
 .venv/.test-ready: $(PINS)/test.txt .venv/.ready

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -44,16 +44,26 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str,
 
 
 @pytest.fixture
-def fault(request: pytest.FixtureRequest) -> Fault:
-    """To be named by the test; a line of the table if the test passes."""
-    one = Fault(request.node.name, "")
-    request.node.user_properties.append(("fault", one))
-    return one
+def new_fault(request: pytest.FixtureRequest) -> Callable[[str, str], Fault]:
+    """Makes faults by name and stage; each is a line of the table if the test passes."""
+
+    def make(name: str, stage: str) -> Fault:
+        one = Fault(name, stage)
+        request.node.user_properties.append(("fault", one))
+        return one
+
+    return make
+
+
+@pytest.fixture
+def fault(request: pytest.FixtureRequest, new_fault: Callable[[str, str], Fault]) -> Fault:
+    """The one fault of the test, to be named by it."""
+    return new_fault(request.node.name, "")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    passed = [dict(report.user_properties) for report in terminalreporter.stats.get("passed", [])]
-    faults = [properties["fault"] for properties in passed if "fault" in properties]
+    passed = terminalreporter.stats.get("passed", [])
+    faults = [thing for report in passed for name, thing in report.user_properties if name == "fault"]
     if faults:
         terminalreporter.section(f"{len(faults)} faults")
         for line in lines(faults):

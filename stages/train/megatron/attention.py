@@ -18,7 +18,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -28,6 +27,7 @@ from torch.nn import functional
 
 from stages.train.attention import packed_attention
 from stages.train.documents import PackedDocuments
+from stages.train.megatron.kernels import Rotation
 
 
 @dataclass
@@ -119,21 +119,15 @@ class LocalAttention(nn.Module):
 
 
 def rotate(query: Tensor, key: Tensor, tokens: PackedTokens) -> tuple[Tensor, Tensor]:
-    """Rotary position embedding (Su et al. 2021) of [tokens, 1, heads, head width], halves as Llama pairs them."""
+    """Turn [tokens, 1, heads, head width] by the angles of their positions."""
     assert tokens.cosines is not None and tokens.sines is not None
     cosines, sines = (factor.to(query.dtype).transpose(0, 1).unsqueeze(2) for factor in (tokens.cosines, tokens.sines))
-    return query * cosines + _turn(query) * sines, key * cosines + _turn(key) * sines
+    return Rotation.apply(query, cosines, sines), Rotation.apply(key, cosines, sines)
 
 
 def window_tokens(config: Any) -> int | None:
     """Tokens that a token sees, itself included; None: all before it."""
     return None if config.window_size is None else config.window_size[0] + 1
-
-
-def _turn(states: Tensor) -> Tensor:
-    """(a, b) → (-b, a) for the two halves of every head."""
-    first, second = states.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
 
 
 def transformer_engine_attention() -> type[nn.Module]:

@@ -50,7 +50,7 @@ def transformer_config(
         **(_mixture(shape, dtype) if shape.num_experts else {}),
         **_degrees(shape, layout),
         **_recompute(layout),
-        **_kernels(device),
+        **_kernels(device, dtype),
         **(_eight_bits(shape) if config.precision == "fp8" else {}),
         **_pipeline_communication(layout, device),
         params_dtype=dtype,
@@ -173,7 +173,7 @@ def _recompute(layout: Layout) -> dict[str, Any]:
     return {}
 
 
-def _kernels(device: torch.device) -> dict[str, Any]:
+def _kernels(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Fused kernels where they exist: those of Transformer Engine, and what torch compiles for a GPU."""
     on_gpu = device.type == "cuda"
     return {
@@ -182,6 +182,7 @@ def _kernels(device: torch.device) -> dict[str, Any]:
         "persist_layer_norm": False,
         "apply_rope_fusion": False,
         "bias_activation_fusion": False,
+        "use_te_activation_func": not uses_transformer_engine(dtype),  # its name for: the module that the spec says
         "bias_dropout_fusion": False,
         "cross_entropy_loss_fusion": on_gpu,
         "attention_softmax_in_fp32": True,

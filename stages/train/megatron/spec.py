@@ -26,11 +26,12 @@ from torch.nn import functional
 from stages.errors import ResourceError
 from stages.train.config import TrainConfig
 from stages.train.megatron.attention import LocalAttention, transformer_engine_attention
+from stages.train.megatron.kernels import RootMeanSquareNorm, SwiGLU
 from stages.train.shape import ModelShape
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm (Zhang and Sennrich 2019) over the last dimension.
+    """Root mean square norm over the last dimension; torch has a kernel of its own for it on GPUs only.
 
     Under sequence parallelism every rank sees other tokens: the mark on the weight lets Megatron add up its gradients.
     """
@@ -43,7 +44,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """[…, hidden size], in the dtype of `states`."""
-        return functional.rms_norm(states, self.weight.shape, self.weight, self.eps)
+        if states.is_cuda or states.dtype != torch.float32:
+            return functional.rms_norm(states, self.weight.shape, self.weight, self.eps)
+        return RootMeanSquareNorm.apply(states, self.weight, self.eps)
 
 
 @cache
@@ -82,6 +85,8 @@ def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpe
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention.core_attention = LocalAttention
+    feed_forward = layer.mlp.submodules.experts.submodules if num_experts else layer.mlp.submodules
+    feed_forward.activation_func = SwiGLU
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec

@@ -1,0 +1,94 @@
+"""What a layer does between its matrix products, with gradients written by hand: fewer passes over memory.
+
+Autograd's own would turn, negate, split and join whole tensors again on the way back, since Megatron merges queries,
+keys and values into one tensor, and the two halves of a gated layer into another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn import functional
+
+
+class SwiGLU(nn.Module):
+    """SiLU(first half) × second half of the last dimension (Shazeer 2020), as Megatron's MLP calls it."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+
+    def forward(self, gate_and_up: Tensor) -> Tensor:
+        """[…, 2 × width] → […, width]"""
+        return _SwiGLU.apply(gate_and_up)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, gate_and_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_and_up)
+        gate, up = gate_and_up.chunk(2, dim=-1)
+        return functional.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (gate_and_up,) = ctx.saved_tensors
+        gate, up = gate_and_up.chunk(2, dim=-1)
+        of_both = torch.empty_like(gate_and_up)
+        of_gate, of_up = of_both.chunk(2, dim=-1)
+        torch.mul(torch.ops.aten.silu.out(gate, out=of_gate), gradient, out=of_up)
+        torch.mul(gradient, up, out=of_gate)
+        torch.ops.aten.silu_backward.grad_input(of_gate, gate, grad_input=of_gate)
+        return of_both
+
+
+class Rotation(torch.autograd.Function):
+    """Rotary position embedding (Su et al. 2021) of […, head width], halves as Llama pairs them.
+
+    Its gradient is the rotation by the opposite angle.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        ctx.save_for_backward(cosines, sines)
+        return _rotated(states, cosines, sines)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        cosines, sines = ctx.saved_tensors
+        return _rotated(gradient, cosines, -sines), None, None
+
+
+def _rotated(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """(a, b) → (a cos - b sin, b cos + a sin) for the two halves of every head."""
+    rotated = states * cosines
+    (first, second), (sine, _) = states.chunk(2, dim=-1), sines.chunk(2, dim=-1)
+    rotated_first, rotated_second = rotated.chunk(2, dim=-1)
+    rotated_first.addcmul_(second, sine, value=-1)
+    rotated_second.addcmul_(first, sine)
+    return rotated
+
+
+class RootMeanSquareNorm(torch.autograd.Function):
+    """states ÷ √(mean of their squares + ε) × weight, over the last dimension (Zhang and Sennrich 2019)."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        mean_square = torch.linalg.vecdot(states, states).unsqueeze(-1).div_(states.shape[-1])
+        scale = mean_square.add_(epsilon).rsqrt_()
+        ctx.save_for_backward(states, weight, scale)
+        return (states * scale).mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        states, weight, scale = ctx.saved_tensors
+        normed = states * scale
+        of_weight = (gradient * normed).flatten(0, -2).sum(0)
+        of_normed = gradient * weight
+        mean = torch.linalg.vecdot(of_normed, normed).unsqueeze(-1).div_(-states.shape[-1])
+        return of_normed.addcmul_(normed, mean).mul_(scale), of_weight, None
