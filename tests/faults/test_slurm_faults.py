@@ -69,7 +69,7 @@ def in_the_background(store: Store, mode: str, environment: dict[str, str], **op
 def occupy(cluster: SlurmCluster, partition: str = "normal") -> str:
     """Take both nodes; returns the id of the job."""
     options = ["--parsable", "--nodes=2", "--exclusive", f"--partition={partition}", "--output=/dev/null"]
-    return cluster.command("sbatch", *options, "--wrap=sleep 300").strip()
+    return cluster.command("sbatch", *options, "--wrap=exec sleep 300").strip()
 
 
 def went_on(built: Built) -> str:
