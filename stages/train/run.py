@@ -31,6 +31,7 @@ from stages.train.plot import plot_loss
 from stages.train.preflight import check_layout
 from stages.train.processes import collective_timeout, gathered, joined_processes
 from stages.train.reference import model_digest, reference_rows
+from stages.train.start_up import hide_unused_packages
 from stages.train.watchdog import Watchdog
 
 LOSS_PLOT = "plots/loss.png"
@@ -42,6 +43,7 @@ def run(context: StageContext) -> StageResult:
 
     Raises a `LifecycleError` when the model, the data, the layout or the machine do not allow it, or training diverges.
     """
+    hide_unused_packages()
     config: TrainConfig = context.config
     model_folder = context.inputs[config.model] / "model"
     _check_world_size(config)

@@ -1,0 +1,18 @@
+"""What training leaves out of a start."""
+
+import subprocess
+import sys
+
+PROGRAM = """
+import sys
+from stages.train.start_up import hide_unused_packages
+hide_unused_packages()
+import transformers.models.qwen3.modeling_qwen3
+print(*(name for name in ("sklearn", "scipy") if name in sys.modules))
+import sklearn, scipy
+"""
+
+
+def test_models_do_without_packages_that_everybody_else_still_finds():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
