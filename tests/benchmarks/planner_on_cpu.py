@@ -129,9 +129,9 @@ def steps_s(model: Path, config: TrainConfig, device: torch.device, steps: int) 
         dist.barrier()
         seconds.append(time.perf_counter() - start_s)
     if config.engine == "megatron":
-        from stages.train.megatron.parallel import stop_model_parallel
+        from megatron.core import parallel_state
 
-        stop_model_parallel()
+        parallel_state.destroy_model_parallel()
     return seconds[WARMUP_STEPS:]
 
 

@@ -8,7 +8,6 @@ trained model in `FOLDER/exported/PROCESSES-INDEX`.
 
 from __future__ import annotations
 
-import gc
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 
 from stages.train.config import TrainConfig
@@ -28,7 +28,7 @@ from tests.parity.megatron_cases import Case, cases, global_batches, train_confi
 
 prepare_megatron()
 from stages.train.megatron.engine import MegatronEngine  # noqa: E402
-from stages.train.megatron.parallel import represents_share, stop_model_parallel  # noqa: E402
+from stages.train.megatron.parallel import represents_share  # noqa: E402
 from stages.train.megatron.weights import named_weights  # noqa: E402
 
 
@@ -58,9 +58,7 @@ def main() -> None:
             name = f"{dist.get_world_size()}-{index}"
             result = run(engine, config, case)
             engine.export(folder / "exported" / name, torch.float32)
-            del engine
-            gc.collect()  # what refers to groups keeps their threads
-            stop_model_parallel()
+            parallel_state.destroy_model_parallel()
             if dist.get_rank() == 0:
                 torch.save(asdict(result), folder / "results" / f"{name}.pt")
 
@@ -70,8 +68,7 @@ def run(engine: Any, config: TrainConfig, case: Case) -> Result:
     if config.dpo:
         shares = [[with_reference(engine, batch) for batch in batches] for batches in shares]
     loss = build_loss(config)
-    log_probabilities = whole_log_probabilities(engine, shares[0])
-    gradients = whole_gradients(engine, shares[0], loss, config)
+    log_probabilities, gradients = before_training(engine, shares[0], loss, config)
     outcomes = [engine.train_step(batches, loss, config.learning_rate, config.max_grad_norm) for batches in shares]
     evaluation = engine.evaluate(iter(shares[0]), loss)
     return Result(
@@ -95,26 +92,25 @@ def with_reference(engine: Any, batch: Batch) -> Batch:
     return batch.with_reference(engine.document_log_probabilities(batch))
 
 
-def whole_log_probabilities(engine: Any, batches: list[Batch]) -> Tensor:
-    """Of all shares, in the order of the rows."""
-    found = engine._pipeline.run(batches, lambda values, batch: (values.sum(), values), backward=False)
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, (engine.data_rank, torch.cat(found)) if represents_share() else None)
-    return torch.cat([values for _, values in sorted(filter(None, everyones), key=lambda entry: entry[0])])
-
-
-def whole_gradients(engine: Any, batches: list[Batch], loss: Loss, config: TrainConfig) -> dict[str, Tensor] | None:
-    """Of the mean loss; the weights stay as they are."""
+def before_training(
+    engine: Any, batches: list[Batch], loss: Loss, config: TrainConfig
+) -> tuple[Tensor, dict[str, Tensor] | None]:
+    """Log-probabilities of all shares, in the order of the rows, and the gradients of the mean loss."""
     count = engine._global_count(batches, loss)
     engine._adam.zero_gradients()
 
     def mean(log_probabilities: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        value = loss(log_probabilities, batch)[0] / count
-        return value, value.detach()
+        return loss(log_probabilities, batch)[0] / count, log_probabilities.detach()
 
-    engine._pipeline.run(batches, mean, backward=True)
-    if config.layout.dp_shard > 1:
-        return None
+    found = engine._pipeline.run(batches, mean, backward=True)
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, (engine.data_rank, torch.cat(found)) if represents_share() else None)
+    values = [values for _, values in sorted(filter(None, everyones), key=lambda entry: entry[0])]
+    return torch.cat(values), None if config.layout.dp_shard > 1 else whole_gradients(engine)
+
+
+def whole_gradients(engine: Any) -> dict[str, Tensor]:
+    """By Hugging Face name; the weights stay as they are."""
     weights = {parameter: parameter.detach().clone() for chunk in engine._chunks for parameter in chunk.parameters()}
     for parameter in weights:
         parameter.data.copy_(parameter.main_grad)

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from stages.contract import is_main_process
 from stages.errors import ModelError
@@ -38,7 +39,7 @@ prepare_megatron()
 from stages.train.fsdp.engine import FsdpEngine  # noqa: E402
 from stages.train.megatron.engine import MegatronEngine  # noqa: E402
 from stages.train.megatron.model import build_model_chunks  # noqa: E402
-from stages.train.megatron.parallel import start_model_parallel, stop_model_parallel  # noqa: E402
+from stages.train.megatron.parallel import start_model_parallel  # noqa: E402
 from stages.train.megatron.weights import export_weights, load_weights  # noqa: E402
 
 NUM_STEPS_BEFORE = 2
@@ -72,7 +73,7 @@ def round_trip(model: Path, layout: dict[str, Any], folder: Path, device: torch.
     chunks, shape = build(model, layout, device)
     load_weights(chunks, model, shape)
     export_weights(chunks, shape, source=model, folder=folder, dtype=torch.float32)
-    stop_model_parallel()
+    parallel_state.destroy_model_parallel()
 
 
 def build(model: Path, layout: dict[str, Any], device: torch.device) -> tuple[Any, ModelShape]:
@@ -88,7 +89,7 @@ def measure(model: Path, layout: dict[str, Any], folder: Path, device: torch.dev
     reading = peak_of(lambda: load_weights(chunks, model, shape))
     loaded = anonymous_bytes()
     writing = peak_of(lambda: export_weights(chunks, shape, source=model, folder=folder, dtype=torch.float32))
-    stop_model_parallel()
+    parallel_state.destroy_model_parallel()
     return {"reading": reading - loaded, "writing": writing - loaded}
 
 
@@ -181,7 +182,7 @@ def train(engine: Any, config: TrainConfig, global_batches: list[Any]) -> list[f
 
 def end(engine: Any) -> None:
     if isinstance(engine, MegatronEngine):
-        stop_model_parallel()
+        parallel_state.destroy_model_parallel()
 
 
 if __name__ == "__main__":

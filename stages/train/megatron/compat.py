@@ -10,6 +10,8 @@ anywhere else, stays as it is. The patches, and why each is needed:
     torch.cuda random state                         the CPU generator, which the tracker of random states forks
     torch.distributed.{all_gather, reduce_scatter}  as broadcasts and reductions where ranks have different sizes, which
                                                     gloo refuses and NCCL allows: experts that are split over tensors
+    torch.distributed.new_group                     one group for the same ranks: Megatron asks for about thirty, and
+                                                    each of gloo's has threads that wake up a hundred times a second
     Tensor.cuda, called by Megatron                 the tensor itself: tied embeddings are moved and compared
     Tensor.type, called by Megatron                 'torch.cuda.FloatTensor' for 'torch.FloatTensor': optimizers sort
                                                     parameters by that name
@@ -30,6 +32,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -50,6 +53,8 @@ PATCHED_PACKAGES = (
 """Packages whose modules are imported before they are patched: one that is imported later would escape."""
 
 _is_prepared = False
+_groups: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
+"""By their ranks, of each group of all processes."""
 
 
 def prepare_megatron() -> None:
@@ -125,7 +130,9 @@ def _torch_on_cpu() -> _View:
         stream=_no_context,
         nvtx=_View(torch.cuda.nvtx, range_push=_nothing, range_pop=_nothing),
     )
-    distributed = _View(torch.distributed, all_gather=_all_gather, reduce_scatter=_reduce_scatter)
+    distributed = _View(
+        torch.distributed, all_gather=_all_gather, reduce_scatter=_reduce_scatter, new_group=_group_of_ranks
+    )
     factories = {name: _on_cpu(getattr(torch, name)) for name in FACTORIES}
     return _View(torch, cuda=cuda, distributed=distributed, **factories)
 
@@ -146,6 +153,14 @@ def _reduce_scatter(output: torch.Tensor, tensors: list[torch.Tensor], group: An
         torch.distributed.all_reduce(total, group=group)
         if rank == torch.distributed.get_rank(group):
             output.copy_(total)
+
+
+def _group_of_ranks(ranks: list[int] | None = None, **options: Any) -> Any:
+    groups = _groups.setdefault(torch.distributed.group.WORLD, {})
+    key = tuple(ranks or ())
+    if key not in groups:
+        groups[key] = torch.distributed.new_group(ranks, **options)
+    return groups[key]
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Megatron's process groups for a layout: made before the model, taken down before another layout is used.
+"""Megatron's process groups for a layout: made before the model.
 
 Ranks are laid out with tensor parallelism innermost (its traffic is the heaviest), then context, data and pipeline
 parallelism; expert parallelism is folded into data and context parallelism.
@@ -32,14 +32,6 @@ def start_model_parallel(layout: Layout, *, is_mixture: bool, seed: int, timeout
         distributed_timeout_minutes=math.ceil(timeout.total_seconds() / 60),
     )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-
-
-def stop_model_parallel() -> None:
-    """Take the groups down, so that others can be made in the same processes."""
-    # Megatron forgets its groups but leaves them open, and each of gloo's keeps threads that wake up forever.
-    for group in filter(None, parallel_state._global_process_group_list or ()):
-        dist.destroy_process_group(group)
-    parallel_state.destroy_model_parallel()
 
 
 def represents_share() -> bool:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from stages.train.layout import Layout
 from stages.train.megatron.compat import prepare_megatron
@@ -23,7 +24,7 @@ from stages.train.megatron.model import (  # noqa: E402
     padded_vocabulary,
     transformer_config,
 )
-from stages.train.megatron.parallel import start_model_parallel, stop_model_parallel  # noqa: E402
+from stages.train.megatron.parallel import start_model_parallel  # noqa: E402
 
 CPU = torch.device("cpu")
 FP32, FP8 = SimpleNamespace(precision="fp32"), SimpleNamespace(precision="fp8")
@@ -42,7 +43,7 @@ def chunks():
         return build_model_chunks(shape, Layout(), FP32, CPU)
 
     yield build
-    stop_model_parallel()
+    parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
 
