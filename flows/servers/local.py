@@ -15,7 +15,7 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 from flows.history import RunningRefreshes
@@ -172,11 +172,12 @@ def _start(
         _stop(before.values())
     started: dict[str, ServerRecord] = {}
     try:
-        for program in programs:
-            started[program.name] = _launch(program, before.get(program.name), settings or {})
-            write_records({**records, **started})
-        for program in programs:
-            _await(program, started[program.name])
+        with ExitStack() as reservations:
+            for program in programs:
+                started[program.name] = _launch(program, before.get(program.name), settings or {}, reservations)
+                write_records({**records, **started})
+            for program in programs:
+                _await(program, started[program.name])
     except BaseException:
         _stop(started.values())
         write_records({name: record for name, record in records.items() if name not in started})
@@ -184,11 +185,13 @@ def _start(
     return started
 
 
-def _launch(program: ServerProgram, before: ServerRecord | None, settings: Mapping[str, str]) -> ServerRecord:
+def _launch(
+    program: ServerProgram, before: ServerRecord | None, settings: Mapping[str, str], reservations: ExitStack
+) -> ServerRecord:
     """before: its record of last time; it keeps token and, if possible, port, since others know both."""
     folder = home() / program.name
     folder.mkdir(parents=True, exist_ok=True)
-    port = _free_port(before.port if before else None, program.preferred_port)
+    port = _free_port(reservations, before.port if before else None, program.preferred_port)
     token = before.token if before else os.urandom(16).hex()
     environment = {**_inherited(program), **NO_TELEMETRY, **settings, **program.environment(folder, port)}
     with (folder / "server.log").open("wb") as log:
@@ -255,13 +258,19 @@ def _stop(records: Collection[ServerRecord]) -> None:
     kill_until_gone(remaining)
 
 
-def _free_port(*preferred: int | None) -> int:
-    """The first of the preferred ports that is free, else one that the kernel picks."""
+def _free_port(reservations: ExitStack, *preferred: int | None) -> int:
+    """The first of the preferred ports that is free, else one that the kernel picks.
+
+    Until the reservations are closed, no other `lifecycle up` of this machine gets it: a server takes seconds before it
+    listens, and the other's health check would take it for its own. The name of a socket goes with its process.
+    """
     for port in (*(port for port in preferred if port), 0):
         with suppress(OSError), socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((LOOPBACK, port))
-            return int(probe.getsockname()[1])
+            number = int(probe.getsockname()[1])
+            reservations.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0lifecycle-port-{number}")
+            return number
     raise ServerError(f"looking for a free port on {LOOPBACK}: none is to be had")
 
 

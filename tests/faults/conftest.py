@@ -49,7 +49,7 @@ def new_fault(request: pytest.FixtureRequest) -> Callable[[str, str], Fault]:
 
     def make(name: str, stage: str) -> Fault:
         one = Fault(name, stage)
-        request.node.user_properties.append(("fault", one))
+        request.node.user_properties.append(("fault", vars(one)))  # plain values: pytest-xdist sends them on
         return one
 
     return make
@@ -63,7 +63,7 @@ def fault(request: pytest.FixtureRequest, new_fault: Callable[[str, str], Fault]
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     passed = terminalreporter.stats.get("passed", [])
-    faults = [thing for report in passed for name, thing in report.user_properties if name == "fault"]
+    faults = [Fault(**fields) for report in passed for name, fields in report.user_properties if name == "fault"]
     if faults:
         terminalreporter.section(f"{len(faults)} faults")
         for line in lines(faults):
