@@ -1,8 +1,10 @@
 """Candidates for promotion, committed without training or serving anything: models, evaluations, and a recipe."""
 
 import json
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +101,19 @@ def own_mlflow(folder: Path) -> dict[str, str]:
     from flows.tracking.shipper import EXPERIMENT
 
     uri = f"sqlite:///{folder}/mlflow.db"
+    (folder / "mlflow.db").write_bytes(_new_database())
     MlflowClient(uri).create_experiment(EXPERIMENT, artifact_location=str(folder / "artifacts"))
     return {"MLFLOW_TRACKING_URI": uri, "LIFECYCLE_HOME": str(folder / "home"), "PYTHONPATH": str(ROOT)}
+
+
+@cache
+def _new_database() -> bytes:
+    """One that MLflow has made, which takes it seconds."""
+    from mlflow import MlflowClient
+
+    with tempfile.TemporaryDirectory() as folder:
+        MlflowClient(f"sqlite:///{folder}/mlflow.db").search_experiments()
+        return (Path(folder) / "mlflow.db").read_bytes()
 
 
 def _record(planned: PlannedStage, upstream: Mapping[str, Built], work: Path) -> Record:

@@ -24,7 +24,9 @@ def runs(tmp_path_factory):
     works = {}
     for number, (name, (engine, layout)) in enumerate(LAYOUTS.items()):
         works[name] = root / f"work-{number}"
-        config = make_config(steps=NUM_STEPS, warmup_steps=5, engine=engine, layout=layout)
+        config = make_config(
+            steps=NUM_STEPS, warmup_steps=5, engine=engine, layout=layout, execution={"measure_matmul_rate": False}
+        )
         make_context(works[name], artifacts, config)
         run_to_end(works[name], config)
     return works

@@ -26,6 +26,8 @@ from tests.serving import API_KEY, SERVING, is_port_free, make_model, served_pro
 LIFECYCLE = Path(sys.executable).with_name("lifecycle")
 QUESTION = {"model": NAME, "prompt": "What is 12 + 34?", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 NUM_ASKERS = 3
+PAUSE_S = 0.1
+"""Leaves the next server processor time to start."""
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -74,7 +76,7 @@ def make_champion(seed: int) -> None:
 
 @dataclass
 class Load:
-    """Clients that ask without a pause, every other time for a stream."""
+    """Clients that ask again and again, every other time for a stream."""
 
     url: str
     answers: list[str] = field(default_factory=list)
@@ -89,6 +91,7 @@ class Load:
                 self.answers.append(stream(self.url) if number % 2 else complete(self.url))
             except Exception as error:
                 self.failures.append(repr(error))
+            self.enough.wait(PAUSE_S)
 
     def more_answers(self, count: int) -> None:
         wanted = len(self.answers) + count
