@@ -30,7 +30,7 @@ TWO_AT_A_TIME := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 test: export OMP_WAIT_POLICY := PASSIVE
 
 test: check
-	.venv/bin/pytest tests/unit tests/parity tests/pipeline tests/faults tests/gpu --durations 15 $(TWO_AT_A_TIME)
+	.venv/bin/pytest tests/unit tests/parity tests/faults tests/pipeline tests/gpu --durations 15 $(TWO_AT_A_TIME)
 
 unit: environments .venv/.test-ready
 	.venv/bin/pytest tests/unit
