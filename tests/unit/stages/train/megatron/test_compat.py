@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from stages.train.megatron.compat import MEGATRON_VERSION, prepare_megatron
+from stages.train.processes import joined_processes
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is patched where CUDA is")
 
@@ -34,6 +35,17 @@ def test_torch_is_itself_for_everybody_else():
     with pytest.raises((RuntimeError, AssertionError)):
         torch.zeros(2).cuda()
     assert torch.zeros(2).type() == "torch.FloatTensor"
+
+
+def test_groups_of_the_same_ranks_are_one_until_the_processes_part():
+    from megatron.core.parallel_state import torch as seen
+
+    groups = []
+    for _ in range(2):
+        with joined_processes():
+            groups.append(seen.distributed.new_group([0]))
+            assert seen.distributed.new_group([0]) is groups[-1]
+    assert groups[0] is not groups[1]
 
 
 def test_preparing_twice_patches_once():
