@@ -14,6 +14,8 @@ PIP_WHEELS := $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.
 export UV_FIND_LINKS ?= $(subst $(space),$(comma),$(strip $(PIP_WHEELS)))
 TORCH_BACKEND ?= $(if $(UV_FIND_LINKS),,--torch-backend=$(if $(filter cpu,$(DEVICE)),cpu,auto))
 
+# Pins only bind: CUDA's libraries, several GiB, are installed where the build of torch wants them.
+PINNED = --constraints $(PINS)/$(1).txt --requirement $(PINS)/$(1).in
 INSTALL := $(UV) pip install --quiet --compile-bytecode $(TORCH_BACKEND)
 COMPILE := $(UV) pip compile --quiet --python-version 3.11 --no-header --no-emit-index-url --no-emit-find-links \
 	--annotation-style line
@@ -58,15 +60,15 @@ environments: .venv/.ready .venv-serve/.ready
 	@$(PYTHON) -m venv .venv
 	@.venv/bin/python -m pip install --quiet uv==0.13.8
 
-.venv/.ready: $(PINS)/pipeline.txt pyproject.toml | .venv/bin/uv
+.venv/.ready: $(PINS)/pipeline.in $(PINS)/pipeline.txt pyproject.toml | .venv/bin/uv
 	@echo "Installing the pipeline environment into .venv ($(DEVICE)) …"
-	@$(INSTALL) --python .venv/bin/python -r $(PINS)/pipeline.txt
+	@$(INSTALL) --python .venv/bin/python $(call PINNED,pipeline)
 	@$(INSTALL) --python .venv/bin/python --no-deps --editable .
 	@.venv/bin/python -m compileall -q flows stages
 	@touch $@
 
-.venv/.test-ready: $(PINS)/test.txt .venv/.ready
-	@$(INSTALL) --python .venv/bin/python -r $(PINS)/test.txt
+.venv/.test-ready: $(PINS)/test.in $(PINS)/test.txt .venv/.ready
+	@$(INSTALL) --python .venv/bin/python $(call PINNED,test)
 	@touch $@
 
 .venv-serve/.ready: $(wildcard $(PINS)/serve-*.txt) $(addprefix deploy/vllm-metadata/,pyproject.toml vllm_portable_int4.py) | .venv/bin/uv

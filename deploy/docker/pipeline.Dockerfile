@@ -9,7 +9,7 @@ WORKDIR /build
 COPY deploy/requirements/pipeline.in deploy/requirements/pipeline.txt deploy/requirements/
 RUN uv venv /opt/pipeline && \
     uv pip install --no-cache --compile-bytecode --torch-backend=${TORCH_BACKEND} --python /opt/pipeline/bin/python \
-        --requirement deploy/requirements/pipeline.txt
+        --constraints deploy/requirements/pipeline.txt --requirement deploy/requirements/pipeline.in
 COPY pyproject.toml README.md LICENSE ./
 COPY flows flows
 COPY stages stages
