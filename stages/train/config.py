@@ -60,7 +60,9 @@ class TrainExecution(Execution):
     checkpoint_every_steps: PositiveInt | None = Field(None, description="Default: ten times in a run.")
     checkpoints_kept: PositiveInt = 2
     hang_timeout_s: PositiveFloat = Field(
-        3600, description="A step that takes longer, with what is saved and evaluated after it, ends the attempt."
+        3600,
+        description="A step that takes longer, with what is saved and evaluated after it, ends the attempt; so does a "
+        "micro-batch of DPO's reference, and reading or writing the model.",
     )
     measure_matmul_rate: bool = Field(True, description="On a CPU, measure the peak that MFU is relative to.")
 

@@ -67,11 +67,12 @@ def train(run: TrainingRun) -> LossMeans | None:
 
     Raises TrainingError, with the step, when loss or gradient norm is not finite.
     """
+    run.watchdog.begins("reading the latest checkpoint")
     done_steps = run.checkpoints.load_latest()
     if done_steps:
         run.journal.milestone(f"continuing from the checkpoint of step {done_steps}")
     steps = range(done_steps + 1, run.last_step + 1)
-    with closing(prefetched(lambda step: _load_share(run, step), steps)) as shares, run.watchdog:
+    with closing(prefetched(lambda step: _load_share(run, step), steps)) as shares:
         for step in steps:
             run.watchdog.begins(f"step {step}")
             is_profiled = run.engine.num_devices > 1 and is_main_process() and step == done_steps + PROFILED_STEP

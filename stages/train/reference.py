@@ -23,6 +23,7 @@ from stages.train.data.cache import content_key, file_digest
 from stages.train.data.dataset import PackedDataset
 from stages.train.engine import Engine
 from stages.train.order import even_micro_batches
+from stages.train.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ def reference_rows(
     micro_batch_size: int,
     weights_digest: str,
     context: StageContext,
+    watchdog: Watchdog,
 ) -> ReferenceRows:
     """Log-probabilities of the documents of `rows` (sorted, without repetitions) under the engine's present weights."""
     documents = dataset.row_documents(rows)
@@ -58,7 +60,7 @@ def reference_rows(
     }
     path = context.cache / "reference" / f"{content_key(identity)}.npy"
     if not engine.from_first_process(float(path.is_file())):
-        values = _compute(engine, dataset, rows, micro_batch_size, context)
+        values = _compute(engine, dataset, rows, micro_batch_size, context, watchdog)
         if is_main_process():
             _save(path, values)
         return ReferenceRows(documents, values)
@@ -72,13 +74,19 @@ def model_digest(folder: Path) -> str:
 
 
 def _compute(
-    engine: Engine, dataset: PackedDataset, rows: Sequence[int], micro_batch_size: int, context: StageContext
+    engine: Engine,
+    dataset: PackedDataset,
+    rows: Sequence[int],
+    micro_batch_size: int,
+    context: StageContext,
+    watchdog: Watchdog,
 ) -> NDArray[np.float32]:
     """float32 [documents], the same on every process."""
     positions = np.cumsum([0, *(len(dataset.row_documents([row])) for row in rows)]).tolist()
     values = torch.zeros(positions[-1], dtype=torch.float64)
     shares = list(even_micro_batches(len(rows), micro_batch_size, engine.data_rank, engine.data_parallel_size))
     for index, share in enumerate(shares):
+        watchdog.begins(f"micro-batch {index + 1} of {len(shares)} of the reference log-probabilities")
         batch = dataset.batch([rows[position] for position in share], micro_batch_size)
         result = engine.document_log_probabilities(batch)
         if share:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -53,12 +54,15 @@ def run(context: StageContext) -> StageResult:
     with joined_processes(collective_timeout(config.execution.hang_timeout_s)) as device:
         expected = forecast(context, model_folder, device)
         with explained_out_of_memory(config, expected.figures.get("predicted_memory_gib")):
-            engine = _build_engine(model_folder, config, device)
-            training_run = _assemble(context, engine, data, model_folder)
-            evaluation = train(training_run)
-        peak_memory = _peak_memory(training_run)
-        if context.trial is None:
-            engine.export(context.work / "model", getattr(torch, config.export_dtype))
+            build = _engine_type(config)
+            with Watchdog(context.work, config.execution.hang_timeout_s) as watchdog:
+                engine = build(model_folder, config, device)
+                training_run = _assemble(context, engine, data, model_folder, watchdog)
+                evaluation = train(training_run)
+                peak_memory = _peak_memory(training_run)
+                if context.trial is None:
+                    watchdog.begins("writing the model")
+                    engine.export(context.work / "model", getattr(torch, config.export_dtype))
     if is_main_process() and context.trial is None:
         _use_own_template(config, context.work / "model")
         plot_loss(read_metrics(context.work), context.work / LOSS_PLOT)
@@ -88,21 +92,23 @@ def _prepare_data(context: StageContext, model_folder: Path) -> PreparedData:
     )
 
 
-def _build_engine(model_folder: Path, config: TrainConfig, device: torch.device) -> Engine:
+def _engine_type(config: TrainConfig) -> Callable[[Path, TrainConfig, torch.device], Engine]:
     """An engine's imports are heavy: only those of the one that is used."""
     if config.engine == "fsdp":
         from stages.train.fsdp.engine import FsdpEngine
 
-        return FsdpEngine(model_folder, config, device)
+        return FsdpEngine
     from stages.train.megatron.compat import prepare_megatron
 
     prepare_megatron()
     from stages.train.megatron.engine import MegatronEngine
 
-    return MegatronEngine(model_folder, config, device)
+    return MegatronEngine
 
 
-def _assemble(context: StageContext, engine: Engine, data: PreparedData, model_folder: Path) -> TrainingRun:
+def _assemble(
+    context: StageContext, engine: Engine, data: PreparedData, model_folder: Path, watchdog: Watchdog
+) -> TrainingRun:
     config: TrainConfig = context.config
     layout, trial = config.layout, context.trial
     checkpoints_folder = context.scratch / "checkpoints"
@@ -126,7 +132,7 @@ def _assemble(context: StageContext, engine: Engine, data: PreparedData, model_f
     def source(dataset: PackedDataset, rows: list[int]) -> BatchSource:
         if digest is None:
             return BatchSource(dataset, layout.micro_batch_size)
-        reference = reference_rows(engine, dataset, rows, layout.micro_batch_size, digest, context)
+        reference = reference_rows(engine, dataset, rows, layout.micro_batch_size, digest, context, watchdog)
         return BatchSource(dataset, layout.micro_batch_size, reference)
 
     held_out = None if trial else data.evaluation
@@ -141,7 +147,7 @@ def _assemble(context: StageContext, engine: Engine, data: PreparedData, model_f
         checkpoints=Checkpoints(checkpoints_folder, engine, config.execution.checkpoints_kept),
         journal=Journal(context, last_step, 1 if trial else config.execution.log_every_steps),
         peak=_peak(engine, config),
-        watchdog=Watchdog(context.work, config.execution.hang_timeout_s),
+        watchdog=watchdog,
         trial=trial,
     )
 

@@ -31,13 +31,12 @@ class Watchdog:
     def __init__(self, work: Path, timeout_s: float) -> None:
         self._work = work
         self._timeout_s = timeout_s
-        self._doing = "starting"
+        self._doing = ""
         self._deadline_s = 0.0
         self._ended = threading.Event()
 
     def __enter__(self) -> Watchdog:
-        self._ended.clear()
-        self.begins("starting")
+        self.begins("loading the model")
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
 

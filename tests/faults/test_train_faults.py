@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
-from stages.errors import LayoutError, ModelError, ResourceError, TrainingError
+from stages.download.builtin import addition_preferences
+from stages.errors import LayoutError, ModelError, ResourceError, TrainingError, TransientError
 from stages.train import checkpoints
 from stages.train.run import run
 from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end, start
 
 NUM_STEPS, SAVE_EVERY = 24, 4
+HANG_TIMEOUT_S = 10.0
 TWO_PROCESSES = {"dp_shard": 2, "micro_batch_size": 2}
 
 
@@ -48,20 +52,18 @@ def killed(artifacts, tmp_path_factory):
     config = make_long_config(TWO_PROCESSES)
     make_context(work, artifacts, config)
     process = start(work, config)
-    wait_for(work / "scratch" / "checkpoints" / f"step-{2 * SAVE_EVERY}")
-    ranks = (Path("/proc") / str(process.pid) / "task" / str(process.pid) / "children").read_text().split()
-    os.kill(int(ranks[-1]), signal.SIGKILL)
+    tiny.eventually((work / "scratch" / "checkpoints" / f"step-{2 * SAVE_EVERY}").exists, "no checkpoint")
+    ranks = ranks_of(process)
+    os.kill(ranks[-1], signal.SIGKILL)
     assert process.wait(timeout=120) != 0
-    assert not any(is_running(int(rank)) for rank in ranks)
+    assert not any(is_running(rank) for rank in ranks)
     assert len(logged(work)) < NUM_STEPS
     return work
 
 
-def wait_for(path, timeout_s=240):
-    end_s = time.monotonic() + timeout_s
-    while not path.exists():
-        assert time.monotonic() < end_s, f"no {path}"
-        time.sleep(0.005)
+def ranks_of(process):
+    """The processes that torchrun started, by rank."""
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
 def is_running(pid):
@@ -115,6 +117,30 @@ def test_a_checkpoint_that_was_cut_off_is_ignored_and_the_one_before_used(artifa
     (folder / f"partial-step-{NUM_STEPS + SAVE_EVERY}").mkdir()
     with fault.timed("detected"):
         assert [step for step, _ in checkpoints.complete_checkpoints(folder)] == [NUM_STEPS - SAVE_EVERY]
+
+
+def test_a_rank_that_stops_in_the_reference_pass_ends_the_run_which_says_where_it_was(artifacts, tmp_path, fault):
+    fault.name, fault.stage = "a rank hangs while DPO's reference is computed", "train"
+    (tmp_path / "preferences" / "data").mkdir(parents=True)
+    addition_preferences.make(tmp_path / "preferences" / "data")
+    execution = {"hang_timeout_s": HANG_TIMEOUT_S, "measure_matmul_rate": False}
+    config = make_config("dpo", layout=TWO_PROCESSES, global_batch_size=64, steps=60, execution=execution)
+    work = tmp_path / "work"
+    make_context(work, {**artifacts, "preferences": tmp_path / "preferences"}, config)
+    process = start(work, config)
+    events = work / "events.jsonl"
+    tiny.eventually(lambda: events.exists() and "reference" in events.read_text(), "no reference pass")
+    stopped = ranks_of(process)[1]
+    os.kill(stopped, signal.SIGSTOP)
+    with fault.timed("detected"):
+        tiny.eventually((work / "error.json").exists, "the other rank waits for ever")
+    os.kill(stopped, signal.SIGCONT)  # SIGTERM ends it now; torchrun would kill it in 30 s
+    assert process.wait(timeout=120) != 0
+    failure = json.loads((work / "error.json").read_text())
+    assert failure["error"] == TransientError.__name__
+    place = r"rank 0: micro-batch \d+ of \d+ of the reference log-probabilities has taken more than 10 s"
+    assert re.match(place, failure["message"])
+    assert "document_log_probabilities" in (work / "log.txt").read_text()
 
 
 def test_a_loss_that_is_no_number_stops_the_run_and_names_the_step(artifacts, tmp_path, fault):
