@@ -12,6 +12,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -82,6 +84,7 @@ MODELS: dict[str, Any] = {
     "mistral": lambda: MistralForCausalLM(
         MistralConfig(**SIZES, vocab_size=VOCABULARY, tie_word_embeddings=False, sliding_window=7)
     ),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, vocab_size=VOCABULARY, num_local_experts=4)),
 }
 
 
@@ -141,6 +144,7 @@ def _two() -> list[Case]:
         Case("qwen3-moe", experts, "pairs"),
         Case("qwen3-moe-dense", pp),
         Case("qwen3-moe-dense", experts),
+        *(Case("mixtral", layout) for layout in (sp, pp, experts)),
     ]
 
 

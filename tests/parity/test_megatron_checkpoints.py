@@ -33,7 +33,7 @@ JOURNEYS = {
     "fsdp": journey("qwen3", FSDP, megatron(SHARDED), megatron(PP)),
     "odd-vocabulary": journey("qwen2", megatron(TP), megatron(PP), megatron(REPLICATED)),
     "experts": journey("qwen3-moe", megatron(EXPERTS), megatron({**SP, "etp": 2}), megatron(PP), FSDP),
-    "experts-of-fsdp": journey("qwen3-moe", FSDP, megatron(EXPERTS)),
+    "experts-of-fsdp": journey("mixtral", FSDP, megatron(EXPERTS)),
     "bf16": journey("qwen3", megatron(SHARDED), precision="bf16"),
 }
 LATER = [{"tp": 2, "dp_shard": 2}, {"pp": 2, "dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}]

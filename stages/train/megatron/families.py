@@ -78,24 +78,29 @@ FEED_FORWARD = (
     _in_layer(r"mlp\.linear_fc2\.weight", "mlp.down_proj.weight", cut=Cut.COLUMNS),
 )
 EXPERT = r"mlp\.experts\.(?:local_experts\.(\d+)\.{matrix}\.weight|{matrix}\.weight(\d+))"
-EXPERTS = (
-    _in_layer(r"mlp\.router\.weight", "mlp.gate.weight", cut=Cut.WHOLE),
-    _in_layer(
-        EXPERT.replace("{matrix}", "linear_fc1"),
-        "mlp.experts.{expert}.gate_proj.weight",
-        "mlp.experts.{expert}.up_proj.weight",
-        cut=Cut.GATED,
-    ),
-    _in_layer(EXPERT.replace("{matrix}", "linear_fc2"), "mlp.experts.{expert}.down_proj.weight", cut=Cut.COLUMNS),
-)
+
+
+def _experts(block: str, *, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    """A mixture layer's router and experts: what their module and an expert's matrices are called."""
+    inward = (f"{block}.experts.{{expert}}.{matrix}.weight" for matrix in (gate, up))
+    return (
+        _in_layer(r"mlp\.router\.weight", f"{block}.gate.weight", cut=Cut.WHOLE),
+        _in_layer(EXPERT.replace("{matrix}", "linear_fc1"), *inward, cut=Cut.GATED),
+        _in_layer(
+            EXPERT.replace("{matrix}", "linear_fc2"), f"{block}.experts.{{expert}}.{down}.weight", cut=Cut.COLUMNS
+        ),
+    )
+
+
 DENSE = (*MODEL, *ATTENTION, *FEED_FORWARD)
 
 FAMILIES: dict[str, tuple[Rule, ...]] = {
     "llama": DENSE,
     "mistral": DENSE,
+    "mixtral": (*MODEL, *ATTENTION, *_experts("block_sparse_moe", gate="w1", up="w3", down="w2")),
     "qwen2": DENSE,
     "qwen3": DENSE,
-    "qwen3_moe": (*DENSE, *EXPERTS),
+    "qwen3_moe": (*DENSE, *_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj")),
 }
 
 
@@ -129,3 +134,6 @@ def _peculiarities(config: Mapping[str, Any], shape: ModelShape) -> Iterator[str
         yield "attention_bias (on the output projection too)"
     if shape.ffn_bias:
         yield "mlp_bias"
+    for noise in ("attention_dropout", "router_jitter_noise"):
+        if config.get(noise):
+            yield f"{noise} {config[noise]}"

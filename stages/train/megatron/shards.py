@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from torch import Tensor
 from stages.train.megatron.parts import Part, Piece, local_parts
 from stages.train.shape import ModelShape
 
-FUSED_EXPERTS = re.compile(r"(?P<layer>.*\.mlp\.experts)\.(?P<expert>\d+)\.(?P<matrix>gate|up|down)_proj\.weight")
+EXPERT = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<number>\d+)\.(?P<matrix>\w+)\.weight")
+UP, DOWN = ("up_proj", "w3"), ("down_proj", "w2")
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Shard:
         shapes = self.part.weight_shapes(model)
         for piece in self.part.pieces(model):
             for block in _blocks(piece, self.part.shape, shapes[piece.weight], (self.start, stop)):
-                yield _fused(block, model)
+                yield _as_in_transformers(block, model)
 
 
 def local_shards(chunks: Sequence[GPTModel], model: ModelShape, optimizer: MegatronOptimizer) -> list[Shard]:
@@ -167,16 +168,17 @@ def _offset(piece: Piece, row: int, column: int) -> tuple[int, int]:
     return (row + shift, column) if piece.dim == 0 else (row, column + shift)
 
 
-def _fused(block: Block, model: ModelShape) -> Block:
-    """Transformers keeps the experts of a layer in two weights: [experts, gate and up rows, columns] and of down."""
-    found = FUSED_EXPERTS.fullmatch(block.weight)
+def _as_in_transformers(block: Block, model: ModelShape) -> Block:
+    """Its experts of a layer are two weights, [experts, gate and up rows, columns] and of down, in `mlp` always."""
+    weight = block.weight.replace(".block_sparse_moe.", ".mlp.")
+    found = EXPERT.fullmatch(weight)
     if found is None:
-        return block
+        return replace(block, weight=weight)
     rows, columns = block.weight_shape
-    if found["matrix"] == "down":
+    if found["matrix"] in DOWN:
         name, shape, first_row = "down_proj", (model.num_experts, rows, columns), 0
     else:
-        first_row = rows if found["matrix"] == "up" else 0
+        first_row = rows if found["matrix"] in UP else 0
         name, shape = "gate_up_proj", (model.num_experts, 2 * rows, columns)
-    offset = (int(found["expert"]), first_row + block.offset[0], block.offset[1])
-    return Block(f"{found['layer']}.{name}", shape, offset, (1, *block.shape), block.start)
+    offset = (int(found["number"]), first_row + block.offset[0], block.offset[1])
+    return Block(f"{found['experts']}.{name}", shape, offset, (1, *block.shape), block.start)

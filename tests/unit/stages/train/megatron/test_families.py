@@ -34,6 +34,7 @@ def test_another_family_is_refused_with_the_list_of_families_and_the_other_engin
         ({"mlp_bias": True}, "mlp_bias"),
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_act": "gelu"}, "hidden_act gelu"),
+        ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
     ],
 )
 def test_what_the_mapping_would_leave_out_is_refused(peculiarity, named):
