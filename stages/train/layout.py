@@ -13,7 +13,8 @@ class Layout(StrictModel):
     """How a model and its batch are spread over processes. Changes speed and memory, not what is learned.
 
     Data parallelism has the same two degrees under both engines: `dp_shard` processes share parameters, gradients and
-    Adam (FSDP2) or Adam alone (Megatron's distributed optimizer); `dp_replicate` such groups work side by side.
+    Adam (FSDP2) or Adam alone (Megatron's distributed optimizer, which takes those of `cp` in as well); `dp_replicate`
+    such groups work side by side.
     """
 
     dp_replicate: PositiveInt = Field(1, description="Replicas of what `dp_shard` processes share.")
@@ -36,6 +37,11 @@ class Layout(StrictModel):
     def data_parallel_size(self) -> int:
         """Shares that a global batch is cut in."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def optimizer_shards(self) -> int:
+        """Processes that share Adam: those of context parallelism hold the same weights, too."""
+        return self.dp_shard * self.cp
 
     @property
     def world_size(self) -> int:

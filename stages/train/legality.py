@@ -166,6 +166,13 @@ def _expert_processes(layout: Layout) -> Iterator[str]:
             f"processes of a pipeline stage (dp_replicate {layout.dp_replicate} × dp_shard {layout.dp_shard} × tp "
             f"{layout.tp} × cp {layout.cp}), over which experts are spread"
         )
+    elif layout.optimizer_shards > 1 and processes // (layout.ep * layout.etp) % layout.dp_replicate:
+        yield (
+            f"layout: each expert is on {processes // (layout.ep * layout.etp)} processes (dp_replicate "
+            f"{layout.dp_replicate} × dp_shard {layout.dp_shard} × tp {layout.tp} × cp {layout.cp} / (ep {layout.ep} × "
+            f"etp {layout.etp})), which dp_replicate {layout.dp_replicate} does not divide; dp_replicate 1 with a "
+            "larger dp_shard does"
+        )
 
 
 def _heads(layout: Layout, shape: ModelShape) -> Iterator[str]:

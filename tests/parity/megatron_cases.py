@@ -173,6 +173,8 @@ def _four() -> list[Case]:
         Case("qwen3-moe", {**pp, "dp_shard": 2, "ep": 2}),
         Case("qwen3-moe", {**sp, **pp, "vpp": 2, "ep": 2}),
         Case("qwen3-moe", {"dp_shard": 4, "ep": 4}),
+        Case("qwen3-moe", {"dp_replicate": 2, "dp_shard": 2, "ep": 2}),
+        Case("llama", {"dp_replicate": 2, **cp}),
         Case("qwen3-moe", {**cp, **sp, "ep": 2}, "pairs"),
     ]
 

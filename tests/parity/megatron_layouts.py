@@ -56,7 +56,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A case, and the largest difference in each of `LIMITS`; no gradient where it is sharded."""
+    """A case, and the largest difference in each of `LIMITS`."""
 
     case: Case
     differences: dict[str, float]
@@ -69,8 +69,7 @@ def main() -> None:
         make_models(Path(folder) / "models")
         for processes in (1, 2, 4):
             for comparison in compare(Path(folder), processes):
-                found = (comparison.differences.get(name) for name in LIMITS)
-                figures = "".join(f"{'sharded' if value is None else f'{value:.1e}':>17}" for value in found)
+                figures = "".join(f"{comparison.differences[name]:>17.1e}" for name in LIMITS)
                 print(f"{processes} {comparison.case.name:58}{figures}", flush=True)
 
 
@@ -106,15 +105,13 @@ def differences(folder: Path, name: str, case: Case) -> dict[str, float]:
         (result["evaluation_loss"], expected.evaluation_loss),
     ]
     norms = zip(result["grad_norms"], expected.grad_norms, strict=True)
-    found = {
+    return {
         "log_probability": largest(result["log_probabilities"], expected.log_probabilities),
         "loss": max(abs(one - other) for one, other in losses),
         "grad_norm": max(abs(one - other) / other for one, other in norms),
+        "gradient": largest_of_all(result["gradients"], expected.gradients),
         "weight": largest_of_all(weights, expected.weights),
     }
-    if result["gradients"] is not None:
-        found["gradient"] = largest_of_all(result["gradients"], expected.gradients)
-    return found
 
 
 def largest(one: Tensor, other: Tensor) -> float:

@@ -29,6 +29,8 @@ from tests.parity.megatron_cases import Case, cases, global_batches, train_confi
 prepare_megatron()
 from stages.train.megatron.engine import MegatronEngine  # noqa: E402
 from stages.train.megatron.parallel import represents_share  # noqa: E402
+from stages.train.megatron.parts import Part, local_parts  # noqa: E402
+from stages.train.megatron.shards import local_shards  # noqa: E402
 from stages.train.megatron.weights import named_weights  # noqa: E402
 
 
@@ -38,8 +40,8 @@ class Result:
 
     log_probabilities: Tensor
     """float32 [rows, sequence], of the first global batch before training"""
-    gradients: dict[str, Tensor] | None
-    """Of the first global batch, by Hugging Face name; None where they are sharded"""
+    gradients: dict[str, Tensor]
+    """Of the first global batch, by Hugging Face name"""
     losses: list[float]
     grad_norms: list[float]
     evaluation_loss: float
@@ -94,7 +96,7 @@ def with_reference(engine: Any, batch: Batch) -> Batch:
 
 def before_training(
     engine: Any, batches: list[Batch], loss: Loss, config: TrainConfig
-) -> tuple[Tensor, dict[str, Tensor] | None]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Log-probabilities of all shares, in the order of the rows, and the gradients of the mean loss."""
     count = engine._global_count(batches, loss)
     engine._adam.zero_gradients()
@@ -106,18 +108,42 @@ def before_training(
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, (engine.data_rank, torch.cat(found)) if represents_share() else None)
     values = [values for _, values in sorted(filter(None, everyones), key=lambda entry: entry[0])]
-    return torch.cat(values), None if config.layout.dp_shard > 1 else whole_gradients(engine)
+    own = sharded_gradients(engine) if config.layout.optimizer_shards > 1 else whole_gradients(engine)
+    return torch.cat(values), under_their_names(engine, own)
 
 
-def whole_gradients(engine: Any) -> dict[str, Tensor]:
-    """By Hugging Face name; the weights stay as they are."""
-    weights = {parameter: parameter.detach().clone() for chunk in engine._chunks for parameter in chunk.parameters()}
-    for parameter in weights:
-        parameter.data.copy_(parameter.main_grad)
-    gradients = {name: value.clone() for name, value in named_weights(engine._chunks, engine._shape, torch.float32)}
+def whole_gradients(engine: Any) -> dict[Tensor, Tensor]:
+    """Parameter of this process → its gradient."""
+    return {parameter: parameter.main_grad for chunk in engine._chunks for parameter in chunk.parameters()}
+
+
+def sharded_gradients(engine: Any) -> dict[Tensor, Tensor]:
+    """The same, where each of the processes that share Adam has a range of the flattened gradient."""
+    engine._adam.grad_norm()  # gives the optimizer its ranges
+    parts = list(local_parts(engine._chunks, engine._shape))
+    gradients = {part: torch.zeros(parameter.numel()) for part, parameter in parts}
+    for shard in local_shards(engine._chunks, engine._shape, engine._adam.megatron):
+        gradients[shard.part][shard.start :][: shard.master.numel()] = shard.master.grad
+    for part, gradient in gradients.items():
+        dist.all_reduce(gradient, group=sharing_group(part))
+    return {parameter: gradients[part].view(parameter.shape) for part, parameter in parts}
+
+
+def sharing_group(part: Part) -> Any:
+    if part.rule.of_experts:
+        return parallel_state.get_expert_data_parallel_group(partial_expert_data_parallel=True)
+    return parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
+
+
+def under_their_names(engine: Any, gradients: dict[Tensor, Tensor]) -> dict[str, Tensor]:
+    """By Hugging Face name, on rank 0; the weights stay as they are."""
+    weights = {parameter: parameter.detach().clone() for parameter in gradients}
+    for parameter, gradient in gradients.items():
+        parameter.data.copy_(gradient)
+    named = {name: value.clone() for name, value in named_weights(engine._chunks, engine._shape, torch.float32)}
     for parameter, weight in weights.items():
         parameter.data.copy_(weight)
-    return gradients
+    return named
 
 
 if __name__ == "__main__":

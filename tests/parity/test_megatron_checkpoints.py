@@ -30,7 +30,8 @@ FSDP = ("fsdp", SHARDED)
 JOURNEYS = {
     "tp": journey("qwen3", megatron(SP), megatron(PP), megatron(SHARDED), FSDP),
     "dp-sharded": journey("qwen3", megatron(SHARDED), megatron(TP), megatron({**PP, "vpp": 2}), FSDP),
-    "fsdp": journey("qwen3", FSDP, megatron(SHARDED), megatron(PP)),
+    "fsdp": journey("qwen3", FSDP, megatron(SHARDED), megatron(PP), megatron({"cp": 2})),
+    "context": journey("qwen3", megatron({"cp": 2}), megatron(SHARDED)),
     "odd-vocabulary": journey("qwen2", megatron(TP), megatron(PP), megatron(REPLICATED)),
     "experts": journey("qwen3-moe", megatron(EXPERTS), megatron({**SP, "etp": 2}), megatron(PP), FSDP),
     "experts-of-fsdp": journey("mixtral", FSDP, megatron(EXPERTS)),

@@ -22,9 +22,10 @@ from stages.train.megatron.shards import real_optimizers
 def wrap_chunks(chunks: Sequence[GPTModel], layout: Layout) -> list[DistributedDataParallel]:
     """Give each chunk gradient buffers, in fp32, whose reduction overlaps with the backward pass.
 
-    With `dp_shard` > 1 Adam is sharded: gradients are reduce-scattered, parameters gathered during the next forward.
+    The processes of `dp_shard` and `cp`, which have the same weights, share Adam: gradients are reduce-scattered,
+    parameters gathered during the next forward.
     """
-    is_sharded = layout.dp_shard > 1
+    is_sharded = layout.optimizer_shards > 1
     overlaps = layout.data_parallel_size * layout.cp > 1
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -62,7 +63,7 @@ class Adam:
                 clip_grad=0.0,  # `step` does that, once it is known that all is finite
                 bf16=is_half,
                 params_dtype=compute_dtype(config),
-                use_distributed_optimizer=config.layout.dp_shard > 1,
+                use_distributed_optimizer=config.layout.optimizer_shards > 1,
             ),
             list(chunks),
             config_overrides={},

@@ -27,7 +27,7 @@ def start_model_parallel(layout: Layout, *, is_mixture: bool, seed: int, timeout
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp if is_mixture else None,
-        num_distributed_optimizer_instances=layout.dp_replicate if layout.dp_shard > 1 else 1,
+        num_distributed_optimizer_instances=layout.dp_replicate if layout.optimizer_shards > 1 else 1,
         create_gloo_process_groups=False,
         distributed_timeout_minutes=math.ceil(timeout.total_seconds() / 60),
     )

@@ -79,13 +79,13 @@ def _gradient_reduction_s(case: StepCase, stage: PipelineStage, layer: LayerTime
     experts = network.expert_replica_group(layout)
     reduce_s = network.gather_s(hardware, shards, gradient_bytes * held.dense)
     reduce_s += network.gather_s(hardware, experts, gradient_bytes * held.expert)
-    gather_bytes = case.workload.compute_bytes if layout.dp_shard > 1 else gradient_bytes
+    gather_bytes = case.workload.compute_bytes if layout.optimizer_shards > 1 else gradient_bytes
     gather_s = network.gather_s(hardware, shards, gather_bytes * held.dense)
     gather_s += network.gather_s(hardware, experts, gather_bytes * held.expert)
     replicas_s = network.all_reduce_s(
         hardware, network.replica_group(layout), gradient_bytes * held.dense / optimizer_shards(layout, "megatron")[0]
     )
-    if layout.dp_replicate > 1 and layout.dp_shard == 1:
+    if layout.dp_replicate > 1 and layout.optimizer_shards == 1:
         return _hidden_s(case, 2 * reduce_s + replicas_s, stage.num_layers * layer.both.backward_s)
     hidden_gather_s = _hidden_s(case, gather_s, stage.num_layers * layer.both.forward_s)
     return _hidden_s(case, reduce_s + replicas_s, stage.num_layers * layer.both.backward_s) + hidden_gather_s
@@ -109,8 +109,7 @@ def _fsdp_s(case: StepCase, stage: PipelineStage, layer: LayerTime, head: Pass, 
     gathered_size = 1 if case.workload.precision == "fp8" else size
     gather_s = network.gather_s(hardware, group, gathered_size * per_layer)
     reduce_s = network.gather_s(hardware, group, 4 * per_layer)
-    shards = layout.dp_shard * layout.cp
-    replicas_s = network.all_reduce_s(hardware, network.replica_group(layout), 4 * per_layer / shards)
+    replicas_s = network.all_reduce_s(hardware, network.replica_group(layout), 4 * per_layer / layout.optimizer_shards)
     forward_s = exposed_s(case, gather_s, layer.both.forward_s)
     backward_s = layer.both.backward_s + recompute_s
     again_s = gather_s if layout.reshard_after_forward and layout.pp == 1 else 0.0

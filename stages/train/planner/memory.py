@@ -252,7 +252,7 @@ def _fsdp_buffers(case: _Case, stage: PipelineStage) -> float:
     """
     layout, size = case.layout, case.workload.compute_bytes
     held = rank_parameters(case.shape, stage, layout.tp, layout.ep, layout.etp).total
-    if layout.dp_shard * layout.cp == 1:
+    if layout.optimizer_shards == 1:
         return (size * held) if size < 4 else 0.0
     outside = outside_parameters(case.shape, stage, layout.tp)
     layer = (held - outside) / stage.num_layers

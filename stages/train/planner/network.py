@@ -39,7 +39,7 @@ def context_group(layout: Layout) -> Group:
 
 def shard_group(layout: Layout) -> Group:
     """Ranks that shard optimizer state (or, under FSDP, everything); context parallelism takes part in it."""
-    return Group(layout.dp_shard * layout.cp, layout.tp)
+    return Group(layout.optimizer_shards, layout.tp)
 
 
 def replica_group(layout: Layout) -> Group:

@@ -78,15 +78,10 @@ def adapter_parameters(shape: ModelShape, rank: int) -> float:
 
 
 def optimizer_shards(layout: Layout, engine: str) -> tuple[int, int]:
-    """Ranks that share the optimizer state of dense parameters, and of experts.
-
-    Both FSDP and Megatron's distributed optimizer shard over the context-parallel ranks too.
-    """
-    dense = layout.dp_shard * layout.cp
-    if engine == "fsdp":
+    """Ranks that share the optimizer state of dense parameters, and of experts."""
+    dense = layout.optimizer_shards
+    if engine == "fsdp" or dense == 1:
         return dense, dense
-    if layout.dp_shard == 1:
-        return 1, 1
     return dense, max(1, dense * layout.tp // (layout.ep * layout.etp))
 
 

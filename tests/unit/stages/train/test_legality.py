@@ -65,6 +65,10 @@ ILLEGAL = [
         ["ep 3 × etp 2 = 6", "3 processes", "dp_shard 3 × tp 1"],
     ),
     ({"etp": 3, "dp_shard": 3, "rows": 63, "shape": MIXTURE}, ["etp 3", "width 128"]),
+    (
+        {"ep": 6, "dp_replicate": 2, "dp_shard": 3, "rows": 60, "shape": MIXTURE},
+        ["each expert is on 1 processes", "dp_replicate 2 × dp_shard 3", "ep 6", "larger dp_shard"],
+    ),
     ({"tp": 2, "shape": MIXTURE}, ["tp 2", "sequence_parallel: true"]),
     (
         {"tp": 2, "pp": 2, "cp": 2, "processes": 4},
