@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from stages.supervisor import die_with_parent
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 NODES = ("node1", "node2")
 PATIENCE_S = 300.0
@@ -147,7 +149,13 @@ class SlurmCluster:
     def _start(self, name: str, *command: str) -> None:
         with (self.folder / f"{name}.out").open("ab") as output:
             environment = self.environment()
-            self._daemons[name] = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+            self._daemons[name] = subprocess.Popen(
+                command,
+                env=environment,
+                stdout=output,
+                stderr=output,
+                preexec_fn=die_with_parent,  # tests that are interrupted do not come to `stop`
+            )
 
 
 @contextmanager
