@@ -29,7 +29,7 @@ from tests.parity.megatron_cases import Case, cases, global_batches, train_confi
 prepare_megatron()
 from stages.train.megatron.engine import MegatronEngine  # noqa: E402
 from stages.train.megatron.parallel import represents_share  # noqa: E402
-from stages.train.megatron.parts import Part, local_parts  # noqa: E402
+from stages.train.megatron.parts import local_parts  # noqa: E402
 from stages.train.megatron.shards import local_shards  # noqa: E402
 from stages.train.megatron.weights import named_weights  # noqa: E402
 
@@ -124,15 +124,20 @@ def sharded_gradients(engine: Any) -> dict[Tensor, Tensor]:
     gradients = {part: torch.zeros(parameter.numel()) for part, parameter in parts}
     for shard in local_shards(engine._chunks, engine._shape, engine._adam.megatron):
         gradients[shard.part][shard.start :][: shard.master.numel()] = shard.master.grad
-    for part, gradient in gradients.items():
-        dist.all_reduce(gradient, group=sharing_group(part))
+    experts = [gradient for part, gradient in gradients.items() if part.rule.of_experts]
+    dense = [gradient for part, gradient in gradients.items() if not part.rule.of_experts]
+    add_up(dense, parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True))
+    add_up(experts, parallel_state.get_expert_data_parallel_group(partial_expert_data_parallel=True))
     return {parameter: gradients[part].view(parameter.shape) for part, parameter in parts}
 
 
-def sharing_group(part: Part) -> Any:
-    if part.rule.of_experts:
-        return parallel_state.get_expert_data_parallel_group(partial_expert_data_parallel=True)
-    return parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
+def add_up(tensors: list[Tensor], group: Any) -> None:
+    """All of them at once, in place, over the processes of a group."""
+    if tensors:
+        total = torch.cat(tensors)
+        dist.all_reduce(total, group=group)
+        for tensor, summed in zip(tensors, total.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(summed)
 
 
 def under_their_names(engine: Any, gradients: dict[Tensor, Tensor]) -> dict[str, Tensor]:

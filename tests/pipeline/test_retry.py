@@ -96,7 +96,7 @@ def test_command_line_retries_the_same_refresh(worker_home):
 @pytest.mark.parametrize("started_by", ["worker", "command"])
 def test_a_killed_refresh_is_recognised_as_dead_and_retried_with_the_button(worker_home, started_by):
     name = f"killed-{started_by}"
-    path = recipe(worker_home, name, "steps")
+    path = recipe(worker_home, name, "linger")  # it must not have ended when it is killed
     if started_by == "worker":
         worker_home.schedule(path)
         flow_run = worker_home.start_now(name)

@@ -13,7 +13,7 @@ from stages.train.layout import Layout
 from stages.train.planner import network
 from stages.train.planner.compute import LayerTime, LayerWork, Pass
 from stages.train.planner.hardware import Hardware
-from stages.train.planner.partition import PipelineStage, optimizer_shards, outside_parameters, rank_parameters
+from stages.train.planner.partition import PipelineStage, outside_parameters, rank_parameters
 from stages.train.planner.workload import Engine, Software, Workload
 from stages.train.shape import ModelShape
 
@@ -83,7 +83,7 @@ def _gradient_reduction_s(case: StepCase, stage: PipelineStage, layer: LayerTime
     gather_s = network.gather_s(hardware, shards, gather_bytes * held.dense)
     gather_s += network.gather_s(hardware, experts, gather_bytes * held.expert)
     replicas_s = network.all_reduce_s(
-        hardware, network.replica_group(layout), gradient_bytes * held.dense / optimizer_shards(layout, "megatron")[0]
+        hardware, network.replica_group(layout), gradient_bytes * held.dense / layout.optimizer_shards
     )
     if layout.dp_replicate > 1 and layout.optimizer_shards == 1:
         return _hidden_s(case, 2 * reduce_s + replicas_s, stage.num_layers * layer.both.backward_s)

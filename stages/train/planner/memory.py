@@ -15,7 +15,7 @@ from stages.train.planner.hardware import Efficiency
 from stages.train.planner.partition import (
     PipelineStage,
     adapter_parameters,
-    optimizer_shards,
+    optimizer_parameters,
     outside_parameters,
     pipeline_stages,
     rank_parameters,
@@ -133,8 +133,7 @@ def _model_states(case: _Case, stage: PipelineStage) -> tuple[float, float, floa
     """Bytes of weights, gradients and optimizer."""
     layout = case.layout
     held = rank_parameters(case.shape, stage, layout.tp, layout.ep, layout.etp)
-    dense_shards, expert_shards = optimizer_shards(layout, case.engine)
-    sharded = held.dense / dense_shards + held.expert / expert_shards
+    sharded = optimizer_parameters(held, layout, case.engine)
     if case.engine == "fsdp":
         return _fsdp_states(case, sharded)
     weight_bytes = {"fp32": 4, "bf16": 2, "fp8": 2}[case.workload.precision]  # fp8: as they are, and transposed
@@ -142,7 +141,7 @@ def _model_states(case: _Case, stage: PipelineStage) -> tuple[float, float, floa
     trained, trained_sharded = held.total, sharded
     if case.workload.lora_rank:
         trained = stage.num_layers * adapter_parameters(case.shape, case.workload.lora_rank) / layout.tp
-        trained_sharded = trained / dense_shards
+        trained_sharded = trained / layout.optimizer_shards
     in_precision = case.software.gradient_bytes + case.software.gradient_copy_bytes
     gradient_bytes = 4 if case.workload.precision == "fp32" else in_precision
     return held.total * weight_bytes, trained * gradient_bytes, trained_sharded * optimizer_bytes

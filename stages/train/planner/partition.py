@@ -77,12 +77,12 @@ def adapter_parameters(shape: ModelShape, rank: int) -> float:
     return rank * (attention + ffn)
 
 
-def optimizer_shards(layout: Layout, engine: str) -> tuple[int, int]:
-    """Ranks that share the optimizer state of dense parameters, and of experts."""
-    dense = layout.optimizer_shards
-    if engine == "fsdp" or dense == 1:
-        return dense, dense
-    return dense, max(1, dense * layout.tp // (layout.ep * layout.etp))
+def optimizer_parameters(held: RankParameters, layout: Layout, engine: str) -> float:
+    """Of the parameters of a rank, how many it keeps the optimizer state of."""
+    shards = expert_shards = layout.optimizer_shards
+    if engine == "megatron" and shards > 1:
+        expert_shards = max(1, shards * layout.tp // (layout.ep * layout.etp))
+    return held.dense / shards + held.expert / expert_shards
 
 
 def expert_replicas(layout: Layout) -> int:

@@ -18,7 +18,7 @@ from stages.train.planner.data_parallel import HOST_LINK_GB_PER_S, StepCase, dat
 from stages.train.planner.hardware import Hardware
 from stages.train.planner.partition import (
     PipelineStage,
-    optimizer_shards,
+    optimizer_parameters,
     pipeline_stages,
     rank_parameters,
 )
@@ -199,8 +199,7 @@ def _optimizer_s(case: StepCase, stage: PipelineStage) -> float:
     """Adam reads and writes master weights and two moments, reads gradients twice (their norm), writes weights."""
     layout = case.layout
     held = rank_parameters(case.shape, stage, layout.tp, layout.ep, layout.etp)
-    dense_shards, expert_shards = optimizer_shards(layout, case.engine)
-    parameters = held.dense / dense_shards + held.expert / expert_shards
+    parameters = optimizer_parameters(held, layout, case.engine)
     if case.workload.lora_rank:
         parameters *= 0.01
     bytes_each = 24 + 2 * 4 + case.workload.compute_bytes

@@ -33,7 +33,7 @@ RECIPES = {
     "qwen3-8b-megatron": (QWEN3_8B, 8, {"tp": 2, "dp_shard": 4}),
     "llama-3.1-70b-megatron": (LLAMA_70B, 64, {"tp": 8, "pp": 4, "vpp": 5}),
     "qwen3-30b-a3b-megatron": (QWEN3_30B, 16, {"pp": 2, "ep": 8}),
-    "llama-3.1-70b-64k-megatron": (LLAMA_70B, 128, {"tp": 4, "pp": 4, "cp": 4}),
+    "llama-3.1-70b-64k-megatron": (LLAMA_70B, 64, {"tp": 4, "pp": 4, "cp": 4}),
 }
 
 
