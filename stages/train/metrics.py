@@ -63,7 +63,7 @@ def throughput(engine: Engine, share: Share, step_time_s: float, wait_s: float, 
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:
-    """Peak memory of the process that has held most; and of every one, where a few have different parts. Collective."""
+    """Peak memory of the process that has held most; of few, each one's too (of many, at the end only). Collective."""
     every_gib = gathered(peak_memory_gib(device))
     figures = {"peak_memory_gib": max(every_gib)}
     if 1 < len(every_gib) <= MOST_PROCESSES_LISTED:

@@ -159,10 +159,10 @@ def _peak(engine: Engine, config: TrainConfig) -> Peak | None:
 
 
 def _peak_memory(training_run: TrainingRun) -> dict[str, float]:
-    """The largest of all processes, since that one runs out of memory; each one's where layouts are compared."""
+    """The largest of all processes, since that one runs out of memory, and each one's, however many."""
     by_rank = gathered(peak_memory_gib(training_run.engine.device))
     each = {f"peak_memory_gib_rank_{rank}": value for rank, value in enumerate(by_rank)}
-    return {"peak_memory_gib": max(by_rank), **(each if training_run.trial else {})}
+    return {"peak_memory_gib": max(by_rank), **each}
 
 
 def _use_own_template(config: TrainConfig, folder: Path) -> None:
