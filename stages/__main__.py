@@ -14,12 +14,12 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from stages.contract import StageContext, StageFailure, StageInput, StageResult, is_main_process
-from stages.errors import INTERNAL_ERROR, LifecycleError, full_disk_named
-from stages.files import write_atomically
+from stages.core.contract import StageContext, StageFailure, StageInput, StageResult, is_main_process
+from stages.core.errors import INTERNAL_ERROR, LifecycleError, full_disk_named
+from stages.core.files import write_atomically
+from stages.core.redaction import redact
+from stages.core.supervisor import die_with_parent
 from stages.kinds import KINDS
-from stages.redaction import redact
-from stages.supervisor import die_with_parent
 
 OBJECTS_BETWEEN_COLLECTIONS = 50_000
 """Python's own 700 suit small programs: imports for training alone make half a million objects, and looking through

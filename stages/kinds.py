@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stages.contract import StageConfig
+from stages.core.contract import StageConfig
 from stages.download.config import DownloadConfig
 from stages.evaluate.config import EvaluateConfig
 from stages.promote.config import PromoteConfig

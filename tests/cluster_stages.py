@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from flows.launch.job_folder import JobFolder
-from flows.outside import resolve_outside
-from flows.plan import plan
+from flows.planning.outside import resolve_outside
+from flows.planning.plan import plan
 from flows.recipe.recipe import load_stages
-from flows.runner import Built, run_stage
+from flows.running.runner import Built, run_stage
 from flows.store.store import Store
 
 sys.path.insert(0, str(Path(__file__).parent / "faults"))

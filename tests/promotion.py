@@ -8,9 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from flows.plan import PlannedStage, plan
+from flows.planning.plan import PlannedStage, plan
 from flows.recipe.recipe import load_stages
-from flows.runner import Built, run_stage
+from flows.running.runner import Built, run_stage
 from flows.store.content import content_digest, hash_files
 from flows.store.record import Record, UpstreamEntry
 from flows.store.store import Store

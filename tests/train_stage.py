@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.launch import local
-from stages.contract import StageContext, StageInput
+from stages.core.contract import StageContext, StageInput
 from stages.download.builtin import addition, addition_preferences, qwen3
 from stages.train.config import TrainConfig
 

@@ -19,13 +19,13 @@ from flows.compare.calibration import (
     rank_correlation,
 )
 from flows.compare.names import HARDWARE
-from flows.home import hardware_file
-from flows.machine import hardware, memory_gib, num_cores
+from flows.ledger.home import hardware_file
+from flows.ledger.machine import hardware, memory_gib, num_cores
 from flows.tracking.logged_runs import LoggedRun, find_runs
-from stages.errors import RecipeError
-from stages.files import write_atomically
-from stages.train.planner.hardware import Hardware
-from stages.train.prediction import cpu_of, named_like
+from stages.core.errors import RecipeError
+from stages.core.files import write_atomically
+from stages.planner.hardware import Hardware
+from stages.planner.prediction import cpu_of, named_like
 
 LEAST_RUNS = 3
 

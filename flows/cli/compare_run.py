@@ -13,11 +13,11 @@ from flows.cli.run_command import ready_servers, view_of
 from flows.compare.figures import Row
 from flows.compare.record import ComparisonRecord
 from flows.compare.run import ComparisonRequest, ComparisonRun, plan_comparison
-from flows.home import home
 from flows.launch import choice
-from flows.refresh_run import RefreshRun
-from flows.runner import Launcher
-from stages.errors import RefreshStoppedError, ServerError, StageCrashError
+from flows.ledger.home import home
+from flows.running.refresh_run import RefreshRun
+from flows.running.runner import Launcher
+from stages.core.errors import RefreshStoppedError, ServerError, StageCrashError
 
 NOT_IN_FILE_NAMES = r"[^\w.-]"
 
@@ -80,7 +80,7 @@ def tell_mlflow(run: ComparisonRun, stream: TextIO) -> None:
 
 def _run_flow(request: ComparisonRequest, run: ComparisonRun, upstream: RefreshRun | None, stream: TextIO) -> None:
     from flows.compare.flow import OPENED_COMPARISON, compare
-    from flows.refresh import OPENED_RUN
+    from flows.running.refresh import OPENED_RUN
 
     if upstream:
         OPENED_RUN.set(upstream)

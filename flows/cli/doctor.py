@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from flows.home import home
-from flows.machine import gpus, memory_gib, num_cores
+from flows.ledger.home import home
+from flows.ledger.machine import gpus, memory_gib, num_cores
 from flows.servers import local as servers
-from stages.errors import LifecycleError
+from stages.core.errors import LifecycleError
 
 PYTHONS = ((3, 11), (3, 12))
 PIPELINE_PACKAGES = ("torch", "transformers", "datasets", "prefect", "mlflow", "lm_eval", "llmcompressor")
@@ -128,7 +128,7 @@ def _version(package: str) -> str | None:
 
 
 def _vllm() -> list[Finding]:
-    from stages.serve.vllm_program import find_vllm
+    from stages.serving.vllm_program import find_vllm
 
     try:
         program = find_vllm()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from flows.stage_observer import Tail
+from flows.running.stage_observer import Tail
 
 FIGURES = ("loss", "tokens_per_s", "mfu")
 

@@ -45,7 +45,7 @@ def layouts(
     if model is None or num_gpus is None:
         raise click.UsageError("expected a recipe or config.json, and --gpus (or --predict IN.csv --out OUT.csv)")
     from flows.cli import layout_table
-    from flows.layout_advice import Inquiry, ask, explained, ranked
+    from flows.planning.layout_advice import Inquiry, ask, explained, ranked
 
     question = ask(model, Inquiry(num_gpus=num_gpus, **options))
     if explain:
@@ -64,7 +64,7 @@ def _answer(answer: Any, to_json: Callable[[Any], Any], to_text: Callable[[Any],
 
 
 def _predict(table: Path, out: Path | None, as_json: bool) -> None:
-    from stages.train.planner.predict import predict_table
+    from stages.planner.predict import predict_table
 
     if out is None:
         raise click.UsageError("--predict needs --out OUT.csv")

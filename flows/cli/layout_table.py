@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from flows.layout_advice import Explained, Ranked
-from stages.train.planner.explain import describe, near_misses, what_limits
-from stages.train.planner.search import Candidate, Question
+from flows.planning.layout_advice import Explained, Ranked
+from stages.planner.explain import describe, near_misses, what_limits
+from stages.planner.search import Candidate, Question
 
 FIELDS = (
     "dp_replicate",

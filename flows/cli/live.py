@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from flows.cli.feed import StageFeed
-from flows.history import RefreshRecord, StageEntry
+from flows.ledger.history import RefreshRecord, StageEntry
 
 if TYPE_CHECKING:
     from rich.console import Console

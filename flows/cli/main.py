@@ -25,8 +25,8 @@ from flows.cli.render_command import render
 from flows.cli.schedule_commands import schedule, schedules
 from flows.cli.server_commands import doctor, down, status, up
 from flows.cli.store_commands import adopt, gc, serve, show, verify
-from stages.errors import INTERNAL_ERROR, USAGE_ERROR, LifecycleError, RefreshStoppedError, error_classes
-from stages.redaction import redact
+from stages.core.errors import INTERNAL_ERROR, USAGE_ERROR, LifecycleError, RefreshStoppedError, error_classes
+from stages.core.redaction import redact
 
 RECIPE = click.argument("recipe", type=click.Path(path_type=Path))
 SET_OPTION = click.option(
@@ -57,7 +57,7 @@ def cli() -> None:
 @JSON_OPTION
 def run(recipe: Path, overrides: Sequence[str], until: str | None, force: Sequence[str], as_json: bool) -> int:
     """Run a recipe; stages that are built already are reused."""
-    from flows.refresh_run import RefreshRequest
+    from flows.running.refresh_run import RefreshRequest
 
     return _run(RefreshRequest(str(recipe.absolute()), tuple(overrides), until, tuple(force)), as_json)
 
@@ -70,7 +70,7 @@ def run(recipe: Path, overrides: Sequence[str], until: str | None, force: Sequen
 def rerun(recipe: Path, stage: str, overrides: Sequence[str], as_json: bool) -> int:
     """Build a stage anew, and what depends on it; all else is reused."""
     from flows.recipe.recipe import load_recipe
-    from flows.refresh_run import RefreshRequest
+    from flows.running.refresh_run import RefreshRequest
 
     loaded = load_recipe(recipe, overrides)
     force = (stage, *loaded.dependents_of(stage)) if stage in loaded.stages else (stage,)
@@ -92,7 +92,7 @@ def _run(request: Any, as_json: bool) -> int:
 def plan(recipe: Path, overrides: Sequence[str], until: str | None, force: Sequence[str], as_json: bool) -> None:
     """Say what `run` would do: per stage cached or run, why, and what differs from the nearest earlier version."""
     from flows.cli import show as shown
-    from flows.refresh_run import RefreshRequest, make_plan
+    from flows.running.refresh_run import RefreshRequest, make_plan
 
     made = make_plan(
         RefreshRequest(str(recipe.absolute()), tuple(overrides), until, tuple(force)), may_be_unreachable=True

@@ -14,7 +14,7 @@ from flows.cli.answers import JSON_OPTION, print_json
 @JSON_OPTION
 def champion(name: str, as_json: bool) -> None:
     """Who is champion of a registered model, where it is, and whom a rollback would bring back."""
-    from flows import champions
+    from flows.champion import champions
 
     registry = champions.connect()
     _show(registry, champions.find(registry, name, "champion"), as_json)
@@ -25,8 +25,8 @@ def champion(name: str, as_json: bool) -> None:
 @JSON_OPTION
 def rollback(name: str, as_json: bool) -> None:
     """Make the previous champion champion again; a second rollback takes the first one back."""
-    from flows import champions
-    from flows.registrations import only_one
+    from flows.champion import champions
+    from flows.champion.registrations import only_one
 
     registry = champions.connect()
     with only_one(name):
@@ -35,7 +35,7 @@ def rollback(name: str, as_json: bool) -> None:
 
 
 def _show(registry: Any, version: Any, as_json: bool) -> None:
-    from flows import champions
+    from flows.champion import champions
 
     previous = registry.find(version.name, "previous")
     folder = champions.artifact_of(version, version.registration.model).folder

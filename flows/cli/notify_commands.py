@@ -51,7 +51,7 @@ def _notifications() -> Any:
     from flows.cli import run_command
 
     run_command.ready_servers()
-    from flows import notifications
+    from flows.service import notifications
 
     return notifications
 

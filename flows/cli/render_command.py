@@ -17,8 +17,8 @@ def render(recipe: Path, stage: str, overrides: Sequence[str], replicas: tuple[i
     """Print a stage as manifests, for `kubectl apply --filename -`."""
     import yaml
 
+    from flows.cli.render import render
     from flows.launch.serving_manifests import Replicas
-    from flows.render import render
 
     found = render(recipe, stage, tuple(overrides), Replicas(*replicas))
     click.echo(yaml.safe_dump_all(found, sort_keys=False), nl=False)

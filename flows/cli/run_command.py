@@ -11,15 +11,22 @@ import click
 from flows.cli.answers import print_json
 from flows.cli.live import PlainView, TerminalView, View
 from flows.cli.show import find_refresh
-from flows.history import RefreshRecord, close_interrupted, refreshes
-from flows.home import home
 from flows.launch import choice
+from flows.ledger.history import RefreshRecord, close_interrupted, refreshes
+from flows.ledger.home import home
 from flows.recipe.text import closest
-from flows.refresh_run import RefreshRequest, RefreshRun, make_plan, retry_of
-from flows.runner import Launcher
+from flows.running.refresh_run import RefreshRequest, RefreshRun, make_plan, retry_of
+from flows.running.runner import Launcher
+from flows.running.verdicts import verdict_tables
 from flows.servers import local as servers
-from flows.verdicts import verdict_tables
-from stages.errors import INTERNAL_ERROR, NotPromotedError, RefreshStoppedError, ServerError, StoreError, error_classes
+from stages.core.errors import (
+    INTERNAL_ERROR,
+    NotPromotedError,
+    RefreshStoppedError,
+    ServerError,
+    StoreError,
+    error_classes,
+)
 
 PREFECT_SETTINGS = {
     # Milestones go to Prefect's server; on stdout and stderr, this process shows its own lines.
@@ -97,8 +104,8 @@ def ready_servers(*, worker: bool = False) -> servers.Endpoints:
 def _run_flow(request: RefreshRequest, run: RefreshRun, retried: RefreshRecord | None) -> None:
     from prefect.flow_engine import run_flow
 
-    from flows.flow_runs import begin_again, begin_by_hand
-    from flows.refresh import OPENED_RUN, refresh
+    from flows.running.flow_runs import begin_again, begin_by_hand
+    from flows.running.refresh import OPENED_RUN, refresh
 
     OPENED_RUN.set(run)
     try:

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from flows.cli.live import figures_text
-from flows.history import AttemptRecord, RefreshFolder, refreshes
+from flows.ledger.history import AttemptRecord, RefreshFolder, refreshes
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def schedule(recipe: Path, cron: str, timezone: str, overrides: Sequence[str], a
     """Refresh a recipe at fixed times; the worker, which this starts, runs it. One schedule a recipe."""
     from prefect.context import refresh_global_settings_context
 
-    from flows import schedule as plans
+    from flows.service import schedule as plans
 
     wish = plans.wish(recipe, cron, timezone, tuple(overrides))  # before servers are started for it
     _reach_servers(worker=True)
@@ -70,7 +70,7 @@ def resume(name: str, as_json: bool) -> None:
 def remove(name: str, as_json: bool) -> None:
     """Remove a schedule. A refresh of it that is running goes on."""
     _reach_servers()
-    from flows import schedule as plans
+    from flows.service import schedule as plans
 
     plans.remove(name)
     print_json({"removed": name}) if as_json else click.echo(f"{name} is no longer scheduled")
@@ -78,14 +78,14 @@ def remove(name: str, as_json: bool) -> None:
 
 def _list(as_json: bool) -> None:
     _reach_servers()
-    from flows import schedule as plans
+    from flows.service import schedule as plans
 
     _show(plans.schedules(), as_json)
 
 
 def _set_paused(name: str, paused: bool, as_json: bool) -> None:
     _reach_servers()
-    from flows import schedule as plans
+    from flows.service import schedule as plans
 
     _show([plans.set_paused(name, paused)], as_json)
 

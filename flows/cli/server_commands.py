@@ -7,7 +7,7 @@ from dataclasses import asdict
 import click
 
 from flows.cli.answers import JSON_OPTION, print_json
-from stages.errors import ResourceError, ServerError
+from stages.core.errors import ResourceError, ServerError
 
 
 @click.command()

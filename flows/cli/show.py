@@ -8,12 +8,12 @@ from itertools import islice
 from typing import Any
 
 from flows.cli.live import figures_text, headline
-from flows.history import RefreshFolder, RefreshRecord, refreshes
-from flows.plan import Plan, PlannedStage
+from flows.ledger.history import RefreshFolder, RefreshRecord, refreshes
+from flows.planning.plan import Plan, PlannedStage
 from flows.recipe.text import closest
 from flows.store.record import Artifact, Index
 from flows.tracking.labels import flatten
-from stages.errors import StoreError
+from stages.core.errors import StoreError
 
 RECENT_REFRESHES = 10
 SHORTEST_PREFIX = 4

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from flows.cli.answers import JSON_OPTION, print_json
-from stages.errors import ModelError, StoreError
+from stages.core.errors import ModelError, StoreError
 
 
 @click.command()
@@ -18,7 +18,7 @@ from stages.errors import ModelError, StoreError
 def show(name: str | None, as_json: bool) -> None:
     """Show a refresh by its id, or an artifact by stage or version; without a name, what there is."""
     from flows.cli import show as shown
-    from flows.home import store_root
+    from flows.ledger.home import store_root
     from flows.store.store import Store
 
     index = Store(store_root()).index()
@@ -39,8 +39,8 @@ def show(name: str | None, as_json: bool) -> None:
 @JSON_OPTION
 def adopt(path: Path, kind: str, name: str, as_json: bool) -> None:
     """Copy a model or dataset from outside into the store, checked like a download."""
-    from flows import adopt as adoption
-    from flows.home import store_root
+    from flows.ledger.home import store_root
+    from flows.running import adopt as adoption
     from flows.store.store import Store
 
     built = adoption.adopt(Store(store_root()), path, "model" if kind == "model" else "dataset", name, _Silent())
@@ -54,7 +54,7 @@ def adopt(path: Path, kind: str, name: str, as_json: bool) -> None:
 @JSON_OPTION
 def verify(as_json: bool) -> None:
     """Hash every artifact again, and name what is damaged."""
-    from flows.home import store_root
+    from flows.ledger.home import store_root
     from flows.store import collect
     from flows.store.store import Store
 
@@ -98,8 +98,8 @@ def gc(dry_run: bool, older_than_days: float, as_json: bool) -> None:
 
     What an alias of a registered model points to is kept.
     """
-    from flows.champions import kept_versions
-    from flows.home import store_root
+    from flows.champion.champions import kept_versions
+    from flows.ledger.home import store_root
     from flows.store import collect
     from flows.store.store import Store
 
@@ -137,8 +137,8 @@ def serve(artifact: str, follow: bool, host: str, port: int | None) -> None:
 
 
 def _serve_champions(uri: str, host: str, port: int | None) -> None:
-    from flows import champions
-    from flows.follow import Follower
+    from flows.champion import champions
+    from flows.champion.follow import Follower
 
     name, alias = champions.parse(uri)
     Follower(champions.connect(), name, alias).serve(host, port)
@@ -146,9 +146,9 @@ def _serve_champions(uri: str, host: str, port: int | None) -> None:
 
 def _what_to_serve(name: str) -> list[str]:
     """Arguments of `python -m stages.serve`."""
-    from flows import champions
+    from flows.champion import champions
     from flows.cli import show as shown
-    from flows.home import store_root
+    from flows.ledger.home import store_root
     from flows.store.store import Store
 
     if name.startswith(champions.URI_PREFIX):

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flows.tracking.logged_runs import LoggedRun
-from stages.train.layout import Layout, describe_layout
-from stages.train.planner.hardware import Hardware
-from stages.train.planner.search import Candidate, Question, estimate
-from stages.train.planner.workload import Engine, Workload
-from stages.train.prediction import shape_from_text, shared_cpu
+from stages.parallel.layout import Layout, describe_layout
+from stages.planner.hardware import Hardware
+from stages.planner.prediction import shape_from_text, shared_cpu
+from stages.planner.search import Candidate, Question, estimate
+from stages.planner.workload import Engine, Workload
 
 TIME_CONSTANTS = ("matmul", "attention", "memory", "intra_link", "launch_s")
 MEMORY_CONSTANTS = ("runtime_gib",)

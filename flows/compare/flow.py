@@ -18,9 +18,9 @@ from flows.compare.figures import rows_of
 from flows.compare.record import ComparisonRecord
 from flows.compare.run import ComparisonRequest, ComparisonRun, plan_comparison
 from flows.compare.table import cells
-from flows.history import new_refresh_id
-from flows.refresh import OPENED_RUN, refresh, stopped_by_signals
-from flows.refresh_run import RefreshRun
+from flows.ledger.history import new_refresh_id
+from flows.running.refresh import OPENED_RUN, refresh, stopped_by_signals
+from flows.running.refresh_run import RefreshRun
 from flows.servers.local import answers
 
 OPENED_COMPARISON: ContextVar[ComparisonRun] = ContextVar("opened_comparison")

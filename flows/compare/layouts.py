@@ -18,9 +18,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from flows.recipe.text import closest, parse_yaml, show
-from stages.errors import RecipeError
+from stages.core.errors import RecipeError
+from stages.parallel.layout import Layout, describe_layout
 from stages.train.config import LAYOUT_PROBLEM, TrainConfig
-from stages.train.layout import Layout, describe_layout
 
 BATCH_FIELD = "global_batch_size"
 ENGINES = typing.get_args(TrainConfig.model_fields["engine"].annotation)

@@ -12,8 +12,8 @@ from flows.compare.figures import Row, first_line, with_differences
 from flows.compare.layouts import BATCH_FIELD
 from flows.compare.names import COMPARISON_IDENTITY, GIT_COMMIT, HARDWARE
 from flows.tracking.logged_runs import LoggedRun
-from stages.errors import RecipeError
-from stages.train.layout import Layout
+from stages.core.errors import RecipeError
+from stages.parallel.layout import Layout
 
 NOT_TO_BE_MIXED = (HARDWARE, GIT_COMMIT)
 SAME_WORK_TAGS = ("upstream.model", "upstream.data.dataset")

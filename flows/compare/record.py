@@ -15,11 +15,11 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from flows.home import home
-from flows.process_identity import ProcessIdentity
-from stages.contract import StrictModel
-from stages.errors import StoreError
-from stages.files import write_atomically
+from flows.ledger.home import home
+from flows.ledger.process_identity import ProcessIdentity
+from stages.core.contract import StrictModel
+from stages.core.errors import StoreError
+from stages.core.files import write_atomically
 
 ComparisonState = Literal["running", "completed", "failed", "cancelled"]
 

@@ -17,25 +17,25 @@ from flows.compare.figures import first_line
 from flows.compare.layouts import BATCH_FIELD, RefusedLayout, read_layouts, text_of
 from flows.compare.record import ComparisonFolder, ComparisonRecord, ComparisonState, LayoutEntry, comparison_folder
 from flows.compare.trial import Bench, run_trial
-from flows.devices import on_devices, wanted_slots
-from flows.history import new_refresh_id, now_ms
-from flows.home import home, store_root
 from flows.launch import choice
-from flows.layout_choice import choose_layouts
-from flows.machine import hardware, num_slots
-from flows.outside import resolve_outside
-from flows.plan import Plan, PlannedStage, chosen_stages, plan
-from flows.process_identity import ProcessIdentity
-from flows.provenance import git_commit
+from flows.ledger.history import new_refresh_id, now_ms
+from flows.ledger.home import home, store_root
+from flows.ledger.machine import hardware, num_slots
+from flows.ledger.process_identity import ProcessIdentity
+from flows.ledger.provenance import git_commit
+from flows.planning.devices import on_devices, wanted_slots
+from flows.planning.layout_choice import choose_layouts
+from flows.planning.outside import resolve_outside
+from flows.planning.plan import Plan, PlannedStage, chosen_stages, plan
 from flows.recipe.recipe import load_recipe
-from flows.refresh_run import PlannedRefresh, RefreshRequest
-from flows.runner import Launcher
-from flows.slots import Slots
-from flows.stage_observer import describe
+from flows.recipe.version import identity_of, resume_key_of, version_of
+from flows.running.refresh_run import PlannedRefresh, RefreshRequest
+from flows.running.runner import Launcher
+from flows.running.slots import Slots
+from flows.running.stage_observer import describe
 from flows.store.store import Store
 from flows.tracking.labels import params_of, tags_of
-from flows.version import identity_of, resume_key_of, version_of
-from stages.errors import RecipeError, RefreshStoppedError, StoreError
+from stages.core.errors import RecipeError, RefreshStoppedError, StoreError
 from stages.train.config import TrainConfig
 
 SHOWN_CHARACTERS = 120

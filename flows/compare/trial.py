@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flows.compare.record import TrialEntry
-from flows.devices import check_devices
-from flows.history import now_ms
-from flows.plan import Plan, PlannedStage
-from flows.runner import Launcher
-from flows.stage_process import watch
+from flows.launch.stage_process import watch
+from flows.ledger.history import now_ms
+from flows.planning.devices import check_devices
+from flows.planning.plan import Plan, PlannedStage
+from flows.running.runner import Launcher
+from flows.running.workspace import Foundation, stage_input
 from flows.store.content import SCRATCH_FOLDER
 from flows.store.store import Store
-from flows.workspace import Foundation, stage_input
-from stages.contract import Trial
-from stages.errors import LifecycleError, RefreshStoppedError
-from stages.files import write_atomically
+from stages.core.contract import Trial
+from stages.core.errors import LifecycleError, RefreshStoppedError
+from stages.core.files import write_atomically
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from typing import Literal, NoReturn, Protocol
 
 from flows.launch.job_folder import JobFolder, JobOrder
 from flows.launch.verdict import Failed, Finished, Interrupted, Running, Verdict, Waiting
-from stages.contract import StageFailure
-from stages.errors import LifecycleError, StageTimeoutError, TransientError
-from stages.files import write_atomically
+from stages.core.contract import StageFailure
+from stages.core.errors import LifecycleError, StageTimeoutError, TransientError
+from stages.core.files import write_atomically
 
 TICK_S = 0.5
 TICKS_PER_LOOK = 10

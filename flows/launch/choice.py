@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from flows.launch import cluster, local
-from flows.stage_process import Process
-from stages.contract import StageConfig
+from flows.launch.stage_process import Process
+from stages.core.contract import StageConfig
 
 
 def start(work: Path, config: StageConfig) -> Process:

@@ -12,13 +12,13 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from flows.home import home
 from flows.launch import local
 from flows.launch.agent import jobs_of
 from flows.launch.cluster_process import ClusterProcess
 from flows.launch.job_folder import HEARTBEAT_PATIENCE_S, JobFolder, JobOrder
+from flows.ledger.home import home
 from flows.store.content import LOG_FILE
-from stages.contract import StageConfig, StageInput
+from stages.core.contract import StageConfig, StageInput
 
 CANCEL_GRACE_S = 40.0
 MACHINES_OWN = re.compile(

@@ -10,8 +10,8 @@ from pathlib import Path
 from flows.launch import local
 from flows.launch.job_folder import JobFolder
 from flows.store.content import LOG_FILE
-from stages.errors import LifecycleError
-from stages.supervised import Supervised
+from stages.core.errors import LifecycleError
+from stages.core.supervised import Supervised
 
 
 class ClusterProcess:

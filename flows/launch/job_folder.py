@@ -22,10 +22,10 @@ from typing import Literal
 from pydantic import PositiveFloat, PositiveInt
 
 from flows.store.content import LAUNCH_FOLDER
-from stages.clusters import KubernetesOptions, SlurmOptions
-from stages.contract import StageEvent
-from stages.files import write_atomically
-from stages.strict import StrictModel
+from stages.core.clusters import KubernetesOptions, SlurmOptions
+from stages.core.contract import StageEvent
+from stages.core.files import write_atomically
+from stages.core.strict import StrictModel
 
 HEARTBEAT_INTERVAL_S = 5.0
 HEARTBEAT_PATIENCE_S = 60.0

@@ -21,7 +21,7 @@ from flows.launch.job_folder import JobFolder, JobOrder
 from flows.launch.kubernetes_verdict import verdict
 from flows.launch.manifests import JOB_LABEL, Manifest, job_manifests
 from flows.launch.verdict import Failed, Running, Verdict, Waiting
-from stages.errors import RecipeError, ResourceError, StageCrashError, TransientError
+from stages.core.errors import RecipeError, ResourceError, StageCrashError, TransientError
 
 REQUEST_TIMEOUT_S = 30.0
 DELETE_PATIENCE_S = 60.0

@@ -9,7 +9,7 @@ from flows.launch.job_folder import JobOrder
 from flows.launch.manifests import Manifest
 from flows.launch.node_task import INTERRUPTED
 from flows.launch.verdict import Failed, Finished, Interrupted, Running, Verdict, Waiting
-from stages.errors import ResourceError, StageCrashError
+from stages.core.errors import ResourceError, StageCrashError
 
 STARTING = frozenset({"ContainerCreating", "PodInitializing"})
 """Reasons of containers that are about to run."""

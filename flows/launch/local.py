@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import stages
-from flows.home import hardware_file
+from flows.ledger.home import hardware_file
 from flows.store.content import LOG_FILE
-from stages.contract import StageConfig
-from stages.supervised import Supervised
+from stages.core.contract import StageConfig
+from stages.core.supervised import Supervised
 
 TELEMETRY_OFF = {
     "DO_NOT_TRACK": "true",
@@ -19,7 +19,7 @@ TELEMETRY_OFF = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
 }
-PROGRAMS = {"promote": "flows.promotion"}
+PROGRAMS = {"promote": "flows.champion.promotion"}
 """Kinds whose process is more than the stage: a promotion also asks MLflow's registry, and tells it the verdict."""
 SINGLE_NODE = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 EVERYWHERE = {

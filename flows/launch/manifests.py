@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.launch.job_folder import JobFolder, JobOrder
-from stages.clusters import KubernetesOptions
+from stages.core.clusters import KubernetesOptions
 
 Manifest = dict[str, Any]
 

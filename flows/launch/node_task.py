@@ -20,7 +20,7 @@ from typing import BinaryIO
 from flows.launch import local
 from flows.launch.job_folder import JobEnd, JobFolder, JobOrder, Pulse
 from flows.store.content import LOG_FILE
-from stages.supervised import Supervised
+from stages.core.supervised import Supervised
 
 POLL_INTERVAL_S = 0.2
 INTERRUPTED = 128 + signal.SIGTERM

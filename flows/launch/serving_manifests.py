@@ -14,12 +14,12 @@ from flows.launch.manifests import (
     volume_mounts,
     volumes,
 )
-from stages.clusters import KubernetesOptions
-from stages.contract import StageConfig
-from stages.errors import RecipeError
+from stages.core.clusters import KubernetesOptions
+from stages.core.contract import StageConfig
+from stages.core.errors import RecipeError
 from stages.serve.config import ServeConfig
-from stages.serve.launch import QUIET, LaunchSpec, server_command
-from stages.serve.vllm_program import VllmProgram
+from stages.serving.launch import QUIET, LaunchSpec, server_command
+from stages.serving.vllm_program import VllmProgram
 
 PORT = 8000
 KEY_VARIABLE = "VLLM_API_KEY"

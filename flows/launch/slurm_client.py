@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stages.errors import RecipeError, ResourceError, TransientError
+from stages.core.errors import RecipeError, ResourceError, TransientError
 
 COMMAND_TIMEOUT_S = 60.0
 POLL_INTERVAL_S = 0.5

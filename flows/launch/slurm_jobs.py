@@ -11,7 +11,7 @@ from flows.launch.job_folder import JobEnd, JobFolder, JobOrder
 from flows.launch.slurm_client import JobView
 from flows.launch.verdict import Failed, Finished, Interrupted, Running, Verdict, Waiting
 from flows.store.content import LOG_FILE
-from stages.errors import LifecycleError, ResourceError, StageCrashError, StageTimeoutError
+from stages.core.errors import LifecycleError, ResourceError, StageCrashError, StageTimeoutError
 
 SCRIPT = Path(__file__).with_name("slurm_job.sh")
 CANCEL_PATIENCE_S = 30.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stages.errors import LifecycleError
+from stages.core.errors import LifecycleError
 
 
 @dataclass(frozen=True)

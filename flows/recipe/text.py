@@ -17,8 +17,8 @@ from typing import Any
 
 import yaml
 
-from stages.errors import RecipeError
-from stages.redaction import is_secret_name
+from stages.core.errors import RecipeError
+from stages.core.redaction import is_secret_name
 
 BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 

@@ -18,13 +18,13 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
-from flows.history import RunningRefreshes
-from flows.home import home
-from flows.process_identity import ProcessIdentity
+from flows.ledger.history import RunningRefreshes
+from flows.ledger.home import home
+from flows.ledger.process_identity import ProcessIdentity
 from flows.servers.programs import LOOPBACK, MLFLOW, NO_TELEMETRY, PREFECT, SERVERS, WORKER, ServerProgram
 from flows.servers.records import ServerRecord, read_records, write_records
-from stages.errors import ServerError
-from stages.supervisor import TOKEN_VARIABLE, kill_until_gone, marked_processes, send
+from stages.core.errors import ServerError
+from stages.core.supervisor import TOKEN_VARIABLE, kill_until_gone, marked_processes, send
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 15.0

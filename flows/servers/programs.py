@@ -62,7 +62,7 @@ def _mlflow_environment(folder: Path, _: int) -> dict[str, str]:
 
 
 def _worker_command(_: Path, __: int) -> list[str]:
-    return [sys.executable, "-m", "flows.servers.worker"]
+    return [sys.executable, "-m", "flows.service.worker"]
 
 
 def _worker_environment(folder: Path, port: int) -> dict[str, str]:

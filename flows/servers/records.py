@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 from pydantic import Field, ValidationError
 
-from flows.home import home
-from flows.process_identity import ProcessIdentity
+from flows.ledger.home import home
+from flows.ledger.process_identity import ProcessIdentity
 from flows.servers.programs import LOOPBACK
-from stages.contract import StrictModel
-from stages.errors import StoreError
-from stages.files import write_atomically
+from stages.core.contract import StrictModel
+from stages.core.errors import StoreError
+from stages.core.files import write_atomically
 
 
 class ServerRecord(StrictModel):

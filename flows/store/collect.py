@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from flows.store.content import RECORD_FILE, files_in, hash_files
 from flows.store.record import Artifact, Index
 from flows.store.store import Store
-from stages.contract import StageInput
+from stages.core.contract import StageInput
 
 SECONDS_PER_DAY = 86_400.0
 RESUME_KEY_LENGTH = 12

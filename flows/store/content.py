@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from flows.version import canonical_json
-from stages.contract import Product, StrictModel
+from flows.recipe.version import canonical_json
+from stages.core.contract import Product, StrictModel
 
 RECORD_FILE = "record.json"
 PENDING_RECORD_FILE = ".record.json"

@@ -9,9 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
+from flows.recipe.version import Identity, differences
 from flows.store.content import FileEntry
-from flows.version import Identity, differences
-from stages.contract import Product, StrictModel
+from stages.core.contract import Product, StrictModel
 
 
 class UpstreamEntry(StrictModel):

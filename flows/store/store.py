@@ -31,8 +31,8 @@ from flows.store.content import (
     damage_of,
 )
 from flows.store.record import Artifact, Index, Record
-from stages.errors import StoreError, full_disk_named
-from stages.files import write_atomically
+from stages.core.errors import StoreError, full_disk_named
+from stages.core.files import write_atomically
 
 LOCK_INTERVAL_S = 0.2
 PRIVATE_FOLDER = 0o700

@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from flows.plan import PlannedStage
-from stages.contract import Execution
+from flows.planning.plan import PlannedStage
+from stages.core.contract import Execution
 
 SECRET = re.compile(r"token|secret|password|api_?key", re.IGNORECASE)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from flows.recipe.text import closest
 from flows.tracking.shipper import CLIENT_ENVIRONMENT
-from stages.errors import RecipeError, ServerError
+from stages.core.errors import RecipeError, ServerError
 
 MOST_RUNS = 5000
 PAGE = 1000

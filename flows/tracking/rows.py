@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flows.history import RefreshRecord
+from flows.ledger.history import RefreshRecord
 
 NOT_METRICS = ("step", "time_ms")
 REFUSED = re.compile(r"[^\w\-. :/]", re.ASCII)

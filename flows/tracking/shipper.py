@@ -2,8 +2,8 @@
 
     python -m flows.tracking.shipper REFRESH_FOLDER
 
-Reads the records of `flows/history.py` and brings MLflow up to date with them until stdin ends (the refresh is over,
-or died), then ships what is left of this refresh, and of earlier ones that MLflow was not there for.
+Reads the records of `flows/ledger/history.py` and brings MLflow up to date with them until stdin ends (the refresh is
+over, or died), then ships what is left of this refresh, and of earlier ones that MLflow was not there for.
 
 Nothing is shipped twice: `mlflow.json` says how far MLflow is, and is written after every batch; should this process
 die in between, MLflow drops what it has already (equal run, key, step, time and value).
@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.history import AttemptRecord, RefreshFolder, RefreshRecord, ShippedAttempt, refreshes
-from flows.home import store_root
+from flows.ledger.history import AttemptRecord, RefreshFolder, RefreshRecord, ShippedAttempt, refreshes
+from flows.ledger.home import store_root
 from flows.tracking.rows import (
     MetricRow,
     acceptable,
@@ -33,7 +33,7 @@ from flows.tracking.rows import (
     stage_metrics,
     stage_tags,
 )
-from stages.redaction import redact
+from stages.core.redaction import redact
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

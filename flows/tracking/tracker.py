@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 
-from flows.history import RefreshFolder, Shipped
+from flows.ledger.history import RefreshFolder, Shipped
 
 RUN_ID_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 30.0

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from stages.contract import StageConfig
+from stages.core.contract import StageConfig
 from stages.download.source import Source, parse_source
 
 SOURCE_HELP = "hf://org/name[@revision], modelscope://org/name[@revision], file://PATH or builtin/NAME"

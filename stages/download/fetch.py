@@ -15,9 +15,9 @@ from pathlib import Path
 
 import httpx
 
+from stages.core.errors import DownloadError, full_disk_named
 from stages.download.patience import BusyError, Patience, busy_from_status, busy_from_transport
 from stages.download.verification import Digest, digest_of
-from stages.errors import DownloadError, full_disk_named
 
 NUM_CONNECTIONS = 4
 PARTIAL_SUFFIX = ".partial"

@@ -21,11 +21,11 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from stages.core.errors import DownloadError, LifecycleError
 from stages.download.fetch import RemoteFile, Snapshot
 from stages.download.patience import Patience, busy_from_status, busy_from_transport
 from stages.download.source import HubSource
 from stages.download.verification import Digest
-from stages.errors import DownloadError, LifecycleError
 
 TOKEN_VARIABLE = "HF_TOKEN"  # noqa: S105 - the name of a variable
 DEFAULT_ENDPOINT = "https://huggingface.co"

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from stages.core.errors import DownloadError
 from stages.download.verification import content_hash, digest_of
-from stages.errors import DownloadError
 
 
 def list_files(path: Path) -> dict[str, Path]:

@@ -21,10 +21,10 @@ from modelscope_hub.errors import (
     ServerError,
 )
 
+from stages.core.errors import DownloadError, LifecycleError, TransientError
 from stages.download.fetch import RemoteFile, Snapshot
 from stages.download.source import HubSource
 from stages.download.verification import Digest, content_hash
-from stages.errors import DownloadError, LifecycleError, TransientError
 
 TOKEN_VARIABLE = "MODELSCOPE_API_TOKEN"  # noqa: S105 - the name of a variable
 DEFAULT_REVISION = "master"

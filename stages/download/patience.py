@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import httpx
 
-from stages.errors import TransientError
+from stages.core.errors import TransientError
 
 NUM_ATTEMPTS = 5
 FIRST_WAIT_S = 0.5

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from stages.core.errors import DownloadError, ModelError
 from stages.download.builtin.catalog import BUILTINS
 from stages.download.config import DownloadConfig
 from stages.download.source import BuiltinSource, FileSource, HubSource
-from stages.errors import DownloadError, ModelError
 
 CONFIG_FILE = "config.json"
 TIMEOUT_S = 30.0

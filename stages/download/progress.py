@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from stages.contract import StageContext
+from stages.core.contract import StageContext
 
 INTERVAL_S = 0.5
 MIB = 1 << 20

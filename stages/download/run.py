@@ -12,7 +12,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from stages.contract import StageContext, StageResult
+from stages.core.contract import StageContext, StageResult
+from stages.core.errors import DownloadError, ResourceError
 from stages.download.builtin.catalog import BUILTINS
 from stages.download.config import DownloadConfig
 from stages.download.fetch import Fetcher, Snapshot
@@ -20,8 +21,7 @@ from stages.download.local import copy_files, hash_files, list_files
 from stages.download.progress import Progress
 from stages.download.selection import check_names, select_files
 from stages.download.source import BuiltinSource, FileSource, HubSource
-from stages.errors import DownloadError, ResourceError
-from stages.model_folder import check_model_folder
+from stages.models.model_folder import check_model_folder
 
 GIB = 1 << 30
 

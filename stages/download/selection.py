@@ -9,9 +9,9 @@ from __future__ import annotations
 from fnmatch import fnmatch
 from pathlib import PurePosixPath
 
+from stages.core.errors import DataError, DownloadError, ModelError
 from stages.download.config import DownloadConfig
-from stages.errors import DataError, DownloadError, ModelError
-from stages.model_folder import PICKLE_SUFFIXES
+from stages.models.model_folder import PICKLE_SUFFIXES
 
 _TEXT_DATA = (".jsonl", ".json", ".csv")
 _DATA_SUFFIXES = (".parquet", *(f"{suffix}{packed}" for suffix in _TEXT_DATA for packed in ("", ".gz", ".zst")))

@@ -7,9 +7,9 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, JsonValue, PositiveInt
 
-from stages.contract import ModelOrServerReference, OutsidePath, Product, StageConfig
-from stages.serve.config import ServeExecution, ServingConfig
-from stages.serve.vllm_program import find_vllm
+from stages.core.contract import ModelOrServerReference, OutsidePath, Product, StageConfig
+from stages.serving.config import ServeExecution, ServingConfig
+from stages.serving.vllm_program import find_vllm
 
 
 class EvaluateExecution(ServeExecution):

@@ -6,15 +6,15 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from stages.contract import StageContext
-from stages.errors import LifecycleError, RecipeError, TransientError
+from stages.core.contract import StageContext
+from stages.core.errors import LifecycleError, RecipeError, TransientError
 from stages.evaluate.config import EvaluateConfig
-from stages.serve.client import Client, check_server
-from stages.serve.config import ServingConfig
-from stages.serve.launch import LaunchSpec
 from stages.serve.run import LAUNCH_FILE
-from stages.serve.server import Server, api_key, started_server
-from stages.serve.vllm_program import find_vllm
+from stages.serving.client import Client, check_server
+from stages.serving.config import ServingConfig
+from stages.serving.launch import LaunchSpec
+from stages.serving.server import Server, api_key, started_server
+from stages.serving.vllm_program import find_vllm
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from lm_eval.evaluator import evaluate
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 from lm_eval.tasks import TaskManager
 
-from stages.errors import EvaluationError
+from stages.core.errors import EvaluationError
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.tasks import TaskSelection
-from stages.serve.client import Client
+from stages.serving.client import Client
 
 GENERATED_TOKENS_DEFAULT = 256  # lm-eval's, for tasks that do not say
 MAX_TRIES = 3

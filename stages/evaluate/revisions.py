@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import JsonValue
 
+from stages.core.errors import TransientError
 from stages.download.source import HubSource
-from stages.errors import TransientError
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.tasks import hub_datasets, select_tasks
 

@@ -17,8 +17,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
-from stages.contract import StageContext, StageResult
-from stages.errors import EvaluationError, LifecycleError, TransientError
+from stages.core.contract import StageContext, StageResult
+from stages.core.errors import EvaluationError, LifecycleError, TransientError
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.endpoint import Endpoint, endpoint_for
 from stages.evaluate.revisions import check_loaded

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from stages.errors import EvaluationError
+from stages.core.errors import EvaluationError
 from stages.evaluate.task_file import (
     Function,
     HubDataset,

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from stages.errors import EvaluationError
+from stages.core.errors import EvaluationError
 from stages.evaluate import installed_tasks
 from stages.evaluate.task_file import HubDataset
 from stages.evaluate.task_folder import TaskFolder, read_task_folder

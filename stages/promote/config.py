@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from stages.contract import (
+from stages.core.contract import (
     ModelReference,
     Product,
     ScoresReference,

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from stages.errors import EvaluationError
+from stages.core.errors import EvaluationError
 from stages.promote.config import GatesConfig
 from stages.promote.paired import Difference
 

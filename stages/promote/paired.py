@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stages.errors import EvaluationError
+from stages.core.errors import EvaluationError
 
 NO_FILTER = "none"
 QUANTILE_95 = statistics.NormalDist().inv_cdf(0.975)

@@ -1,7 +1,7 @@
 """The promote stage: a candidate, its evaluations and the champion's → a verdict, by the recipe's gates.
 
 In: the artifacts that the recipe names, and `champion.json`, which tells who is champion. Out: `verdict.json` and
-`verdict.md`. Moving the alias in MLflow's registry is left to whoever started this stage (`flows/promotion.py`).
+`verdict.md`. Moving the alias in MLflow's registry is left to `flows/champion/promotion.py`, which starts this stage.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from stages.contract import StageContext, StageResult
-from stages.files import write_atomically
+from stages.core.contract import StageContext, StageResult
+from stages.core.files import write_atomically
 from stages.promote.config import PromoteConfig
 from stages.promote.gates import Figures, Gate, judge
 from stages.promote.paired import Difference, compare

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from stages.contract import StrictModel
+from stages.core.contract import StrictModel
 from stages.promote.gates import Gate
 from stages.promote.paired import Difference
 

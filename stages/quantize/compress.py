@@ -29,9 +29,9 @@ from llmcompressor.pipelines.cache import IntermediatesCache
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from stages.contract import StageContext
-from stages.files import write_atomically
-from stages.model_folder import follow_file_mask
+from stages.core.contract import StageContext
+from stages.core.files import write_atomically
+from stages.models.model_folder import follow_file_mask
 from stages.quantize.config import QuantizeConfig
 from stages.quantize.projections import ROUTERS
 from stages.quantize.samples import batches_of_one_length

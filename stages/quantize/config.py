@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from stages.contract import DatasetReference, ModelReference, Product, StageConfig, StrictModel
+from stages.core.contract import DatasetReference, ModelReference, Product, StageConfig, StrictModel
 
 
 class CalibrationConfig(StrictModel):

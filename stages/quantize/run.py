@@ -12,9 +12,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stages.contract import StageContext, StageResult
-from stages.errors import GateError, ModelError, RecipeError
-from stages.model_folder import check_model_folder
+from stages.core.contract import StageContext, StageResult
+from stages.core.errors import GateError, ModelError, RecipeError
+from stages.models.model_folder import check_model_folder
 from stages.quantize.config import QuantizeConfig
 from stages.quantize.projections import read_projections
 from stages.quantize.samples import read_samples

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stages.errors import DataError
+from stages.core.errors import DataError
 from stages.quantize.config import CalibrationConfig
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def read_samples(data: Path, tokenizer_folder: Path, config: CalibrationConfig) 
 
     Raises DataError when either kind has no usable rows.
     """
-    from stages.train.data.calibration import calibration_samples
+    from stages.data.calibration import calibration_samples
 
     calibration = calibration_samples(data, config.split, tokenizer_folder, config.num_samples, config.sequence_length)
     evaluation = calibration_samples(

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from stages.errors import RecipeError
+from stages.core.errors import RecipeError
 from stages.quantize.config import QuantizeConfig
 from stages.quantize.projections import ROUTERS, Projection, Split, matches
 

@@ -15,13 +15,13 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from stages.errors import LifecycleError, RecipeError
-from stages.serve.client import check_server
-from stages.serve.config import ServeExecution, ServingConfig
-from stages.serve.launch import LaunchSpec
+from stages.core.errors import LifecycleError, RecipeError
 from stages.serve.run import guard
-from stages.serve.server import API_KEY_VARIABLE, started_server
-from stages.serve.vllm_program import find_vllm
+from stages.serving.client import check_server
+from stages.serving.config import ServeExecution, ServingConfig
+from stages.serving.launch import LaunchSpec
+from stages.serving.server import API_KEY_VARIABLE, started_server
+from stages.serving.vllm_program import find_vllm
 
 
 def main() -> None:

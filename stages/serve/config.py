@@ -1,44 +1,14 @@
-"""What a recipe may say of a vLLM server."""
+"""What a recipe may say of a serve stage."""
 
 from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field, JsonValue, PositiveFloat, PositiveInt
+from pydantic import JsonValue
 
-from stages.contract import Execution, ModelReference, Product, StageConfig, StrictModel
-from stages.serve.vllm_program import find_vllm
-
-
-class ServingConfig(StrictModel):
-    """How vLLM holds a model: everything that may change what it answers, or how fast."""
-
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    max_model_len: PositiveInt | None = Field(None, description="Tokens of prompt and answer; default: the model's.")
-    max_num_seqs: PositiveInt | None = Field(None, description="Requests in one batch; default: vLLM's.")
-    tensor_parallel_size: PositiveInt = 1
-    kv_cache_memory_gib: PositiveFloat | None = Field(
-        None, description="Default: what vLLM finds free on a GPU, 4 on a CPU."
-    )
-    enforce_eager: bool = Field(False, description="Neither compile nor capture graphs: starts sooner, runs slower.")
-    trust_remote_code: bool = False
-
-
-class BenchmarkConfig(StrictModel):
-    """Load that `vllm bench serve` puts on the server."""
-
-    concurrencies: tuple[PositiveInt, ...] = (1, 8)
-    requests_per_concurrency: PositiveInt = Field(8, description="Requests sent for each unit of concurrency.")
-    input_tokens: PositiveInt = 128
-    output_tokens: PositiveInt = 64
-
-
-class ServeExecution(Execution):
-    """Where the server listens and how long it may take to start."""
-
-    host: str = "127.0.0.1"
-    port: int | None = Field(None, ge=1, le=65535, description="Default: a free one.")
-    ready_timeout_s: PositiveFloat = 600
+from stages.core.contract import ModelReference, Product, StageConfig
+from stages.serving.config import BenchmarkConfig, ServeExecution, ServingConfig
+from stages.serving.vllm_program import find_vllm
 
 
 class ServeConfig(StageConfig):

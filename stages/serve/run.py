@@ -14,14 +14,14 @@ import time
 from collections.abc import Iterator
 from typing import NoReturn
 
-from stages.contract import Lease, StageContext, StageResult
-from stages.errors import ServerError
-from stages.serve.benchmark import measure
-from stages.serve.client import check_server
+from stages.core.contract import Lease, StageContext, StageResult
+from stages.core.errors import ServerError
 from stages.serve.config import ServeConfig
-from stages.serve.launch import LaunchSpec
-from stages.serve.server import Server, started_server
-from stages.serve.vllm_program import find_vllm
+from stages.serving.benchmark import measure
+from stages.serving.client import check_server
+from stages.serving.launch import LaunchSpec
+from stages.serving.server import Server, started_server
+from stages.serving.vllm_program import find_vllm
 
 LAUNCH_FILE = "launch.json"
 WATCH_INTERVAL_S = 0.5

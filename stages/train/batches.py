@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from stages.train.data.batch import Batch
-from stages.train.data.dataset import PackedDataset
+from stages.data.batch import Batch
+from stages.data.dataset import PackedDataset
 from stages.train.reference import ReferenceRows
 
 T = TypeVar("T")

@@ -17,10 +17,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-from stages.contract import is_main_process
-from stages.errors import ResourceError
-from stages.files import write_atomically
-from stages.train.engine import Engine
+from stages.core.contract import is_main_process
+from stages.core.errors import ResourceError
+from stages.core.files import write_atomically
+from stages.engines.engine import Engine
 
 MANIFEST = "manifest.json"
 GIB = 2**30

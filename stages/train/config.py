@@ -17,30 +17,13 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from stages.contract import DatasetReference, Execution, ModelReference, OutsidePath, Product, StageConfig, StrictModel
-from stages.train.layout import AutoLayout, Layout
-from stages.train.legality import Setting, layout_problems
+from stages.core.contract import Execution, ModelReference, Product, StageConfig, StrictModel
+from stages.data.config import DataConfig
+from stages.parallel.layout import AutoLayout, Layout
+from stages.parallel.legality import Setting, layout_problems
 
-DataFormat = Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt", "text", "preference"]
 LAYOUT_PROBLEM = "layout"
 """Type of the validation errors that tell of a layout."""
-
-
-class DataConfig(StrictModel):
-    """Which rows are learned from, and how they become tokens."""
-
-    dataset: DatasetReference
-    split: str = Field("train", description="Files of the dataset whose name or folder begins with this.")
-    evaluation_split: str | None = Field(None, description="Held-out split; see also `evaluation_fraction`.")
-    evaluation_fraction: float = Field(0.0, ge=0, lt=1, description="Share of `split` held out when no split is named.")
-    format: DataFormat = Field("auto", description="auto: told by the columns of the first row.")
-    chat_template: OutsidePath | None = Field(None, description="Jinja file; default: the model's own template.")
-    train_on: Literal["assistant", "all"] = Field("assistant", description="Tokens that carry loss.")
-    sequence_length: PositiveInt = Field(2048, description="Tokens of a packed row.")
-    packing: bool = Field(True, description="Several documents in a row; attention does not cross their borders.")
-    over_long: Literal["truncate", "drop", "fail"] = Field("fail", description="Documents over sequence_length.")
-    on_bad_rows: Literal["fail", "drop"] = "fail"
-    max_bad_row_fraction: float = Field(0.01, ge=0, le=1, description="More dropped rows than this is an error.")
 
 
 class DpoConfig(StrictModel):

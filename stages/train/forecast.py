@@ -14,12 +14,11 @@ from pathlib import Path
 
 import torch
 
-from stages.contract import StageContext, is_main_process
-from stages.errors import ModelError
-from stages.files import write_atomically
-from stages.train.config import TrainConfig
-from stages.train.planner.search import Candidate, Question
-from stages.train.prediction import (
+from stages.core.contract import StageContext, is_main_process
+from stages.core.errors import ModelError
+from stages.core.files import write_atomically
+from stages.parallel.processes import gathered
+from stages.planner.prediction import (
     alternatives,
     as_json,
     check_memory,
@@ -30,7 +29,8 @@ from stages.train.prediction import (
     read_shape,
     shape_as_text,
 )
-from stages.train.processes import gathered
+from stages.planner.search import Candidate, Question
+from stages.train.config import TrainConfig
 
 HARDWARE_VARIABLE = "LIFECYCLE_HARDWARE"
 """Names the YAML file that describes the devices; the built-in descriptions serve where there is none."""

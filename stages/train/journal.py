@@ -7,7 +7,7 @@ import statistics
 import time
 from pathlib import Path
 
-from stages.contract import StageContext, is_main_process
+from stages.core.contract import StageContext, is_main_process
 
 METRICS_FILE = "metrics.jsonl"
 PROGRESS_EVERY_S = 0.5

@@ -16,15 +16,15 @@ import numpy as np
 import torch
 from torch.profiler import profile
 
-from stages.contract import Trial, is_main_process
-from stages.errors import TrainingError
+from stages.core.contract import Trial, is_main_process
+from stages.core.errors import TrainingError
+from stages.engines.engine import Engine, LossMeans, StepOutcome
+from stages.engines.losses import Loss
+from stages.parallel.hardware import Peak
 from stages.train.batches import BatchSource, prefetched
 from stages.train.checkpoints import Checkpoints
 from stages.train.config import TrainConfig
-from stages.train.engine import Engine, LossMeans, StepOutcome
-from stages.train.hardware import Peak
 from stages.train.journal import Journal
-from stages.train.losses import Loss
 from stages.train.metrics import Share, communication_fraction, measure_share, throughput
 from stages.train.order import DataOrder, even_micro_batches
 from stages.train.schedule import learning_rate

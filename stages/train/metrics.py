@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch.profiler import profile
 
-from stages.train.data.batch import IGNORED, Batch
-from stages.train.engine import Engine
-from stages.train.flops import ModelFlops, model_flops_utilization
-from stages.train.hardware import Peak
-from stages.train.processes import gathered
+from stages.data.batch import IGNORED, Batch
+from stages.engines.engine import Engine
+from stages.models.flops import ModelFlops, model_flops_utilization
+from stages.parallel.hardware import Peak
+from stages.parallel.processes import gathered
 
 GIB = 2**30
 COLLECTIVES = ("gloo:", "nccl:")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from stages.train.data.dataset import row_order
+from stages.data.dataset import row_order
 
 
 @dataclass(frozen=True)

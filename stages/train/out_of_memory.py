@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import torch
 
-from stages.errors import ResourceError
+from stages.core.errors import ResourceError
+from stages.parallel.layout import describe_layout
 from stages.train.config import TrainConfig
-from stages.train.layout import describe_layout
 
 CPU_ALLOCATOR = "DefaultCPUAllocator"
 """In the message of the plain RuntimeError that torch raises on a CPU."""

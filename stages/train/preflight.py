@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from stages.contract import StageContext
-from stages.errors import LayoutError
+from stages.core.contract import StageContext
+from stages.core.errors import LayoutError
+from stages.engines.megatron.families import check_supported
+from stages.models.shape import ModelShape
+from stages.parallel.legality import layout_problems
 from stages.train.config import TrainConfig
-from stages.train.legality import layout_problems
-from stages.train.megatron.families import check_supported
-from stages.train.shape import ModelShape
 
 
 def check_layout(context: StageContext, model_folder: Path) -> None:

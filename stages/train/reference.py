@@ -17,11 +17,11 @@ import torch
 from numpy.typing import NDArray
 from pydantic import JsonValue
 
-from stages.contract import StageContext, is_main_process
-from stages.train.data.batch import Batch
-from stages.train.data.cache import content_key, file_digest
-from stages.train.data.dataset import PackedDataset
-from stages.train.engine import Engine
+from stages.core.contract import StageContext, is_main_process
+from stages.data.batch import Batch
+from stages.data.cache import content_key, file_digest
+from stages.data.dataset import PackedDataset
+from stages.engines.engine import Engine
 from stages.train.order import even_micro_batches
 from stages.train.watchdog import Watchdog
 

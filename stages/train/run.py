@@ -10,27 +10,27 @@ from pathlib import Path
 
 import torch
 
-from stages.contract import StageContext, StageResult, is_main_process
-from stages.errors import LayoutError
-from stages.model_folder import check_model_folder
+from stages.core.contract import StageContext, StageResult, is_main_process
+from stages.core.errors import LayoutError
+from stages.data.dataset import PackedDataset
+from stages.data.prepare import PreparedData, prepare
+from stages.engines.engine import Engine, LossMeans
+from stages.engines.losses import build_loss
+from stages.models.model_folder import check_model_folder
+from stages.parallel.hardware import Peak, device_peak
+from stages.parallel.layout import describe_layout
+from stages.parallel.processes import collective_timeout, gathered, joined_processes
 from stages.train.batches import BatchSource
 from stages.train.checkpoints import Checkpoints, check_free_disk
 from stages.train.config import TrainConfig
-from stages.train.data.dataset import PackedDataset
-from stages.train.data.prepare import PreparedData, prepare
-from stages.train.engine import Engine, LossMeans
 from stages.train.forecast import Forecast, forecast
-from stages.train.hardware import Peak, device_peak
 from stages.train.journal import Journal, read_metrics
-from stages.train.layout import describe_layout
 from stages.train.loop import TrainingRun, evaluation_figures, train
-from stages.train.losses import build_loss
 from stages.train.metrics import peak_memory_gib
 from stages.train.order import DataOrder
 from stages.train.out_of_memory import explained_out_of_memory
 from stages.train.plot import plot_loss
 from stages.train.preflight import check_layout
-from stages.train.processes import collective_timeout, gathered, joined_processes
 from stages.train.reference import model_digest, reference_rows
 from stages.train.start_up import hide_unused_packages
 from stages.train.watchdog import Watchdog
@@ -95,13 +95,13 @@ def _prepare_data(context: StageContext, model_folder: Path) -> PreparedData:
 def _engine_type(config: TrainConfig) -> Callable[[Path, TrainConfig, torch.device], Engine]:
     """An engine's imports are heavy: only those of the one that is used."""
     if config.engine == "fsdp":
-        from stages.train.fsdp.engine import FsdpEngine
+        from stages.engines.fsdp.engine import FsdpEngine
 
         return FsdpEngine
-    from stages.train.megatron.compat import prepare_megatron
+    from stages.engines.megatron.compat import prepare_megatron
 
     prepare_megatron()
-    from stages.train.megatron.engine import MegatronEngine
+    from stages.engines.megatron.engine import MegatronEngine
 
     return MegatronEngine
 

@@ -16,9 +16,9 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from stages.contract import StageFailure
-from stages.errors import TransientError
-from stages.files import write_atomically
+from stages.core.contract import StageFailure
+from stages.core.errors import TransientError
+from stages.core.files import write_atomically
 
 GRACE_S = 5.0
 """Between the stacks and the end: the first process that ends takes the others along."""

@@ -15,9 +15,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from stages.data.config import DataConfig
+from stages.data.prepare import prepare
 from stages.download.builtin import qwen3
-from stages.train.config import DataConfig
-from stages.train.data.prepare import prepare
 
 DEFAULT_NUM_ROWS = (100_000, 1_000_000)
 

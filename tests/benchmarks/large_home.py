@@ -13,8 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from flows.history import AttemptRecord, RefreshFolder, RefreshRecord, Shipped, ShippedAttempt, end_attempt
-from flows.process_identity import ProcessIdentity
+from flows.ledger.history import AttemptRecord, RefreshFolder, RefreshRecord, Shipped, ShippedAttempt, end_attempt
+from flows.ledger.process_identity import ProcessIdentity
 
 NUM_ARTIFACTS = 1_000
 NUM_REFRESHES = 1_000

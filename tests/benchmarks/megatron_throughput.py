@@ -18,11 +18,11 @@ import torch
 from transformers import AutoModelForCausalLM
 from workload import ROWS_PER_STEP, SEQUENCE_LENGTH, VOCABULARY, make_model
 
+from stages.data.batch import IGNORED, Batch
+from stages.engines.losses import SftLoss
+from stages.engines.megatron.compat import prepare_megatron
+from stages.parallel.processes import joined_processes
 from stages.train.config import TrainConfig
-from stages.train.data.batch import IGNORED, Batch
-from stages.train.losses import SftLoss
-from stages.train.megatron.compat import prepare_megatron
-from stages.train.processes import joined_processes
 
 LEARNING_RATE = 1e-3
 WARMUP_STEPS = 3
@@ -50,7 +50,7 @@ def main() -> None:
 def megatron_step(folder: Path, tokens: torch.Tensor, device: torch.device) -> Callable[[], float]:
     """A step of the engine; gives the loss."""
     prepare_megatron()
-    from stages.train.megatron.engine import MegatronEngine
+    from stages.engines.megatron.engine import MegatronEngine
 
     engine = MegatronEngine(folder, config(device), device)
     batch = whole_rows(tokens)

@@ -17,8 +17,8 @@ from dataclasses import replace
 from planner_runs import Measured, all_runs
 from scipy.stats import spearmanr
 
-from stages.train.planner import compute
-from stages.train.planner.hardware import Efficiency
+from stages.planner import compute
+from stages.planner.hardware import Efficiency
 
 FIT = ("MPT a100-80gb", "vTrain 1024 wide", "Narayanan 2021", "Megatron-LM 2020")
 """Sources that the constants are fitted to; the others are other clusters, models, GPUs or programs."""

@@ -25,13 +25,13 @@ import torch.distributed as dist
 from scipy.stats import spearmanr
 from workload import ROWS_PER_STEP, SEQUENCE_LENGTH, VOCABULARY, make_model
 
+from stages.data.batch import IGNORED, Batch
+from stages.engines.engine import Engine
+from stages.engines.losses import SftLoss
+from stages.parallel.layout import describe_layout
+from stages.parallel.processes import joined_processes
+from stages.planner.prediction import hardware_at_hand, predict, question_of, read_shape
 from stages.train.config import TrainConfig
-from stages.train.data.batch import IGNORED, Batch
-from stages.train.engine import Engine
-from stages.train.layout import describe_layout
-from stages.train.losses import SftLoss
-from stages.train.prediction import hardware_at_hand, predict, question_of, read_shape
-from stages.train.processes import joined_processes
 
 LAYOUTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("fsdp", {"micro_batch_size": 8}),
@@ -138,13 +138,13 @@ def steps_s(model: Path, config: TrainConfig, device: torch.device, steps: int) 
 def make_engine(model: Path, config: TrainConfig, device: torch.device) -> Engine:
     """With the model loaded."""
     if config.engine == "fsdp":
-        from stages.train.fsdp.engine import FsdpEngine
+        from stages.engines.fsdp.engine import FsdpEngine
 
         return FsdpEngine(model, config, device)
-    from stages.train.megatron.compat import prepare_megatron
+    from stages.engines.megatron.compat import prepare_megatron
 
     prepare_megatron()
-    from stages.train.megatron.engine import MegatronEngine
+    from stages.engines.megatron.engine import MegatronEngine
 
     return MegatronEngine(model, config, device)
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from stages.train.planner.hardware import Efficiency
-from stages.train.planner.predict import predicted_memory_gib, predicted_step_time_s
-from stages.train.planner.published import BF16_BEFORE_FLASH, PublishedRun, read_table
+from stages.planner.hardware import Efficiency
+from stages.planner.predict import predicted_memory_gib, predicted_step_time_s
+from stages.planner.published import BF16_BEFORE_FLASH, PublishedRun, read_table
 
 DATA = Path(__file__).parent / "data"
 SOURCES = {

@@ -13,7 +13,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from flows.launch.local import on_one_node
-from stages.contract import StageInput
+from stages.core.contract import StageInput
 from stages.download.builtin.qwen3 import make_tokenizer
 from stages.train.config import TrainConfig
 

@@ -77,9 +77,9 @@ def run_refresh(root: Path, ranks: int) -> dict[str, dict[str, object]]:
     import tiny
 
     from flows.launch import local
-    from flows.runner import run_stage
+    from flows.running.runner import run_stage
     from flows.store.store import Store
-    from stages.supervised import Supervised
+    from stages.core.supervised import Supervised
 
     def launch(work, config):
         command = local.command(work, config)[: -len(["-m", "stages", str(work)])]

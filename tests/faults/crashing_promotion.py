@@ -11,7 +11,7 @@ from typing import Any
 
 from mlflow import MlflowClient
 
-from flows.promotion import promote
+from flows.champion.promotion import promote
 
 
 def crash_after(method: str, number: int) -> None:

@@ -11,7 +11,7 @@ import os
 import uuid
 from pathlib import Path
 
-from stages.supervisor import living_processes, marked_processes
+from stages.core.supervisor import living_processes, marked_processes
 
 MARK_VARIABLE = "FAULT_TESTS"
 SHARED_MEMORY = Path("/dev/shm")

@@ -13,10 +13,10 @@ import tiny
 from flows.launch import cluster
 from flows.launch.cluster_process import ClusterProcess
 from flows.launch.job_folder import HEARTBEAT_PATIENCE_S
-from flows.plan import PlannedStage
-from flows.runner import Built, run_stage
+from flows.planning.plan import PlannedStage
+from flows.running.runner import Built, run_stage
 from flows.store.store import Store
-from stages.contract import StageConfig
+from stages.core.contract import StageConfig
 
 SHORT_PATIENCE_S = 15.0
 

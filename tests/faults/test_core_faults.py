@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import tiny
 
-from flows.runner import run_stage
+from flows.running.runner import run_stage
 from flows.store.store import Store
-from stages.errors import (
+from stages.core.errors import (
     RefreshStoppedError,
     StageCrashError,
 )
-from stages.supervisor import living_processes
+from stages.core.supervisor import living_processes
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import fault_table
 import pytest
 from disks import needs_root, small_disk
 
-from stages.errors import DownloadError, ModelError, ResourceError, TransientError
+from stages.core.errors import DownloadError, ModelError, ResourceError, TransientError
 from tests.hub_repository import model_files
 from tests.hub_server import Fault, HubServer, running_hub
 

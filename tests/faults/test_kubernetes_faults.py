@@ -6,9 +6,9 @@ import pytest
 import tiny
 from slurm_stage import launch
 
-from flows.runner import Built, run_stage
+from flows.running.runner import Built, run_stage
 from flows.store.store import Store
-from stages.errors import DataError, RecipeError, ResourceError, StageCrashError
+from stages.core.errors import DataError, RecipeError, ResourceError, StageCrashError
 from tests.cluster_stages import messages
 from tests.kubernetes_api import Cluster, running_api
 

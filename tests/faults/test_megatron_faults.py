@@ -13,10 +13,10 @@ import pytest
 import tiny
 from safetensors.torch import load_file
 
-from flows.failures import failure_of
 from flows.launch import local
-from stages.errors import ResourceError, StageCrashError, TransientError
-from stages.supervisor import living_processes, marked_processes
+from flows.launch.failures import failure_of
+from stages.core.errors import ResourceError, StageCrashError, TransientError
+from stages.core.supervisor import living_processes, marked_processes
 from stages.train import checkpoints
 from stages.train.forecast import FORECAST_FILE
 from tests.train_stage import logged, make_artifacts, make_config, make_context

@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from flows.home import store_root
+from flows.champion.registrations import Registration
+from flows.champion.registry import PREVIOUS, Registry
 from flows.launch import local
-from flows.registrations import Registration
-from flows.runner import run_stage
+from flows.ledger.home import store_root
+from flows.running.runner import run_stage
 from flows.store.store import Store
-from flows.tracking.registry import PREVIOUS, Registry
-from stages.contract import StageConfig
-from stages.errors import StageCrashError, TransientError
+from stages.core.contract import StageConfig
+from stages.core.errors import StageCrashError, TransientError
+from stages.core.supervised import Supervised
 from stages.promote.verdict import Verdict
-from stages.supervised import Supervised
 from tests.faults.tiny import Notes, processes_of
 from tests.promotion import NAME, offer, own_mlflow, promote
 

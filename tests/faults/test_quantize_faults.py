@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from stages.contract import StageInput
+from stages.core.contract import StageInput
 
 RUN = """
 import sys
 from pathlib import Path
 from stages.__main__ import run_stage
-from stages.errors import LifecycleError
+from stages.core.errors import LifecycleError
 try:
     run_stage(Path(sys.argv[1]))
 except LifecycleError as error:

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from fault_table import Fault
 
-from stages.errors import ModelError, ResourceError, ServerError, TransientError
-from stages.serve.config import ServeExecution, ServingConfig
-from stages.serve.launch import LaunchSpec
-from stages.serve.server import started_server
+from stages.core.errors import ModelError, ResourceError, ServerError, TransientError
+from stages.serving.config import ServeExecution, ServingConfig
+from stages.serving.launch import LaunchSpec
+from stages.serving.server import started_server
 from tests.serving import (
     SERVING,
     kill,

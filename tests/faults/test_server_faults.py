@@ -25,7 +25,7 @@ from refreshes import (
 )
 from worker_home import STAND_IN
 
-from stages.errors import RefreshStoppedError, ResourceError, ServerError
+from stages.core.errors import RefreshStoppedError, ResourceError, ServerError
 
 NOWHERE = "http://127.0.0.1:9/api"
 

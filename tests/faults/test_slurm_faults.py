@@ -11,10 +11,10 @@ import pytest
 import slurm_stage
 import tiny
 
-from flows.runner import Built
+from flows.running.runner import Built
 from flows.store.store import Store
-from stages.errors import DataError, RecipeError, RefreshStoppedError, StageCrashError, StageTimeoutError
-from stages.supervisor import descendants
+from stages.core.errors import DataError, RecipeError, RefreshStoppedError, StageCrashError, StageTimeoutError
+from stages.core.supervisor import descendants
 from tests.cluster_stages import messages
 from tests.slurm_cluster import SlurmCluster, eventually, running_cluster, why_not
 

@@ -10,10 +10,10 @@ import pytest
 import tiny
 
 from flows.launch import local
-from flows.runner import run_stage
+from flows.running.runner import run_stage
 from flows.store.store import Store
-from stages.errors import DataError, StageCrashError, StageTimeoutError, StoreError, TransientError
-from stages.supervisor import TOKEN_VARIABLE, marked_processes
+from stages.core.errors import DataError, StageCrashError, StageTimeoutError, StoreError, TransientError
+from stages.core.supervisor import TOKEN_VARIABLE, marked_processes
 
 
 @pytest.fixture

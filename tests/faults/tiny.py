@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from flows.launch import local
-from flows.plan import PlannedStage, plan
+from flows.planning.plan import PlannedStage, plan
 from flows.recipe.recipe import load_stages
-from flows.runner import Attempt, Built, Outcome, run_stage
+from flows.running.runner import Attempt, Built, Outcome, run_stage
 from flows.store.store import Store
-from stages.contract import StageConfig
-from stages.errors import RefreshStoppedError
-from stages.supervised import Supervised
-from stages.supervisor import living_processes
+from stages.core.contract import StageConfig
+from stages.core.errors import RefreshStoppedError
+from stages.core.supervised import Supervised
+from stages.core.supervisor import living_processes
 
 PATIENCE_S = 300.0
 SCRIPT = Path(__file__).with_name("tiny_stage.py")

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stages.train import log_probabilities
-from stages.train.attention import packed_attention
-from stages.train.data.batch import IGNORED
-from stages.train.documents import PackedDocuments
-from stages.train.log_probabilities import token_log_probabilities
+from stages.data.batch import IGNORED
+from stages.engines import log_probabilities
+from stages.engines.attention import packed_attention
+from stages.engines.documents import PackedDocuments
+from stages.engines.log_probabilities import token_log_probabilities
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

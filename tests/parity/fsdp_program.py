@@ -15,12 +15,12 @@ from pathlib import Path
 
 import torch
 
-from stages.contract import is_main_process
+from stages.core.contract import is_main_process
+from stages.data.batch import IGNORED, Batch
+from stages.engines.fsdp.engine import FsdpEngine
+from stages.engines.losses import SftLoss
+from stages.parallel.processes import joined_processes
 from stages.train.config import TrainConfig
-from stages.train.data.batch import IGNORED, Batch
-from stages.train.fsdp.engine import FsdpEngine
-from stages.train.losses import SftLoss
-from stages.train.processes import joined_processes
 
 Row = list[list[int]]
 

@@ -18,20 +18,20 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from stages.data.batch import Batch
+from stages.engines.losses import Loss, build_loss
+from stages.engines.megatron.compat import prepare_megatron
+from stages.parallel.processes import joined_processes
 from stages.train.config import TrainConfig
-from stages.train.data.batch import Batch
-from stages.train.losses import Loss, build_loss
-from stages.train.megatron.compat import prepare_megatron
-from stages.train.processes import joined_processes
 from tests.parity.fsdp_program import pack
 from tests.parity.megatron_cases import Case, cases, global_batches, train_config
 
 prepare_megatron()
-from stages.train.megatron.engine import MegatronEngine  # noqa: E402
-from stages.train.megatron.parallel import represents_share  # noqa: E402
-from stages.train.megatron.parts import local_parts  # noqa: E402
-from stages.train.megatron.shards import local_shards  # noqa: E402
-from stages.train.megatron.weights import named_weights  # noqa: E402
+from stages.engines.megatron.engine import MegatronEngine  # noqa: E402
+from stages.engines.megatron.parallel import represents_share  # noqa: E402
+from stages.engines.megatron.parts import local_parts  # noqa: E402
+from stages.engines.megatron.shards import local_shards  # noqa: E402
+from stages.engines.megatron.weights import named_weights  # noqa: E402
 
 
 @dataclass(frozen=True)

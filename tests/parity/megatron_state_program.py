@@ -24,23 +24,23 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from stages.contract import is_main_process
-from stages.errors import ModelError
-from stages.train import export
+from stages.core.contract import is_main_process
+from stages.core.errors import ModelError
+from stages.engines import export
+from stages.engines.losses import SftLoss
+from stages.engines.megatron.compat import prepare_megatron
+from stages.models.shape import ModelShape
+from stages.parallel.processes import joined_processes
 from stages.train.config import TrainConfig
-from stages.train.losses import SftLoss
-from stages.train.megatron.compat import prepare_megatron
-from stages.train.processes import joined_processes
-from stages.train.shape import ModelShape
 from tests.parity.fsdp_program import pack
 from tests.parity.megatron_cases import EPSILON, LEARNING_RATE, NUM_ROWS, WEIGHT_DECAY, global_batches
 
 prepare_megatron()
-from stages.train.fsdp.engine import FsdpEngine  # noqa: E402
-from stages.train.megatron.engine import MegatronEngine  # noqa: E402
-from stages.train.megatron.model import build_model_chunks  # noqa: E402
-from stages.train.megatron.parallel import start_model_parallel  # noqa: E402
-from stages.train.megatron.weights import export_weights, load_weights  # noqa: E402
+from stages.engines.fsdp.engine import FsdpEngine  # noqa: E402
+from stages.engines.megatron.engine import MegatronEngine  # noqa: E402
+from stages.engines.megatron.model import build_model_chunks  # noqa: E402
+from stages.engines.megatron.parallel import start_model_parallel  # noqa: E402
+from stages.engines.megatron.weights import export_weights, load_weights  # noqa: E402
 
 NUM_STEPS_BEFORE = 2
 ENGINES = {"fsdp": FsdpEngine, "megatron": MegatronEngine}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stages.contract import StageResult
+from stages.core.contract import StageResult
 from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end
 
 NUM_STEPS = 50

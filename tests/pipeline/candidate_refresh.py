@@ -10,9 +10,9 @@ from pathlib import Path
 
 from flows.cli import run_command
 from flows.launch import local
-from flows.refresh_run import RefreshRequest
-from stages.contract import StageConfig, StageInput
-from stages.supervised import Supervised
+from flows.running.refresh_run import RefreshRequest
+from stages.core.contract import StageConfig, StageInput
+from stages.core.supervised import Supervised
 from tests.promotion import write_evaluation, write_model
 
 NUM_DOCUMENTS = 100

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from flows.home import store_root
-from flows.registrations import Registration
+from flows.champion.registrations import Registration
+from flows.champion.registry import Registry
+from flows.ledger.home import store_root
 from flows.store.store import Store
-from flows.tracking.registry import Registry
-from stages.serve.launch import LaunchSpec
+from stages.serving.launch import LaunchSpec
 from tests.promotion import NAME, commit, own_mlflow, planned_stages
 from tests.serving import API_KEY, SERVING, is_port_free, make_model, served_processes, wait_for
 

@@ -11,8 +11,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from stages.contract import StageResult
-from stages.errors import DownloadError
+from stages.core.contract import StageResult
+from stages.core.errors import DownloadError
 from stages.evaluate.config import EvaluateConfig
 from tests.hub_server import HubServer, running_hub
 from tests.serving import SERVING, make_model, run_to_the_end, write_work

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from refreshes import LIFECYCLE, Home, states
 
-from stages.errors import NotPromotedError, StoreError, TransientError
+from stages.core.errors import NotPromotedError, StoreError, TransientError
 from tests.promotion import NAME, candidate_tree
 from tests.serving import write_tasks
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from stages.contract import StageInput
+from stages.core.contract import StageInput
 from stages.quantize.divergence import measure_divergence
 
 VOCABULARY = [f"n{number}" for number in range(32)]
@@ -246,7 +246,7 @@ def test_progress_and_milestones_are_told(built):
 
 
 def test_shapes_are_judged_as_the_cpu_kernel_of_vllm_judges_them():
-    from stages.errors import RecipeError
+    from stages.core.errors import RecipeError
     from stages.quantize.config import QuantizeConfig
     from stages.quantize.projections import Projection
     from stages.quantize.servability import check_servable

@@ -3,7 +3,7 @@
 import pytest
 from refreshes import Home, after, model, stage, states
 
-from stages.errors import DataError
+from stages.core.errors import DataError
 
 SECRET = "do-not-tell-8d1f"
 

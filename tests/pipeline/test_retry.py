@@ -14,7 +14,7 @@ import time
 import pytest
 from refreshes import TINY_REFRESH, after, eventually, finish, model, stage, states
 
-from stages.errors import DataError, StoreError
+from stages.core.errors import DataError, StoreError
 
 pytestmark = pytest.mark.timeout(900)
 DETECTION_BOUND_S = 120

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from stages.contract import StageResult
+from stages.core.contract import StageResult
 from stages.evaluate.tasks import select_tasks
-from stages.serve.client import Client
+from stages.serving.client import Client
 from tests.serving import (
     API_KEY,
     SERVING,

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from stages.errors import StageCrashError
+from stages.core.errors import StageCrashError
 from tests.cluster_stages import Refresh
 from tests.slurm_cluster import eventually, running_cluster, why_not
 from tests.train_stage import logged, make_artifacts

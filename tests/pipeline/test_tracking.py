@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from flows.history import AttemptRecord, RefreshFolder, RefreshRecord, StageEntry, end_attempt
-from flows.process_identity import ProcessIdentity
+from flows.ledger.history import AttemptRecord, RefreshFolder, RefreshRecord, StageEntry, end_attempt
+from flows.ledger.process_identity import ProcessIdentity
 from flows.tracking.shipper import EXPERIMENT, Shipper
 
 

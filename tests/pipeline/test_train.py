@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from stages.contract import StageResult
+from stages.core.contract import StageResult
 from stages.train.run import run
 from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end, start
 

@@ -14,7 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from stages.download.builtin.addition import split_problems
-from stages.model_folder import WEIGHTS_FILE, follow_file_mask
+from stages.models.model_folder import WEIGHTS_FILE, follow_file_mask
 
 SEED = 0
 VOCABULARY_SIZE = 288

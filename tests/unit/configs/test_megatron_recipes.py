@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from flows.recipe.recipe import load_recipe
-from stages.train.legality import layout_problems
-from stages.train.planner.memory import memory
-from stages.train.planner.workload import Workload
-from stages.train.shape import ModelShape
+from stages.models.shape import ModelShape
+from stages.parallel.legality import layout_problems
+from stages.planner.memory import memory
+from stages.planner.workload import Workload
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 GPU_GIB = 80

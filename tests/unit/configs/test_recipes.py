@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from flows.plan import plan
+from flows.planning.plan import plan
 from flows.recipe.recipe import load_recipe
 from flows.store.record import Index
+from stages.data.formats import Conversation
+from stages.data.templates import ChatTemplate
 from stages.quantize.projections import Projection
 from stages.quantize.servability import Heads, check_servable
-from stages.train.data.formats import Conversation
-from stages.train.data.templates import ChatTemplate
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 RECIPES = sorted(CONFIGS.glob("*.yaml"))

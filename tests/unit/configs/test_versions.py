@@ -7,7 +7,7 @@ recipe says something else. After such a change: `python tests/unit/configs/test
 import json
 from pathlib import Path
 
-from flows.plan import plan
+from flows.planning.plan import plan
 from flows.recipe.recipe import load_recipe
 from flows.store.record import Index
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flows.cli.main import cli
-from flows.plan import plan
+from flows.planning.plan import plan
 from flows.recipe.recipe import load_recipe
 from flows.store.record import Index
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.plan import Plan, PlannedStage, plan
+from flows.planning.plan import Plan, PlannedStage, plan
 from flows.recipe.recipe import Recipe, load_stages
 from flows.store.content import content_digest, hash_files
 from flows.store.record import Artifact, Record, UpstreamEntry

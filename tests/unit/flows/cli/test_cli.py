@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flows.cli.main import main
-from stages.errors import RecipeError, StoreError, error_classes
+from stages.core.errors import RecipeError, StoreError, error_classes
 
 LIFECYCLE = Path(sys.executable).with_name("lifecycle")
 RECIPE = """

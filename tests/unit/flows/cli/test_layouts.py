@@ -8,8 +8,8 @@ import json
 import pytest
 
 from flows.cli.main import main
-from flows.layout_advice import parse_layout
-from stages.errors import DataError, LayoutError, ModelError, RecipeError
+from flows.planning.layout_advice import parse_layout
+from stages.core.errors import DataError, LayoutError, ModelError, RecipeError
 
 CONFIG = {
     "model_type": "llama",

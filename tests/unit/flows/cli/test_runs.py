@@ -3,8 +3,8 @@
 import pytest
 
 from flows.cli.runs import as_text, stage_runs
-from flows.history import AttemptRecord, RefreshRecord, Shipped, ShippedAttempt, end_attempt, folder_of
-from flows.process_identity import ProcessIdentity
+from flows.ledger.history import AttemptRecord, RefreshRecord, Shipped, ShippedAttempt, end_attempt, folder_of
+from flows.ledger.process_identity import ProcessIdentity
 
 
 @pytest.fixture(autouse=True)

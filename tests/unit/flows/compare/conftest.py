@@ -4,7 +4,7 @@ import pytest
 
 from flows.compare.figures import Row
 from flows.compare.record import ComparisonRecord, LayoutEntry, TrialEntry
-from flows.process_identity import ProcessIdentity
+from flows.ledger.process_identity import ProcessIdentity
 
 TOKENS_PER_STEP = 100.0
 

@@ -13,10 +13,10 @@ from flows.compare.calibration import (
     with_constants,
 )
 from flows.tracking.logged_runs import LoggedRun
-from stages.train.layout import Layout
-from stages.train.planner.hardware import from_yaml
-from stages.train.prediction import cpu_of, shape_as_text
-from stages.train.shape import ModelShape
+from stages.models.shape import ModelShape
+from stages.parallel.layout import Layout
+from stages.planner.hardware import from_yaml
+from stages.planner.prediction import cpu_of, shape_as_text
 
 START = cpu_of(4)
 TRUTH = with_constants(

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flows.compare.layouts import read_layouts, text_of
-from stages.errors import RecipeError
+from stages.core.errors import RecipeError
 from stages.train.config import TrainConfig
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from flows.compare.logged import rows_of_runs
 from flows.tracking.logged_runs import LoggedRun
-from stages.errors import RecipeError
+from stages.core.errors import RecipeError
 
 PARAMS = {
     "engine": "fsdp",

@@ -10,7 +10,7 @@ from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alph
 from flows.launch.cluster import order_of
 from flows.launch.manifests import job_manifests
 from flows.launch.serving_manifests import Replicas, serving_manifests
-from stages.errors import RecipeError
+from stages.core.errors import RecipeError
 from stages.kinds import KINDS
 
 ROOT = Path(__file__).parents[4]

@@ -9,7 +9,7 @@ from flows.launch.slurm_client import JobView, parse_job
 from flows.launch.slurm_jobs import sbatch_arguments
 from flows.launch.slurm_jobs import verdict as slurm_verdict
 from flows.launch.verdict import Failed, Finished, Interrupted, Running, Waiting
-from stages.errors import ResourceError, StageCrashError, StageTimeoutError
+from stages.core.errors import ResourceError, StageCrashError, StageTimeoutError
 from stages.kinds import KINDS
 
 PRINTED = (

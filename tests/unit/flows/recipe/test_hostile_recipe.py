@@ -3,7 +3,7 @@
 import pytest
 
 from flows.recipe.recipe import load_recipe
-from stages.errors import RecipeError
+from stages.core.errors import RecipeError
 
 RECIPE = "name: small\nstages:\n  base: {kind: download, model: builtin/qwen3-1m}\n"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from flows.recipe.recipe import Recipe, json_schema, load_recipe
-from stages.errors import RecipeError
+from stages.core.errors import RecipeError
 
 QUICKSTART = Path(__file__).parents[4] / "configs" / "quickstart.yaml"
 

@@ -12,7 +12,7 @@ import pytest
 
 from flows.store.content import PENDING_RECORD_FILE, FileEntry
 from flows.store.store import Store
-from stages.errors import ResourceError, StoreError
+from stages.core.errors import ResourceError, StoreError
 
 
 @pytest.fixture

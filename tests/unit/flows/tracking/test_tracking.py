@@ -2,7 +2,7 @@
 
 import json
 
-from flows.plan import plan
+from flows.planning.plan import plan
 from flows.recipe.recipe import load_recipe
 from flows.store.record import Index
 from flows.tracking.labels import flatten, params_of, tags_of

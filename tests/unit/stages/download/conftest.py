@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.contract import StageContext, StageResult
+from stages.core.contract import StageContext, StageResult
 from stages.download import patience
 from stages.download.config import DownloadConfig
 from stages.download.run import run

@@ -10,8 +10,8 @@ import yaml
 from stages.download.builtin import addition, addition_preferences, held_out
 from stages.download.builtin.addition import Problem, split_problems
 from stages.download.builtin.catalog import BUILTINS
-from stages.model_folder import check_model_folder
-from stages.train.shape import ModelShape
+from stages.models.model_folder import check_model_folder
+from stages.models.shape import ModelShape
 
 TASKS = Path(__file__).parents[4] / "configs" / "tasks"
 

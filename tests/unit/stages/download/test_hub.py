@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from stages.contract import StageResult
+from stages.core.contract import StageResult
+from stages.core.errors import DataError, DownloadError, LifecycleError, ModelError, ResourceError, TransientError
 from stages.download.config import DownloadConfig
-from stages.errors import DataError, DownloadError, LifecycleError, ModelError, ResourceError, TransientError
 from tests.hub_repository import model_files
 from tests.hub_server import Fault, HubServer
 from tests.unit.stages.download.conftest import Download

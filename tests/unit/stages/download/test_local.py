@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from stages.core.errors import DataError, DownloadError, ModelError
 from stages.download.config import DownloadConfig
-from stages.errors import DataError, DownloadError, ModelError
 from tests.hub_repository import model_files
 from tests.unit.stages.download.conftest import Download
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.errors import EvaluationError
+from stages.core.errors import EvaluationError
 from stages.evaluate import installed_tasks
 from stages.evaluate.tasks import hub_datasets, select_tasks
 

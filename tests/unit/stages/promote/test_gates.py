@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from stages.errors import EvaluationError
+from stages.core.errors import EvaluationError
 from stages.promote.config import GatesConfig
 from stages.promote.gates import Figures, judge
 from stages.promote.paired import Difference

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from stages.errors import EvaluationError
+from stages.core.errors import EvaluationError
 from stages.promote.paired import Scores, compare, paired_difference
 from tests.promotion import write_evaluation
 

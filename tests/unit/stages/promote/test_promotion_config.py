@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from flows.recipe.recipe import load_stages
-from flows.version import identity_of
-from stages.errors import RecipeError
+from flows.recipe.version import identity_of
+from stages.core.errors import RecipeError
 from tests.promotion import candidate_tree
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from stages.contract import StageContext
-from stages.errors import EvaluationError
+from stages.core.contract import StageContext
+from stages.core.errors import EvaluationError
 from stages.promote.config import PromoteConfig
 from stages.promote.run import run
 from stages.promote.verdict import CHAMPION_FILE, Champion, Standing, Verdict

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stages.errors import RecipeError
+from stages.core.errors import RecipeError
 from stages.quantize.config import QuantizeConfig
 from stages.quantize.projections import Projection
 from stages.quantize.servability import Heads, caveats, check_servable, quantized

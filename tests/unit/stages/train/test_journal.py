@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from stages.contract import StageContext
+from stages.core.contract import StageContext
 from stages.train.journal import Journal, read_metrics
 
 NUM_STEPS = 20

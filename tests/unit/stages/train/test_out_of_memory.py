@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stages.errors import ResourceError
+from stages.core.errors import ResourceError
 from stages.train.out_of_memory import explained_out_of_memory
 from tests.train_stage import make_config
 

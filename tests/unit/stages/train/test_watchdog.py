@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 
-from stages.errors import TransientError
+from stages.core.errors import TransientError
 from stages.train.watchdog import Watchdog, stacks
 
 HANGING = """

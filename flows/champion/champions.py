@@ -1,0 +1,87 @@
+"""Champions as the command line needs them: where MLflow is, where in the store a champion is, what must be kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+
+from flows.champion.registrations import registrations
+from flows.champion.registry import RegisteredVersion, Registry
+from flows.ledger.home import store_root
+from flows.servers import local as servers
+from flows.store.record import Artifact
+from flows.store.store import Store
+from stages.core.errors import LifecycleError, ServerError, StoreError
+from stages.serving.config import ServingConfig
+from stages.serving.launch import LaunchSpec
+from stages.serving.vllm_program import find_vllm
+
+URI_PREFIX = "models:/"
+URI = re.compile(r"models:/(?P<name>[^/@]+)@(?P<alias>[^/@]+)")
+
+
+def connect() -> Registry:
+    """The registry of the MLflow that is named, or runs here. Raises ServerError when there is none."""
+    if not os.environ.get("MLFLOW_TRACKING_URI"):
+        ours = next(one for one in servers.status() if one.name == "mlflow")
+        if not (ours.url and ours.healthy):
+            raise ServerError("the local MLflow server, which knows the champions, is not running; `lifecycle up`")
+        os.environ["MLFLOW_TRACKING_URI"] = ours.url
+    return Registry()
+
+
+def parse(uri: str) -> tuple[str, str]:
+    """Name and alias of `models:/NAME@ALIAS`. Raises StoreError for anything else."""
+    found = URI.fullmatch(uri)
+    if found is None:
+        raise StoreError(
+            f"{uri} names no registered model; expected models:/NAME@ALIAS, such as models:/adder@champion"
+        )
+    return found["name"], found["alias"]
+
+
+def find(registry: Registry, name: str, alias: str) -> RegisteredVersion:
+    """The version that an alias points to. Raises StoreError when there is none."""
+    version = registry.find(name, alias)
+    if version is None:
+        raise StoreError(f"MLflow's registry has no {alias} of {name}; a stage of kind promote makes one")
+    return version
+
+
+def artifact_of(version: RegisteredVersion, key: str) -> Artifact:
+    """An artifact (`kind/version`) that belongs to a registered version. Raises StoreError when it is not here."""
+    store = Store(store_root())
+    found = store.find(*key.split("/"))
+    if found is None:
+        raise StoreError(f"version {version.number} of {version.name} is {key}, which is not in the store {store.root}")
+    return found
+
+
+def launch_spec(version: RegisteredVersion) -> LaunchSpec:
+    """How to serve a registered version under its registered name: as the serve stage of its promotion did, if any."""
+    serving = ServingConfig()
+    if version.registration.server:
+        launch = json.loads((artifact_of(version, version.registration.server).folder / "launch.json").read_text())
+        serving = ServingConfig.model_validate(launch["serving"])
+    model = artifact_of(version, version.registration.model).folder / "model"
+    return LaunchSpec(model=model, served_name=version.name, serving=serving, vllm_version=find_vllm().version)
+
+
+def kept_versions() -> frozenset[str]:
+    """Versions of artifacts that some alias points to.
+
+    Where MLflow cannot be asked, or does not know a name that was registered, all that was ever registered is kept.
+    """
+    noted = registrations()
+    if not noted:
+        return frozenset()
+    try:
+        pointed_at = connect().pointed_at()
+    except LifecycleError as error:
+        print(f"keeping every model that was ever registered, since MLflow cannot be asked: {error}", file=sys.stderr)
+        pointed_at = {}
+    kept = {artifact for artifacts in pointed_at.values() for artifact in artifacts}
+    kept |= {artifact for one in noted if one.name not in pointed_at for artifact in one.artifacts}
+    return frozenset(artifact.rpartition("/")[2] for artifact in kept)

@@ -1,0 +1,221 @@
+"""Champions in MLflow's model registry: who is, who was, and how one follows another.
+
+A registered version points into our store by its tags and holds no weights. Two aliases matter: `champion`, and
+`previous`, whom a rollback brings back. Each alias is moved by one request, `previous` first: a crash at any point
+leaves one valid champion, and doing the same again completes what was begun.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flows.champion.registrations import Registration, note
+from flows.tracking.shipper import CLIENT_ENVIRONMENT, experiment_id
+from stages.core.errors import LifecycleError, ServerError, StoreError, TransientError
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+CHAMPION = "champion"
+PREVIOUS = "previous"
+TAG = "lifecycle."
+ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
+"""MLflow's codes for a model that does not exist, and for an alias that it lacks."""
+PASSING = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE")
+REFUSED = ("PERMISSION_DENIED", "UNAUTHENTICATED")
+
+
+@dataclass(frozen=True)
+class RegisteredVersion:
+    """A version of a registered model. `predecessor`: who was champion before it."""
+
+    registration: Registration
+    number: str
+    predecessor: str | None
+
+    @property
+    def name(self) -> str:
+        """Of the registered model."""
+        return self.registration.name
+
+
+class Registry:
+    """MLflow's model registry. Raises TransientError when MLflow does not answer, ServerError when it refuses."""
+
+    def __init__(self) -> None:
+        """Connect to the MLflow that MLFLOW_TRACKING_URI names."""
+        os.environ.update(CLIENT_ENVIRONMENT)
+        if not os.environ.get("MLFLOW_TRACKING_URI"):
+            raise ServerError("there is no MLflow to ask for the champion: MLFLOW_TRACKING_URI is not set")
+        from mlflow import MlflowClient
+
+        self._client: MlflowClient = MlflowClient()
+
+    def find(self, name: str, alias: str = CHAMPION) -> RegisteredVersion | None:
+        """The version that an alias points to; None when there is no such model or alias."""
+        from mlflow.exceptions import MlflowException
+
+        with _explained(f"asking for the {alias} of {name}"):
+            try:
+                return _registered(self._client.get_model_version_by_alias(name, alias))
+            except MlflowException as error:
+                if error.error_code in ABSENT:
+                    return None
+                raise
+
+    def register(self, registration: Registration, predecessor: str | None) -> RegisteredVersion:
+        """Register a candidate, or bring the version of the very same content up to date."""
+        note(registration)
+        with _explained(f"registering a version of {registration.name}"):
+            self._ensure_model(registration.name)
+            found = self._client.search_model_versions(
+                f"name = '{registration.name}' and tags.`{TAG}digest` = '{registration.digest}'"
+            )
+            number = str(found[0].version) if found else self._create(registration)
+            tags = _tags(registration) | ({f"{TAG}predecessor": predecessor} if predecessor else {})
+            for tag, value in tags.items():
+                self._client.set_model_version_tag(registration.name, number, tag, value)
+        return RegisteredVersion(registration, number, predecessor)
+
+    def promote(self, candidate: RegisteredVersion, champion: str | None) -> None:
+        """Make `candidate` champion in place of version `champion`, by whose side it was judged.
+
+        Raises TransientError when somebody else has become champion since.
+        """
+        current = self.find(candidate.name)
+        if (current.number if current else None) != champion:
+            raise TransientError(
+                f"while the candidate for {candidate.name} was compared with {_version(champion)}, another became "
+                f"champion ({_version(current.number if current else None)}); it must be compared again"
+            )
+        self._move(candidate.name, candidate.number, champion)
+
+    def rollback(self, name: str) -> RegisteredVersion:
+        """Make the previous champion champion again, and the present one `previous`. Raises StoreError without one."""
+        champion, previous = self.find(name), self.find(name, PREVIOUS)
+        if champion is None:
+            raise StoreError(f"rolling back {name}: MLflow knows no champion of that name; a promotion makes one")
+        if previous and previous.number != champion.number:
+            target: str | None = previous.number
+        else:  # a promotion was cut short between its two moves, or there never was one before
+            target = champion.predecessor
+        if target is None:
+            raise StoreError(
+                f"rolling back {name}: version {champion.number} is its first champion, before it was none"
+            )
+        self._move(name, target, champion.number)
+        restored = self.find(name)
+        assert restored
+        return restored
+
+    def pointed_at(self) -> dict[str, frozenset[str]]:
+        """Registered model → artifacts (`kind/version`) of its versions that some alias points to, moved by anybody."""
+        with _explained("asking for the aliases of registered models"):
+            return {model.name: frozenset(self._aliased(model)) for model in self._models()}
+
+    def _aliased(self, model: Any) -> Iterator[str]:
+        for number in {str(number) for number in model.aliases.values()}:
+            version = self._client.get_model_version(model.name, number)
+            if f"{TAG}model" in version.tags:
+                yield from _registered(version).registration.artifacts
+
+    def _models(self) -> Iterator[Any]:
+        page = self._client.search_registered_models()
+        yield from page
+        while page.token:
+            page = self._client.search_registered_models(page_token=page.token)
+            yield from page
+
+    def _move(self, name: str, champion: str, previous: str | None) -> None:
+        with _explained(f"making version {champion} champion of {name}"):
+            if previous:
+                self._client.set_registered_model_alias(name, PREVIOUS, previous)
+            self._client.set_registered_model_alias(name, CHAMPION, champion)
+
+    def _ensure_model(self, name: str) -> None:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self._client.create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+
+    def _create(self, registration: Registration) -> str:
+        model = self._external_model(registration)
+        version = self._client.create_model_version(
+            registration.name,
+            source=f"models:/{model}",
+            run_id=registration.mlflow_run_id,
+            tags=_tags(registration),
+            model_id=model,
+        )
+        return str(version.version)
+
+    def _external_model(self, registration: Registration) -> str:
+        """Id of MLflow's entry for weights that lie elsewhere; one that a crash left without a version is taken up."""
+        import mlflow
+
+        experiment = experiment_id(self._client)
+        wanted = f"name = '{registration.name}' and tags.`{TAG}digest` = '{registration.digest}'"
+        if found := self._client.search_logged_models([experiment], wanted):
+            return str(found[0].model_id)
+        tags = _tags(registration)
+        return str(mlflow.create_external_model(registration.name, tags=tags, experiment_id=experiment).model_id)
+
+
+def _tags(registration: Registration) -> dict[str, str]:
+    tags = {
+        "model": registration.model,
+        "digest": registration.digest,
+        "evaluations": ",".join(registration.evaluations),
+        "server": registration.server,
+    }
+    return {f"{TAG}{name}": value for name, value in tags.items() if value}
+
+
+def _registered(version: Any) -> RegisteredVersion:
+    """Of MLflow's entity. Raises StoreError for a version that somebody registered by other means."""
+    tags = version.tags
+    if f"{TAG}model" not in tags:
+        raise StoreError(
+            f"version {version.version} of {version.name} in MLflow's registry names no artifact of a store: it was "
+            "not registered by a promotion; move the alias to a version that was"
+        )
+    registration = Registration(
+        name=version.name,
+        model=tags[f"{TAG}model"],
+        digest=tags[f"{TAG}digest"],
+        evaluations=tuple(filter(None, tags.get(f"{TAG}evaluations", "").split(","))),
+        server=tags.get(f"{TAG}server"),
+        mlflow_run_id=version.run_id or None,
+    )
+    return RegisteredVersion(registration, str(version.version), tags.get(f"{TAG}predecessor"))
+
+
+def _version(number: str | None) -> str:
+    return f"version {number}" if number else "none"
+
+
+@contextmanager
+def _explained(doing: str) -> Iterator[None]:
+    """Turn what MLflow's client raises into our errors."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        yield
+    except MlflowException as error:
+        where = f"{doing}: MLflow at {os.environ['MLFLOW_TRACKING_URI']}"
+        if error.error_code in REFUSED:
+            raise ServerError(f"{where} refuses: {error}; check MLFLOW_TRACKING_USERNAME and _PASSWORD") from error
+        remedy = "see `lifecycle status`, and run again: it goes on here"
+        raise _kind_of(error)(f"{where} did not do it: {error}; {remedy}") from error
+
+
+def _kind_of(error: Exception) -> type[LifecycleError]:
+    passing = getattr(error, "error_code", "") in PASSING
+    return TransientError if passing else ServerError

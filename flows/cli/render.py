@@ -1,0 +1,38 @@
+"""What a stage of a recipe is in Kubernetes: the manifests that the launcher creates, or those that serve a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flows.launch.cluster import order_of
+from flows.launch.job_folder import HEARTBEAT_PATIENCE_S
+from flows.launch.manifests import Manifest, job_manifests
+from flows.launch.serving_manifests import Replicas, serving_manifests
+from flows.ledger.home import home
+from flows.planning.plan import PlannedStage
+from flows.running.refresh_run import PlannedRefresh, RefreshRequest, make_plan
+from stages.core.errors import RecipeError
+
+
+def render(recipe: Path, stage: str, overrides: tuple[str, ...], replicas: Replicas) -> list[Manifest]:
+    """Raises `RecipeError` when the stage is none of Kubernetes, or what it is to serve is not built yet."""
+    made = make_plan(RefreshRequest(str(recipe.absolute()), overrides, until=stage))
+    planned = made.plan.stages[stage]
+    if planned.config.product == "server":
+        return serving_manifests(stage, _model_of(made, planned), planned.version, home(), planned.config, replicas)
+    if planned.config.execution.launcher != "kubernetes":
+        found = planned.config.execution.launcher
+        raise RecipeError(f"stages.{stage}.execution.launcher: found {found}, expected kubernetes to render manifests")
+    work = made.store.work_folder(planned.kind, planned.name, planned.resume_key)
+    command = ["-m", "stages", str(work)]
+    return job_manifests(order_of(stage, work, planned.config, command, HEARTBEAT_PATIENCE_S))
+
+
+def _model_of(made: PlannedRefresh, planned: PlannedStage) -> Path:
+    """The folder of the built model that a serve stage refers to."""
+    name = planned.config.references()["model"]
+    upstream = made.plan.stages[name]
+    found = made.store.find(upstream.kind, upstream.version)
+    if found is None:
+        raise RecipeError(f"{planned.name} serves {name}, which is not built yet; run the recipe first")
+    return found.folder / "model"

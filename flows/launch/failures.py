@@ -1,0 +1,106 @@
+"""How a stage process ended badly → the error that says so."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from flows.store.content import LOG_FILE
+from stages.core.contract import StageFailure, StageResult
+from stages.core.errors import LifecycleError, ResourceError, StageCrashError, TransientError, error_classes
+
+LOG_TAIL_LINES = 15
+LOG_TAIL_BYTES = 16_384
+TORCHRUN_ROOT_CAUSE = re.compile(
+    r"Root Cause \(first observed failure\).*?rank\s*:\s*(?P<rank>\d+).*?exitcode\s*:\s*(?P<code>-?\d+)", re.DOTALL
+)
+
+TORCHRUN_FAILURE = re.compile(r"^ *rank +: (?P<rank>\d+).*?^ *exitcode +: (?P<code>-?\d+)", re.DOTALL | re.MULTILINE)
+
+
+def failure_of(work: Path, name: str, exit_code: int) -> LifecycleError:
+    """The error of a stage that exited with a code other than 0.
+
+    Its own (`error.json`) when it left one; otherwise a `StageCrashError` that names signal, rank, log and last lines.
+    """
+    failure = _left_behind(work)
+    known = error_classes()
+    if failure and failure.error in known:
+        return known[failure.error](failure.message)
+    killed = _killed_rank(work)
+    if failure and killed:  # the others only noticed that it was gone
+        return StageCrashError(f"{name} ended, because {killed}\n{_log_excerpt(work)}")
+    if failure:
+        return StageCrashError(f"{name} failed: {failure.error}: {failure.message}\n{_log_excerpt(work)}")
+    if exit_code == TransientError.exit_code:
+        return TransientError(f"{name} asked to be tried again\n{_log_excerpt(work)}")
+    if exit_code == ResourceError.exit_code:  # on a full disk, the exit code is all that a stage can leave
+        return ResourceError(
+            f"{name} did not get the disk space, memory, device or port it needs\n{_log_excerpt(work)}"
+        )
+    return StageCrashError(f"{name} {_manner_of_death(work, exit_code)}, without a word\n{_log_excerpt(work)}")
+
+
+def read_result(work: Path, name: str) -> StageResult:
+    """`result.json` of a stage that exited with 0."""
+    try:
+        return StageResult.model_validate_json((work / "result.json").read_bytes())
+    except (OSError, ValidationError) as error:
+        reason = f"{name} exited with 0, but left no readable result.json ({error})"
+        raise StageCrashError(f"{reason}\n{_log_excerpt(work)}") from error
+
+
+def _left_behind(work: Path) -> StageFailure | None:
+    try:
+        return StageFailure.model_validate_json((work / "error.json").read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def _manner_of_death(work: Path, exit_code: int) -> str:
+    if exit_code < 0:
+        return f"ended, because its supervisor was killed by {_signal_name(-exit_code)}"
+    root_causes = list(TORCHRUN_ROOT_CAUSE.finditer(_log_tail(work)))
+    if root_causes:
+        return f"ended, because rank {root_causes[-1]['rank']} {_how(int(root_causes[-1]['code']))}"
+    return _how(exit_code)
+
+
+def _killed_rank(work: Path) -> str | None:
+    """The rank that a signal ended, if torchrun tells of one that it did not send itself."""
+    failures = [(found["rank"], int(found["code"])) for found in TORCHRUN_FAILURE.finditer(_log_tail(work))]
+    killed = [(rank, code) for rank, code in failures if code < 0 and code != -signal.SIGTERM]
+    return f"rank {killed[-1][0]} {_how(killed[-1][1])}" if killed else None
+
+
+def _how(exit_code: int) -> str:
+    """Of a code in either convention: negative or 128 + n for signal n."""
+    number = -exit_code if exit_code < 0 else exit_code - 128
+    if number <= 0:
+        return f"exited with {exit_code}"
+    hint = " (out of memory?)" if number == signal.SIGKILL else ""
+    return f"was killed by {_signal_name(number)}{hint}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _log_excerpt(work: Path) -> str:
+    lines = _log_tail(work).splitlines()[-LOG_TAIL_LINES:]
+    return "\n".join([f"its log, {work / LOG_FILE}, ends with:", *(f"  {line}" for line in lines)])
+
+
+def _log_tail(work: Path) -> str:
+    try:
+        with (work / LOG_FILE).open("rb") as stream:
+            stream.seek(max(0, (work / LOG_FILE).stat().st_size - LOG_TAIL_BYTES))
+            return stream.read().decode(errors="replace")
+    except OSError:
+        return ""

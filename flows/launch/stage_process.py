@@ -1,0 +1,86 @@
+"""Watch a stage process: until it ends, serves, takes too long, or is told to stop."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from pydantic import ValidationError
+
+from flows.launch.failures import failure_of, read_result
+from flows.planning.plan import PlannedStage
+from stages.core.contract import StageResult
+from stages.core.errors import RefreshStoppedError, StageTimeoutError
+from stages.core.redaction import redact_files, secrets_in
+
+POLL_INTERVAL_S = 0.05
+TICK_INTERVAL_S = 0.3
+
+
+class Process(Protocol):
+    """A running stage. `token` marks its processes."""
+
+    token: str
+
+    def poll(self) -> int | None:
+        """Exit code, or None while it runs; no descendant is left once there is one."""
+
+    def stop(self) -> None:
+        """End it and all its descendants; returns when none is left."""
+
+
+def watch(
+    process: Process, planned: PlannedStage, work: Path, tick: Callable[[], None], stop: threading.Event
+) -> StageResult:
+    """Returns the stage's result once it has exited with 0, or serves (the result has a lease, the process goes on).
+
+    Raises the stage's error, `StageCrashError`, `StageTimeoutError` or `RefreshStoppedError`; the process has ended by
+    then.
+    """
+    try:
+        result = _result_while_running(process, planned, work, tick, stop)
+        if result:
+            return result
+        exit_code = process.poll()
+        redact_files(work, secrets_in({**os.environ, **planned.config.execution.environment}))
+        if exit_code:
+            raise failure_of(work, planned.name, exit_code)
+        return read_result(work, planned.name)
+    except BaseException:
+        process.stop()
+        redact_files(work, secrets_in({**os.environ, **planned.config.execution.environment}))
+        raise
+    finally:
+        tick()
+
+
+def _result_while_running(
+    process: Process, planned: PlannedStage, work: Path, tick: Callable[[], None], stop: threading.Event
+) -> StageResult | None:
+    timeout_s = planned.config.execution.timeout_s
+    started_s = ticked_s = time.monotonic()
+    while process.poll() is None:
+        now_s = time.monotonic()
+        if now_s - ticked_s >= TICK_INTERVAL_S:
+            ticked_s = now_s
+            tick()
+        if planned.config.product == "server" and (result := _leased(work)):
+            return result
+        if timeout_s is not None and now_s - started_s > timeout_s:
+            remedy = f"raise stages.{planned.name}.execution.timeout_s, or see {work / 'log.txt'}"
+            raise StageTimeoutError(f"{planned.name} ran for more than {timeout_s:g} s and was stopped; {remedy}")
+        if stop.wait(POLL_INTERVAL_S):
+            raise RefreshStoppedError(f"{planned.name} was stopped, because the refresh was told to end")
+    return None
+
+
+def _leased(work: Path) -> StageResult | None:
+    try:
+        result = StageResult.model_validate_json((work / "result.json").read_bytes())
+    except (OSError, ValidationError):
+        return None
+    return result if result.lease else None

@@ -1,0 +1,46 @@
+"""Where an artifact comes from: versions of the packages that made it, commit of this code."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import subprocess
+from pathlib import Path
+
+PACKAGES = (
+    "llm-lifecycle",
+    "torch",
+    "transformers",
+    "datasets",
+    "huggingface_hub",
+    "modelscope",
+    "llmcompressor",
+    "compressed-tensors",
+    "lm_eval",
+    "megatron-core",
+)
+
+
+@functools.cache
+def package_versions() -> dict[str, str]:
+    """Package → version, of those that are installed."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+@functools.cache
+def git_commit() -> str | None:
+    """Commit of the code, `-dirty` appended when it was changed since; None outside a git checkout."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    describe = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(describe, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

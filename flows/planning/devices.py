@@ -1,0 +1,49 @@
+"""Which slots, and which GPUs, a stage gets on this machine. Pure, but for looking whether there are GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from flows.ledger.machine import gpus
+from flows.planning.plan import Plan, PlannedStage
+from stages.core.contract import StageConfig
+from stages.core.errors import ResourceError
+
+
+def wanted_slots(config: StageConfig, count: int) -> int:
+    """Slots a stage holds, of `count`. Processes may share cores, but not GPUs; a download needs no GPU.
+
+    What runs on a cluster is queued there.
+    """
+    if config.execution.launcher != "local":
+        return 0
+    if gpus() and config.kind == "download":
+        return 0
+    return min(_devices(config), count)
+
+
+def check_devices(planned: Plan) -> None:
+    """Raises `ResourceError` when a stage that would run here wants more GPUs than there are."""
+    count = len(gpus())
+    for name, stage in planned.stages.items():
+        wanted = _devices(stage.config)
+        if stage.config.execution.launcher != "local":
+            continue
+        if count and stage.action == "run" and stage.kind != "download" and wanted > count:
+            remedy = f"change its layout, or set stages.{name}.execution.slots if processes are to share GPUs"
+            raise ResourceError(f"stage {name} wants {wanted} GPUs, this machine has {count}; {remedy}")
+
+
+def on_devices(planned: PlannedStage, numbers: Sequence[int]) -> PlannedStage:
+    """The stage, told to use just these GPUs, unless the recipe names others; its version stays."""
+    execution = planned.config.execution
+    if not gpus() or not numbers or "CUDA_VISIBLE_DEVICES" in execution.environment:
+        return planned
+    environment = {**execution.environment, "CUDA_VISIBLE_DEVICES": ",".join(map(str, numbers))}
+    execution = execution.model_copy(update={"environment": environment})
+    return replace(planned, config=planned.config.model_copy(update={"execution": execution}))
+
+
+def _devices(config: StageConfig) -> int:
+    return config.execution.slots or config.devices

@@ -1,0 +1,50 @@
+"""The shape of the model that a train stage of a recipe starts from, whether or not it has been downloaded yet.
+
+Training and quantization leave a model's shape as it is, so it is that of the download that the stage stands on: read
+from the store when it is there, else from the source itself, or a table of published models while that does not answer.
+"""
+
+from __future__ import annotations
+
+import json
+
+from flows.planning.outside import Outside
+from flows.recipe.recipe import Recipe
+from flows.recipe.version import identity_of, version_of
+from flows.store.record import Index
+from stages.core.errors import RecipeError, TransientError
+from stages.download.config import DownloadConfig
+from stages.download.peek import CONFIG_FILE, read_model_config
+from stages.models.known_models import known_model
+from stages.models.shape import ModelShape
+
+
+def shape_of_stage(recipe: Recipe, stage: str, outside: Outside, index: Index) -> ModelShape:
+    """Shape of what the field `model` of a stage leads to.
+
+    outside: of the stages that `stage` stands on, from `resolve_outside`.
+    Raises DownloadError or ModelError when it cannot be read, or is of a kind that the planner does not know.
+    """
+    name = _download_of(recipe, stage)
+    config = recipe.stages[name]
+    assert isinstance(config, DownloadConfig)
+    artifact = index.find(config.kind, version_of(identity_of(config, {}, outside[name])))
+    if artifact and not artifact.damage:
+        text = (artifact.folder / "model" / CONFIG_FILE).read_text(encoding="utf-8")
+        return ModelShape.from_config(json.loads(text))
+    if "revision" in outside[name]:
+        return ModelShape.from_config(read_model_config(config, str(outside[name]["revision"])))
+    known = known_model(str(config.model))
+    if known is None:
+        raise TransientError(f"reading the sizes of {config.model}: its hub does not answer, and no table has it")
+    return known
+
+
+def _download_of(recipe: Recipe, stage: str) -> str:
+    name = stage
+    while recipe.stages[name].kind != "download":
+        upstream = recipe.stages[name].references().get("model")
+        if upstream is None:
+            raise RecipeError(f"looking for the model of {stage}: {name} refers to none")
+        name = upstream
+    return name

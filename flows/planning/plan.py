@@ -1,0 +1,170 @@
+"""Plan: recipe + outside inputs + store index → what runs, what is cached, and why. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+from pydantic import JsonValue
+
+from flows.planning.outside import Outside
+from flows.recipe.recipe import Recipe
+from flows.recipe.text import closest
+from flows.recipe.version import Difference, Identity, differences, identity_of, resume_key_of, version_of
+from flows.store.record import Artifact, Index
+from stages.core.contract import StageConfig
+from stages.core.errors import RecipeError
+
+Action = Literal["run", "cached"]
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """One stage of a plan. `upstream` are the stages it refers to, `ancestors` all that it stands on.
+
+    A stage whose action is `run` may still be found cached when its turn comes: when its version exists and the
+    artifacts that it stands on were rebuilt with the same content.
+    """
+
+    recipe: str
+    name: str
+    kind: str
+    version: str
+    resume_key: str
+    identity: Identity
+    config: StageConfig
+    upstream: tuple[str, ...]
+    ancestors: tuple[str, ...]
+    action: Action
+    reason: str
+    differences: tuple[Difference, ...] = ()
+    forced: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The stages of a refresh, in topological order."""
+
+    recipe: str
+    stages: dict[str, PlannedStage]
+    unknown: dict[str, str] = field(default_factory=dict)
+    """Stage whose version is not known now → why: its source, or that of a stage it stands on, did not answer."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether a stage runs, and why."""
+
+    action: Action
+    reason: str
+    differences: tuple[Difference, ...] = ()
+
+
+def chosen_stages(recipe: Recipe, until: str | None) -> tuple[str, ...]:
+    """All stages, or `until` and what it stands on. Raises `RecipeError` when there is no such stage."""
+    if until is None:
+        return tuple(recipe.stages)
+    _check_names(recipe, [until])
+    return (*recipe.ancestors_of(until), until)
+
+
+def plan(
+    recipe: Recipe,
+    outside: Outside,
+    index: Index,
+    *,
+    force: Collection[str] = (),
+    until: str | None = None,
+    unreachable: Mapping[str, str] = MappingProxyType({}),
+) -> Plan:
+    """Decide for every stage (with `until`: for that stage and its ancestors) whether it runs, and say why.
+
+    outside, unreachable: of these stages, from `resolve_outside`.
+    Raises `RecipeError` when `force` or `until` names a stage that the recipe lacks.
+    """
+    _check_names(recipe, force)
+    planned: dict[str, PlannedStage] = {}
+    for name in chosen_stages(recipe, until):
+        planned[name] = _plan_stage(recipe, name, outside[name], index, planned, name in force)
+    return Plan(recipe.name, planned, _unknown(planned, unreachable))
+
+
+def _plan_stage(
+    recipe: Recipe,
+    name: str,
+    outside: dict[str, JsonValue],
+    index: Index,
+    planned: Mapping[str, PlannedStage],
+    forced: bool,
+) -> PlannedStage:
+    config = recipe.stages[name]
+    versions = {stage: planned[stage].version for stage in recipe.upstream_of(name)}
+    identity = identity_of(config, versions, outside)
+    version = version_of(identity)
+    found = index.find(config.kind, version)
+    if forced:
+        decision = Decision("run", "forced")
+    elif found is None:
+        decision = _decide_unbuilt(index.nearest(config.kind, name, identity), identity)
+    else:
+        decision = _decide_built(name, found, config.references(), index, planned)
+    return PlannedStage(
+        recipe=recipe.name,
+        name=name,
+        kind=config.kind,
+        version=version,
+        resume_key=resume_key_of(config, versions, outside),
+        identity=identity,
+        config=config,
+        upstream=recipe.upstream_of(name),
+        ancestors=recipe.ancestors_of(name),
+        action=decision.action,
+        reason=decision.reason,
+        differences=decision.differences,
+        forced=forced,
+    )
+
+
+def _unknown(planned: Mapping[str, PlannedStage], unreachable: Mapping[str, str]) -> dict[str, str]:
+    unknown = dict(unreachable)
+    for name, stage in planned.items():
+        for ancestor in stage.ancestors:
+            if ancestor in unreachable:
+                unknown.setdefault(name, f"stands on {ancestor}, whose version is not known")
+    return unknown
+
+
+def _decide_unbuilt(nearest: Artifact | None, identity: Identity) -> Decision:
+    if nearest is None:
+        return Decision("run", "never built")
+    differing = tuple(differences(nearest.record.identity, identity))
+    shown = "; ".join(map(str, differing))
+    return Decision("run", f"differs from version {nearest.record.version}: {shown}", differing)
+
+
+def _decide_built(
+    name: str, found: Artifact, references: Mapping[str, str], index: Index, planned: Mapping[str, PlannedStage]
+) -> Decision:
+    if found.damage:
+        damage = "; ".join(found.damage)
+        return Decision("run", f"damaged on disk ({damage}), so it would stop here; `--force {name}` builds it anew")
+    uncertain = [stage for stage in references.values() if planned[stage].action == "run"]
+    if uncertain:
+        return Decision("run", f"only if the content of {uncertain[0]} changes, which runs before it")
+    digests = {
+        field: upstream.record.digest
+        for field, stage in references.items()
+        if (upstream := index.find(planned[stage].kind, planned[stage].version))
+    }
+    stale = found.record.stale_field(digests)
+    if stale:
+        return Decision("run", f"upstream {references[stale]} was rebuilt with other content")
+    return Decision("cached", f"built {found.record.finished:%Y-%m-%d %H:%M} UTC")
+
+
+def _check_names(recipe: Recipe, names: Collection[str]) -> None:
+    for name in names:
+        if name not in recipe.stages:
+            raise RecipeError(f"the recipe {recipe.name} has no stage `{name}`{closest(name, recipe.stages)}")

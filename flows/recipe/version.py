@@ -1,0 +1,102 @@
+"""Versions: what identifies an artifact → twelve hex digits, and how two identities differ. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import JsonValue
+
+from stages.core.contract import StageConfig
+
+Identity = dict[str, JsonValue]
+"""{"kind", "stage_version", "config": …, "upstream": {field path: version}, "outside": {field path: …}}"""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One field that two identities do not share; None where a side lacks it. `str()` gives `field old → new`."""
+
+    field: str
+    old: JsonValue
+    new: JsonValue
+
+    def __str__(self) -> str:
+        return f"{self.field} {_show(self.old)} → {_show(self.new)}"
+
+
+def identity_of(config: StageConfig, upstream: Mapping[str, str], outside: Mapping[str, JsonValue]) -> Identity:
+    """What identifies the artifact of `config`, given upstream {stage name: version} and resolved outside inputs.
+
+    Stage names are no part of it: renaming a stage builds nothing anew.
+    """
+    return _document(config, config.identity(), upstream, outside)
+
+
+def version_of(identity: Identity) -> str:
+    """First 12 hex digits of the sha256 over the canonical JSON of an identity."""
+    return hashlib.sha256(canonical_json(identity).encode()).hexdigest()[:12]
+
+
+def resume_key_of(config: StageConfig, upstream: Mapping[str, str], outside: Mapping[str, JsonValue]) -> str:
+    """Like the version, but over `config.resume_identity()`: attempts that share it may share a work folder."""
+    return version_of(_document(config, config.resume_identity(), upstream, outside))
+
+
+def canonical_json(value: JsonValue) -> str:
+    """One text for equal values: sorted keys, no spaces, ASCII. Raises `ValueError` for NaN and infinities."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def differences(old: Identity, new: Identity) -> list[Difference]:
+    """Field by field, sorted by field. Fields of the config bear their recipe path, others say what they are."""
+    before, after = dict(_flatten(old)), dict(_flatten(new))
+    fields = sorted(before.keys() | after.keys())
+    return [
+        Difference(field, before.get(field), after.get(field))
+        for field in fields
+        if (field in before, before.get(field)) != (field in after, after.get(field))
+    ]
+
+
+def _document(
+    config: StageConfig, fields: dict[str, JsonValue], upstream: Mapping[str, str], outside: Mapping[str, JsonValue]
+) -> Identity:
+    return {
+        "kind": config.kind,
+        "stage_version": config.STAGE_VERSION,
+        "config": {key: value for key, value in fields.items() if key != "kind"},
+        "upstream": {path: upstream[stage] for path, stage in config.references().items()},
+        "outside": dict(outside),
+    }
+
+
+def _flatten(identity: Identity) -> Iterator[tuple[str, JsonValue]]:
+    for section, value in identity.items():
+        if section == "config":
+            yield from _leaves(value)
+        elif isinstance(value, dict):
+            label = {"upstream": "version of ", "outside": "content of "}[section]
+            yield from ((f"{label}{field}", leaf) for field, leaf in _leaves(value))
+        else:
+            yield section, value
+
+
+def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, JsonValue]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _show(value: JsonValue) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, float):
+        return f"{value:g}".replace("e-0", "e-").replace("e+0", "e+")
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 40 else f"{text[:37]}…"

@@ -1,0 +1,108 @@
+"""A refresh that Prefect says is due, by a schedule or by hand: whether it starts, waits, or is left out.
+
+What runs already is read from the records of refreshes, each of which names a process: whoever died is in nobody's
+way. Prefect's own concurrency slots were measured and dropped, see `slots.py`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+from prefect import get_run_logger, runtime
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterDeploymentId,
+    FlowRunFilterExpectedStartTime,
+)
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.states import Cancelled
+
+from flows.ledger.history import RunningRefreshes, folder_of
+from flows.ledger.home import home
+from flows.ledger.machine import num_slots
+from flows.planning.devices import wanted_slots
+from flows.planning.plan import Plan
+from flows.recipe.recipe import Recipe, load_recipe
+from flows.running.refresh_run import RefreshRequest, RefreshRun, make_plan, retry_of
+from flows.running.slots import Slots
+
+POLL_S = 2.0
+
+
+def start_when_due(request: RefreshRequest) -> RefreshRun | State[Any]:
+    """Begin the refresh of this flow run, once the recipe's `on_collision` allows it; or say why it is left out.
+
+    A retry goes on in the record of the refresh that failed. Whatever the recipe stands on is resolved when it starts.
+    Raises what `make_plan` raises.
+    """
+    name = str(runtime.flow_run.name)
+    folder = folder_of(name)
+    request = retry_of(folder.read()) if folder.exists() else request
+    recipe = load_recipe(Path(request.recipe), request.overrides)
+    running = RunningRefreshes()
+    told = False
+    while not (run := _try_to_start(request, recipe, running, name)):
+        if not told:
+            get_run_logger().info(f"waiting: another refresh of {recipe.name} is running")
+            told = True
+        time.sleep(POLL_S)
+    return run
+
+
+def _try_to_start(
+    request: RefreshRequest, recipe: Recipe, running: RunningRefreshes, name: str
+) -> RefreshRun | State[Any] | None:
+    """None: not yet. Planning takes a while, so that it is done outside the lock, and what runs is looked at twice."""
+    newer = _newer_due()
+    if newer:
+        return Cancelled(name="Superseded", message=f"{newer.name}, of the same schedule, was due later")
+    if not running.of(recipe.name):
+        planned = make_plan(request)
+        if recipe.on_collision == "skip" and (busy := _busy(planned.plan)):
+            return Cancelled(name="Skipped", message=busy)
+        with _one_at_a_time():
+            if not running.of(recipe.name):
+                return RefreshRun(planned, name)
+    if recipe.on_collision == "skip":
+        return Cancelled(name="Skipped", message=f"{running.of(recipe.name)[0].refresh} is still running")
+    return None
+
+
+def _newer_due() -> FlowRun | None:
+    """A later run of the same schedule that was due by now, over or not: of missed runs only the last one runs."""
+    with get_client(sync_client=True) as client:
+        own = client.read_flow_run(UUID(str(runtime.flow_run.id)))
+        if not own.auto_scheduled or own.run_count > 1 or own.deployment_id is None:
+            return None
+        due = FlowRunFilterExpectedStartTime(after_=own.expected_start_time, before_=datetime.now(UTC))
+        schedule = FlowRunFilterDeploymentId(any_=[own.deployment_id])
+        found = client.read_flow_runs(flow_run_filter=FlowRunFilter(deployment_id=schedule, expected_start_time=due))
+    return next((run for run in found if run.id != own.id and run.auto_scheduled), None)
+
+
+def _busy(plan: Plan) -> str | None:
+    """Why the refresh would have to wait for devices, if it would."""
+    slots = Slots(home() / "slots", num_slots())
+    wanted = {
+        stage.name: wanted_slots(stage.config, slots.count) for stage in plan.stages.values() if stage.action == "run"
+    }
+    free = slots.num_free()
+    short = [f"{name} needs {number}" for name, number in wanted.items() if number > free]
+    return f"of {slots.count} slots {free} are free, {short[0]}; another refresh holds the rest" if short else None
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Keep two refreshes from seeing at once that no other runs."""
+    home().mkdir(parents=True, exist_ok=True)
+    with (home() / "start.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

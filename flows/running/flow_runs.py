@@ -1,0 +1,94 @@
+"""Prefect's side of a refresh: the deployment that its flow run belongs to, and flow runs that we begin ourselves."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+from uuid import UUID
+
+import httpx
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.responses import DeploymentResponse
+from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
+from prefect.states import Pending
+from prefect.utilities.callables import parameter_schema
+from prefect.utilities.processutils import command_to_string
+
+from flows.ledger.history import RefreshRecord
+from flows.running.refresh import refresh
+from flows.running.refresh_run import RefreshRequest
+from stages.core.errors import ServerError
+
+WORK_POOL = "lifecycle"
+BY_HAND = "by hand"
+"""The deployment of refreshes that no schedule started, since Prefect retries only what belongs to one; no recipe can
+be called so. Its form in Prefect's UI runs any recipe."""
+
+
+@contextmanager
+def prefect_client() -> Iterator[SyncPrefectClient]:
+    """A client; what goes wrong with its server is raised as `ServerError`."""
+    try:
+        with get_client(sync_client=True) as client:
+            yield client
+    except httpx.HTTPError as error:
+        raise ServerError(f"asking Prefect: {type(error).__name__}: {error}; look at `lifecycle status`") from error
+
+
+def deploy(client: SyncPrefectClient, name: str, **options: Any) -> UUID:
+    """Create a deployment of the refresh flow, or replace the one of this name."""
+    with suppress(ObjectAlreadyExists):
+        client.create_work_pool(WorkPoolCreate(name=WORK_POOL, type="process"))
+    return client.create_deployment(
+        flow_id=client.create_flow(refresh),
+        name=name,
+        work_pool_name=WORK_POOL,
+        entrypoint=f"{refresh.fn.__module__}.{refresh.fn.__name__}",
+        parameter_openapi_schema=parameter_schema(refresh).model_dump(),
+        enforce_parameter_schema=True,
+        # With a command of its own, a worker starts the flow at once instead of preparing a workspace for it. What the
+        # flow says reaches Prefect's logs; a pipe to the worker would break, and end the flow, when the worker dies.
+        job_variables={
+            "command": command_to_string([sys.executable, "-m", "prefect.engine"]),
+            "stream_output": False,
+        },
+        description=refresh.description,
+        **options,
+    )
+
+
+def find_deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse | None:
+    """The deployment of the refresh flow that is called so."""
+    try:
+        return client.read_deployment_by_name(f"{refresh.name}/{name}")
+    except ObjectNotFound:
+        return None
+
+
+def begin_by_hand(request: RefreshRequest, name: str) -> FlowRun:
+    """The flow run of a refresh that this process is going to run itself; Prefect's Retry button works on it, too."""
+    parameters = {
+        "recipe": request.recipe,
+        "overrides": list(request.overrides),
+        "until": request.until,
+        "force": list(request.force),
+    }
+    with prefect_client() as client:
+        known = find_deployment(client, BY_HAND)
+        deployment = known.id if known else deploy(client, BY_HAND)
+        return client.create_flow_run_from_deployment(deployment, parameters=parameters, state=Pending(), name=name)
+
+
+def begin_again(record: RefreshRecord) -> FlowRun | None:
+    """The flow run of a refresh that this process is going to retry; None when Prefect does not know it (any more)."""
+    if record.prefect_flow_run_id is None:
+        return None
+    with prefect_client() as client, suppress(ObjectNotFound):
+        # Forced: Prefect has runs start again from `Scheduled` only, where a worker could take it from us.
+        client.set_flow_run_state(UUID(record.prefect_flow_run_id), Pending(), force=True)
+        return client.read_flow_run(UUID(record.prefect_flow_run_id))
+    return None

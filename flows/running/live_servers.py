@@ -1,0 +1,69 @@
+"""Servers that serve stages keep up within a refresh, until the last stage that refers to them is done."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Mapping
+
+from flows.running.runner import LiveServer
+from flows.running.slots import HeldSlots
+
+
+class LiveServers:
+    """upstream: stage → the stages that it refers to."""
+
+    def __init__(self, upstream: Mapping[str, Collection[str]]):
+        self._upstream = upstream
+        self._pending = set(upstream)
+        self._servers: dict[str, tuple[LiveServer, HeldSlots]] = {}
+        self._lock = threading.Lock()
+
+    def keep(self, stage: str, server: LiveServer, slots: HeldSlots) -> None:
+        """Keep a server, with its slots, as long as some stage may use it."""
+        with self._lock:
+            self._servers[stage] = server, slots
+        self._stop_unused()
+
+    def serve(self, stages: Collection[str]) -> bool:
+        """Whether the server of one of these stages is up."""
+        with self._lock:
+            return any(name in stages and server.alive() for name, (server, _) in self._servers.items())
+
+    def done_with(self, stage: str) -> None:
+        """A stage is done, or never will be: it needs no server any more."""
+        with self._lock:
+            self._pending.discard(stage)
+        self._stop_unused()
+
+    def stop_unusable(self, built: Collection[str]) -> None:
+        """Stop servers that no stage could use right now: their slots may be what its other inputs wait for.
+
+        A stage whose server is gone starts one of its own.
+        """
+        self._stop([name for name in self._names() if not any(self._ready(user, built) for user in self._users(name))])
+
+    def stop_all(self) -> None:
+        """Stop every server; returns when no process of theirs is left."""
+        self._stop(self._names())
+
+    def _stop_unused(self) -> None:
+        self._stop([name for name in self._names() if not self._users(name)])
+
+    def _names(self) -> list[str]:
+        with self._lock:
+            return list(self._servers)
+
+    def _users(self, name: str) -> list[str]:
+        return [stage for stage in self._pending.copy() if name in self._upstream[stage]]
+
+    def _ready(self, stage: str, built: Collection[str]) -> bool:
+        return all(upstream in built for upstream in self._upstream[stage])
+
+    def _stop(self, names: Collection[str]) -> None:
+        for name in names:
+            with self._lock:
+                kept = self._servers.pop(name, None)
+            if kept:
+                server, slots = kept
+                server.stop()
+                slots.release()

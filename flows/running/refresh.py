@@ -1,0 +1,158 @@
+"""The Prefect flow of a refresh: one task a stage, each submitted at once and run when its upstream stages are done.
+
+Our store alone decides what is cached, so Prefect's own caching is off; it retries nothing but transient errors.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from prefect import flow, get_run_logger, runtime, task
+from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State, TaskRun
+from prefect.futures import PrefectFuture
+from prefect.settings import PREFECT_API_URL
+from prefect.states import Cancelled, Completed, Failed
+from prefect.task_runners import ThreadPoolTaskRunner
+from prefect.tasks import Task, exponential_backoff
+
+from flows.ledger.history import RefreshRecord, folder_of, new_refresh_id
+from flows.running.due import start_when_due
+from flows.running.refresh_run import RefreshRequest, RefreshRun
+from flows.running.verdicts import verdict_tables
+from flows.servers.local import answers
+from stages.core.errors import LifecycleError, TransientError
+
+RETRY_BASE_S = 1.0
+OPENED_RUN: ContextVar[RefreshRun] = ContextVar("opened_run")
+"""A run that the caller in this process has planned already (the CLI, before it starts servers)."""
+
+
+def is_transient(_: Task[..., Any], __: TaskRun, state: State[Any]) -> bool:
+    """Whether a failed task is worth another try."""
+    return isinstance(state.result(raise_on_failure=False), TransientError)
+
+
+@task(cache_policy=NO_CACHE, persist_result=False, task_run_name="{name}", retry_condition_fn=is_transient)
+def build_stage(name: str, run: RefreshRun) -> State[Any]:
+    """Build one stage, or find it cached."""
+    built = run.build(name, runtime.task_run.run_count, get_run_logger())
+    state = "Cached" if built.state == "cached" else "Completed"
+    return Completed(name=state, message=f"{built.kind} {built.version} in {built.artifact}")
+
+
+@flow(name="refresh", flow_run_name=lambda: _flow_run_name(), persist_result=False, retries=0)
+def refresh(
+    recipe: str,
+    overrides: tuple[str, ...] = (),
+    until: str | None = None,
+    force: tuple[str, ...] = (),
+) -> State[Any]:
+    """Refresh a model as a recipe says; what is built already is reused.
+
+    Args:
+        recipe: Path of the recipe file, on the machine that runs the refresh.
+        overrides: Changes to the recipe, such as stages.sft.learning_rate=1e-4.
+        until: Only this stage and what it stands on.
+        force: Stages to build although they are cached.
+    """
+    run = OPENED_RUN.get(None)
+    if run is not None:
+        return _run(run)
+    try:
+        due = start_when_due(RefreshRequest(recipe, overrides, until, force))
+    except LifecycleError as error:
+        return Failed(message=f"{type(error).__name__}: {error}")
+    if not isinstance(due, RefreshRun):
+        return due
+    due.tracker.start({})
+    return _run(due)
+
+
+def _run(run: RefreshRun) -> State[Any]:
+    # Servers of this refresh and those who ask them share one key; it is in no argument and in no file.
+    os.environ.setdefault("VLLM_API_KEY", secrets.token_urlsafe(32))
+    run.begin(str(runtime.flow_run.id), runtime.flow_run.run_count)
+    try:
+        with stopped_by_signals(run.stop):
+            _run_stages(run)
+    finally:
+        record = run.finish()
+    if answers(f"{PREFECT_API_URL.value()}/health"):
+        _publish(record, run.tracker.page())
+    return final_state(record)
+
+
+def _flow_run_name() -> str:
+    """The refresh is named like its flow run; a retry keeps the name, and so goes on in the same record."""
+    name = runtime.flow_run.name
+    return name if folder_of(name).exists() else new_refresh_id(Path(runtime.flow_run.parameters["recipe"]).stem)
+
+
+def _run_stages(run: RefreshRun) -> None:
+    """Start every stage as soon as its upstream stages are done; a failed one stops only its dependents."""
+    with ThreadPoolTaskRunner(max_workers=len(run.plan.stages)) as runner:
+        futures: dict[str, PrefectFuture[Any]] = {}
+        for name, stage in run.plan.stages.items():
+            retries = stage.config.execution.retries
+            one = build_stage.with_options(retries=retries, retry_delay_seconds=exponential_backoff(RETRY_BASE_S))
+            upstream = [futures[other] for other in stage.upstream]
+            futures[name] = runner.submit(one, {"name": name, "run": run}, wait_for=upstream)
+        for future in futures.values():
+            future.wait()
+
+
+@contextmanager
+def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
+    """SIGINT and SIGTERM stop the stages instead of this process, which then ends the refresh in good order.
+
+    Only in the main thread; elsewhere whoever runs the flow decides.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda *_: stop.set()) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _publish(record: RefreshRecord, mlflow_page: str | None) -> None:
+    """Leave the stages, and where their figures are, on the flow run's page."""
+    rows = [
+        {"stage": name, "kind": entry.kind, "version": entry.version, "state": entry.state, "seconds": entry.seconds}
+        for name, entry in record.stages.items()
+    ]
+    create_table_artifact(key="stages", table=rows, description=f"Stages of {record.refresh}")
+    for name, table in verdict_tables(record).items():
+        create_markdown_artifact(key=f"verdict-{name.replace('_', '-')}", markdown=table)
+    if mlflow_page:
+        create_link_artifact(key="mlflow", link=mlflow_page, link_text=f"{record.refresh} in MLflow")
+
+
+def final_state(record: RefreshRecord) -> State[Any]:
+    """How a refresh ended. Its name is what automations react to: a promotion of this very refresh, or one refused."""
+    verdicts = {entry.verdict for entry in record.stages.values() if entry.state == "built"}
+    if record.state == "not_promoted" and "not promoted" in verdicts:
+        return Completed(name="NotPromoted", message="a gate was missed; see the artifact `verdict-…`")
+    if record.state == "completed" and "promoted" in verdicts:
+        return Completed(name="Promoted", message=f"{len(record.stages)} stages in {record.seconds:.1f} s")
+    if record.nothing_new:
+        return Completed(name="Cached", message=f"nothing new: {len(record.stages)} stages cached")
+    if record.state in ("completed", "not_promoted"):
+        return Completed(message=f"{len(record.stages)} stages in {record.seconds:.1f} s")
+    if record.state == "cancelled":
+        return Cancelled(message=record.error)
+    return Failed(message=record.error)

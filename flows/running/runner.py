@@ -1,0 +1,212 @@
+"""Run one stage: look it up, lock it, start it, watch it, commit it. Knows neither Prefect nor MLflow."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from flows.launch import choice
+from flows.launch.stage_process import Process, watch
+from flows.planning.plan import PlannedStage
+from flows.running.workspace import Foundation, commit, note_attempt, prepare
+from flows.store.record import Record, UpstreamEntry
+from flows.store.store import Store
+from stages.core.contract import Lease, StageConfig, StageResult
+from stages.core.errors import RefreshStoppedError, StoreError
+
+Launcher = Callable[[Path, StageConfig], Process]
+"""Starts the stage whose `config.json` lies in a work folder; its output goes to `log.txt` there."""
+
+
+@dataclass(frozen=True)
+class LiveServer:
+    """The process of a serve stage, which goes on after its artifact was committed."""
+
+    lease: Lease
+    process: Process
+
+    def alive(self) -> bool:
+        """Whether it still runs."""
+        return self.process.poll() is None
+
+    def stop(self) -> None:
+        """End it and all its descendants; returns when none is left."""
+        self.process.stop()
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One try at building a stage. `resumed`: the work folder holds the scratch of an earlier try."""
+
+    planned: PlannedStage
+    work: Path
+    number: int
+    resumed: bool
+    upstream: Mapping[str, Built]
+
+
+@dataclass(frozen=True)
+class Built:
+    """A stage whose artifact is there. `server` is set for a serve stage that this refresh started."""
+
+    name: str
+    kind: str
+    version: str
+    state: Literal["built", "cached"]
+    seconds: float
+    artifact: Path
+    record: Record
+    server: LiveServer | None = None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Final figures of the stage."""
+        return self.record.metrics
+
+    @property
+    def mlflow_run_id(self) -> str | None:
+        """The MLflow run of the attempt that built the artifact."""
+        return self.record.mlflow_run_id
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attempt ended. `folder` is where its files are now: the artifact, or the work folder of a failure."""
+
+    folder: Path
+    seconds: float
+    result: StageResult | None
+    error: BaseException | None
+
+
+class Observer(Protocol):
+    """Is told how a stage gets on, in the thread that runs it. It must not raise: tracking never stops training."""
+
+    def waiting(self) -> None:
+        """Another process builds the same artifact; called once."""
+
+    def started(self, attempt: Attempt) -> None:
+        """Called before the process starts."""
+
+    def tick(self) -> None:
+        """Called about every 0.3 s while the process runs, and once after it has ended."""
+
+    def mlflow_run_id(self) -> str | None:
+        """Asked before the commit, for the record; by then MLflow has had all the time that the stage took."""
+
+    def ended(self, outcome: Outcome) -> None:
+        """Called after the commit, or after the failure; exactly once for each `started`."""
+
+
+def run_stage(
+    planned: PlannedStage,
+    upstream: Mapping[str, Built],
+    store: Store,
+    observer: Observer,
+    *,
+    attempt: int = 1,
+    stop: threading.Event | None = None,
+    launch: Launcher = choice.start,
+) -> Built:
+    """Return the stage's artifact: a cached one when it stands on the same content, else a newly built one.
+
+    upstream: at least every stage in `planned.ancestors`, by name.
+    attempt: how often this refresh has tried the stage, this time included. A forced stage starts from an empty work
+    folder at its first attempt only.
+    stop: when set (from another thread), the stage is stopped and `RefreshStoppedError` raised.
+
+    Raises the stage's own error class, `StageCrashError`, `StageTimeoutError`, `StoreError` (also for a damaged
+    artifact: only a forced stage replaces it), `ResourceError` for a full disk.
+    """
+    started_s = time.monotonic()
+    stop = stop or threading.Event()
+    foundation = _foundation(planned, upstream)
+    if built := _find_cached(planned, foundation, store, started_s):
+        return built
+    with store.lock(planned.kind, planned.resume_key, _Waiting(planned, observer, stop)):
+        store.recover(planned.kind, planned.version)
+        if built := _find_cached(planned, foundation, store, started_s):
+            return built
+        resumed = prepare(store, planned, foundation, fresh=planned.forced and attempt == 1)
+        work = store.work_folder(planned.kind, planned.name, planned.resume_key)
+        trial = Attempt(planned, work, attempt, resumed, upstream)
+        return _build(trial, foundation, store, observer, stop, launch)
+
+
+def _build(
+    attempt: Attempt,
+    foundation: Foundation,
+    store: Store,
+    observer: Observer,
+    stop: threading.Event,
+    launch: Launcher,
+) -> Built:
+    planned, work = attempt.planned, attempt.work
+    observer.started(attempt)
+    started_s = time.monotonic()
+    process: Process | None = None
+    try:
+        with store.explained(f"start {planned.name}"):
+            process = launch(work, planned.config)
+            note_attempt(work, foundation, process.token)
+        result = watch(process, planned, work, observer.tick, stop)
+        seconds = time.monotonic() - started_s
+        run_id = observer.mlflow_run_id()
+        artifact = commit(store, planned, foundation, result, seconds=seconds, mlflow_run_id=run_id)
+    except BaseException as error:
+        if process:
+            process.stop()
+        observer.ended(Outcome(work, time.monotonic() - started_s, None, error))
+        raise
+    observer.ended(Outcome(artifact.folder, seconds, result, None))
+    server = LiveServer(result.lease, process) if result.lease else None
+    return Built(
+        planned.name, planned.kind, planned.version, "built", seconds, artifact.folder, artifact.record, server
+    )
+
+
+def _find_cached(planned: PlannedStage, foundation: Foundation, store: Store, started_s: float) -> Built | None:
+    artifact = None if planned.forced else store.find(planned.kind, planned.version)
+    if artifact is None or artifact.record.stale_field(foundation.digests):
+        return None
+    if artifact.damage:
+        remedy = f"run again with `--force {planned.name}` to build it anew"
+        raise StoreError(f"the artifact {artifact.folder} is damaged: {'; '.join(artifact.damage)}; {remedy}")
+    store.note_use(artifact)
+    seconds = time.monotonic() - started_s
+    return Built(planned.name, planned.kind, planned.version, "cached", seconds, artifact.folder, artifact.record)
+
+
+def _foundation(planned: PlannedStage, upstream: Mapping[str, Built]) -> Foundation:
+    is_local = planned.config.execution.launcher == "local"  # servers listen on this machine's loopback only
+    servers = {name: upstream[name].server for name in planned.ancestors} if is_local else {}
+    return Foundation(
+        inputs={name: upstream[name].artifact for name in planned.ancestors},
+        leases={name: server.lease for name, server in servers.items() if server and server.alive()},
+        upstream={field: _entry(upstream[stage]) for field, stage in planned.config.references().items()},
+    )
+
+
+def _entry(built: Built) -> UpstreamEntry:
+    return UpstreamEntry(stage=built.name, kind=built.kind, version=built.version, digest=built.record.digest)
+
+
+@dataclass
+class _Waiting:
+    """Called while another process holds the lock: tells the observer once, and heeds the order to stop."""
+
+    planned: PlannedStage
+    observer: Observer
+    stop: threading.Event
+    told: bool = False
+
+    def __call__(self) -> None:
+        if not self.told:
+            self.told = True
+            self.observer.waiting()
+        if self.stop.is_set():
+            raise RefreshStoppedError(f"{self.planned.name} was waiting for another refresh, which builds the same")

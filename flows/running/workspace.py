@@ -1,0 +1,147 @@
+"""The work folder of a stage: made ready before an attempt, made an artifact after it.
+
+config.json, metrics.jsonl, …  what `stages/core/contract.py` says
+log.txt                        output of all processes of all attempts
+attempt.json                   what finds the processes of this attempt again, should this process die
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from flows.launch.cluster import cancel_left_over
+from flows.ledger.provenance import git_commit, package_versions
+from flows.planning.plan import PlannedStage
+from flows.store.content import ATTEMPT_FILE, LOG_FILE, SCRATCH_FOLDER, content_digest, hash_files
+from flows.store.record import Artifact, Record, UpstreamEntry
+from flows.store.store import Store
+from stages.core.contract import Lease, StageInput, StageResult, StrictModel, Trial
+from stages.core.files import write_atomically
+from stages.core.supervisor import kill_until_gone, marked_processes
+
+KEPT = frozenset({SCRATCH_FOLDER, "metrics.jsonl", "events.jsonl", LOG_FILE})
+"""What an attempt finds of the one before; all else is removed, lest half of an old artifact get into the new one."""
+
+
+@dataclass(frozen=True)
+class Foundation:
+    """What a stage stands on: artifact folders and servers by stage name, upstream artifacts by field path."""
+
+    inputs: dict[str, Path]
+    leases: dict[str, Lease]
+    upstream: dict[str, UpstreamEntry]
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Field path → content digest."""
+        return {field: entry.digest for field, entry in self.upstream.items()}
+
+
+class AttemptNote(StrictModel):
+    """`attempt.json`."""
+
+    token: str | None
+    digests: dict[str, str]
+
+
+def prepare(store: Store, planned: PlannedStage, foundation: Foundation, fresh: bool) -> bool:
+    """Make the work folder ready, and write `config.json`. Returns whether scratch of an earlier attempt is in it.
+
+    Ends processes and jobs that a dead flow may have left at work there. Scratch is kept unless `fresh`, or made from
+    other content. Call it under the lock.
+    """
+    work = store.work_folder(planned.kind, planned.name, planned.resume_key)
+    note = _read_note(work)
+    if note and note.token:
+        token = note.token
+        kill_until_gone(lambda: marked_processes(token))
+        cancel_left_over(work)
+    if work.exists() and (fresh or note is None or note.digests != foundation.digests):
+        store.remove(work)
+    store.make_folder(work)
+    with store.explained(f"prepare {work}"):
+        _remove_all_but(work, KEPT)
+        note_attempt(work, foundation, None)
+        write_atomically(work / "config.json", stage_input(store, planned, foundation).model_dump_json(indent=2))
+        return any((work / SCRATCH_FOLDER).glob("*"))
+
+
+def note_attempt(work: Path, foundation: Foundation, token: str | None) -> None:
+    """Leave a note for the next attempt: the token of our processes, and the content that they build on."""
+    write_atomically(work / ATTEMPT_FILE, AttemptNote(token=token, digests=foundation.digests).model_dump_json())
+
+
+def commit(
+    store: Store,
+    planned: PlannedStage,
+    foundation: Foundation,
+    result: StageResult,
+    *,
+    seconds: float,
+    mlflow_run_id: str | None,
+) -> Artifact:
+    """Make the work folder of a finished stage its artifact."""
+    work = store.work_folder(planned.kind, planned.name, planned.resume_key)
+    with store.explained(f"hash the files of {planned.name}"):
+        files = hash_files(work)
+    finished = datetime.now(UTC)
+    record = Record(
+        recipe=planned.recipe,
+        stage=planned.name,
+        kind=planned.kind,
+        product=planned.config.product,
+        version=planned.version,
+        identity=planned.identity,
+        upstream=foundation.upstream,
+        digest=content_digest(planned.config.product, files),
+        files=files,
+        metrics=result.metrics,
+        tags=result.tags,
+        mlflow_run_id=mlflow_run_id,
+        started=finished - timedelta(seconds=seconds),
+        finished=finished,
+        seconds=seconds,
+        packages=package_versions(),
+        git_commit=git_commit(),
+    )
+    return store.commit(work, record)
+
+
+def stage_input(store: Store, planned: PlannedStage, foundation: Foundation, trial: Trial | None = None) -> StageInput:
+    """What the process of a stage is told; with `trial`, to run only its first steps."""
+    outside = planned.identity["outside"]
+    assert isinstance(outside, dict)
+    return StageInput(
+        name=planned.name,
+        kind=planned.kind,
+        version=planned.version,
+        # The launcher hands over the environment, which may hold secrets; this file becomes part of the artifact.
+        config=planned.config.model_dump(mode="json", exclude={"execution": {"environment"}}),
+        inputs=foundation.inputs,
+        leases=foundation.leases,
+        outside=outside,
+        trial=trial,
+        cache=store.make_folder(store.cache_folder(planned.kind)),
+    )
+
+
+def _read_note(work: Path) -> AttemptNote | None:
+    try:
+        return AttemptNote.model_validate_json((work / ATTEMPT_FILE).read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def _remove_all_but(work: Path, kept: frozenset[str]) -> None:
+    for path in work.iterdir():
+        if path.name in kept:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

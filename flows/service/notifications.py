@@ -1,0 +1,133 @@
+"""Notifications of how refreshes end: Prefect automations that tell a webhook, Slack, or somebody by e-mail.
+
+The server sends them, so that they come also when the process of a refresh was killed. Addresses may hold secrets:
+they are taken from the environment, and Prefect keeps them encrypted.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from prefect.automations import Automation
+from prefect.blocks.core import Block
+from prefect.blocks.notifications import AppriseNotificationBlock, CustomWebhookNotificationBlock, SlackWebhook
+from prefect.events.actions import SendNotification
+from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture, ResourceSpecification
+
+from flows.recipe.text import closest
+from flows.running.flow_runs import prefect_client
+from flows.running.refresh import refresh
+from stages.core.errors import RecipeError
+
+Channel = Literal["webhook", "slack", "email"]
+Occasion = Literal["failed", "not-promoted", "promoted"]
+EVENTS: dict[Occasion, tuple[str, ...]] = {
+    "failed": ("prefect.flow-run.Failed", "prefect.flow-run.Crashed"),
+    "not-promoted": ("prefect.flow-run.NotPromoted",),
+    "promoted": ("prefect.flow-run.Promoted",),
+}
+"""Prefect names the event of a flow run after the name of its new state."""
+SCHEMES: dict[Channel, tuple[str, ...]] = {
+    "webhook": ("http://", "https://"),
+    "slack": ("https://hooks.slack.com/services/",),
+    "email": ("mailto://", "mailtos://"),
+}
+PREFIX = "lifecycle-notify-"
+SUBJECT = "{{ flow_run.name }}: {{ flow_run.state.name }}"
+BODY = "{{ flow_run.state.message }}\n{{ flow_run|ui_url }}"
+
+
+@dataclass(frozen=True)
+class Notification:
+    """Who is told of what."""
+
+    channel: str
+    occasions: tuple[str, ...]
+
+
+def notify(channel: Channel, address_variable: str, occasions: Sequence[Occasion]) -> Notification:
+    """Tell `channel` whenever a refresh ends so; replaces what the channel was told before.
+
+    address_variable: the environment variable that holds the address: the URL of a webhook (it gets a JSON object
+    with `subject` and `body`), of a Slack webhook, or mailto://USER:PASSWORD@HOST?to=ADDRESS, as Apprise reads it.
+    Raises `RecipeError` for an address of another kind; `ServerError` when Prefect does not answer.
+    """
+    block = _block(channel, _address(channel, address_variable))
+    with prefect_client() as client:
+        block_id = block.save(PREFIX + channel, overwrite=True)
+        for known in client.read_automations_by_name(PREFIX + channel):
+            client.delete_automation(known.id)
+        client.create_automation(
+            AutomationCore(
+                name=PREFIX + channel,
+                description=f"Tells {channel} of refreshes that ended: {', '.join(occasions)}.",
+                trigger=_trigger(occasions),
+                actions=[SendNotification(block_document_id=block_id, subject=SUBJECT, body=BODY)],
+            )
+        )
+    return Notification(channel, tuple(occasions))
+
+
+def notifications() -> list[Notification]:
+    """All of them, by channel. Raises `ServerError` when Prefect does not answer."""
+    with prefect_client() as client:
+        found = [one for one in client.read_automations() if one.name.startswith(PREFIX)]
+        return sorted((_describe(one) for one in found), key=lambda one: one.channel)
+
+
+def remove(channel: str) -> None:
+    """Tell a channel nothing any more, and forget its address. Raises `RecipeError` when it is told nothing already."""
+    with prefect_client() as client:
+        found = client.read_automations_by_name(PREFIX + channel)
+        if not found:
+            raise RecipeError(f"there are no notifications by {channel}{closest(channel, get_args(Channel))}")
+        for one in found:
+            client.delete_automation(one.id)
+            for action in one.actions:
+                client.delete_block_document(action.block_document_id)
+
+
+def _address(channel: Channel, variable: str) -> str:
+    address = os.environ.get(variable)
+    expected = " or ".join(f"{scheme}…" for scheme in SCHEMES[channel])
+    if not address:
+        raise RecipeError(
+            f"notifying by {channel}: the environment variable {variable} is not set; expected {expected}"
+        )
+    if not address.startswith(SCHEMES[channel]):
+        raise RecipeError(f"notifying by {channel}: what {variable} holds does not begin with {expected}")
+    return address
+
+
+def _block(channel: Channel, address: str) -> Block:
+    if channel == "slack":
+        return SlackWebhook(url=address)
+    if channel == "email":
+        return AppriseNotificationBlock(url=address)
+    return CustomWebhookNotificationBlock(
+        name="llm-lifecycle",
+        url="{{address}}",
+        secrets={"address": address},
+        json_data={"subject": "{{subject}}", "body": "{{body}}"},
+    )
+
+
+def _trigger(occasions: Sequence[Occasion]) -> EventTrigger:
+    flow = ResourceSpecification({"prefect.resource.role": "flow", "prefect.resource.name": refresh.name})
+    return EventTrigger(
+        posture=Posture.Reactive,
+        expect={event for occasion in occasions for event in EVENTS[occasion]},
+        match=ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"}),
+        match_related=flow,
+        for_each={"prefect.resource.id"},
+        threshold=1,
+    )
+
+
+def _describe(automation: Automation) -> Notification:
+    expected = automation.trigger.expect
+    occasions = tuple(occasion for occasion, events in EVENTS.items() if expected >= set(events))
+    return Notification(automation.name.removeprefix(PREFIX), occasions)

@@ -1,0 +1,65 @@
+"""Refreshes that ended without Prefect knowing: their process died, or the server was away when they ended.
+
+A process is known by number and start time, so that this needs no heartbeat, and no patience with a busy machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import (
+    FlowFilter,
+    FlowFilterName,
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+)
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.states import Crashed
+
+from flows.ledger.history import RefreshRecord, RunningRefreshes, close_interrupted, folder_of
+from flows.running.refresh import final_state, refresh
+
+
+class Reaper:
+    """To be asked again and again."""
+
+    def __init__(self) -> None:
+        self._running = RunningRefreshes()
+
+    def reap(self) -> list[str]:
+        """Tell Prefect how refreshes ended that it says run; mark those that died as failed here, and return them.
+
+        Raises when Prefect is away. It is told first: a refresh is closed here only once that was done.
+        """
+        died = [record for record in self._running.all() if record.interrupted]
+        with get_client(sync_client=True) as client:
+            for flow_run in _running_flow_runs(client):
+                _tell_end(client, flow_run)
+        return close_interrupted() if died else []
+
+
+def _running_flow_runs(client: SyncPrefectClient) -> Iterator[FlowRun]:
+    """Flow runs that run, says Prefect, and that are refreshes of this home."""
+    running = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.RUNNING]))
+    found = client.read_flow_runs(
+        flow_filter=FlowFilter(name=FlowFilterName(any_=[refresh.name])), flow_run_filter=FlowRunFilter(state=running)
+    )
+    return (flow_run for flow_run in found if folder_of(flow_run.name).exists())
+
+
+def _tell_end(client: SyncPrefectClient, flow_run: FlowRun) -> None:
+    """Leave the flow run alone while its process lives, and when it has begun another try."""
+    record = folder_of(flow_run.name).read()
+    if not record.process.alive() and record.prefect_run_count in (None, flow_run.run_count):
+        client.set_flow_run_state(flow_run.id, _end_of(record), force=True)
+
+
+def _end_of(record: RefreshRecord) -> State[Any]:
+    if record.killed:
+        return Crashed(
+            message=f"the process of {record.refresh} was killed; retry it here, or `lifecycle retry {record.refresh}`"
+        )
+    return final_state(record)

@@ -1,0 +1,163 @@
+"""Schedules: Prefect deployments of the refresh flow, which the worker (`flows/service/worker.py`) runs when due.
+
+A schedule has the name of its recipe. Prefect keeps it; what the recipe says is read again at every run.
+"""
+
+from __future__ import annotations
+
+import difflib
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from uuid import UUID
+from zoneinfo import ZoneInfo, available_timezones
+
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.actions import DeploymentScheduleCreate
+from prefect.client.schemas.filters import (
+    DeploymentFilter,
+    DeploymentFilterTags,
+    FlowRunFilter,
+    FlowRunFilterDeploymentId,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+)
+from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.responses import DeploymentResponse
+from prefect.client.schemas.schedules import CronSchedule
+from prefect.client.schemas.sorting import FlowRunSort
+from pydantic import ValidationError
+
+from flows.recipe.recipe import load_recipe
+from flows.recipe.text import closest
+from flows.running.flow_runs import deploy, find_deployment, prefect_client
+from stages.core.errors import RecipeError
+
+SCHEDULE_TAG = "lifecycle-schedule"
+PLANNING_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When a recipe is refreshed. `next_due` is None while it is paused."""
+
+    name: str
+    recipe: str
+    overrides: tuple[str, ...]
+    cron: str
+    timezone: str
+    paused: bool
+    next_due: datetime | None
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A schedule that can be made: recipe, cron expression and time zone were checked."""
+
+    name: str
+    recipe: Path
+    overrides: tuple[str, ...]
+    when: CronSchedule
+
+
+def wish(recipe: Path, cron: str, timezone: str, overrides: tuple[str, ...] = ()) -> Wish:
+    """Check what is to be scheduled; asks no server. Raises `RecipeError`."""
+    name = load_recipe(recipe, overrides).name
+    return Wish(name, recipe.absolute(), overrides, _cron_schedule(name, cron, timezone))
+
+
+def schedule(wish: Wish) -> Schedule:
+    """Refresh a recipe whenever it is wished for; a schedule of the same recipe is replaced.
+
+    Raises `RecipeError` when another recipe of this name is scheduled, `ServerError` when Prefect does not answer.
+    """
+    with prefect_client() as client:
+        known = find_deployment(client, wish.name)
+        if known and known.parameters["recipe"] != str(wish.recipe):
+            found = f"{known.parameters['recipe']} has the same name, {wish.name}, and is scheduled"
+            remedy = f"give one of them another `name`, or `lifecycle schedules remove {wish.name}`"
+            raise RecipeError(f"scheduling {wish.recipe}: {found}; {remedy}")
+        parameters = {"recipe": str(wish.recipe), "overrides": list(wish.overrides)}
+        schedules = [DeploymentScheduleCreate(schedule=wish.when, active=True)]
+        deployment = deploy(client, wish.name, tags=[SCHEDULE_TAG], parameters=parameters, schedules=schedules)
+        return _planned(client, deployment)
+
+
+def schedules() -> list[Schedule]:
+    """All schedules, by name. Raises `ServerError` when Prefect does not answer."""
+    with prefect_client() as client:
+        tagged = DeploymentFilter(tags=DeploymentFilterTags(all_=[SCHEDULE_TAG]))
+        found = client.read_deployments(deployment_filter=tagged)
+        return sorted((_describe(client, one) for one in found), key=lambda one: one.name)
+
+
+def set_paused(name: str, paused: bool) -> Schedule:
+    """Pause or resume a schedule. Raises `RecipeError` when there is none of this name."""
+    with prefect_client() as client:
+        deployment = _find_or_explain(client, name)
+        (client.pause_deployment if paused else client.resume_deployment)(deployment.id)
+        return _planned(client, deployment.id)
+
+
+def remove(name: str) -> None:
+    """Remove a schedule; a refresh of it that runs goes on. Raises `RecipeError` when there is none of this name."""
+    with prefect_client() as client:
+        client.delete_deployment(_find_or_explain(client, name).id)
+
+
+def _cron_schedule(name: str, cron: str, timezone: str) -> CronSchedule:
+    try:
+        ZoneInfo(timezone)
+    except (KeyError, ValueError, OSError) as error:
+        remedy = f"expected a name such as Europe/Berlin{closest(timezone, _alike(timezone))}"
+        raise RecipeError(f"scheduling {name}: there is no time zone `{timezone}`; {remedy}") from error
+    try:
+        return CronSchedule(cron=cron, timezone=timezone)
+    except ValidationError as error:
+        expected = "expected minute, hour, day of month, month and day of week, such as `0 3 * * *`"
+        raise RecipeError(f"scheduling {name}: `{cron}` is no cron expression; {expected}") from error
+
+
+def _alike(timezone: str) -> list[str]:
+    return difflib.get_close_matches(timezone, available_timezones(), n=1)
+
+
+def _find_or_explain(client: SyncPrefectClient, name: str) -> DeploymentResponse:
+    found = find_deployment(client, name)
+    if found is None or SCHEDULE_TAG not in found.tags:
+        tagged = DeploymentFilter(tags=DeploymentFilterTags(all_=[SCHEDULE_TAG]))
+        known = [one.name for one in client.read_deployments(deployment_filter=tagged)]
+        raise RecipeError(f"no recipe called `{name}` is scheduled{closest(name, known)}")
+    return found
+
+
+def _planned(client: SyncPrefectClient, deployment_id: UUID) -> Schedule:
+    """The schedule, as soon as Prefect has planned its next run, which it does within seconds."""
+    end = time.monotonic() + PLANNING_TIMEOUT_S
+    while True:
+        found = _describe(client, client.read_deployment(deployment_id))
+        if found.paused or found.next_due or time.monotonic() > end:
+            return found
+        time.sleep(0.2)
+
+
+def _describe(client: SyncPrefectClient, deployment: DeploymentResponse) -> Schedule:
+    due = client.read_flow_runs(
+        flow_run_filter=FlowRunFilter(
+            deployment_id=FlowRunFilterDeploymentId(any_=[deployment.id]),
+            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED])),
+        ),
+        sort=FlowRunSort.EXPECTED_START_TIME_ASC,
+        limit=1,
+    )
+    when = deployment.schedules[0].schedule
+    return Schedule(
+        name=deployment.name,
+        recipe=deployment.parameters["recipe"],
+        overrides=tuple(deployment.parameters["overrides"]),
+        cron=when.cron,
+        timezone=when.timezone,
+        paused=deployment.paused,
+        next_due=due[0].expected_start_time if due else None,
+    )

@@ -1,0 +1,73 @@
+"""What a recipe may ask of a cluster for one stage: the `slurm` and `kubernetes` blocks of `execution`."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
+
+from stages.core.strict import StrictModel
+
+OURS = frozenset(
+    {
+        *("array", "chdir", "comment", "error", "export", "export-file", "input", "job-name", "nodes", "no-requeue"),
+        *("ntasks", "ntasks-per-node", "open-mode", "output", "parsable", "requeue", "signal", "test-only", "wait"),
+        "wrap",
+    }
+)
+"""Options of sbatch that the launcher sets itself, or cannot do with."""
+
+
+def _check_option(option: str) -> str:
+    name = re.fullmatch(r"--([a-z][a-z0-9-]*)(=.*)?", option)
+    if not name:
+        raise ValueError(f"{option!r} is no option of sbatch in the form --name or --name=value")
+    if name[1] in OURS:
+        raise ValueError(f"--{name[1]} is set by the launcher; remove it")
+    return option
+
+
+SbatchOption = Annotated[str, AfterValidator(_check_option)]
+TimeLimit = Annotated[str, Field(pattern=r"^(\d+|\d+:\d\d|(\d+-)?\d+:\d\d:\d\d|\d+-\d+(:\d\d)?)$")]
+KubernetesName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
+
+SecretKey = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[-._a-zA-Z0-9]+$")]
+
+
+class SlurmOptions(StrictModel):
+    """What the job asks of Slurm; what is not said is the cluster's default."""
+
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    time_limit: TimeLimit | None = Field(
+        None, description="As Slurm writes it: minutes, HH:MM:SS or D-HH:MM:SS. A job that reaches it goes on anew."
+    )
+    gpus_per_node: PositiveInt | None = None
+    cpus_per_node: PositiveInt | None = Field(None, description="Default: threads × processes of a node.")
+    memory_gib_per_node: PositiveFloat | None = None
+    warning_s: PositiveInt = Field(60, description="The job is told this long before its time limit to end.")
+    options: list[SbatchOption] = Field(default_factory=list, description="Further options, as in --constraint=h100.")
+
+
+class KubernetesOptions(StrictModel):
+    """What the pods of a stage ask of Kubernetes."""
+
+    image: str | None = Field(None, description="Required: the pipeline's image, best with its digest.")
+    store_claim: KubernetesName = Field("llm-lifecycle-home", description="PersistentVolumeClaim of LIFECYCLE_HOME.")
+    namespace: KubernetesName = "default"
+    service_account: KubernetesName = "llm-lifecycle-stage"
+    job: Literal["train_job", "indexed_job"] = Field(
+        "train_job", description="Training over several nodes: a TrainJob of Kubeflow Trainer, or an indexed Job."
+    )
+    training_runtime: KubernetesName = Field("torch-distributed", description="ClusterTrainingRuntime of a TrainJob.")
+    gpus_per_node: PositiveInt | None = None
+    gpu_resource: str = "nvidia.com/gpu"
+    cpus_per_node: PositiveInt | None = Field(None, description="Default: threads × processes of a node.")
+    memory_gib_per_node: PositiveFloat | None = None
+    shared_memory_gib: PositiveFloat = Field(8.0, description="Shared memory of each pod; NCCL needs it.")
+    secrets: dict[str, SecretKey] = Field(
+        default_factory=dict, description="Environment variable → Secret and key: {HF_TOKEN: hub/token}."
+    )
+    node_selector: dict[str, str] = Field(default_factory=dict)

@@ -1,0 +1,290 @@
+"""What a stage is: what the recipe may say of it, and what its process reads and writes.
+
+Every stage kind subclasses `StageConfig` (in `stages/<kind>/config.py`, light: pydantic and the standard library
+only) and has a function `run(context: StageContext) -> StageResult` (in `stages/<kind>/run.py`). The orchestrator
+starts `python -m stages WORK_FOLDER`; the two share nothing but the files of that folder:
+
+    config.json     in   the stage's config, the artifacts it builds on, where its caches are (`StageInput`)
+    metrics.jsonl   out  one JSON object a line: "step", "time_ms" and numbers by metric name
+    events.jsonl    out  one JSON object a line: progress, milestones, warnings (`StageEvent`)
+    result.json     out  the final figures (`StageResult`), written last
+    error.json      out  the error class and message of a failed stage (`StageFailure`)
+    scratch/             kept across retries (checkpoints), removed when the artifact is committed
+
+Everything else in the folder is the artifact: a model lies in `model/` (a Hugging Face folder), a dataset in `data/`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import typing
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, Field, JsonValue, PositiveFloat, PositiveInt
+
+from stages.core.clusters import KubernetesOptions, SlurmOptions
+from stages.core.redaction import redact
+from stages.core.strict import StrictModel
+
+Product = Literal["model", "dataset", "server", "scores", "verdict"]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Marks a field that names another stage, which must produce one of `products`."""
+
+    products: tuple[Product, ...]
+
+
+@dataclass(frozen=True)
+class OutsideInput:
+    """Marks a path outside the store: its content is identity, where it lies is not."""
+
+
+ModelReference = Annotated[str, Reference(("model",))]
+DatasetReference = Annotated[str, Reference(("dataset",))]
+ModelOrServerReference = Annotated[str, Reference(("model", "server"))]
+ServerReference = Annotated[str, Reference(("server",))]
+ScoresReference = Annotated[str, Reference(("scores",))]
+OutsidePath = Annotated[Path, OutsideInput()]
+
+
+class Execution(StrictModel):
+    """Where a stage runs and how often it is tried: never part of its identity."""
+
+    launcher: Literal["local", "slurm", "kubernetes"] = "local"
+    nodes: PositiveInt = 1
+    threads: PositiveInt | None = Field(None, description="Threads of each process; default: the cores shared evenly.")
+    slots: PositiveInt | None = Field(None, description="Device slots held while the stage runs; default: its devices.")
+    timeout_s: PositiveFloat | None = Field(None, description="The stage is stopped after this many seconds.")
+    retries: int = Field(2, ge=0, description="How often a transient error is tried again.")
+    environment: dict[str, str] = Field(default_factory=dict, description="Added to the process's environment.")
+    slurm: SlurmOptions = Field(SlurmOptions(), description="Only with `launcher: slurm`.")
+    kubernetes: KubernetesOptions = Field(KubernetesOptions(), description="Only with `launcher: kubernetes`.")
+
+
+class StageConfig(StrictModel, ABC):
+    """What a recipe says of one stage. All of it is identity, except `execution`."""
+
+    STAGE_VERSION: ClassVar[int]
+    """Raised when the same config would give another artifact than before."""
+
+    kind: str
+    execution: Execution = Execution()
+
+    @property
+    @abstractmethod
+    def product(self) -> Product:
+        """What stages that refer to this one may use it as."""
+
+    @property
+    def processes(self) -> int:
+        """Processes to start on each node."""
+        return 1
+
+    @property
+    def devices(self) -> int:
+        """GPUs, or shares of the CPU, that the stage keeps busy on each node."""
+        return self.processes
+
+    def identity(self) -> dict[str, JsonValue]:
+        """The config with defaults filled in, without `execution`, references and outside paths.
+
+        The versions of the referenced stages and the contents of the paths stand in for the latter two.
+        """
+        skipped = {path for path, _ in marked_values(self, Reference)}
+        skipped |= {path for path, _ in marked_values(self, OutsideInput)}
+        return _without(self.model_dump(mode="json", exclude={"execution"}), skipped)
+
+    def resume_identity(self) -> dict[str, JsonValue]:
+        """The part of the identity that an interrupted attempt must share for its scratch folder to be of use."""
+        return self.identity()
+
+    def references(self) -> dict[str, str]:
+        """Dotted field path → name of the stage that it refers to."""
+        return {path: str(value) for path, value in marked_values(self, Reference)}
+
+    def outside_paths(self) -> dict[str, Path]:
+        """Dotted field path → path outside the store."""
+        return {path: Path(value) for path, value in marked_values(self, OutsideInput)}
+
+    def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
+        """What is wrong between this stage and the others of its recipe, beyond what `Reference` says; one a line."""
+        return iter(())
+
+    def resolve_outside(self) -> dict[str, JsonValue]:
+        """What else outside the store decides the content: resolved revisions, versions of programs.
+
+        May ask the network. Raises a `StageError` that says what could not be resolved.
+        """
+        return {}
+
+
+def marked_values(model: BaseModel, marker: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted path and value of every non-None field, at any depth, that is annotated with a `marker` instance.
+
+    Of a tuple, each item: `evaluations.0`.
+    """
+    for name, field in type(model).model_fields.items():
+        value = getattr(model, name)
+        if value is None:
+            continue
+        path = f"{prefix}{name}"
+        if find_marker(field, marker):
+            if isinstance(value, tuple):
+                yield from ((f"{path}.{number}", item) for number, item in enumerate(value))
+            else:
+                yield path, value
+        elif isinstance(value, BaseModel):
+            yield from marked_values(value, marker, f"{path}.")
+
+
+def find_marker(field: Any, marker: type) -> Any | None:
+    """The `marker` instance in a pydantic field's annotation (also inside `X | None`), or None."""
+    candidates: list[Any] = [*field.metadata]
+    todo = [field.annotation]
+    while todo:
+        annotation = todo.pop()
+        candidates += getattr(annotation, "__metadata__", ())
+        todo += typing.get_args(annotation)
+    return next((candidate for candidate in candidates if isinstance(candidate, marker)), None)
+
+
+def _without(tree: dict[str, Any], paths: set[str], prefix: str = "") -> dict[str, Any]:
+    return {
+        key: _without(value, paths, f"{prefix}{key}.") if isinstance(value, dict) else value
+        for key, value in tree.items()
+        if not {f"{prefix}{key}", f"{prefix}{key}.0"} & paths
+    }
+
+
+# ------------------------------------------------------------------------------------------------ the process's side
+
+
+class Lease(StrictModel):
+    """A server that a serve stage keeps up for the stages of the same refresh. Its API key is in the environment."""
+
+    url: str
+    pid: int
+
+
+class Trial(StrictModel):
+    """A stage run to be measured: its first steps, as they would be, but nothing is saved and no artifact comes of it.
+
+    No part of a config: a recipe cannot ask for it, so it can enter no version and no store.
+    """
+
+    steps: PositiveInt = Field(description="Steps to do, however many the config has.")
+
+
+class StageInput(StrictModel):
+    """`config.json`: everything a stage process is told."""
+
+    name: str
+    kind: str
+    version: str
+    config: dict[str, JsonValue]
+    inputs: dict[str, Path] = Field(description="stage name → folder of its artifact")
+    leases: dict[str, Lease] = Field(default_factory=dict, description="stage name → its running server")
+    outside: dict[str, JsonValue] = Field(
+        default_factory=dict, description="what `resolve_outside` gave when the version was computed"
+    )
+    trial: Trial | None = Field(None, description="set when the stage is only to be measured")
+    cache: Path = Field(description="kept between runs; entries are keyed by content and written atomically")
+
+
+class StageEvent(StrictModel):
+    """A line of `events.jsonl`."""
+
+    time_ms: int
+    event: Literal["progress", "milestone", "warning"]
+    message: str
+    done: float | None = None
+    total: float | None = None
+    unit: str | None = None
+
+
+class StageResult(StrictModel):
+    """`result.json`. Metrics and tags go to MLflow; `files` are uploaded there, paths relative to the work folder.
+
+    The first few metrics are what a person is shown of the stage.
+
+    With a `lease` the artifact is complete although the process goes on, as a server, until it is told to end.
+    """
+
+    metrics: dict[str, float] = Field(default_factory=dict)
+    tags: dict[str, str] = Field(default_factory=dict)
+    files: list[str] = Field(default_factory=list)
+    lease: Lease | None = None
+
+
+class StageFailure(StrictModel):
+    """`error.json`."""
+
+    error: str = Field(description="name of the error class")
+    message: str
+
+
+@dataclass(frozen=True)
+class StageContext:
+    """A stage process's view of its work folder. Only rank 0 of several processes writes the shared files."""
+
+    work: Path
+    name: str
+    version: str
+    config: Any
+    inputs: dict[str, Path]
+    leases: dict[str, Lease]
+    cache: Path
+    outside: dict[str, JsonValue] = dataclass_field(default_factory=dict)
+    trial: Trial | None = None
+
+    @property
+    def scratch(self) -> Path:
+        """Kept across retries of this stage, gone when its artifact is committed."""
+        folder = self.work / "scratch"
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Append one line to `metrics.jsonl`; a step may be logged again after a resume, the first one counts."""
+        self._append("metrics.jsonl", {"step": step, "time_ms": _now_ms(), **metrics})
+
+    def progress(self, done: float, total: float, unit: str, message: str = "") -> None:
+        """Tell how far the stage is; cheap enough to call every few hundred milliseconds."""
+        self._event(StageEvent(time_ms=_now_ms(), event="progress", message=message, done=done, total=total, unit=unit))
+
+    def milestone(self, message: str) -> None:
+        """Tell what a person who watches the refresh wants to know."""
+        self._event(StageEvent(time_ms=_now_ms(), event="milestone", message=message))
+
+    def warn(self, message: str) -> None:
+        """Tell what is not an error, but should be looked at."""
+        self._event(StageEvent(time_ms=_now_ms(), event="warning", message=message))
+
+    def _event(self, event: StageEvent) -> None:
+        event = event.model_copy(update={"message": redact(event.message)})
+        self._append("events.jsonl", event.model_dump(exclude_none=True))
+        if event.event != "progress":
+            print(f"{event.event}: {event.message}", flush=True)
+
+    def _append(self, file: str, row: dict[str, Any]) -> None:
+        if is_main_process():
+            with (self.work / file).open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(row) + "\n")
+
+
+def is_main_process() -> bool:
+    """Whether this is rank 0, or the only process of its stage."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

@@ -1,0 +1,145 @@
+"""The error classes: one exit code each, the same for a stage process and for `lifecycle`.
+
+A message says what was being done, what was found, what was expected, and what to do next. These are the errors of
+the outside world (a user, a file, a server); a bug of ours is any other exception and exits with `INTERNAL_ERROR`.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from stages.core.redaction import redact
+
+INTERNAL_ERROR = 70
+USAGE_ERROR = 2
+
+
+class LifecycleError(Exception):
+    """Base of all expected errors. Their messages go to records, logs and terminals, so they hold no secrets."""
+
+    exit_code = INTERNAL_ERROR
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(redact(message))
+
+
+class RecipeError(LifecycleError):
+    """The recipe says something that cannot be meant."""
+
+    exit_code = 3
+
+
+class LayoutError(RecipeError):
+    """The parallel degrees do not fit the model, the batch or the number of processes."""
+
+    exit_code = 4
+
+
+class DataError(LifecycleError):
+    """A dataset is missing, empty, malformed, or has nothing to learn from."""
+
+    exit_code = 5
+
+
+class ModelError(LifecycleError):
+    """A model folder is incomplete, damaged, unsafe, or not of a supported kind."""
+
+    exit_code = 6
+
+
+class DownloadError(LifecycleError):
+    """A source does not exist, may not be read, or sent something else than it promised."""
+
+    exit_code = 7
+
+
+class ResourceError(LifecycleError):
+    """Disk, memory, a device or a port that is needed is not to be had."""
+
+    exit_code = 8
+
+
+class ServerError(LifecycleError):
+    """A server did not start, ended, or answers wrongly."""
+
+    exit_code = 9
+
+
+class EvaluationError(LifecycleError):
+    """A benchmark could not be run, or gave no scores."""
+
+    exit_code = 10
+
+
+class GateError(LifecycleError):
+    """A stage did its work, but its result misses the bound that the recipe sets."""
+
+    exit_code = 11
+
+
+class StoreError(LifecycleError):
+    """An artifact is damaged, or the store cannot be read or written."""
+
+    exit_code = 12
+
+
+class StageTimeoutError(LifecycleError):
+    """A stage ran longer than the recipe allows."""
+
+    exit_code = 13
+
+
+class StageCrashError(LifecycleError):
+    """A stage process was killed, or ended without a word."""
+
+    exit_code = 14
+
+
+class RefreshStoppedError(LifecycleError):
+    """The refresh was told to end before its stages were done."""
+
+    exit_code = 15
+
+
+class TrainingError(LifecycleError):
+    """Training itself went wrong: the loss or the gradient norm is no finite number any more."""
+
+    exit_code = 16
+
+
+class NotPromotedError(LifecycleError):
+    """The refresh is complete, but its candidate missed a gate of its promotion: the champion stays."""
+
+    exit_code = 17
+
+
+class TransientError(LifecycleError):
+    """Something that may well work when tried again: a network fault, a busy server."""
+
+    exit_code = 75
+
+
+@contextmanager
+def full_disk_named(doing: str, where: Path) -> Iterator[None]:
+    """Turn the system's word for a full disk, while something is written to `where`, into a `ResourceError`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        remedy = "free some space, for instance with `lifecycle gc`, and run again"
+        raise ResourceError(f"{doing}: the disk of {where} is full; {remedy}") from error
+
+
+def error_classes() -> dict[str, type[LifecycleError]]:
+    """Name → class, for all of the above."""
+    found: dict[str, type[LifecycleError]] = {}
+    todo: list[type[LifecycleError]] = [LifecycleError]
+    while todo:
+        error = todo.pop()
+        found[error.__name__] = error
+        todo += error.__subclasses__()
+    return found

@@ -1,0 +1,100 @@
+"""Start a command under the supervisor: the starting side of `supervisor.py`.
+
+Whatever happens (the command ends, the supervisor is killed, this process is killed), no descendant of the command
+stays behind: the supervisor ends them when this process is gone, this process ends them when the supervisor is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from stages.core import supervisor
+from stages.core.supervisor import TOKEN_VARIABLE, kill_until_gone, marked_processes
+
+PRIVATE_UMASK = 0o077
+
+
+class Supervised:
+    """A running command. `token` marks its processes; keep it to find stragglers after this process has died.
+
+    output: where stdout and stderr go; the caller may close it at once.
+    environment: the whole environment of the command.
+    grace_s: seconds between SIGTERM and SIGKILL when it is stopped.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        output: IO[bytes],
+        folder: Path | None = None,
+        grace_s: float = 10.0,
+    ):
+        self.token = os.urandom(16).hex()
+        self.grace_s = grace_s
+        # A command within a supervised command bears both tokens, so that either finds it.
+        tokens = ":".join(filter(None, [os.environ.get(TOKEN_VARIABLE), self.token]))
+        lifeline, self._lifeline = os.pipe()
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-I", "-S", supervisor.__file__, str(lifeline), str(grace_s), *command],
+                env={**environment, TOKEN_VARIABLE: tokens},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=folder,
+                pass_fds=(lifeline,),
+                start_new_session=True,
+                umask=PRIVATE_UMASK,
+            )
+        except BaseException:
+            os.close(self._lifeline)
+            raise
+        finally:
+            os.close(lifeline)
+        self._closing = threading.Lock()
+        self._closed = False
+
+    @property
+    def pid(self) -> int:
+        """Process id of the supervisor, which also is the session id of the command."""
+        return self.process.pid
+
+    def poll(self) -> int | None:
+        """Exit code (128 + signal when the command was killed, negative when the supervisor was), None while it runs.
+
+        No descendant is left once there is an exit code.
+        """
+        code = self.process.poll()
+        if code is not None:
+            self._close()
+        return code
+
+    def alive(self) -> bool:
+        """Whether it still runs."""
+        return self.poll() is None
+
+    def stop(self) -> None:
+        """End the command and all its descendants; returns when none is left. May be called again."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(self.grace_s + 15.0)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self._close()
+
+    def _close(self) -> None:
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                os.close(self._lifeline)
+                kill_until_gone(lambda: marked_processes(self.token, session=self.pid))

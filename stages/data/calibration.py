@@ -1,0 +1,53 @@
+"""A dataset → a few tokenized documents that show a quantizer what a model sees: whole, without masks or packing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from stages.core.errors import DataError
+from stages.data.files import BadRow, find_files, read_rows
+from stages.data.formats import Document, RowReader
+from stages.data.messages import RowError
+from stages.data.templates import Rendered
+from stages.data.tokenizer import DocumentTokenizer
+
+
+def calibration_samples(
+    folder: Path,
+    split: str,
+    tokenizer_folder: Path,
+    num_samples: int,
+    sequence_length: int,
+    *,
+    num_skipped: int = 0,
+    chat_template: Path | None = None,
+) -> list[list[int]]:
+    """Token ids of the first `num_samples` good rows after `num_skipped` others, each cut to `sequence_length`.
+
+    Conversations are rendered with the chat template, the model's or the one given; of preference pairs the chosen
+    one counts. Bad rows are passed over. There may be fewer than asked for.
+
+    Raises DataError when there are none, ModelError for a folder without a usable tokenizer.
+    """
+    tokenizer = DocumentTokenizer(tokenizer_folder, chat_template, train_on="all")
+    texts = _texts(folder, split, tokenizer)
+    wanted = list(islice(texts, num_skipped, num_skipped + num_samples))
+    if not wanted:
+        after = f" after the first {num_skipped}" if num_skipped else ""
+        raise DataError(f"the split {split!r} of {folder} has no usable rows{after} to calibrate with")
+    return [tokens.ids[:sequence_length].tolist() for tokens in tokenizer.encode(wanted)]
+
+
+def _texts(folder: Path, split: str, tokenizer: DocumentTokenizer) -> Iterator[Rendered]:
+    reader: RowReader | None = None
+    for row in read_rows(folder, find_files(folder, split)):
+        if isinstance(row, BadRow) or not isinstance(row.content, dict):
+            continue
+        reader = reader or RowReader("auto", preference={"chosen", "rejected"} <= row.content.keys())
+        try:
+            document: Document = reader.read(row.content)[0]
+            yield tokenizer.render(document)
+        except RowError:
+            continue

@@ -1,0 +1,58 @@
+"""Data files that are compressed as a whole (`train.jsonl.gz`, `train.csv.zst`): their names, and what they hold."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, TextIO
+
+from stages.core.errors import DataError
+
+COMPRESSIONS = (".gz", ".zst")
+
+
+def format_suffix(path: Path) -> str:
+    """The suffix that tells the format: `.jsonl` of `train.jsonl.zst`."""
+    return _uncompressed(path).suffix
+
+
+def data_stem(path: Path) -> str:
+    """The name without the suffixes of format and compression."""
+    return _uncompressed(path).stem
+
+
+@contextmanager
+def open_bytes(path: Path, name: str) -> Iterator[BinaryIO]:
+    """The content, decompressed piece by piece; `name` is what errors call it. Raises DataError for a damaged file."""
+    if path.suffix not in COMPRESSIONS:
+        with path.open("rb") as stream:
+            yield stream
+        return
+    try:
+        with _decompressed(path) as stream:
+            yield stream
+    except (EOFError, OSError, zlib.error) as error:
+        raise DataError(f"{name} cannot be decompressed to its end: {error}; fetch it again") from error
+
+
+@contextmanager
+def open_text(path: Path, name: str) -> Iterator[TextIO]:
+    """The same as text, line ends as they are. Raises DataError, and UnicodeDecodeError for what is not UTF-8."""
+    with open_bytes(path, name) as stream, io.TextIOWrapper(stream, "utf-8-sig", newline="") as text:
+        yield text
+
+
+def _decompressed(path: Path) -> BinaryIO:
+    if path.suffix == ".gz":
+        return io.BufferedReader(gzip.GzipFile(path))
+    import pyarrow
+
+    return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
+
+
+def _uncompressed(path: Path) -> Path:
+    return path.with_suffix("") if path.suffix in COMPRESSIONS else path

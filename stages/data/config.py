@@ -1,0 +1,28 @@
+"""What a recipe may say of a dataset: which rows, how they become tokens."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveInt
+
+from stages.core.contract import DatasetReference, OutsidePath, StrictModel
+
+DataFormat = Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt", "text", "preference"]
+
+
+class DataConfig(StrictModel):
+    """Which rows are learned from, and how they become tokens."""
+
+    dataset: DatasetReference
+    split: str = Field("train", description="Files of the dataset whose name or folder begins with this.")
+    evaluation_split: str | None = Field(None, description="Held-out split; see also `evaluation_fraction`.")
+    evaluation_fraction: float = Field(0.0, ge=0, lt=1, description="Share of `split` held out when no split is named.")
+    format: DataFormat = Field("auto", description="auto: told by the columns of the first row.")
+    chat_template: OutsidePath | None = Field(None, description="Jinja file; default: the model's own template.")
+    train_on: Literal["assistant", "all"] = Field("assistant", description="Tokens that carry loss.")
+    sequence_length: PositiveInt = Field(2048, description="Tokens of a packed row.")
+    packing: bool = Field(True, description="Several documents in a row; attention does not cross their borders.")
+    over_long: Literal["truncate", "drop", "fail"] = Field("fail", description="Documents over sequence_length.")
+    on_bad_rows: Literal["fail", "drop"] = "fail"
+    max_bad_row_fraction: float = Field(0.01, ge=0, le=1, description="More dropped rows than this is an error.")

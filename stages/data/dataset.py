@@ -1,0 +1,167 @@
+"""Packed, tokenized documents on disk (memory-mapped) → batches. How they came there is `prepare`'s business.
+
+A folder holds flat arrays: `tokens.bin` (int32) and `loss.bin` (bool: the token is learned) of all documents one after
+the other, `document_starts.bin` and `row_starts.bin` (int64, one more than there are documents and rows: where each
+begins, the latter counted in documents), and `about.json` (`Description`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import NonNegativeInt, PositiveInt
+
+from stages.core.contract import StrictModel
+from stages.data.batch import IGNORED, Batch
+
+ABOUT = "about.json"
+ARRAYS: dict[str, type[np.generic]] = {
+    "tokens": np.int32,
+    "loss": np.bool_,
+    "document_starts": np.int64,
+    "row_starts": np.int64,
+}
+
+
+class Description(StrictModel):
+    """`about.json`: what a folder of packed documents holds, and what was left out of it."""
+
+    sequence_length: PositiveInt
+    packing: bool
+    padding_token: NonNegativeInt
+    num_rows: PositiveInt
+    num_documents: PositiveInt
+    num_tokens: PositiveInt
+    num_target_tokens: PositiveInt
+    num_source_rows: PositiveInt
+    num_bad_rows: NonNegativeInt
+    num_over_long: NonNegativeInt
+    warnings: tuple[str, ...]
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether the folder holds all that its description promises."""
+    try:
+        about = Description.model_validate_json((folder / ABOUT).read_text(encoding="utf-8"))
+        sizes = {name: (folder / f"{name}.bin").stat().st_size // dtype().itemsize for name, dtype in ARRAYS.items()}
+    except (OSError, ValueError):
+        return False
+    return sizes == {
+        "tokens": about.num_tokens,
+        "loss": about.num_tokens,
+        "document_starts": about.num_documents + 1,
+        "row_starts": about.num_rows + 1,
+    }
+
+
+class PackedDataset:
+    """Rows of whole documents; `len` counts rows. Opened lazily: costs no memory but what batches touch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.about = Description.model_validate_json((folder / ABOUT).read_text(encoding="utf-8"))
+        self._tokens, self._loss, self._document_starts, self._row_starts = (
+            np.asarray(np.memmap(folder / f"{name}.bin", dtype=dtype, mode="r")) for name, dtype in ARRAYS.items()
+        )
+
+    def __len__(self) -> int:
+        return self.about.num_rows
+
+    @property
+    def key(self) -> str:
+        """Identifies the content: equal keys, equal batches. For caches of what is computed from the documents."""
+        return self.folder.name
+
+    @property
+    def num_documents(self) -> int:
+        """Documents in all rows; a preference pair is two."""
+        return self.about.num_documents
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens, without padding."""
+        return self.about.num_tokens
+
+    @property
+    def num_target_tokens(self) -> int:
+        """Tokens that carry loss."""
+        return self.about.num_target_tokens
+
+    @property
+    def padding_fraction(self) -> float:
+        """Share of a full pass over the rows, each `sequence_length` wide, that is padding; 0 without packing.
+
+        Without packing a batch is only as wide as its longest row, so the share depends on which rows meet.
+        """
+        if not self.about.packing:
+            return 0.0
+        return 1 - self.num_tokens / (len(self) * self.about.sequence_length)
+
+    def row_documents(self, row_indices: Sequence[int]) -> NDArray[np.int64]:
+        """int64 [num_documents of the batch]: for each document of `batch(row_indices)` its number in the dataset."""
+        return np.concatenate(
+            [np.arange(self._row_starts[row], self._row_starts[row + 1]) for row in row_indices] or [np.arange(0)]
+        )
+
+    def batch(self, row_indices: Sequence[int], num_rows: int | None = None) -> Batch:
+        """The rows as a micro-batch on the CPU; with `num_rows`, rows of padding follow until there are as many.
+
+        As wide as `sequence_length` with packing, else as the longest of the rows.
+        """
+        rows = [self._row(row) for row in row_indices]
+        shape = (num_rows or len(rows), self._width([len(tokens) for tokens, _, _ in rows]))
+        input_ids = np.full(shape, self.about.padding_token, dtype=np.int64)
+        targets = np.full(shape, IGNORED, dtype=np.int64)
+        for row, (tokens, loss, _) in enumerate(rows):
+            input_ids[row, : len(tokens)] = tokens
+            targets[row, : len(tokens) - 1] = np.where(loss[1:], tokens[1:], IGNORED)
+        segments = _Segments([lengths for _, _, lengths in rows], shape)
+        return Batch(
+            input_ids=torch.from_numpy(input_ids),
+            targets=torch.from_numpy(targets),
+            position_ids=torch.from_numpy(segments.position_ids),
+            document_ids=torch.from_numpy(segments.document_ids),
+            num_documents=segments.num_documents,
+            document_lengths=segments.lengths.tolist(),
+        )
+
+    def _row(self, row: int) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]:
+        """Tokens, their loss flags, and the lengths of the documents they belong to."""
+        starts = self._document_starts[self._row_starts[row] : self._row_starts[row + 1] + 1]
+        tokens = slice(starts[0], starts[-1])
+        return self._tokens[tokens], self._loss[tokens], np.diff(starts)
+
+    def _width(self, num_tokens: list[int]) -> int:
+        return self.about.sequence_length if self.about.packing else max(num_tokens, default=2)
+
+
+class _Segments:
+    """Where documents, and the padding at the end of rows, lie in a batch of `shape` [rows, sequence]."""
+
+    def __init__(self, document_lengths: list[NDArray[np.int64]], shape: tuple[int, int]) -> None:
+        num_rows, width = shape
+        self.num_documents = sum(map(len, document_lengths))
+        lengths: list[int] = []
+        numbers: list[int] = []
+        document, padding = 0, self.num_documents
+        for row in [*map(np.ndarray.tolist, document_lengths), *([[]] * (num_rows - len(document_lengths)))]:
+            lengths += row
+            numbers += range(document, document + len(row))
+            document += len(row)
+            if left := width - sum(row):
+                lengths.append(left)
+                numbers.append(padding)
+                padding += 1
+        self.lengths = np.array(lengths)
+        starts = np.cumsum(self.lengths) - self.lengths
+        self.position_ids = (np.arange(num_rows * width) - np.repeat(starts, self.lengths)).reshape(shape)
+        self.document_ids = np.repeat(np.array(numbers), self.lengths).reshape(shape)
+
+
+def row_order(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """int64 [num_rows]: the order in which an epoch visits the rows; the same for every layout and after a resume."""
+    return np.random.default_rng([seed, epoch]).permutation(num_rows)

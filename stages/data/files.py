@@ -1,0 +1,198 @@
+"""A dataset's folder → the rows of one split, one at a time. Finds and reads files; what a row means is not known here.
+
+Memory stays flat: JSON Lines, JSON lists and CSV, maybe compressed, are read piece by piece, Parquet by batches of a
+row group.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+from stages.core.errors import DataError
+from stages.data.compression import data_stem, format_suffix, open_bytes, open_text
+from stages.data.json_list import JsonList
+
+BEGINNING_CHARACTERS = 1024
+PARQUET_BATCH_ROWS = 1024
+BLOCK_BYTES = 1 << 20
+METADATA = {"dataset_info.json", "dataset_infos.json", "state.json"}
+NUM_FILES_LISTED = 20
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a row stands: its first line in a text file, its number in a Parquet file; both count from 1."""
+
+    file: str
+    number: int
+    counts: Literal["line", "row"] = "line"
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.number}" if self.counts == "line" else f"{self.file} row {self.number}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a file says at a place; any JSON value, checked by nobody yet."""
+
+    place: Place
+    content: object
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that cannot be learned from, and why."""
+
+    place: Place
+    reason: str
+
+
+def find_files(folder: Path, split: str) -> list[Path]:
+    """The data files of a split, in order: `SPLIT.jsonl`, shards `SPLIT-00000-of-00002.parquet`, all in a folder
+    `SPLIT/`, any of these in `data/`, or else names like `SPLIT_part1.jsonl`; for `train` also the only file there is.
+
+    Raises DataError that lists what is there.
+    """
+    there = [path for path in _all_files(folder) if format_suffix(path) in READERS and path.name not in METADATA]
+    found = _matching(there, folder, split)
+    if not found and split == "train" and len(there) == 1:
+        found = there
+    if not found:
+        raise DataError(
+            f"no files of the split {split!r} in the dataset {folder}. {_listing(folder)} Expected `{split}.jsonl`, "
+            f"`{split}-*.parquet`, `{split}/…` or `data/{split}-*.parquet` ({', '.join(READERS)})."
+        )
+    suffixes = sorted({format_suffix(path) for path in found})
+    if len(suffixes) > 1:
+        names = ", ".join(str(path.relative_to(folder)) for path in islice(found, NUM_FILES_LISTED))
+        raise DataError(f"the split {split!r} of {folder} is there in {' and '.join(suffixes)}: {names}. Keep one.")
+    return found
+
+
+def read_rows(folder: Path, files: list[Path]) -> Iterator[Row | BadRow]:
+    """All rows of `files` in order, named relative to `folder`. Raises DataError for a file that cannot be read on."""
+    for path in files:
+        name = str(path.relative_to(folder))
+        try:
+            yield from READERS[format_suffix(path)](path, name)
+        except UnicodeDecodeError as error:
+            raise DataError(f"{name} is not UTF-8 text ({error.reason} at byte {error.start}); convert it") from error
+
+
+def num_places(path: Path) -> int:
+    """The lines of a text file, the rows of a Parquet file: what the `Place` of its last row counts up to, roughly."""
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        return int(pyarrow.parquet.read_metadata(path).num_rows)
+    with open_bytes(path, path.name) as stream:
+        return sum(block.count(b"\n") for block in iter(partial(stream.read, BLOCK_BYTES), b"")) + 1
+
+
+def _matching(there: list[Path], folder: Path, split: str) -> list[Path]:
+    exact = re.compile(rf"{re.escape(split)}(-\d+-of-\d+)?")
+    loose = re.compile(rf"{re.escape(split)}[-_.].*")
+    for root in (folder, folder / "data"):
+        inside = [path for path in there if path.parent == root]
+        for found in (
+            [path for path in inside if exact.fullmatch(data_stem(path))],
+            [path for path in there if root / split in path.parents],
+            [path for path in inside if loose.fullmatch(data_stem(path))],
+        ):
+            if found:
+                return found
+    return []
+
+
+def _all_files(folder: Path) -> list[Path]:
+    """Every file that is not hidden, nor in a hidden folder."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts))
+
+
+def _listing(folder: Path) -> str:
+    names = [str(path.relative_to(folder)) for path in _all_files(folder)]
+    if not names:
+        return "The folder is empty." if folder.is_dir() else "There is no such folder."
+    more = f" and {len(names) - NUM_FILES_LISTED} more" if len(names) > NUM_FILES_LISTED else ""
+    return f"There are: {', '.join(names[:NUM_FILES_LISTED])}{more}."
+
+
+def _read_json_lines(path: Path, name: str) -> Iterator[Row | BadRow]:
+    with open_bytes(path, name) as stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.isspace():
+                yield _parse_line(line, Place(name, number))
+
+
+def _parse_line(line: bytes, place: Place) -> Row | BadRow:
+    try:
+        return Row(place, json.loads(line.decode("utf-8-sig")))
+    except json.JSONDecodeError as error:
+        return BadRow(place, f"is not valid JSON: {error.msg} at column {error.colno}")
+    except UnicodeDecodeError as error:
+        return BadRow(place, f"is not UTF-8 text: {error.reason} at column {error.start + 1}")
+
+
+def _read_json(path: Path, name: str) -> Iterator[Row | BadRow]:
+    """A list of rows; a file that starts otherwise is read as JSON Lines, which often bear this suffix too."""
+    with open_text(path, name) as stream:
+        start = stream.read(BEGINNING_CHARACTERS).lstrip()[:1]
+    if start != "[":
+        yield from _read_json_lines(path, name)
+        return
+    with open_text(path, name) as stream:
+        for line, content in JsonList(stream, name).elements():
+            yield Row(Place(name, line), content)
+
+
+def _read_csv(path: Path, name: str) -> Iterator[Row | BadRow]:
+    csv.field_size_limit(sys.maxsize)  # Python's default of 128 KiB is less than a long document
+    with open_text(path, name) as stream:
+        reader = csv.reader(stream, strict=True)
+        columns = next(reader, [])
+        while True:
+            place = Place(name, reader.line_num + 1)
+            try:
+                values = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield BadRow(place, f"is not valid CSV: {error}")
+                continue
+            if values and len(values) != len(columns):
+                yield BadRow(place, f"has {len(values)} columns, but the header names {len(columns)}")
+            elif values:
+                yield Row(place, dict(zip(columns, values, strict=True)))
+
+
+def _read_parquet(path: Path, name: str) -> Iterator[Row | BadRow]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS):
+                for content in batch.to_pylist():
+                    number += 1
+                    yield Row(Place(name, number, "row"), content)
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{name} cannot be read as Parquet after row {number}: {error}; fetch it again") from error
+
+
+READERS: dict[str, Callable[[Path, str], Iterator[Row | BadRow]]] = {
+    ".jsonl": _read_json_lines,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}

@@ -1,0 +1,181 @@
+"""The steps from files to a folder of packed rows: read, check, render, tokenize, fit, pack, write.
+
+Every step is a generator over the one before it, so that memory does not grow with the number of rows. Bad rows go
+aside on the way, and are judged when all rows were seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Protocol
+
+from stages.core.errors import DataError
+from stages.data.bad_rows import BadRows
+from stages.data.config import DataConfig
+from stages.data.dataset import Description
+from stages.data.files import BadRow, Place, Row, num_places, read_rows
+from stages.data.formats import RowReader
+from stages.data.messages import RowError
+from stages.data.packing import pack
+from stages.data.portion import Portion
+from stages.data.templates import Rendered
+from stages.data.tokenizer import DocumentTokenizer
+from stages.data.units import OverLong, Unit, check_learnable
+from stages.data.writer import DatasetWriter
+
+BAD_ROWS = "bad_rows.jsonl"
+CHUNK_ROWS = 1024
+NO_STOP = (
+    "the chat template ends what the assistant says without a special token, so the model will not learn to stop; "
+    "mend the template, or give another one (`chat_template`)"
+)
+
+
+class Report(Protocol):
+    """Where preparation tells what it does; a `StageContext` is one."""
+
+    def progress(self, done: float, total: float, unit: str, message: str = "") -> None: ...
+
+    def warn(self, message: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Everything that decides what `run` writes."""
+
+    portion: Portion
+    folder: Path
+    files: list[Path]
+    config: DataConfig
+    tokenizer_folder: Path
+    preference: bool
+    report: Report
+
+    def run(self, target: Path) -> None:
+        """Fill the empty folder `target`. Raises DataError, ModelError."""
+        with (target / BAD_ROWS).open("w", encoding="utf-8") as stream, closing(DatasetWriter(target)) as writer:
+            _Run(self, BadRows(stream), writer).write()
+
+
+class _Run:
+    """One pass over the rows, and what was counted on the way."""
+
+    def __init__(self, pipeline: Pipeline, bad_rows: BadRows, writer: DatasetWriter) -> None:
+        config = pipeline.config
+        self._pipeline = pipeline
+        self._config = config
+        self._bad_rows = bad_rows
+        self._writer = writer
+        self._reader = RowReader(config.format, pipeline.preference)
+        self._tokenizer = DocumentTokenizer(pipeline.tokenizer_folder, config.chat_template, config.train_on)
+        self._over_long = OverLong(config.over_long, config.sequence_length)
+        self._num_source_rows = 0
+        self._num_tokenized_rows = 0
+
+    def write(self) -> None:
+        units = self._units()
+        for row in pack(units, self._config.sequence_length) if self._config.packing else ([unit] for unit in units):
+            self._writer.write_row(row)
+        warnings = self._check()
+        self._writer.finish(
+            Description(
+                sequence_length=self._config.sequence_length,
+                packing=self._config.packing,
+                padding_token=self._tokenizer.padding_token,
+                num_rows=self._writer.num_rows,
+                num_documents=self._writer.num_documents,
+                num_tokens=self._writer.num_tokens,
+                num_target_tokens=self._writer.num_target_tokens,
+                num_source_rows=self._num_source_rows,
+                num_bad_rows=self._bad_rows.num_rows,
+                num_over_long=self._over_long.num_units,
+                warnings=warnings,
+            )
+        )
+
+    def _units(self) -> Iterator[Unit]:
+        """What can be learned of each row, no longer than a packed row."""
+        for chunk in _chunks(self._rendered()):
+            if self._bad_rows.num_rows and self._config.on_bad_rows == "fail":
+                continue  # it will fail: only look for further bad rows, which is much faster
+            tokens = iter(self._tokenizer.encode([document for _, documents in chunk for document in documents]))
+            for place, documents in chunk:
+                unit = self._fitted(Unit(tuple(islice(tokens, len(documents)))), place)
+                if unit is not None:
+                    yield unit
+
+    def _fitted(self, unit: Unit, place: Place) -> Unit | None:
+        self._num_tokenized_rows += 1
+        fitted = self._over_long.fit(unit, place)
+        if fitted is None:
+            return None
+        try:
+            check_learnable(fitted, was_truncated=len(fitted) < len(unit))
+        except RowError as error:
+            self._bad_rows.add(BadRow(place, str(error)))
+            return None
+        return fitted
+
+    def _rendered(self) -> Iterator[tuple[Place, tuple[Rendered, ...]]]:
+        """Where each good row stands, and its documents as text."""
+        pipeline = self._pipeline
+        rows = self._watched(read_rows(pipeline.folder, pipeline.files))
+        for row in pipeline.portion.select(rows):
+            self._num_source_rows += 1
+            if isinstance(row, BadRow):
+                self._bad_rows.add(row)
+                continue
+            try:
+                documents = self._reader.read(row.content)
+                yield row.place, tuple(self._tokenizer.render(document) for document in documents)
+            except RowError as error:
+                self._bad_rows.add(BadRow(row.place, str(error)))
+
+    def _watched(self, rows: Iterable[Row | BadRow]) -> Iterator[Row | BadRow]:
+        """The same rows; reports every now and then how far they are."""
+        message = f"tokenizing {self._pipeline.portion.name} data"
+        for number, row in enumerate(rows):
+            yield row
+            if number % CHUNK_ROWS == 0:
+                before, total = self._places
+                done = before[row.place.file] + row.place.number
+                self._pipeline.report.progress(min(done, total), total, "rows", message)
+
+    @cached_property
+    def _places(self) -> tuple[dict[str, int], int]:
+        """How many places lie before each file, and in all of them."""
+        before, total = {}, 0
+        for path in self._pipeline.files:
+            before[str(path.relative_to(self._pipeline.folder))] = total
+            total += num_places(path)
+        return before, total
+
+    def _check(self) -> tuple[str, ...]:
+        """What to warn of. Raises DataError for what the recipe does not allow, or when nothing is left."""
+        config, portion = self._config, self._pipeline.portion
+        if not self._num_source_rows:
+            cause = f"evaluation_fraction {portion.fraction} leaves" if portion.fraction else "there are"
+            raise DataError(
+                f"no {portion.name} rows: {cause} none in {', '.join(path.name for path in self._pipeline.files)} of "
+                f"{self._pipeline.folder}"
+            )
+        found = (
+            self._bad_rows.check(config.on_bad_rows, config.max_bad_row_fraction, self._num_source_rows),
+            self._over_long.check(self._num_tokenized_rows),
+            NO_STOP if self._tokenizer.teaches_to_stop is False else None,
+        )
+        if not self._writer.num_rows:
+            raise DataError(f"no {portion.name} rows are left: {'; '.join(filter(None, found))}")
+        return tuple(filter(None, found))
+
+
+def _chunks(
+    rendered: Iterator[tuple[Place, tuple[Rendered, ...]]],
+) -> Iterator[list[tuple[Place, tuple[Rendered, ...]]]]:
+    while chunk := list(islice(rendered, CHUNK_ROWS)):
+        yield chunk

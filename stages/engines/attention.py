@@ -1,0 +1,209 @@
+"""Attention over packed rows in which no document sees another, without a mask of the row's size.
+
+`prepare_attention` tells with which `attn_implementation` a model is to be built, and `hidden_states` runs its decoder
+over a batch of packed documents. There are two ways:
+
+- `packed_documents`, registered with Transformers' attention interface: every document of a micro-batch is attended to
+  on its own, from their lengths alone. For every architecture whose attention goes through that interface, with
+  grouped queries, sliding windows, soft-capped scores and attention sinks.
+- For all others (states that run from token to token, position biases, code that came with the model) documents
+  become rows of their own, padded at the end to the longest: right for any causal model, and wasteful where lengths
+  are uneven. Transformers' own packing, by position ids that start anew, was tried and is not an option: some of its
+  architectures (gpt-oss, AFMoE, BLOOM, BioGPT in 5.17) ignore it without a word.
+
+`packed_documents` has two kernels: flash attention over variable lengths on a GPU in half precision
+(`torch.nn.attention.varlen`), and elsewhere causal SDPA over documents padded to the longest of their bucket.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface
+
+from stages.core.errors import ModelError
+from stages.data.batch import Batch
+from stages.engines.documents import PackedDocuments
+from stages.engines.slots import from_slots, to_slots
+
+PACKED_DOCUMENTS = "packed_documents"
+
+PACKED_LAYERS = {"full_attention", "sliding_attention"}
+"""Layer types, in Transformers' words, that `packed_documents` computes."""
+
+FLASH_HEAD_WIDTH = 256
+"""The widest heads that flash attention knows."""
+
+
+def prepare_attention(model_config: Any, device: torch.device) -> str:
+    """The `attn_implementation` to build a causal language model of this Transformers config with, ready for use."""
+    model_class = _model_class(model_config)
+    if _goes_through_interface(model_config, model_class):
+        AttentionInterface.register(PACKED_DOCUMENTS, packed_attention)
+        return PACKED_DOCUMENTS
+    return "sdpa" if getattr(model_class, "_supports_sdpa", False) else "eager"
+
+
+def hidden_states(decoder: Any, batch: Batch) -> Tensor:
+    """The last hidden states, [rows, sequence, width], of a model without its head, documents kept apart.
+
+    `decoder` was built with the `attn_implementation` that `prepare_attention` told.
+    """
+    device = batch.input_ids.device
+    if decoder.config._attn_implementation == PACKED_DOCUMENTS:
+        documents = PackedDocuments(batch.document_lengths, device)
+        arguments = {"position_ids": batch.position_ids, "documents": documents, "use_cache": False}
+        return decoder(input_ids=batch.input_ids, **arguments)[0]
+    documents = PackedDocuments(batch.document_lengths, device, least_fill=0)
+    rows = to_slots(batch.input_ids.flatten(), documents).view(-1, documents.longest)
+    padded = decoder(input_ids=rows, use_cache=False)[0]
+    return from_slots(padded.flatten(0, 1), documents).view(*batch.input_ids.shape, -1)
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How an attention layer turns queries and keys into weights."""
+
+    scaling: float | None
+    dropout: float
+    window_tokens: int | None
+    """Tokens that a token sees, itself included; None: all before it."""
+    softcap: float | None
+    """Scores become softcap × tanh(score / softcap) (Gemma 2)."""
+    sinks: Tensor | None
+    """[heads]: scores of nothing, which take their share of the weights (gpt-oss)."""
+
+
+@torch.compiler.disable  # the lengths differ from batch to batch: compiled, every batch would be compiled anew
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    documents: PackedDocuments | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention inside each document, as Transformers' attention interface has it.
+
+    `query` is [rows, heads, sequence, head_width], `key` and `value` [rows, key_value_heads, sequence, head_width]; the
+    result [rows, sequence, heads, head_width]. Raises ModelError when the model asks for something else.
+    """
+    if documents is None or position_bias is not None:
+        missing = "does not pass on where documents end" if documents is None else "adds a bias to its scores"
+        raise ModelError(f"{type(module).__name__} {missing}: this architecture cannot be trained on packed documents")
+    scoring = Scoring(scaling, dropout, sliding_window, softcap, s_aux)
+    queries, keys, values = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
+    attend = _flash_attention if _has_flash_kernel(queries, values, scoring) else _bucketed_attention
+    output = attend(queries, keys, values, documents, scoring)
+    return output.unflatten(0, (query.shape[0], query.shape[2])), None
+
+
+def _has_flash_kernel(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
+    half_on_gpu = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    plain = not scoring.dropout and scoring.softcap is None and scoring.sinks is None
+    return half_on_gpu and plain and query.shape[2] == value.shape[2] <= FLASH_HEAD_WIDTH
+
+
+def _flash_attention(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, scoring: Scoring) -> Tensor:
+    """Tensors are [tokens, heads, head_width]."""
+    boundaries, longest = documents.boundaries, documents.longest
+    tokens_before = -1 if scoring.window_tokens is None else scoring.window_tokens - 1
+    return varlen_attn(
+        query,
+        key,
+        value,
+        boundaries,
+        boundaries,
+        longest,
+        longest,
+        scale=scoring.scaling,
+        window_size=(tokens_before, 0),
+        enable_gqa=True,
+    )
+
+
+def _bucketed_attention(
+    query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, scoring: Scoring
+) -> Tensor:
+    """Tensors are [tokens, heads, head_width]. Padding follows its document, so causal attention never sees it."""
+    padded = [to_slots(tokens, documents) for tokens in (query, key, value)]
+    outputs = []
+    for bucket in documents.buckets:
+        queries, keys, values = (
+            states[bucket.start : bucket.end].unflatten(0, (bucket.num_documents, bucket.length)).transpose(1, 2)
+            for states in padded
+        )
+        outputs.append(_padded_attention(queries, keys, values, scoring).transpose(1, 2).flatten(0, 1))
+    return from_slots(torch.cat(outputs), documents)
+
+
+def _padded_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    """Tensors are [documents, heads, length, head_width]."""
+    length, window = query.shape[2], scoring.window_tokens
+    if scoring.softcap is not None or scoring.sinks is not None:
+        return _explicit_attention(query, key, value, scoring)
+    mask = None if window is None or window >= length else _causal_mask(length, window, query.device)
+    return functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=scoring.dropout,
+        is_causal=mask is None,
+        scale=scoring.scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _explicit_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    """As `_padded_attention`, with soft-capped scores or sinks, which no fused kernel in torch has."""
+    num_documents, num_heads, length, width = query.shape
+    key, value = (states.repeat_interleave(num_heads // key.shape[1], dim=1) for states in (key, value))
+    scores = query @ key.transpose(2, 3) * (width**-0.5 if scoring.scaling is None else scoring.scaling)
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    scores = scores.masked_fill(~_causal_mask(length, scoring.window_tokens or length, query.device), -torch.inf)
+    if scoring.sinks is not None:
+        sinks = scoring.sinks.to(scores.dtype).view(1, num_heads, 1, 1).expand(num_documents, -1, length, 1)
+        scores = torch.cat([scores, sinks], dim=3)
+    weights = scores.softmax(dim=3, dtype=torch.float32)[..., :length].to(query.dtype)
+    return functional.dropout(weights, scoring.dropout) @ value
+
+
+def _causal_mask(length: int, window_tokens: int, device: torch.device) -> Tensor:
+    """bool [length, length]: whether the token of the row sees the token of the column."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window_tokens)
+
+
+def _model_class(model_config: Any) -> Any:
+    """The causal language model of this config; None for code that came with the model."""
+    if type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return None
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
+
+
+def _goes_through_interface(model_config: Any, model_class: Any) -> bool:
+    """Whether `packed_documents` is told all that decides what a token of this model sees.
+
+    A window reaches the attention function of every architecture that supports flash attention: it has no mask either.
+    """
+    layer_types = set(getattr(model_config, "layer_types", None) or ["full_attention"])
+    has_window = getattr(model_config, "sliding_window", None) is not None
+    return (
+        getattr(model_class, "_supports_attention_backend", False)
+        and not getattr(model_class, "_is_stateful", False)
+        and layer_types <= PACKED_LAYERS
+        and (model_class._supports_flash_attn or not has_window)
+    )

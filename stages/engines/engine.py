@@ -1,0 +1,84 @@
+"""The seam between the training loop and the parallelism: what the loop asks of FSDP2, Megatron-core or any other.
+
+An engine owns the model, the optimizer and every collective over them. Data order, batches, loss, schedule, logging and
+the whereabouts of checkpoints are the loop's. All methods are collective: every process calls them in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from stages.data.batch import Batch
+from stages.engines.losses import Loss
+from stages.models.flops import ModelFlops
+
+
+@dataclass(frozen=True)
+class LossMeans:
+    """A loss and its metrics, averaged over everything that the loss counts in a global batch."""
+
+    loss: float
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class StepOutcome(LossMeans):
+    """What one optimizer step did. `grad_norm` is global and taken before clipping."""
+
+    grad_norm: float
+    figures: dict[str, float] = field(default_factory=dict)
+    """What only the engine could measure of it, by metric name."""
+
+
+class Engine(Protocol):
+    """A model that is being trained, spread over processes."""
+
+    data_rank: int
+    """Which share of every global batch this process is to be given; equal on processes that split one model."""
+    data_parallel_size: int
+    """In how many shares a global batch is cut."""
+    num_devices: int
+    """How many processes, each with its device, the run has."""
+    device: torch.device
+    compute_dtype: torch.dtype
+    flops: ModelFlops
+
+    def train_step(
+        self, micro_batches: Sequence[Batch], loss: Loss, learning_rate: float, max_grad_norm: float | None
+    ) -> StepOutcome:
+        """One optimizer step over the global batch of which `micro_batches` are this process's share.
+
+        The gradient is that of the summed loss divided by its count over the whole global batch. Nothing is updated
+        when loss or gradient norm is not finite: the outcome tells, and the caller stops.
+        """
+
+    def evaluate(self, micro_batches: Iterable[Batch], loss: Loss) -> LossMeans:
+        """Loss and metrics without learning; every process gives equally many micro-batches, all get the result."""
+
+    def document_log_probabilities(self, batch: Batch) -> torch.Tensor:
+        """float32 [num_documents] on the CPU: sums of the targets' log-probabilities in nats, forward only."""
+
+    def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
+        """Add up float64 figures on the CPU over the shares of a global batch."""
+
+    def from_first_process(self, value: float) -> float:
+        """What rank 0 gives, on every process."""
+
+    def save(self, folder: Path) -> Future[None]:
+        """Start writing weights and optimizer state as of now; training may go on before the future is done."""
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote, perhaps under another layout."""
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Size of what `save` writes, over all processes."""
+
+    def export(self, folder: Path, dtype: torch.dtype) -> None:
+        """Write the model as a Hugging Face folder; see `stages.engines.export`."""

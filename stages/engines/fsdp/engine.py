@@ -1,0 +1,162 @@
+"""The training engine on FSDP2 (`torch.distributed.fsdp.fully_shard`): data parallelism, sharded or hybrid.
+
+Weights, gradients and Adam's moments are fp32 and sharded; layers compute in `compute_dtype` and gradients are reduced
+in fp32. One process takes the same path with a group of one, which costs nothing that can be measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from stages.data.batch import Batch
+from stages.engines.engine import LossMeans, StepOutcome
+from stages.engines.export import export_model
+from stages.engines.fsdp.model import load_model
+from stages.engines.fsdp.parallelize import data_parallel_mesh, parallelize
+from stages.engines.fsdp.state import TrainingState
+from stages.engines.losses import Loss, document_sums
+from stages.models.flops import model_flops
+from stages.train.config import TrainConfig
+
+
+class FsdpEngine:
+    """See `stages.engines.engine.Engine`."""
+
+    def __init__(self, folder: Path, config: TrainConfig, device: torch.device) -> None:
+        """Load the Hugging Face `folder` under `config.layout`; the process group must exist."""
+        self._folder = folder
+        self.device = device
+        self.data_rank = dist.get_rank()
+        self.data_parallel_size = self.num_devices = dist.get_world_size()
+        self.compute_dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+        self._mesh = data_parallel_mesh(config.layout, device)
+        self._model = load_model(
+            folder, device=device, reads_weights=self.data_rank == 0, trust_remote_code=config.trust_remote_code
+        )
+        self.flops = model_flops(self._model.causal_lm)
+        parallelize(self._model, config.layout, self._mesh, self.compute_dtype)
+        self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        self._optimizer = torch.optim.AdamW(
+            self._parameters,
+            lr=config.learning_rate,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_epsilon,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        self._state = TrainingState(self._model.causal_lm, self._optimizer)
+
+    def train_step(
+        self, micro_batches: Sequence[Batch], loss: Loss, learning_rate: float, max_grad_norm: float | None
+    ) -> StepOutcome:
+        """One optimizer step; gradients are reduced once, with the last micro-batch."""
+        self._model.train()
+        count = self._global_sum(sum(loss.count(batch) for batch in micro_batches))
+        sums: list[Tensor] = []
+        for index, batch in enumerate(micro_batches):
+            self._model.set_requires_gradient_sync(index == len(micro_batches) - 1)
+            on_device = batch.to(self.device)
+            loss_sum, metric_sums = loss(self._model(on_device), on_device)
+            (loss_sum / count).backward()
+            sums.append(_stack(loss_sum, metric_sums))
+        means = self._means(sums, count, list(metric_sums))
+        grad_norm = self._grad_norm()
+        if math.isfinite(means.loss) and math.isfinite(grad_norm):
+            self._update(learning_rate, grad_norm, max_grad_norm)
+        self._optimizer.zero_grad()
+        return StepOutcome(means.loss, means.metrics, grad_norm)
+
+    def evaluate(self, micro_batches: Iterable[Batch], loss: Loss) -> LossMeans:
+        """Loss and metrics of all given micro-batches."""
+        count = 0
+        sums: list[Tensor] = []
+        for batch in micro_batches:
+            on_device = batch.to(self.device)
+            loss_sum, metric_sums = loss(self._forward_only(on_device), on_device)
+            sums.append(_stack(loss_sum, metric_sums))
+            count += loss.count(batch)
+        return self._means(sums, self._global_sum(count), list(metric_sums))
+
+    def document_log_probabilities(self, batch: Batch) -> Tensor:
+        """Forward only."""
+        on_device = batch.to(self.device)
+        return document_sums(self._forward_only(on_device), on_device).cpu()
+
+    def sum_over_data(self, values: Tensor) -> Tensor:
+        """One all-reduce."""
+        return self._all_reduce(values.to(self.device)).cpu()
+
+    def from_first_process(self, value: float) -> float:
+        """One small broadcast."""
+        holder = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.broadcast(holder, src=0)
+        return holder.item()
+
+    def save(self, folder: Path) -> Future[None]:
+        """With torch.distributed.checkpoint, from a copy in host memory."""
+        return self._state.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """Resharded if the layout is another than it was."""
+        self._state.load(folder)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """fp32 weights and Adam's two moments."""
+        return 3 * 4 * sum(parameter.numel() for parameter in self._model.parameters())
+
+    def export(self, folder: Path, dtype: torch.dtype) -> None:
+        """One weight at a time is gathered; rank 0 writes."""
+        named_weights = ((name, _full_tensor(value)) for name, value in self._model.causal_lm.state_dict().items())
+        export_model(self._model.causal_lm, named_weights, source=self._folder, folder=folder, dtype=dtype)
+
+    @torch.no_grad()
+    def _forward_only(self, batch: Batch) -> Tensor:
+        self._model.eval()
+        return self._model(batch)
+
+    def _update(self, learning_rate: float, grad_norm: float, max_grad_norm: float | None) -> None:
+        if max_grad_norm is not None and grad_norm > max_grad_norm:
+            torch._foreach_mul_(self._local_gradients(), max_grad_norm / grad_norm)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+
+    def _grad_norm(self) -> float:
+        """Euclidean norm over all parameters; every process of a shard group holds a different part of them."""
+        squared = torch.nn.utils.get_total_norm(self._local_gradients()).square().to(self.device)
+        if self._mesh.size() > 1:
+            dist.all_reduce(squared, group=self._mesh.get_group("dp_shard"))
+        return squared.sqrt().item()
+
+    def _local_gradients(self) -> list[Tensor]:
+        return [parameter.grad.to_local() for parameter in self._parameters if parameter.grad is not None]
+
+    def _global_sum(self, count: int) -> float:
+        return self.sum_over_data(torch.tensor(count, dtype=torch.float64)).item()
+
+    def _means(self, sums: list[Tensor], count: float, metric_names: list[str]) -> LossMeans:
+        loss, *metrics = (self._all_reduce(torch.stack(sums).sum(0)) / count).tolist()
+        return LossMeans(loss, dict(zip(metric_names, metrics, strict=True)))
+
+    def _all_reduce(self, values: Tensor) -> Tensor:
+        if self.data_parallel_size > 1:
+            dist.all_reduce(values)
+        return values
+
+
+def _stack(loss_sum: Tensor, metric_sums: dict[str, Tensor]) -> Tensor:
+    """float64 [1 + number of metrics], detached."""
+    return torch.stack([loss_sum.detach(), *metric_sums.values()]).double()
+
+
+def _full_tensor(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value

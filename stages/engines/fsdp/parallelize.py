@@ -1,0 +1,125 @@
+"""Apply a layout to a model, layer by layer: recomputation, compilation, FSDP2; then hand out the weights."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from stages.engines.fsdp.gloo import AllToAllReduceScatter
+from stages.engines.fsdp.model import TargetLogProbabilities, transformer_layers
+from stages.parallel.layout import Layout
+
+COSTLY_OPERATIONS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._grouped_mm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.torch_attn._varlen_attn.default,
+}
+"""What `recompute: selective` keeps; everything else is computed again in the backward pass."""
+
+
+def data_parallel_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
+    """Mesh over which parameters are sharded: [dp_shard], or [dp_replicate, dp_shard] with hybrid sharding."""
+    if layout.dp_replicate == 1:
+        return init_device_mesh(device.type, (layout.dp_shard,), mesh_dim_names=("dp_shard",))
+    shape = (layout.dp_replicate, layout.dp_shard)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def parallelize(model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+    """Apply `layout` in place. Afterwards parameters are DTensors on `mesh`, with the weights that rank 0 had."""
+    layers = transformer_layers(model.causal_lm)
+    weights = _weights_of_rank_0(model)
+    apply_recompute(model.causal_lm, layout)
+    if layout.compile:
+        for layer in layers:
+            layer.compile()
+    apply_fsdp(model, layers, layout, mesh, compute_dtype)
+    apply_prefetch(model, layers, layout.prefetch_layers)
+    if mesh.size() > 1:
+        _spread_weights(model, weights, layout)
+
+
+def apply_recompute(causal_lm: Any, layout: Layout) -> None:
+    """Let Transformers checkpoint each layer: all of it, or all but the results of its costly operations."""
+    if layout.recompute == "none":
+        return
+    arguments: dict[str, Any] = {"use_reentrant": False}
+    if layout.recompute == "selective":
+        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_costly)
+    causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
+
+
+def apply_fsdp(
+    model: TargetLogProbabilities, layers: list[nn.Module], layout: Layout, mesh: DeviceMesh, compute_dtype: torch.dtype
+) -> None:
+    """Shard each layer, the input embedding unless it is also the head, and the root with all that is left."""
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32),
+        "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        if layout.cpu_offload
+        else OffloadPolicy(),
+    }
+    embedding = model.causal_lm.get_input_embeddings()
+    separate = [] if embedding.weight is model.causal_lm.get_output_embeddings().weight else [embedding]
+    for module in [*separate, *layers]:
+        fully_shard(module, reshard_after_forward=layout.reshard_after_forward, **options)
+    fully_shard(model, reshard_after_forward=False, **options)
+    for module in fsdp_modules(model):
+        # Losses come divided by the count of the global batch: gradients add up, they are not averaged.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        if mesh.device_type == "cpu":
+            module.set_custom_reduce_scatter(AllToAllReduceScatter())
+    _as_fsdp(model).set_reduce_scatter_unused_params(True)  # experts that no token of this process was routed to
+
+
+def apply_prefetch(model: nn.Module, layers: list[nn.Module], num_layers: int) -> None:
+    """Gather the parameters of `num_layers` layers ahead, in the forward and in the backward pass."""
+    if not num_layers:
+        return
+    order = [_as_fsdp(module) for module in [model, *layers]]
+    for index, module in enumerate(order):
+        module.set_modules_to_forward_prefetch(order[index + 1 : index + 1 + num_layers])
+        module.set_modules_to_backward_prefetch(order[max(1, index - num_layers) : index][::-1])
+    order[0].set_modules_to_backward_prefetch(order[: -num_layers - 1 : -1])
+
+
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """Every module that FSDP2 gathers as one."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _as_fsdp(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule)
+    return module
+
+
+def _keep_costly(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in COSTLY_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _weights_of_rank_0(model: TargetLogProbabilities) -> dict[str, torch.Tensor]:
+    """The full weights, still referenced after the parameters were replaced by shards; empty on the other ranks."""
+    return {} if dist.get_rank() else {name: value.detach() for name, value in model.state_dict().items()}
+
+
+def _spread_weights(model: TargetLogProbabilities, weights: dict[str, torch.Tensor], layout: Layout) -> None:
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=layout.cpu_offload)
+    set_model_state_dict(model, weights, options=options)
+    for buffer in model.buffers():  # rotary frequencies and the like are in no state dict
+        dist.broadcast(buffer, src=0)

@@ -1,0 +1,52 @@
+"""Weights and optimizer state ↔ a folder, with torch.distributed.checkpoint: asynchronous, resharded on load."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from stages.models.stored_tensors import check_stored
+
+
+class TrainingState:
+    """What a checkpoint holds, under the names that the parameters have in the Hugging Face model."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        # The writing thread has collectives of its own, which must not meet those of training in one group.
+        self._group = dist.new_group(backend="gloo")
+
+    def save(self, folder: Path) -> Future[None]:
+        """Copy the state to host memory, then write it in a thread; done when all processes have written."""
+        return dcp.async_save(self._state(), checkpoint_id=folder, process_group=self._group)
+
+    def load(self, folder: Path) -> None:
+        """Restore in place; each process reads the parts that its shards need. Either engine may have saved them.
+
+        Raises ModelError when they are another model's.
+        """
+        state = self._state()
+        wanted = {"model": self._untied(state["model"]), "optimizer": {"state": state["optimizer"]["state"]}}
+        check_stored(folder, {key: tuple(tensor.shape) for key, tensor in flatten_state_dict(wanted)[0].items()})
+        dcp.load(wanted, checkpoint_id=folder, process_group=self._group)
+        set_state_dict(
+            self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+
+    def _untied(self, weights: dict[str, Any]) -> dict[str, Any]:
+        """Without those that are another one's: they are filled with it."""
+        tied = getattr(self._model, "all_tied_weights_keys", None) or {}
+        return {name: weight for name, weight in weights.items() if name not in tied}
+
+    def _state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self._model, self._optimizer)
+        return {"model": model, "optimizer": optimizer}

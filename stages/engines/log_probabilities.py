@@ -1,0 +1,160 @@
+"""Log-probabilities of target tokens from hidden states and the output head, without the logits of a whole batch.
+
+Only positions that have a target are sent through the head (when a conversation is learned from its assistant turns
+alone, that saves most of the vocabulary work), and their logits exist for one chunk of tokens at a time: at most
+`CHUNK_LOGITS` values. The forward pass holds two fp32 tensors of that size, the backward pass, which computes the
+logits of a chunk anew, three. When everything fits in one chunk its log-softmax is kept for the backward pass instead.
+Beside that, the backward pass holds the head's gradient, in fp32 when there are several chunks, so that their sum does
+not lose the digits that bf16 lacks. (Liger's fused loss gives no log-probabilities of single tokens, which preference
+losses need, and does the head's backward work before it knows what each token counts.)
+
+Left to others: the hidden states, and what becomes of the log-probabilities (`losses.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stages.data.batch import IGNORED
+
+CHUNK_LOGITS = 2**27
+"""Logits alive at a time (512 MiB in fp32): 884 tokens of a 152k vocabulary, enough to keep a large GPU busy."""
+
+LogitsTransform = Callable[[Tensor], Tensor]
+
+
+def token_log_probabilities(
+    hidden: Tensor, head: nn.Module, targets: Tensor, transform: LogitsTransform | None = None
+) -> Tensor:
+    """log p(target) at every position that has one, 0 elsewhere; float32 [rows, sequence], differentiable.
+
+    `hidden` is [rows, sequence, width], `targets` int64 [rows, sequence] with IGNORED where there is none. `head` has a
+    `weight` [vocabulary, width] and perhaps a `bias`; both are read here, so under FSDP2 this belongs into the forward
+    of the module that gathers them. `transform` maps fp32 logits to fp32 logits, element by element.
+    """
+    bias = getattr(head, "bias", None)
+    flat_targets = targets.reshape(-1)
+    positions = (flat_targets != IGNORED).nonzero().squeeze(1)
+    selected_targets = flat_targets.index_select(0, positions)
+    flat_hidden = hidden.reshape(-1, hidden.shape[-1])
+    result = _LogProbabilities.apply(flat_hidden, head.weight, bias, positions, selected_targets, transform)
+    return result.unflatten(0, targets.shape).clone()  # FSDP2 warns of a root module that returns a view
+
+
+def logits_transform(model_config: Any) -> LogitsTransform | None:
+    """What a model of this Transformers config does to the logits after its head, or None.
+
+    Soft-capping (Gemma: cap × tanh(logits / cap)) and constant scales (Cohere, Granite, Falcon-H1).
+    """
+    softcap = getattr(model_config, "final_logit_softcapping", None)
+    if softcap:
+        return lambda logits: torch.tanh(logits / softcap) * softcap
+    scale = _logits_scale(model_config)
+    return None if scale == 1.0 else lambda logits: logits * scale
+
+
+def _logits_scale(model_config: Any) -> float:
+    model_type = getattr(model_config, "model_type", "")
+    if model_type.startswith("cohere"):
+        return model_config.logit_scale
+    if model_type.startswith("granite"):
+        return 1.0 / model_config.logits_scaling
+    if model_type == "falcon_h1":
+        return model_config.lm_head_multiplier
+    return 1.0
+
+
+class _LogProbabilities(torch.autograd.Function):
+    """Gather the selected rows, log-softmax over the head's output, scatter.
+
+    With z = transform(W h + b) and p = softmax(z): d log p[target] / dz = onehot(target) - p.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        positions: Tensor,
+        targets: Tensor,
+        transform: LogitsTransform | None,
+    ) -> Tensor:
+        selected = hidden.index_select(0, positions)
+        values = torch.empty(len(positions), dtype=torch.float32, device=hidden.device)
+        chunks = _chunks(len(positions), weight.shape[0])
+        for chunk in chunks:
+            log_softmax = _log_softmax(_head_output(selected[chunk], weight, bias), transform)
+            values[chunk] = log_softmax.gather(1, targets[chunk, None]).squeeze(1)
+        kept = log_softmax if len(chunks) == 1 and transform is None and any(ctx.needs_input_grad) else None
+        ctx.save_for_backward(selected, weight, bias, positions, targets, kept)
+        ctx.transform, ctx.chunks, ctx.num_tokens = transform, chunks, hidden.shape[0]
+        return values.new_zeros(hidden.shape[0]).index_copy_(0, positions, values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        selected, weight, bias, positions, targets, kept = ctx.saved_tensors
+        gradient = gradients[0].index_select(0, positions)
+        sum_dtype = weight.dtype if len(ctx.chunks) <= 1 else torch.float32
+        weight_gradient = torch.zeros_like(weight, dtype=sum_dtype)
+        bias_gradient = None if bias is None else torch.zeros_like(bias, dtype=sum_dtype)
+        selected_gradient = torch.empty_like(selected)
+        for chunk in ctx.chunks:
+            output_gradient = _output_gradient(
+                kept, selected[chunk], weight, bias, targets[chunk], gradient[chunk], ctx.transform
+            )
+            selected_gradient[chunk] = output_gradient @ weight
+            weight_gradient += output_gradient.T @ selected[chunk]
+            if bias_gradient is not None:
+                bias_gradient += output_gradient.sum(0)
+        hidden_gradient = selected.new_zeros(ctx.num_tokens, selected.shape[1])
+        hidden_gradient.index_copy_(0, positions, selected_gradient)
+        if bias_gradient is not None:
+            bias_gradient = bias_gradient.to(bias.dtype)
+        return hidden_gradient, weight_gradient.to(weight.dtype), bias_gradient, None, None, None
+
+
+def _head_output(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return functional.linear(hidden, weight, bias).float()
+
+
+def _log_softmax(output: Tensor, transform: LogitsTransform | None) -> Tensor:
+    return (transform(output) if transform else output).log_softmax(1)
+
+
+def _output_gradient(
+    kept: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    gradient: Tensor,
+    transform: LogitsTransform | None,
+) -> Tensor:
+    """d(sum of gradient × log p[target])/d(head output), in the head's dtype, [tokens, vocabulary]."""
+    if kept is not None:
+        return _softmax_gradient(kept, targets, gradient).to(weight.dtype)
+    output = _head_output(hidden, weight, bias)
+    if transform is None:
+        return _softmax_gradient(output.log_softmax(1), targets, gradient).to(weight.dtype)
+    with torch.enable_grad():
+        output.requires_grad_()
+        logits = transform(output)
+    logits_gradient = _softmax_gradient(logits.detach().log_softmax(1), targets, gradient)
+    return torch.autograd.grad(logits, output, logits_gradient)[0].to(weight.dtype)
+
+
+def _softmax_gradient(log_softmax: Tensor, targets: Tensor, gradient: Tensor) -> Tensor:
+    """gradient × (onehot(target) - softmax)."""
+    result = log_softmax.exp().mul_(-gradient[:, None])
+    return result.scatter_add_(1, targets[:, None], gradient[:, None])
+
+
+def _chunks(num_tokens: int, vocabulary: int) -> list[slice]:
+    tokens_per_chunk = max(1, CHUNK_LOGITS // vocabulary)
+    return [slice(start, start + tokens_per_chunk) for start in range(0, num_tokens, tokens_per_chunk)]

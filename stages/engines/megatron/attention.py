@@ -1,0 +1,165 @@
+"""Attention over packed documents for Megatron's layers: rotation, document borders, context parallelism.
+
+Megatron hands queries, keys and values of its tokens to a *core attention*, together with `PackedTokens`, which tells
+where documents end and how far tokens are to be rotated. There are two:
+
+- `LocalAttention` needs torch alone. Whole documents: the kernels of the FSDP engine (`stages.engines.attention`).
+  Under context parallelism: keys and values of all ranks are gathered, and a mask of positions and document numbers
+  tells what a token sees. (Megatron's own local attention refuses both packing and context parallelism.)
+- `TransformerEngineAttention` hands the same to Transformer Engine's fused kernels, with their ring exchange.
+
+Rotation happens here too, with angles that are computed once a micro-batch by Transformers' own module, so that every
+`rope_type` (Llama 3's, YaRN, …) is the one that the model was made with. Megatron's packed rotation would split the
+tokens by document and take sines anew in every layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stages.engines.attention import packed_attention
+from stages.engines.documents import PackedDocuments
+from stages.engines.megatron.kernels import Rotation
+
+
+@dataclass
+class PackedTokens(PackedSeqParams):
+    """The tokens of one micro-batch that one context-parallel rank holds, as one sequence [tokens, 1, …].
+
+    `qkv_format` stays None: only Megatron's own packed rotation, which is not used, depends on it.
+    """
+
+    documents: PackedDocuments | None = None
+    """All documents of the micro-batch; under context parallelism with padding, that each can be split evenly."""
+    cosines: Tensor | None = None
+    """[1, tokens, head width], of this rank's tokens"""
+    sines: Tensor | None = None
+    positions: Tensor | None = None
+    """int64 [ranks, tokens of a rank]: where in its document a token is, for every context-parallel rank"""
+    document_ids: Tensor | None = None
+    """int64 [ranks, tokens of a rank]"""
+
+
+class LocalAttention(nn.Module):
+    """Core attention on torch's kernels; see the module."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__()
+        self.softmax_scale = softmax_scale
+        self.window_tokens = window_tokens(config)
+        self.context_group: dist.ProcessGroup = parallel_state.get_context_parallel_group()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: None = None,
+        attn_mask_type: Any = None,
+        attention_bias: None = None,
+        packed_seq_params: PackedTokens | None = None,
+    ) -> Tensor:
+        """[tokens, 1, heads × head width]; `query` is [tokens, 1, heads, head width], keys and values have fewer heads.
+
+        Differentiable.
+        """
+        assert packed_seq_params is not None
+        tokens = packed_seq_params
+        query, key = rotate(query, key, tokens)
+        if self.context_group.size() > 1:
+            key, value = (
+                gather_from_sequence_parallel_region(states.contiguous(), group=self.context_group)
+                for states in (key, value)
+            )
+            return self._masked(query, key, value, tokens)
+        states = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+        output, _ = packed_attention(
+            self, *states, None, tokens.documents, scaling=self.softmax_scale, sliding_window=self.window_tokens
+        )
+        return output.flatten(2).transpose(0, 1)
+
+    def _masked(self, query: Tensor, key: Tensor, value: Tensor, tokens: PackedTokens) -> Tensor:
+        queries, keys, values = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+        output = functional.scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            attn_mask=self._visible(tokens),
+            scale=self.softmax_scale,
+            enable_gqa=queries.shape[1] != keys.shape[1],
+        )
+        return output.permute(2, 0, 1, 3).flatten(2)
+
+    def _visible(self, tokens: PackedTokens) -> Tensor:
+        """bool [tokens, tokens of all ranks]: whether this rank's token (row) sees that token (column)."""
+        assert tokens.positions is not None and tokens.document_ids is not None
+        rank = self.context_group.rank()
+        own_positions, own_ids = tokens.positions[rank, :, None], tokens.document_ids[rank, :, None]
+        distance = own_positions - tokens.positions.flatten()
+        visible = (distance >= 0) & (own_ids == tokens.document_ids.flatten())
+        return visible if self.window_tokens is None else visible & (distance < self.window_tokens)
+
+
+def rotate(query: Tensor, key: Tensor, tokens: PackedTokens) -> tuple[Tensor, Tensor]:
+    """Turn [tokens, 1, heads, head width] by the angles of their positions."""
+    assert tokens.cosines is not None and tokens.sines is not None
+    cosines, sines = (factor.to(query.dtype).transpose(0, 1).unsqueeze(2) for factor in (tokens.cosines, tokens.sines))
+    return Rotation.apply(query, cosines, sines), Rotation.apply(key, cosines, sines)
+
+
+def window_tokens(config: Any) -> int | None:
+    """Tokens that a token sees, itself included; None: all before it."""
+    return None if config.window_size is None else config.window_size[0] + 1
+
+
+def transformer_engine_attention() -> type[nn.Module]:
+    """The core attention on Transformer Engine; to be called only where that is installed."""
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    class TransformerEngineAttention(TEDotProductAttention):
+        """Rotates, then attends in the packed format (`thd`): [tokens, heads, head width] and document borders."""
+
+        def forward(
+            self,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attention_mask: None = None,
+            attn_mask_type: Any = None,
+            attention_bias: None = None,
+            packed_seq_params: PackedTokens | None = None,
+        ) -> Tensor:
+            """As `LocalAttention.forward`."""
+            assert packed_seq_params is not None and packed_seq_params.documents is not None
+            query, key = rotate(query, key, packed_seq_params)
+            documents = packed_seq_params.documents
+            packed = PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=documents.boundaries,
+                cu_seqlens_kv=documents.boundaries,
+                max_seqlen_q=documents.longest,
+                max_seqlen_kv=documents.longest,
+            )
+            states = (part.squeeze(1) for part in (query, key, value))
+            output = super().forward(*states, None, attn_mask_type, packed_seq_params=packed)
+            return output.reshape(len(output), 1, -1)
+
+    return TransformerEngineAttention

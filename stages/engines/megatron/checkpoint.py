@@ -1,0 +1,132 @@
+"""Weights and optimizer state of a Megatron model ↔ a folder, by `megatron.core.dist_checkpointing`'s sharded tensors.
+
+What is written bears the names and has the shapes of the Transformers model, like the checkpoints of the FSDP engine:
+so a run goes on under any layout and under either engine, with Adam's moments. Random numbers, data order and learning
+rate are functions of the step, which the folder's name tells.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner
+
+from stages.engines.megatron.shards import Block, Shard, local_shards, make_moments, real_optimizers
+from stages.models.shape import ModelShape
+from stages.models.stored_tensors import check_stored
+
+Identity = tuple[object, ...]
+
+
+class MegatronState:
+    """What a checkpoint of this process's chunks and their optimizer holds."""
+
+    def __init__(self, chunks: Sequence[GPTModel], model: ModelShape, optimizer: MegatronOptimizer) -> None:
+        """Collective. The chunks are those that the optimizer updates, not wrapped."""
+        self._chunks = chunks
+        self._model = model
+        self._optimizer = optimizer
+        # The writing thread has collectives of its own, which must not meet those of training in one group.
+        self._group = dist.new_group(backend="gloo")
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+
+    def save(self, folder: Path) -> Future[None]:
+        """Copy the state to host memory and write it in a thread; done when all processes have written. Collective."""
+        tensors = defaultdict(list)
+        for shard in self._shards:
+            if _identity(shard) in self._owned:
+                for tensor in self._described(shard, _copied):
+                    tensors[tensor.key].append(tensor)
+        return self._writer.submit(self._write, folder, dict(tensors))
+
+    def load(self, folder: Path) -> None:
+        """Read this process's parts of what `save` or the FSDP engine wrote, under any layout. Collective.
+
+        Raises ModelError when that is of another model. Parameters that are gathered later must be afterwards.
+        """
+        make_moments(self._optimizer)
+        tensors = defaultdict(list)
+        steps: dict[str, Tensor] = {}
+        for shard in self._shards:
+            for tensor in self._described(shard, _in_place):
+                tensors[tensor.key].append(tensor)
+            steps |= {block.weight: torch.zeros(()) for block in shard.blocks(self._model)}
+        tensors |= {_step_key(weight): [_sharded(_step_key(weight), step, (), ())] for weight, step in steps.items()}
+        check_stored(folder, {key: found[0].global_shape for key, found in tensors.items()})
+        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        state = mcore_to_pyt_state_dict(tensors, is_loading=True)
+        dcp.load(state, checkpoint_id=folder, process_group=self._group, planner=planner)
+        self._take_over(steps)
+
+    def _write(self, folder: Path, tensors: dict[str, list[ShardedTensor]]) -> None:
+        planner = MCoreSavePlanner(flatten_state_dict=False)
+        dcp.save(mcore_to_pyt_state_dict(tensors), checkpoint_id=folder, process_group=self._group, planner=planner)
+
+    def _take_over(self, steps: dict[str, Tensor]) -> None:
+        for shard in self._shards:
+            for block in shard.blocks(self._model):
+                shard.count_steps(steps[block.weight])
+                break
+        for optimizer in real_optimizers(self._optimizer):
+            if hasattr(optimizer, "_copy_main_params_to_model_params"):
+                optimizer._copy_main_params_to_model_params()
+
+    @property
+    def _shards(self) -> list[Shard]:
+        return local_shards(self._chunks, self._model, self._optimizer)
+
+    @cached_property
+    def _owned(self) -> set[Identity]:
+        """Shards that this process writes: of those that several have, the first process does."""
+        mine = [_identity(shard) for shard in self._shards if not shard.part.is_copy]
+        everyones: list[list[Identity]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(everyones, mine)
+        before = {identity for found in everyones[: dist.get_rank()] for identity in found}
+        return set(mine) - before
+
+    def _described(self, shard: Shard, take: Callable[[Tensor, Block], Tensor]) -> Iterator[ShardedTensor]:
+        """Master weights and moments of a shard, block by block, as `take` makes them; and the count of steps."""
+        moments = shard.moments
+        for block in shard.blocks(self._model):
+            kept = {f"model.{block.weight}": shard.master}
+            kept |= {f"optimizer.state.{block.weight}.{name}": moment for name, moment in moments.items()}
+            for key, tensor in kept.items():
+                yield _sharded(key, take(tensor, block), block.weight_shape, block.offset)
+            if take is _copied and block.is_first:
+                yield _sharded(_step_key(block.weight), shard.step, (), ())
+
+
+def _identity(shard: Shard) -> Identity:
+    return shard.part.key, shard.part.index, shard.start, shard.master.numel()
+
+
+def _in_place(tensor: Tensor, block: Block) -> Tensor:
+    """The block's elements, of a range of which it is a part."""
+    flat = tensor.detach().view(-1)[block.start :]
+    return flat[: torch.Size(block.shape).numel()].view(block.shape)
+
+
+def _copied(tensor: Tensor, block: Block) -> Tensor:
+    """A copy in host memory, which training does not change while it is written."""
+    return _in_place(tensor, block).to("cpu", copy=True)
+
+
+def _step_key(weight: str) -> str:
+    return f"optimizer.state.{weight}.step"
+
+
+def _sharded(key: str, data: Tensor, whole: tuple[int, ...], offset: tuple[int, ...]) -> ShardedTensor:
+    # Without fragmentations: blocks of one weight need not be equally large.
+    return ShardedTensor(key, data, data.dtype, tuple(data.shape), whole, offset, None)

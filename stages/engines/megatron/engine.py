@@ -1,0 +1,163 @@
+"""The training engine on Megatron-core: tensor, pipeline, context, expert and data parallelism, in any product.
+
+Master weights, gradients and Adam's moments are fp32; parameters and activations are of `compute_dtype`. The gradient
+is a sum over shares and context-parallel ranks: the loss comes divided by its count over the whole global batch.
+Call `prepare_megatron()` before anything of this module is used.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from stages.data.batch import Batch
+from stages.engines.engine import LossMeans, StepOutcome
+from stages.engines.losses import Loss, document_sums
+from stages.engines.megatron.checkpoint import MegatronState
+from stages.engines.megatron.clock import PipelineClock
+from stages.engines.megatron.model import build_model_chunks, compute_dtype
+from stages.engines.megatron.optimizer import Adam, wrap_chunks
+from stages.engines.megatron.parallel import from_last_stage, represents_share, start_model_parallel
+from stages.engines.megatron.pipeline import Pipeline
+from stages.engines.megatron.spec import check_precision
+from stages.engines.megatron.weights import export_weights, load_weights
+from stages.models.shape import ModelShape
+from stages.parallel.processes import collective_timeout
+from stages.train.config import TrainConfig
+
+
+class MegatronEngine:
+    """See `stages.engines.engine.Engine`."""
+
+    def __init__(self, folder: Path, config: TrainConfig, device: torch.device) -> None:
+        """Load the Hugging Face `folder` under `config.layout`; the process group must exist, Megatron's groups not."""
+        check_precision(config)
+        self._folder = folder
+        self._shape = ModelShape.from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        timeout = collective_timeout(config.execution.hang_timeout_s)
+        start_model_parallel(config.layout, is_mixture=self._shape.num_experts > 0, seed=config.seed, timeout=timeout)
+        self.device = device
+        self.data_rank = parallel_state.get_data_parallel_rank()
+        self.data_parallel_size = parallel_state.get_data_parallel_world_size()
+        self.num_devices = dist.get_world_size()
+        self.compute_dtype = compute_dtype(config)
+        self.flops = self._shape.flops()
+        self._chunks = build_model_chunks(self._shape, config.layout, config, device)
+        load_weights(self._chunks, folder, self._shape)
+        self._clock = PipelineClock(device) if config.layout.pp > 1 else None
+        wrapped = wrap_chunks(self._chunks, config.layout)
+        self._adam = Adam(wrapped, config)
+        self._state = MegatronState(self._chunks, self._shape, self._adam.megatron)
+        rotary = LlamaRotaryEmbedding(AutoConfig.from_pretrained(folder, local_files_only=True)).to(device)
+        self._pipeline = Pipeline(
+            wrapped, config.layout, rotary, self._shape.vocab_size, device, self.compute_dtype, self._clock
+        )
+
+    def train_step(
+        self, micro_batches: Sequence[Batch], loss: Loss, learning_rate: float, max_grad_norm: float | None
+    ) -> StepOutcome:
+        """One optimizer step; gradients are reduced while the last micro-batch goes backward."""
+        count = self._global_count(micro_batches, loss)
+        self._adam.zero_gradients()
+
+        def divided(log_probabilities: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+            loss_sum, metric_sums = loss(log_probabilities, batch)
+            return loss_sum / count, _stack(loss_sum, metric_sums)
+
+        sums = self._pipeline.run(micro_batches, divided, backward=True)
+        figures = self._pipeline_figures()
+        means = self._means(sums, count, loss)
+        grad_norm = self._adam.grad_norm()
+        if math.isfinite(means.loss) and math.isfinite(grad_norm):
+            self._adam.step(learning_rate, grad_norm, max_grad_norm)
+        return StepOutcome(means.loss, means.metrics, grad_norm, figures)
+
+    def evaluate(self, micro_batches: Iterable[Batch], loss: Loss) -> LossMeans:
+        """Loss and metrics of all given micro-batches."""
+        batches = list(micro_batches)
+
+        def summed(log_probabilities: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+            loss_sum, metric_sums = loss(log_probabilities, batch)
+            return loss_sum, _stack(loss_sum, metric_sums)
+
+        sums = self._pipeline.run(batches, summed, backward=False)
+        return self._means(sums, self._global_count(batches, loss), loss)
+
+    def document_log_probabilities(self, batch: Batch) -> Tensor:
+        """Forward only."""
+
+        def per_document(log_probabilities: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+            return log_probabilities.sum(), document_sums(log_probabilities, batch)
+
+        found = self._pipeline.run([batch], per_document, backward=False)
+        sums = found[0] if found else torch.empty(batch.num_documents, device=self.device)
+        return from_last_stage(sums.float()).cpu()
+
+    def sum_over_data(self, values: Tensor) -> Tensor:
+        """One all-reduce, to which every share contributes once."""
+        return self._over_shares(values.to(self.device)).cpu()
+
+    def from_first_process(self, value: float) -> float:
+        """One small broadcast."""
+        holder = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.broadcast(holder, src=0)
+        return holder.item()
+
+    def save(self, folder: Path) -> Future[None]:
+        """Under the names of the Transformers model, as the FSDP engine does; from a copy in host memory."""
+        self._adam.settle()
+        return self._state.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """What either engine has saved, under any layout."""
+        self._state.load(folder)
+        self._adam.settle()
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """fp32 weights and Adam's two moments; parameters in bf16 besides."""
+        half = 0 if self.compute_dtype == torch.float32 else 2
+        return (3 * 4 + half) * self._shape.num_parameters
+
+    def export(self, folder: Path, dtype: torch.dtype) -> None:
+        """One weight at a time is put together on rank 0, which writes."""
+        self._adam.settle()
+        export_weights(self._chunks, self._shape, source=self._folder, folder=folder, dtype=dtype)
+
+    def _pipeline_figures(self) -> dict[str, float]:
+        if self._clock is None:
+            return {}
+        times_s = torch.tensor(self._clock.take(), dtype=torch.float64, device=self.device)
+        dist.all_reduce(times_s)
+        passed_s, waited_s = times_s.tolist()
+        return {"pipeline_bubble_fraction": waited_s / passed_s}
+
+    def _global_count(self, micro_batches: Sequence[Batch], loss: Loss) -> int:
+        count = sum(loss.count(batch) for batch in micro_batches)
+        return int(self._over_shares(torch.tensor(count, dtype=torch.float64, device=self.device)))
+
+    def _means(self, sums: list[Tensor], count: int, loss: Loss) -> LossMeans:
+        size = 1 + len(loss.metric_names)
+        total = torch.stack(sums).sum(0) if sums else torch.zeros(size, dtype=torch.float64, device=self.device)
+        first, *rest = (self._over_shares(total) / count).tolist()
+        return LossMeans(first, dict(zip(loss.metric_names, rest, strict=True)))
+
+    def _over_shares(self, values: Tensor) -> Tensor:
+        contribution = values.clone() if represents_share() else torch.zeros_like(values)
+        dist.all_reduce(contribution)
+        return contribution
+
+
+def _stack(loss_sum: Tensor, metric_sums: dict[str, Tensor]) -> Tensor:
+    """float64 [1 + number of metrics], detached."""
+    return torch.stack([loss_sum.detach(), *metric_sums.values()]).double()

@@ -1,0 +1,139 @@
+"""Which weight of a Hugging Face model is which parameter of a Megatron one, and how tensor parallelism cuts it.
+
+A family is one line in `FAMILIES`: its `model_type` and its rules. A rule names a parameter as Megatron does, below its
+layer (or below the model), under the local and the Transformer Engine spec alike, and the weights that it is made of.
+Reading and writing weights is for `weights`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from stages.core.errors import ModelError
+from stages.models.shape import ModelShape
+
+LAYER_PREFIX = "model.layers.{layer}."
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class Cut(Enum):
+    """Which part of a weight a process of a tensor-parallel group has."""
+
+    WHOLE = auto()
+    """All of it."""
+    VOCABULARY = auto()
+    """Rows; the last ones may be padding, which no Hugging Face weight has."""
+    COLUMNS = auto()
+    """Input features."""
+    GATED = auto()
+    """Rows of the gate's projection, below them the same rows of the up projection."""
+    QKV = auto()
+    """Rows of a matrix in which the queries of a group of heads are followed by the group's key and its value."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One parameter of a Megatron model, or one of each layer or expert."""
+
+    parameter: str
+    """Regular expression of its name; a group holds the number of an expert on its process."""
+    weights: tuple[str, ...]
+    """Hugging Face names, in the order in which Megatron has them; `{layer}` and `{expert}` count from 0."""
+    cut: Cut
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether each expert has one."""
+        return "{expert}" in self.weights[0]
+
+
+def _in_layer(parameter: str, *weights: str, cut: Cut) -> Rule:
+    return Rule(parameter, tuple(LAYER_PREFIX + weight for weight in weights), cut)
+
+
+MODEL = (
+    Rule(r"embedding\.word_embeddings\.weight", (EMBEDDING,), Cut.VOCABULARY),
+    Rule(r"decoder\.final_layernorm\.weight", ("model.norm.weight",), Cut.WHOLE),
+    Rule(r"output_layer\.weight", (HEAD,), Cut.VOCABULARY),
+)
+QKV_NAMES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+ATTENTION = (
+    _in_layer(
+        r"(input_layernorm\.|self_attention\.linear_qkv\.layer_norm_)weight", "input_layernorm.weight", cut=Cut.WHOLE
+    ),
+    _in_layer(r"self_attention\.linear_qkv\.weight", *(f"{name}.weight" for name in QKV_NAMES), cut=Cut.QKV),
+    _in_layer(r"self_attention\.linear_qkv\.bias", *(f"{name}.bias" for name in QKV_NAMES), cut=Cut.QKV),
+    _in_layer(r"self_attention\.q_layernorm\.weight", "self_attn.q_norm.weight", cut=Cut.WHOLE),
+    _in_layer(r"self_attention\.k_layernorm\.weight", "self_attn.k_norm.weight", cut=Cut.WHOLE),
+    _in_layer(r"self_attention\.linear_proj\.weight", "self_attn.o_proj.weight", cut=Cut.COLUMNS),
+    _in_layer(
+        r"(pre_mlp_layernorm\.|mlp\.linear_fc1\.layer_norm_)weight", "post_attention_layernorm.weight", cut=Cut.WHOLE
+    ),
+)
+FEED_FORWARD = (
+    _in_layer(r"mlp\.linear_fc1\.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", cut=Cut.GATED),
+    _in_layer(r"mlp\.linear_fc2\.weight", "mlp.down_proj.weight", cut=Cut.COLUMNS),
+)
+EXPERT = r"mlp\.experts\.(?:local_experts\.(\d+)\.{matrix}\.weight|{matrix}\.weight(\d+))"
+
+
+def _experts(block: str, *, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    """A mixture layer's router and experts: what their module and an expert's matrices are called."""
+    inward = (f"{block}.experts.{{expert}}.{matrix}.weight" for matrix in (gate, up))
+    return (
+        _in_layer(r"mlp\.router\.weight", f"{block}.gate.weight", cut=Cut.WHOLE),
+        _in_layer(EXPERT.replace("{matrix}", "linear_fc1"), *inward, cut=Cut.GATED),
+        _in_layer(
+            EXPERT.replace("{matrix}", "linear_fc2"), f"{block}.experts.{{expert}}.{down}.weight", cut=Cut.COLUMNS
+        ),
+    )
+
+
+DENSE = (*MODEL, *ATTENTION, *FEED_FORWARD)
+
+FAMILIES: dict[str, tuple[Rule, ...]] = {
+    "llama": DENSE,
+    "mistral": DENSE,
+    "mixtral": (*MODEL, *ATTENTION, *_experts("block_sparse_moe", gate="w1", up="w3", down="w2")),
+    "qwen2": DENSE,
+    "qwen3": DENSE,
+    "qwen3_moe": (*DENSE, *_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj")),
+}
+
+
+def rules_of(family: str) -> tuple[Rule, ...]:
+    """The rules of a `model_type`. Raises ModelError for one without."""
+    if family not in FAMILIES:
+        raise ModelError(
+            f"engine megatron has no mapping for model_type {family!r}; it has one for {', '.join(FAMILIES)}. Say "
+            "`engine: fsdp`, which takes any causal language model of Transformers"
+        )
+    return FAMILIES[family]
+
+
+def check_supported(config: Mapping[str, Any]) -> None:
+    """Raise ModelError unless a model with this `config.json` is one that Megatron computes alike."""
+    family = str(config.get("model_type"))
+    rules_of(family)
+    problems = list(_peculiarities(config, ModelShape.from_config(config)))
+    if problems:
+        raise ModelError(
+            f"engine megatron trains {family} models, but not one with {', '.join(problems)}; say `engine: fsdp`, "
+            "which takes any causal language model of Transformers"
+        )
+
+
+def _peculiarities(config: Mapping[str, Any], shape: ModelShape) -> Iterator[str]:
+    """What the mapping, or Megatron, would silently leave out."""
+    if config.get("hidden_act", "silu") != "silu":
+        yield f"hidden_act {config['hidden_act']}"
+    if shape.output_bias:
+        yield "attention_bias (on the output projection too)"
+    if shape.ffn_bias:
+        yield "mlp_bias"
+    for noise in ("attention_dropout", "router_jitter_noise"):
+        if config.get(noise):
+            yield f"{noise} {config[noise]}"

@@ -1,0 +1,213 @@
+"""A model's shape and a layout → the chunks of it that this process holds, as Megatron's GPTModel; without weights.
+
+Parallel groups must exist (`parallel.py`); weights are for `weights.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+from torch.nn import functional
+
+from stages.engines.megatron.spec import decoder_spec, uses_transformer_engine
+from stages.models.shape import ModelShape
+from stages.parallel.layout import Layout
+from stages.train.config import TrainConfig
+
+MAX_UNUSED_POSITIONS = 2**20
+"""Positions are not limited by Megatron's model, since angles come from outside; the argument must be given."""
+
+
+def build_model_chunks(shape: ModelShape, layout: Layout, config: TrainConfig, device: torch.device) -> list[GPTModel]:
+    """This process's chunks, in the order of the pipeline: one, or `vpp`. Parameters are not initialised."""
+    transformer = transformer_config(shape, layout, config, device)
+    stages = range(layout.vpp) if layout.vpp > 1 else [None]
+    return [_build_chunk(shape, transformer, vp_stage) for vp_stage in stages]
+
+
+def compute_dtype(config: TrainConfig) -> torch.dtype:
+    """What parameters and activations are computed in."""
+    return torch.float32 if config.precision == "fp32" else torch.bfloat16
+
+
+def padded_vocabulary(shape: ModelShape, tp: int) -> int:
+    """Rows of the embedding, so that tensor-parallel ranks hold equally many; those of padding are never predicted."""
+    return -(-shape.vocab_size // tp) * tp
+
+
+def transformer_config(
+    shape: ModelShape, layout: Layout, config: TrainConfig, device: torch.device
+) -> TransformerConfig:
+    """Megatron's description of the model and its layout."""
+    dtype = compute_dtype(config)
+    return TransformerConfig(
+        **_sizes(shape),
+        **(_mixture(shape, dtype) if shape.num_experts else {}),
+        **_degrees(shape, layout),
+        **_recompute(layout),
+        **_kernels(device, dtype),
+        **(_eight_bits(shape) if config.precision == "fp8" else {}),
+        **_pipeline_communication(layout, device),
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        cuda_graph_scope=[],
+        calculate_per_token_loss=True,  # gradients are added up, not averaged: losses come divided by the global count
+        # Weights are read from files. `perform_initialization=False` would also leave out the marks of tensor-parallel
+        # parameters, without which gradient norms are wrong; so they are "initialised" by leaving them alone.
+        init_method=_leave_alone,
+        output_layer_init_method=_leave_alone,
+        embedding_init_method=_leave_alone,
+    )
+
+
+def layers_of_stages(num_layers: int, num_stages: int) -> list[int]:
+    """How many layers each of so many consecutive stages has; the first have one more if it does not come out even.
+
+    The last have fewer, since the head comes on top.
+    """
+    least, rest = divmod(num_layers, num_stages)
+    return [least + (stage < rest) for stage in range(num_stages)]
+
+
+def _build_chunk(shape: ModelShape, config: TransformerConfig, vp_stage: int | None) -> GPTModel:
+    stage = {"ignore_virtual": False, "vp_stage": vp_stage}
+    chunk = GPTModel(
+        config,
+        decoder_spec(config, shape, vp_stage),
+        vocab_size=padded_vocabulary(shape, config.tensor_model_parallel_size),
+        max_sequence_length=shape.max_positions or MAX_UNUSED_POSITIONS,
+        pre_process=parallel_state.is_pipeline_first_stage(**stage),
+        post_process=parallel_state.is_pipeline_last_stage(**stage),
+        share_embeddings_and_output_weights=shape.tied_embeddings,
+        position_embedding_type="none",  # `attention.py` rotates
+        vp_stage=vp_stage,
+    )
+    _mark_experts(chunk)
+    return chunk
+
+
+def _mark_experts(chunk: GPTModel) -> None:
+    """Have gradients of experts reduced over the processes that have the same ones.
+
+    Megatron marks them so with `ep` > 1 only; without, and with `etp` < `tp`, nobody would add up what tensor-parallel
+    ranks, each with its part of the tokens, have found.
+    """
+    for name, parameter in chunk.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = False
+
+
+def _sizes(shape: ModelShape) -> dict[str, Any]:
+    window = None if shape.sliding_window is None else (shape.sliding_window - 1, 0)
+    return {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "ffn_hidden_size": shape.ffn_size,
+        "num_attention_heads": shape.num_heads,
+        "num_query_groups": shape.num_kv_heads,
+        "kv_channels": shape.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": shape.norm_epsilon,
+        "gated_linear_unit": True,
+        "activation_func": functional.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": shape.qkv_bias,
+        "qk_layernorm": shape.qk_norm,
+        "window_size": window,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+    }
+
+
+def _mixture(shape: ModelShape, dtype: torch.dtype) -> dict[str, Any]:
+    """Routing as Transformers does it, without a loss that balances experts, which fine-tuning leaves as they are."""
+    return {
+        "num_moe_experts": shape.num_experts,
+        "moe_router_topk": shape.experts_per_token,
+        "moe_ffn_hidden_size": shape.expert_ffn_size,
+        "moe_layer_freq": [int(shape.is_mixture(layer)) for layer in range(shape.num_layers)],
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_pre_softmax": not shape.router_normalizes,
+        "moe_grouped_gemm": uses_transformer_engine(dtype),
+        "moe_token_dispatcher_type": "alltoall",
+    }
+
+
+def _degrees(shape: ModelShape, layout: Layout) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp if shape.num_experts else None,
+        "sequence_parallel": layout.sequence_parallel and layout.tp > 1,
+        "pipeline_model_parallel_layout": _uneven_stages(shape, layout),
+    }
+
+
+def _uneven_stages(shape: ModelShape, layout: Layout) -> list[list[str]] | None:
+    """What each stage has, in the order of the pipeline, when layers do not divide evenly."""
+    num_stages = layout.pp * layout.vpp
+    if shape.num_layers % num_stages == 0:
+        return None
+    stages = [["decoder"] * num_layers for num_layers in layers_of_stages(shape.num_layers, num_stages)]
+    stages[0].insert(0, "embedding")
+    stages[-1].append("loss")
+    return stages
+
+
+def _recompute(layout: Layout) -> dict[str, Any]:
+    """`full` keeps what enters each layer; `selective` recomputes attention (Korthikanti et al. 2022)."""
+    if layout.recompute == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if layout.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return {}
+
+
+def _kernels(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Fused kernels where they exist: those of Transformer Engine, and what torch compiles for a GPU."""
+    on_gpu = device.type == "cuda"
+    return {
+        "gradient_accumulation_fusion": False,  # needs Apex
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "apply_rope_fusion": False,
+        "bias_activation_fusion": False,
+        "use_te_activation_func": not uses_transformer_engine(dtype),  # its name for: the module that the spec says
+        "bias_dropout_fusion": False,
+        "cross_entropy_loss_fusion": on_gpu,
+        "attention_softmax_in_fp32": True,
+    }
+
+
+def _eight_bits(shape: ModelShape) -> dict[str, Any]:
+    """E4M3 forward, E5M2 for gradients (Micikevicius et al. 2022); scales are of the tensor at hand.
+
+    Delayed scales would be a state that is in no checkpoint, so that a resumed run would not equal the uninterrupted.
+    """
+    padding = {"moe_router_padding_for_quantization": True} if shape.num_experts else {}
+    return {"fp8": "hybrid", "fp8_recipe": "tensorwise", **padding}
+
+
+def _pipeline_communication(layout: Layout, device: torch.device) -> dict[str, Any]:
+    """Interleaved stages on gloo give wrong gradients, although the right losses, with any other choice."""
+    overlaps = layout.vpp > 1
+    return {
+        "overlap_p2p_comm": overlaps,
+        "batch_p2p_comm": not overlaps,
+        "batch_p2p_sync": False,
+        "deallocate_pipeline_outputs": device.type == "cuda",
+    }
+
+
+def _leave_alone(weight: Tensor) -> Tensor:
+    return weight

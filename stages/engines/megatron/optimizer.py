@@ -1,0 +1,116 @@
+"""Megatron's data parallelism around the chunks, and its Adam: gradients are summed over the shares, then clipped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.utils import get_model_config
+
+from stages.engines.megatron.model import compute_dtype
+from stages.engines.megatron.shards import real_optimizers
+from stages.parallel.layout import Layout
+from stages.train.config import TrainConfig
+
+
+def wrap_chunks(chunks: Sequence[GPTModel], layout: Layout) -> list[DistributedDataParallel]:
+    """Give each chunk gradient buffers, in fp32, whose reduction overlaps with the backward pass.
+
+    The processes of `dp_shard` and `cp`, which have the same weights, share Adam: gradients are reduce-scattered,
+    parameters gathered during the next forward.
+    """
+    is_sharded = layout.optimizer_shards > 1
+    overlaps = layout.data_parallel_size * layout.cp > 1
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=is_sharded,
+        num_distributed_optimizer_instances=layout.dp_replicate if is_sharded else 1,
+        overlap_grad_reduce=overlaps,
+        overlap_param_gather=is_sharded,
+    )
+    transformer = get_model_config(chunks[0])
+    wrapped = [
+        DistributedDataParallel(transformer, config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+    transformer.finalize_model_grads_func = _finalize_gradients
+    if overlaps:
+        suspend = [chunk.no_sync for chunk in wrapped]
+        transformer.no_sync_func = suspend if len(suspend) > 1 else suspend[0]
+    return wrapped
+
+
+class Adam:
+    """AdamW over the parameters of this process's chunks; weight decay on all of them, as in the FSDP engine."""
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel], config: TrainConfig) -> None:
+        self._chunks = chunks
+        is_half = config.precision != "fp32"
+        self.megatron: MegatronOptimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=config.learning_rate,
+                weight_decay=config.weight_decay,
+                adam_beta1=config.adam_beta1,
+                adam_beta2=config.adam_beta2,
+                adam_eps=config.adam_epsilon,
+                clip_grad=0.0,  # `step` does that, once it is known that all is finite
+                bf16=is_half,
+                params_dtype=compute_dtype(config),
+                use_distributed_optimizer=config.layout.optimizer_shards > 1,
+            ),
+            list(chunks),
+            config_overrides={},
+            use_gloo_process_groups=False,
+        )
+        _fuse(self.megatron)
+
+    def zero_gradients(self) -> None:
+        """To be called before gradients of the next step are added up."""
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self.megatron.zero_grad()
+
+    @torch.no_grad()
+    def grad_norm(self) -> float:
+        """Euclidean norm over all parameters, each counted once; makes the gradients ready for `step`. Collective."""
+        self.megatron.prepare_grads()
+        return float(self.megatron.get_grad_norm())
+
+    @torch.no_grad()
+    def step(self, learning_rate: float, grad_norm: float, max_grad_norm: float | None) -> None:
+        """Clip, then update; `grad_norm` must be what `grad_norm()` has just returned, and finite. Collective."""
+        assert math.isfinite(grad_norm)
+        if max_grad_norm is not None:
+            for optimizer in self.megatron.chained_optimizers:
+                parameters = optimizer.get_parameters()
+                if parameters:
+                    clip_grad_by_total_norm_fp32(parameters, max_grad_norm, grad_norm)
+        for group in self.megatron.param_groups:
+            group["lr"] = learning_rate
+        self.megatron.step_with_ready_grads()
+
+    def settle(self) -> None:
+        """Wait until every parameter is what the last step made of it: with overlap they are gathered when needed."""
+        for chunk in self._chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+
+
+def _fuse(megatron: MegatronOptimizer) -> None:
+    """Have torch's AdamW, which serves where Transformer Engine's is not installed, pass over memory once a step."""
+    for optimizer in real_optimizers(megatron):
+        if isinstance(optimizer.optimizer, torch.optim.AdamW):
+            for group in optimizer.optimizer.param_groups:
+                group["fused"] = True
+
+
+def _finalize_gradients(chunks: list[Any], num_tokens: torch.Tensor | None, **options: Any) -> None:
+    """As Megatron does it, but without dividing by the number of tokens: the losses were."""
+    finalize_model_grads(chunks, None, **options)

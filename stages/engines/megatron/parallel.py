@@ -1,0 +1,51 @@
+"""Megatron's process groups for a layout: made before the model.
+
+Ranks are laid out with tensor parallelism innermost (its traffic is the heaviest), then context, data and pipeline
+parallelism; expert parallelism is folded into data and context parallelism.
+"""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from stages.parallel.layout import Layout
+from stages.parallel.processes import USUAL_TIMEOUT
+
+
+def start_model_parallel(layout: Layout, *, is_mixture: bool, seed: int, timeout: timedelta = USUAL_TIMEOUT) -> None:
+    """Make the groups of `layout` and seed what is random in tensor-parallel regions; collective."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp if is_mixture else None,
+        num_distributed_optimizer_instances=layout.dp_replicate if layout.optimizer_shards > 1 else 1,
+        create_gloo_process_groups=False,
+        distributed_timeout_minutes=math.ceil(timeout.total_seconds() / 60),
+    )
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def represents_share() -> bool:
+    """Whether this process speaks for its share of a global batch: one process a share does, and it has the loss."""
+    return (
+        parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_context_parallel_rank() == 0
+        and parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    )
+
+
+def from_last_stage(values: torch.Tensor) -> torch.Tensor:
+    """What the last pipeline stage has, on every stage; in place."""
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        source = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast(values, src=source, group=parallel_state.get_pipeline_model_parallel_group())
+    return values

@@ -1,0 +1,171 @@
+"""Which part of which weight each parameter of this process is, under any layout.
+
+A parameter of the whole model has a `Key`; a process has a `Part` of it; a part shares `Piece`s with Hugging Face
+weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from stages.engines.megatron.families import EMBEDDING, HEAD, Cut, Rule, rules_of
+from stages.models.shape import ModelShape
+
+IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """`length` rows (dim 0) or columns (dim 1) that a parameter shares with the weight of this name."""
+
+    weight: str
+    dim: int
+    weight_start: int
+    parameter_start: int
+    length: int
+
+    def of_weight(self) -> tuple[slice, ...]:
+        """Index of the piece in the weight."""
+        return self._index(self.weight_start)
+
+    def of_parameter(self) -> tuple[slice, ...]:
+        """Index of the piece in the parameter."""
+        return self._index(self.parameter_start)
+
+    def _index(self, start: int) -> tuple[slice, ...]:
+        return (*[slice(None)] * self.dim, slice(start, start + self.length))
+
+
+@dataclass(frozen=True, order=True)
+class Key:
+    """A parameter of the whole model, whichever processes have it. The order is that of the written files."""
+
+    section: int
+    """0: before the layers, 1: in a layer, 2: after them."""
+    layer: int
+    expert: int
+    rule: int
+    """Its number among the rules of the family."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a parameter that a process has: the `index`-th of `count` along tensor parallelism."""
+
+    key: Key
+    rule: Rule
+    index: int
+    count: int
+    shape: tuple[int, ...]
+    is_copy: bool = False
+    """Of the embedding, for the head of another pipeline stage."""
+
+    def weight_names(self) -> list[str]:
+        """Hugging Face names of what the parameter is made of."""
+        return [name.format(layer=self.key.layer, expert=self.key.expert) for name in self.rule.weights]
+
+    def pieces(self, model: ModelShape) -> list[Piece]:
+        """What this part shares with each weight; rows of padding are in no piece."""
+        names, (rows, *columns) = self.weight_names(), self.shape
+        match self.rule.cut:
+            case Cut.WHOLE:
+                return [Piece(names[0], 0, 0, 0, rows)]
+            case Cut.VOCABULARY:
+                start = self.index * rows
+                num_real = min(rows, model.vocab_size - start)
+                return [Piece(names[0], 0, start, 0, num_real)] if num_real > 0 else []
+            case Cut.COLUMNS:
+                return [Piece(names[0], 1, self.index * columns[0], 0, columns[0])]
+            case Cut.GATED:
+                half = rows // 2
+                return [Piece(name, 0, self.index * half, place * half, half) for place, name in enumerate(names)]
+            case Cut.QKV:
+                return list(_overlaps(_query_groups(names, model), self.index * rows, rows))
+
+    def weight_shapes(self, model: ModelShape) -> dict[str, tuple[int, ...]]:
+        """Hugging Face name → shape of the whole weight."""
+        rows, *columns = self.shape
+        match self.rule.cut:
+            case Cut.WHOLE:
+                sizes = [rows]
+            case Cut.VOCABULARY:
+                sizes = [model.vocab_size]
+            case Cut.COLUMNS:
+                sizes, columns = [rows], [columns[0] * self.count]
+            case Cut.GATED:
+                sizes = [rows // 2 * self.count] * 2
+            case Cut.QKV:
+                sizes = [model.query_width, model.kv_width, model.kv_width]
+        return {name: (size, *columns) for name, size in zip(self.weight_names(), sizes, strict=True)}
+
+
+def local_parts(chunks: Sequence[GPTModel], model: ModelShape) -> Iterator[tuple[Part, Tensor]]:
+    """Every parameter of this process, and which part of the model it is.
+
+    A copy of the embedding that serves as the head, on another pipeline stage, is a part of the embedding.
+    """
+    rules = rules_of(model.family)
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            in_layer = IN_LAYER.fullmatch(name)
+            layer = chunk.decoder.layers[int(in_layer[1])].layer_number - 1 if in_layer else 0
+            number, expert = _find_rule(in_layer[2] if in_layer else name, rules, model)
+            rule = rules[number]
+            key = Key(_section(rule, in_layer is not None), layer, expert, number)
+            is_copy = rule.weights == (EMBEDDING,) and not chunk.pre_process
+            yield Part(key, rule, *_place_among_processes(rule), tuple(parameter.shape), is_copy), parameter
+
+
+def _find_rule(name: str, rules: Sequence[Rule], model: ModelShape) -> tuple[int, int]:
+    """Number of the rule that a parameter follows, and of its expert in the whole model (0 if it is no expert's)."""
+    found = ((number, match) for number, rule in enumerate(rules) if (match := re.fullmatch(rule.parameter, name)))
+    number, match = next(found)
+    if rules[number].weights == (HEAD,) and model.tied_embeddings:
+        number = next(number for number, rule in enumerate(rules) if rule.weights == (EMBEDDING,))
+    if not rules[number].of_experts:
+        return number, 0
+    assert match.lastindex is not None
+    num_local = model.num_experts // parallel_state.get_expert_model_parallel_world_size()
+    return number, parallel_state.get_expert_model_parallel_rank() * num_local + int(match[match.lastindex])
+
+
+def _section(rule: Rule, is_in_layer: bool) -> int:
+    return 1 if is_in_layer else 2 * (rule.weights != (EMBEDDING,))
+
+
+def _place_among_processes(rule: Rule) -> tuple[int, int]:
+    """Index and count of the part along tensor parallelism; a parameter that is not cut is one part."""
+    if rule.cut is Cut.WHOLE:
+        return 0, 1
+    if rule.of_experts:
+        return (
+            parallel_state.get_expert_tensor_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
+        )
+    return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+
+
+def _query_groups(names: Sequence[str], model: ModelShape) -> Iterator[tuple[str, int, int]]:
+    """Weight, first row in it, and number of rows, from top to bottom of Megatron's whole matrix."""
+    query, key, value = names
+    head, queries = model.head_dim, model.query_width // model.num_kv_heads
+    for group in range(model.num_kv_heads):
+        yield query, group * queries, queries
+        yield key, group * head, head
+        yield value, group * head, head
+
+
+def _overlaps(blocks: Iterable[tuple[str, int, int]], first_row: int, num_rows: int) -> Iterator[Piece]:
+    """What `num_rows` rows from `first_row` on of stacked blocks take from each block."""
+    top = 0
+    for weight, weight_start, length in blocks:
+        begin, end = max(top, first_row), min(top + length, first_row + num_rows)
+        if begin < end:
+            yield Piece(weight, 0, weight_start + begin - top, begin - first_row, end - begin)
+        top += length

@@ -1,0 +1,123 @@
+"""Micro-batches through the model's chunks, forward and perhaps backward, under Megatron's pipeline schedules.
+
+Every process of a share of the global batch is given the same micro-batches and takes its part of each. What becomes of
+the log-probabilities is the caller's: it gives a function that is called on the last stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+from torch import Tensor, nn
+
+from stages.data.batch import IGNORED, Batch
+from stages.engines.documents import PackedDocuments
+from stages.engines.megatron.attention import PackedTokens
+from stages.engines.megatron.clock import PipelineClock
+from stages.engines.megatron.log_probabilities import target_log_probabilities
+from stages.engines.megatron.tokens import TokenSplit, gather_tokens, padded_size, split_tokens
+from stages.parallel.layout import Layout
+
+Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(a tensor of the dtype and device that are wanted, positions [1, tokens]) → cosines and sines [1, tokens, width]."""
+
+FP8_ROWS = 16
+"""Products in 8 bits take rows in multiples of this."""
+
+Consumer = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]
+"""(log-probabilities float32 [rows, sequence], batch) → (what to differentiate, what to return)."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The chunks of this process, and what it takes to feed them."""
+
+    chunks: Sequence[nn.Module]
+    layout: Layout
+    rotary: Rotary
+    vocab_size: int
+    device: torch.device
+    dtype: torch.dtype
+    clock: PipelineClock | None
+    """Times training; None: nobody wants to know."""
+
+    def run(self, micro_batches: Sequence[Batch], consume: Consumer, *, backward: bool) -> list[Tensor]:
+        """What `consume` returned for each micro-batch; empty but on the last stage. Gradients are added up."""
+        batches = _filled_up(micro_batches, self.layout)
+        transformer = get_model_config(self.chunks[0])
+        transformer.timers = self.clock if backward else None
+        divisor = (self.layout.tp if self.layout.sequence_parallel else 1) * (FP8_ROWS if transformer.fp8 else 1)
+        size = padded_size(batches, self.layout.cp, divisor)
+        for chunk in self.chunks:
+            chunk.train(backward)
+        iterators = [iter(batches) for _ in self.chunks]
+        with torch.set_grad_enabled(backward):
+            results = get_forward_backward_func()(
+                forward_step_func=partial(self._forward, consume, size),
+                data_iterator=iterators if len(iterators) > 1 else iterators[0],
+                model=list(self.chunks) if len(self.chunks) > 1 else self.chunks[0],
+                num_microbatches=len(batches),
+                seq_length=size,
+                micro_batch_size=1,
+                forward_only=not backward,
+            )
+        return results[: len(micro_batches)]
+
+    def _forward(
+        self, consume: Consumer, size: int, batches: Iterator[Batch], chunk: nn.Module
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
+        """What Megatron's schedules call for each micro-batch and chunk."""
+        batch = next(batches).to(self.device)
+        split = split_tokens(batch, self.layout.cp, size).to(self.device)
+        rank = parallel_state.get_context_parallel_rank()
+        output = chunk(
+            input_ids=split.local(batch.input_ids, rank, padding=0),
+            position_ids=None,
+            attention_mask=None,
+            packed_seq_params=self._packed_tokens(split, rank),
+        )
+        return output, partial(self._finish, consume, batch, split)
+
+    def _packed_tokens(self, split: TokenSplit, rank: int) -> PackedTokens:
+        like = torch.empty((), dtype=self.dtype, device=self.device)
+        cosines, sines = self.rotary(like, split.positions[rank].unsqueeze(0))
+        return PackedTokens(
+            documents=PackedDocuments(split.lengths, self.device),
+            cosines=cosines,
+            sines=sines,
+            positions=split.positions,
+            document_ids=split.document_ids,
+        )
+
+    def _finish(self, consume: Consumer, batch: Batch, split: TokenSplit, logits: Tensor) -> tuple[Tensor, Tensor, Any]:
+        """Called on the last stage: (what to differentiate, how many tokens Megatron should divide by, the result)."""
+        group = parallel_state.get_context_parallel_group()
+        targets = split.local(batch.targets, group.rank(), padding=IGNORED)
+        local = target_log_probabilities(logits, targets, self.vocab_size)
+        values = gather_tokens(local, split, group).view(batch.input_ids.shape)
+        differentiated, result = consume(values, batch)
+        return differentiated, torch.zeros((), dtype=torch.int, device=self.device), result
+
+
+def _filled_up(micro_batches: Sequence[Batch], layout: Layout) -> list[Batch]:
+    """The interleaved schedule wants a multiple of `pp` micro-batches: those that are missing have no documents."""
+    batches = list(micro_batches)
+    missing = -len(batches) % layout.pp if layout.vpp > 1 else 0
+    return batches + [_without_documents(batches[-1])] * missing
+
+
+def _without_documents(batch: Batch) -> Batch:
+    reference = batch.reference_log_probabilities
+    return replace(
+        batch,
+        targets=torch.full_like(batch.targets, IGNORED),
+        num_documents=0,
+        reference_log_probabilities=None if reference is None else reference[:0],
+    )

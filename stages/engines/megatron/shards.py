@@ -1,0 +1,184 @@
+"""What the optimizer of this process holds, and where in the Hugging Face weights it belongs.
+
+Megatron's optimizers keep a part's fp32 master weights and moments whole, or, when they are distributed, a range of the
+flattened part. Such a range is cut into blocks: rectangles of a weight, which any layout and engine can put together.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
+
+from stages.engines.megatron.parts import Part, Piece, local_parts
+from stages.models.shape import ModelShape
+
+EXPERT = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<number>\d+)\.(?P<matrix>\w+)\.weight")
+UP, DOWN = ("up_proj", "w3"), ("down_proj", "w2")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A rectangle of a weight, as the model of Transformers has it, and where it begins in a flattened part."""
+
+    weight: str
+    weight_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it holds the weight's first element."""
+        return not any(self.offset)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A part's range that this process keeps fp32 master weights and moments of."""
+
+    part: Part
+    start: int
+    """In the flattened part."""
+    master: Tensor
+    """fp32, of any shape with as many elements as the range."""
+    optimizer: torch.optim.Optimizer
+
+    @property
+    def step(self) -> Tensor:
+        """float32 []: how many updates were made."""
+        state = self.optimizer.state[self.master]
+        kept = state["step"] if "step" in state else self._group["step"]
+        return torch.as_tensor(kept, dtype=torch.float32, device="cpu").clone()
+
+    def count_steps(self, value: Tensor) -> None:
+        """Let `step` be this."""
+        state = self.optimizer.state[self.master]
+        if "step" in state:  # torch's; Transformer Engine's counts for a whole group
+            state["step"].copy_(value)
+        else:
+            self._group["step"] = int(value)
+
+    @property
+    def _group(self) -> dict[str, Any]:
+        return next(group for group in self.optimizer.param_groups if any(p is self.master for p in group["params"]))
+
+    @property
+    def moments(self) -> dict[str, Tensor]:
+        """`exp_avg` and `exp_avg_sq`, fp32, as large as `master`."""
+        return {name: self.optimizer.state[self.master][name] for name in ("exp_avg", "exp_avg_sq")}
+
+    def blocks(self, model: ModelShape) -> Iterator[Block]:
+        """All blocks of the range; `start` counts within the range. Rows of padding are in none."""
+        stop = self.start + self.master.numel()
+        shapes = self.part.weight_shapes(model)
+        for piece in self.part.pieces(model):
+            for block in _blocks(piece, self.part.shape, shapes[piece.weight], (self.start, stop)):
+                yield _as_in_transformers(block, model)
+
+
+def local_shards(chunks: Sequence[GPTModel], model: ModelShape, optimizer: MegatronOptimizer) -> list[Shard]:
+    """Everything that the optimizer updates on this process; it must have made its moments."""
+    parts = {parameter: part for part, parameter in local_parts(chunks, model)}
+    shards: list[Shard] = []
+    for each in real_optimizers(optimizer):
+        shards += [
+            Shard(parts[parameter], _start(each, parameter), master, each.optimizer)
+            for parameter, master in _masters(each)
+        ]
+    return shards
+
+
+def real_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
+    """Those that have parameters on this process."""
+    return [each for each in optimizer.chained_optimizers if not getattr(each, "is_stub_optimizer", False)]
+
+
+def make_moments(optimizer: MegatronOptimizer) -> None:
+    """Let optimizers that have made no step yet make what they keep, to be filled with what was saved."""
+    for each in real_optimizers(optimizer):
+        if not each.optimizer.state:
+            _step_nowhere(each.optimizer)
+
+
+def _masters(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """A model's parameter and its fp32 master, which is the parameter itself when nothing is sharded or in bf16."""
+    if hasattr(optimizer, "shard_fp32_groups"):
+        pairs = [
+            (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+            (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+        ]
+    elif hasattr(optimizer, "float16_groups"):
+        pairs = [
+            (optimizer.float16_groups, optimizer.fp32_from_float16_groups),
+            (optimizer.fp32_from_fp32_groups, optimizer.fp32_from_fp32_groups),
+        ]
+    else:
+        groups = [group["params"] for group in optimizer.optimizer.param_groups]
+        pairs = [(groups, groups)]
+    for parameter_groups, master_groups in pairs:
+        for parameters, masters in zip(parameter_groups, master_groups, strict=True):
+            yield from zip(parameters, masters, strict=True)
+
+
+def _start(optimizer: Any, parameter: Tensor) -> int:
+    if not hasattr(optimizer, "shard_fp32_groups"):
+        return 0
+    return int(optimizer._get_model_param_range_map(parameter)["param"].start)
+
+
+def _step_nowhere(optimizer: torch.optim.Optimizer) -> None:
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def _blocks(
+    piece: Piece, part_shape: tuple[int, ...], weight_shape: tuple[int, ...], range_: tuple[int, int]
+) -> Iterator[Block]:
+    """Blocks of a piece that lie in a range of the flattened part: at most a row's end, rows, a row's beginning."""
+    columns = part_shape[1] if len(part_shape) > 1 else 1
+    rows = (piece.parameter_start, piece.parameter_start + piece.length) if piece.dim == 0 else (0, part_shape[0])
+    begin, end = max(range_[0], rows[0] * columns), min(range_[1], rows[1] * columns)
+    while begin < end:
+        row, column = divmod(begin, columns)
+        num_rows = max(1, (end - begin) // columns) if column == 0 else 1
+        num_columns = min(columns - column, end - begin)
+        offset = _offset(piece, row, column)
+        dims = len(part_shape)
+        yield Block(piece.weight, weight_shape, offset[:dims], (num_rows, num_columns)[:dims], begin - range_[0])
+        begin += num_rows * num_columns
+
+
+def _offset(piece: Piece, row: int, column: int) -> tuple[int, int]:
+    """In the weight, of a place in the part."""
+    shift = piece.weight_start - piece.parameter_start
+    return (row + shift, column) if piece.dim == 0 else (row, column + shift)
+
+
+def _as_in_transformers(block: Block, model: ModelShape) -> Block:
+    """Its experts of a layer are two weights, [experts, gate and up rows, columns] and of down, in `mlp` always."""
+    weight = block.weight.replace(".block_sparse_moe.", ".mlp.")
+    found = EXPERT.fullmatch(weight)
+    if found is None:
+        return replace(block, weight=weight)
+    rows, columns = block.weight_shape
+    if found["matrix"] in DOWN:
+        name, shape, first_row = "down_proj", (model.num_experts, rows, columns), 0
+    else:
+        first_row = rows if found["matrix"] in UP else 0
+        name, shape = "gate_up_proj", (model.num_experts, 2 * rows, columns)
+    offset = (int(found["number"]), first_row + block.offset[0], block.offset[1])
+    return Block(f"{found['experts']}.{name}", shape, offset, (1, *block.shape), block.start)

@@ -1,0 +1,112 @@
+"""What a decoder layer is made of: Transformer Engine's modules where they are installed and CUDA is, else local.
+
+The local modules are Megatron's own linear layers with an RMSNorm and an attention of this project, because Megatron's
+refuse sequence parallelism, packing and context parallelism.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from functools import cache
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stages.core.errors import ResourceError
+from stages.engines.megatron.attention import LocalAttention, transformer_engine_attention
+from stages.engines.megatron.kernels import RootMeanSquareNorm, SwiGLU
+from stages.models.shape import ModelShape
+from stages.train.config import TrainConfig
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm over the last dimension; torch has a kernel of its own for it on GPUs only.
+
+    Under sequence parallelism every rank sees other tokens: the mark on the weight lets Megatron add up its gradients.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=_parameter_device(config)))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, states: Tensor) -> Tensor:
+        """[…, hidden size], in the dtype of `states`."""
+        if states.is_cuda or states.dtype != torch.float32:
+            return functional.rms_norm(states, self.weight.shape, self.weight, self.eps)
+        return RootMeanSquareNorm.apply(states, self.weight, self.eps)
+
+
+@cache
+def uses_transformer_engine(dtype: torch.dtype) -> bool:
+    """Whether layers are made of Transformer Engine's modules: their attention takes packed rows in 16 bits only."""
+    installed = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    return installed and dtype == torch.bfloat16
+
+
+def check_precision(config: TrainConfig) -> None:
+    """Raise ResourceError when fp8 is asked for where nothing computes it."""
+    if config.precision == "fp8" and not uses_transformer_engine(torch.bfloat16):
+        raise ResourceError(
+            "precision fp8 needs an NVIDIA GPU with 8-bit tensor cores (Hopper or later) and the package "
+            "transformer-engine[pytorch], of which at least one is missing here; install it, or say `precision: bf16`"
+        )
+
+
+def decoder_spec(config: TransformerConfig, shape: ModelShape, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of the chunk `vp_stage` of this pipeline stage; norms are explicit, or Megatron chooses its own."""
+    first = get_transformer_layer_offset(config, vp_stage)
+    layers = range(first, first + get_num_layers_to_build(config, vp_stage))
+    specs = [_layer_spec(config, shape.num_experts if shape.is_mixture(layer) else None) for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_norm(config))
+
+
+def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+    options: dict[str, Any] = {"num_experts": num_experts, "qk_layernorm": config.qk_layernorm}
+    if uses_transformer_engine(config.params_dtype):
+        spec = get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=config.moe_grouped_gemm, **options)
+        spec.submodules.self_attention.submodules.core_attention = transformer_engine_attention()
+        return spec
+    if num_experts:
+        _bind_missing_name()
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", **options)
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    attention.core_attention = LocalAttention
+    feed_forward = layer.mlp.submodules.experts.submodules if num_experts else layer.mlp.submodules
+    feed_forward.activation_func = SwiGLU
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return spec
+
+
+def _norm(config: TransformerConfig) -> type[nn.Module]:
+    if not uses_transformer_engine(config.params_dtype):
+        return RMSNorm
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm
+
+
+def _bind_missing_name() -> None:
+    """Megatron-core 0.16.1 asks whether `te_general_gemm` is None, but binds it only where it could be imported."""
+    moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def _parameter_device(config: TransformerConfig) -> torch.device:
+    on_gpu = torch.cuda.is_available() and not config.use_cpu_initialization
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

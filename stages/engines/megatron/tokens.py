@@ -1,0 +1,116 @@
+"""A micro-batch → the tokens of it that this process computes, and back: context parallelism's zigzag, and padding.
+
+All rows of a micro-batch become one sequence. Under context parallelism every document is padded until 2 × ranks chunks
+of equal length make it up. Rank r takes the r-th and the r-th from the end, so that causal attention is equally much
+work everywhere (Llama 3, section 3.3.2; what Transformer Engine's kernels expect). All micro-batches of a step get the
+same length, since pipeline stages exchange tensors of one shape: one more document of padding at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stages.data.batch import Batch
+
+
+@dataclass(frozen=True)
+class TokenSplit:
+    """Where the tokens of one micro-batch go, for every context-parallel rank."""
+
+    lengths: tuple[int, ...]
+    """Tokens of every document, padding included; adds up to ranks × tokens of a rank"""
+    origins: Tensor
+    """int64 [ranks, tokens of a rank]: position in the flattened rows; `num_tokens` stands for padding"""
+    positions: Tensor
+    """int64 [ranks, tokens of a rank]: where in its document a token is"""
+    document_ids: Tensor
+    """int64 [ranks, tokens of a rank]"""
+    num_tokens: int
+    """Tokens of the flattened rows"""
+
+    def local(self, values: Tensor, rank: int, padding: int) -> Tensor:
+        """int64 [rows, sequence] → [1, tokens of a rank]."""
+        padded = torch.cat([values.flatten(), values.new_full((1,), padding)])
+        return padded[self.origins[rank]].unsqueeze(0)
+
+    def to(self, device: torch.device) -> TokenSplit:
+        """The same on `device`."""
+        origins, positions, ids = (part.to(device) for part in (self.origins, self.positions, self.document_ids))
+        return TokenSplit(self.lengths, origins, positions, ids, self.num_tokens)
+
+
+def padded_size(micro_batches: Iterable[Batch], num_ranks: int, divisor: int) -> int:
+    """Tokens that each of these micro-batches is padded to: divisible by 2 × ranks, a rank's tokens by `divisor`.
+
+    That is `tp` under sequence parallelism, which splits a rank's tokens further.
+    """
+    most = max(sum(_padded_lengths(batch, num_ranks)) for batch in micro_batches)
+    multiple = math.lcm(_chunks(num_ranks), num_ranks * divisor)
+    return -(-most // multiple) * multiple
+
+
+def split_tokens(batch: Batch, num_ranks: int, size: int) -> TokenSplit:
+    """Split a micro-batch, padded to `size` tokens, over `num_ranks` context-parallel ranks."""
+    lengths = torch.tensor(batch.document_lengths)
+    num_tokens = int(lengths.sum())
+    padded = torch.tensor(_padded_lengths(batch, num_ranks))
+    rest = size - int(padded.sum())
+    padded = torch.cat([padded, torch.tensor([rest])]) if rest else padded
+    starts = padded.cumsum(0) - padded
+    document_ids = torch.arange(len(padded)).repeat_interleave(padded)
+    positions = torch.arange(size) - starts[document_ids]
+    own_starts = lengths.cumsum(0) - lengths
+    slots = torch.arange(num_tokens) + (starts[: len(lengths)] - own_starts).repeat_interleave(lengths)
+    origins = torch.full((size,), num_tokens)
+    origins[slots] = torch.arange(num_tokens)
+    held = _zigzag(positions, padded[document_ids], num_ranks)
+    return TokenSplit(tuple(padded.tolist()), origins[held], positions[held], document_ids[held], num_tokens)
+
+
+def gather_tokens(values: Tensor, split: TokenSplit, group: dist.ProcessGroup) -> Tensor:
+    """[1, tokens of a rank] on every rank → [tokens of the flattened rows], on every rank alike; differentiable.
+
+    Every rank is expected to compute the same of the result, so a rank's gradient is its part of it, not a sum.
+    """
+    return _GatherTokens.apply(values, split, group)
+
+
+def _chunks(num_ranks: int) -> int:
+    return 2 * num_ranks if num_ranks > 1 else 1
+
+
+def _padded_lengths(batch: Batch, num_ranks: int) -> list[int]:
+    multiple = _chunks(num_ranks)
+    return [-(-length // multiple) * multiple for length in batch.document_lengths]
+
+
+def _zigzag(positions: Tensor, lengths: Tensor, num_ranks: int) -> Tensor:
+    """int64 [ranks, tokens of a rank]: which tokens a rank takes; `lengths` is of each token's document."""
+    if num_ranks == 1:
+        return torch.arange(len(positions)).unsqueeze(0)
+    chunk = positions // (lengths // _chunks(num_ranks))
+    rank = torch.minimum(chunk, _chunks(num_ranks) - 1 - chunk)
+    return rank.argsort(stable=True).view(num_ranks, -1)
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, split: TokenSplit, group: dist.ProcessGroup) -> Tensor:
+        ctx.own_origins = split.origins[group.rank()]
+        everyones = [torch.empty_like(values) for _ in range(group.size())]
+        dist.all_gather(everyones, values.contiguous(), group=group)
+        whole = values.new_zeros(split.num_tokens + 1)
+        whole[split.origins.flatten()] = torch.cat(everyones, dim=1).squeeze(0)
+        return whole[:-1].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        padded = torch.cat([gradients[0], gradients[0].new_zeros(1)])
+        return padded[ctx.own_origins].unsqueeze(0), None, None

@@ -1,0 +1,153 @@
+"""Weights of a Hugging Face folder ↔ parameters of a Megatron model under any layout, never all on one process.
+
+Reading: a process reads its parts from the safetensors files. Writing: parameter by parameter, the processes that have
+a part send it to rank 0, which puts the weights together and writes shards. Which part is where is for `parts`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from safetensors import safe_open
+from torch import Tensor
+
+from stages.core.errors import ModelError
+from stages.engines.export import write_model
+from stages.engines.megatron.families import HEAD
+from stages.engines.megatron.parts import Key, Part, local_parts
+from stages.models.shape import ModelShape
+
+NOT_NEEDED = re.compile(r".*\.rotary_emb\.inv_freq")
+"""Weights in old files that follow from the config."""
+NUM_NAMED = 5
+"""Weights that an error names."""
+
+
+def load_weights(chunks: Sequence[GPTModel], folder: Path, model: ModelShape) -> None:
+    """Fill the parameters of this process's model chunks from the safetensors files in `folder`. Collective.
+
+    A process reads the bytes of its own parts only. Raises ModelError, on every process, when a weight is missing, has
+    another shape than the config says, or is one that the mapping does not know.
+    """
+    parts = list(local_parts(chunks, model))
+    with WeightFiles(folder) as files:
+        _check_files(files, [part for part, _ in parts], model)
+        for part, parameter in parts:
+            parameter.data.zero_()  # rows of padding
+            for piece in part.pieces(model):
+                parameter.data[piece.of_parameter()].copy_(files.read(piece.weight, piece.of_weight()))
+
+
+def export_weights(
+    chunks: Sequence[GPTModel], model: ModelShape, *, source: Path, folder: Path, dtype: torch.dtype
+) -> None:
+    """Write a Hugging Face folder; see `stages.engines.export`. Collective; rank 0 writes."""
+    tied = {HEAD} if model.tied_embeddings else set()
+    write_model(named_weights(chunks, model, dtype), source=source, folder=folder, dtype=dtype, tied=tied)
+
+
+def named_weights(chunks: Sequence[GPTModel], model: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Hugging Face name and whole weight, one parameter's at a time, on rank 0's CPU; nothing elsewhere. Collective.
+
+    Parts travel through host memory: there the weights are wanted, and no device need have room for them.
+    """
+    held = {(part.key, part.index): parameter for part, parameter in local_parts(chunks, model)}
+    for parts in _parts_of_all(chunks, model):
+        weights: dict[str, Tensor] = {}
+        for owner, part in parts:
+            local = held[part.key, part.index].detach().to("cpu", dtype) if owner == dist.get_rank() else None
+            whole_part = _on_first_process(local, owner, part, dtype)
+            if whole_part is not None:
+                _put(whole_part, part, model, weights)
+        yield from weights.items()
+
+
+class WeightFiles:
+    """The tensors of a folder's safetensors files, by name; mapped into memory, read where they are sliced."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._stack = ExitStack()
+        self._slices: dict[str, Any] = {}
+
+    def __enter__(self) -> WeightFiles:
+        for path in sorted(self.folder.glob("*.safetensors")):
+            file = self._stack.enter_context(safe_open(path, framework="pt"))
+            self._slices |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._slices.clear()
+        self._stack.close()
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name → shape of all tensors."""
+        return {name: tuple(tensor.get_shape()) for name, tensor in self._slices.items()}
+
+    def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        """Only what `index` selects."""
+        return self._slices[name][index]
+
+
+def _check_files(files: WeightFiles, parts: Iterable[Part], model: ModelShape) -> None:
+    """Compare what all processes want with what there is."""
+    mine: dict[str, tuple[int, ...]] = {}
+    for part in parts:
+        mine |= part.weight_shapes(model)
+    everyones: list[dict[str, tuple[int, ...]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    wanted = {name: shape for shapes in everyones for name, shape in shapes.items()}
+    found = files.shapes()
+    lacking = [f"{name} {list(shape)}" for name, shape in wanted.items() if found.get(name) != shape]
+    unknown = [name for name in found if name not in wanted and not _may_be_left(name, model)]
+    if lacking or unknown:
+        raise ModelError(
+            f"loading {files.folder} with engine megatron: {len(lacking)} weights are missing or have another shape "
+            f"than config.json says ({', '.join(lacking[:NUM_NAMED])}), and {len(unknown)} are not in its mapping "
+            f"({', '.join(unknown[:NUM_NAMED])}); fetch or save the model again, or say `engine: fsdp`"
+        )
+
+
+def _may_be_left(name: str, model: ModelShape) -> bool:
+    return (name == HEAD and model.tied_embeddings) or NOT_NEEDED.fullmatch(name) is not None
+
+
+def _parts_of_all(chunks: Sequence[GPTModel], model: ModelShape) -> list[list[tuple[int, Part]]]:
+    """For every parameter of the model, in the order of the files: its parts, and a rank that has each."""
+    everyones: list[list[Part]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everyones, [part for part, _ in local_parts(chunks, model)])
+    owners: dict[Key, dict[int, tuple[int, Part]]] = {}
+    for rank, parts in enumerate(everyones):
+        for part in parts:
+            owners.setdefault(part.key, {}).setdefault(part.index, (rank, part))
+    return [[owners[key][index] for index in sorted(owners[key])] for key in sorted(owners)]
+
+
+def _on_first_process(local: Tensor | None, owner: int, part: Part, dtype: torch.dtype) -> Tensor | None:
+    """The owner's tensor, on rank 0."""
+    if owner == 0:
+        return local
+    if local is not None:
+        dist.send(local.contiguous(), dst=0)
+        return None
+    if dist.get_rank() != 0:
+        return None
+    received = torch.empty(part.shape, dtype=dtype)
+    dist.recv(received, src=owner)
+    return received
+
+
+def _put(tensor: Tensor, part: Part, model: ModelShape, weights: dict[str, Tensor]) -> None:
+    """Copy the pieces of a part to where they are in the weights, which are made when their first piece comes."""
+    for name, shape in part.weight_shapes(model).items():
+        if name not in weights:
+            weights[name] = torch.empty(shape, dtype=tensor.dtype)
+    for piece in part.pieces(model):
+        weights[piece.weight][piece.of_weight()].copy_(tensor[piece.of_parameter()])

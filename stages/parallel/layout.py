@@ -1,0 +1,59 @@
+"""Parallel layout: degrees and memory choices of a training stage. Pure; needs no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveInt
+
+from stages.core.contract import StrictModel
+
+
+class Layout(StrictModel):
+    """How a model and its batch are spread over processes. Changes speed and memory, not what is learned.
+
+    Data parallelism has the same two degrees under both engines: `dp_shard` processes share parameters, gradients and
+    Adam (FSDP2) or Adam alone (Megatron's distributed optimizer, which takes those of `cp` in as well); `dp_replicate`
+    such groups work side by side.
+    """
+
+    dp_replicate: PositiveInt = Field(1, description="Replicas of what `dp_shard` processes share.")
+    dp_shard: PositiveInt = Field(1, description="Processes over which Adam, with fsdp also weights, are sharded.")
+    tp: PositiveInt = Field(1, description="Tensor parallelism (megatron).")
+    pp: PositiveInt = Field(1, description="Pipeline stages (megatron).")
+    vpp: PositiveInt = Field(1, description="Interleaved model chunks of each pipeline stage (megatron).")
+    cp: PositiveInt = Field(1, description="Context parallelism: processes that share a sequence (megatron).")
+    ep: PositiveInt = Field(1, description="Expert parallelism, within data and context parallelism (megatron).")
+    etp: PositiveInt = Field(1, description="Tensor parallelism of each expert (megatron).")
+    sequence_parallel: bool = Field(False, description="Split norms and dropout along the sequence over tp (megatron).")
+    micro_batch_size: PositiveInt = Field(1, description="Packed rows in one forward pass of one process.")
+    recompute: Literal["none", "selective", "full"] = Field("none", description="Activations computed again.")
+    reshard_after_forward: bool = Field(True, description="Free gathered parameters after the forward pass (fsdp).")
+    cpu_offload: bool = Field(False, description="Keep sharded parameters, gradients and Adam in host memory (fsdp).")
+    prefetch_layers: int = Field(1, ge=0, description="Layers whose parameters are gathered ahead (fsdp).")
+    compile: bool = Field(False, description="torch.compile each transformer layer (fsdp).")
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Shares that a global batch is cut in."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def optimizer_shards(self) -> int:
+        """Processes that share Adam: those of context parallelism hold the same weights, too."""
+        return self.dp_shard * self.cp
+
+    @property
+    def world_size(self) -> int:
+        """Processes that the layout needs; expert parallelism is folded into the others."""
+        return self.data_parallel_size * self.tp * self.pp * self.cp
+
+
+class AutoLayout(Layout):
+    """`layout: auto` of a recipe: the planner puts its choice in place of it before anything else is planned."""
+
+
+def describe_layout(engine: str, layout: Layout) -> str:
+    """The engine and what differs from the default layout: `fsdp dp_shard=2 micro_batch_size=4`."""
+    chosen = layout.model_dump(exclude_defaults=True)
+    return " ".join([engine, *(f"{name}={value}" for name, value in chosen.items())])

@@ -1,0 +1,131 @@
+"""Time that data parallelism adds to a step: reducing gradients, and under FSDP gathering every layer. Pure.
+
+FSDP gathers each layer in both passes of every micro-batch (Zhao et al. 2023); Megatron's distributed optimizer reduces
+gradients once a step and gathers what it has updated (Rajbhandari et al. 2020). What runs beside compute is hidden but
+for a share, since it takes memory bandwidth and processors from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stages.models.shape import ModelShape
+from stages.parallel.layout import Layout
+from stages.planner import network
+from stages.planner.compute import LayerTime, LayerWork, Pass
+from stages.planner.hardware import Hardware
+from stages.planner.partition import PipelineStage, outside_parameters, rank_parameters
+from stages.planner.workload import Engine, Software, Workload
+
+HOST_LINK_GB_PER_S = 25.0
+"""Between a device and its host's memory (PCIe 4)."""
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """What all parts of a step's time depend on."""
+
+    shape: ModelShape
+    engine: Engine
+    layout: Layout
+    workload: Workload
+    software: Software
+    hardware: Hardware
+
+    @property
+    def micro_batches(self) -> float:
+        """Of a step, on one rank."""
+        rows = self.layout.micro_batch_size * self.layout.data_parallel_size
+        return max(1.0, self.workload.global_batch_size / rows)
+
+    @property
+    def work(self) -> LayerWork:
+        """Of a layer, in a micro-batch."""
+        layout, workload = self.layout, self.workload
+        return LayerWork(
+            self.shape,
+            layout.micro_batch_size,
+            workload.sequence_length,
+            workload.precision,
+            layout.tp,
+            layout.cp,
+            layout.ep,
+            layout.etp,
+            layout.sequence_parallel,
+            workload.lora_rank,
+        )
+
+
+def exposed_s(case: StepCase, communication_s: float, compute_s: float) -> float:
+    """What is left of communication beside this much compute."""
+    return communication_s - case.hardware.efficiency.overlapped * min(communication_s, compute_s)
+
+
+def data_parallel_s(case: StepCase, stage: PipelineStage, layer: LayerTime, head: Pass, recompute_s: float) -> float:
+    """What of it is not hidden beside compute."""
+    if case.engine == "fsdp":
+        return _fsdp_s(case, stage, layer, head, recompute_s)
+    return _gradient_reduction_s(case, stage, layer)
+
+
+def _gradient_reduction_s(case: StepCase, stage: PipelineStage, layer: LayerTime) -> float:
+    """Gradients are reduced beside the last backward pass; parameters are gathered beside the next forward pass."""
+    layout, hardware = case.layout, case.hardware
+    if layout.data_parallel_size * layout.cp == 1:
+        return 0.0
+    held = rank_parameters(case.shape, stage, layout.tp, layout.ep, layout.etp)
+    gradient_bytes = 4 if case.workload.precision == "fp32" else case.software.gradient_bytes
+    shards = network.shard_group(layout)
+    experts = network.expert_replica_group(layout)
+    reduce_s = network.gather_s(hardware, shards, gradient_bytes * held.dense)
+    reduce_s += network.gather_s(hardware, experts, gradient_bytes * held.expert)
+    gather_bytes = case.workload.compute_bytes if layout.optimizer_shards > 1 else gradient_bytes
+    gather_s = network.gather_s(hardware, shards, gather_bytes * held.dense)
+    gather_s += network.gather_s(hardware, experts, gather_bytes * held.expert)
+    replicas_s = network.all_reduce_s(
+        hardware, network.replica_group(layout), gradient_bytes * held.dense / layout.optimizer_shards
+    )
+    if layout.dp_replicate > 1 and layout.optimizer_shards == 1:
+        return _hidden_s(case, 2 * reduce_s + replicas_s, stage.num_layers * layer.both.backward_s)
+    hidden_gather_s = _hidden_s(case, gather_s, stage.num_layers * layer.both.forward_s)
+    return _hidden_s(case, reduce_s + replicas_s, stage.num_layers * layer.both.backward_s) + hidden_gather_s
+
+
+def _hidden_s(case: StepCase, communication_s: float, compute_s: float) -> float:
+    return exposed_s(case, communication_s, compute_s) if case.software.overlaps_gradients else communication_s
+
+
+def _fsdp_s(case: StepCase, stage: PipelineStage, layer: LayerTime, head: Pass, recompute_s: float) -> float:
+    """Every micro-batch gathers each layer twice (once if kept), and reduces its gradients (or the last one does).
+
+    Under a pipeline, where micro-batches of both passes alternate, layers stay gathered and gradients whole for a step.
+    """
+    layout, hardware = case.layout, case.hardware
+    group = network.shard_group(layout)
+    outside = outside_parameters(case.shape, stage, layout.tp)
+    held = rank_parameters(case.shape, stage, layout.tp, layout.ep, layout.etp)
+    per_layer = (held.total - outside) / stage.num_layers
+    size = case.workload.compute_bytes
+    gathered_size = 1 if case.workload.precision == "fp8" else size
+    gather_s = network.gather_s(hardware, group, gathered_size * per_layer)
+    reduce_s = network.gather_s(hardware, group, 4 * per_layer)
+    replicas_s = network.all_reduce_s(hardware, network.replica_group(layout), 4 * per_layer / layout.optimizer_shards)
+    forward_s = exposed_s(case, gather_s, layer.both.forward_s)
+    backward_s = layer.both.backward_s + recompute_s
+    again_s = gather_s if layout.reshard_after_forward and layout.pp == 1 else 0.0
+    with_gradients_s = exposed_s(case, again_s + reduce_s + replicas_s, backward_s)
+    without_s = exposed_s(case, again_s, backward_s)
+    gatherings = case.micro_batches if layout.pp == 1 else 1.0
+    reductions = 1.0 if case.software.gathers_gradients or layout.pp > 1 else case.micro_batches
+    root_s = network.gather_s(hardware, group, size * outside) + network.gather_s(hardware, group, 4 * outside)
+    root_s = exposed_s(case, root_s, (head.forward_s + head.backward_s))
+    layers_s = gatherings * (forward_s + without_s) + reductions * (with_gradients_s - without_s)
+    return stage.num_layers * layers_s + reductions * root_s + _offload_s(case)
+
+
+def _offload_s(case: StepCase) -> float:
+    """Shards come from host memory for every gathering, gradients go there once."""
+    if not case.layout.cpu_offload:
+        return 0.0
+    shard_bytes = 4 * case.shape.num_parameters / case.layout.dp_shard
+    return (2 * case.micro_batches + 1) * shard_bytes / (HOST_LINK_GB_PER_S * 1e9)

@@ -1,0 +1,102 @@
+"""Why a layout is the best, and what rules others out: estimates → sentences. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from stages.parallel.layout import Layout, describe_layout
+from stages.planner.search import Candidate, SearchResult
+
+NUM_NEAR_MISSES = 5
+LARGE_SHARE = 0.05
+"""Of a step, from which a part of it is worth naming."""
+TIGHT = 0.9
+"""Of the memory there is, from which it is called tight."""
+MEANING = {
+    "compute": "compute",
+    "recompute": "recomputation",
+    "tensor_parallel": "communication of tensor parallelism",
+    "context_parallel": "communication of context parallelism",
+    "expert_parallel": "communication of expert parallelism",
+    "pipeline_messages": "messages between pipeline stages",
+    "bubble": "pipeline bubble",
+    "data_parallel": "communication of data parallelism",
+    "optimizer": "optimizer step",
+}
+
+
+def what_limits(candidate: Candidate) -> str:
+    """What most of a step goes into, and how much memory is left."""
+    parts, total_s = asdict(candidate.time.parts), candidate.time.step_time_s
+    large = [name for name, seconds in _largest(parts) if seconds >= LARGE_SHARE * total_s]
+    shares = ", ".join(f"{MEANING[name]} {parts[name] / total_s:.0%}" for name in large)
+    free_gib = candidate.available_gib - candidate.memory.peak_gib
+    return f"{describe(candidate)} spends its step on {shares}; {_room(free_gib, candidate.available_gib)}"
+
+
+def near_misses(result: SearchResult) -> list[str]:
+    """A sentence for each of the best layouts of other degrees: what it lacks in memory, or loses in time."""
+    best = result.best
+    if best is None:
+        return [_too_large(candidate, None) for candidate in _of_other_degrees(result.too_large, [])]
+    faster = _of_other_degrees(result.too_large, [best])
+    slower = _of_other_degrees(result.fitting, [best])
+    return [_too_large(one, best) for one in faster] + [_slower(one, best) for one in slower]
+
+
+def describe(candidate: Candidate) -> str:
+    """Engine and what differs from the default layout."""
+    return describe_layout(candidate.engine, candidate.layout)
+
+
+def _room(free_gib: float, available_gib: float) -> str:
+    if free_gib < 0:
+        return f"it lacks {-free_gib:.1f} GiB of memory"
+    tight = free_gib <= (1 - TIGHT) * available_gib
+    return f"memory is tight ({free_gib:.1f} GiB free)" if tight else f"{free_gib:.1f} GiB are free"
+
+
+def _too_large(candidate: Candidate, best: Candidate | None) -> str:
+    needed_gib = candidate.memory.peak_gib
+    over_gib = needed_gib - candidate.available_gib
+    causes = _largest(asdict(candidate.memory.worst))[:2]
+    named = ", ".join(f"{_spoken(name)} {gib:.1f}" for name, gib in causes)
+    gain = ""
+    if best is not None:
+        gain = f", would be {1 - candidate.time.step_time_s / best.time.step_time_s:.0%} faster, but"
+    return f"{describe(candidate)}{gain or ':'} lacks {over_gib:.1f} GiB: {needed_gib:.1f} GiB ({named})"
+
+
+def _slower(candidate: Candidate, best: Candidate) -> str:
+    own, other = asdict(candidate.time.parts), asdict(best.time.parts)
+    lost = {name: own[name] - other[name] for name in own}
+    name, seconds = _largest(lost)[0]
+    slower = candidate.time.step_time_s / best.time.step_time_s - 1
+    return f"{describe(candidate)} is {slower:.0%} slower: {MEANING[name]} +{seconds:.3g} s"
+
+
+def _of_other_degrees(candidates: Sequence[Candidate], seen: Sequence[Candidate]) -> list[Candidate]:
+    """The first of each combination of degrees that is not among `seen`."""
+    met = {_degrees(one.engine, one.layout) for one in seen}
+    found = []
+    for candidate in candidates:
+        degrees = _degrees(candidate.engine, candidate.layout)
+        if degrees not in met:
+            met.add(degrees)
+            found.append(candidate)
+        if len(found) == NUM_NEAR_MISSES:
+            break
+    return found
+
+
+def _degrees(engine: str, layout: Layout) -> tuple[str | int, ...]:
+    return engine, layout.tp, layout.pp, layout.cp, layout.ep
+
+
+def _largest(parts: dict[str, float]) -> list[tuple[str, float]]:
+    return sorted(parts.items(), key=lambda part: part[1], reverse=True)
+
+
+def _spoken(name: str) -> str:
+    return name.replace("_", " ")

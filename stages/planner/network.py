@@ -1,0 +1,107 @@
+"""Time of messages between devices: volume over bandwidth, plus latency, by where the ranks of a group lie. Pure.
+
+Ranks are numbered with tensor parallelism fastest, then context, data and pipeline parallelism, so that a group is
+described by its size and by its stride, the distance of neighbours. A group that spans nodes moves its volume over the
+network cards of all its devices of a node at once (as NCCL's rings do), and within the nodes at the same time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from stages.parallel.layout import Layout
+from stages.planner.hardware import Hardware
+from stages.planner.partition import expert_replicas
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate: how many, and how far apart."""
+
+    size: int
+    stride: int
+
+    def ranks_per_node(self, hardware: Hardware) -> int:
+        """Of this group, on one node."""
+        return min(self.size, max(1, hardware.gpus_per_node // self.stride))
+
+
+def tensor_group(layout: Layout) -> Group:
+    """Neighbours."""
+    return Group(layout.tp, 1)
+
+
+def context_group(layout: Layout) -> Group:
+    """Beside tensor parallelism."""
+    return Group(layout.cp, layout.tp)
+
+
+def shard_group(layout: Layout) -> Group:
+    """Ranks that shard optimizer state (or, under FSDP, everything); context parallelism takes part in it."""
+    return Group(layout.optimizer_shards, layout.tp)
+
+
+def replica_group(layout: Layout) -> Group:
+    """Replicas of what the shard group holds."""
+    return Group(layout.dp_replicate, layout.tp * layout.cp * layout.dp_shard)
+
+
+def expert_group(layout: Layout) -> Group:
+    """Ranks that exchange tokens between experts; inside them, an expert's own tensor parallelism."""
+    return Group(layout.ep, layout.etp)
+
+
+def expert_replica_group(layout: Layout) -> Group:
+    """Ranks that hold the same expert, over which its gradients are reduced."""
+    return Group(expert_replicas(layout), layout.ep * layout.etp)
+
+
+def gather_s(hardware: Hardware, group: Group, num_bytes: float) -> float:
+    """All-gather or reduce-scatter of `num_bytes` in all (Thakur et al. 2005, ring algorithms)."""
+    if group.size == 1:
+        return 0.0
+    per_node = group.ranks_per_node(hardware)
+    nodes = math.ceil(group.size / per_node)
+    intra_s = num_bytes * (group.size - 1) / group.size / intra_rate(hardware) if per_node > 1 else 0.0
+    inter_s = num_bytes * (nodes - 1) / nodes / (per_node * inter_rate(hardware))
+    return max(intra_s, inter_s) + _latency_s(hardware, per_node, nodes)
+
+
+def all_reduce_s(hardware: Hardware, group: Group, num_bytes: float) -> float:
+    """A reduce-scatter and an all-gather."""
+    return 2 * gather_s(hardware, group, num_bytes)
+
+
+def dispatch_s(hardware: Hardware, group: Group, num_bytes: float, experts_per_token: int) -> float:
+    """Tokens of `num_bytes` go to their experts, evenly spread over the group: once to each other node that has any of
+    these (DeepSeek-AI 2024, section 3.2.2), over the rank's own network card, and on to the ranks within the node."""
+    if group.size == 1:
+        return 0.0
+    per_node = group.ranks_per_node(hardware)
+    nodes = math.ceil(group.size / per_node)
+    inside_s = num_bytes * experts_per_token * (per_node - 1) / per_node / intra_rate(hardware)
+    nodes_met = (nodes - 1) * (1 - (1 - 1 / nodes) ** experts_per_token)
+    return max(inside_s, num_bytes * nodes_met / inter_rate(hardware)) + _latency_s(hardware, per_node, nodes)
+
+
+def neighbour_s(hardware: Hardware, stride: int, num_bytes: float) -> float:
+    """A message to the rank `stride` away: between nodes if that is beyond one."""
+    if stride < hardware.gpus_per_node:
+        return num_bytes / intra_rate(hardware) + hardware.intra_node_latency_s
+    return num_bytes / inter_rate(hardware) + hardware.inter_node_latency_s
+
+
+def intra_rate(hardware: Hardware) -> float:
+    """Bytes/s of one device within its node."""
+    return hardware.intra_node_gb_per_s * 1e9 * hardware.efficiency.intra_link
+
+
+def inter_rate(hardware: Hardware) -> float:
+    """Bytes/s of one device's share of the network."""
+    return hardware.inter_node_gb_per_s * 1e9 * hardware.efficiency.inter_link
+
+
+def _latency_s(hardware: Hardware, per_node: int, nodes: int) -> float:
+    intra_s = hardware.intra_node_latency_s if per_node > 1 else 0.0
+    return intra_s + (hardware.inter_node_latency_s * math.log2(nodes) if nodes > 1 else 0.0)

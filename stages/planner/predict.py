@@ -1,0 +1,73 @@
+"""A table of runs → the same table with what is predicted of them."""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from stages.core.errors import DataError
+from stages.planner.memory import memory
+from stages.planner.published import FIRST_LINE, PublishedRun, UnknownRun, read_table
+from stages.planner.time import step_time
+
+PREDICTED = ("pred_step_time_s", "pred_memory_gb", "pred_tok_s_gpu", "pred_oom", "pred_assumed")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What became of a table."""
+
+    num_rows: int
+    num_predicted: int
+    assumed: tuple[tuple[str, int], ...]
+    """What was assumed, with the number of rows, most frequent first."""
+    unknown: tuple[tuple[int, str], ...]
+    """Line and reason of each row without a prediction."""
+
+
+def predict_table(table: Path, out: Path) -> Summary:
+    """Write `table` with the columns `PREDICTED` to `out`.
+
+    Memory is in GiB of the fullest rank, as tools report it; `pred_oom` is 1 where that is more than the device has;
+    `pred_assumed` names the defaults taken for empty cells, or says why there is no prediction. Raises DataError.
+    """
+    header, runs = read_table(table)
+    try:
+        with out.open("w", newline="") as file:
+            writer = csv.DictWriter(file, [*header, *PREDICTED])
+            writer.writeheader()
+            for run in runs:
+                writer.writerow({**run.cells, **predicted_cells(run)})
+    except OSError as error:
+        raise DataError(f"writing the predictions to {out}: {error}") from error
+    known = [run for run in runs if isinstance(run, PublishedRun)]
+    assumed = Counter(assumption for run in known for assumption in run.assumed)
+    unknown = [(line, run.reason) for line, run in enumerate(runs, FIRST_LINE) if isinstance(run, UnknownRun)]
+    return Summary(len(runs), len(known), tuple(assumed.most_common()), tuple(unknown))
+
+
+def predicted_cells(run: PublishedRun | UnknownRun) -> dict[str, str]:
+    """The columns `PREDICTED` of a row."""
+    if isinstance(run, UnknownRun):
+        return {**dict.fromkeys(PREDICTED, ""), "pred_assumed": f"not predicted: {run.reason}"}
+    peak_gib = predicted_memory_gib(run)
+    seconds = predicted_step_time_s(run)
+    rate = run.workload.tokens_per_step / seconds / run.layout.world_size
+    oom = int(peak_gib > run.hardware.memory_gib)
+    cells = (f"{seconds:.4f}", f"{peak_gib:.2f}", f"{rate:.2f}", str(oom), "; ".join(run.assumed))
+    return dict(zip(PREDICTED, cells, strict=True))
+
+
+def predicted_step_time_s(run: PublishedRun) -> float:
+    """Seconds of an optimizer step."""
+    estimate = step_time(run.shape, run.engine, run.layout, run.workload, run.hardware, software=run.software)
+    return estimate.step_time_s
+
+
+def predicted_memory_gib(run: PublishedRun) -> float:
+    """GiB of the fullest rank."""
+    efficiency = run.hardware.efficiency
+    needed = memory(run.shape, run.engine, run.layout, run.workload, software=run.software, efficiency=efficiency)
+    return needed.peak_gib

@@ -1,0 +1,279 @@
+"""Tables of published runs → what the planner needs to predict them, with the defaults that were assumed. Pure but for
+reading the file.
+
+Two formats: the columns of a table of layouts (`model, params_b, layers, …`, cells may be empty), and vTrain's
+(`# GPUs, global batch, …, iteration time (ms)`). How the training program worked is not in them; it is told from the
+year that the hardware and the model speak of (see `_software`).
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from stages.core.errors import DataError
+from stages.models.known_models import gpt, known_model
+from stages.models.shape import ModelShape
+from stages.parallel.layout import Layout
+from stages.planner.hardware import HARDWARE, Hardware
+from stages.planner.memory import memory
+from stages.planner.published_cells import Cells, UnknownRunError
+from stages.planner.workload import Engine, Precision, Software, Workload
+
+COLUMNS = ("model", "layers", "hidden", "heads", "seq", "gbs", "mbs", "tp", "pp", "dp", "gpus", "gpu")
+"""Columns that a table must have; others that are read: see `_run`."""
+FIRST_LINE = 2
+"""Of a table's rows, beneath its header."""
+VTRAIN_COLUMNS = {
+    "# GPUs": "gpus",
+    "global batch": "gbs",
+    "micro batch": "mbs",
+    "hidden size": "hidden",
+    "attention heads": "heads",
+    "# layers": "layers",
+    "sequence length": "seq",
+    "tensor parallelism": "tp",
+    "data parallelism": "dp",
+    "pipeline parallelism": "pp",
+}
+NETWORKS_GB_PER_S = {"jean zay": 6.25, "p4d": 6.25, "efa": 6.25}
+"""Clusters that a GPU's description names, with one device's share of the network (Jean Zay: 4 × 100 Gb/s a node)."""
+USABLE_MEMORY = 0.99
+"""GiB that programs find of each GB of a GPU's name."""
+OTHER_SIZE = 0.1
+"""Share by which a size in a GPU's name is another one than is known of this GPU."""
+FULLY_SHARDED = re.compile(r"fsdp|hsdp|full_shard|zero[-_ ]*(stage)?[-_ ]*3", re.IGNORECASE)
+FIRST_YEAR_OF_FLASH = 2023
+USUAL_LORA_RANK = 16
+DEFAULT_SEQUENCE_LENGTH = 2048
+LARGEST_MICRO_BATCH_TOKENS = 32768
+ALLOWANCE = 1.3
+"""Estimated memory without recomputation over what there is, up to which a run that says nothing is taken to do
+without: it did run, with means that its row does not tell."""
+BEFORE_FLASH = Software(
+    flash_attention=False,
+    dropout=True,
+    gradient_bytes=2,
+    optimizer_bytes=16,
+    overlaps_gradients=False,
+    chunked_logits=False,
+    gathers_gradients=False,
+)
+BF16_BEFORE_FLASH = replace(BEFORE_FLASH, gradient_bytes=4, gradient_copy_bytes=2, optimizer_bytes=12)
+"""Gradients in bf16 are too coarse to be added up: they are, in fp32, beside them."""
+MODERN_MEGATRON = Software(overlaps_layers=True, chunked_logits=False, gathers_gradients=False)
+FP8_MEGATRON = replace(MODERN_MEGATRON, gradient_bytes=2)
+"""Who goes down to fp8 adds up and reduces gradients in bf16."""
+EAGER_FSDP = Software(fused_elementwise=False, chunked_logits=False, gathers_gradients=False, kept_products=0.5)
+FIRST_FSDP = replace(EAGER_FSDP, first_flash_attention=True)
+
+
+@dataclass
+class UnknownRun:
+    """A row that cannot be predicted, and why."""
+
+    cells: dict[str, str]
+    reason: str
+
+
+@dataclass
+class PublishedRun:
+    """A row that can be predicted."""
+
+    cells: dict[str, str]
+    shape: ModelShape
+    engine: Engine
+    layout: Layout
+    workload: Workload
+    hardware: Hardware
+    software: Software
+    assumed: list[str] = field(default_factory=list)
+
+
+def read_table(path: Path) -> tuple[list[str], list[PublishedRun | UnknownRun]]:
+    """The header and all rows. Raises DataError naming missing columns, or row and column of what is no number."""
+    try:
+        with path.open(newline="") as file:
+            reader = csv.DictReader(file)
+            header = list(reader.fieldnames or ())
+            rows = list(reader)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"reading the table {path}: {error}") from error
+    names = {name: name.strip() for name in header}
+    is_vtrain = set(VTRAIN_COLUMNS) <= set(names.values())
+    missing = [] if is_vtrain else [column for column in COLUMNS if column not in names.values()]
+    if missing:
+        raise DataError(
+            f"reading the table {path}: missing columns: {', '.join(missing)}; expected {', '.join(COLUMNS)} "
+            f"(cells may be empty), or vTrain's: {', '.join(VTRAIN_COLUMNS)}"
+        )
+    runs: list[PublishedRun | UnknownRun] = []
+    for number, row in enumerate(rows, start=FIRST_LINE):
+        cells = {names[name]: (value or "").strip() for name, value in row.items() if name is not None}
+        renamed = {VTRAIN_COLUMNS.get(name, name): value for name, value in cells.items()} if is_vtrain else cells
+        try:
+            runs.append(replace(_run(Cells(path, number, renamed)), cells=cells))
+        except UnknownRunError as error:
+            runs.append(UnknownRun(cells, str(error)))
+    return header, runs
+
+
+def _run(cells: Cells) -> PublishedRun:
+    hardware = _hardware(cells)
+    engine: Engine = "fsdp" if FULLY_SHARDED.search(cells.text("shard")) else "megatron"
+    shape = _shape(cells)
+    software = _software(cells, engine, shape, hardware)
+    layout = _degrees(cells, engine, software, hardware)
+    if (gpus := cells.number("gpus")) and gpus != layout.world_size:
+        cells.assumed.append(f"{layout.world_size} GPUs, by its degrees")
+    workload = Workload(
+        sequence_length=cells.number_or("seq", DEFAULT_SEQUENCE_LENGTH),
+        global_batch_size=cells.number_or("gbs", layout.data_parallel_size * layout.micro_batch_size),
+        precision=_precision(cells.text("precision")),
+        method="dpo" if "dpo" in cells.text("kind").lower() else "sft",
+        lora_rank=_lora_rank(cells),
+    )
+    sequence_parallel = layout.tp > 1 and (software.flash_attention or cells.text("recompute").startswith("selective"))
+    layout = layout.model_copy(update={"sequence_parallel": sequence_parallel})
+    needed_gib = memory(shape, engine, layout, workload, software=software).peak_gib
+    recompute = _recompute(cells, fits=needed_gib <= ALLOWANCE * hardware.memory_gib)
+    layout = layout.model_copy(update={"recompute": recompute})
+    return PublishedRun({}, shape, engine, layout, workload, hardware, software, cells.assumed)
+
+
+def _hardware(cells: Cells) -> Hardware:
+    text = cells.text("gpu").lower()
+    words = re.sub(r"[^a-z0-9]+", " ", text or "a100").split()
+    matches = [name for name in HARDWARE if name.split("-")[0] in words]
+    if not matches:
+        raise UnknownRunError(f"gpu {cells.text('gpu')!r} is none of {', '.join(HARDWARE)}")
+    sized = [name for name in matches if name.split("-")[-1] in words]
+    name = sized[0] if sized else matches[-1]
+    if not text or (not sized and len(matches) > 1):
+        cells.assumed.append(f"gpu={name}")
+    network = next((rate for cluster, rate in NETWORKS_GB_PER_S.items() if cluster in text), None)
+    hardware = replace(HARDWARE[name], inter_node_gb_per_s=network) if network else HARDWARE[name]
+    size = re.search(r"\b(\d+) ?gi?b\b", text)
+    memory_gib = USABLE_MEMORY * float(size.group(1)) if size and not sized else hardware.memory_gib
+    differs = abs(memory_gib / hardware.memory_gib - 1) > OTHER_SIZE
+    return replace(hardware, memory_gib=memory_gib) if differs else hardware
+
+
+def _shape(cells: Cells) -> ModelShape:
+    """From the sizes; without them by the model's name; without that from the number of parameters."""
+    known = known_model(cells.text("model"))
+    layers, hidden = cells.number("layers"), cells.number("hidden")
+    if known is not None and (layers, hidden) in ((None, None), (known.num_layers, known.hidden_size)):
+        if layers is None:
+            cells.assumed.append("sizes of the model of this name")
+        return known
+    layers, hidden = _main_sizes(cells, layers, hidden)
+    heads = cells.number_or("heads", max(1, hidden // 128))
+    kv_heads = cells.number("kv_heads") or heads
+    ffn = cells.number("ffn") or 4 * hidden
+    is_gpt = ffn == 4 * hidden and kv_heads == heads
+    vocab = cells.number_or("vocab", 51200)
+    base = gpt(layers, hidden, heads, vocab)
+    if is_gpt:
+        return base
+    return ModelShape(layers, hidden, heads, kv_heads, max(1, hidden // heads), ffn, vocab)
+
+
+def _main_sizes(cells: Cells, layers: int | None, hidden: int | None) -> tuple[int, int]:
+    """Layers and hidden size; what is missing follows from 12 × layers × hidden² parameters, 128 wide a layer."""
+    if layers and hidden:
+        return layers, hidden
+    billions = re.search(r"([\d.]+)\s*b", cells.text("params_b").lower() + "b " + cells.text("model").lower())
+    if not billions:
+        raise UnknownRunError("layers and hidden are empty, and neither params_b nor the model's name tells them")
+    parameters = float(billions.group(1)) * 1e9
+    if hidden is None:
+        width = (parameters / 12 * 128) ** (1 / 3) if layers is None else (parameters / 12 / layers) ** 0.5
+        hidden = max(128, round(width / 128) * 128)
+        cells.assumed.append(f"hidden={hidden}")
+    if layers is None:
+        layers = max(1, round(parameters / (12 * hidden**2)))
+        cells.assumed.append(f"layers={layers}")
+    return layers, hidden
+
+
+def _degrees(cells: Cells, engine: Engine, software: Software, hardware: Hardware) -> Layout:
+    tp, pp, cp = (cells.number(name) or 1 for name in ("tp", "pp", "cp"))
+    gpus, dp = cells.number("gpus"), cells.number("dp")
+    if dp is None:
+        dp = max(1, (gpus or tp * pp * cp) // (tp * pp * cp))
+        cells.assumed.append(f"dp={dp}")
+    shards = _shards(cells, engine, software, hardware, dp)
+    return Layout.model_construct(
+        **{
+            **Layout().model_dump(),
+            "tp": tp, "pp": pp, "cp": cp, "vpp": cells.number("vpp") or 1, "ep": cells.number("ep") or 1,
+            "dp_shard": shards, "dp_replicate": dp // shards,
+            "micro_batch_size": cells.number_or("mbs", _micro_batch(cells, pp, dp)),
+        }
+    )  # fmt: skip
+
+
+def _shards(cells: Cells, engine: Engine, software: Software, hardware: Hardware, dp: int) -> int:
+    """Ranks that share Adam, or everything: under HSDP those of a node; today's Megatron shares unless it says not."""
+    text = cells.text("shard").lower()
+    if "hsdp" in text and dp % hardware.gpus_per_node == 0:
+        return hardware.gpus_per_node
+    if engine == "fsdp" or text not in ("", "ddp", "none"):
+        return dp
+    if text or dp == 1 or not software.flash_attention:
+        return 1
+    cells.assumed.append("distributed optimizer")
+    return dp
+
+
+def _lora_rank(cells: Cells) -> int | None:
+    """Of a run that names LoRA; 16 if it does not say."""
+    named = re.search(r"lora\D*(\d+)?", " ".join(cells.text(column).lower() for column in ("kind", "shard")))
+    if not named:
+        return None
+    if not named.group(1):
+        cells.assumed.append(f"lora rank={USUAL_LORA_RANK}")
+    return int(named.group(1) or USUAL_LORA_RANK)
+
+
+def _micro_batch(cells: Cells, pp: int, dp: int) -> int:
+    """All rows of a rank at once where there is no pipeline to fill and they are not too many."""
+    rows = (cells.number("gbs") or dp) // dp
+    all_at_once = pp == 1 and rows * (cells.number("seq") or DEFAULT_SEQUENCE_LENGTH) <= LARGEST_MICRO_BATCH_TOKENS
+    return max(1, rows) if all_at_once else 1
+
+
+def _software(cells: Cells, engine: Engine, shape: ModelShape, hardware: Hardware) -> Software:
+    """FSDP runs eagerly (but Megatron's), FSDP1 with the first flash attention; Megatron on V100, and of GPTs on A100,
+    is of the time before it (mid 2022), unless its source names a later year."""
+    origin = " ".join(cells.text(column).lower() for column in ("source", "shard"))
+    if engine == "fsdp" and not re.search("megatron|nemo", origin):
+        return FIRST_FSDP if "fsdp1" in origin else EAGER_FSDP
+    years = [int(year) for year in re.findall(r"\b20[12]\d\b", origin)]
+    old = hardware.name.startswith("v100") or (hardware.name.startswith("a100") and shape.family == "gpt2")
+    old = old and max(years, default=0) < FIRST_YEAR_OF_FLASH
+    cells.assumed.append("attention without flash" if old else "flash attention")
+    if not old:
+        return FP8_MEGATRON if _precision(cells.text("precision")) == "fp8" else MODERN_MEGATRON
+    return BF16_BEFORE_FLASH if cells.text("precision").lower() == "bf16" else BEFORE_FLASH
+
+
+def _recompute(cells: Cells, fits: bool) -> str:
+    """What the row says; without that nothing, if that fits, else everything."""
+    text = cells.text("recompute").lower()
+    for word in ("full", "selective", "none"):
+        if text.startswith(word):
+            return word
+    default = "none" if fits else "full"
+    cells.assumed.append(f"recompute={default}")
+    return default
+
+
+def _precision(text: str) -> Precision:
+    lowered = text.lower()
+    if "fp8" in lowered or "fp4" in lowered:
+        return "fp8"
+    return "fp32" if "fp32" in lowered else "bf16"

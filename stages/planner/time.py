@@ -1,0 +1,207 @@
+"""Time of an optimizer step under a layout, by part. Pure.
+
+The pipeline is paced by its slowest stage and idles for (pp - 1) / vpp micro-batches (Narayanan et al. 2021, section
+2.2); tensor parallelism reduces twice in a layer's forward and twice in its backward pass (Shoeybi et al. 2020);
+context parallelism passes keys and values around (Liu et al. 2023); FSDP gathers every layer in both passes of every
+micro-batch (Zhao et al. 2023). Communication that can run beside compute is hidden but for a fixed share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from stages.models.flops import model_flops_utilization
+from stages.models.shape import ModelShape
+from stages.parallel.layout import Layout
+from stages.planner import network
+from stages.planner.compute import LayerTime, Pass, head_time, layer_time, memory_rate
+from stages.planner.data_parallel import HOST_LINK_GB_PER_S, StepCase, data_parallel_s, exposed_s
+from stages.planner.hardware import Hardware
+from stages.planner.partition import (
+    PipelineStage,
+    optimizer_parameters,
+    pipeline_stages,
+    rank_parameters,
+)
+from stages.planner.workload import Engine, Software, Workload, our_software
+
+FLOPS_WITH_FROZEN_WEIGHTS = 2 / 3
+"""Of a step's model FLOPs, without gradients of weights."""
+
+
+@dataclass(frozen=True)
+class TimeParts:
+    """Seconds of a step; communication only so far as compute does not hide it."""
+
+    compute: float
+    recompute: float
+    tensor_parallel: float
+    context_parallel: float
+    expert_parallel: float
+    pipeline_messages: float
+    bubble: float
+    data_parallel: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """Sum of the parts."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True)
+class TimeEstimate:
+    """A step, and what follows from it."""
+
+    parts: TimeParts
+    tokens_per_s_per_gpu: float
+    mfu: float
+    """Model FLOPs (`stages.models.flops`) over the peak in bf16 (fp32 in fp32)."""
+    bubble_fraction: float
+    reference_pass_s: float
+    """DPO: the forward pass over a step's rows that computed their reference log-probabilities, before training."""
+
+    @property
+    def step_time_s(self) -> float:
+        """Seconds of an optimizer step."""
+        return self.parts.total
+
+
+def step_time(
+    shape: ModelShape,
+    engine: Engine,
+    layout: Layout,
+    workload: Workload,
+    hardware: Hardware,
+    *,
+    software: Software | None = None,
+) -> TimeEstimate:
+    """Estimate one optimizer step of `workload` on `layout.world_size` devices."""
+    case = StepCase(shape, engine, layout, workload, software or our_software(engine, layout), hardware)
+    layer = layer_time(case.work, case.software, hardware)
+    parts = _parts(case, layer)
+    num_devices = layout.world_size
+    flops = shape.flops().training([workload.sequence_length], workload.sequence_length) * workload.global_batch_size
+    flops *= FLOPS_WITH_FROZEN_WEIGHTS if workload.lora_rank else 1
+    peak = hardware.peak_flops_per_s("fp32" if workload.precision == "fp32" else "bf16")
+    forward = layer.both.forward_s * shape.num_layers + head_time(case.work, hardware).forward_s
+    return TimeEstimate(
+        parts=parts,
+        tokens_per_s_per_gpu=workload.tokens_per_step / parts.total / num_devices,
+        mfu=model_flops_utilization(flops, parts.total, peak, num_devices),
+        bubble_fraction=parts.bubble / parts.total,
+        reference_pass_s=case.micro_batches * forward / layout.pp if workload.method == "dpo" else 0.0,
+    )
+
+
+def _parts(case: StepCase, layer: LayerTime) -> TimeParts:
+    """A micro-batch on the slowest stage, times their number, plus what happens once a step."""
+    layout, micro_batches = case.layout, case.micro_batches
+    stages = pipeline_stages(case.shape.num_layers, layout.pp, case.software.balances_head)
+    head = head_time(case.work, case.hardware)
+    tensor, context, expert = _tensor_parallel(case), _context_parallel(case, layer), _expert_parallel(case, layer)
+    recompute_s = _recompute_s(case, layer)
+    layer_s = _sum(layer.both) + recompute_s + _sum(tensor) + _sum(context) + _sum(expert)
+    stage_s = {stage: stage.num_layers * layer_s + stage.has_head * _sum(head) for stage in _ends(stages)}
+    slowest = max(stage_s, key=lambda stage: stage_s[stage])
+    mean_s = (case.shape.num_layers * layer_s + _sum(head)) / layout.pp
+    compute_s = slowest.num_layers * _sum(layer.both) + slowest.has_head * _sum(head)
+    bubble_s = (layout.pp - 1) / layout.vpp * mean_s
+    per_layer = micro_batches * slowest.num_layers
+    return TimeParts(
+        compute=micro_batches * compute_s,
+        recompute=per_layer * recompute_s,
+        tensor_parallel=per_layer * _sum(tensor),
+        context_parallel=per_layer * _sum(context),
+        expert_parallel=per_layer * _sum(expert),
+        pipeline_messages=_pipeline_messages_s(case),
+        bubble=bubble_s,
+        data_parallel=data_parallel_s(case, slowest, layer, head, recompute_s),
+        optimizer=_optimizer_s(case, slowest),
+    )
+
+
+def _sum(both: Pass) -> float:
+    return both.forward_s + both.backward_s
+
+
+def _ends(stages: tuple[PipelineStage, ...]) -> tuple[PipelineStage, ...]:
+    """One stage of each kind."""
+    return stages if len(stages) < 3 else (stages[0], stages[1], stages[-1])
+
+
+def _recompute_s(case: StepCase, layer: LayerTime) -> float:
+    """Forward work of one layer done again, reductions of tensor parallelism not included."""
+    recompute = case.layout.recompute
+    if recompute == "full":
+        return layer.both.forward_s + _tensor_parallel(case).forward_s
+    if recompute == "none":
+        return 0.0
+    if case.engine == "megatron":
+        return layer.attention_core.forward_s
+    return layer.elementwise.forward_s + (1 - case.software.kept_products) * layer.products.forward_s
+
+
+def _tensor_parallel(case: StepCase) -> Pass:
+    """Two all-reduces a pass, or as much in all-gathers and reduce-scatters with sequence parallelism."""
+    if case.layout.tp == 1:
+        return Pass(0.0, 0.0)
+    message = case.work.tokens * case.shape.hidden_size * case.workload.compute_bytes
+    seconds = 2 * network.all_reduce_s(case.hardware, network.tensor_group(case.layout), message)
+    exposed = 1 - case.hardware.efficiency.overlapped if case.software.overlaps_layers else 1.0
+    return Pass(seconds * exposed, seconds * exposed)
+
+
+def _context_parallel(case: StepCase, layer: LayerTime) -> Pass:
+    """Keys and values go around the ring while attention works on those before them; their gradients too."""
+    cp = case.layout.cp
+    if cp == 1:
+        return Pass(0.0, 0.0)
+    message = 2 * case.work.tokens * case.shape.kv_width / case.layout.tp * case.workload.compute_bytes
+    reach = case.layout.tp * cp
+    seconds = (cp - 1) * network.neighbour_s(case.hardware, reach - case.layout.tp, message)
+    core = layer.attention_core
+    return Pass(
+        exposed_s(case, seconds, core.forward_s * (cp - 1) / cp),
+        exposed_s(case, 2 * seconds, core.backward_s * (cp - 1) / cp),
+    )
+
+
+def _expert_parallel(case: StepCase, layer: LayerTime) -> Pass:
+    """Tokens go to their experts and back."""
+    if case.layout.ep == 1:
+        return Pass(0.0, 0.0)
+    shape = case.shape
+    token_bytes = shape.hidden_size * case.workload.compute_bytes
+    num_tokens = case.work.tokens / case.layout.tp
+    group = network.expert_group(case.layout)
+    seconds = 2 * network.dispatch_s(case.hardware, group, num_tokens * token_bytes, shape.experts_per_token)
+    mixture = shape.num_mixture_layers / shape.num_layers
+    if not case.software.overlaps_layers:
+        return Pass(mixture * seconds, mixture * seconds)
+    forward_s = exposed_s(case, seconds, layer.products.forward_s)
+    return Pass(mixture * forward_s, mixture * exposed_s(case, seconds, layer.products.backward_s))
+
+
+def _pipeline_messages_s(case: StepCase) -> float:
+    """A hidden state forward and its gradient backward, for every micro-batch (and chunk, where half is hidden)."""
+    layout = case.layout
+    if layout.pp == 1:
+        return 0.0
+    message = case.work.tokens * case.shape.hidden_size * case.workload.compute_bytes / layout.tp
+    stride = layout.world_size // layout.pp
+    seconds = 2 * network.neighbour_s(case.hardware, stride, message)
+    hidden = 1 - case.hardware.efficiency.overlapped if layout.vpp > 1 else 1.0
+    return (case.micro_batches * layout.vpp + layout.pp - 1) * seconds * hidden
+
+
+def _optimizer_s(case: StepCase, stage: PipelineStage) -> float:
+    """Adam reads and writes master weights and two moments, reads gradients twice (their norm), writes weights."""
+    layout = case.layout
+    held = rank_parameters(case.shape, stage, layout.tp, layout.ep, layout.etp)
+    parameters = optimizer_parameters(held, layout, case.engine)
+    if case.workload.lora_rank:
+        parameters *= 0.01
+    bytes_each = 24 + 2 * 4 + case.workload.compute_bytes
+    rate = HOST_LINK_GB_PER_S * 1e9 if layout.cpu_offload else memory_rate(case.hardware)
+    return parameters * bytes_each / rate

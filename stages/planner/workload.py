@@ -1,0 +1,83 @@
+"""What is trained, and how the training program goes about it: what layouts are compared for. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from stages.parallel.layout import Layout
+
+Engine = Literal["fsdp", "megatron"]
+Precision = Literal["fp32", "bf16", "fp8"]
+Method = Literal["sft", "dpo"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One optimizer step: rows of tokens, in a precision."""
+
+    sequence_length: int
+    global_batch_size: int
+    """Rows of one optimizer step, over all processes."""
+    precision: Precision = "bf16"
+    """bf16: master weights in fp32; fp8: bf16, with matrix products of the layers in 8 bits."""
+    method: Method = "sft"
+    lora_rank: int | None = None
+    """Adapters of this rank at every matrix of the layers are trained, nothing else."""
+    total_tokens: float | None = None
+    """Tokens of the whole training."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a global batch."""
+        return self.global_batch_size * self.sequence_length
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of an activation or a gathered weight."""
+        return 4 if self.precision == "fp32" else 2
+
+
+@dataclass(frozen=True)
+class Software:
+    """What a training program does that neither its layout nor its hardware says."""
+
+    flash_attention: bool = True
+    """Attention never writes its scores (Dao et al. 2022)."""
+    first_flash_attention: bool = False
+    """Its first version, about half as fast as what followed (Dao 2023, section 4)."""
+    fused_elementwise: bool = True
+    """Norms, activations and residuals in one pass over memory each."""
+    dropout: bool = False
+    gradient_bytes: int = 4
+    """Bytes of a gradient as it is added up and reduced."""
+    gradient_copy_bytes: int = 0
+    """Bytes of each gradient that are kept beside that."""
+    optimizer_bytes: int = 12
+    """Bytes of a parameter's master weight and moments (and what else is sharded with them), unless trained in fp32."""
+    overlaps_gradients: bool = True
+    """Gradients are reduced while the backward pass goes on."""
+    overlaps_layers: bool = False
+    """Communication of tensor and expert parallelism runs beside the matrix products it belongs to."""
+    chunked_logits: bool = True
+    """Logits exist for a chunk of tokens at a time."""
+    gathers_gradients: bool = True
+    """FSDP reduces gradients with the last micro-batch only, and holds them whole until then."""
+    kept_products: float = 1.0
+    """Share of matrix products whose results selective recomputation keeps (fsdp)."""
+    shards_checkpoints: bool = False
+    """Under tensor parallelism, what full recomputation keeps is spread over the ranks."""
+    balances_head: bool = False
+    """Pipeline stages with the embedding or the head get fewer layers, also where layers divide evenly."""
+
+
+OURS: dict[Engine, Software] = {
+    "fsdp": Software(fused_elementwise=False),
+    "megatron": Software(chunked_logits=False, gathers_gradients=False),
+}
+"""The engines of this project. FSDP runs the layers of Transformers, whose norms are chains of operations."""
+
+
+def our_software(engine: Engine, layout: Layout) -> Software:
+    """This project's engine under a layout; a compiled layer's chains are fused."""
+    return replace(OURS[engine], fused_elementwise=True) if layout.compile else OURS[engine]

@@ -1,0 +1,92 @@
+"""The few requests that we make of a vLLM server ourselves: is it ready, is it ours, does it generate and score."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from typing import Any
+
+from stages.core.errors import ServerError, TransientError
+
+SMOKE_PROMPT = "1"
+SMOKE_TOKENS = 2
+
+
+@dataclass(frozen=True)
+class Client:
+    """Speaks to one server. url: without `/v1`. Raises ServerError for a bad answer, TransientError for none."""
+
+    url: str
+    api_key: str = field(repr=False)
+    model: str
+    timeout_s: float = 120.0
+
+    def is_healthy(self) -> bool:
+        """Whether the server answers and its engine is alive."""
+        try:
+            self._request("/health", timeout_s=5.0)
+        except (ServerError, TransientError):
+            return False
+        return True
+
+    def model_names(self) -> list[str]:
+        """What the server serves; needs the right key."""
+        return [model["id"] for model in self._json("/v1/models")["data"]]
+
+    def max_model_len(self) -> int:
+        """Tokens that a prompt and its answer may have together."""
+        return int(self._json("/v1/models")["data"][0]["max_model_len"])
+
+    def complete(self, prompt: str | list[int], **options: Any) -> dict[str, Any]:
+        """The first choice of a greedy completion; `options` as in the OpenAI API."""
+        request = {"model": self.model, "prompt": prompt, "temperature": 0, **options}
+        choice: dict[str, Any] = self._json("/v1/completions", request)["choices"][0]
+        return choice
+
+    def log_probabilities(self, token_ids: list[int]) -> list[float]:
+        """ln p(token | those before it) of every token but the first: `len(token_ids) - 1` floats."""
+        choice = self.complete(token_ids, max_tokens=1, echo=True, logprobs=1)
+        return [float(value) for value in choice["logprobs"]["token_logprobs"][1 : len(token_ids)]]
+
+    def counter(self, name: str) -> float:
+        """Sum over the samples of a counter in `/metrics`, such as `vllm:request_success_total`."""
+        lines = self._request("/metrics").decode().splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
+
+    def _json(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        answer = self._request(path, body)
+        try:
+            return json.loads(answer)
+        except ValueError as error:
+            raise ServerError(f"{self.url}{path} answered with something else than JSON: {answer[:200]!r}") from error
+
+    def _request(self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None) -> bytes:
+        headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, headers)  # noqa: S310 (our own http:// address)
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s or self.timeout_s) as response:  # noqa: S310
+                content: bytes = response.read()
+                return content
+        except urllib.error.HTTPError as error:
+            raise ServerError(f"{self.url}{path} answered {error.code}: {error.read()[:500]!r}") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise TransientError(f"{self.url}{path} does not answer: {error}") from error
+
+
+def check_server(client: Client) -> None:
+    """Raise ServerError unless the server serves our model, generates, and gives finite log-probabilities ≤ 0."""
+    names = client.model_names()
+    if client.model not in names:
+        raise ServerError(f"the server at {client.url} serves {', '.join(names)}, not {client.model}")
+    choice = client.complete(SMOKE_PROMPT, max_tokens=SMOKE_TOKENS, ignore_eos=True, echo=True, logprobs=1)
+    values = choice["logprobs"]["token_logprobs"][-SMOKE_TOKENS:]
+    if not all(value is not None and math.isfinite(value) and value <= 0 for value in values):
+        raise ServerError(
+            f"{client.model} gives log-probabilities {values} for its own answer; expected finite numbers ≤ 0: "
+            "the weights hold NaN or inf, or the dtype is too narrow for them"
+        )

@@ -1,0 +1,161 @@
+"""Starts, awaits and stops a vLLM server, which never outlives the process that started it.
+
+In: a `LaunchSpec`. Out: a `Server` with its address and its key, whose processes, port and temporary files are gone
+when the context ends, however it ends. What is asked of the server is in `client.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from stages.core.errors import ResourceError, ServerError
+from stages.core.supervised import Supervised
+from stages.models.model_folder import check_model_folder
+from stages.serving.client import Client
+from stages.serving.config import ServeExecution
+from stages.serving.launch import LaunchSpec, server_command, server_environment
+from stages.serving.root_cause import find_root_cause, last_lines
+from stages.serving.vllm_program import find_vllm
+
+POLL_INTERVAL_S = 0.1
+GRACE_S = 10.0
+API_KEY_VARIABLE = "VLLM_API_KEY"
+
+
+@dataclass
+class Server:
+    """A vLLM server that was started; `wait_until_ready` before the first request."""
+
+    client: Client
+    spec: LaunchSpec
+    log_file: Path
+    process: Supervised
+    started_s: float
+
+    @property
+    def url(self) -> str:
+        """Address without `/v1`."""
+        return self.client.url
+
+    @property
+    def api_key(self) -> str:
+        """To be sent as a bearer token."""
+        return self.client.api_key
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server's supervisor; ending it ends the server."""
+        return self.process.pid
+
+    def alive(self) -> bool:
+        """Whether the server still runs, ready or not."""
+        return self.process.alive()
+
+    def wait_until_ready(self, timeout_s: float, tell: Callable[[float], None] = lambda elapsed_s: None) -> float:
+        """Return the seconds from start to the first healthy answer. `tell` is called with the seconds so far.
+
+        Raises ServerError with the root cause from the log when the server ends, or is not ready in time.
+        """
+        while (elapsed_s := time.monotonic() - self.started_s) < timeout_s:
+            if not self.alive():
+                raise self.failure("ended before it was ready")
+            if self.client.is_healthy():
+                return time.monotonic() - self.started_s
+            tell(elapsed_s)
+            time.sleep(POLL_INTERVAL_S)
+        raise self.failure(f"was not ready within {timeout_s:g} s")
+
+    def failure(self, what: str) -> ServerError:
+        """An error that says what happened to the server and why, by its log."""
+        log = self.log_file.read_text(errors="replace").replace(self.api_key, "***")
+        cause = find_root_cause(log) or f"its log ends with:\n{last_lines(log)}"
+        return ServerError(
+            f"the vLLM server for {self.spec.served_name} ({self.spec.model}) {what}: {cause}\n"
+            f"the whole log is {self.log_file}"
+        )
+
+
+@contextlib.contextmanager
+def started_server(spec: LaunchSpec, execution: ServeExecution, log_file: Path, runtime: Path) -> Iterator[Server]:
+    """Start vLLM for `spec.model`; on leaving, no process, port or temporary file of it is left.
+
+    log_file: receives all that vLLM prints. runtime: a folder for its sockets and temporary files, emptied first and
+    removed in the end. The API key is VLLM_API_KEY of our environment, or a new one.
+
+    Raises at once, before anything slow: ModelError for a missing or damaged folder, ResourceError when the port is
+    taken or there is no vLLM.
+    """
+    check_model_folder(spec.model)
+    program = find_vllm()
+    with reserve_port(execution.host, execution.port) as reservation, _emptied(runtime):
+        port = reservation.getsockname()[1]
+        client = Client(f"http://{reachable(execution.host)}:{port}", api_key(), spec.served_name)
+        command = server_command(program, spec, execution.host, port)
+        process = _start(command, server_environment(program, spec.serving, client.api_key), log_file, runtime)
+        try:
+            yield Server(client, spec, log_file, process, time.monotonic())
+        finally:
+            process.stop()
+
+
+def api_key() -> str:
+    """The key that servers of this refresh share (VLLM_API_KEY), or a new one where there is none."""
+    return os.environ.get(API_KEY_VARIABLE) or secrets.token_urlsafe(32)
+
+
+@contextlib.contextmanager
+def _emptied(folder: Path) -> Iterator[None]:
+    """`folder`, without what a killed predecessor left there; removed in the end."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(command: list[str], environment: dict[str, str], log_file: Path, runtime: Path) -> Supervised:
+    # vLLM leaves sockets and files in its temporary folder even after a clean stop. The sockets get relative names,
+    # since their paths may not be longer than 107 bytes.
+    private = {"TMPDIR": str(runtime.resolve()), "VLLM_RPC_BASE_PATH": "."}
+    with log_file.open("wb") as output:
+        return Supervised(
+            command, environment={**environment, **private}, output=output, folder=runtime, grace_s=GRACE_S
+        )
+
+
+def reserve_port(host: str, port: int | None) -> socket.socket:
+    """A socket bound to `port` if nothing listens there, to a free one for None. Raises ResourceError.
+
+    Bound, the port is given to nobody else while vLLM spends seconds on its imports. SO_REUSEADDR lets vLLM bind it
+    too, but nobody listen beside another listener.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        reservation = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reservation.bind((host, port or 0))
+        except OSError:
+            reservation.close()
+            raise
+    except OSError as error:
+        raise ResourceError(
+            f"cannot listen on {host}:{port or '(any port)'}: {error.strerror}; "
+            "stop what listens there, or choose another execution.port (or none, for a free one)"
+        ) from error
+    return reservation
+
+
+def reachable(host: str) -> str:
+    """Where this machine reaches a server that listens on `host`."""
+    own = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 (compared, not bound)
+    return f"[{own}]" if ":" in own else own

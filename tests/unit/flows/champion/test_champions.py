@@ -1,0 +1,67 @@
+"""Champions without MLflow: what is kept from collection, how they are named, that one promotion awaits another."""
+
+import threading
+
+import pytest
+
+from flows.champion import champions
+from flows.champion.registrations import Registration, note, only_one, registrations
+from stages.core.errors import ServerError, StoreError
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+def registration(version, **more):
+    return Registration(
+        name="adder", model=f"quantize/{version}", digest=version, evaluations=(f"evaluate/of-{version}",), **more
+    )
+
+
+def test_where_nothing_was_registered_mlflow_is_not_asked(capsys):
+    assert champions.kept_versions() == frozenset()
+    assert capsys.readouterr().err == ""
+
+
+def test_while_mlflow_is_away_everything_that_was_ever_registered_is_kept(capsys):
+    note(registration("a"))
+    note(registration("b", server="serve/of-b"))
+    assert champions.kept_versions() == {"a", "of-a", "b", "of-b"}
+    assert "keeping every model that was ever registered" in capsys.readouterr().err
+
+
+def test_a_registration_that_is_noted_again_is_one():
+    note(registration("a"))
+    note(registration("a", server="serve/of-a"))
+    assert [one.server for one in registrations()] == ["serve/of-a"]
+
+
+def test_without_a_server_it_is_said_how_to_start_one():
+    with pytest.raises(ServerError, match="lifecycle up"):
+        champions.connect()
+
+
+def test_a_registered_model_is_named_with_its_alias():
+    assert champions.parse("models:/adder@champion") == ("adder", "champion")
+    for wrong in ("models:/adder", "models:/adder/3", "adder@champion"):
+        with pytest.raises(StoreError, match=r"expected models:/NAME@ALIAS"):
+            champions.parse(wrong)
+
+
+def test_promotions_of_one_name_wait_for_one_another():
+    entered = threading.Event()
+
+    def promote():
+        with only_one("adder"):
+            entered.set()
+
+    with only_one("adder"):
+        with only_one("another"):
+            other = threading.Thread(target=promote)
+            other.start()
+        assert not entered.wait(0.2)
+    other.join(30)
+    assert entered.is_set()

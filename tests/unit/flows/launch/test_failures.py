@@ -1,0 +1,52 @@
+"""How a stage died is told from what it left behind."""
+
+import json
+
+import pytest
+
+from flows.launch.failures import failure_of
+from stages.core.errors import StageCrashError, error_classes
+
+TORCHRUN_LOG = """
+sft FAILED
+Failures:
+  <NO_OTHER_FAILURES>
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-21_09:00:00
+  host      : localhost
+  rank      : 3 (local_rank: 3)
+  exitcode  : {code} (pid: 1234)
+  error_file: <N/A>
+"""
+
+
+@pytest.mark.parametrize("name", error_classes())
+def test_every_error_class_comes_back_as_itself(tmp_path, name):
+    (tmp_path / "error.json").write_text(json.dumps({"error": name, "message": "what was found"}))
+    error = failure_of(tmp_path, "sft", 70)
+    assert type(error).__name__ == name
+    assert str(error) == "what was found"
+
+
+@pytest.mark.parametrize(
+    ("code", "manner"),
+    [("-9", r"rank 3 was killed by SIGKILL \(out of memory\?\)"), ("1", "rank 3 exited with 1"), ("-11", "SIGSEGV")],
+)
+def test_torchrun_says_which_rank_died_first(tmp_path, code, manner):
+    (tmp_path / "log.txt").write_text(TORCHRUN_LOG.format(code=1) + TORCHRUN_LOG.format(code=code))
+    with pytest.raises(StageCrashError, match=manner):
+        raise failure_of(tmp_path, "sft", 1)
+
+
+def test_of_a_long_log_the_last_lines_are_told(tmp_path):
+    (tmp_path / "log.txt").write_text("".join(f"line {number}\n" for number in range(100_000)))
+    said = str(failure_of(tmp_path, "sft", 137))
+    assert str(tmp_path / "log.txt") in said
+    assert said.endswith("line 99999")
+    assert len(said.splitlines()) < 25
+
+
+def test_a_torn_error_file_is_no_obstacle(tmp_path):
+    (tmp_path / "error.json").write_text('{"error": "Da')
+    assert isinstance(failure_of(tmp_path, "sft", 5), StageCrashError)

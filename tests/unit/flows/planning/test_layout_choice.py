@@ -1,0 +1,75 @@
+"""`layout: auto`: what it becomes, and that the version is that of the layout it became."""
+
+import pytest
+
+from flows.planning.layout_choice import choose_layouts
+from flows.planning.model_shape import shape_of_stage
+from stages.core.errors import LayoutError, RecipeError
+from stages.download.builtin.catalog import BUILTINS
+from stages.models.shape import ModelShape
+from stages.parallel.layout import AutoLayout, describe_layout
+
+OUTSIDE = {"base": {"revision": "2"}, "problems": {"revision": "1"}, "sft": {}, "awq": {}}
+
+
+@pytest.fixture(autouse=True)
+def _no_hardware_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
+    monkeypatch.delenv("LIFECYCLE_HARDWARE", raising=False)
+
+
+def choose(recipe, store):
+    return choose_layouts(recipe, OUTSIDE, store.index())
+
+
+def test_auto_becomes_the_fastest_layout_that_fits(recipe, store):
+    chosen, (choice,) = choose(recipe(sft={"layout": "auto", "precision": "fp32"}), store)
+    best = choice.candidates[0]
+    assert chosen.stages["sft"].layout == best.layout
+    assert best.fits
+    times_s = [one.time.step_time_s for one in choice.candidates]
+    assert times_s == sorted(times_s)
+    assert str(choice).startswith(f"sft: layout auto → {describe_layout('fsdp', best.layout)} (")
+
+
+def test_the_version_is_that_of_the_chosen_layout(recipe, store, make_plan):
+    chosen, (choice,) = choose(recipe(sft={"layout": "auto"}), store)
+    layout = choice.candidates[0].layout.model_dump(mode="json", exclude_defaults=True)
+    explicit = recipe(sft={"layout": layout})
+    assert make_plan(chosen).stages["sft"].version == make_plan(explicit).stages["sft"].version
+
+
+def test_the_number_of_processes_is_the_recipe_s_when_it_says_one(recipe, store):
+    chosen, _ = choose(recipe(sft={"layout": "auto", "execution": {"processes": 4}}), store)
+    assert chosen.stages["sft"].layout.world_size == 4
+
+
+def test_a_recipe_without_auto_stays_as_it_is(recipe, store):
+    given = recipe()
+    assert choose(given, store) == (given, [])
+
+
+def test_no_legal_layout_is_told_of(recipe, store):
+    with pytest.raises(LayoutError, match="no layout of 3 processes"):
+        choose(recipe(sft={"layout": "auto", "global_batch_size": 8, "execution": {"processes": 3}}), store)
+
+
+def test_another_word_than_auto_is_explained(recipe):
+    with pytest.raises(RecipeError, match="expected auto, or degrees"):
+        recipe(sft={"layout": "autos"})
+
+
+def test_auto_is_in_the_schema():
+    from flows.recipe.recipe import json_schema
+
+    layout = json_schema()["$defs"]["TrainConfig"]["properties"]["layout"]
+    assert {"const": "auto", "type": "string"} in layout["anyOf"]
+
+
+def test_auto_is_no_layout_of_its_own(recipe):
+    assert isinstance(recipe(sft={"layout": "auto"}).stages["sft"].layout, AutoLayout)
+
+
+def test_the_shape_is_known_before_the_model_is_made(recipe, store):
+    shape = shape_of_stage(recipe(), "sft", OUTSIDE, store.index())
+    assert shape == ModelShape.from_config(BUILTINS["qwen3-1m"].sizes)

@@ -1,0 +1,193 @@
+"""A version changes with everything that changes an artifact, and with nothing else."""
+
+import contextlib
+import functools
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+
+from flows.recipe.problems import models_in
+from flows.recipe.version import differences, identity_of, resume_key_of, version_of
+from stages.core.contract import OutsideInput, Reference, StageConfig, find_marker
+from stages.kinds import KINDS
+
+CALIBRATION = {"dataset": "problems"}
+TRAINING = {
+    "kind": "train",
+    "model": "base",
+    "data": {"dataset": "problems", "chat_template": "template.jinja"},
+    "global_batch_size": 5040,
+    "learning_rate": 1e-4,
+    "layout": {"dp_shard": 4},
+}
+EXAMPLES: dict[str, list[dict[str, Any]]] = {
+    "download": [
+        {"kind": "download", "model": "builtin/qwen3-1m"},
+        {"kind": "download", "dataset": "builtin/addition"},
+    ],
+    "train": [
+        {**TRAINING, "method": "sft"},
+        {**TRAINING, "method": "dpo"},
+        {**TRAINING, "method": "sft", "engine": "megatron"},
+        {**TRAINING, "method": "sft", "engine": "megatron", "layout": {"pp": 2, "ep": 2, "dp_shard": 4}},
+    ],
+    "quantize": [{"kind": "quantize", "model": "base", "method": "awq", "calibration": CALIBRATION}],
+    "serve": [{"kind": "serve", "model": "base"}],
+    "evaluate": [{"kind": "evaluate", "model": "base", "tasks": ["a"], "serving": {}, "task_folder": "tasks"}],
+    "promote": [{"kind": "promote", "name": "helper", "model": "base", "evaluations": ["scores"]}],
+}
+SOURCES = ("hf://org/name", "hf://datasets/org/name", "file:///x")
+MAPPINGS = ({"x": "y"}, {"x": 0.5}, {"X": "x/y"})
+VALUES = (None, True, False, 1, 2, 4, 0.25, 1e-3, *SOURCES, "x", "1:30:00", [3], ["x"], ["--x"], *MAPPINGS)
+"""Of every type that a field may have; a new type of field needs a value here."""
+
+UPSTREAM = {"base": "0123456789ab", "problems": "ba9876543210", "scores": "0a1b2c3d4e5f"}
+OUTSIDE = {"task_folder": "f" * 64}
+
+
+def leaves(model: BaseModel, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Path of everything in a config that holds no further model, and that a recipe can say in several ways."""
+    for name, field in type(model).model_fields.items():
+        value = getattr(model, name)
+        fixed = get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
+        marked = find_marker(field, Reference) or find_marker(field, OutsideInput)
+        if isinstance(value, BaseModel):
+            yield from leaves(value, (*above, name))
+        elif not fixed and not marked:
+            yield (*above, name)
+
+
+def literals(annotation: Any) -> set[str]:
+    if get_origin(annotation) is Literal:
+        return set(get_args(annotation))
+    return {word for part in get_args(annotation) for word in literals(part)}
+
+
+def words(model: type[BaseModel]) -> set[str]:
+    """Every literal that some field of a config may be."""
+    fields = model.model_fields.values()
+    inner = [one for field in fields for one in models_in(field.annotation)]
+    return {word for field in fields for word in literals(field.annotation)}.union(*map(words, inner))
+
+
+def variants(kind: str, path: tuple[str, ...]) -> Iterator[tuple[StageConfig, StageConfig]]:
+    """Pairs of valid configs that differ in the field at `path` alone."""
+    for example in EXAMPLES[kind]:
+        config = KINDS[kind].model_validate(example)
+        for value in (*VALUES, *sorted(words(KINDS[kind]))):
+            tree = config.model_dump(mode="json")
+            parent = functools.reduce(lambda inner, part: inner.get(part) or {}, path[:-1], tree)
+            if path[-1] not in parent:
+                continue
+            parent[path[-1]] = value
+            with contextlib.suppress(ValidationError):
+                other = KINDS[kind].model_validate_json(json.dumps(tree), strict=True)
+                if other != config:
+                    yield config, other
+
+
+def version(config: StageConfig) -> str:
+    return version_of(identity_of(config, UPSTREAM, OUTSIDE))
+
+
+@functools.cache
+def paths(kind: str) -> list[tuple[str, ...]]:
+    found = [path for example in EXAMPLES[kind] for path in leaves(KINDS[kind].model_validate(example))]
+    nested = {path[:depth] for path in found for depth in range(1, len(path))}
+    return [path for path in dict.fromkeys(found) if path not in nested]
+
+
+def test_every_kind_has_an_example():
+    assert EXAMPLES.keys() == KINDS.keys()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_identity_field_changes_the_version(kind):
+    for path in paths(kind):
+        if path[0] != "execution":
+            pairs = list(variants(kind, path))
+            assert pairs, f"no second value was found for {path}"
+            assert [other for config, other in pairs if version(config) == version(other)] == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_execution_field_changes_the_version(kind):
+    for path in paths(kind):
+        if path[0] == "execution":
+            pairs = list(variants(kind, path))
+            assert pairs, f"no second value was found for {path}"
+            for config, other in pairs:
+                assert version(config) == version(other)
+                assert resume_key_of(config, UPSTREAM, OUTSIDE) == resume_key_of(other, UPSTREAM, OUTSIDE)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.text(), json_values))
+def test_the_order_of_keys_and_a_round_trip_through_a_file_change_no_version(identity):
+    backwards = dict(reversed(identity.items()))
+    assert version_of(json.loads(json.dumps(backwards))) == version_of(identity)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "download"])
+def test_versions_and_not_names_of_upstream_stages_count(kind):
+    config = KINDS[kind].model_validate(EXAMPLES[kind][0])
+    assert version_of(identity_of(config, {**UPSTREAM, "base": "b" * 12}, OUTSIDE)) != version(config)
+    renamed = KINDS[kind].model_validate({**EXAMPLES[kind][0], "model": "renamed"})
+    assert version_of(identity_of(renamed, {**UPSTREAM, "renamed": UPSTREAM["base"]}, OUTSIDE)) == version(config)
+
+
+def test_content_and_not_place_of_outside_paths_counts():
+    example = EXAMPLES["evaluate"][0]
+    config = KINDS["evaluate"].model_validate(example)
+    moved = KINDS["evaluate"].model_validate({**example, "task_folder": "/elsewhere/tasks"})
+    assert moved.outside_paths() == {"task_folder": Path("/elsewhere/tasks")}
+    assert version(moved) == version(config)
+    assert version_of(identity_of(config, UPSTREAM, {"task_folder": "e" * 64})) != version(config)
+
+
+def test_the_layout_is_identity_but_an_interrupted_run_may_resume_under_another():
+    config = KINDS["train"].model_validate(EXAMPLES["train"][0])
+    other = KINDS["train"].model_validate({**EXAMPLES["train"][0], "layout": {"dp_shard": 2}})
+    longer = KINDS["train"].model_validate({**EXAMPLES["train"][0], "learning_rate": 2e-4})
+    assert version(config) != version(other)
+    assert resume_key_of(config, UPSTREAM, OUTSIDE) == resume_key_of(other, UPSTREAM, OUTSIDE)
+    assert resume_key_of(config, UPSTREAM, OUTSIDE) != resume_key_of(longer, UPSTREAM, OUTSIDE)
+
+
+def test_the_stage_version_counts(monkeypatch):
+    config = KINDS["serve"].model_validate(EXAMPLES["serve"][0])
+    before = version(config)
+    monkeypatch.setattr(KINDS["serve"], "STAGE_VERSION", KINDS["serve"].STAGE_VERSION + 1)
+    assert version(config) != before
+
+
+def test_a_version_is_twelve_digits_of_the_sha256_of_canonical_json():
+    text = b'{"config":{"a":1.5,"b":"\\u00e9"},"kind":"train"}'
+    assert version_of({"kind": "train", "config": {"b": "é", "a": 1.5}}) == hashlib.sha256(text).hexdigest()[:12]
+
+
+def test_differences_are_told_field_by_field():
+    old = identity_of(KINDS["train"].model_validate(EXAMPLES["train"][0]), UPSTREAM, {})
+    changed = {**EXAMPLES["train"][0], "learning_rate": 2e-5, "layout": {"dp_shard": 2}, "steps": 10}
+    new = identity_of(KINDS["train"].model_validate(changed), {**UPSTREAM, "base": "b" * 12}, {"revision": "c"})
+    assert [str(difference) for difference in differences(old, new)] == [
+        "content of revision none → c",
+        "layout.dp_shard 4 → 2",
+        "learning_rate 0.0001 → 2e-5",
+        "steps none → 10",
+        f"version of model {UPSTREAM['base']} → {'b' * 12}",
+    ]
+    assert differences(old, old) == []

@@ -1,0 +1,39 @@
+"""What may be scheduled, and when; no server is asked."""
+
+import pytest
+
+from flows.service.schedule import wish
+from stages.core.errors import RecipeError
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "nightly.yaml"
+    path.write_text("stages:\n  rows: {kind: download, dataset: builtin/addition}\n")
+    return path
+
+
+def test_a_schedule_has_the_name_of_its_recipe(recipe, monkeypatch):
+    monkeypatch.chdir(recipe.parent)
+    wished = wish(recipe.relative_to(recipe.parent), "0 3 * * *", "Europe/Berlin")
+    assert (wished.name, wished.recipe) == ("nightly", recipe)
+    assert (wished.when.cron, wished.when.timezone) == ("0 3 * * *", "Europe/Berlin")
+
+
+@pytest.mark.parametrize("cron", ["99 3 * * *", "every night", "0 3 * *", "H 3 * * *", ""])
+def test_a_bad_cron_expression_is_said_with_what_is_expected(recipe, cron):
+    with pytest.raises(RecipeError, match=r"scheduling nightly: `.*` is no cron expression; expected minute, hour"):
+        wish(recipe, cron, "UTC")
+
+
+@pytest.mark.parametrize(("timezone", "close"), [("Europe/Berlni", "did you mean `Europe/Berlin`"), ("../etc", "")])
+def test_an_unknown_time_zone_is_said_with_the_closest_one(recipe, timezone, close):
+    with pytest.raises(RecipeError, match=f"there is no time zone `{timezone}`; .*{close}"):
+        wish(recipe, "0 3 * * *", timezone)
+
+
+def test_a_recipe_is_checked_with_its_overrides(recipe):
+    with pytest.raises(RecipeError, match="there is no stage `row`; did you mean `rows`"):
+        wish(recipe, "0 3 * * *", "UTC", ("stages.row.kind=train",))
+    with pytest.raises(RecipeError, match=r"cannot read the recipe .*nowhere\.yaml"):
+        wish(recipe.with_name("nowhere.yaml"), "0 3 * * *", "UTC")

@@ -1,0 +1,125 @@
+"""A supervised command ends as it ends, and leaves no descendant behind."""
+
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from stages.core.supervised import Supervised
+from stages.core.supervisor import TOKEN_VARIABLE, marked_processes, remove_shared_memory, shared_memory_of
+
+
+@pytest.fixture
+def start(tmp_path):
+    started = []
+
+    def start(*command: str, **options) -> Supervised:
+        with (tmp_path / "log.txt").open("ab") as log:
+            started.append(Supervised(command, environment=os.environ, output=log, **options))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.stop()
+
+
+def end_of(supervised: Supervised) -> int:
+    end = time.monotonic() + 20
+    while supervised.poll() is None:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return supervised.poll()
+
+
+@pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 75", 75), ("kill -9 $$", 128 + 9)])
+def test_it_exits_like_its_command(start, script, code):
+    assert end_of(start("sh", "-c", script)) == code
+
+
+def test_output_goes_where_it_is_told(start, tmp_path):
+    end_of(start("sh", "-c", "echo out; echo err >&2"))
+    assert (tmp_path / "log.txt").read_text() == "out\nerr\n"
+
+
+def test_a_command_that_does_not_exist_is_named(start, tmp_path):
+    assert end_of(start("no-such-command")) == 127
+    assert "cannot start no-such-command: No such file" in (tmp_path / "log.txt").read_text()
+
+
+def test_descendants_of_a_command_that_ended_are_ended(start):
+    supervised = start("sh", "-c", "setsid sleep 60 & sleep 61 & exit 3")
+    assert end_of(supervised) == 3
+    assert marked_processes(supervised.token) == []
+
+
+def test_stop_kills_what_is_deaf_to_sigterm(start):
+    supervised = start("sh", "-c", "trap '' TERM; while true; do sleep 0.1; done", grace_s=0.3)
+    time.sleep(0.3)
+    supervised.stop()
+    assert supervised.poll() is not None
+    assert marked_processes(supervised.token) == []
+
+
+def test_a_command_may_end_in_order_when_it_is_stopped(start, tmp_path):
+    supervised = start("sh", "-c", "trap 'echo in order; exit 0' TERM; echo ready; while true; do sleep 0.05; done")
+    end = time.monotonic() + 20
+    while "ready" not in (tmp_path / "log.txt").read_text():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    supervised.stop()
+    assert "in order" in (tmp_path / "log.txt").read_text()
+
+
+def test_descendants_of_a_killed_supervisor_are_ended(start):
+    supervised = start("sh", "-c", "setsid sleep 60 & sleep 61")
+    time.sleep(0.3)
+    os.kill(supervised.pid, signal.SIGKILL)
+    assert end_of(supervised) == -signal.SIGKILL
+    assert marked_processes(supervised.token, session=supervised.pid) == []
+
+
+def test_a_supervised_command_within_another_is_found_by_either_token(start, monkeypatch):
+    monkeypatch.setenv(TOKEN_VARIABLE, "outer-token")
+    supervised = start("sleep", "60")
+    end = time.monotonic() + 20
+    while len(found := marked_processes(supervised.token)) < 2:  # the supervisor and the command
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    assert marked_processes("outer-token") == found
+
+
+def test_it_costs_little(start):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert end_of(start(sys.executable, "-S", "-c", "")) == 0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
+
+
+def test_shared_memory_that_a_living_process_maps_is_left_alone(tmp_path):
+    from multiprocessing.shared_memory import SharedMemory
+
+    shared = SharedMemory(create=True, size=4096)
+    try:
+        files = {file for file in shared_memory_of([os.getpid()]) if file.name == shared.name.lstrip("/")}
+        assert len(files) == 1
+        remove_shared_memory(files)
+        assert next(iter(files)).exists()
+    finally:
+        shared.close()
+        shared.unlink()
+
+
+def test_a_semaphore_is_found_by_the_process_that_made_it():
+    """glibc makes it under another name, which is gone by the time that anyone looks."""
+    code = (
+        "import multiprocessing, os; from stages.core.supervisor import shared_memory_of\n"
+        "lock = multiprocessing.get_context('spawn').Lock()\n"
+        "print(*[file.name for file in shared_memory_of([os.getpid()])])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert re.fullmatch(r"sem\.mp-\w+\n", done.stdout)

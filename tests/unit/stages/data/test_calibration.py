@@ -1,0 +1,38 @@
+"""Calibration samples are whole documents, cut to length, of any format."""
+
+from __future__ import annotations
+
+import pytest
+
+from stages.core.errors import DataError
+from stages.data.calibration import calibration_samples
+
+
+def chat(number):
+    return {"messages": [{"role": "user", "content": f"q{number}"}, {"role": "assistant", "content": f"a{number}"}]}
+
+
+def test_samples_are_the_first_good_rows_rendered_whole(write_rows, tokenizer_folder, read_ids):
+    folder = write_rows([chat(0), {"messages": []}, chat(1), chat(2)])
+    samples = calibration_samples(folder, "train", tokenizer_folder, 2, 512)
+    assert [read_ids(sample) for sample in samples] == [
+        f"<|im_start|>user\nq{number}<|im_end|>\n<|im_start|>assistant\na{number}<|im_end|>\n" for number in (0, 1)
+    ]
+
+
+def test_held_out_samples_are_those_after(write_rows, tokenizer_folder):
+    folder = write_rows(map(chat, range(5)))
+    both = calibration_samples(folder, "train", tokenizer_folder, 5, 512)
+    assert calibration_samples(folder, "train", tokenizer_folder, 5, 512, num_skipped=3) == both[3:]
+
+
+def test_of_a_preference_the_chosen_answer_counts_and_long_ones_are_cut(write_rows, tokenizer_folder, read_ids):
+    folder = write_rows([{"prompt": "q ", "chosen": "good", "rejected": "bad"}])
+    (sample,) = calibration_samples(folder, "train", tokenizer_folder, 2, 4)
+    assert read_ids(sample) == "q go"
+
+
+def test_no_usable_row_is_an_error(write_rows, tokenizer_folder):
+    folder = write_rows([chat(0)])
+    with pytest.raises(DataError, match="no usable rows after the first 1 to calibrate with"):
+        calibration_samples(folder, "train", tokenizer_folder, 2, 4, num_skipped=1)

@@ -1,0 +1,183 @@
+"""Which files make up a split, and what is read from files of each kind, also from broken ones."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from stages.core.errors import DataError
+from stages.data.files import BadRow, Place, Row, find_files, num_places, read_rows
+
+ROWS = [{"text": "one"}, {"text": "two\nlines, and a comma"}, {"text": "drei 😀"}]
+
+
+def make_files(folder, *names):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("")
+
+
+def found(folder, split):
+    return [str(path.relative_to(folder)) for path in find_files(folder, split)]
+
+
+@pytest.mark.parametrize(
+    ("names", "split", "expected"),
+    [
+        (["train.jsonl", "validation.jsonl"], "validation", ["validation.jsonl"]),
+        (["train.jsonl", "train_preferences.jsonl"], "train", ["train.jsonl"]),
+        (["train_sft.jsonl", "test_sft.jsonl"], "train", ["train_sft.jsonl"]),
+        (["training.jsonl", "test.jsonl", "train-b.jsonl"], "train", ["train-b.jsonl"]),
+        (["train/b.json", "train/a.json", "test/a.json"], "train", ["train/a.json", "train/b.json"]),
+        (
+            [
+                "data/train-00001-of-00002.parquet",
+                "data/train-00000-of-00002.parquet",
+                "data/test-00000-of-00001.parquet",
+            ],
+            "train",
+            ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"],
+        ),
+        (["conversations.csv", "README.md", "dataset_infos.json"], "train", ["conversations.csv"]),
+        ([".cache/train.jsonl", "train.csv"], "train", ["train.csv"]),
+        (["train-00000-of-00001.jsonl.zst", "test.jsonl.gz"], "train", ["train-00000-of-00001.jsonl.zst"]),
+        (["validation.json.gz", "train.json"], "validation", ["validation.json.gz"]),
+    ],
+)
+def test_the_files_of_a_split_are_found_by_name(tmp_path, names, split, expected):
+    make_files(tmp_path, *names)
+    assert found(tmp_path, split) == expected
+
+
+def test_a_missing_split_is_an_error_that_lists_what_is_there(tmp_path):
+    make_files(tmp_path, "train.jsonl", "README.md")
+    with pytest.raises(DataError, match=r"no files of the split 'test'.*There are: README.md, train.jsonl"):
+        find_files(tmp_path, "test")
+
+
+def test_an_empty_and_a_missing_folder_are_told_apart(tmp_path):
+    with pytest.raises(DataError, match="The folder is empty"):
+        find_files(tmp_path, "train")
+    with pytest.raises(DataError, match="There is no such folder"):
+        find_files(tmp_path / "nowhere", "train")
+
+
+def test_a_split_in_two_formats_is_an_error(tmp_path):
+    make_files(tmp_path, "train-a.jsonl", "train-b.csv")
+    with pytest.raises(DataError, match=r"in \.csv and \.jsonl: train-a.jsonl, train-b.csv"):
+        find_files(tmp_path, "train")
+
+
+def write_jsonl(path):
+    path.write_text("\n".join(json.dumps(row) for row in ROWS) + "\n\n", encoding="utf-8-sig")
+
+
+def write_json(path):
+    path.write_text(json.dumps(ROWS, indent=1))
+
+
+def write_json_lines_under_another_name(path):
+    path.write_text("\n".join(json.dumps(row) for row in ROWS))
+
+
+def write_csv(path):
+    with path.open("w", newline="", encoding="utf-8-sig") as stream:
+        writer = csv.DictWriter(stream, ["text"])
+        writer.writeheader()
+        writer.writerows(ROWS)
+
+
+def write_parquet(path):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path, row_group_size=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "places"),
+    [
+        ("train.jsonl", write_jsonl, ["train.jsonl:1", "train.jsonl:2", "train.jsonl:3"]),
+        ("train.json", write_json, ["train.json:2", "train.json:5", "train.json:8"]),
+        ("train.json", write_json_lines_under_another_name, ["train.json:1", "train.json:2", "train.json:3"]),
+        ("train.csv", write_csv, ["train.csv:2", "train.csv:3", "train.csv:5"]),
+        ("train.parquet", write_parquet, ["train.parquet row 1", "train.parquet row 2", "train.parquet row 3"]),
+    ],
+)
+def test_files_of_every_kind_give_the_same_rows_and_where_they_stand(tmp_path, name, write, places):
+    write(tmp_path / name)
+    rows = list(read_rows(tmp_path, [tmp_path / name]))
+    assert [row.content for row in rows] == ROWS
+    assert [str(row.place) for row in rows] == places
+    assert num_places(tmp_path / name) >= rows[-1].place.number
+
+
+def test_a_malformed_line_is_named_with_its_column_and_the_others_are_read(tmp_path):
+    (tmp_path / "train.jsonl").write_bytes(b'{"text": "one"}\n{"text" "two"}\n{"text": "\xff"}\n{"text": "four"}\n')
+    rows = list(read_rows(tmp_path, [tmp_path / "train.jsonl"]))
+    assert rows == [
+        Row(Place("train.jsonl", 1), {"text": "one"}),
+        BadRow(Place("train.jsonl", 2), "is not valid JSON: Expecting ':' delimiter at column 9"),
+        BadRow(Place("train.jsonl", 3), "is not UTF-8 text: invalid start byte at column 11"),
+        Row(Place("train.jsonl", 4), {"text": "four"}),
+    ]
+
+
+def test_a_csv_line_with_other_columns_than_the_header_is_a_bad_row(tmp_path):
+    (tmp_path / "train.csv").write_text("prompt,completion\na,b\nc\nd,e,f\ng,h\n")
+    rows = list(read_rows(tmp_path, [tmp_path / "train.csv"]))
+    assert [type(row) for row in rows] == [Row, BadRow, BadRow, Row]
+    assert rows[1] == BadRow(Place("train.csv", 3), "has 1 columns, but the header names 2")
+
+
+def test_a_csv_field_may_be_long(tmp_path):
+    (tmp_path / "train.csv").write_text("text\n" + "x" * 200_000 + "\n")
+    (row,) = read_rows(tmp_path, [tmp_path / "train.csv"])
+    assert len(row.content["text"]) == 200_000
+
+
+def test_files_that_are_not_what_their_names_say_are_errors(tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 but no more")
+    (tmp_path / "b.csv").write_bytes(b"text\n\xff\n")
+    (tmp_path / "c.json").write_text('[{"text": "one"},\n {"text" "two"}]')
+    with pytest.raises(DataError, match=r"a\.parquet cannot be read as Parquet"):
+        list(read_rows(tmp_path, [tmp_path / "a.parquet"]))
+    with pytest.raises(DataError, match=r"b\.csv is not UTF-8"):
+        list(read_rows(tmp_path, [tmp_path / "b.csv"]))
+    with pytest.raises(DataError, match=r"c\.json:2 is not valid JSON: Expecting ':' delimiter at column 10"):
+        list(read_rows(tmp_path, [tmp_path / "c.json"]))
+
+
+def compress(path, codec):
+    packed = path.with_name(f"{path.name}.{ {'gzip': 'gz', 'zstd': 'zst'}[codec] }")
+    with pyarrow.output_stream(packed, compression=codec) as stream:
+        stream.write(path.read_bytes())
+    path.unlink()
+    return packed
+
+
+@pytest.mark.parametrize("codec", ["gzip", "zstd"])
+@pytest.mark.parametrize(
+    ("name", "write"), [("train.jsonl", write_jsonl), ("train.json", write_json), ("train.csv", write_csv)]
+)
+def test_a_compressed_file_gives_the_rows_and_lines_of_what_is_in_it(tmp_path, name, write, codec):
+    write(tmp_path / name)
+    plain = [(row.content, row.place.number) for row in read_rows(tmp_path, [tmp_path / name])]
+    packed = compress(tmp_path / name, codec)
+    assert find_files(tmp_path, "train") == [packed]
+    rows = list(read_rows(tmp_path, [packed]))
+    assert [(row.content, row.place.number) for row in rows] == plain
+    assert rows[0].place.file == packed.name
+    assert num_places(packed) >= rows[-1].place.number
+
+
+@pytest.mark.parametrize("codec", ["gzip", "zstd"])
+def test_a_compressed_file_that_was_cut_off_or_is_no_such_file_is_an_error(tmp_path, codec):
+    (tmp_path / "train.jsonl").write_text("".join(f'{{"text": "{number}"}}\n' for number in range(10_000)))
+    packed = compress(tmp_path / "train.jsonl", codec)
+    content = packed.read_bytes()
+    for damaged in (content[: len(content) // 2], b"plain text\n" * 100):
+        packed.write_bytes(damaged)
+        with pytest.raises(DataError, match=rf"{packed.name} cannot be decompressed to its end: .*fetch it again"):
+            list(read_rows(tmp_path, [packed]))

@@ -1,0 +1,233 @@
+"""Rows of every format give the same documents; every mistake is named with what was expected."""
+
+from __future__ import annotations
+
+import pytest
+
+from stages.core.errors import DataError
+from stages.data.formats import Conversation, PlainText, RowReader
+from stages.data.messages import RowError
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def assistant(content):
+    return {"role": "assistant", "content": content}
+
+
+def call(name, arguments):
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def system(content):
+    return {"role": "system", "content": content}
+
+
+def read(row, preference=False, wanted="auto"):
+    return RowReader(wanted, preference).read(row)
+
+
+CHAT = Conversation([user("a"), assistant("b")])
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"messages": [user("a"), assistant("b")]}, CHAT),
+        ({"messages": [user("a"), assistant("b")], "prompt": "a", "text": "x"}, CHAT),
+        ({"messages": [system(""), user("a"), assistant("b")]}, Conversation([system(""), user("a"), assistant("b")])),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, CHAT),
+        (
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "s"},
+            Conversation([system("s"), user("a"), assistant("b")]),
+        ),
+        ({"instruction": "a", "output": "b"}, CHAT),
+        ({"instruction": "a", "input": "", "output": "b"}, CHAT),
+        ({"instruction": "a", "input": "x", "output": "b"}, Conversation([user("a\n\nx"), assistant("b")])),
+        ({"prompt": "a", "completion": "b"}, PlainText("a", "b")),
+        ({"prompt": [user("a")], "completion": [assistant("b")]}, Conversation([user("a"), assistant("b")], 1)),
+        ({"prompt": "a", "completion": [assistant("b")]}, Conversation([user("a"), assistant("b")], 1)),
+        ({"text": "a b"}, PlainText("", "a b")),
+    ],
+)
+def test_a_training_row_of_every_format_is_recognised_and_read(row, expected):
+    assert read(row) == (expected,)
+
+
+PAIR = (Conversation([user("a"), assistant("b")], 1), Conversation([user("a"), assistant("c")], 1))
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}, PAIR),
+        ({"prompt": [user("a")], "chosen": [assistant("b")], "rejected": [assistant("c")]}, PAIR),
+        ({"prompt": "a", "chosen": [assistant("b")], "rejected": [assistant("c")]}, PAIR),
+        ({"prompt": "a", "chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}, PAIR),
+        ({"prompt": [user("a")], "chosen": "b", "rejected": "c"}, PAIR),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, (PlainText("a", "b"), PlainText("a", "c"))),
+        (
+            {"chosen": "Q: a A: no", "rejected": "Q: a A: nope"},
+            (PlainText("Q: a A: ", "no"), PlainText("Q: a A: ", "nope")),
+        ),
+    ],
+)
+def test_a_preference_of_every_form_is_read(row, expected):
+    assert read(row, preference=True) == expected
+
+
+def test_a_shared_history_belongs_to_the_prompt():
+    history = [user("a"), assistant("b"), user("c")]
+    chosen, rejected = read({"chosen": [*history, assistant("d")], "rejected": [*history, assistant("e")]}, True)
+    assert (chosen.num_prompt_messages, rejected.num_prompt_messages) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("text", "is a string; expected an object with named columns"),
+        ({"messages": None}, "has null in `messages`; expected a list of messages {role, content}"),
+        ({"messages": []}, "has an empty list in `messages`; expected messages"),
+        ({"messages": ["a"]}, "has a string as message 1 of `messages`; expected an object with `role`, `content`"),
+        (
+            {"messages": [{"role": "user"}]},
+            "has `role` as message 1 of `messages`; expected an object with `role`, `content`",
+        ),
+        ({"messages": [user("a"), {"role": "bot", "content": "b"}]}, "has the unknown role 'bot' in message 2"),
+        (
+            {"messages": [user("a"), assistant(7)]},
+            "has a number as `content` of message 2 of `messages`; expected a string",
+        ),
+        ({"messages": [user("a"), assistant([{"type": "text"}])]}, "has a list as `content` of message 2"),
+        ({"messages": [user(" "), assistant("b")]}, "has an empty `content` in message 1 of `messages`; expected text"),
+        ({"messages": [user("a")]}, "has no assistant turn, so there is nothing to learn; expected at least one"),
+        ({"messages": [system("a")]}, "has no assistant turn"),
+        ({"messages": [assistant("a"), user("b")]}, "has `assistant` in message 1 where `user` was expected"),
+        (
+            {"messages": [user("a"), system("s"), assistant("b")]},
+            "has `system` in message 2 where `assistant` was expected",
+        ),
+        (
+            {"messages": [system("s"), user("a"), assistant("b"), assistant("c")]},
+            "has `assistant` in message 4 where `user`",
+        ),
+        ({"messages": [user("a"), assistant("b"), user("c")]}, "ends with a `user` message"),
+        (
+            {"messages": [user("a"), {**assistant("b"), "tool_calls": [1]}]},
+            "has no function name in tool call 1 of message 2",
+        ),
+        (
+            {"messages": [user("a"), {"role": "assistant", "tool_calls": [call("add", "[1]")]}]},
+            "has a list as `arguments` of tool call 1 of message 2 of `messages`; expected an object",
+        ),
+        (
+            {"messages": [user("a"), assistant("b"), {"role": "tool", "content": "3"}]},
+            "has `tool` in message 3 where `user` was expected",
+        ),
+        (
+            {"messages": [user("a"), {"role": "assistant", "tool_calls": [call("add", {})]}, assistant("3")]},
+            "has `assistant` in message 3 where `tool` was expected",
+        ),
+        (
+            {"messages": [{**user("a"), "reasoning_content": "b"}, assistant("c")]},
+            "has `reasoning_content` in message 1 of `messages`, of the role `user`; expected it from the assistant",
+        ),
+        ({"messages": [user("a"), {**assistant("b"), "thinking": 7}]}, "has a number as `thinking` of message 2"),
+        ({"messages": [user("a"), assistant("b")], "tools": "add"}, "has a string in `tools`; expected a list"),
+        (
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "it", "value": "b"}]},
+            "has the unknown role 'it'",
+        ),
+        ({"conversations": [user("a"), assistant("b")]}, "expected an object with `from`, `value`"),
+        ({"instruction": "a", "output": ""}, "has an empty `output`; expected text"),
+        ({"instruction": 1, "output": "a"}, "has a number in `instruction`; expected a string"),
+        ({"prompt": "a", "completion": None}, "has null in `completion`; expected a string"),
+        ({"text": {}}, "has an object in `text`; expected a string"),
+        ({"text": "\n"}, "has an empty `text`; expected text"),
+    ],
+)
+def test_what_is_wrong_with_a_training_row_is_named_with_what_was_expected(row, message):
+    with pytest.raises(RowError) as raised:
+        read(row)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "has the same `chosen` and `rejected`"),
+        ({"prompt": "a", "chosen": "b", "rejected": 1}, "has a number in `rejected`; expected a string"),
+        (
+            {"chosen": "yes", "rejected": "no"},
+            "has no `prompt`, and `chosen` and `rejected` do not begin with a common one",
+        ),
+        ({"prompt": [user("x")], "chosen": [user("a"), assistant("b")], "rejected": "c"}, "begins with another prompt"),
+        (
+            {"chosen": [user("a"), assistant("b")], "rejected": [user("x"), assistant("b")]},
+            "first differ in message 1, of the role `user`",
+        ),
+        (
+            {"chosen": [user("a"), assistant("b"), user("c"), assistant("d")], "rejected": [user("a"), assistant("b")]},
+            "has an answer that the other one goes on from",
+        ),
+        ({"chosen": [assistant("b")], "rejected": [assistant("c")]}, "has `assistant` in message 1 where `user`"),
+    ],
+)
+def test_what_is_wrong_with_a_preference_is_named(row, message):
+    with pytest.raises(RowError) as raised:
+        read(row, preference=True)
+    assert message in str(raised.value)
+
+
+def test_the_first_row_tells_the_format_of_all():
+    reader = RowReader("auto", preference=False)
+    reader.read({"text": "a"})
+    with pytest.raises(RowError, match="has no `text`; found `messages`"):
+        reader.read({"messages": [user("a"), assistant("b")]})
+
+
+def test_unknown_columns_are_an_error_that_lists_them_and_every_format():
+    with pytest.raises(
+        DataError, match=r"has the columns `question`, `answer`; expected messages \(`messages`\);.*text"
+    ):
+        read({"question": "a", "answer": "b"})
+
+
+def test_the_wrong_method_for_the_data_is_an_error_that_names_the_right_one():
+    with pytest.raises(DataError, match="`method: dpo` learns from them"):
+        read({"chosen": "a", "rejected": "b"})
+    with pytest.raises(DataError, match=r"expected preference \(`chosen`, `rejected`\)"):
+        read({"text": "a"}, preference=True)
+    with pytest.raises(DataError, match="format 'text' does not suit the method"):
+        read({"text": "a"}, preference=True, wanted="text")
+
+
+def test_a_named_format_wins_over_the_columns():
+    assert read({"messages": [], "text": "a"}, wanted="text") == (PlainText("", "a"),)
+
+
+def test_thoughts_and_tool_calls_are_kept_with_arguments_as_an_object():
+    row = {
+        "messages": [
+            {**user("What is 1 + 2?"), "tool_calls": None, "reasoning_content": None},
+            {
+                "role": "assistant",
+                "content": None,
+                "thinking": "I add.",
+                "tool_calls": [call("add", '{"a": 1, "b": 2}')],
+            },
+            {"role": "tool", "content": "3", "name": "add", "tool_call_id": "1"},
+            {**assistant("3"), "reasoning_content": "So it is 3."},
+        ],
+        "tools": '[{"type": "function", "function": {"name": "add"}}]',
+    }
+    (conversation,) = read(row)
+    assert conversation.messages == [
+        user("What is 1 + 2?"),
+        {**assistant(""), "thinking": "I add.", "tool_calls": [call("add", {"a": 1, "b": 2})]},
+        {"role": "tool", "content": "3", "name": "add", "tool_call_id": "1"},
+        {**assistant("3"), "reasoning_content": "So it is 3."},
+    ]
+    assert conversation.tools == ({"type": "function", "function": {"name": "add"}},)

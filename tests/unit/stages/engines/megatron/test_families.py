@@ -1,0 +1,42 @@
+"""A model that Megatron would compute otherwise is refused by name, with what is supported and what to do."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from stages.core.errors import ModelError
+from stages.engines.megatron.families import FAMILIES, check_supported
+
+LLAMA = {
+    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 16,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 13,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+
+
+def test_every_family_is_supported_as_it_usually_is():
+    for family in FAMILIES:
+        check_supported({**LLAMA, "model_type": family, **EXPERTS})
+
+
+def test_another_family_is_refused_with_the_list_of_families_and_the_other_engine():
+    with pytest.raises(ModelError) as raised:
+        check_supported({**LLAMA, "model_type": "gemma3"})
+    message = str(raised.value)
+    assert all(part in message for part in ("'gemma3'", *FAMILIES, "`engine: fsdp`", "any causal language model"))
+
+
+@pytest.mark.parametrize(
+    ("peculiarity", "named"),
+    [
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act gelu"),
+        ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
+    ],
+)
+def test_what_the_mapping_would_leave_out_is_refused(peculiarity, named):
+    with pytest.raises(ModelError, match=f"not one with .*{re.escape(named)}.*engine: fsdp"):
+        check_supported({**LLAMA, **peculiarity})

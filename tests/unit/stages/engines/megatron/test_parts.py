@@ -1,0 +1,92 @@
+"""The parts of all processes hold every element of every weight once, whatever the layout; blocks do, of any range."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from stages.engines.megatron.compat import prepare_megatron
+from stages.engines.megatron.families import Cut, Rule, rules_of
+from stages.models.shape import ModelShape
+
+prepare_megatron()
+from stages.engines.megatron.parts import Key, Part  # noqa: E402
+from stages.engines.megatron.shards import Shard  # noqa: E402
+
+MODEL = ModelShape(
+    num_layers=2,
+    hidden_size=8,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=2,
+    ffn_size=16,
+    vocab_size=13,
+    family="qwen3_moe",
+    num_experts=4,
+    experts_per_token=2,
+    expert_ffn_size=8,
+)
+ROWS = {Cut.WHOLE: 8, Cut.VOCABULARY: 13, Cut.COLUMNS: 8, Cut.GATED: 2 * 16, Cut.QKV: 16 + 8 + 8}
+RULES = [rule for rule in rules_of("qwen3_moe") if not rule.of_experts]
+
+
+def parts(rule: Rule, count: int) -> list[Part]:
+    """Of all processes that share a parameter."""
+    rows, columns = ROWS[rule.cut], 8
+    if rule.cut is Cut.WHOLE:
+        return [Part(Key(1, 0, 0, 0), rule, 0, 1, (rows,))]
+    shape = (rows, columns // count) if rule.cut is Cut.COLUMNS else (-(-rows // count), columns)
+    return [Part(Key(1, 0, 0, 0), rule, index, count, shape) for index in range(count)]
+
+
+def empty_weights(part: Part) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(shape, dtype=torch.int64) for name, shape in part.weight_shapes(MODEL).items()}
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.weights[0])
+def test_the_pieces_of_all_parts_cover_each_weight_once(rule, count):
+    weights = empty_weights(parts(rule, count)[0])
+    for part in parts(rule, count):
+        for piece in part.pieces(MODEL):
+            weights[piece.weight][piece.of_weight()] += 1
+    assert all((weight == 1).all() for weight in weights.values())
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.weights[0])
+def test_blocks_of_ranges_hold_what_the_pieces_hold(rule, count):
+    """A distributed optimizer cuts flattened parts anywhere: here in three, at uneven places."""
+    for part in parts(rule, count):
+        numbers = torch.arange(1, 1 + torch.Size(part.shape).numel()).view(part.shape)
+        by_pieces, by_blocks = empty_weights(part), empty_weights(part)
+        for piece in part.pieces(MODEL):
+            by_pieces[piece.weight][piece.of_weight()] = numbers[piece.of_parameter()]
+        borders = [0, numbers.numel() // 3 + 1, numbers.numel() // 2 + 2, numbers.numel()]
+        for start, stop in pairwise(borders):
+            flat = numbers.flatten()[start:stop]
+            for block in Shard(part, start, flat, torch.optim.AdamW([torch.zeros(1)])).blocks(MODEL):
+                index = tuple(slice(first, first + size) for first, size in zip(block.offset, block.shape, strict=True))
+                size = torch.Size(block.shape).numel()
+                by_blocks[block.weight][index] += flat[block.start : block.start + size].view(block.shape)
+        assert all(torch.equal(by_blocks[name], weight) for name, weight in by_pieces.items())
+
+
+def test_queries_of_a_group_stand_before_its_key_and_value():
+    """As Megatron has them: a group of two heads, then its key, then its value."""
+    rule = next(rule for rule in RULES if rule.cut is Cut.QKV)
+    first_half = parts(rule, 2)[0]
+    rows = [(piece.weight.split(".")[-2][0], piece.weight_start, piece.length) for piece in first_half.pieces(MODEL)]
+    assert rows == [("q", 0, 4), ("k", 0, 2), ("v", 0, 2), ("q", 4, 4), ("k", 2, 2), ("v", 2, 2)]
+
+
+def test_experts_are_where_transformers_keeps_them():
+    up_and_gate = next(rule for rule in rules_of("qwen3_moe") if rule.of_experts and rule.cut is Cut.GATED)
+    part = Part(Key(1, 0, 3, 0), up_and_gate, 1, 2, (8, 8))
+    shard = Shard(part, 0, torch.zeros(64), torch.optim.AdamW([torch.zeros(1)]))
+    gate, up = shard.blocks(MODEL)
+    assert gate.weight == up.weight == "model.layers.0.mlp.experts.gate_up_proj"
+    assert gate.weight_shape == up.weight_shape == (4, 16, 8)
+    assert (gate.offset, up.offset) == ((3, 4, 0), (3, 12, 0))

@@ -1,0 +1,46 @@
+"""What `precision: fp8` asks of Megatron, and where it is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from stages.core.errors import ResourceError
+from stages.engines.megatron.compat import prepare_megatron
+from stages.models.shape import ModelShape
+from stages.parallel.layout import Layout
+from tests.train_stage import make_config
+
+prepare_megatron()
+
+from stages.engines.megatron.model import transformer_config  # noqa: E402
+from stages.engines.megatron.spec import check_precision  # noqa: E402
+
+CPU = torch.device("cpu")
+SHAPE = ModelShape(num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=1, head_dim=8, ffn_size=24, vocab_size=32)
+
+
+def fp8(**fields):
+    return make_config(engine="megatron", precision="fp8", **fields)
+
+
+def test_products_are_in_8_bits_everything_else_in_16():
+    config = transformer_config(SHAPE, Layout(), fp8(), CPU)
+    assert (config.fp8, config.fp8_recipe, config.params_dtype) == ("hybrid", "tensorwise", torch.bfloat16)
+
+
+def test_other_precisions_do_without():
+    config = make_config(engine="megatron", precision="bf16")
+    assert transformer_config(SHAPE, Layout(), config, CPU).fp8 is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+def test_a_machine_that_cannot_says_what_is_missing():
+    with pytest.raises(ResourceError, match=r"fp8 needs an NVIDIA GPU .* transformer-engine\[pytorch\]"):
+        check_precision(fp8())
+
+
+def test_the_other_engine_is_refused_with_the_recipe():
+    with pytest.raises(ValidationError, match="`precision: fp8` needs `engine: megatron`"):
+        make_config(engine="fsdp", precision="fp8")

@@ -1,0 +1,110 @@
+"""Losses equal their closed forms, and do not depend on how a batch is cut."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from stages.data.batch import IGNORED, Batch
+from stages.engines.losses import DpoLoss, SftLoss, document_sums
+from stages.train.config import DpoConfig
+
+LOG_PROBABILITIES = torch.tensor(
+    [[-1.0, -2.0, 0.0, -0.5, 0.0, -3.0, 0.0, 0.0], [-1.5, 0.0, -0.25, -1.0, -1.0, 0.0, 0, 0]]
+)
+LENGTHS = [3, 2, 2, 1, 2, 4, 2]
+NUM_DOCUMENTS = 5
+PADDING_DOCUMENTS = {3: 5, 6: 6}
+
+
+def make_batch(reference=None):
+    """Two rows of eight: documents 0, 1, 2 and padding; documents 3, 4 and padding."""
+    numbers = [0, 1, 2, 5, 3, 4, 6]
+    document_ids = torch.tensor(numbers).repeat_interleave(torch.tensor(LENGTHS))
+    targets = torch.where(LOG_PROBABILITIES == 0, IGNORED, 7)
+    return Batch(
+        input_ids=torch.zeros(2, 8, dtype=torch.int64),
+        targets=targets,
+        position_ids=torch.zeros(2, 8, dtype=torch.int64),
+        document_ids=document_ids.view(2, 8),
+        num_documents=NUM_DOCUMENTS,
+        document_lengths=LENGTHS,
+        reference_log_probabilities=reference,
+    )
+
+
+def make_pairs(chosen, rejected, reference_chosen, reference_rejected, num_tokens=1):
+    """One row with a pair of documents of `num_tokens` targets each, whose log-probabilities add up to those given."""
+    values = torch.tensor([[chosen / num_tokens] * num_tokens + [rejected / num_tokens] * num_tokens])
+    batch = Batch(
+        input_ids=torch.zeros(1, 2 * num_tokens, dtype=torch.int64),
+        targets=torch.ones(1, 2 * num_tokens, dtype=torch.int64),
+        position_ids=torch.zeros(1, 2 * num_tokens, dtype=torch.int64),
+        document_ids=torch.tensor([[0] * num_tokens + [1] * num_tokens]),
+        num_documents=2,
+        document_lengths=[num_tokens, num_tokens],
+        reference_log_probabilities=torch.tensor([reference_chosen, reference_rejected]),
+    )
+    return values, batch
+
+
+def test_document_sums_are_the_sums_of_each_real_document():
+    assert document_sums(LOG_PROBABILITIES, make_batch()).tolist() == [-3.0, -0.5, -3.0, -1.5, -2.25]
+
+
+def test_the_sft_loss_is_the_negative_log_likelihood_and_counts_targets():
+    loss_sum, metrics = SftLoss()(LOG_PROBABILITIES, make_batch())
+    assert loss_sum.item() == pytest.approx(10.25)
+    assert SftLoss().count(make_batch()) == 8
+    assert metrics == {}
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_the_first_dpo_loss_is_ln_2_whatever_the_smoothing(smoothing):
+    values, batch = make_pairs(-3.0, -5.0, -3.0, -5.0)
+    loss_sum, metrics = DpoLoss(DpoConfig(label_smoothing=smoothing))(values, batch)
+    assert loss_sum.item() == pytest.approx(math.log(2))
+    assert metrics["reward_margin"].item() == 0
+
+
+def sigmoid(value):
+    return 1 / (1 + math.exp(-value))
+
+
+H = (-2.0 - -2.5) - (-6.0 - -5.0)
+"""Log-ratio of the chosen minus that of the rejected, in the pair below."""
+
+CLOSED_FORMS = [
+    ({"loss_type": "sigmoid", "beta": 0.5}, -math.log(sigmoid(0.5 * H))),
+    (
+        {"loss_type": "sigmoid", "beta": 0.5, "label_smoothing": 0.1},
+        -0.9 * math.log(sigmoid(0.5 * H)) - 0.1 * math.log(sigmoid(-0.5 * H)),
+    ),
+    ({"loss_type": "hinge", "beta": 0.1}, 1 - 0.1 * H),
+    ({"loss_type": "hinge", "beta": 10.0}, 0.0),
+    ({"loss_type": "ipo", "beta": 0.25}, (H / 4 - 1 / (2 * 0.25)) ** 2),
+]
+
+
+@pytest.mark.parametrize(("config", "expected"), CLOSED_FORMS)
+def test_preference_losses_equal_their_closed_forms(config, expected):
+    values, batch = make_pairs(-2.0, -6.0, -2.5, -5.0, num_tokens=4)
+    loss_sum, metrics = DpoLoss(DpoConfig(**config))(values, batch)
+    assert loss_sum.item() == pytest.approx(expected, rel=1e-6, abs=1e-7)
+    assert metrics["reward_margin"].item() == pytest.approx(config["beta"] * H)
+    assert metrics["reward_chosen"].item() == pytest.approx(config["beta"] * 0.5)
+    assert metrics["reward_rejected"].item() == pytest.approx(config["beta"] * -1.0)
+    assert metrics["preference_accuracy"].item() == 1
+
+
+def test_a_micro_batch_without_pairs_adds_nothing_and_still_has_a_gradient():
+    values = torch.zeros(1, 4, requires_grad=True)
+    zeros = torch.zeros(1, 4, dtype=torch.int64)
+    batch = Batch(zeros, zeros + IGNORED, zeros, zeros, 0, [4], torch.zeros(0))
+    loss_sum, _ = DpoLoss(DpoConfig())(values, batch)
+    loss_sum.backward()
+    assert loss_sum.item() == 0
+    assert values.grad.abs().sum() == 0
+    assert DpoLoss(DpoConfig()).count(batch) == 0

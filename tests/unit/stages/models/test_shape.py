@@ -1,0 +1,91 @@
+"""The shape read from a config counts what the Transformers model of that config has."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from stages.core.errors import ModelError
+from stages.models.flops import model_flops
+from stages.models.shape import ModelShape
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 50}
+GROUPED = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 48}
+CONFIGS = [
+    ("llama", {**GROUPED, "attention_bias": True, "mlp_bias": True}),
+    ("llama", {**GROUPED, "head_dim": 16, "tie_word_embeddings": True}),
+    ("mistral", {**GROUPED, "sliding_window": 7}),
+    ("qwen2", GROUPED),
+    ("qwen3", {**GROUPED, "head_dim": 16}),
+    ("qwen3_moe", {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}),
+    (
+        "qwen3_moe",
+        {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]},
+    ),
+    ("mixtral", {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    ("gpt2", {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 50, "n_positions": 20}),
+    ("opt", {**SIZES, "ffn_dim": 48, "max_position_embeddings": 20, "word_embed_proj_dim": 32}),
+    ("bloom", {"hidden_size": 32, "n_layer": 3, "n_head": 4, "vocab_size": 50}),
+    ("mpt", {"d_model": 32, "n_layers": 3, "n_heads": 4, "vocab_size": 50}),
+]
+
+
+def transformers_model(family: str, fields: dict) -> tuple[dict, torch.nn.Module]:
+    """The config as a file would hold it, and the model on no device."""
+    config = AutoConfig.for_model(family, **fields)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return json.loads(config.to_json_string(use_diff=False)), model
+
+
+@pytest.mark.parametrize(("family", "fields"), CONFIGS)
+def test_parameters_are_those_of_the_transformers_model(family, fields):
+    config, model = transformers_model(family, fields)
+    assert ModelShape.from_config(config).num_parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(("family", "fields"), [case for case in CONFIGS if case[0] not in ("bloom", "mpt")])
+def test_flops_are_those_counted_on_the_model(family, fields):
+    config, model = transformers_model(family, fields)
+    counted, expected = ModelShape.from_config(config).flops(), model_flops(model)
+    assert counted.training([17, 3], 11) == pytest.approx(expected.training([17, 3], 11))
+
+
+def test_active_parameters_leave_out_the_experts_a_token_is_not_routed_to():
+    config, model = transformers_model(*CONFIGS[5])
+    shape = ModelShape.from_config(config)
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    assert shape.num_active_parameters == shape.num_parameters - experts // 2
+
+
+def test_text_part_of_a_multimodal_config_is_read():
+    text = {"model_type": "qwen3", **GROUPED, "head_dim": 8}
+    assert ModelShape.from_config({"model_type": "qwen3_vl", "text_config": text}).num_layers == 3
+
+
+def test_both_spellings_of_rotary_base_are_read():
+    config = {"model_type": "llama", **GROUPED}
+    assert ModelShape.from_config({**config, "rope_theta": 5e5}).rope_theta == 5e5
+    assert ModelShape.from_config({**config, "rope_parameters": {"rope_theta": 5e5}}).rope_theta == 5e5
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"])
+def test_what_is_lacking_is_named(field):
+    config = {"model_type": "llama", **GROUPED}
+    del config[field]
+    with pytest.raises(ModelError, match=field):
+        ModelShape.from_config(config)
+
+
+@pytest.mark.parametrize("value", [0, -4, 2.5, "8", True])
+def test_a_size_that_is_no_positive_whole_number_is_named(value):
+    with pytest.raises(ModelError, match="vocab_size"):
+        ModelShape.from_config({"model_type": "llama", **GROUPED, "vocab_size": value})
+
+
+def test_unknown_family_is_refused_with_those_known():
+    with pytest.raises(ModelError, match=r"'mamba'.*llama"):
+        ModelShape.from_config({"model_type": "mamba", **GROUPED})

@@ -1,0 +1,49 @@
+"""Peak rates are found by the names that drivers report, and a CPU's is measured."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from stages.parallel.hardware import data_sheet_peak, device_peak
+
+
+@pytest.mark.parametrize(
+    ("device_name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+        ("AMD Instinct MI300X", 1307),
+        ("NVIDIA GeForce RTX 4090", 165),
+    ],
+)
+def test_dense_half_precision_peak_by_name(device_name: str, tflops: float) -> None:
+    assert data_sheet_peak(device_name, torch.bfloat16) == pytest.approx(tflops * 1e12)
+
+
+def test_single_precision_with_and_without_tf32() -> None:
+    assert data_sheet_peak("NVIDIA A100-SXM4-40GB", torch.float32) == pytest.approx(19.5e12)
+    assert data_sheet_peak("NVIDIA A100-SXM4-40GB", torch.float32, tf32=True) == pytest.approx(156e12)
+
+
+def test_an_unknown_accelerator_has_no_peak() -> None:
+    assert data_sheet_peak("NVIDIA T1000", torch.bfloat16) is None
+
+
+def test_the_rate_of_a_cpu_is_measured_and_says_so() -> None:
+    peak = device_peak(torch.device("cpu"), torch.float32)
+    assert peak is not None
+    assert peak.source == "measured"
+    start = time.perf_counter()
+    torch.ones(128, 128) @ torch.ones(128, 128)
+    rate_of_one_product = 2 * 128**3 / (time.perf_counter() - start)
+    assert peak.flops_per_s > 0.1 * rate_of_one_product

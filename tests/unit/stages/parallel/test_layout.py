@@ -1,0 +1,69 @@
+"""A recipe's layout is checked when it is read, as a LayoutError; a checkpoint outlives engine and layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from flows.recipe.recipe import load_stages
+from stages.core.errors import LayoutError, RecipeError
+from stages.parallel.layout import Layout
+from tests.train_stage import make_config
+
+
+def train_stage(**fields):
+    data = {"dataset": "problems", "sequence_length": 64}
+    return {
+        "kind": "train", "method": "sft", "model": "base", "data": data, "steps": 1, "global_batch_size": 4,
+        "learning_rate": 1e-3, **fields,
+    }  # fmt: skip
+
+
+def recipe(**fields):
+    return {
+        "base": {"kind": "download", "model": "builtin/qwen3-1m"},
+        "problems": {"kind": "download", "dataset": "builtin/addition"},
+        "tuned": train_stage(**fields),
+    }
+
+
+def test_the_world_is_the_product_of_all_degrees_but_those_of_experts():
+    layout = Layout(dp_replicate=2, dp_shard=3, tp=4, pp=5, vpp=2, cp=2, ep=6, etp=2)
+    assert layout.world_size == 2 * 3 * 4 * 5 * 2
+    assert layout.data_parallel_size == 6
+
+
+def test_a_recipe_whose_only_problems_are_of_layouts_raises_a_layout_error():
+    with pytest.raises(LayoutError, match=r"stages\.tuned: layout: vpp 2 .* pp is 1; raise pp or remove vpp"):
+        load_stages("small", Path("/"), recipe(engine="megatron", layout={"vpp": 2}))
+
+
+def test_all_layout_problems_of_a_stage_are_told_at_once():
+    layout = {"vpp": 2, "cp": 3, "compile": True}
+    with pytest.raises(LayoutError) as raised:
+        load_stages("small", Path("/"), recipe(engine="megatron", layout=layout))
+    assert all(part in str(raised.value) for part in ("vpp 2", "2 × cp 3 = 6", "compile true"))
+
+
+def test_a_recipe_with_other_problems_too_raises_a_plain_recipe_error():
+    stages = recipe(engine="megatron", layout={"vpp": 2})
+    stages["base"]["model"] = 3
+    with pytest.raises(RecipeError) as raised:
+        load_stages("small", Path("/"), stages)
+    assert not isinstance(raised.value, LayoutError)
+    assert "vpp 2" in str(raised.value)
+
+
+def test_the_other_engines_fields_are_refused():
+    with pytest.raises(ValidationError, match="tp 2 only mean something with `engine: megatron`"):
+        make_config(layout={"tp": 2, "micro_batch_size": 2})
+
+
+def test_checkpoints_outlive_engine_and_layout_but_nothing_else():
+    config = make_config()
+    other = make_config(engine="megatron", layout={"tp": 2, "pp": 2, "micro_batch_size": 1})
+    assert config.identity() != other.identity()
+    assert config.resume_identity() == other.resume_identity()
+    assert config.resume_identity() != make_config(learning_rate=2e-3).resume_identity()

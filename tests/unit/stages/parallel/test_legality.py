@@ -1,0 +1,122 @@
+"""Layouts that cannot work are errors that name every factor; those seldom wise are warnings with the reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from stages.models.shape import ModelShape
+from stages.parallel.layout import Layout
+from stages.parallel.legality import Setting, bubble_fraction, is_legal, layout_problems
+
+DENSE = ModelShape(
+    num_layers=12, hidden_size=256, num_heads=8, num_kv_heads=4, head_dim=32, ffn_size=768, vocab_size=1000
+)
+MIXTURE = replace(DENSE, family="qwen3_moe", num_experts=6, experts_per_token=2, expert_ffn_size=128)
+
+
+def problems(engine="megatron", *, shape=DENSE, sequence=512, rows=64, nodes=1, processes=None, **degrees):
+    layout = Layout(**degrees)
+    setting = Setting(nodes, (processes or layout.world_size) // nodes, sequence, rows)
+    found = layout_problems(engine, layout, setting, shape)
+    errors = [problem.message for problem in found if problem.severity == "error"]
+    assert is_legal(engine, layout, setting, shape) == (not errors)
+    return errors, [problem.message for problem in found if problem.severity == "warning"]
+
+
+LEGAL = [
+    {},
+    {"tp": 2},
+    {"tp": 4, "sequence_parallel": True, "pp": 3},
+    {"pp": 2, "vpp": 3, "dp_shard": 2},
+    {"cp": 2, "tp": 2, "sequence_parallel": True, "dp_replicate": 2},
+    {"shape": MIXTURE, "dp_shard": 2, "ep": 2},
+    {"shape": MIXTURE, "tp": 2, "sequence_parallel": True, "etp": 2, "cp": 2, "ep": 2},
+    {"engine": "fsdp", "dp_shard": 4, "dp_replicate": 2, "compile": True, "cpu_offload": True},
+]
+
+
+@pytest.mark.parametrize("case", LEGAL)
+def test_a_sound_layout_has_no_problems(case):
+    assert problems(**case) == ([], [])
+
+
+ILLEGAL = [
+    ({"tp": 3, "shape": replace(DENSE, num_kv_heads=3)}, ["tp 3", "8 attention heads"]),
+    ({"tp": 8, "shape": replace(DENSE, num_kv_heads=3)}, ["tp 8", "3 key/value heads"]),
+    ({"tp": 8, "shape": replace(DENSE, ffn_size=100)}, ["tp 8", "feed-forward width 100"]),
+    ({"pp": 4, "vpp": 4}, ["pp 4 × vpp 4 = 16 chunks", "12 layers"]),
+    ({"vpp": 2}, ["vpp 2", "pp is 1"]),
+    (
+        {"pp": 4, "vpp": 3, "rows": 24, "dp_replicate": 2, "dp_shard": 2},
+        ["vpp 3", "multiples of pp 4", "24 / (micro_batch_size 1 × dp_replicate 2 × dp_shard 2) = 6"],
+    ),
+    ({"cp": 2, "sequence": 510}, ["sequence_length 510", "2 × cp 2 = 4", "512"]),
+    (
+        {"cp": 2, "tp": 4, "sequence_parallel": True, "sequence": 520},
+        ["sequence_length 520", "2 × cp 2 × tp 4 (sequence_parallel) = 16", "528"],
+    ),
+    ({"tp": 4, "sequence_parallel": True, "sequence": 510}, ["sequence_length 510", "tp 4 (sequence_parallel) = 4"]),
+    ({"ep": 4, "dp_shard": 4, "shape": MIXTURE}, ["ep 4", "6 experts"]),
+    ({"ep": 2, "dp_shard": 2}, ["ep 2", "llama has none"]),
+    (
+        {"ep": 3, "etp": 2, "dp_shard": 3, "rows": 63, "shape": MIXTURE},
+        ["ep 3 × etp 2 = 6", "3 processes", "dp_shard 3 × tp 1"],
+    ),
+    ({"etp": 3, "dp_shard": 3, "rows": 63, "shape": MIXTURE}, ["etp 3", "width 128"]),
+    (
+        {"ep": 6, "dp_replicate": 2, "dp_shard": 3, "rows": 60, "shape": MIXTURE},
+        ["each expert is on 1 processes", "dp_replicate 2 × dp_shard 3", "ep 6", "larger dp_shard"],
+    ),
+    ({"tp": 2, "shape": MIXTURE}, ["tp 2", "sequence_parallel: true"]),
+    (
+        {"tp": 2, "pp": 2, "cp": 2, "processes": 4},
+        ["dp_replicate 1 × dp_shard 1 × tp 2 × pp 2 × cp 2 = 8 processes", "starts 4 (1 nodes × 4)"],
+    ),
+    ({"dp_shard": 3, "micro_batch_size": 2}, ["64", "micro_batch_size 2 × dp_replicate 1 × dp_shard 3 = 6"]),
+    (
+        {"engine": "megatron", "compile": True, "cpu_offload": True, "prefetch_layers": 2},
+        ["cpu_offload true, prefetch_layers 2, compile true", "`engine: fsdp`", "the engine is megatron"],
+    ),
+    ({"engine": "fsdp", "tp": 2, "ep": 2}, ["tp 2, ep 2", "`engine: megatron`", "the engine is fsdp"]),
+]
+
+
+@pytest.mark.parametrize(("case", "parts"), ILLEGAL)
+def test_what_the_engine_cannot_do_is_an_error_that_names_the_factors(case, parts):
+    errors, _ = problems(**case)
+    assert len(errors) == 1
+    assert [part for part in parts if part not in errors[0]] == []
+
+
+UNWISE = [
+    ({"tp": 16, "shape": replace(DENSE, num_heads=16, num_kv_heads=16)}, ["tp 16", "limit of 8", "one node"]),
+    ({"pp": 24, "shape": replace(DENSE, num_layers=24)}, ["pp 24", "limit of 16", "bubble"]),
+    ({"cp": 8}, ["cp 8", "limit of 4", "keys and values"]),
+    ({"tp": 4, "dp_shard": 2, "nodes": 4}, ["tp 4", "2 processes of a node", "crosses nodes"]),
+    ({"pp": 4, "rows": 3}, ["3 micro-batches", "pp 4", "idle for 50% of a step"]),
+    ({"pp": 5}, ["12 layers", "pp 5 × vpp 1 = 5", "2, others 3"]),
+    ({"tp": 8}, ["tp 8", "4 key/value heads", "by 2 processes"]),
+    ({"sequence_parallel": True}, ["sequence_parallel", "tp 1"]),
+]
+
+
+@pytest.mark.parametrize(("case", "parts"), UNWISE)
+def test_what_is_seldom_wise_is_a_warning_that_says_why(case, parts):
+    errors, warnings = problems(**case)
+    assert (errors, len(warnings)) == ([], 1)
+    assert [part for part in parts if part not in warnings[0]] == []
+
+
+def test_without_a_model_only_what_needs_none_is_checked():
+    assert problems(tp=3, shape=None) == ([], [])
+    assert len(problems(vpp=2, shape=None)[0]) == 1
+
+
+def test_the_bubble_is_that_of_a_schedule_laid_out_by_hand():
+    """Two stages, three micro-batches: each stage works 3 of 4 slots; four stages, one micro-batch: 1 of 4."""
+    assert bubble_fraction(2, 1, 3) == 1 / 4
+    assert bubble_fraction(4, 1, 1) == 3 / 4
+    assert bubble_fraction(1, 1, 8) == 0
+    assert bubble_fraction(4, 5, 8) == 3 / 43

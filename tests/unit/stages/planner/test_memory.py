@@ -1,0 +1,105 @@
+"""Predicted memory: the formulas of the papers come out, and more sharding never takes more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from stages.models.known_models import KNOWN, gpt
+from stages.parallel.layout import Layout
+from stages.planner.hardware import Efficiency
+from stages.planner.memory import GIB, kept_bytes_per_token, memory
+from stages.planner.workload import Software, Workload
+
+GPT = gpt(layers=4, hidden=1024, heads=16, vocab=51200)
+LLAMA = KNOWN["llama3 8b"]
+PAPER = Software(flash_attention=False, dropout=True, chunked_logits=False, gathers_gradients=False)
+WORK = Workload(sequence_length=2048, global_batch_size=64)
+NO_OVERHEAD = Efficiency(runtime_gib=0, communicator_gib=0, fragmentation=0)
+
+
+def kept(layout: Layout, software: Software = PAPER) -> float:
+    """Bytes of a token and a layer, as multiples of the hidden size."""
+    return kept_bytes_per_token(GPT, "megatron", layout, WORK, software) / GPT.hidden_size
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_activations_of_a_layer_are_those_of_korthikanti(tp):
+    scores = 5 * GPT.num_heads * WORK.sequence_length / GPT.hidden_size
+    assert kept(Layout(tp=tp)) == pytest.approx(10 + 24 / tp + scores / tp)  # table 2, tensor parallel
+    assert kept(Layout(tp=tp, sequence_parallel=True)) == pytest.approx((34 + scores) / tp)  # + sequence parallel
+    selective = Layout(tp=tp, sequence_parallel=True, recompute="selective")
+    assert kept(selective) == pytest.approx(34 / tp)  # + selective recomputation
+    assert kept(Layout(tp=tp, recompute="full")) == 2  # full recomputation
+
+
+def test_flash_attention_keeps_no_scores():
+    assert kept(Layout(), replace(PAPER, flash_attention=True)) == pytest.approx(34)
+
+
+def test_adam_in_mixed_precision_takes_eighteen_bytes_a_parameter_less_what_is_sharded():
+    """Rajbhandari et al. 2020, with gradients in fp32: 2 + 4 + 12 / dp."""
+    for dp_shard in (1, 8):
+        worst = memory(GPT, "megatron", Layout(dp_shard=dp_shard), WORK, efficiency=NO_OVERHEAD).worst
+        states = (worst.weights + worst.gradients + worst.optimizer) * GIB
+        assert states == pytest.approx(GPT.num_parameters * (2 + 4 + 12 / dp_shard), rel=0.01)
+
+
+def test_fsdp_shards_all_of_sixteen_bytes_a_parameter():
+    for dp_shard in (1, 8):
+        worst = memory(LLAMA, "fsdp", Layout(dp_shard=dp_shard), WORK, efficiency=NO_OVERHEAD).worst
+        states = (worst.weights + worst.gradients + worst.optimizer) * GIB
+        assert states == pytest.approx(LLAMA.num_parameters * 16 / dp_shard)
+
+
+@pytest.mark.parametrize("vpp", [1, 4])
+def test_first_stage_holds_the_micro_batches_in_flight_of_korthikanti(vpp):
+    """Equation 2: 1F1B holds as much as without a pipeline; interleaving (p - 1) / (p m) more."""
+    pp, shape = 4, replace(GPT, num_layers=32)
+    alone = memory(shape, "megatron", Layout(), replace(WORK, global_batch_size=64), software=PAPER).stages[0]
+    first = memory(shape, "megatron", Layout(pp=pp, vpp=vpp), WORK, software=PAPER).stages[0]
+    expected = 1 + (pp - 1) / (pp * vpp) if vpp > 1 else 1
+    assert first.activations / alone.activations == pytest.approx(expected)
+
+
+def test_last_stage_alone_holds_logits():
+    stages = memory(LLAMA, "megatron", Layout(pp=4), WORK).stages
+    assert [stage.logits > 0 for stage in stages] == [False, False, False, True]
+
+
+def test_quick_estimate_finds_the_fullest_stage():
+    for layout in (Layout(pp=4), Layout(pp=8, vpp=4), Layout(tp=2, pp=16, micro_batch_size=2)):
+        whole = memory(LLAMA, "megatron", layout, WORK)
+        assert memory(LLAMA, "megatron", layout, WORK, every_stage=False).peak_gib == pytest.approx(whole.peak_gib)
+
+
+@pytest.mark.parametrize(
+    ("engine", "more"),
+    [
+        ("megatron", {"tp": 8, "sequence_parallel": True}),
+        ("megatron", {"cp": 2}),
+        ("megatron", {"dp_shard": 8}),
+        ("megatron", {"recompute": "full"}),
+        ("fsdp", {"dp_shard": 8}),
+        ("fsdp", {"dp_shard": 8, "cpu_offload": True}),
+        ("fsdp", {"recompute": "selective"}),
+        ("fsdp", {"recompute": "full"}),
+    ],
+)
+def test_what_saves_memory_is_predicted_to(engine, more):
+    assert memory(LLAMA, engine, Layout(**more), WORK).peak_gib < memory(LLAMA, engine, Layout(), WORK).peak_gib
+
+
+def test_adapters_have_the_only_gradients_and_optimizer():
+    whole = memory(LLAMA, "megatron", Layout(), WORK).worst
+    adapters = memory(LLAMA, "megatron", Layout(), replace(WORK, lora_rank=16)).worst
+    assert adapters.weights == whole.weights
+    assert adapters.gradients < whole.gradients / 50 and adapters.optimizer < whole.optimizer / 50
+
+
+def test_experts_are_spread_over_expert_parallelism():
+    mixtral = KNOWN["mixtral 8x7b"]
+    alone, spread = (memory(mixtral, "megatron", Layout(dp_shard=8, ep=ep), WORK).worst.weights for ep in (1, 8))
+    experts = mixtral.num_mixture_layers * mixtral.num_experts * mixtral.expert_parameters * 2 / GIB
+    assert alone - spread == pytest.approx(experts * 7 / 8)

@@ -1,0 +1,154 @@
+"""Tables of published runs: read, predicted, written; what is wrong with them is named by row and column."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+
+from stages.core.errors import DataError
+from stages.models.known_models import KNOWN, known_model
+from stages.planner.predict import PREDICTED, predict_table
+from stages.planner.published import VTRAIN_COLUMNS, read_table
+
+COLUMNS = (
+    "model,params_b,layers,hidden,heads,kv_heads,ffn,vocab,seq,gbs,mbs,tp,pp,dp,shard,recompute,gpus,gpu,precision"
+)
+LLAMA = "Llama-3.1-8B,8,32,4096,32,8,14336,128256,8192,16,2,1,1,8,FSDP2,selective,8,H100,bf16"
+
+
+def table(tmp_path, *rows, header=COLUMNS):
+    file = tmp_path / "in.csv"
+    file.write_text("\n".join([header, *rows]) + "\n")
+    return file
+
+
+def predicted(tmp_path, file):
+    summary = predict_table(file, tmp_path / "out.csv")
+    with (tmp_path / "out.csv").open() as opened:
+        return summary, list(csv.DictReader(opened))
+
+
+def test_predictions_stand_beside_what_the_table_said(tmp_path):
+    summary, (row,) = predicted(tmp_path, table(tmp_path, LLAMA))
+    assert (summary.num_rows, summary.num_predicted) == (1, 1)
+    assert row["model"] == "Llama-3.1-8B" and set(PREDICTED) <= set(row)
+    tokens = 16 * 8192 / float(row["pred_step_time_s"]) / 8
+    assert float(row["pred_tok_s_gpu"]) == pytest.approx(tokens, rel=1e-3)
+    assert float(row["pred_memory_gb"]) > 0
+    assert row["pred_oom"] in ("0", "1")
+
+
+def test_a_run_that_cannot_fit_is_said_to_run_out_of_memory(tmp_path):
+    row = "Llama-3.1-405B,,,,,,,,8192,8,1,1,1,8,FSDP2,none,8,H100,bf16"
+    assert predicted(tmp_path, table(tmp_path, row))[1][0]["pred_oom"] == "1"
+
+
+def test_empty_cells_are_filled_and_said_to_be(tmp_path):
+    row = "GPT-1B,1.16,24,1920,15,,,,,8,,1,1,,,,8,A100,"
+    assumed = predicted(tmp_path, table(tmp_path, row))[1][0]["pred_assumed"]
+    for column in ("vocab=", "seq=", "mbs=", "dp=8", "gpu=a100-80gb", "recompute="):
+        assert column in assumed
+
+
+def test_sizes_that_are_not_given_are_those_of_the_model_of_that_name(tmp_path):
+    row = "LLAMA3.1_405B,,,,,,,,8192,64,1,4,8,2,,,128,DGX-B200,FP8"
+    run = read_table(table(tmp_path, row))[1][0]
+    assert run.shape == KNOWN["llama3 405b"]
+    assert (run.layout.world_size, run.workload.precision, run.hardware.name) == (64, "fp8", "b200")
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("LLAMA3_8B", "llama3 8b"),
+        ("Qwen3_235B_a22B", "qwen3 235b"),
+        ("GPT OSS 120B", "gpt oss 120b"),
+        ("DeepSeekV3 (w/ MTP)", "deepseekv3"),
+        ("meta-llama/Llama-2-70b-hf", "llama2 70b"),
+        ("Mixtral-8x7B", "mixtral 8x7b"),
+    ],
+)
+def test_names_of_models_are_understood_as_they_are_written(name, known):
+    assert known_model(name) == KNOWN[known]
+
+
+def test_a_model_that_nothing_tells_is_left_out_with_the_reason(tmp_path):
+    summary, rows = predicted(tmp_path, table(tmp_path, "Mystery,,,,,,,,2048,8,1,1,1,8,,,8,A100-80GB,bf16", LLAMA))
+    assert summary.num_predicted == 1
+    assert rows[0]["pred_step_time_s"] == "" and "not predicted" in rows[0]["pred_assumed"]
+
+
+def test_the_format_of_vtrain_is_read(tmp_path):
+    header = ",".join([*VTRAIN_COLUMNS, "iteration time (ms)"])
+    _, (row,) = predicted(tmp_path, table(tmp_path, "8,16,2,2048,16,24,1024,2,2,2,310.98", header=header))
+    assert row["iteration time (ms)"] == "310.98" and float(row["pred_step_time_s"]) > 0
+    run = read_table(table(tmp_path, "8,16,2,2048,16,24,1024,1,4,2,1", header=header))[1][0]
+    assert (run.layout.tp, run.layout.data_parallel_size, run.layout.pp) == (1, 4, 2)
+
+
+def test_missing_columns_are_named(tmp_path):
+    with pytest.raises(DataError, match="gbs, gpu"):
+        read_table(table(tmp_path, header=COLUMNS.replace("gbs,", "").replace("gpu,", "")))
+
+
+@pytest.mark.parametrize("bad", ["many", "0", "-4", "2.5"])
+def test_text_in_a_number_is_named_by_row_and_column(tmp_path, bad):
+    row = LLAMA.replace(",16,2,", f",16,{bad},")
+    with pytest.raises(DataError, match="line 3, column mbs"):
+        read_table(table(tmp_path, LLAMA, row))
+
+
+def test_an_unknown_device_is_named_by_row_and_costs_no_other_row(tmp_path):
+    summary, rows = predicted(tmp_path, table(tmp_path, LLAMA, LLAMA.replace("H100", "TPUv5")))
+    assert summary.num_predicted == 1
+    (line, reason), *_ = summary.unknown
+    assert line == 3 and "gpu 'TPUv5' is none of" in reason
+    assert rows[1]["pred_oom"] == ""
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name", "memory_gib"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-80gb", 79.1),
+        ("H100-96GB", "h100-80gb", 95.0),
+        ("A100-SXM4-40GB", "a100-40gb", 39.4),
+        ("NVIDIA A800-SXM4-80GB", "a800-80gb", 79.2),
+        ("AMD Instinct MI300X", "mi300x", 191.5),
+        ("8x L40S", "l40s", 44.4),
+    ],
+)
+def test_devices_are_understood_as_they_are_written(tmp_path, gpu, name, memory_gib):
+    hardware = read_table(table(tmp_path, LLAMA.replace("H100", gpu)))[1][0].hardware
+    assert hardware.name == name
+    assert hardware.memory_gib == pytest.approx(memory_gib, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("shard", "degrees"),
+    [("", (1, 16)), ("DDP", (16, 1)), ("DDP+distopt", (1, 16)), ("FSDP2", (1, 16)), ("HSDP", (2, 8))],
+)
+def test_who_shares_what_is_told_from_the_words_for_it(tmp_path, shard, degrees):
+    row = LLAMA.replace(",8,FSDP2,", f",16,{shard},").replace("selective,8,", "selective,16,")
+    layout = read_table(table(tmp_path, row))[1][0].layout
+    assert (layout.dp_replicate, layout.dp_shard) == degrees
+
+
+def test_lora_is_cheaper_in_time_and_memory(tmp_path):
+    header = COLUMNS + ",kind"
+    whole, adapters = predicted(tmp_path, table(tmp_path, LLAMA + ",sft", LLAMA + ",LoRA r=8", header=header))[1]
+    for column in ("pred_step_time_s", "pred_memory_gb"):
+        assert float(adapters[column]) < float(whole[column])
+
+
+def test_fully_sharded_training_gains_from_pipelines_and_tensor_parallelism(tmp_path):
+    """torchtitan, 405B on 512 H100s: 72.7 to 82.5 GiB, 100 to 128 tokens/s a GPU."""
+    row = "Llama-3.1-405B,,,,,,,,8192,256,4,8,8,8,FSDP2,full,512,H100-96GB,fp8"
+    (run,) = predicted(tmp_path, table(tmp_path, row))[1]
+    assert 65 < float(run["pred_memory_gb"]) < 95
+    assert 80 < float(run["pred_tok_s_gpu"]) < 160
+
+
+def test_a_table_that_is_not_there_is_an_error_of_the_user(tmp_path):
+    with pytest.raises(DataError, match="nowhere"):
+        read_table(tmp_path / "nowhere.csv")

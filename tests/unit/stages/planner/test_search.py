@@ -1,0 +1,84 @@
+"""The search: every layout it ranks is legal, the best is best, and it is quick."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from stages.core.errors import LayoutError
+from stages.models.known_models import KNOWN
+from stages.parallel.layout import Layout
+from stages.parallel.legality import is_legal
+from stages.planner.explain import near_misses, what_limits
+from stages.planner.hardware import HARDWARE
+from stages.planner.search import ENGINES, Question, estimate, legal_layouts, search
+from stages.planner.workload import Workload
+
+A100 = HARDWARE["a100-80gb"]
+FEW = Question(KNOWN["qwen2.5 7b"], Workload(2048, 16), A100, 4)
+SMALL = Question(KNOWN["qwen2.5 7b"], Workload(2048, 64), A100, 8)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return search(SMALL)
+
+
+def test_all_ranked_are_legal_and_in_order(found):
+    result = found
+    assert all(is_legal(one.engine, one.layout, SMALL.setting, SMALL.shape) for one in result.fitting)
+    times = [one.time.step_time_s for one in result.fitting]
+    assert times == sorted(times)
+    assert all(one.memory.peak_gib <= A100.memory_gib for one in result.fitting)
+
+
+def test_the_best_is_that_of_estimating_every_layout():
+    every = [estimate(FEW, engine, layout) for engine in ENGINES for layout in legal_layouts(FEW, engine)]
+    fastest = min((one for one in every if one.fits), key=lambda one: one.time.step_time_s)
+    assert search(FEW).best.time.step_time_s == pytest.approx(fastest.time.step_time_s)
+
+
+def test_a_mixture_of_experts_spreads_them():
+    result = search(Question(KNOWN["qwen3 30b"], Workload(4096, 16), A100, 8))
+    assert result.best.layout.ep > 1
+
+
+def test_reasons_name_the_memory_that_lacks_and_the_time_that_is_lost(found):
+    sentences = near_misses(found)
+    assert any("lacks" in sentence and "GiB" in sentence for sentence in sentences)
+    assert any("slower:" in sentence for sentence in sentences)
+    assert "compute" in what_limits(found.best)
+
+
+def test_where_nothing_fits_the_nearest_are_told():
+    result = search(Question(KNOWN["llama3 70b"], Workload(4096, 64), A100, 8))
+    assert result.best is None
+    needed_gib = [one.memory.peak_gib for one in result.too_large]
+    assert needed_gib == sorted(needed_gib)
+    sentences = near_misses(result)
+    assert sentences
+    assert all("lacks" in sentence for sentence in sentences)
+
+
+def test_a_count_without_a_legal_layout_names_the_nearest_that_has_one():
+    with pytest.raises(LayoutError, match=r"7 GPUs.*nearest number that has one: 8"):
+        search(Question(KNOWN["qwen2.5 7b"], Workload(2048, 8), A100, 7, engines=("fsdp",)))
+
+
+def test_seventy_billion_parameters_on_a_thousand_devices_take_under_two_seconds_of_work():
+    start = time.process_time()
+    result = search(Question(KNOWN["llama3 70b"], Workload(4096, 1024), HARDWARE["h100-80gb"], 1024))
+    assert result.best is not None
+    assert time.process_time() - start < 2
+
+
+def test_with_less_room_another_is_the_best(found):
+    best = found.best
+    tight = Question(SMALL.shape, SMALL.workload, A100, 8, available_gib=best.memory.peak_gib - 0.01)
+    assert search(tight).best.layout != best.layout
+
+
+def test_estimate_takes_a_layout_as_given():
+    layout = Layout(tp=4, pp=2, sequence_parallel=True)
+    assert estimate(SMALL, "megatron", layout).layout == layout

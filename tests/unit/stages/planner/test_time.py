@@ -1,0 +1,118 @@
+"""Predicted step time: what must hold whatever the constants are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from stages.models.known_models import KNOWN
+from stages.parallel.layout import Layout
+from stages.planner import network
+from stages.planner.compute import matmul_s
+from stages.planner.hardware import HARDWARE
+from stages.planner.time import step_time
+from stages.planner.workload import Workload
+
+H100 = HARDWARE["h100-80gb"]
+LLAMA = KNOWN["llama3 8b"]
+WORK = Workload(sequence_length=4096, global_batch_size=64)
+
+
+def estimate(layout, work=WORK, engine="megatron", hardware=H100):
+    return step_time(LLAMA, engine, layout, work, hardware)
+
+
+def test_parts_make_up_the_step_and_figures_follow_from_it():
+    found = estimate(Layout(dp_shard=2, tp=2, pp=2))
+    assert sum(vars(found.parts).values()) == pytest.approx(found.step_time_s)
+    assert found.tokens_per_s_per_gpu == pytest.approx(64 * 4096 / found.step_time_s / 8)
+    flops = LLAMA.flops().training([4096], 4096) * 64
+    assert found.mfu == pytest.approx(flops / found.step_time_s / 8 / 989e12)
+
+
+def test_one_device_has_no_communication_and_no_bubble():
+    parts = estimate(Layout()).parts
+    others = {
+        name: seconds for name, seconds in vars(parts).items() if seconds and name not in ("compute", "optimizer")
+    }
+    assert others == {}
+
+
+@pytest.mark.parametrize(("pp", "vpp", "rows"), [(2, 1, 8), (4, 1, 16), (4, 2, 16), (8, 4, 32)])
+def test_bubble_is_that_of_equally_fast_stages(pp, vpp, rows):
+    """Narayanan et al. 2021, section 2.2: (p - 1) / (v m) of the ideal time, which is m times a mean stage's."""
+    work = replace(WORK, global_batch_size=rows)
+    parts, alone = estimate(Layout(pp=pp, vpp=vpp), work).parts, estimate(Layout(), work).parts
+    assert parts.bubble == pytest.approx((pp - 1) / (vpp * rows) * alone.compute / pp)
+
+
+def test_full_recomputation_adds_the_forward_pass_and_nothing_else():
+    without, with_it = estimate(Layout()).parts, estimate(Layout(recompute="full")).parts
+    assert with_it.compute == without.compute
+    assert 0.25 < with_it.recompute / with_it.compute < 0.4  # a forward pass is a third of both
+
+
+def test_no_matrix_product_is_faster_than_the_device():
+    for hardware in HARDWARE.values():
+        for size in (64, 1024, 16384):
+            peak = hardware.peak_flops_per_s("bf16")
+            assert matmul_s(hardware, "bf16", size, size, size) > 2 * size**3 / peak
+
+
+def test_unaligned_matrices_are_slower():
+    assert matmul_s(H100, "bf16", 4096, 4096, 4095) > 2 * matmul_s(H100, "bf16", 4096, 4096, 4096)
+
+
+def test_communication_within_a_node_is_faster_than_between_nodes():
+    num_bytes = 1e9
+    inside = network.gather_s(H100, network.Group(8, 1), num_bytes)
+    across = network.gather_s(H100, network.Group(8, 8), num_bytes)
+    assert across > 5 * inside
+    assert network.gather_s(H100, network.Group(1, 1), num_bytes) == 0
+
+
+def test_a_group_of_whole_nodes_uses_all_network_cards():
+    one_card = network.gather_s(H100, network.Group(2, 8), 1e9)
+    eight_cards = network.gather_s(H100, network.Group(16, 1), 1e9)
+    assert eight_cards < one_card
+
+
+def test_tensor_parallelism_across_nodes_is_slow():
+    two_a_node = replace(H100, gpus_per_node=2)
+    inside, across = estimate(Layout(tp=8)).parts, estimate(Layout(tp=8), hardware=two_a_node).parts
+    assert across.tensor_parallel > 3 * inside.tensor_parallel
+    assert across.compute == inside.compute
+
+
+def test_keeping_gathered_parameters_saves_communication():
+    kept = estimate(Layout(dp_shard=64, reshard_after_forward=False), engine="fsdp")
+    assert kept.parts.data_parallel < estimate(Layout(dp_shard=64), engine="fsdp").parts.data_parallel
+
+
+def test_preferences_need_a_forward_pass_for_their_reference():
+    plain, preferences = estimate(Layout(dp_shard=8)), estimate(Layout(dp_shard=8), replace(WORK, method="dpo"))
+    assert plain.reference_pass_s == 0
+    assert 0.2 < preferences.reference_pass_s / preferences.step_time_s < 0.4
+
+
+def test_eight_bits_are_faster_where_the_device_has_them():
+    assert estimate(Layout(), replace(WORK, precision="fp8")).step_time_s < estimate(Layout()).step_time_s
+    a100 = HARDWARE["a100-80gb"]
+    without = estimate(Layout(), hardware=a100).parts.compute
+    assert estimate(Layout(), replace(WORK, precision="fp8"), hardware=a100).parts.compute >= without
+
+
+def test_tokens_dispatched_to_experts_on_one_node_stay_there():
+    inside, across = network.Group(8, 1), network.Group(16, 1)
+    assert network.dispatch_s(H100, inside, 1e8, 8) < network.dispatch_s(H100, across, 1e8, 8)
+
+
+def test_a_processor_that_is_its_own_host_launches_and_computes_one_after_the_other():
+    cpu = HARDWARE["cpu"]
+    alone = estimate(Layout(), hardware=cpu).parts.compute
+    assert alone > estimate(Layout(), hardware=replace(cpu, host_is_device=False)).parts.compute
+
+
+def test_compiled_layers_stream_less_through_memory():
+    assert estimate(Layout(compile=True), engine="fsdp").step_time_s < estimate(Layout(), engine="fsdp").step_time_s

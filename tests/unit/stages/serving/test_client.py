@@ -1,0 +1,101 @@
+"""What the client makes of answers that a healthy vLLM does not give."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
+
+import pytest
+
+from stages.core.errors import ServerError, TransientError
+from stages.serving.client import Client, check_server
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers each path with what the test put there."""
+
+    answers: ClassVar[dict[str, Any]] = {}
+
+    def answer(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        content = self.answers.get(self.path)
+        allowed = self.headers["Authorization"] == "Bearer right"
+        self.send_response(404 if content is None else 200 if allowed else 401)
+        self.end_headers()
+        self.wfile.write(content if isinstance(content, bytes) else json.dumps(content).encode())
+
+    do_GET = do_POST = answer  # noqa: N815 (named by http.server)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    Handler.answers = {
+        "/health": b"",
+        "/v1/models": {"data": [{"id": "sft", "max_model_len": 256}]},
+        "/v1/completions": completion([None, -2.0, -0.5]),
+    }
+    yield Client(f"http://127.0.0.1:{server.server_port}", "right", "sft")
+    server.shutdown()
+    server.server_close()
+
+
+def completion(log_probabilities: list[float | None]) -> dict[str, Any]:
+    return {"choices": [{"text": "1", "logprobs": {"token_logprobs": log_probabilities}}]}
+
+
+def test_a_server_that_does_all_it_should_passes(client: Client) -> None:
+    check_server(client)
+
+    assert client.is_healthy()
+    assert client.max_model_len() == 256
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), 0.5])
+def test_a_model_with_broken_weights_is_refused(client: Client, value: float) -> None:
+    Handler.answers["/v1/completions"] = completion([None, -1.0, value])
+
+    with pytest.raises(ServerError, match="finite numbers"):
+        check_server(client)
+
+
+def test_a_server_of_another_model_is_refused(client: Client) -> None:
+    with pytest.raises(ServerError, match="serves sft, not dpo"):
+        check_server(Client(client.url, "right", "dpo"))
+
+
+def test_a_wrong_key_is_told_with_the_status(client: Client) -> None:
+    with pytest.raises(ServerError, match="answered 401"):
+        check_server(Client(client.url, "wrong", "sft"))
+
+
+def test_something_else_than_vllm_is_told(client: Client) -> None:
+    Handler.answers["/v1/models"] = b"<html>"
+
+    with pytest.raises(ServerError, match="something else than JSON"):
+        client.model_names()
+
+
+def test_nobody_there_may_be_tried_again() -> None:
+    client = Client("http://127.0.0.1:1", "right", "sft")
+
+    assert not client.is_healthy()
+    with pytest.raises(TransientError, match="does not answer"):
+        client.model_names()
+
+
+def test_counters_are_summed_over_their_labels(client: Client) -> None:
+    Handler.answers["/metrics"] = (
+        b'# TYPE a counter\na_total{reason="stop"} 2.0\na_total{reason="length"} 3.0\nab 9.0\n'
+    )
+
+    assert client.counter("a_total") == 5.0
+
+
+def test_the_key_is_not_in_what_a_client_prints(client: Client) -> None:
+    assert "right" not in repr(client)
