@@ -47,9 +47,9 @@ def run_stage(work: Path) -> None:
     run = importlib.import_module(f"stages.{told.kind}.run").run
     config = KINDS[told.kind].model_validate(told.config)
     context = StageContext(
-        work, told.name, told.version, config, told.inputs, told.leases, told.cache, told.outside, told.trial
+        work, told.name, told.version, told.inputs, told.leases, told.cache, told.outside, told.trial
     )
-    outcome = run(context)
+    outcome = run(config, context)
     for result in (outcome,) if isinstance(outcome, StageResult) else outcome:
         if is_main_process():
             write_atomically(work / "result.json", result.model_dump_json(indent=2))

@@ -66,7 +66,7 @@ def make_context(work: Path, artifacts: dict[str, Path], config: TrainConfig) ->
         cache=cache,
     )
     (work / "config.json").write_text(told.model_dump_json())
-    return StageContext(work, told.name, VERSION, config, artifacts, {}, cache)
+    return StageContext(work, told.name, VERSION, artifacts, {}, cache)
 
 
 def start(work: Path, config: TrainConfig) -> subprocess.Popen[bytes]:

@@ -112,7 +112,7 @@ def _former(number: str | None) -> str:
 
 
 def _say(work: Path, told: StageInput, message: str) -> None:
-    StageContext(work, told.name, told.version, None, told.inputs, told.leases, told.cache).milestone(message)
+    StageContext(work, told.name, told.version, told.inputs, told.leases, told.cache).milestone(message)
 
 
 def _record(folder: Path) -> Record:

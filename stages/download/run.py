@@ -26,13 +26,12 @@ from stages.models.model_folder import check_model_folder
 GIB = 1 << 30
 
 
-def run(context: StageContext) -> StageResult:
+def run(config: DownloadConfig, context: StageContext) -> StageResult:
     """Fetch what the recipe names, check it, and say how much it was.
 
     Raises ModelError, DataError, DownloadError, ResourceError or TransientError.
     """
     started_s = time.monotonic()
-    config: DownloadConfig = context.config
     outside = context.outside or config.resolve_outside()
     revision = str(outside["revision"])
     folder = context.work / ("model" if config.product == "model" else "data")
@@ -42,20 +41,20 @@ def run(context: StageContext) -> StageResult:
             folder.mkdir()
             importlib.import_module(BUILTINS[name].module).make(folder)
         case FileSource(path):
-            _copy(context, path, revision, folder)
+            _copy(config, context, path, revision, folder)
         case HubSource() as source:
-            _fetch(context, _list_snapshot(source, revision), folder)
+            _fetch(config, context, _list_snapshot(source, revision), folder)
     if config.product == "model":
         check_model_folder(folder)
-        _warn_of_missing_code(context, folder)
+        _warn_of_missing_code(config, context, folder)
     files = [path for path in folder.rglob("*") if path.is_file()]
     metrics = {"bytes": _size_bytes(folder), "num_files": len(files), "seconds": time.monotonic() - started_s}
     return StageResult(metrics=metrics, tags={"source": config.source_text, "revision": revision})
 
 
-def _copy(context: StageContext, path: Path, revision: str, folder: Path) -> None:
+def _copy(config: DownloadConfig, context: StageContext, path: Path, revision: str, folder: Path) -> None:
     files = list_files(path)
-    selected = select_files(context.config, list(files))
+    selected = select_files(config, list(files))
     size_bytes = sum(files[name].stat().st_size for name in selected)
     _check_disk(context.work, size_bytes)
     copy_files(((name, files[name]) for name in selected), folder, Progress(context, size_bytes).add)
@@ -77,9 +76,9 @@ def _list_snapshot(source: HubSource, revision: str) -> Snapshot:
     return snapshot
 
 
-def _fetch(context: StageContext, snapshot: Snapshot, folder: Path) -> None:
+def _fetch(config: DownloadConfig, context: StageContext, snapshot: Snapshot, folder: Path) -> None:
     check_names([file.name for file in snapshot.files], snapshot.source)
-    selected = set(select_files(context.config, [file.name for file in snapshot.files]))
+    selected = set(select_files(config, [file.name for file in snapshot.files]))
     snapshot = replace(snapshot, files=tuple(file for file in snapshot.files if file.name in selected))
     # By revision: files of a branch that moved on between two attempts must not mix.
     arrivals = context.scratch / snapshot.revision
@@ -103,11 +102,11 @@ def _size_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _warn_of_missing_code(context: StageContext, folder: Path) -> None:
+def _warn_of_missing_code(config: DownloadConfig, context: StageContext, folder: Path) -> None:
     """A model that brings its own code was downloaded without it."""
-    config = json.loads((folder / "config.json").read_text())
-    if "auto_map" in config and not context.config.trust_remote_code:
+    model_config = json.loads((folder / "config.json").read_text())
+    if "auto_map" in model_config and not config.trust_remote_code:
         context.warn(
-            f"{context.config.source_text} brings Python files of its own, which were left out; Transformers may know "
+            f"{config.source_text} brings Python files of its own, which were left out; Transformers may know "
             "the architecture without them. If you trust them, set trust_remote_code: true"
         )

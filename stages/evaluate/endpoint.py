@@ -42,14 +42,13 @@ class Endpoint:
 
 
 @contextlib.contextmanager
-def endpoint_for(context: StageContext) -> Iterator[Endpoint]:
+def endpoint_for(config: EvaluateConfig, context: StageContext) -> Iterator[Endpoint]:
     """The leased server of a serve stage while it answers, else one that is started here and ended in the end.
 
     A server of our own may still be starting. Raises ModelError or ResourceError before anything slow.
     """
-    config: EvaluateConfig = context.config
-    spec = _launch_spec(context)
-    leased = _leased_client(context, spec)
+    spec = _launch_spec(config, context)
+    leased = _leased_client(config, context, spec)
     if leased:
         yield Endpoint(leased, spec, None, config.execution.ready_timeout_s)
         return
@@ -58,9 +57,8 @@ def endpoint_for(context: StageContext) -> Iterator[Endpoint]:
         yield Endpoint(server.client, spec, server, config.execution.ready_timeout_s)
 
 
-def _launch_spec(context: StageContext) -> LaunchSpec:
+def _launch_spec(config: EvaluateConfig, context: StageContext) -> LaunchSpec:
     """What the serve stage left, or a new one for a model."""
-    config: EvaluateConfig = context.config
     artifact = context.inputs[config.model]
     if (artifact / LAUNCH_FILE).is_file():
         if config.serving:
@@ -74,15 +72,15 @@ def _launch_spec(context: StageContext) -> LaunchSpec:
     )
 
 
-def _leased_client(context: StageContext, spec: LaunchSpec) -> Client | None:
+def _leased_client(config: EvaluateConfig, context: StageContext, spec: LaunchSpec) -> Client | None:
     """The server that the refresh keeps up for us, if there is one and it does what it should."""
-    lease = context.leases.get(context.config.model)
+    lease = context.leases.get(config.model)
     if lease is None:
         return None
     client = Client(lease.url, api_key(), spec.served_name)
     try:
         check_server(client)
     except LifecycleError as error:
-        context.warn(f"the server of {context.config.model} is of no use ({error}); starting another")
+        context.warn(f"the server of {config.model} is of no use ({error}); starting another")
         return None
     return client

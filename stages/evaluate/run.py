@@ -29,18 +29,17 @@ PROGRESS_EVERY = 10
 KEPT_RESULTS = ("results", "groups", "group_subtasks", "configs", "versions", "n-shot", "higher_is_better", "n-samples")
 
 
-def run(context: StageContext) -> StageResult:
+def run(config: EvaluateConfig, context: StageContext) -> StageResult:
     """Raises EvaluationError, ModelError or ResourceError for bad input before anything slow; ServerError when the
     server does not come up; TransientError when it goes away: the next attempt continues where this one was.
     """
     signal.signal(signal.SIGTERM, _end)
-    config: EvaluateConfig = context.config
     selection = select_tasks(config.tasks, config.task_folder)
     _prepare_environment(selection, context.cache)
-    with endpoint_for(context) as endpoint:
+    with endpoint_for(config, context) as endpoint:
         if config.apply_chat_template:
             _check_chat_template(endpoint.spec.model)
-        results = _evaluate(context, selection, endpoint)
+        results = _evaluate(config, context, selection, endpoint)
         vllm_version = endpoint.spec.vllm_version
     files = _write(context.work, results)
     metrics = score_metrics(results["results"])
@@ -69,8 +68,9 @@ def _check_chat_template(model: Path) -> None:
         )
 
 
-def _evaluate(context: StageContext, selection: TaskSelection, endpoint: Endpoint) -> dict[str, Any]:
-    config: EvaluateConfig = context.config
+def _evaluate(
+    config: EvaluateConfig, context: StageContext, selection: TaskSelection, endpoint: Endpoint
+) -> dict[str, Any]:
 
     def tell(answered: int, asked: int) -> None:
         if answered % PROGRESS_EVERY == 0 or answered == asked:

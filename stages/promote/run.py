@@ -31,13 +31,12 @@ MIB = 2**20
 THROUGHPUT_PREFIX = "output_tokens_per_s_concurrency_"
 
 
-def run(context: StageContext) -> StageResult:
+def run(config: PromoteConfig, context: StageContext) -> StageResult:
     """Raises EvaluationError when the two sides cannot be compared, or a gate needs what nothing measured."""
-    config: PromoteConfig = context.config
     standing = Standing.model_validate_json((context.work / CHAMPION_FILE).read_bytes())
-    against, references = _opponent(context, standing.champion)
+    against, references = _opponent(config, context, standing.champion)
     differences = compare(_folders(context, config.evaluations), references) if against else []
-    figures = _figures(context, differences)
+    figures = _figures(config, context, differences)
     gates = judge(config.gates, figures)
     verdict = Verdict(
         outcome=_outcome(standing.champion, gates),
@@ -56,9 +55,10 @@ def run(context: StageContext) -> StageResult:
     )
 
 
-def _opponent(context: StageContext, champion: Champion | None) -> tuple[str | None, Sequence[Path]]:
+def _opponent(
+    config: PromoteConfig, context: StageContext, champion: Champion | None
+) -> tuple[str | None, Sequence[Path]]:
     """What the candidate is compared with, and its evaluations: the recipe's baselines, else the champion."""
-    config: PromoteConfig = context.config
     if config.baselines:
         return ", ".join(config.baselines), _folders(context, config.baselines)
     if champion is None or config.gates.max_regression_standard_errors is None:
@@ -74,8 +74,7 @@ def _outcome(champion: Champion | None, gates: Sequence[Gate]) -> Outcome:
     return "promoted" if all(gate.holds for gate in gates) else "not promoted"
 
 
-def _figures(context: StageContext, differences: Sequence[Difference]) -> Figures:
-    config: PromoteConfig = context.config
+def _figures(config: PromoteConfig, context: StageContext, differences: Sequence[Difference]) -> Figures:
     scores = {name: value for stage in config.evaluations for name, value in _metrics(context, stage).items()}
     served = _metrics(context, config.server) if config.server else {}
     throughputs = [value for name, value in served.items() if name.startswith(THROUGHPUT_PREFIX)]

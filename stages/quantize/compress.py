@@ -41,12 +41,13 @@ SMOOTHING_STRENGTH = 0.8
 """Of activations against weights: what SmoothQuant's authors use for models of many outliers."""
 
 
-def compress(source: Path, target: Path, samples: list[list[int]], context: StageContext) -> None:
+def compress(
+    source: Path, target: Path, samples: list[list[int]], config: QuantizeConfig, context: StageContext
+) -> None:
     """Write the quantized model of folder `source` to `target`, with everything else that `source` holds.
 
     The same folder, samples and config give the same weights, bit for bit, on the same machine.
     """
-    config: QuantizeConfig = context.config
     torch.manual_seed(config.seed)
     model = _load(source, config)
     batches = [

@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 MIB = 2**20
 
 
-def run(context: StageContext) -> StageResult:
+def run(config: QuantizeConfig, context: StageContext) -> StageResult:
     """Check, quantize, reload, compare. Raises GateError when the KL exceeds `max_kl`; the figures are logged first."""
-    config: QuantizeConfig = context.config
     _prepare_process()
     source, target = context.inputs[config.model] / "model", context.work / "model"
     num_layers = _check(source, config)
@@ -39,8 +38,8 @@ def run(context: StageContext) -> StageResult:
         f"quantizing {num_layers} layers with {config.method}, calibrated with "
         f"{sum(map(len, samples.calibration))} tokens of {len(samples.calibration)} rows"
     )
-    _compress(source, target, samples.calibration, context)
-    divergence = _divergence(source, target, samples.evaluation, context)
+    _compress(source, target, samples.calibration, config, context)
+    divergence = _divergence(source, target, samples.evaluation, config, context)
     metrics = {**divergence.metrics(), **_sizes(source, target)}
     context.log_metrics(0, metrics)
     _judge(metrics["kl_nats_per_token"], config.max_kl, divergence.worst_in_words(source))
@@ -71,21 +70,25 @@ def _check(source: Path, config: QuantizeConfig) -> int:
     return len(layers)
 
 
-def _compress(source: Path, target: Path, samples: list[list[int]], context: StageContext) -> None:
+def _compress(
+    source: Path, target: Path, samples: list[list[int]], config: QuantizeConfig, context: StageContext
+) -> None:
     from stages.quantize.compress import compress
 
-    compress(source, target, samples, context)
+    compress(source, target, samples, config, context)
     context.milestone(f"wrote the quantized model: {_mebibytes(source):.1f} → {_mebibytes(target):.1f} MiB")
 
 
-def _divergence(source: Path, target: Path, samples: list[list[int]], context: StageContext) -> Divergence:
+def _divergence(
+    source: Path, target: Path, samples: list[list[int]], config: QuantizeConfig, context: StageContext
+) -> Divergence:
     from stages.quantize.divergence import measure_divergence
 
     return measure_divergence(
         source,
         target,
         samples,
-        trust_remote_code=context.config.trust_remote_code,
+        trust_remote_code=config.trust_remote_code,
         report=lambda done, total: context.progress(done, total, "tokens", "comparing with the unquantized model"),
     )
 

@@ -27,14 +27,13 @@ LAUNCH_FILE = "launch.json"
 WATCH_INTERVAL_S = 0.5
 
 
-def run(context: StageContext) -> Iterator[StageResult]:
+def run(config: ServeConfig, context: StageContext) -> Iterator[StageResult]:
     """Yield the result with a lease once the server is up; from then on, guard it until SIGTERM.
 
     Raises ModelError, ResourceError (port, no vLLM) before anything slow; ServerError when the server does not come
     up, fails the check, or ends while it is leased.
     """
     signal.signal(signal.SIGTERM, _end)
-    config: ServeConfig = context.config
     model = context.inputs[config.model] / "model"
     spec = LaunchSpec(
         model=model.resolve(), served_name=config.model, serving=config.serving, vllm_version=find_vllm().version
@@ -43,7 +42,7 @@ def run(context: StageContext) -> Iterator[StageResult]:
     log_file = context.scratch / "server.log"
     runtime = context.cache / "servers" / f"{context.name}-{context.version}"
     with started_server(spec, config.execution, log_file, runtime) as server:
-        metrics = _bring_up(server, context)
+        metrics = _bring_up(server, config, context)
         shutil.copyfile(log_file, context.work / "server-start.log")
         (context.work / LAUNCH_FILE).write_text(spec.model_dump_json(indent=2))
         yield StageResult(
@@ -55,9 +54,8 @@ def run(context: StageContext) -> Iterator[StageResult]:
         guard(server)
 
 
-def _bring_up(server: Server, context: StageContext) -> dict[str, float]:
+def _bring_up(server: Server, config: ServeConfig, context: StageContext) -> dict[str, float]:
     """Await, check and measure the server; returns the figures."""
-    config: ServeConfig = context.config
     time_to_ready_s = server.wait_until_ready(
         config.execution.ready_timeout_s,
         lambda elapsed_s: context.progress(elapsed_s, config.execution.ready_timeout_s, "s", "starting vLLM"),

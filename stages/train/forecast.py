@@ -46,12 +46,11 @@ class Forecast:
     tags: dict[str, str] = field(default_factory=dict)
 
 
-def forecast(context: StageContext, model_folder: Path, device: torch.device) -> Forecast:
+def forecast(config: TrainConfig, context: StageContext, model_folder: Path, device: torch.device) -> Forecast:
     """Predict, check memory, and leave `forecast.json` with the layout's parts and its alternatives. Collective.
 
     Raises LayoutError on every process when even the emptiest device has too little memory free.
     """
-    config: TrainConfig = context.config
     free_gib = min(gathered(_free_memory_gib(device)))
     question = _question(context, config, model_folder, device)
     if question is None:

@@ -13,12 +13,11 @@ from stages.parallel.legality import layout_problems
 from stages.train.config import TrainConfig
 
 
-def check_layout(context: StageContext, model_folder: Path) -> None:
+def check_layout(config: TrainConfig, context: StageContext, model_folder: Path) -> None:
     """Raise LayoutError for a layout that the model does not allow, ModelError for a model that the engine does not.
 
     What is only unwise becomes a warning. FSDP2 takes every model and layout that a recipe can name.
     """
-    config: TrainConfig = context.config
     shape = _shape(model_folder) if config.engine == "megatron" else None
     problems = layout_problems(config.engine, config.layout, config.setting, shape)
     errors = [problem.message for problem in problems if problem.severity == "error"]

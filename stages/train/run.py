@@ -39,25 +39,24 @@ LOSS_PLOT = "plots/loss.png"
 HEADLINE = ("evaluation_loss", "evaluation_preference_accuracy", "tokens_per_s", "mfu")
 
 
-def run(context: StageContext) -> StageResult:
+def run(config: TrainConfig, context: StageContext) -> StageResult:
     """Check what can be checked, prepare the data, train, export; `TrainConfig` says what can be asked for.
 
     Raises a `LifecycleError` when the model, the data, the layout or the machine do not allow it, or training diverges.
     """
     hide_unused_packages()
-    config: TrainConfig = context.config
     model_folder = context.inputs[config.model] / "model"
     _check_world_size(config)
     check_model_folder(model_folder)
-    check_layout(context, model_folder)
-    data = _prepare_data(context, model_folder)
+    check_layout(config, context, model_folder)
+    data = _prepare_data(config, context, model_folder)
     with joined_processes(collective_timeout(config.execution.hang_timeout_s)) as device:
-        expected = forecast(context, model_folder, device)
+        expected = forecast(config, context, model_folder, device)
         with explained_out_of_memory(config, expected.figures.get("predicted_memory_gib")):
             build = _engine_type(config)
             with Watchdog(context.work, config.execution.hang_timeout_s) as watchdog:
                 engine = build(model_folder, config, device)
-                training_run = _assemble(context, engine, data, model_folder, watchdog)
+                training_run = _assemble(config, context, engine, data, model_folder, watchdog)
                 evaluation = train(training_run)
                 peak_memory = _peak_memory(training_run)
                 if context.trial is None:
@@ -79,8 +78,7 @@ def _check_world_size(config: TrainConfig) -> None:
         )
 
 
-def _prepare_data(context: StageContext, model_folder: Path) -> PreparedData:
-    config: TrainConfig = context.config
+def _prepare_data(config: TrainConfig, context: StageContext, model_folder: Path) -> PreparedData:
     return prepare(
         context.inputs[config.data.dataset] / "data",
         config.data,
@@ -107,9 +105,13 @@ def _engine_type(config: TrainConfig) -> Callable[[Path, TrainConfig, torch.devi
 
 
 def _assemble(
-    context: StageContext, engine: Engine, data: PreparedData, model_folder: Path, watchdog: Watchdog
+    config: TrainConfig,
+    context: StageContext,
+    engine: Engine,
+    data: PreparedData,
+    model_folder: Path,
+    watchdog: Watchdog,
 ) -> TrainingRun:
-    config: TrainConfig = context.config
     layout, trial = config.layout, context.trial
     checkpoints_folder = context.scratch / "checkpoints"
     if is_main_process() and trial is None:

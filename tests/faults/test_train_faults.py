@@ -97,7 +97,8 @@ def test_a_run_goes_on_with_another_number_of_processes(artifacts, killed, unint
     work = tmp_path / "work"
     shutil.copytree(killed, work)
     with fault.timed("recovered"):
-        run(make_context(work, artifacts, make_long_config({"micro_batch_size": 4})))
+        config = make_long_config({"micro_batch_size": 4})
+        run(config, make_context(work, artifacts, config))
     resumed, expected = (load_file(folder / "model" / "model.safetensors") for folder in (work, uninterrupted))
     start_weights = load_file(artifacts["base"] / "model" / "model.safetensors")
     for name, weight in expected.items():
@@ -150,27 +151,29 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_step(artifacts, tm
         fault.timed("detected"),
         pytest.raises(TrainingError, match=r"step \d+: the loss is .* the gradient norm (nan|inf)"),
     ):
-        run(make_context(tmp_path / "work", artifacts, config))
+        run(config, make_context(tmp_path / "work", artifacts, config))
     assert not (tmp_path / "work" / "model").exists()
 
 
 def test_a_wrong_number_of_processes_is_named_before_anything_is_loaded(artifacts, tmp_path, fault):
     fault.name, fault.stage = "wrong number of processes", "train"
-    context = make_context(tmp_path / "work", artifacts, make_config(layout=TWO_PROCESSES))
+    config = make_config(layout=TWO_PROCESSES)
+    context = make_context(tmp_path / "work", artifacts, config)
     with fault.timed("detected"), pytest.raises(LayoutError, match=r"needs 2 processes .*dp_shard=2.* 1 were started"):
-        run(context)
+        run(config, context)
 
 
 def test_a_disk_that_is_too_full_for_checkpoints_is_told_before_training(artifacts, tmp_path, monkeypatch, fault):
     fault.name, fault.stage = "no room for checkpoints", "train"
-    context = make_context(tmp_path / "work", artifacts, make_config())
+    config = make_config()
+    context = make_context(tmp_path / "work", artifacts, config)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with (
         fault.timed("detected"),
         pytest.raises(ResourceError, match=r"3 checkpoints .* 0\.00 GiB are free, 0\.0\d GiB are needed"),
     ):
-        run(context)
+        run(config, context)
     assert not (tmp_path / "work" / "metrics.jsonl").exists()
 
 
@@ -191,7 +194,7 @@ def test_a_model_with_a_missing_weight_is_refused(artifacts, tmp_path, fault):
         fault.timed("detected"),
         pytest.raises(ModelError, match=r"1 weights are missing .*model\.layers\.1\.mlp\.up_proj\.weight"),
     ):
-        run(make_context(tmp_path / "work", changed, make_config()))
+        run(make_config(), make_context(tmp_path / "work", changed, make_config()))
 
 
 def test_a_model_with_a_weight_of_another_shape_is_refused(artifacts, tmp_path, fault):
@@ -200,4 +203,4 @@ def test_a_model_with_a_weight_of_another_shape_is_refused(artifacts, tmp_path, 
         artifacts, tmp_path / "base", lambda weights: weights.update({"model.norm.weight": torch.ones(3)})
     )
     with fault.timed("detected"), pytest.raises(ModelError, match=r"model\.norm\.weight"):
-        run(make_context(tmp_path / "work", changed, make_config()))
+        run(make_config(), make_context(tmp_path / "work", changed, make_config()))

@@ -148,7 +148,7 @@ def test_the_reference_is_computed_once(dpo, sft, artifacts, tmp_path):
     assert len(entries) == 2, "training rows and held-out rows"
     work = dpo.parent / "again"
     config = make_config("dpo", steps=NUM_DPO_STEPS, layout={"micro_batch_size": 4}, learning_rate=1e-3)
-    run(make_context(work, {**artifacts, "base": sft}, config))
+    run(config, make_context(work, {**artifacts, "base": sft}, config))
     assert {path: path.stat().st_mtime_ns for path in (dpo.parent / "cache" / "reference").iterdir()} == entries
     losses, of_two = ([row["loss"] for row in logged(folder)] for folder in (work, dpo))
     assert losses == pytest.approx(of_two, abs=1e-5)

@@ -45,7 +45,7 @@ class Example(StageConfig):
 
 @pytest.fixture
 def context(tmp_path) -> StageContext:
-    return StageContext(tmp_path, "example", "0" * 12, None, {}, {}, tmp_path / "cache")
+    return StageContext(tmp_path, "example", "0" * 12, {}, {}, tmp_path / "cache")
 
 
 def lines(path: Path) -> list[dict]:

@@ -32,6 +32,6 @@ def download(tmp_path: Path) -> Download:
     def start(**config: object) -> StageResult:
         checked = DownloadConfig.model_validate({"kind": "download", **config})
         outside = checked.resolve_outside()
-        return run(StageContext(tmp_path, "base", "0" * 12, checked, {}, {}, tmp_path / "cache", outside))
+        return run(checked, StageContext(tmp_path, "base", "0" * 12, {}, {}, tmp_path / "cache", outside))
 
     return start

@@ -28,10 +28,8 @@ def judge(tmp_path):
         (work / CHAMPION_FILE).write_text(Standing(champion=told).model_dump_json())
         inputs = {"model": tmp_path / "model", "scores": tmp_path / "scores", "other": tmp_path / "champion"}
         settings = {"kind": "promote", "name": "adder", "model": "model", "evaluations": ["scores"], **config}
-        context = StageContext(
-            work, "promote", "0" * 12, PromoteConfig.model_validate(settings), inputs, {}, tmp_path / "cache"
-        )
-        result = run(context)
+        context = StageContext(work, "promote", "0" * 12, inputs, {}, tmp_path / "cache")
+        result = run(PromoteConfig.model_validate(settings), context)
         return result, Verdict.model_validate_json((work / "verdict.json").read_bytes()), work
 
     return judge

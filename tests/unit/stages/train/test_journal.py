@@ -14,7 +14,7 @@ NUM_STEPS = 20
 
 @pytest.fixture
 def context(tmp_path):
-    return StageContext(tmp_path, "sft", "0" * 12, None, {}, {}, tmp_path)
+    return StageContext(tmp_path, "sft", "0" * 12, {}, {}, tmp_path)
 
 
 def test_a_resumed_run_does_not_log_a_step_twice(context):
