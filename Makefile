@@ -45,6 +45,7 @@ check: environments .venv/.test-ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+	.venv/bin/lint-imports --no-logo --no-cache
 
 benchmarks: environments .venv/.test-ready
 	for benchmark in $(BENCHMARKS); do .venv/bin/python $$benchmark || exit 1; done
