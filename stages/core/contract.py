@@ -48,6 +48,14 @@ class OutsideInput:
     """Marks a path outside the store: its content is identity, where it lies is not."""
 
 
+@dataclass(frozen=True)
+class AddedLater:
+    """Marks an optional field whose default does what was done before there was the field.
+
+    At its default it is no part of the identity: artifacts that exist keep their versions.
+    """
+
+
 ModelReference = Annotated[str, Reference(("model",))]
 DatasetReference = Annotated[str, Reference(("dataset",))]
 ModelOrServerReference = Annotated[str, Reference(("model", "server"))]
@@ -95,12 +103,13 @@ class StageConfig(StrictModel, ABC):
         return self.processes
 
     def identity(self) -> dict[str, JsonValue]:
-        """The config with defaults filled in, without `execution`, references and outside paths.
+        """The config with defaults filled in, without `execution`, references, outside paths and unset later fields.
 
-        The versions of the referenced stages and the contents of the paths stand in for the latter two.
+        The versions of the referenced stages and the contents of the paths stand in for references and paths.
         """
         skipped = {path for path, _ in marked_values(self, Reference)}
         skipped |= {path for path, _ in marked_values(self, OutsideInput)}
+        skipped |= set(_unset_later(self))
         return _without(self.model_dump(mode="json", exclude={"execution"}), skipped)
 
     def resume_identity(self) -> dict[str, JsonValue]:
@@ -144,6 +153,16 @@ def marked_values(model: BaseModel, marker: type, prefix: str = "") -> Iterator[
                 yield path, value
         elif isinstance(value, BaseModel):
             yield from marked_values(value, marker, f"{path}.")
+
+
+def _unset_later(model: BaseModel, prefix: str = "") -> Iterator[str]:
+    """Dotted paths of fields marked `AddedLater` that have their default, at any depth."""
+    for name, field in type(model).model_fields.items():
+        value = getattr(model, name)
+        if find_marker(field, AddedLater) and value == field.get_default(call_default_factory=True):
+            yield f"{prefix}{name}"
+        elif isinstance(value, BaseModel):
+            yield from _unset_later(value, f"{prefix}{name}.")
 
 
 def find_marker(field: Any, marker: type) -> Any | None:

@@ -1,17 +1,18 @@
-"""A dataset → a few tokenized documents that show a quantizer what a model sees: whole, without masks or packing."""
+"""A dataset → a few tokenized documents that show a quantizer what a model sees: whole, without packing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Literal
 
 from stages.core.errors import DataError
 from stages.data.files import BadRow, find_files, read_rows
 from stages.data.formats import Document, RowReader
 from stages.data.messages import RowError
 from stages.data.templates import Rendered
-from stages.data.tokenizer import DocumentTokenizer
+from stages.data.tokenizer import DocumentTokenizer, Tokens
 
 
 def calibration_samples(
@@ -21,23 +22,24 @@ def calibration_samples(
     num_samples: int,
     sequence_length: int,
     *,
+    train_on: Literal["assistant", "all"],
     num_skipped: int = 0,
     chat_template: Path | None = None,
-) -> list[list[int]]:
-    """Token ids of the first `num_samples` good rows after `num_skipped` others, each cut to `sequence_length`.
+) -> list[Tokens]:
+    """The first `num_samples` good rows after `num_skipped` others, each cut to `sequence_length`.
 
-    Conversations are rendered with the chat template, the model's or the one given; of preference pairs the chosen
+    train_on: the tokens that their masks mark. Conversations are rendered with the chat template, the model's or the one given; of preference pairs the chosen
     one counts. Bad rows are passed over. There may be fewer than asked for.
 
     Raises DataError when there are none, ModelError for a folder without a usable tokenizer.
     """
-    tokenizer = DocumentTokenizer(tokenizer_folder, chat_template, train_on="all")
+    tokenizer = DocumentTokenizer(tokenizer_folder, chat_template, train_on)
     texts = _texts(folder, split, tokenizer)
     wanted = list(islice(texts, num_skipped, num_skipped + num_samples))
     if not wanted:
         after = f" after the first {num_skipped}" if num_skipped else ""
         raise DataError(f"the split {split!r} of {folder} has no usable rows{after} to calibrate with")
-    return [tokens.ids[:sequence_length].tolist() for tokens in tokenizer.encode(wanted)]
+    return [tokens.cut(sequence_length) for tokens in tokenizer.encode(wanted)]
 
 
 def _texts(folder: Path, split: str, tokenizer: DocumentTokenizer) -> Iterator[Rendered]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from stages.core.contract import DatasetReference, ModelReference, Product, StageConfig, StrictModel
+from stages.core.contract import AddedLater, DatasetReference, ModelReference, Product, StageConfig, StrictModel
 
 
 class CalibrationConfig(StrictModel):
@@ -19,6 +19,11 @@ class CalibrationConfig(StrictModel):
     )
     num_samples: PositiveInt = 128
     num_evaluation_samples: PositiveInt = 128
+    evaluate_on: Annotated[Literal["all", "assistant"], AddedLater()] = Field(
+        "all",
+        description="Tokens whose predictions the KL is a mean over. assistant: those that training learns from a "
+        "conversation; a model that was never trained on the others predicts them at random, quantized or not.",
+    )
     sequence_length: PositiveInt = 512
 
 

@@ -74,21 +74,25 @@ def measure_divergence(
     reference_folder: Path,
     quantized_folder: Path,
     samples: list[list[int]],
+    evaluated: list[list[bool]],
     *,
     trust_remote_code: bool,
     report: Callable[[int, int], None],
 ) -> Divergence:
     """Run both models over `samples` and compare what they predict; `report(done, total)` counts tokens.
 
+    evaluated: of each sample, the tokens whose prediction counts (the first one's is never made).
+
     KL(reference ‖ quantized), exact over the whole vocabulary.
     """
     reference, quantized = (_load(folder, trust_remote_code) for folder in (reference_folder, quantized_folder))
     divergence, total = Divergence(), sum(len(sample) for sample in samples)
     done = 0
-    for batch in batches_of_one_length(samples, BATCH_TOKENS):
-        batch = batch.to(reference.device)
+    batches, masks = (batches_of_one_length(rows, BATCH_TOKENS) for rows in (samples, evaluated))
+    for batch, mask in zip(batches, masks, strict=True):
+        batch, counted = batch.to(reference.device), mask[:, 1:].flatten().to(reference.device)
         logits = (_predictions(reference, batch), _predictions(quantized, batch), batch[:, 1:].flatten())
-        for chunk in zip(*(part.split(CHUNK_TOKENS) for part in logits), strict=True):
+        for chunk in zip(*(part[counted].split(CHUNK_TOKENS) for part in logits), strict=True):
             divergence.add(*chunk)
         done += batch.numel()
         report(done, total)

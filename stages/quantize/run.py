@@ -17,7 +17,7 @@ from stages.core.errors import GateError, ModelError, RecipeError
 from stages.models.model_folder import check_model_folder
 from stages.quantize.config import QuantizeConfig
 from stages.quantize.projections import read_projections
-from stages.quantize.samples import read_samples
+from stages.quantize.samples import Samples, read_samples
 from stages.quantize.servability import Heads, caveats, check_servable, cpu_flags, quantized, serving_device
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def run(config: QuantizeConfig, context: StageContext) -> StageResult:
         f"{sum(map(len, samples.calibration))} tokens of {len(samples.calibration)} rows"
     )
     _compress(source, target, samples.calibration, config, context)
-    divergence = _divergence(source, target, samples.evaluation, config, context)
+    divergence = _divergence(source, target, samples, config, context)
     metrics = {**divergence.metrics(), **_sizes(source, target)}
     context.log_metrics(0, metrics)
     _judge(metrics["kl_nats_per_token"], config.max_kl, divergence.worst_in_words(source))
@@ -80,14 +80,15 @@ def _compress(
 
 
 def _divergence(
-    source: Path, target: Path, samples: list[list[int]], config: QuantizeConfig, context: StageContext
+    source: Path, target: Path, samples: Samples, config: QuantizeConfig, context: StageContext
 ) -> Divergence:
     from stages.quantize.divergence import measure_divergence
 
     return measure_divergence(
         source,
         target,
-        samples,
+        samples.evaluation,
+        samples.evaluated,
         trust_remote_code=config.trust_remote_code,
         report=lambda done, total: context.progress(done, total, "tokens", "comparing with the unquantized model"),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,10 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Samples:
-    """Token ids, a list a row; rows differ in length and have at least two tokens."""
+    """Token ids, a list a row; rows differ in length and have at least two tokens.
+
+    evaluated: of each row of `evaluation`, whether the prediction of the token counts; never that of the first one.
+    """
 
     calibration: list[list[int]]
     evaluation: list[list[int]]
+    evaluated: list[list[bool]]
 
 
 def read_samples(data: Path, tokenizer_folder: Path, config: CalibrationConfig) -> Samples:
@@ -30,26 +34,39 @@ def read_samples(data: Path, tokenizer_folder: Path, config: CalibrationConfig) 
     """
     from stages.data.calibration import calibration_samples
 
-    calibration = calibration_samples(data, config.split, tokenizer_folder, config.num_samples, config.sequence_length)
+    calibration = calibration_samples(
+        data, config.split, tokenizer_folder, config.num_samples, config.sequence_length, train_on="all"
+    )
     evaluation = calibration_samples(
         data,
         config.evaluation_split or config.split,
         tokenizer_folder,
         config.num_evaluation_samples,
         config.sequence_length,
+        train_on=config.evaluate_on,
         num_skipped=0 if config.evaluation_split else len(calibration),
     )
-    return Samples(_predictable(calibration, config.split), _predictable(evaluation, "evaluation"))
+    predicted = [sample for sample in evaluation if sample.loss.any()]
+    if not predicted:
+        raise DataError(
+            f"no row of the evaluation split has a token to predict within {config.sequence_length} tokens "
+            f"(evaluate_on: {config.evaluate_on}); raise sequence_length or take other rows"
+        )
+    return Samples(
+        _predictable([sample.ids.tolist() for sample in calibration], config.split),
+        [sample.ids.tolist() for sample in predicted],
+        [sample.loss.tolist() for sample in predicted],
+    )
 
 
-def batches_of_one_length(samples: list[list[int]], max_tokens: int) -> Iterator[torch.Tensor]:
-    """int64 [rows, tokens] of rows of the same length, at most `max_tokens` in all (or one row), in a fixed order.
+def batches_of_one_length(samples: Sequence[Sequence[int]], max_tokens: int) -> Iterator[torch.Tensor]:
+    """[rows, tokens] of rows of the same length, at most `max_tokens` in all (or one row), in a fixed order.
 
     No padding: it would count as activations that a quantizer has to represent.
     """
     import torch
 
-    by_length: dict[int, list[list[int]]] = defaultdict(list)
+    by_length: dict[int, list[Sequence[int]]] = defaultdict(list)
     for sample in samples:
         by_length[len(sample)].append(sample)
     for length, rows in by_length.items():

@@ -150,8 +150,10 @@ def metrics(work: Path) -> dict[str, float]:
 
 
 def kl_of(home, folder):
+    rows = counting_rows(50)
+    everything = [[True] * len(row) for row in rows]
     divergence = measure_divergence(
-        home / "model/model", folder, counting_rows(50), trust_remote_code=False, report=lambda *_: None
+        home / "model/model", folder, rows, everything, trust_remote_code=False, report=lambda *_: None
     )
     return divergence.metrics()["kl_nats_per_token"]
 

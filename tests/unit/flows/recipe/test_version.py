@@ -191,3 +191,14 @@ def test_differences_are_told_field_by_field():
         f"version of model {UPSTREAM['base']} → {'b' * 12}",
     ]
     assert differences(old, old) == []
+
+
+def test_a_field_that_was_added_later_is_no_part_of_the_identity_until_it_is_set():
+    quantize = EXAMPLES["quantize"][0]
+    default, stated, other = (
+        KINDS["quantize"].model_validate({**quantize, "calibration": {**CALIBRATION, **more}}).identity()["calibration"]
+        for more in ({}, {"evaluate_on": "all"}, {"evaluate_on": "assistant"})
+    )
+    assert default == stated
+    assert "evaluate_on" not in default
+    assert other == {**default, "evaluate_on": "assistant"}
