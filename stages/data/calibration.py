@@ -28,8 +28,8 @@ def calibration_samples(
 ) -> list[Tokens]:
     """The first `num_samples` good rows after `num_skipped` others, each cut to `sequence_length`.
 
-    train_on: the tokens that their masks mark. Conversations are rendered with the chat template, the model's or the one given; of preference pairs the chosen
-    one counts. Bad rows are passed over. There may be fewer than asked for.
+    train_on: the tokens that their masks mark. Conversations are rendered with the chat template, the model's or the
+    one given; of preference pairs the chosen one counts. Bad rows are passed over. There may be fewer than asked for.
 
     Raises DataError when there are none, ModelError for a folder without a usable tokenizer.
     """
