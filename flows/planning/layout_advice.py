@@ -79,7 +79,7 @@ def ask(model: str, inquiry: Inquiry) -> Question:
         sequence_length=inquiry.seq_len or workload.sequence_length,
         global_batch_size=inquiry.global_batch_size or workload.global_batch_size,
         precision=inquiry.precision or workload.precision,
-        method=workload.method,
+        needs_reference=workload.needs_reference,
         lora_rank=inquiry.lora_rank,
         total_tokens=inquiry.tokens or workload.total_tokens,
     )
@@ -184,7 +184,7 @@ def _workload(config: TrainConfig) -> Workload:
         sequence_length=config.data.sequence_length,
         global_batch_size=config.global_batch_size,
         precision=config.precision,
-        method=config.method,
+        needs_reference=config.learning.needs_reference,
         total_tokens=config.steps * per_step if config.steps else None,
     )
 

@@ -32,7 +32,7 @@ def question_of(config: TrainConfig, shape: ModelShape, hardware: Hardware) -> Q
         sequence_length=config.data.sequence_length,
         global_batch_size=config.global_batch_size,
         precision=config.precision,
-        method=config.method,
+        needs_reference=config.learning.needs_reference,
     )
     return Question(shape, workload, hardware, config.layout.world_size)
 
