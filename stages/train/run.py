@@ -1,4 +1,4 @@
-"""The train stage: a model and a dataset → a trained model in `model/`, with its figures and its loss curve."""
+"""The train stage: a model and a dataset → a trained model in `model/`, with its metrics and its loss curve."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from stages.core.errors import LayoutError
 from stages.data.dataset import PackedDataset
 from stages.data.prepare import PreparedData, prepare
 from stages.engines.engine import Engine, LossMeans
+from stages.engines.settings import EngineSettings
 from stages.models.model_folder import check_model_folder
 from stages.parallel.hardware import Peak, device_peak
 from stages.parallel.layout import describe_layout
-from stages.parallel.processes import collective_timeout, gathered, joined_processes
+from stages.parallel.processes import collective_timeout, joined_processes
 from stages.train.batches import BatchSource
 from stages.train.checkpoints import Checkpoints, check_free_disk
 from stages.train.config import TrainConfig
 from stages.train.forecast import Forecast, forecast
-from stages.train.journal import Journal, read_metrics
-from stages.train.loop import TrainingRun, evaluation_figures, train
-from stages.train.metrics import peak_memory_gib
+from stages.train.journal import Journal
+from stages.train.loop import TrainingRun, evaluation_metrics, train
+from stages.train.metrics import peak_memory
 from stages.train.order import DataOrder
 from stages.train.out_of_memory import explained_out_of_memory
 from stages.train.plot import plot_loss
@@ -53,17 +54,17 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
         with explained_out_of_memory(config, expected.figures.get("predicted_memory_gib")):
             build = _engine_type(config)
             with Watchdog(context.work, config.execution.hang_timeout_s) as watchdog:
-                engine = build(model_folder, config, device)
+                engine = build(model_folder, config.engine_settings, device)
                 training_run = _assemble(config, context, engine, data, model_folder, watchdog)
                 evaluation = train(training_run)
-                peak_memory = _peak_memory(training_run)
+                peak_memory_metrics = peak_memory(engine.device, every_rank=True)
                 if context.trial is None:
                     watchdog.begins("writing the model")
                     engine.export(context.work / "model", getattr(torch, config.export_dtype))
     if is_main_process() and context.trial is None:
         _use_own_template(config, context.work / "model")
-        plot_loss(read_metrics(context.work), context.work / LOSS_PLOT)
-    return _result(training_run, data, evaluation, peak_memory, expected)
+        plot_loss(training_run.journal.rows, context.work / LOSS_PLOT)
+    return _result(training_run, data, evaluation, peak_memory_metrics, expected)
 
 
 def _check_world_size(config: TrainConfig) -> None:
@@ -88,7 +89,7 @@ def _prepare_data(config: TrainConfig, context: StageContext, model_folder: Path
     )
 
 
-def _engine_type(config: TrainConfig) -> Callable[[Path, TrainConfig, torch.device], Engine]:
+def _engine_type(config: TrainConfig) -> Callable[[Path, EngineSettings, torch.device], Engine]:
     """An engine's imports are heavy: only those of the one that is used."""
     if config.engine == "fsdp":
         from stages.engines.fsdp.engine import FsdpEngine
@@ -158,13 +159,6 @@ def _peak(engine: Engine, config: TrainConfig) -> Peak | None:
     return device_peak(engine.device, engine.compute_dtype)
 
 
-def _peak_memory(training_run: TrainingRun) -> dict[str, float]:
-    """The largest of all processes, since that one runs out of memory, and each one's, however many."""
-    by_rank = gathered(peak_memory_gib(training_run.engine.device))
-    each = {f"peak_memory_gib_rank_{rank}": value for rank, value in enumerate(by_rank)}
-    return {"peak_memory_gib": max(by_rank), **each}
-
-
 def _use_own_template(config: TrainConfig, folder: Path) -> None:
     """What was trained with is what the model is to be used with."""
     if config.data.chat_template:
@@ -175,7 +169,7 @@ def _result(
     training_run: TrainingRun,
     data: PreparedData,
     evaluation: LossMeans | None,
-    peak_memory: dict[str, float],
+    peak_memory_metrics: dict[str, float],
     expected: Forecast,
 ) -> StageResult:
     config, engine, peak = training_run.config, training_run.engine, training_run.peak
@@ -186,7 +180,7 @@ def _result(
         "num_target_tokens": float(data.training.num_target_tokens),
         "padding_fraction": data.training.padding_fraction,
     }
-    held_out = evaluation_figures(evaluation) if evaluation else {}
+    held_out = evaluation_metrics(evaluation) if evaluation else {}
     tags = {
         "engine": config.engine,
         "layout": describe_layout(config.engine, config.layout),
@@ -198,7 +192,7 @@ def _result(
             "device_name": peak.device_name,
             "peak": f"{peak.flops_per_s / 1e12:.3g} TFLOP/s a device, {peak.source}",
         }
-    metrics = {**training_run.journal.summary(), **peak_memory, **expected.figures, **held_out, **counts}
+    metrics = {**training_run.journal.summary(), **peak_memory_metrics, **expected.figures, **held_out, **counts}
     headline = ("evaluation_loss", *(f"evaluation_{name}" for name in config.learning.headline), "tokens_per_s", "mfu")
     first = {name: metrics[name] for name in headline if name in metrics}
     return StageResult(metrics={**first, **metrics}, tags=tags, files=[] if training_run.trial else [LOSS_PLOT])

@@ -151,7 +151,7 @@ def test_a_run_that_gets_no_memory_says_what_was_predicted_and_what_needs_less(a
     limit_memory(rank_of_only(process), HEADROOM_BYTES)
     error = failure_of(work, "trained", end_of(process))
     assert isinstance(error, ResourceError)
-    assert re.search(r"ran out of memory under the layout .*; predicted were \d+\.\d GiB a process", str(error))
+    assert re.search(r"ran out of memory under the layout .*; predicted \d+\.\d GiB a process", str(error))
     assert f"lower layout.micro_batch_size (now {NUM_MANY_ROWS}), layout.recompute: full (now none)" in str(error)
 
 

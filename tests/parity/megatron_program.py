@@ -56,7 +56,7 @@ def main() -> None:
     with joined_processes() as device:
         for index, case in enumerate(cases(dist.get_world_size())):
             config = TrainConfig.model_validate(train_config(case))
-            engine = MegatronEngine(folder / "models" / case.model, config, device)
+            engine = MegatronEngine(folder / "models" / case.model, config.engine_settings, device)
             name = f"{dist.get_world_size()}-{index}"
             result = run(engine, config, case)
             engine.export(folder / "exported" / name, torch.float32)

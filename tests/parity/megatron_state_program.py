@@ -80,7 +80,7 @@ def build(model: Path, layout: dict[str, Any], device: torch.device) -> tuple[An
     shape = ModelShape.from_config(json.loads((model / "config.json").read_text()))
     config = make_config(["megatron", layout, "fp32"])
     start_model_parallel(config.layout, is_mixture=shape.num_experts > 0, seed=0)
-    return build_model_chunks(shape, config.layout, config, device), shape
+    return build_model_chunks(shape, config.layout, config.precision, device), shape
 
 
 def measure(model: Path, layout: dict[str, Any], folder: Path, device: torch.device) -> dict[str, int]:
@@ -149,7 +149,7 @@ def misfit(model: Path, checkpoint: Path, device: torch.device) -> str:
 
 def make_engine(model: Path, place: list[Any], device: torch.device) -> tuple[Any, TrainConfig]:
     config = make_config(place)
-    return ENGINES[config.engine](model, config, device), config
+    return ENGINES[config.engine](model, config.engine_settings, device), config
 
 
 def make_config(place: list[Any]) -> TrainConfig:
