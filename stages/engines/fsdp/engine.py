@@ -23,7 +23,7 @@ from stages.engines.fsdp.model import load_model
 from stages.engines.fsdp.parallelize import data_parallel_mesh, parallelize
 from stages.engines.fsdp.state import TrainingState
 from stages.engines.losses import Loss, document_sums
-from stages.models.flops import model_flops
+from stages.models.transformers_flops import model_flops
 from stages.train.config import TrainConfig
 
 
