@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flows.tracking.logged_runs import LoggedRun
-from stages.parallel.layout import Layout, describe_layout
+from stages.parallel.layout import EngineName, Layout, describe_layout
 from stages.planner.hardware import Hardware
 from stages.planner.prediction import shape_from_text, shared_cpu
 from stages.planner.search import Candidate, Question, estimate
-from stages.planner.workload import Engine, Workload
+from stages.planner.workload import Workload
 
 TIME_CONSTANTS = ("matmul", "attention", "memory", "intra_link", "launch_s")
 MEMORY_CONSTANTS = ("runtime_gib",)
@@ -35,7 +35,7 @@ class Observation:
     run_id: str
     question: Question
     """Its hardware is the whole machine; a CPU's is shared by the run's processes when it is asked."""
-    engine: Engine
+    engine: EngineName
     layout: Layout
     is_cpu: bool
     step_time_s: float

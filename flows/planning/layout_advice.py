@@ -15,12 +15,12 @@ from flows.ledger.home import hardware_file
 from stages.core.errors import LayoutError, ModelError, RecipeError
 from stages.models.known_models import known_model
 from stages.models.shape import ModelShape
-from stages.parallel.layout import Layout
+from stages.parallel.layout import EngineName, Layout
 from stages.parallel.legality import layout_problems
 from stages.planner.hardware import Hardware, built_in, from_yaml, load_hardware
 from stages.planner.prediction import shared_cpu
 from stages.planner.search import ENGINES, Candidate, Question, SearchResult, estimate, search
-from stages.planner.workload import Engine, Workload
+from stages.planner.workload import Workload
 from stages.train.config import TrainConfig
 
 DEFAULT_SEQUENCE_LENGTH = 4096
@@ -40,7 +40,7 @@ class Inquiry:
     precision: Any = None
     lora_rank: int | None = None
     tokens: float | None = None
-    engine: Engine | None = None
+    engine: EngineName | None = None
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def explained(question: Question, text: str) -> Explained:
     return Explained(question, candidate, tuple(problem.message for problem in problems))
 
 
-def parse_layout(text: str, num_gpus: int) -> tuple[Engine, Layout]:
+def parse_layout(text: str, num_gpus: int) -> tuple[EngineName, Layout]:
     """`tp=4,pp=2,micro_batch_size=2`, with `megatron` or `fsdp` before it where the fields leave that open.
 
     What is left of the GPUs is data parallelism, sharded; tensor parallelism brings sequence parallelism along.
@@ -122,7 +122,7 @@ def parse_layout(text: str, num_gpus: int) -> tuple[Engine, Layout]:
     if "dp_shard" not in fields and num_gpus % layout.world_size == 0:
         layout = layout.model_copy(update={"dp_shard": num_gpus // layout.world_size})
     is_megatron = max(layout.tp, layout.pp, layout.cp, layout.ep) > 1
-    default: Engine = "megatron" if is_megatron else "fsdp"
+    default: EngineName = "megatron" if is_megatron else "fsdp"
     return ("megatron" if engines[0] == "megatron" else "fsdp") if engines else default, layout
 
 

@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stages.models.shape import ModelShape
-from stages.parallel.layout import Layout
-
-Engine = Literal["fsdp", "megatron"]
+from stages.parallel.layout import EngineName, Layout
 
 DEFAULT = Layout()
 FACTORS = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
@@ -56,13 +54,15 @@ class Setting:
         return self.nodes * self.processes_per_node
 
 
-def layout_problems(engine: Engine, layout: Layout, setting: Setting, shape: ModelShape | None = None) -> list[Problem]:
+def layout_problems(
+    engine: EngineName, layout: Layout, setting: Setting, shape: ModelShape | None = None
+) -> list[Problem]:
     """All problems, errors first; without a shape those that every model has."""
     errors = [Problem("error", message) for message in _errors(engine, layout, setting, shape)]
     return errors + [Problem("warning", message) for message in _warnings(engine, layout, setting, shape)]
 
 
-def is_legal(engine: Engine, layout: Layout, setting: Setting, shape: ModelShape | None = None) -> bool:
+def is_legal(engine: EngineName, layout: Layout, setting: Setting, shape: ModelShape | None = None) -> bool:
     """Whether there is no error; stops at the first."""
     return next(_errors(engine, layout, setting, shape), None) is None
 
@@ -75,7 +75,7 @@ def bubble_fraction(pp: int, vpp: int, num_micro_batches: int) -> float:
     return (pp - 1) / (vpp * num_micro_batches + pp - 1)
 
 
-def _errors(engine: Engine, layout: Layout, setting: Setting, shape: ModelShape | None) -> Iterator[str]:
+def _errors(engine: EngineName, layout: Layout, setting: Setting, shape: ModelShape | None) -> Iterator[str]:
     yield from _other_engines_fields(engine, layout)
     yield from _processes(engine, layout, setting)
     yield from _batch(layout, setting)
@@ -89,7 +89,7 @@ def _errors(engine: Engine, layout: Layout, setting: Setting, shape: ModelShape 
             yield from _experts(layout, shape)
 
 
-def _warnings(engine: Engine, layout: Layout, setting: Setting, shape: ModelShape | None) -> Iterator[str]:
+def _warnings(engine: EngineName, layout: Layout, setting: Setting, shape: ModelShape | None) -> Iterator[str]:
     if engine != "megatron":
         return
     for name, (limit, reason) in USUAL_LIMITS.items():
@@ -107,15 +107,15 @@ def _warnings(engine: Engine, layout: Layout, setting: Setting, shape: ModelShap
         yield from _uneven_or_copied(layout, shape)
 
 
-def _other_engines_fields(engine: Engine, layout: Layout) -> Iterator[str]:
-    other: Engine = "megatron" if engine == "fsdp" else "fsdp"
+def _other_engines_fields(engine: EngineName, layout: Layout) -> Iterator[str]:
+    other: EngineName = "megatron" if engine == "fsdp" else "fsdp"
     found = [name for name in FIELDS_OF_ONE_ENGINE[other] if getattr(layout, name) != getattr(DEFAULT, name)]
     if found:
         named = ", ".join(f"{name} {_spelled(getattr(layout, name))}" for name in found)
         yield f"layout: {named} only mean something with `engine: {other}`, but the engine is {engine}; change either"
 
 
-def _processes(engine: Engine, layout: Layout, setting: Setting) -> Iterator[str]:
+def _processes(engine: EngineName, layout: Layout, setting: Setting) -> Iterator[str]:
     if layout.world_size != setting.processes:
         yield (
             f"layout: {_degrees(engine, layout)} = {layout.world_size} processes, but execution starts "
@@ -241,7 +241,7 @@ def _num_micro_batches(layout: Layout, setting: Setting) -> int:
     return setting.global_batch_size // (layout.micro_batch_size * layout.data_parallel_size)
 
 
-def _degrees(engine: Engine, layout: Layout) -> str:
+def _degrees(engine: EngineName, layout: Layout) -> str:
     names = [name for name in FACTORS if engine == "megatron" or name.startswith("dp_") or getattr(layout, name) > 1]
     return " × ".join(f"{name} {getattr(layout, name)}" for name in names)
 

@@ -13,26 +13,26 @@ from dataclasses import dataclass, replace
 
 from stages.core.errors import LayoutError
 from stages.models.shape import ModelShape
-from stages.parallel.layout import Layout
+from stages.parallel.layout import EngineName, Layout
 from stages.parallel.legality import Setting, is_legal
 from stages.planner.hardware import Hardware
 from stages.planner.memory import MemoryEstimate, memory
 from stages.planner.time import TimeEstimate, step_time
-from stages.planner.workload import OURS, Engine, Software, Workload, our_software
+from stages.planner.workload import OURS, Software, Workload, our_software
 
 LEAST_TOKENS_OF_A_CONTEXT_RANK = 1024
 LARGEST_MICRO_BATCH_TOKENS = 65536
 INTERLEAVINGS = (1, 2, 3, 4, 5, 6, 8)
 NEAR_MISS = 1.6
 """Memory over what there is, up to which a layout's time is estimated all the same."""
-ENGINES: tuple[Engine, ...] = ("fsdp", "megatron")
+ENGINES: tuple[EngineName, ...] = ("fsdp", "megatron")
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A layout with its estimates."""
 
-    engine: Engine
+    engine: EngineName
     layout: Layout
     memory: MemoryEstimate
     time: TimeEstimate
@@ -69,7 +69,7 @@ class Question:
     workload: Workload
     hardware: Hardware
     num_gpus: int
-    engines: tuple[Engine, ...] = ENGINES
+    engines: tuple[EngineName, ...] = ENGINES
     software: Software | None = None
     available_gib: float | None = None
     """Of each device; default: all that the hardware has."""
@@ -109,7 +109,9 @@ def _search(question: Question, near_miss: float) -> SearchResult:
     return SearchResult(tuple(fitting), tuple(faster if fitting else sorted(too_large, key=_peak_gib)), num_legal)
 
 
-def estimate(question: Question, engine: Engine, layout: Layout, near_miss: float | None = None) -> Candidate | None:
+def estimate(
+    question: Question, engine: EngineName, layout: Layout, near_miss: float | None = None
+) -> Candidate | None:
     """One layout's estimates; None if it takes more than `near_miss` times the memory there is."""
     hardware, software = question.hardware, question.software or our_software(engine, layout)
     available_gib = question.available_gib or hardware.memory_gib
@@ -128,13 +130,13 @@ def estimate(question: Question, engine: Engine, layout: Layout, near_miss: floa
     return Candidate(engine, layout, needed, time, available_gib)
 
 
-def legal_layouts(question: Question, engine: Engine) -> Iterator[Layout]:
+def legal_layouts(question: Question, engine: EngineName) -> Iterator[Layout]:
     """Every legal layout worth looking at."""
     for variants in _groups(question, engine):
         yield from variants
 
 
-def _groups(question: Question, engine: Engine) -> Iterator[list[Layout]]:
+def _groups(question: Question, engine: EngineName) -> Iterator[list[Layout]]:
     """Legal layouts that differ in the micro-batch only, smallest (of least memory) first."""
     setting = question.setting
     for degrees in _fsdp(question) if engine == "fsdp" else _megatron(question):

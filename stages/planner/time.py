@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 
 from stages.models.flops import model_flops_utilization
 from stages.models.shape import ModelShape
-from stages.parallel.layout import Layout
+from stages.parallel.layout import EngineName, Layout
 from stages.planner import network
 from stages.planner.compute import LayerTime, Pass, head_time, layer_time, memory_rate
 from stages.planner.data_parallel import HOST_LINK_GB_PER_S, StepCase, data_parallel_s, exposed_s
@@ -23,7 +23,7 @@ from stages.planner.partition import (
     pipeline_stages,
     rank_parameters,
 )
-from stages.planner.workload import Engine, Software, Workload, our_software
+from stages.planner.workload import Software, Workload, our_software
 
 FLOPS_WITH_FROZEN_WEIGHTS = 2 / 3
 """Of a step's model FLOPs, without gradients of weights."""
@@ -69,7 +69,7 @@ class TimeEstimate:
 
 def step_time(
     shape: ModelShape,
-    engine: Engine,
+    engine: EngineName,
     layout: Layout,
     workload: Workload,
     hardware: Hardware,

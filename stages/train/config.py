@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 
 from stages.core.contract import Execution, ModelReference, Product, StageConfig, StrictModel
 from stages.data.config import DataConfig
-from stages.parallel.layout import AutoLayout, Layout
+from stages.parallel.layout import AutoLayout, EngineName, Layout
 from stages.parallel.legality import Setting, layout_problems
 
 LAYOUT_PROBLEM = "layout"
@@ -70,7 +70,7 @@ class TrainConfig(StageConfig):
     method: Literal["sft", "dpo"]
     model: ModelReference
     data: DataConfig
-    engine: Literal["fsdp", "megatron"] = "fsdp"
+    engine: EngineName = "fsdp"
     layout: LayoutOrAuto = Field(Layout(), description="auto: what the planner finds best for the machine at hand.")
     dpo: DpoConfig | None = Field(None, description="Only with `method: dpo`.")
 
