@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -20,7 +21,8 @@ from pydantic_core import PydanticCustomError
 from stages.core.contract import Execution, ModelReference, Product, StageConfig, StrictModel
 from stages.data.config import DataConfig
 from stages.parallel.layout import AutoLayout, EngineName, Layout
-from stages.parallel.legality import Setting, layout_problems
+from stages.parallel.legality import RunConstraints, layout_problems
+from stages.planner.workload import Workload
 
 LAYOUT_PROBLEM = "layout"
 """Type of the validation errors that tell of a layout."""
@@ -110,9 +112,15 @@ class TrainConfig(StageConfig):
         return self.global_batch_size // (self.layout.micro_batch_size * self.layout.data_parallel_size)
 
     @property
-    def setting(self) -> Setting:
+    def workload(self) -> Workload:
+        """What the planner compares layouts for; `epochs` are of a dataset whose tokens nobody has counted yet."""
+        workload = Workload(self.data.sequence_length, self.global_batch_size, self.precision, self.method)
+        return replace(workload, total_tokens=self.steps * workload.tokens_per_step) if self.steps else workload
+
+    @property
+    def constraints(self) -> RunConstraints:
         """What the layout must fit besides the model."""
-        return Setting(self.execution.nodes, self.processes, self.data.sequence_length, self.global_batch_size)
+        return RunConstraints(self.execution.nodes, self.processes, self.data.sequence_length, self.global_batch_size)
 
     def resume_identity(self) -> dict[str, JsonValue]:
         """Without engine and layout: a checkpoint of either engine can be loaded by both, under any layout."""
@@ -141,7 +149,7 @@ class TrainConfig(StageConfig):
     def _layout_fits(self) -> Self:
         if isinstance(self.layout, AutoLayout):
             return self
-        problems = layout_problems(self.engine, self.layout, self.setting)
+        problems = layout_problems(self.engine, self.layout, self.constraints)
         errors = [problem.message for problem in problems if problem.severity == "error"]
         if errors:
             raise PydanticCustomError(LAYOUT_PROBLEM, "{problems}", {"problems": "; ".join(errors)})

@@ -15,21 +15,13 @@ from pathlib import Path
 import torch
 
 from stages.core.contract import StageContext, is_main_process
-from stages.core.errors import ModelError
 from stages.core.files import write_atomically
+from stages.models.shape import ModelShape
 from stages.parallel.processes import gathered
-from stages.planner.prediction import (
-    alternatives,
-    as_json,
-    check_memory,
-    hardware_at_hand,
-    predict,
-    predicted_figures,
-    question_of,
-    read_shape,
-    shape_as_text,
-)
-from stages.planner.search import Candidate, Question
+from stages.planner.hardware import Hardware
+from stages.planner.local_hardware import hardware_at_hand
+from stages.planner.prediction import alternatives, as_json, check_memory, predicted_metrics
+from stages.planner.search import Candidate, SearchRequest, estimate
 from stages.train.config import TrainConfig
 
 HARDWARE_VARIABLE = "LIFECYCLE_HARDWARE"
@@ -46,48 +38,43 @@ class Forecast:
     tags: dict[str, str] = field(default_factory=dict)
 
 
-def forecast(config: TrainConfig, context: StageContext, model_folder: Path, device: torch.device) -> Forecast:
+def forecast(config: TrainConfig, context: StageContext, shape: ModelShape | None, device: torch.device) -> Forecast:
     """Predict, check memory, and leave `forecast.json` with the layout's parts and its alternatives. Collective.
 
     Raises LayoutError on every process when even the emptiest device has too little memory free.
     """
-    free_gib = min(gathered(_free_memory_gib(device)))
-    question = _question(context, config, model_folder, device)
-    if question is None:
+    available_gib = min(gathered(_available_memory_gib(device)))
+    hardware = _hardware(config, context, device)
+    if shape is None or hardware is None:
         return Forecast()
-    candidate = predict(question, config)
-    check_memory(question, candidate, free_gib)
+    request = SearchRequest(shape, config.workload, hardware, config.layout.world_size)
+    candidate = estimate(request, config.engine, config.layout)
+    check_memory(request, candidate, available_gib)
     if is_main_process():
-        _write(context.work / FORECAST_FILE, question, candidate)
-    tags = {"model_shape": shape_as_text(question.shape), "planner_hardware": question.hardware.name}
-    return Forecast(predicted_figures(candidate), tags)
+        _write(context.work / FORECAST_FILE, request, candidate)
+    tags = {"model_shape": shape.to_json(), "planner_hardware": hardware.name}
+    return Forecast(predicted_metrics(candidate), tags)
 
 
-def _question(context: StageContext, config: TrainConfig, model_folder: Path, device: torch.device) -> Question | None:
+def _hardware(config: TrainConfig, context: StageContext, device: torch.device) -> Hardware | None:
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     described = os.environ.get(HARDWARE_VARIABLE)
     hardware = hardware_at_hand(device_name, config.processes, Path(described) if described else None)
-    try:
-        shape = read_shape(model_folder)
-    except ModelError as error:
-        context.warn(f"memory and step time of this model are not predicted: {error}")
-        return None
     if hardware is None:
         context.warn(f"memory and step time are not predicted: no description of a {device_name}; give one as YAML")
-        return None
-    return question_of(config, shape, hardware)
+    return hardware
 
 
-def _write(path: Path, question: Question, candidate: Candidate) -> None:
+def _write(path: Path, request: SearchRequest, candidate: Candidate) -> None:
     document = {
-        "hardware": dataclasses.asdict(question.hardware),
+        "hardware": dataclasses.asdict(request.hardware),
         "predicted": as_json(candidate),
-        "alternatives": [as_json(one) for one in alternatives(question)],
+        "alternatives": [as_json(one) for one in alternatives(request)],
     }
     write_atomically(path, json.dumps(document, indent=1))
 
 
-def _free_memory_gib(device: torch.device) -> float:
+def _available_memory_gib(device: torch.device) -> float:
     """Of this process's GPU; of the host, its share among the processes there."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] / GIB

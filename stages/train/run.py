@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from stages.data.prepare import PreparedData, prepare
 from stages.engines.engine import Engine, LossMeans
 from stages.engines.losses import build_loss
 from stages.models.model_folder import check_model_folder
+from stages.models.shape import ModelShape
 from stages.parallel.hardware import Peak, device_peak
 from stages.parallel.layout import describe_layout
 from stages.parallel.processes import collective_timeout, gathered, joined_processes
@@ -30,7 +32,7 @@ from stages.train.metrics import peak_memory_gib
 from stages.train.order import DataOrder
 from stages.train.out_of_memory import explained_out_of_memory
 from stages.train.plot import plot_loss
-from stages.train.preflight import check_layout
+from stages.train.preflight import check_model
 from stages.train.reference import model_digest, reference_rows
 from stages.train.start_up import hide_unused_packages
 from stages.train.watchdog import Watchdog
@@ -48,12 +50,12 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
     model_folder = context.inputs[config.model] / "model"
     _check_world_size(config)
     check_model_folder(model_folder)
-    check_layout(config, context, model_folder)
+    shape = check_model(config, context, model_folder)
     data = _prepare_data(config, context, model_folder)
     with joined_processes(collective_timeout(config.execution.hang_timeout_s)) as device:
-        expected = forecast(config, context, model_folder, device)
+        expected = forecast(config, context, shape, device)
         with explained_out_of_memory(config, expected.figures.get("predicted_memory_gib")):
-            build = _engine_type(config)
+            build = _engine_type(config, shape)
             with Watchdog(context.work, config.execution.hang_timeout_s) as watchdog:
                 engine = build(model_folder, config, device)
                 training_run = _assemble(config, context, engine, data, model_folder, watchdog)
@@ -90,7 +92,7 @@ def _prepare_data(config: TrainConfig, context: StageContext, model_folder: Path
     )
 
 
-def _engine_type(config: TrainConfig) -> Callable[[Path, TrainConfig, torch.device], Engine]:
+def _engine_type(config: TrainConfig, shape: ModelShape | None) -> Callable[[Path, TrainConfig, torch.device], Engine]:
     """An engine's imports are heavy: only those of the one that is used."""
     if config.engine == "fsdp":
         from stages.engines.fsdp.engine import FsdpEngine
@@ -101,7 +103,8 @@ def _engine_type(config: TrainConfig) -> Callable[[Path, TrainConfig, torch.devi
     prepare_megatron()
     from stages.engines.megatron.engine import MegatronEngine
 
-    return MegatronEngine
+    assert shape is not None, "check_model refuses a model whose sizes are not known"
+    return partial(MegatronEngine, shape=shape)
 
 
 def _assemble(

@@ -7,7 +7,6 @@ Call `prepare_megatron()` before anything of this module is used.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
@@ -39,11 +38,14 @@ from stages.train.config import TrainConfig
 class MegatronEngine:
     """See `stages.engines.engine.Engine`."""
 
-    def __init__(self, folder: Path, config: TrainConfig, device: torch.device) -> None:
-        """Load the Hugging Face `folder` under `config.layout`; the process group must exist, Megatron's groups not."""
+    def __init__(self, folder: Path, config: TrainConfig, device: torch.device, shape: ModelShape) -> None:
+        """Load the Hugging Face `folder`, of a model of this shape, under `config.layout`.
+
+        The process group must exist, Megatron's groups not.
+        """
         check_precision(config)
         self._folder = folder
-        self._shape = ModelShape.from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        self._shape = shape
         timeout = collective_timeout(config.execution.hang_timeout_s)
         start_model_parallel(config.layout, is_mixture=self._shape.num_experts > 0, seed=config.seed, timeout=timeout)
         self.device = device

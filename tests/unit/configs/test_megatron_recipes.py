@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flows.recipe.recipe import load_recipe
-from stages.models.shape import ModelShape
+from stages.models.model_config import shape_of_config
 from stages.parallel.legality import layout_problems
 from stages.planner.memory import memory
 from stages.planner.workload import Workload
@@ -53,16 +53,16 @@ def test_the_layout_is_the_one_that_the_recipe_is_named_for(name):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_model_allows_the_layout_and_nothing_about_it_is_unwise(name):
-    shape = ModelShape.from_config(RECIPES[name][0])
+    shape = shape_of_config(RECIPES[name][0])
     assert shape.num_parameters == pytest.approx(PARAMETERS.get(name, 70.55e9), rel=1e-3)
     for config in training_stages(name):
-        assert layout_problems(config.engine, config.layout, config.setting, shape) == []
+        assert layout_problems(config.engine, config.layout, config.constraints, shape) == []
         assert config.data.sequence_length <= shape.max_positions
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_predicted_memory_fits_with_a_tenth_to_spare(name):
-    shape = ModelShape.from_config(RECIPES[name][0])
+    shape = shape_of_config(RECIPES[name][0])
     for config in training_stages(name):
         workload = Workload(config.data.sequence_length, config.global_batch_size, config.precision, config.method)
         assert memory(shape, config.engine, config.layout, workload).peak_gib < 0.9 * GPU_GIB

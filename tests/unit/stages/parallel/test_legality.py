@@ -8,7 +8,7 @@ import pytest
 
 from stages.models.shape import ModelShape
 from stages.parallel.layout import Layout
-from stages.parallel.legality import Setting, bubble_fraction, is_legal, layout_problems
+from stages.parallel.legality import RunConstraints, bubble_fraction, is_legal, layout_problems
 
 DENSE = ModelShape(
     num_layers=12, hidden_size=256, num_heads=8, num_kv_heads=4, head_dim=32, ffn_size=768, vocab_size=1000
@@ -18,10 +18,10 @@ MIXTURE = replace(DENSE, family="qwen3_moe", num_experts=6, experts_per_token=2,
 
 def problems(engine="megatron", *, shape=DENSE, sequence=512, rows=64, nodes=1, processes=None, **degrees):
     layout = Layout(**degrees)
-    setting = Setting(nodes, (processes or layout.world_size) // nodes, sequence, rows)
-    found = layout_problems(engine, layout, setting, shape)
+    constraints = RunConstraints(nodes, (processes or layout.world_size) // nodes, sequence, rows)
+    found = layout_problems(engine, layout, constraints, shape)
     errors = [problem.message for problem in found if problem.severity == "error"]
-    assert is_legal(engine, layout, setting, shape) == (not errors)
+    assert is_legal(engine, layout, constraints, shape) == (not errors)
     return errors, [problem.message for problem in found if problem.severity == "warning"]
 
 
