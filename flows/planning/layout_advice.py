@@ -20,7 +20,7 @@ from stages.models.known_models import known_model
 from stages.models.model_config import CONFIG_FILE, read_config, shape_of_config
 from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout
-from stages.parallel.legality import layout_problems
+from stages.parallel.legality import layout_errors, layout_warnings, model_errors
 from stages.planner.hardware import Hardware, built_in, from_yaml, load_hardware
 from stages.planner.local_hardware import shared_cpu
 from stages.planner.search import ENGINES, Candidate, SearchRequest, SearchResult, estimate, search
@@ -101,11 +101,11 @@ def ranked(request: SearchRequest, top: int) -> Ranked:
 def explained(request: SearchRequest, text: str) -> Explained:
     """One layout in full. Raises LayoutError for one that cannot work, with all reasons."""
     engine, layout = parse_layout(text, request.num_gpus)
-    problems = layout_problems(engine, layout, request.constraints, request.shape)
-    errors = [problem.message for problem in problems if problem.severity == "error"]
-    if errors:
+    constraints, shape = request.constraints, request.shape
+    if errors := [*layout_errors(engine, layout, constraints), *model_errors(engine, layout, shape)]:
         raise LayoutError("\n".join([f"the layout {text!r} cannot work:", *(f"  {error}" for error in errors)]))
-    return Explained(request, estimate(request, engine, layout), tuple(problem.message for problem in problems))
+    warnings = tuple(layout_warnings(engine, layout, constraints, shape))
+    return Explained(request, estimate(request, engine, layout), warnings)
 
 
 def parse_layout(text: str, num_gpus: int) -> tuple[EngineName, Layout]:

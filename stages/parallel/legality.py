@@ -1,21 +1,22 @@
 """Whether a layout can work: with so many processes, on this batch, for this model. Pure; needs no torch.
 
-In: engine, layout, constraints and, when it is known, the shape of the model. Out: problems, each a sentence with every
-factor in it; errors are what the engine cannot do, warnings what is rarely wise. No sentence is written before it is
-needed, so that a search may ask `is_legal` of 100,000 layouts. What fits and what is fast is for `planner`.
+Errors are what the engine cannot do, warnings what is rarely wise; each is a sentence with every factor in it. A config
+is checked for `layout_errors` when it is parsed, for `model_errors` when its model is there. No sentence is written
+before it is needed, so that a search may ask `is_legal` of 100,000 layouts. What fits and is fast is for `planner`.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout
 
 DEFAULT = Layout()
-FACTORS = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
+FSDP_FACTORS = ("dp_replicate", "dp_shard")
+FACTORS = (*FSDP_FACTORS, "tp", "pp", "cp")
 """Of the number of processes."""
 FIELDS_OF_ONE_ENGINE: dict[str, tuple[str, ...]] = {
     "fsdp": ("reshard_after_forward", "cpu_offload", "prefetch_layers", "compile"),
@@ -27,14 +28,6 @@ USUAL_LIMITS: dict[str, tuple[int, str]] = {
     "cp": (4, "keys and values travel around all cp processes in every layer"),
 }
 """Degree → the highest that is usual, and why."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What is wrong with a layout, or likely to be slow."""
-
-    severity: Literal["error", "warning"]
-    message: str
 
 
 @dataclass(frozen=True)
@@ -54,28 +47,8 @@ class RunConstraints:
         return self.nodes * self.processes_per_node
 
 
-def layout_problems(
-    engine: EngineName, layout: Layout, constraints: RunConstraints, shape: ModelShape | None = None
-) -> list[Problem]:
-    """All problems, errors first; without a shape those that every model has."""
-    errors = [Problem("error", message) for message in _errors(engine, layout, constraints, shape)]
-    return errors + [Problem("warning", message) for message in _warnings(engine, layout, constraints, shape)]
-
-
-def is_legal(engine: EngineName, layout: Layout, constraints: RunConstraints, shape: ModelShape | None = None) -> bool:
-    """Whether there is no error; stops at the first."""
-    return next(_errors(engine, layout, constraints, shape), None) is None
-
-
-def bubble_fraction(pp: int, vpp: int, num_micro_batches: int) -> float:
-    """Share of a step in which a pipeline stage waits for others, if all are equally fast.
-
-    (p - 1) / (v m + p - 1) of the whole step: Narayanan et al. 2021, section 2.2, give (p - 1) / (v m) of the rest.
-    """
-    return (pp - 1) / (vpp * num_micro_batches + pp - 1)
-
-
-def _errors(engine: EngineName, layout: Layout, constraints: RunConstraints, shape: ModelShape | None) -> Iterator[str]:
+def layout_errors(engine: EngineName, layout: Layout, constraints: RunConstraints) -> Iterator[str]:
+    """What the engine cannot do, whatever the model."""
     yield from _other_engines_fields(engine, layout)
     yield from _processes(engine, layout, constraints)
     yield from _batch(layout, constraints)
@@ -83,15 +56,25 @@ def _errors(engine: EngineName, layout: Layout, constraints: RunConstraints, sha
         yield from _pipeline(layout, constraints)
         yield from _sequence(layout, constraints)
         yield from _expert_processes(layout)
-        if shape is not None:
-            yield from _heads(layout, shape)
-            yield from _layers(layout, shape)
-            yield from _experts(layout, shape)
 
 
-def _warnings(
-    engine: EngineName, layout: Layout, constraints: RunConstraints, shape: ModelShape | None
+def model_errors(engine: EngineName, layout: Layout, shape: ModelShape) -> Iterator[str]:
+    """What the engine cannot do with a model of this shape; FSDP2 takes every one."""
+    if engine == "megatron":
+        yield from _heads(layout, shape)
+        yield from _layers(layout, shape)
+        yield from _experts(layout, shape)
+
+
+def is_legal(engine: EngineName, layout: Layout, constraints: RunConstraints, shape: ModelShape) -> bool:
+    """Whether there is no error; stops at the first."""
+    return not any(layout_errors(engine, layout, constraints)) and not any(model_errors(engine, layout, shape))
+
+
+def layout_warnings(
+    engine: EngineName, layout: Layout, constraints: RunConstraints, shape: ModelShape
 ) -> Iterator[str]:
+    """What is likely to be slow."""
     if engine != "megatron":
         return
     for name, (limit, reason) in USUAL_LIMITS.items():
@@ -105,22 +88,33 @@ def _warnings(
     yield from _bubble(layout, constraints)
     if layout.sequence_parallel and layout.tp == 1:
         yield "layout: sequence_parallel does nothing with tp 1"
-    if shape is not None:
-        yield from _uneven_or_copied(layout, shape)
+    yield from _uneven_or_copied(layout, shape)
+
+
+def bubble_fraction(pp: int, vpp: int, num_micro_batches: int) -> float:
+    """Share of a step in which a pipeline stage waits for others, if all are equally fast.
+
+    (p - 1) / (v m + p - 1) of the whole step: Narayanan et al. 2021, section 2.2, give (p - 1) / (v m) of the rest.
+    """
+    return (pp - 1) / (vpp * num_micro_batches + pp - 1)
 
 
 def _other_engines_fields(engine: EngineName, layout: Layout) -> Iterator[str]:
     other: EngineName = "megatron" if engine == "fsdp" else "fsdp"
     found = [name for name in FIELDS_OF_ONE_ENGINE[other] if getattr(layout, name) != getattr(DEFAULT, name)]
     if found:
-        named = ", ".join(f"{name} {_spelled(getattr(layout, name))}" for name in found)
+        named = ", ".join(f"{name} {json.dumps(getattr(layout, name))}" for name in found)
         yield f"layout: {named} only mean something with `engine: {other}`, but the engine is {engine}; change either"
 
 
 def _processes(engine: EngineName, layout: Layout, constraints: RunConstraints) -> Iterator[str]:
     if layout.world_size != constraints.processes:
+        factors = (
+            name for name in FACTORS if engine == "megatron" or name in FSDP_FACTORS or getattr(layout, name) > 1
+        )
+        degrees = " × ".join(f"{name} {getattr(layout, name)}" for name in factors)
         yield (
-            f"layout: {_degrees(engine, layout)} = {layout.world_size} processes, but execution starts "
+            f"layout: {degrees} = {layout.world_size} processes, but execution starts "
             f"{constraints.processes} ({constraints.nodes} nodes × {constraints.processes_per_node}); change either"
         )
 
@@ -242,12 +236,3 @@ def _uneven_or_copied(layout: Layout, shape: ModelShape) -> Iterator[str]:
 
 def _num_micro_batches(layout: Layout, constraints: RunConstraints) -> int:
     return constraints.global_batch_size // (layout.micro_batch_size * layout.data_parallel_size)
-
-
-def _degrees(engine: EngineName, layout: Layout) -> str:
-    names = [name for name in FACTORS if engine == "megatron" or name.startswith("dp_") or getattr(layout, name) > 1]
-    return " × ".join(f"{name} {getattr(layout, name)}" for name in names)
-
-
-def _spelled(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -21,7 +21,7 @@ from pydantic_core import PydanticCustomError
 from stages.core.contract import Execution, ModelReference, Product, StageConfig, StrictModel
 from stages.data.config import DataConfig
 from stages.parallel.layout import AutoLayout, EngineName, Layout
-from stages.parallel.legality import RunConstraints, layout_problems
+from stages.parallel.legality import RunConstraints, layout_errors
 from stages.planner.workload import Workload
 
 LAYOUT_PROBLEM = "layout"
@@ -149,8 +149,6 @@ class TrainConfig(StageConfig):
     def _layout_fits(self) -> Self:
         if isinstance(self.layout, AutoLayout):
             return self
-        problems = layout_problems(self.engine, self.layout, self.constraints)
-        errors = [problem.message for problem in problems if problem.severity == "error"]
-        if errors:
-            raise PydanticCustomError(LAYOUT_PROBLEM, "{problems}", {"problems": "; ".join(errors)})
+        if errors := "; ".join(layout_errors(self.engine, self.layout, self.constraints)):
+            raise PydanticCustomError(LAYOUT_PROBLEM, "{problems}", {"problems": errors})
         return self

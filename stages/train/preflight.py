@@ -9,7 +9,7 @@ from stages.core.errors import LayoutError, ModelError
 from stages.engines.megatron.families import check_supported
 from stages.models.model_config import read_config, shape_of_config
 from stages.models.shape import ModelShape
-from stages.parallel.legality import layout_problems
+from stages.parallel.legality import layout_warnings, model_errors
 from stages.train.config import TrainConfig
 
 
@@ -22,19 +22,13 @@ def check_model(config: TrainConfig, context: StageContext, model_folder: Path) 
     model_config = read_config(model_folder)
     if config.engine == "megatron":
         shape = check_supported(model_config)
-        _check_layout(config, context, shape)
+        if errors := "; ".join(model_errors(config.engine, config.layout, shape)):
+            raise LayoutError(errors)
+        for warning in layout_warnings(config.engine, config.layout, config.constraints, shape):
+            context.warn(warning)
         return shape
     try:
         return shape_of_config(model_config)
     except ModelError as error:
         context.warn(f"memory and step time of this model are not predicted: {error}")
         return None
-
-
-def _check_layout(config: TrainConfig, context: StageContext, shape: ModelShape) -> None:
-    problems = layout_problems(config.engine, config.layout, config.constraints, shape)
-    errors = [problem.message for problem in problems if problem.severity == "error"]
-    if errors:
-        raise LayoutError("; ".join(errors))
-    for problem in problems:
-        context.warn(problem.message)
