@@ -26,7 +26,7 @@ SHARES = ("matmul", "attention", "memory", "intra_link")
 """Constants that are shares of a peak, and so at most 1."""
 LATENCY = "intra_node_latency_s"
 WIDEST_FACTOR = 100.0
-FITTED_FROM = ("engine", "layout.dp_shard", "global_batch_size", "data.sequence_length", "precision", "method")
+FITTED_FROM = ("engine", "layout.dp_shard", "global_batch_size", "data.sequence_length", "precision")
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,6 @@ def _observation(run: LoggedRun, hardware: Hardware) -> Observation:
         sequence_length=int(params["data.sequence_length"]),
         global_batch_size=int(params["global_batch_size"]),
         precision="fp32" if params["precision"] == "fp32" else "bf16",
-        method="dpo" if params["method"] == "dpo" else "sft",
     )
     return Observation(
         run_id=run.run_id,

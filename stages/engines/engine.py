@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from stages.data.batch import Batch
-from stages.engines.losses import Loss
+from stages.engines.loss import Loss
 from stages.models.flops import ModelFlops
 
 

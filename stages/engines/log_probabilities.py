@@ -8,7 +8,7 @@ Beside that, the backward pass holds the head's gradient, in fp32 when there are
 not lose the digits that bf16 lacks. (Liger's fused loss gives no log-probabilities of single tokens, which preference
 losses need, and does the head's backward work before it knows what each token counts.)
 
-Left to others: the hidden states, and what becomes of the log-probabilities (`losses.py`).
+Left to others: the hidden states, and what becomes of the log-probabilities (`loss.py`).
 """
 
 from __future__ import annotations

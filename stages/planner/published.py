@@ -132,7 +132,7 @@ def _run(cells: Cells) -> PublishedRun:
         sequence_length=cells.number_or("seq", DEFAULT_SEQUENCE_LENGTH),
         global_batch_size=cells.number_or("gbs", layout.data_parallel_size * layout.micro_batch_size),
         precision=_precision(cells.text("precision")),
-        method="dpo" if "dpo" in cells.text("kind").lower() else "sft",
+        needs_reference="dpo" in cells.text("kind").lower(),
         lora_rank=_lora_rank(cells),
     )
     sequence_parallel = layout.tp > 1 and (software.flash_attention or cells.text("recompute").startswith("selective"))

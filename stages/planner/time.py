@@ -59,7 +59,7 @@ class TimeEstimate:
     """Model FLOPs (`stages.models.flops`) over the peak in bf16 (fp32 in fp32)."""
     bubble_fraction: float
     reference_pass_s: float
-    """DPO: the forward pass over a step's rows that computed their reference log-probabilities, before training."""
+    """The forward pass over a step's rows that computed their reference log-probabilities, before training, if any."""
 
     @property
     def step_time_s(self) -> float:
@@ -90,7 +90,7 @@ def step_time(
         tokens_per_s_per_gpu=workload.tokens_per_step / parts.total / num_devices,
         mfu=model_flops_utilization(flops, parts.total, peak, num_devices),
         bubble_fraction=parts.bubble / parts.total,
-        reference_pass_s=case.micro_batches * forward / layout.pp if workload.method == "dpo" else 0.0,
+        reference_pass_s=case.micro_batches * forward / layout.pp if workload.needs_reference else 0.0,
     )
 
 

@@ -8,7 +8,6 @@ from typing import Literal
 from stages.parallel.layout import EngineName, Layout
 
 Precision = Literal["fp32", "bf16", "fp8"]
-Method = Literal["sft", "dpo"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,8 @@ class Workload:
     """Rows of one optimizer step, over all processes."""
     precision: Precision = "bf16"
     """bf16: master weights in fp32; fp8: bf16, with matrix products of the layers in 8 bits."""
-    method: Method = "sft"
+    needs_reference: bool = False
+    """Log-probabilities of the rows under the untrained model are computed before training."""
     lora_rank: int | None = None
     """Adapters of this rank at every matrix of the layers are trained, nothing else."""
     total_tokens: float | None = None

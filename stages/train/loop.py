@@ -19,7 +19,7 @@ from torch.profiler import profile
 from stages.core.contract import Trial, is_main_process
 from stages.core.errors import TrainingError
 from stages.engines.engine import Engine, LossMeans, StepOutcome
-from stages.engines.losses import Loss
+from stages.engines.loss import Loss
 from stages.parallel.hardware import Peak
 from stages.train.batches import BatchSource, prefetched
 from stages.train.checkpoints import Checkpoints

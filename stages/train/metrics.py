@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.profiler import profile
 
-from stages.data.batch import IGNORED, Batch
+from stages.data.batch import Batch
 from stages.engines.engine import Engine
 from stages.models.flops import ModelFlops, model_flops_utilization
 from stages.parallel.hardware import Peak
@@ -34,7 +34,7 @@ class Share:
 def measure_share(micro_batches: Sequence[Batch], flops: ModelFlops) -> Share:
     """Count a share's work."""
     lengths = [length for batch in micro_batches for length in real_document_lengths(batch)]
-    num_targets = sum(int((batch.targets != IGNORED).sum()) for batch in micro_batches)
+    num_targets = sum(int(batch.has_target.sum()) for batch in micro_batches)
     num_tokens = sum(batch.input_ids.numel() for batch in micro_batches)
     return Share(micro_batches, num_tokens, sum(lengths), flops.training(lengths, num_targets))
 

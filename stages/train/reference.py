@@ -1,4 +1,4 @@
-"""Log-probabilities that the untrained model gives to the documents, for DPO: computed once, cached by content.
+"""Log-probabilities that the untrained model gives to the documents: computed once, cached by content.
 
 So only one model is held. Cached are the sums of each document's targets, under a name made of everything that decides
 them: the model's weights, the packed data, the rows, the precision.

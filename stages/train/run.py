@@ -16,7 +16,6 @@ from stages.core.errors import LayoutError
 from stages.data.dataset import PackedDataset
 from stages.data.prepare import PreparedData, prepare
 from stages.engines.engine import Engine, LossMeans
-from stages.engines.losses import build_loss
 from stages.models.model_folder import check_model_folder
 from stages.models.shape import ModelShape
 from stages.parallel.hardware import Peak, device_peak
@@ -38,7 +37,6 @@ from stages.train.start_up import hide_unused_packages
 from stages.train.watchdog import Watchdog
 
 LOSS_PLOT = "plots/loss.png"
-HEADLINE = ("evaluation_loss", "evaluation_preference_accuracy", "tokens_per_s", "mfu")
 
 
 def run(config: TrainConfig, context: StageContext) -> StageResult:
@@ -85,7 +83,7 @@ def _prepare_data(config: TrainConfig, context: StageContext, model_folder: Path
         context.inputs[config.data.dataset] / "data",
         config.data,
         model_folder,
-        preference=config.method == "dpo",
+        rows=config.learning.rows,
         cache=context.cache,
         report=context,
         bad_rows_file=context.work / "bad_rows.jsonl",
@@ -132,7 +130,7 @@ def _assemble(
     last_step = trial.steps if trial else num_steps
     num_steps = max(num_steps, last_step)
     training_rows = sorted({row for step in range(1, last_step + 1) for row in order.global_batch(step)})
-    digest = model_digest(model_folder) if config.dpo else None
+    digest = model_digest(model_folder) if config.learning.needs_reference else None
 
     def source(dataset: PackedDataset, rows: list[int]) -> BatchSource:
         if digest is None:
@@ -144,7 +142,7 @@ def _assemble(
     return TrainingRun(
         config=config,
         engine=engine,
-        loss=build_loss(config),
+        loss=config.learning.build_loss(config.method_options),
         order=order,
         training=source(data.training, training_rows),
         evaluation=source(held_out, list(range(len(held_out)))) if held_out else None,
@@ -204,5 +202,6 @@ def _result(
             "peak": f"{peak.flops_per_s / 1e12:.3g} TFLOP/s a device, {peak.source}",
         }
     metrics = {**training_run.journal.summary(), **peak_memory, **expected.figures, **held_out, **counts}
-    headline = {name: metrics[name] for name in HEADLINE if name in metrics}
-    return StageResult(metrics={**headline, **metrics}, tags=tags, files=[] if training_run.trial else [LOSS_PLOT])
+    headline = ("evaluation_loss", *(f"evaluation_{name}" for name in config.learning.headline), "tokens_per_s", "mfu")
+    first = {name: metrics[name] for name in headline if name in metrics}
+    return StageResult(metrics={**first, **metrics}, tags=tags, files=[] if training_run.trial else [LOSS_PLOT])

@@ -18,9 +18,9 @@ import torch
 from stages.core.contract import is_main_process
 from stages.data.batch import IGNORED, Batch
 from stages.engines.fsdp.engine import FsdpEngine
-from stages.engines.losses import SftLoss
 from stages.parallel.processes import joined_processes
 from stages.train.config import TrainConfig
+from stages.train.methods.sft import SftLoss
 
 Row = list[list[int]]
 

@@ -22,7 +22,7 @@ from stages.engines.export import export_model
 from stages.engines.fsdp.model import load_model
 from stages.engines.fsdp.parallelize import data_parallel_mesh, parallelize
 from stages.engines.fsdp.state import TrainingState
-from stages.engines.losses import Loss, document_sums
+from stages.engines.loss import Loss
 from stages.models.transformers_flops import model_flops
 from stages.train.config import TrainConfig
 
@@ -88,7 +88,7 @@ class FsdpEngine:
     def document_log_probabilities(self, batch: Batch) -> Tensor:
         """Forward only."""
         on_device = batch.to(self.device)
-        return document_sums(self._forward_only(on_device), on_device).cpu()
+        return on_device.document_sums(self._forward_only(on_device)).cpu()
 
     def sum_over_data(self, values: Tensor) -> Tensor:
         """One all-reduce."""

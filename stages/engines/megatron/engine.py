@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from stages.data.batch import Batch
 from stages.engines.engine import LossMeans, StepOutcome
-from stages.engines.losses import Loss, document_sums
+from stages.engines.loss import Loss
 from stages.engines.megatron.checkpoint import MegatronState
 from stages.engines.megatron.clock import PipelineClock
 from stages.engines.megatron.model import build_model_chunks, compute_dtype
@@ -99,7 +99,7 @@ class MegatronEngine:
         """Forward only."""
 
         def per_document(log_probabilities: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-            return log_probabilities.sum(), document_sums(log_probabilities, batch)
+            return log_probabilities.sum(), batch.document_sums(log_probabilities)
 
         found = self._pipeline.run([batch], per_document, backward=False)
         sums = found[0] if found else torch.empty(batch.num_documents, device=self.device)
