@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flows.tracking.logged_runs import LoggedRun
+from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout, describe_layout
 from stages.planner.hardware import Hardware
-from stages.planner.prediction import shape_from_text, shared_cpu
-from stages.planner.search import Candidate, Question, estimate
+from stages.planner.local_hardware import shared_cpu
+from stages.planner.search import Candidate, SearchRequest, estimate
 from stages.planner.workload import Workload
 
 TIME_CONSTANTS = ("matmul", "attention", "memory", "intra_link", "launch_s")
@@ -33,7 +34,7 @@ class Observation:
     """What a run measured, and what the planner has to be told to predict it."""
 
     run_id: str
-    question: Question
+    request: SearchRequest
     """Its hardware is the whole machine; a CPU's is shared by the run's processes when it is asked."""
     engine: EngineName
     layout: Layout
@@ -44,15 +45,13 @@ class Observation:
     @property
     def text(self) -> str:
         """The layout in one line, with the batch."""
-        rows = self.question.workload.global_batch_size
-        return f"{describe_layout(self.engine, self.layout)} ({rows} × {self.question.workload.sequence_length})"
+        rows = self.request.workload.global_batch_size
+        return f"{describe_layout(self.engine, self.layout)} ({rows} × {self.request.workload.sequence_length})"
 
     def predict(self, hardware: Hardware) -> Candidate:
         """On this hardware."""
         share = shared_cpu(hardware, self.layout.world_size) if self.is_cpu else hardware
-        candidate = estimate(replace(self.question, hardware=share), self.engine, self.layout)
-        assert candidate is not None, "only with a bound on memory is there no estimate"
-        return candidate
+        return estimate(replace(self.request, hardware=share), self.engine, self.layout)
 
 
 @dataclass(frozen=True)
@@ -167,7 +166,7 @@ def _observation(run: LoggedRun, hardware: Hardware) -> Observation:
     )
     return Observation(
         run_id=run.run_id,
-        question=Question(shape_from_text(run.tags["model_shape"]), workload, hardware, layout.world_size),
+        request=SearchRequest(ModelShape.from_json(run.tags["model_shape"]), workload, hardware, layout.world_size),
         engine="fsdp" if params["engine"] == "fsdp" else "megatron",
         layout=layout,
         is_cpu=run.tags.get("device") == "cpu",

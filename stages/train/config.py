@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -23,8 +24,8 @@ from stages.core.strict import StrictModel
 from stages.data.config import DataConfig
 from stages.engines.settings import AdamSettings, EngineSettings
 from stages.parallel.layout import AutoLayout, EngineName, Layout
-from stages.parallel.legality import Setting, layout_problems
-from stages.planner.workload import Precision
+from stages.parallel.legality import RunConstraints, layout_errors
+from stages.planner.workload import Precision, Workload
 from stages.train.methods.method import Method
 from stages.train.methods.registry import METHODS
 
@@ -124,9 +125,16 @@ class TrainConfig(MethodOptions):
         return self.global_batch_size // (self.layout.micro_batch_size * self.layout.data_parallel_size)
 
     @property
-    def setting(self) -> Setting:
+    def workload(self) -> Workload:
+        """What the planner compares layouts for; `epochs` are of a dataset whose tokens are not counted yet."""
+        needs_reference = self.learning.needs_reference
+        workload = Workload(self.data.sequence_length, self.global_batch_size, self.precision, needs_reference)
+        return replace(workload, total_tokens=self.steps * workload.tokens_per_step) if self.steps else workload
+
+    @property
+    def constraints(self) -> RunConstraints:
         """What the layout must fit besides the model."""
-        return Setting(self.execution.nodes, self.processes, self.data.sequence_length, self.global_batch_size)
+        return RunConstraints(self.execution.nodes, self.processes, self.data.sequence_length, self.global_batch_size)
 
     @property
     def learning(self) -> Method:
@@ -190,8 +198,6 @@ class TrainConfig(MethodOptions):
     def _layout_fits(self) -> Self:
         if isinstance(self.layout, AutoLayout):
             return self
-        problems = layout_problems(self.engine, self.layout, self.setting)
-        errors = [problem.message for problem in problems if problem.severity == "error"]
-        if errors:
-            raise PydanticCustomError(LAYOUT_PROBLEM, "{problems}", {"problems": "; ".join(errors)})
+        if errors := "; ".join(layout_errors(self.engine, self.layout, self.constraints)):
+            raise PydanticCustomError(LAYOUT_PROBLEM, "{problems}", {"problems": errors})
         return self

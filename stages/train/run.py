@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,22 +14,22 @@ from stages.core.errors import LayoutError
 from stages.data.dataset import PackedDataset
 from stages.data.prepare import PreparedData, prepare
 from stages.engines.engine import Engine, LossMeans
-from stages.engines.settings import EngineSettings
 from stages.models.model_folder import check_model_folder
+from stages.models.shape import ModelShape
 from stages.parallel.hardware import Peak, device_peak
 from stages.parallel.layout import describe_layout
 from stages.parallel.processes import collective_timeout, joined_processes
 from stages.train.batches import BatchSource
+from stages.train.check_model import check_model
 from stages.train.checkpoints import Checkpoints, check_free_disk
 from stages.train.config import TrainConfig
-from stages.train.forecast import Forecast, forecast
 from stages.train.journal import Journal
 from stages.train.loop import TrainingRun, evaluation_metrics, train
 from stages.train.metrics import peak_memory
 from stages.train.order import DataOrder
 from stages.train.out_of_memory import explained_out_of_memory
 from stages.train.plot import plot_loss
-from stages.train.preflight import check_layout
+from stages.train.prediction import Prediction, predict_run
 from stages.train.reference import model_digest, reference_rows
 from stages.train.start_up import hide_unused_packages
 from stages.train.watchdog import Watchdog
@@ -47,24 +46,25 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
     model_folder = context.inputs[config.model] / "model"
     _check_world_size(config)
     check_model_folder(model_folder)
-    check_layout(config, context, model_folder)
+    shape = check_model(config, context, model_folder)
     data = _prepare_data(config, context, model_folder)
     with joined_processes(collective_timeout(config.execution.hang_timeout_s)) as device:
-        expected = forecast(config, context, model_folder, device)
-        with explained_out_of_memory(config, expected.figures.get("predicted_memory_gib")):
-            build = _engine_type(config)
-            with Watchdog(context.work, config.execution.hang_timeout_s) as watchdog:
-                engine = build(model_folder, config.engine_settings, device)
-                training_run = _assemble(config, context, engine, data, model_folder, watchdog)
-                evaluation = train(training_run)
-                peak_memory_metrics = peak_memory(engine.device, every_rank=True)
-                if context.trial is None:
-                    watchdog.begins("writing the model")
-                    engine.export(context.work / "model", getattr(torch, config.export_dtype))
+        prediction = predict_run(config, context, shape, device)
+        with (
+            explained_out_of_memory(config, prediction.metrics.get("predicted_memory_gib")),
+            Watchdog(context.work, config.execution.hang_timeout_s) as watchdog,
+        ):
+            engine = _build_engine(config, model_folder, shape, device)
+            training_run = _assemble(config, context, engine, data, model_folder, watchdog)
+            evaluation = train(training_run)
+            peak_memory_metrics = peak_memory(engine.device, every_rank=True)
+            if context.trial is None:
+                watchdog.begins("writing the model")
+                engine.export(context.work / "model", getattr(torch, config.export_dtype))
     if is_main_process() and context.trial is None:
         _use_own_template(config, context.work / "model")
         plot_loss(training_run.journal.rows, context.work / LOSS_PLOT)
-    return _result(training_run, data, evaluation, peak_memory_metrics, expected)
+    return _result(training_run, data, evaluation, peak_memory_metrics, prediction)
 
 
 def _check_world_size(config: TrainConfig) -> None:
@@ -89,18 +89,19 @@ def _prepare_data(config: TrainConfig, context: StageContext, model_folder: Path
     )
 
 
-def _engine_type(config: TrainConfig) -> Callable[[Path, EngineSettings, torch.device], Engine]:
+def _build_engine(config: TrainConfig, model_folder: Path, shape: ModelShape | None, device: torch.device) -> Engine:
     """An engine's imports are heavy: only those of the one that is used."""
     if config.engine == "fsdp":
         from stages.engines.fsdp.engine import FsdpEngine
 
-        return FsdpEngine
+        return FsdpEngine(model_folder, config.engine_settings, device)
     from stages.engines.megatron.compat import prepare_megatron
 
     prepare_megatron()
     from stages.engines.megatron.engine import MegatronEngine
 
-    return MegatronEngine
+    assert shape is not None, "check_model refuses a model whose sizes are not known"
+    return MegatronEngine(model_folder, config.engine_settings, device, shape)
 
 
 def _assemble(
@@ -170,7 +171,7 @@ def _result(
     data: PreparedData,
     evaluation: LossMeans | None,
     peak_memory_metrics: dict[str, float],
-    expected: Forecast,
+    prediction: Prediction,
 ) -> StageResult:
     config, engine, peak = training_run.config, training_run.engine, training_run.peak
     counts = {
@@ -185,14 +186,14 @@ def _result(
         "engine": config.engine,
         "layout": describe_layout(config.engine, config.layout),
         "device": engine.device.type,
-        **expected.tags,
+        **prediction.tags,
     }
     if peak:
         tags |= {
             "device_name": peak.device_name,
             "peak": f"{peak.flops_per_s / 1e12:.3g} TFLOP/s a device, {peak.source}",
         }
-    metrics = {**training_run.journal.summary(), **peak_memory_metrics, **expected.figures, **held_out, **counts}
+    metrics = {**training_run.journal.summary(), **peak_memory_metrics, **prediction.metrics, **held_out, **counts}
     headline = ("evaluation_loss", *(f"evaluation_{name}" for name in config.learning.headline), "tokens_per_s", "mfu")
     first = {name: metrics[name] for name in headline if name in metrics}
     return StageResult(metrics={**first, **metrics}, tags=tags, files=[] if training_run.trial else [LOSS_PLOT])

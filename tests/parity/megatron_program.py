@@ -21,6 +21,7 @@ from torch import Tensor
 from stages.data.batch import Batch
 from stages.engines.loss import Loss
 from stages.engines.megatron.compat import prepare_megatron
+from stages.models.model_config import read_config, shape_of_config
 from stages.parallel.processes import joined_processes
 from stages.train.config import TrainConfig
 from tests.parity.fsdp_program import pack
@@ -56,7 +57,8 @@ def main() -> None:
     with joined_processes() as device:
         for index, case in enumerate(cases(dist.get_world_size())):
             config = TrainConfig.model_validate(train_config(case))
-            engine = MegatronEngine(folder / "models" / case.model, config.engine_settings, device)
+            model = folder / "models" / case.model
+            engine = MegatronEngine(model, config.engine_settings, device, shape_of_config(read_config(model)))
             name = f"{dist.get_world_size()}-{index}"
             result = run(engine, config, case)
             engine.export(folder / "exported" / name, torch.float32)

@@ -24,7 +24,7 @@ from stages.engines.fsdp.parallelize import data_parallel_mesh, parallelize
 from stages.engines.fsdp.state import TrainingState
 from stages.engines.loss import Loss
 from stages.engines.settings import EngineSettings
-from stages.models.flops import model_flops
+from stages.models.transformers_flops import model_flops
 
 
 class FsdpEngine:

@@ -7,7 +7,6 @@ Call `prepare_megatron()` before anything of this module is used.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
@@ -39,12 +38,15 @@ from stages.parallel.processes import collective_timeout
 class MegatronEngine:
     """See `stages.engines.engine.Engine`."""
 
-    def __init__(self, folder: Path, settings: EngineSettings, device: torch.device) -> None:
-        """Load the Hugging Face `folder` under `settings.layout`; the process group must exist, Megatron's not."""
+    def __init__(self, folder: Path, settings: EngineSettings, device: torch.device, shape: ModelShape) -> None:
+        """Load the Hugging Face `folder`, of a model of this shape, under `settings.layout`.
+
+        The process group must exist, Megatron's groups not.
+        """
         check_precision(settings.precision)
         layout = settings.layout
         self._folder = folder
-        self._shape = shape = ModelShape.from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        self._shape = shape
         timeout = collective_timeout(settings.hang_timeout_s)
         start_model_parallel(layout, is_mixture=shape.num_experts > 0, seed=settings.seed, timeout=timeout)
         self.device = device
