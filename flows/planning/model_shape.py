@@ -14,7 +14,7 @@ from flows.recipe.version import identity_of, version_of
 from flows.store.record import Index
 from stages.core.errors import RecipeError, TransientError
 from stages.download.config import DownloadConfig
-from stages.download.peek import CONFIG_FILE, read_model_config
+from stages.hubs.model_config import CONFIG_FILE, read_model_config
 from stages.models.known_models import known_model
 from stages.models.shape import ModelShape
 
@@ -33,7 +33,7 @@ def shape_of_stage(recipe: Recipe, stage: str, outside: Outside, index: Index) -
         text = (artifact.folder / "model" / CONFIG_FILE).read_text(encoding="utf-8")
         return ModelShape.from_config(json.loads(text))
     if "revision" in outside[name]:
-        return ModelShape.from_config(read_model_config(config, str(outside[name]["revision"])))
+        return ModelShape.from_config(read_model_config(config.source, str(outside[name]["revision"])))
     known = known_model(str(config.model))
     if known is None:
         raise TransientError(f"reading the sizes of {config.model}: its hub does not answer, and no table has it")

@@ -9,9 +9,11 @@ from typing import Any
 from pydantic import JsonValue
 
 from stages.core.errors import TransientError
-from stages.download.source import HubSource
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.tasks import hub_datasets, select_tasks
+from stages.hubs.hub import Request
+from stages.hubs.registry import hub_of
+from stages.hubs.source import Source, repository
 
 HUB_DATASETS = "hub_datasets"
 
@@ -25,13 +27,15 @@ def resolve_hub_datasets(config: EvaluateConfig) -> dict[str, JsonValue]:
     datasets = hub_datasets(select_tasks(config.tasks, config.task_folder))
     if not datasets:
         return {}
-    from stages.download import hub
-
     commits: dict[str, JsonValue] = {
-        str(dataset): hub.resolve_revision(HubSource("hf", "dataset", dataset.repository, dataset.revision))
+        str(dataset): _commit_of(repository("hf", "dataset", dataset.repository, dataset.revision))
         for dataset in sorted(datasets, key=str)
     }
     return {HUB_DATASETS: commits}
+
+
+def _commit_of(source: Source) -> str:
+    return hub_of(source).resolve_revision(Request(source))
 
 
 def check_loaded(tasks: Iterable[Any], outside: dict[str, JsonValue]) -> None:

@@ -13,7 +13,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from stages.download.builtin.addition import split_problems
+from stages.hubs.builtin.addition import split_problems
 from stages.models.model_folder import WEIGHTS_FILE, follow_file_mask
 
 SEED = 0

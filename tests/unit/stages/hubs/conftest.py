@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from stages.core.contract import StageContext, StageResult
-from stages.download import patience
 from stages.download.config import DownloadConfig
 from stages.download.run import run
+from stages.hubs import retry
 from tests.hub_server import HubServer, running_hub
 
 Download = Callable[..., StageResult]
@@ -21,7 +21,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
         monkeypatch.setenv("MODELSCOPE_ENDPOINT", server.url)
         for variable in ("HF_TOKEN", "MODELSCOPE_API_TOKEN", "HF_HUB_OFFLINE"):
             monkeypatch.delenv(variable, raising=False)
-        monkeypatch.setattr(patience, "FIRST_WAIT_S", 0.01)
+        monkeypatch.setattr(retry, "FIRST_WAIT_S", 0.01)
         yield server
 
 

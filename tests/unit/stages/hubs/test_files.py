@@ -8,7 +8,7 @@ import pytest
 from stages.core.errors import DataError, DownloadError, ModelError
 from stages.download.config import DownloadConfig
 from tests.hub_repository import model_files
-from tests.unit.stages.download.conftest import Download
+from tests.unit.stages.hubs.conftest import Download
 
 
 @pytest.fixture

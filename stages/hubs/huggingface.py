@@ -1,4 +1,4 @@
-"""The Hugging Face hub: a repository's commit, and its files with sizes, digests and addresses.
+"""The Hugging Face hub (`hf://`): a repository's commit, and its files with sizes, digests and addresses.
 
 Respects HF_ENDPOINT (a mirror) and HF_TOKEN; a token that `hf auth login` left on disk is not used.
 """
@@ -22,10 +22,12 @@ from huggingface_hub.errors import (
 )
 
 from stages.core.errors import DownloadError, LifecycleError
-from stages.download.fetch import RemoteFile, Snapshot
-from stages.download.patience import Patience, busy_from_status, busy_from_transport
-from stages.download.source import HubSource
-from stages.download.verification import Digest
+from stages.hubs.fetch import RemoteFile, Snapshot
+from stages.hubs.hub import Request
+from stages.hubs.repository import RepositoryHub
+from stages.hubs.retry import RetryBackoff, busy_from_status, busy_from_transport
+from stages.hubs.source import Source
+from stages.hubs.verification import Digest
 
 TOKEN_VARIABLE = "HF_TOKEN"  # noqa: S105 - the name of a variable
 DEFAULT_ENDPOINT = "https://huggingface.co"
@@ -35,42 +37,41 @@ _TIMEOUT_S = 30.0
 Answer = TypeVar("Answer")
 
 
-def resolve_revision(source: HubSource) -> str:
-    """The commit that the source's revision, or the default branch, points to now.
+class HuggingFace(RepositoryHub):
+    """A revision is the commit that the source's revision, or the default branch, points to."""
 
-    Raises DownloadError when there is no such thing or it may not be read, TransientError when the hub does not answer.
-    """
-    if source.revision and _COMMIT.fullmatch(source.revision):
-        return source.revision
-    return str(_repository_info(source, source.revision, files_metadata=False).sha)
+    def resolve_revision(self, request: Request) -> str:
+        source = request.source
+        if source.revision and _COMMIT.fullmatch(source.revision):
+            return source.revision
+        return str(_repository_info(source, source.revision, files_metadata=False).sha)
 
-
-def list_snapshot(source: HubSource, revision: str) -> Snapshot:
-    """The files at a commit. Raises like `resolve_revision`."""
-    info = _repository_info(source, revision, files_metadata=True)
-    files = tuple(_remote_file(source, revision, sibling) for sibling in info.siblings or ())
-    token = os.environ.get(TOKEN_VARIABLE)
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    return Snapshot(str(source), revision, files, TOKEN_VARIABLE, headers)
+    def list_snapshot(self, source: Source, revision: str) -> Snapshot:
+        info = _repository_info(source, revision, files_metadata=True)
+        files = tuple(_remote_file(source, revision, sibling) for sibling in info.siblings or ())
+        token = os.environ.get(TOKEN_VARIABLE)
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        return Snapshot(str(source), revision, files, TOKEN_VARIABLE, headers)
 
 
-def _remote_file(source: HubSource, revision: str, sibling: Any) -> RemoteFile:
+HUB = HuggingFace()
+
+
+def _remote_file(source: Source, revision: str, sibling: Any) -> RemoteFile:
     """Large files carry a sha256, small ones the id of their git blob."""
     if sibling.size is None or not (sibling.lfs or sibling.blob_id):
         raise DownloadError(f"{source}: the hub lists {sibling.rfilename} without size or digest; use another mirror")
     digest = Digest("sha256", sibling.lfs.sha256) if sibling.lfs else Digest("git-blob-sha1", sibling.blob_id)
-    url = hf_hub_url(
-        source.repository, sibling.rfilename, repo_type=source.product, revision=revision, endpoint=_endpoint()
-    )
+    url = hf_hub_url(source.name, sibling.rfilename, repo_type=source.product, revision=revision, endpoint=_endpoint())
     return RemoteFile(sibling.rfilename, sibling.size, digest, url)
 
 
-def _repository_info(source: HubSource, revision: str | None, *, files_metadata: bool) -> Any:
+def _repository_info(source: Source, revision: str | None, *, files_metadata: bool) -> Any:
     api = _api()
 
     def ask() -> Any:
         return api.repo_info(
-            source.repository,
+            source.name,
             revision=revision,
             repo_type=source.product,
             files_metadata=files_metadata,
@@ -80,9 +81,9 @@ def _repository_info(source: HubSource, revision: str | None, *, files_metadata:
     return _ask(source, ask)
 
 
-def _ask(source: HubSource, ask: Callable[[], Answer]) -> Answer:
+def _ask(source: Source, ask: Callable[[], Answer]) -> Answer:
     """Ask the hub until it answers, or there is no use in it."""
-    patience = Patience(f"asking {_endpoint()} for {source}")
+    backoff = RetryBackoff(f"asking {_endpoint()} for {source}")
     while True:
         try:
             return ask()
@@ -90,7 +91,7 @@ def _ask(source: HubSource, ask: Callable[[], Answer]) -> Answer:
             busy = busy_from_status(error.response.status_code, error.response.headers)
             if busy is None:
                 raise _explained(source, error) from error
-            patience.wait(busy)
+            backoff.wait(busy)
         except OfflineModeIsEnabled as error:
             raise DownloadError(
                 f"{source} must be asked for at the hub, but HF_HUB_OFFLINE is set; unset it"
@@ -98,16 +99,16 @@ def _ask(source: HubSource, ask: Callable[[], Answer]) -> Answer:
         except httpx.UnsupportedProtocol as error:
             raise DownloadError(f"asking {_endpoint()} for {source}: {error}; check HF_ENDPOINT") from error
         except httpx.TransportError as error:
-            patience.wait(busy_from_transport(error))
+            backoff.wait(busy_from_transport(error))
         except ValueError as error:
             raise DownloadError(
                 f"asking {_endpoint()} for {source}: it does not answer like a hub ({error})"
             ) from error
 
 
-def _explained(source: HubSource, error: HfHubHTTPError) -> LifecycleError:
-    """What to do about a refusal. The hub answers 401 for what does not exist, too, to whoever has no token."""
-    address = f"{_endpoint()}/{'datasets/' if source.product == 'dataset' else ''}{source.repository}"
+def _explained(source: Source, error: HfHubHTTPError) -> LifecycleError:
+    """What to do about a refusal. The hub answers 401 for what does not exist, too, without a token."""
+    address = f"{_endpoint()}/{'datasets/' if source.product == 'dataset' else ''}{source.name}"
     if isinstance(error, GatedRepoError):
         return DownloadError(f"{source} is gated: accept its terms at {address}, then set {TOKEN_VARIABLE}")
     if isinstance(error, RevisionNotFoundError):
@@ -121,9 +122,9 @@ def _explained(source: HubSource, error: HfHubHTTPError) -> LifecycleError:
     return DownloadError(f"{source}: the hub answered {status}: {error.server_message or 'no reason given'}")
 
 
-def _closest_revision(source: HubSource) -> str:
+def _closest_revision(source: Source) -> str:
     try:
-        refs = _api().list_repo_refs(source.repository, repo_type=source.product)
+        refs = _api().list_repo_refs(source.name, repo_type=source.product)
     except (HfHubHTTPError, httpx.HTTPError):  # Only a hint: what is missing is known without it.
         return ""
     names = [ref.name for ref in [*refs.branches, *refs.tags]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from stages.download.builtin.addition import Problem, message, split_problems, write_rows
+from stages.hubs.builtin.addition import Problem, message, split_problems, write_rows
 
 
 def make(folder: Path) -> None:

@@ -1,16 +1,48 @@
-"""`file://`: a folder or a single file of this machine, copied. Nothing outside of it is followed to."""
+"""`file://`: a folder or a single file of this machine, copied. No link is followed out of it."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from stages.core.contract import StageContext
 from stages.core.errors import DownloadError
-from stages.download.verification import content_hash, digest_of
+from stages.hubs.delivery import Progress, check_disk
+from stages.hubs.hub import Request
+from stages.hubs.selection import select_files
+from stages.hubs.source import Source
+from stages.hubs.verification import content_hash, digest_of
+
+
+class Files:
+    """Copies from this machine; a revision is a hash over the names and contents of the files that are taken."""
+
+    def resolve_revision(self, request: Request) -> str:
+        return hash_files(_requested(request))
+
+    def deliver(self, request: Request, revision: str, folder: Path, context: StageContext) -> None:
+        files = _requested(request)
+        total_bytes = sum(path.stat().st_size for path in files.values())
+        check_disk(context.work, total_bytes)
+        copy_files(files, folder, Progress(context, total_bytes).add)
+        if hash_files({name: folder / name for name in files}) != revision:
+            raise DownloadError(f"{request.source} changed after this refresh was planned; run it again")
+
+    def read_file(self, source: Source, revision: str, name: str) -> str | None:
+        path = Path(source.name) / name
+        return path.read_text(encoding="utf-8") if path.is_file() else None
+
+
+HUB = Files()
+
+
+def _requested(request: Request) -> dict[str, Path]:
+    files = list_files(Path(request.source.name))
+    return {name: files[name] for name in select_files(request, list(files))}
 
 
 def list_files(path: Path) -> dict[str, Path]:
@@ -62,9 +94,9 @@ def hash_files(files: dict[str, Path]) -> str:
     return content_hash(zip(files, (digest.hex for digest in digests), strict=True))
 
 
-def copy_files(files: Iterable[tuple[str, Path]], folder: Path, report: Callable[[int], None]) -> None:
+def copy_files(files: Mapping[str, Path], folder: Path, report: Callable[[int], None]) -> None:
     """Copy files under their names into `folder`; `report` is called with the bytes of each."""
-    for name, path in files:
+    for name, path in files.items():
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)

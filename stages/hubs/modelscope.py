@@ -1,6 +1,6 @@
-"""The ModelScope hub: a repository's files with sizes, digests and addresses.
+"""The ModelScope hub (`modelscope://`): a repository's files with sizes, digests and addresses.
 
-Respects MODELSCOPE_ENDPOINT and MODELSCOPE_API_TOKEN. The hub does not reliably tell the commit of a branch, but the
+Respects MODELSCOPE_ENDPOINT and MODELSCOPE_API_TOKEN. The hub does not reliably give the commit of a branch, but the
 sha256 of every file: a hash over those is what a revision is pinned to.
 """
 
@@ -22,31 +22,41 @@ from modelscope_hub.errors import (
 )
 
 from stages.core.errors import DownloadError, LifecycleError, TransientError
-from stages.download.fetch import RemoteFile, Snapshot
-from stages.download.source import HubSource
-from stages.download.verification import Digest, content_hash
+from stages.hubs.fetch import RemoteFile, Snapshot
+from stages.hubs.hub import Request
+from stages.hubs.repository import RepositoryHub
+from stages.hubs.source import Source
+from stages.hubs.verification import Digest, content_hash
 
 TOKEN_VARIABLE = "MODELSCOPE_API_TOKEN"  # noqa: S105 - the name of a variable
 DEFAULT_REVISION = "master"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-def resolve_content(source: HubSource) -> str:
-    """The hash of what the source's revision holds now.
+class ModelScope(RepositoryHub):
+    """A revision is a hash over the contents that the source's branch or tag holds."""
 
-    Raises DownloadError when there is no such thing or it may not be read, TransientError when the hub does not answer.
-    """
-    return list_snapshot(source).revision
+    def resolve_revision(self, request: Request) -> str:
+        return _list_now(request.source).revision
+
+    def list_snapshot(self, source: Source, revision: str) -> Snapshot:
+        snapshot = _list_now(source)
+        if snapshot.revision != revision:
+            raise DownloadError(f"{source} changed after this refresh was planned; run it again")
+        return snapshot
 
 
-def list_snapshot(source: HubSource) -> Snapshot:
-    """The files of the source's revision as it is now. Raises like `resolve_content`."""
+HUB = ModelScope()
+
+
+def _list_now(source: Source) -> Snapshot:
+    """The files of the source's branch or tag as it is now."""
     # An empty token keeps the library from looking for one that a login left on disk.
     token = os.environ.get(TOKEN_VARIABLE, "")
     api = HubApi(HubConfig(token=token))
     branch = source.revision or DEFAULT_REVISION
     try:
-        listed = api.list_repo_files(source.repository, source.product, revision=branch)
+        listed = api.list_repo_files(source.name, source.product, revision=branch)
     except HubError as error:
         raise _explained(source, branch, error) from error
     except ValueError as error:
@@ -59,14 +69,14 @@ def list_snapshot(source: HubSource) -> Snapshot:
     return Snapshot(str(source), content, files, TOKEN_VARIABLE, headers)
 
 
-def _remote_file(source: HubSource, api: HubApi, branch: str, file: FileInfo) -> RemoteFile:
+def _remote_file(source: Source, api: HubApi, branch: str, file: FileInfo) -> RemoteFile:
     if not file.sha256 or not _SHA256.fullmatch(file.sha256):
         raise DownloadError(f"{source}: the hub lists {file.path} without a sha256, so it cannot be verified")
-    url = api.legacy.get_download_url(source.repository, source.product, file.path, revision=branch)
+    url = api.legacy.get_download_url(source.name, source.product, file.path, revision=branch)
     return RemoteFile(file.path, file.size, Digest("sha256", file.sha256), url)
 
 
-def _explained(source: HubSource, branch: str, error: HubError) -> LifecycleError:
+def _explained(source: Source, branch: str, error: HubError) -> LifecycleError:
     status = f" {error.status_code}" if isinstance(error, APIError) and error.status_code else ""
     answer = f"ModelScope answered{status}: {error.message}"
     if isinstance(error, NotExistError):

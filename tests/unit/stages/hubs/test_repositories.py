@@ -10,7 +10,7 @@ from stages.core.errors import DataError, DownloadError, LifecycleError, ModelEr
 from stages.download.config import DownloadConfig
 from tests.hub_repository import model_files
 from tests.hub_server import Fault, HubServer
-from tests.unit.stages.download.conftest import Download
+from tests.unit.stages.hubs.conftest import Download
 
 SOURCES = {"hf": "hf://org/tiny", "modelscope": "modelscope://org/tiny@main"}
 BOTH = pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES.keys())

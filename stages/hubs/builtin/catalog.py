@@ -7,14 +7,16 @@ function `make(folder: Path) -> None`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
+
+from stages.hubs.source import Product, Source
 
 
 @dataclass(frozen=True)
 class Builtin:
     """One thing that the project makes."""
 
-    product: Literal["model", "dataset"]
+    product: Product
     module: str
     version: int
     """Raised when the maker would write other content than before."""
@@ -35,7 +37,15 @@ QWEN3_1M: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 BUILTINS: dict[str, Builtin] = {
-    "qwen3-1m": Builtin("model", "stages.download.builtin.qwen3", version=2, sizes=QWEN3_1M),
-    "addition": Builtin("dataset", "stages.download.builtin.addition", version=1),
-    "addition-preferences": Builtin("dataset", "stages.download.builtin.addition_preferences", version=1),
+    "qwen3-1m": Builtin("model", "stages.hubs.builtin.qwen3", version=2, sizes=QWEN3_1M),
+    "addition": Builtin("dataset", "stages.hubs.builtin.addition", version=1),
+    "addition-preferences": Builtin("dataset", "stages.hubs.builtin.addition_preferences", version=1),
 }
+
+
+def parse_builtin(hub: str, rest: str, product: Product) -> Source:
+    """A name of the catalog. Raises ValueError with those that there are."""
+    names = sorted(name for name, builtin in BUILTINS.items() if builtin.product == product)
+    if rest not in names:
+        raise ValueError(f"there is no builtin {product} {rest!r}; there are: {', '.join(names)}")
+    return Source(hub, product, rest, f"{hub}/{rest}")

@@ -2,30 +2,31 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
-from stages.download.builtin.catalog import BUILTINS
 from stages.download.config import DownloadConfig
-from stages.download.source import BuiltinSource, FileSource, HubSource, parse_source
+from stages.hubs.builtin.catalog import BUILTINS
+from stages.hubs.registry import parse_source
+from stages.hubs.source import Source, repository
 
 
 @pytest.mark.parametrize(
     ("text", "product", "source"),
     [
-        ("builtin/addition", "dataset", BuiltinSource("addition")),
-        ("file:///models/own", "model", FileSource(Path("/models/own"))),
-        ("file://own/model", "model", FileSource(Path("own/model"))),
-        ("hf://Qwen/Qwen3-0.6B", "model", HubSource("hf", "model", "Qwen/Qwen3-0.6B", None)),
-        ("hf://a/b@refs/pr/4", "model", HubSource("hf", "model", "a/b", "refs/pr/4")),
-        ("hf://datasets/a/b@v1.0", "dataset", HubSource("hf", "dataset", "a/b", "v1.0")),
-        ("modelscope://a/b@master", "model", HubSource("modelscope", "model", "a/b", "master")),
+        ("builtin/addition", "dataset", Source("builtin", "dataset", "addition", "builtin/addition")),
+        ("file:///models/own", "model", Source("file", "model", "/models/own", "file://")),
+        ("file://own/model", "model", Source("file", "model", "own/model", "file://")),
+        ("hf://Qwen/Qwen3-0.6B", "model", repository("hf", "model", "Qwen/Qwen3-0.6B", None)),
+        ("hf://a/b@refs/pr/4", "model", repository("hf", "model", "a/b", "refs/pr/4")),
+        ("hf://datasets/a/b@v1.0", "dataset", repository("hf", "dataset", "a/b", "v1.0")),
+        ("modelscope://a/b@master", "model", repository("modelscope", "model", "a/b", "master")),
     ],
 )
 def test_every_form_is_understood(text: str, product, source) -> None:
     assert parse_source(text, product) == source
+    assert str(source) == text
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from pathlib import Path
 import httpx
 
 from stages.core.errors import DownloadError, full_disk_named
-from stages.download.patience import BusyError, Patience, busy_from_status, busy_from_transport
-from stages.download.verification import Digest, digest_of
+from stages.hubs.retry import BusyError, RetryBackoff, busy_from_status, busy_from_transport
+from stages.hubs.verification import Digest, digest_of
 
 NUM_CONNECTIONS = 4
 PARTIAL_SUFFIX = ".partial"
@@ -95,7 +95,7 @@ class Fetcher:
         partial.replace(target)
 
     def _receive_verified(self, file: RemoteFile, partial: Path) -> None:
-        """Receive the rest of a file; what an earlier process left of it may be wrong and is then fetched anew."""
+        """Receive the rest of a file; what an earlier process left of it may be wrong and is then fetched again."""
         num_chances = 2 if partial.exists() else 1
         for _ in range(num_chances):
             self._receive_all(file, partial)
@@ -108,18 +108,18 @@ class Fetcher:
         )
 
     def _receive_all(self, file: RemoteFile, partial: Path) -> None:
-        patience = Patience(self._about(file), self._stop)
+        backoff = RetryBackoff(self._about(file), self._stop)
         while True:
             try:
-                return self._receive(file, partial, patience)
+                return self._receive(file, partial, backoff)
             except (httpx.UnsupportedProtocol, httpx.TooManyRedirects) as error:
                 raise DownloadError(f"{self._about(file)}: {error}; check the hub's address") from error
             except httpx.TransportError as error:
-                patience.wait(busy_from_transport(error))
+                backoff.wait(busy_from_transport(error))
             except BusyError as busy:
-                patience.wait(busy)
+                backoff.wait(busy)
 
-    def _receive(self, file: RemoteFile, partial: Path, patience: Patience) -> None:
+    def _receive(self, file: RemoteFile, partial: Path, backoff: RetryBackoff) -> None:
         """One request for what is missing of a file."""
         num_there = partial.stat().st_size if partial.exists() else 0
         if partial.exists() and num_there == file.size_bytes:
@@ -133,9 +133,9 @@ class Fetcher:
             if num_there and response.status_code != httpx.codes.PARTIAL_CONTENT:
                 self._discard(partial)  # A server may ignore the range and send everything.
             self._check_size(response, file)
-            self._write(response, file, partial, patience)
+            self._write(response, file, partial, backoff)
 
-    def _write(self, response: httpx.Response, file: RemoteFile, partial: Path, patience: Patience) -> None:
+    def _write(self, response: httpx.Response, file: RemoteFile, partial: Path, backoff: RetryBackoff) -> None:
         with partial.open("ab") as stream:
             for chunk in response.iter_raw():
                 if self._stop.is_set():
@@ -144,7 +144,7 @@ class Fetcher:
                     raise self._wrong_size(file, "more")
                 stream.write(chunk)
                 self._report(len(chunk))
-                patience.progressed()
+                backoff.progressed()
             num_there = stream.tell()
         if num_there < file.size_bytes:
             raise BusyError(f"the server stopped after {num_there} of {file.size_bytes} bytes")

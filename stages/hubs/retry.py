@@ -1,4 +1,7 @@
-"""How long a busy or broken server is tried again: a few times, waiting ever longer, or as long as the server asks."""
+"""When a busy or broken server is asked again: a few times, waiting ever longer, or as long as the server asks.
+
+Not tenacity: its count of attempts cannot start again when a transfer progresses between two failures.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ class BusyError(Exception):
         self.retry_after_s = retry_after_s
 
 
-class Patience:
+class RetryBackoff:
     """Counts the failures in a row of one activity."""
 
     def __init__(self, doing: str, stop: threading.Event | None = None) -> None:
@@ -33,11 +36,11 @@ class Patience:
         self._failures = 0
 
     def progressed(self) -> None:
-        """What came before does not count: the server is alive."""
+        """Count from zero again: the server is alive."""
         self._failures = 0
 
     def wait(self, busy: BusyError) -> None:
-        """Sleep before the next attempt. Raises TransientError when it is no use to go on now."""
+        """Sleep before the next attempt. Raises TransientError when it is no use to try again now."""
         self._failures += 1
         wait_s = busy.retry_after_s if busy.retry_after_s is not None else FIRST_WAIT_S * 2 ** (self._failures - 1)
         if wait_s > LONGEST_WAIT_S:

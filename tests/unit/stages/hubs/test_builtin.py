@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from stages.download.builtin import addition, addition_preferences, held_out
-from stages.download.builtin.addition import Problem, split_problems
-from stages.download.builtin.catalog import BUILTINS
+from stages.download.builtin import held_out
+from stages.hubs.builtin import addition, addition_preferences
+from stages.hubs.builtin.addition import Problem, split_problems
+from stages.hubs.builtin.catalog import BUILTINS
 from stages.models.model_folder import check_model_folder
 from stages.models.shape import ModelShape
 
@@ -83,7 +84,7 @@ def test_every_builtin_has_a_maker() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from stages.download.builtin import qwen3
+    from stages.hubs.builtin import qwen3
 
     folder = tmp_path_factory.mktemp("qwen3")
     qwen3.make(folder)
@@ -113,7 +114,7 @@ def test_the_model_is_a_complete_one_of_about_a_million_parameters_as_readable_a
 
 
 def test_the_model_has_the_same_bytes_every_time(folder: Path, tmp_path: Path) -> None:
-    from stages.download.builtin import qwen3
+    from stages.hubs.builtin import qwen3
 
     qwen3.make(tmp_path)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {p.name: p.read_bytes() for p in folder.iterdir()}

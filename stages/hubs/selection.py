@@ -10,7 +10,8 @@ from fnmatch import fnmatch
 from pathlib import PurePosixPath
 
 from stages.core.errors import DataError, DownloadError, ModelError
-from stages.download.config import DownloadConfig
+from stages.hubs.hub import Request
+from stages.hubs.source import Source
 from stages.models.model_folder import PICKLE_SUFFIXES
 
 _TEXT_DATA = (".jsonl", ".json", ".csv")
@@ -20,34 +21,26 @@ _DOCUMENTS = ("README.md", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE")
 _DATASET_DESCRIPTIONS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 
 
-def select_files(config: DownloadConfig, names: list[str]) -> list[str]:
-    """The files that the recipe wants of those that there are, sorted.
+def select_files(request: Request, names: list[str]) -> list[str]:
+    """The requested files of those that there are, sorted.
 
     Raises ModelError or DataError when nothing usable is there, DownloadError when a pattern matches nothing.
     """
-    source = config.source_text
-    if config.product == "model":
-        trust = config.trust_remote_code
-        return select_model_files(names, patterns=config.files, trust_remote_code=trust, source=source)
-    return select_dataset_files(names, patterns=config.files, source=source)
+    if request.source.product == "model":
+        return _select_model_files(request, names)
+    return _select_dataset_files(request, names)
 
 
-def select_model_files(
-    names: list[str], *, patterns: tuple[str, ...] | None, trust_remote_code: bool, source: str
-) -> list[str]:
-    """The files of a model, sorted.
-
-    Raises ModelError when there are no weights in safetensors, DownloadError when a pattern matches nothing.
-    """
-    _refuse_pickles_only(names, source)
+def _select_model_files(request: Request, names: list[str]) -> list[str]:
+    _refuse_pickles_only(names, request.source)
     safe = [name for name in names if not name.endswith(PICKLE_SUFFIXES)]
-    safe = [name for name in safe if trust_remote_code or not name.endswith(".py")]
-    if patterns is not None:
-        return _matching(safe, patterns, source)
+    safe = [name for name in safe if request.trust_remote_code or not name.endswith(".py")]
+    if request.patterns is not None:
+        return _matching(safe, request.patterns, request.source)
     return sorted(name for name in safe if name.endswith(".py") or _is_model_file(name, safe))
 
 
-def _refuse_pickles_only(names: list[str], source: str) -> None:
+def _refuse_pickles_only(names: list[str], source: Source) -> None:
     if any(name.endswith(".safetensors") for name in names):
         return
     pickles = sorted(name for name in names if name.endswith(PICKLE_SUFFIXES))
@@ -69,34 +62,31 @@ def _is_model_file(name: str, names: list[str]) -> bool:
     return name.endswith(_MODEL_SUFFIXES) or name in _DOCUMENTS
 
 
-def select_dataset_files(names: list[str], *, patterns: tuple[str, ...] | None, source: str) -> list[str]:
-    """The data files of a dataset with its card and licence, sorted.
-
-    Raises DataError when there is no data file, DownloadError when a pattern matches nothing.
-    """
-    data = [name for name in names if name.endswith(_DATA_SUFFIXES) and _file_name(name) not in _DATASET_DESCRIPTIONS]
+def _select_dataset_files(request: Request, names: list[str]) -> list[str]:
+    """The data files with their card and licence."""
+    data = [
+        name
+        for name in names
+        if name.endswith(_DATA_SUFFIXES) and PurePosixPath(name).name not in _DATASET_DESCRIPTIONS
+    ]
     if not data:
         found = ", ".join(sorted(names)[:5]) or "no files"
         raise DataError(
-            f"{source} has no data files, only {found}; expected {', '.join(_TEXT_DATA)} (also with .gz or .zst) or "
-            ".parquet. Loading scripts are never run and archives are not unpacked: convert or unpack the data first"
+            f"{request.source} has no data files, only {found}; expected {', '.join(_TEXT_DATA)} (also with .gz or "
+            ".zst) or .parquet. Loading scripts are never run and archives are not unpacked: convert or unpack the data"
         )
-    if patterns is not None:
-        data = _matching(data, patterns, source)
+    if request.patterns is not None:
+        data = _matching(data, request.patterns, request.source)
     return sorted(data + [name for name in names if name in _DOCUMENTS])
 
 
-def _matching(names: list[str], patterns: tuple[str, ...], source: str) -> list[str]:
+def _matching(names: list[str], patterns: tuple[str, ...], source: Source) -> list[str]:
     for pattern in patterns:
         if not any(fnmatch(name, pattern) for name in names):
             raise DownloadError(
                 f"{source} has no file to take that matches {pattern!r}; there are: {', '.join(sorted(names)[:10])}"
             )
     return sorted(name for name in names if any(fnmatch(name, pattern) for pattern in patterns))
-
-
-def _file_name(name: str) -> str:
-    return PurePosixPath(name).name
 
 
 def check_names(names: list[str], source: str) -> None:
