@@ -9,7 +9,7 @@ from pydantic import Field, JsonValue, PositiveInt
 
 from stages.core.contract import ModelOrServerReference, OutsidePath, Product, StageConfig
 from stages.serving.config import ServeExecution, ServingConfig
-from stages.serving.vllm_program import find_vllm
+from stages.serving.registry import installed_version
 
 
 class EvaluateExecution(ServeExecution):
@@ -19,7 +19,7 @@ class EvaluateExecution(ServeExecution):
 
 
 class EvaluateConfig(StageConfig):
-    """Run lm-eval tasks against a vLLM server: that of a serve stage, or its own for a model."""
+    """Run lm-eval tasks against a server: that of a serve stage, or its own for a model."""
 
     STAGE_VERSION: ClassVar[int] = 1
 
@@ -45,5 +45,5 @@ class EvaluateConfig(StageConfig):
     def resolve_outside(self) -> dict[str, JsonValue]:
         from stages.evaluate.revisions import resolve_hub_datasets
 
-        programs = {"lm_eval_version": version("lm_eval"), "vllm_version": find_vllm().version}
+        programs = {"lm_eval_version": version("lm_eval"), **installed_version()}
         return {**programs, **resolve_hub_datasets(self)}

@@ -31,8 +31,10 @@ Tell = Callable[[int, int], None]
 class ServedModel(LocalCompletionsAPI):
     """A vLLM server as lm-eval sees it; token ids are sent, so that prompts arrive as the tokenizer here made them."""
 
-    def __init__(self, client: Client, tokenizer: Path, config: EvaluateConfig, *, trust_remote_code: bool):
-        self.context_tokens = client.max_model_len()
+    def __init__(
+        self, client: Client, context_tokens: int, tokenizer: Path, config: EvaluateConfig, *, trust_remote_code: bool
+    ):
+        self.context_tokens = context_tokens
         super().__init__(
             base_url=f"{client.url}/v1/completions",
             header={"Authorization": f"Bearer {client.api_key}"},

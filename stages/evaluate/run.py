@@ -40,13 +40,13 @@ def run(config: EvaluateConfig, context: StageContext) -> StageResult:
         if config.apply_chat_template:
             _check_chat_template(endpoint.spec.model)
         results = _evaluate(config, context, selection, endpoint)
-        vllm_version = endpoint.spec.vllm_version
+        version_tag = endpoint.spec.version_tag
     files = _write(context.work, results)
     metrics = score_metrics(results["results"])
     if not metrics:
         raise EvaluationError(f"lm-eval gave no scores for {', '.join(config.tasks)}; see {context.work / files[0]}")
     context.milestone(", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
-    tags = {"vllm_version": vllm_version, "lm_eval_version": version("lm_eval")}
+    tags = {**version_tag, "lm_eval_version": version("lm_eval")}
     return StageResult(metrics=metrics, tags=tags, files=files)
 
 
@@ -84,6 +84,7 @@ def _evaluate(
         endpoint.wait_until_ready()
         model = harness.ServedModel(
             endpoint.client,
+            endpoint.context_tokens(),
             endpoint.spec.model,
             config,
             trust_remote_code=endpoint.spec.serving.trust_remote_code,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,46 +29,44 @@ from llmcompressor.pipelines.cache import IntermediatesCache
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from stages.core.contract import StageContext
 from stages.core.files import write_atomically
 from stages.models.model_folder import follow_file_mask
-from stages.quantize.config import QuantizeConfig
-from stages.quantize.projections import ROUTERS
 from stages.quantize.samples import batches_of_one_length
+from stages.serving.quantization import Quantization
 
 CALIBRATION_BATCH_TOKENS = 8192
 SMOOTHING_STRENGTH = 0.8
 """Of activations against weights: what SmoothQuant's authors use for models of many outliers."""
 
 
-def compress(
-    source: Path, target: Path, samples: list[list[int]], config: QuantizeConfig, context: StageContext
+def quantize(
+    source: Path,
+    target: Path,
+    quantization: Quantization,
+    samples: list[list[int]],
+    *,
+    seed: int,
+    trust_remote_code: bool,
+    report: Callable[[int, int], None],
 ) -> None:
-    """Write the quantized model of folder `source` to `target`, with everything else that `source` holds.
-
-    The same folder, samples and config give the same weights, bit for bit, on the same machine.
-    """
-    torch.manual_seed(config.seed)
-    model = _load(source, config)
+    """As the protocol `Quantizer` says; `target` is in compressed-tensors' format."""
+    torch.manual_seed(seed)
+    # On a CPU in float32: bfloat16 products of small matrices took eight times as long there, and AWQ needs thousands.
+    dtype = "auto" if torch.accelerator.is_available() else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=trust_remote_code)
     batches = [
         {"input_ids": batch, "attention_mask": torch.ones_like(batch)}
         for batch in batches_of_one_length(samples, CALIBRATION_BATCH_TOKENS)
     ]
-    with _report_layers(model, context), _without_pinned_memory():
-        oneshot(model=model, recipe=_modifiers(config), dataset=DataLoader(batches, batch_size=None))
+    with _report_layers(model, report), _without_pinned_memory():
+        oneshot(model=model, recipe=_modifiers(quantization), dataset=DataLoader(batches, batch_size=None))
     _save(model, source, target)
 
 
-def _load(source: Path, config: QuantizeConfig) -> PreTrainedModel:
-    # On a CPU in float32: bfloat16 products of small matrices took eight times as long there, and AWQ needs thousands.
-    dtype = "auto" if torch.accelerator.is_available() else torch.float32
-    return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=config.trust_remote_code)
-
-
-def _modifiers(config: QuantizeConfig) -> list[Modifier]:
-    ignore = [*config.ignore, *ROUTERS]
-    groups = {"group_0": _four_bit_groups(config)}
-    match config.method:
+def _modifiers(quantization: Quantization) -> list[Modifier]:
+    ignore = list(quantization.ignore)
+    groups = {"group_0": _four_bit_groups(quantization)}
+    match quantization.method:
         case "awq":
             # "both": half of the grid weighs activations alone, as AWQ was published, half the weights as well.
             return [AWQModifier(duo_scaling="both"), QuantizationModifier(config_groups=groups, ignore=ignore)]
@@ -79,11 +77,17 @@ def _modifiers(config: QuantizeConfig) -> list[Modifier]:
             return [smoothing, GPTQModifier(scheme="W8A8", ignore=ignore)]
         case "fp8":
             return [QuantizationModifier(scheme="FP8_DYNAMIC", ignore=ignore)]
+        case unknown:
+            raise AssertionError(f"the registry names {unknown} as a method of llm-compressor")
 
 
-def _four_bit_groups(config: QuantizeConfig) -> QuantizationScheme:
+def _four_bit_groups(quantization: Quantization) -> QuantizationScheme:
     weights = QuantizationArgs(
-        num_bits=4, type="int", strategy="group", group_size=config.group_size, symmetric=config.symmetric
+        num_bits=4,
+        type="int",
+        strategy="group",
+        group_size=quantization.group_size,
+        symmetric=quantization.symmetric,
     )
     return QuantizationScheme(targets=["Linear"], weights=weights)
 
@@ -99,15 +103,15 @@ def _without_pinned_memory() -> Iterator[None]:
 
 
 @contextmanager
-def _report_layers(model: PreTrainedModel, context: StageContext) -> Iterator[None]:
-    """Tell how many of the model's blocks calibration has reached; it takes them one after the other."""
+def _report_layers(model: PreTrainedModel, report: Callable[[int, int], None]) -> Iterator[None]:
+    """Report how many of the model's blocks calibration has reached; it takes them one after the other."""
     blocks = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
     reached = 0
 
     def reach(index: int) -> None:
         nonlocal reached
         if index >= reached:
-            context.progress(index, len(blocks), "layers", "calibrating")
+            report(index, len(blocks))
             reached = index + 1
 
     hooks = [block.register_forward_hook(lambda *_, index=index: reach(index)) for index, block in enumerate(blocks)]

@@ -1,7 +1,7 @@
 """The linear layers of a model folder, read from the headers of its safetensors files (no torch, milliseconds).
 
 A layer counts when it is a matrix named `….weight` that is no embedding. Layers are known by the names that the usual
-architectures give them, since those names are also what vLLM splits and fuses by.
+architectures give them, since those names are also what serving engines split and fuse by.
 """
 
 from __future__ import annotations
@@ -14,15 +14,12 @@ from pathlib import Path
 from safetensors import safe_open
 
 EMBEDDINGS = re.compile(r"(embed_tokens|wte|wpe|word_embeddings|embed_in|tok_embeddings|position_embeddings)$")
-ROUTERS = (r"re:.*\.(mlp|block_sparse_moe|feed_forward)\.(gate|router)$", r"re:.*\.shared_expert_gate$")
-"""Which expert a token goes to hangs on small differences, and the matrix is tiny: never quantized."""
-
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
 )
-"""Layers of the same input that vLLM loads as one matrix."""
+"""Layers of the same input that serving engines load as one matrix."""
 COLUMN_PARALLEL = {name for names in FUSED for name in names} | {"qkv_proj", "gate_up_proj", "fc1", "c_fc"}
 ROW_PARALLEL = {"o_proj", "down_proj", "out_proj", "w2", "fc2", "dense_4h_to_h", "c_proj"}
 
@@ -62,7 +59,7 @@ class Projection:
 
     @property
     def fused_name(self) -> str:
-        """The same for all layers that vLLM loads as one matrix with this one."""
+        """The same for all layers that serving engines load as one matrix with this one."""
         partners = next((names for names in FUSED if self.suffix in names), (self.suffix,))
         return self.name.removesuffix(self.suffix) + "+".join(partners)
 
@@ -81,7 +78,7 @@ def read_projections(model_folder: Path) -> list[Projection]:
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:
-    """Whether llm-compressor would match the module to one of `patterns` (`re:` begins a regular expression)."""
+    """Whether a module has one of these names, or matches one of these patterns (`re:` begins a regular expression)."""
     return any(
         re.match(pattern.removeprefix("re:"), name) if pattern.startswith("re:") else pattern == name
         for pattern in patterns

@@ -3,9 +3,10 @@
 import pytest
 
 from stages.core.errors import RecipeError
+from stages.models.projections import Projection
 from stages.quantize.config import QuantizeConfig
-from stages.quantize.projections import Projection
-from stages.quantize.servability import Heads, caveats, check_servable, quantized
+from stages.serving.quantization import Quantization
+from stages.serving.vllm.servability import Heads, caveats, check_servable
 
 LLAMA_2_7B = {"hidden": 4096, "inner": 11008, "queries": 32, "keys": 32, "head": 128}
 LLAMA_3_8B = {"hidden": 4096, "inner": 14336, "queries": 32, "keys": 8, "head": 128}
@@ -28,14 +29,14 @@ def make_layers(hidden, inner, queries, keys, head, num_layers=2):
     return layers
 
 
-def make_config(**fields):
+def make_quantization(**fields) -> Quantization:
     base = {"kind": "quantize", "model": "m", "method": "awq", "calibration": {"dataset": "d"}}
-    return QuantizeConfig.model_validate({**base, **fields})
+    return QuantizeConfig.model_validate({**base, **fields}).quantization
 
 
 def check(shape, device="cuda", layers=None, **fields):
     heads = Heads(shape["queries"], shape["keys"])
-    check_servable(layers or make_layers(**shape), heads, make_config(**fields), device)
+    check_servable(layers or make_layers(**shape), heads, make_quantization(**fields), device)
 
 
 def complaint(*args, **kwargs):
@@ -136,7 +137,7 @@ def test_routers_and_the_head_are_never_quantized():
         Projection("model.layers.0.feed_forward.router", 8, 4096),
         Projection("model.layers.0.mlp.shared_expert_gate", 1, 4096),
     ]
-    kept = {layer.suffix for layer in quantized(layers, make_config())}
+    kept = {layer.suffix for layer in make_quantization().layers(layers)}
     assert kept == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
@@ -151,6 +152,6 @@ def test_heads_are_found_in_the_language_part_of_a_config():
     ("awq", {"avx2"}, "unpacks"), ("gptq", {"avx512f"}, None), ("fp8", {"avx2"}, None), ("int8", set(), None),
 ])  # fmt: skip
 def test_what_a_cpu_does_to_the_served_model_is_told(method, flags, warned):
-    found = caveats(make_config(method=method), "cpu", flags)
+    found = caveats(make_quantization(method=method), "cpu", flags)
     assert [warned in caveat for caveat in found] == [True] * bool(warned)
-    assert not caveats(make_config(method=method), "cuda", flags)
+    assert not caveats(make_quantization(method=method), "cuda", flags)

@@ -28,20 +28,10 @@ MAX_CHARACTERS = 600
 
 def find_root_cause(log: str) -> str | None:
     """The first exception in `log` that is not a mere consequence of another, with its message; None without one."""
-    lines = [_without_prefix(line) for line in log.splitlines()]
+    lines = [LEVEL.sub("", PREFIX.sub("", line)).rstrip() for line in log.splitlines()]
     usage = next((match.group(1) for match in map(USAGE.match, lines) if match), None)
     cause = usage or next(_exceptions(lines), None)
     return cause and textwrap.shorten(cause, MAX_CHARACTERS, placeholder=" …")
-
-
-def last_lines(log: str, num_lines: int = 5) -> str:
-    """The end of the log, for when it holds no exception."""
-    written = [line for line in log.splitlines() if line.strip()]
-    return "\n".join(written[-num_lines:]) or "(the log is empty)"
-
-
-def _without_prefix(line: str) -> str:
-    return LEVEL.sub("", PREFIX.sub("", line)).rstrip()
 
 
 def _exceptions(lines: list[str]) -> Iterator[str]:

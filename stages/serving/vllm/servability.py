@@ -18,24 +18,24 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from stages.core.errors import RecipeError
-from stages.quantize.config import QuantizeConfig
-from stages.quantize.projections import ROUTERS, Projection, Split, matches
+from stages.models.projections import Projection, Split
+from stages.serving.quantization import Quantization
 
 Device = Literal["cpu", "cuda"]
 
 GROUP_SIZES = (128, 64, 32)
 """Served on every device, best compression first."""
-CHANGES: list[dict[str, int]] = [
+CHANGES: list[dict[str, Any]] = [
     {"symmetric": True},
     *({"group_size": size} for size in GROUP_SIZES),
     *({"group_size": size, "symmetric": True} for size in GROUP_SIZES),
 ]
-"""What may mend a recipe, the least first."""
+"""What may make a recipe right, the least first."""
 CUDA_GROUP_SIZES = (32, 64, 128, 256)
 CUDA_EXPERT_GROUP_SIZES = (32, 64, 128)
 PACKED = 8
@@ -72,28 +72,25 @@ def serving_device() -> Device:
     return "cuda" if gpus.is_dir() and any(gpus.iterdir()) and not hidden else "cpu"
 
 
-def quantized(projections: list[Projection], config: QuantizeConfig) -> list[Projection]:
-    """The layers that the recipe quantizes: all but the ignored and the routers of mixtures."""
-    return [layer for layer in projections if not matches(layer.name, (*config.ignore, *ROUTERS))]
-
-
-def check_servable(projections: list[Projection], heads: Heads | None, config: QuantizeConfig, device: Device) -> None:
+def check_servable(
+    projections: list[Projection], heads: Heads | None, quantization: Quantization, device: Device
+) -> None:
     """Raise RecipeError when vLLM could not serve the result, saying which layers, why and what to change."""
-    problems = list(_problems(projections, heads, config, device))
+    problems = list(_problems(projections, heads, quantization, device))
     if problems:
-        raise RecipeError(_explain(problems, _advice(projections, heads, config, device), config, device))
+        raise RecipeError(_explain(problems, _advice(projections, heads, quantization, device), quantization, device))
 
 
-def caveats(config: QuantizeConfig, device: Device, cpu_flags: set[str]) -> list[str]:
+def caveats(quantization: Quantization, device: Device, cpu_flags: set[str]) -> list[str]:
     """What to warn of: the quantized model would be served, but not as its KL or its size promise."""
     if device == "cuda" or not cpu_flags:
         return []
-    if config.method == "int8" and not cpu_flags & {"avx512_vnni", "avx_vnni"}:
+    if quantization.weights == "int8" and not cpu_flags & {"avx512_vnni", "avx_vnni"}:
         return [
             "this CPU has no VNNI instructions, and vLLM's int8 products overflow without them (an error of 13% was "
             "measured); serve the model elsewhere, or choose another method"
         ]
-    if config.method in ("awq", "gptq") and "avx512f" not in cpu_flags:
+    if quantization.weights == "int4" and "avx512f" not in cpu_flags:
         return ["this CPU has no AVX-512, and vLLM unpacks 4-bit weights to 16 bits in memory without it"]
     return []
 
@@ -106,13 +103,13 @@ def cpu_flags() -> set[str]:
 
 
 def _problems(
-    projections: list[Projection], heads: Heads | None, config: QuantizeConfig, device: Device
+    projections: list[Projection], heads: Heads | None, quantization: Quantization, device: Device
 ) -> Iterator[Problem]:
-    layers = quantized(projections, config)
-    yield from _split_evenly(layers, heads, config.tensor_parallel_size)
+    layers = quantization.layers(projections)
+    yield from _split_evenly(layers, heads, quantization.tensor_parallel_size)
     yield from _quantized_together(projections, layers)
-    if config.method in ("awq", "gptq"):
-        yield from _four_bit_shapes(layers, heads, config, device)
+    if quantization.weights == "int4":
+        yield from _four_bit_shapes(layers, heads, quantization, device)
 
 
 def _split_evenly(layers: list[Projection], heads: Heads | None, ranks: int) -> Iterator[Problem]:
@@ -136,9 +133,9 @@ def _quantized_together(projections: list[Projection], layers: list[Projection])
 
 
 def _four_bit_shapes(
-    layers: list[Projection], heads: Heads | None, config: QuantizeConfig, device: Device
+    layers: list[Projection], heads: Heads | None, quantization: Quantization, device: Device
 ) -> Iterator[Problem]:
-    group_size, ranks = config.group_size, config.tensor_parallel_size
+    group_size, ranks = quantization.group_size, quantization.tensor_parallel_size
     for fused in _by_fused_name(layers).values():
         outputs = [_outputs_per_rank(layer, heads, ranks) for layer in fused]
         for layer, output_size in zip(fused, outputs, strict=True):
@@ -147,7 +144,7 @@ def _four_bit_shapes(
                 yield Problem(layer.name, f"a rank's input of {input_size} is no multiple of group_size {group_size}")
             if output_size % PACKED:
                 yield Problem(layer.name, f"a rank's output of {output_size} is no multiple of {PACKED}")
-            if layer.is_expert and not config.symmetric:
+            if layer.is_expert and not quantization.symmetric:
                 yield Problem(
                     layer.name, "Transformers reads no zero points of experts, and the KL is measured with it"
                 )
@@ -191,35 +188,34 @@ def _by_fused_name(layers: list[Projection]) -> dict[str, list[Projection]]:
     return groups
 
 
-def _advice(projections: list[Projection], heads: Heads | None, config: QuantizeConfig, device: Device) -> str:
+def _advice(projections: list[Projection], heads: Heads | None, quantization: Quantization, device: Device) -> str:
     """The smallest change that helps: another group size, another layer left alone, fewer ranks."""
     for change in CHANGES:
-        if not any(_problems(projections, heads, config.model_copy(update=change), device)):
+        if not any(_problems(projections, heads, replace(quantization, **change), device)):
             return "set " + " and ".join(f"{name}: {json.dumps(value)}" for name, value in change.items())
-    blamed = {problem.layer for problem in _problems(projections, heads, config, device)}
+    blamed = {problem.layer for problem in _problems(projections, heads, quantization, device)}
     fused = {layer.fused_name.rpartition(".")[2] for layer in projections if layer.name in blamed}
     suffixes = sorted({suffix for names in fused for suffix in names.split("+")})
     pattern = rf"re:.*\.({'|'.join(suffixes)})$"
-    ignoring = config.model_copy(update={"ignore": (*config.ignore, pattern)})
+    ignoring = replace(quantization, ignore=(*quantization.ignore, pattern))
     if suffixes and not any(_problems(projections, heads, ignoring, device)):
         return f"add '{pattern}' to ignore"
     return "choose a tensor_parallel_size that divides the model, or method int8 or fp8"
 
 
-def _explain(problems: list[Problem], advice: str, config: QuantizeConfig, device: Device) -> str:
+def _explain(problems: list[Problem], advice: str, quantization: Quantization, device: Device) -> str:
     layers_by_reason: dict[str, list[str]] = defaultdict(list)
     for problem in problems:
         layers_by_reason[problem.reason].append(problem.layer)
-    lines = [f"  {_some(layers)}: {reason}" for reason, layers in layers_by_reason.items()]
+    lines = [
+        f"  {layers[0]}{f' and {len(layers) - 1} more' if layers[1:] else ''}: {reason}"
+        for reason, layers in layers_by_reason.items()
+    ]
     return "\n".join(
         [
-            f"{config.method} with group_size {config.group_size} would give a model that vLLM cannot serve on "
-            f"{device} at tensor_parallel_size {config.tensor_parallel_size}:",
+            f"{quantization.method} with group_size {quantization.group_size} would give a model that vLLM cannot "
+            f"serve on {device} at tensor_parallel_size {quantization.tensor_parallel_size}:",
             *lines,
             f"To mend it, {advice}.",
         ]
     )
-
-
-def _some(layers: list[str]) -> str:
-    return layers[0] if len(layers) == 1 else f"{layers[0]} and {len(layers) - 1} more"
