@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from stages.core.contract import StageContext
 from stages.core.errors import LifecycleError, RecipeError, TransientError
 from stages.evaluate.config import EvaluateConfig
+from stages.evaluate.harnesses.harness import ServedModel
 from stages.serving.client import Client, check_server
 from stages.serving.config import ServingConfig
 from stages.serving.launch import LAUNCH_FILE, LaunchSpec
@@ -25,15 +26,13 @@ class Endpoint:
     server: Server | None
     ready_timeout_s: float
 
-    def wait_until_ready(self) -> None:
+    def await_model(self) -> ServedModel:
         """Raises ServerError when our own server does not come up."""
         if self.server:
             self.server.wait_until_ready(self.ready_timeout_s)
             check_server(self.client)
-
-    def context_tokens(self) -> int:
-        """Tokens that a prompt and its answer may have together."""
-        return ENGINES[self.spec.engine].context_tokens(self.client)
+        context_tokens = ENGINES[self.spec.engine].context_tokens(self.client)
+        return ServedModel(self.client, self.spec.model, context_tokens, self.spec.serving.trust_remote_code)
 
     def raise_if_gone(self) -> None:
         """Raise TransientError when the server does not answer any more."""

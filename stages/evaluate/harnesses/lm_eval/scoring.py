@@ -18,38 +18,36 @@ from lm_eval.models.openai_completions import LocalCompletionsAPI
 from lm_eval.tasks import TaskManager
 
 from stages.core.errors import EvaluationError
-from stages.evaluate.config import EvaluateConfig
-from stages.evaluate.tasks import TaskSelection
-from stages.serving.client import Client
+from stages.evaluate.harnesses.harness import Evaluation, ServedModel
+from stages.evaluate.harnesses.lm_eval.tasks import TaskSelection
 
 GENERATED_TOKENS_DEFAULT = 256  # lm-eval's, for tasks that do not say
 MAX_TRIES = 3
 
-Tell = Callable[[int, int], None]
+Report = Callable[[int, int], None]
 
 
-class ServedModel(LocalCompletionsAPI):
-    """A vLLM server as lm-eval sees it; token ids are sent, so that prompts arrive as the tokenizer here made them."""
+class LmEvalModel(LocalCompletionsAPI):
+    """A server as lm-eval sees it; token ids are sent, so that prompts arrive as the tokenizer here made them."""
 
-    def __init__(
-        self, client: Client, context_tokens: int, tokenizer: Path, config: EvaluateConfig, *, trust_remote_code: bool
-    ):
-        self.context_tokens = context_tokens
+    def __init__(self, model: ServedModel, evaluation: Evaluation):
+        client = model.client
+        self.context_tokens = model.context_tokens
         super().__init__(
             base_url=f"{client.url}/v1/completions",
             header={"Authorization": f"Bearer {client.api_key}"},
             model=client.model,
-            tokenizer=str(tokenizer),
+            tokenizer=str(model.folder),
             tokenizer_backend="huggingface",
             tokenized_requests=True,
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=model.trust_remote_code,
             # A chat template writes its own special tokens; without one, the tokenizer adds what its model expects.
-            add_bos_token=not config.apply_chat_template,
+            add_bos_token=not evaluation.apply_chat_template,
             max_length=self.context_tokens,
             max_gen_toks=min(GENERATED_TOKENS_DEFAULT, self.context_tokens // 2),
-            num_concurrent=config.execution.concurrent_requests,
+            num_concurrent=evaluation.concurrent_requests,
             max_retries=MAX_TRIES,
-            seed=config.seed,
+            seed=evaluation.seed,
         )
         self.num_asked = 0
         self.num_truncated = 0
@@ -74,23 +72,23 @@ class ServedModel(LocalCompletionsAPI):
         self.num_truncated += len(tokens) > self.max_length - generated_tokens
 
 
-class _TellingHook(CacheHook):
-    """Keeps each answer as it arrives, and tells how many have."""
+class _ReportingHook(CacheHook):
+    """Keeps each answer as it arrives, and reports how many have."""
 
-    def __init__(self, answers: CachingLM, model: ServedModel, tell: Tell):
+    def __init__(self, answers: CachingLM, model: LmEvalModel, report: Report):
         super().__init__(answers)
         self.model = model
-        self.tell = tell
+        self.report = report
         self.num_answered = 0
 
     def add_partial(self, attr: str, req: Iterable[Any] | None, res: Any) -> None:
         if req is not None:  # the windows of a rolling log-likelihood are kept as a whole
             super().add_partial(attr, req, res)
             self.num_answered += 1
-            self.tell(self.num_answered, self.model.num_asked)
+            self.report(self.num_answered, self.model.num_asked)
 
 
-def load_tasks(selection: TaskSelection, config: EvaluateConfig) -> dict[str, Any]:
+def load_tasks(selection: TaskSelection, evaluation: Evaluation) -> dict[str, Any]:
     """The tasks with their datasets, few-shot examples and seeds set up, as `evaluate` takes them."""
     folder = selection.folder.path.resolve() if selection.folder else None
     # Task files name their data files relative to the task folder, and `datasets` relative to where we are.
@@ -100,39 +98,39 @@ def load_tasks(selection: TaskSelection, config: EvaluateConfig) -> dict[str, An
     for task in loaded["tasks"].values():
         own = task.get_config("num_fewshot")
         # A task that says 0 has its examples in the prompt already.
-        if own is None or (own != 0 and config.num_fewshot is not None):
-            task.set_config(key="num_fewshot", value=config.num_fewshot or 0)
-        task.set_fewshot_seed(seed=config.seed)
+        if own is None or (own != 0 and evaluation.num_fewshot is not None):
+            task.set_config(key="num_fewshot", value=evaluation.num_fewshot or 0)
+        task.set_fewshot_seed(seed=evaluation.seed)
     return loaded
 
 
 def evaluate_tasks(
-    model: ServedModel, tasks: dict[str, Any], config: EvaluateConfig, answers: Path, tell: Tell
+    model: LmEvalModel, tasks: dict[str, Any], evaluation: Evaluation, answers: Path, report: Report
 ) -> dict[str, Any]:
     """lm-eval's results, per-sample logs included. `answers`: where answers are kept; those there are not asked again.
 
-    tell(answered, asked) is called after each answer. Raises EvaluationError when a task leaves no room for a prompt;
+    report(answered, asked) is called after each answer. Raises EvaluationError when a task leaves no room for a prompt;
     errors of the connection pass through.
     """
     _check_room(model, tasks)
-    random.seed(config.seed)
-    np.random.seed(config.seed)
+    random.seed(evaluation.seed)
+    np.random.seed(evaluation.seed)
     keeping = CachingLM(model, str(answers))
-    model.set_cache_hook(_TellingHook(keeping, model, tell))
+    model.set_cache_hook(_ReportingHook(keeping, model, report))
     try:
         results: dict[str, Any] = evaluate(
             lm=keeping,
             task_dict=tasks,
-            limit=config.limit,
-            apply_chat_template=config.apply_chat_template,
-            fewshot_as_multiturn=config.apply_chat_template,
+            limit=evaluation.limit,
+            apply_chat_template=evaluation.apply_chat_template,
+            fewshot_as_multiturn=evaluation.apply_chat_template,
         )
     finally:
         keeping.dbdict.close()
     return results
 
 
-def _check_room(model: ServedModel, tasks: dict[str, Any]) -> None:
+def _check_room(model: LmEvalModel, tasks: dict[str, Any]) -> None:
     for name, task in tasks["tasks"].items():
         generated = (task.get_config("generation_kwargs") or {}).get("max_gen_toks", 0)
         if generated >= model.context_tokens - 1:

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from stages.core.errors import EvaluationError
-from stages.evaluate.task_file import (
+from stages.evaluate.harnesses.lm_eval.task_file import (
     Function,
     HubDataset,
     dataset_of,
