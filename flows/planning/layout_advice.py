@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from flows.ledger.home import hardware_file, store_root
-from flows.planning.model_shape import shape_of_stage
+from flows.planning.model_shape import download_of, shape_of_download
 from flows.planning.outside import resolve_outside
 from flows.planning.plan import chosen_stages
 from flows.recipe.recipe import load_recipe
@@ -170,7 +170,8 @@ def _of_recipe(path: Path, stage: str | None) -> tuple[ModelShape, Workload]:
         raise RecipeError(f"{path}: looking for the train stage {stage or 'any'}; found {', '.join(trained) or 'none'}")
     name = stage or next(iter(trained))
     outside = resolve_outside(recipe, chosen_stages(recipe, name), unreachable={})
-    return shape_of_stage(recipe, name, outside, Store(store_root()).index()), trained[name].workload
+    shape = shape_of_download(recipe, download_of(recipe, name), outside, Store(store_root()).index())
+    return shape, trained[name].workload
 
 
 def _of_config(model: str) -> ModelShape:

@@ -2,8 +2,8 @@
 reading the file.
 
 Two formats: the columns of a table of layouts (`model, params_b, layers, …`, cells may be empty), and vTrain's
-(`# GPUs, global batch, …, iteration time (ms)`). How the training program worked is not in them; it is told from the
-year that the hardware and the model speak of (see `_software`).
+(`# GPUs, global batch, …, iteration time (ms)`). How the training program worked is not in them; it is inferred from
+the year that the hardware and the model are of (see `_software`).
 """
 
 from __future__ import annotations

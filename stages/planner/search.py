@@ -193,15 +193,12 @@ def _megatron_variants(request: SearchRequest, degrees: dict, shares: int) -> It
     per_stage = request.shape.num_layers // degrees["pp"]
     even = request.shape.num_layers % degrees["pp"] == 0
     chunks = [vpp for vpp in INTERLEAVINGS if vpp == 1 or (degrees["pp"] > 1 and even and per_stage % vpp == 0)]
+    flash = (request.software or OURS["megatron"]).flash_attention
     for vpp in chunks:
         for dp_shard in {shares, 1}:
-            for recompute in ("none", "full") if _flash(request) else ("none", "selective", "full"):
+            for recompute in ("none", "full") if flash else ("none", "selective", "full"):
                 variant = {"vpp": vpp, "dp_shard": dp_shard, "dp_replicate": shares // dp_shard, "recompute": recompute}
                 yield {**degrees, **variant}
-
-
-def _flash(request: SearchRequest) -> bool:
-    return (request.software or OURS["megatron"]).flash_attention
 
 
 def _micro_batch_sizes(request: SearchRequest, shares: int) -> list[int]:

@@ -51,7 +51,7 @@ def test_reasons_name_the_memory_that_lacks_and_the_time_that_is_lost(found):
     assert "compute" in what_limits(found.best)
 
 
-def test_where_nothing_fits_the_nearest_are_told():
+def test_where_nothing_fits_the_nearest_are_named():
     result = search(SearchRequest(KNOWN["llama3 70b"], Workload(4096, 64), A100, 8))
     assert result.best is None
     needed_gib = [one.memory.peak_gib for one in result.too_large]

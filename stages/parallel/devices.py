@@ -48,7 +48,7 @@ TFLOPS = {  # part of the device's name: (bf16, TF32, fp32), dense
 
 @dataclass(frozen=True)
 class Peak:
-    """FLOP/s of one process's device, and where the figure is from."""
+    """FLOP/s of one process's device, and where that number is from."""
 
     flops_per_s: float
     device_name: str
