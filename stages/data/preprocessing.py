@@ -37,7 +37,7 @@ NO_STOP = (
 
 
 class Report(Protocol):
-    """Where preparation tells what it does; a `StageContext` is one."""
+    """Where preparation reports what it does; a `StageContext` is one."""
 
     def progress(self, done: float, total: float, unit: str, message: str = "") -> None: ...
 

@@ -22,14 +22,15 @@ from pydantic_core import PydanticCustomError
 from stages.core.contract import Execution, ModelReference, Product, StageConfig
 from stages.core.strict import StrictModel
 from stages.data.config import DataConfig
+from stages.engines.settings import AdamSettings, EngineSettings
 from stages.parallel.layout import AutoLayout, EngineName, Layout
 from stages.parallel.legality import RunConstraints, layout_errors
-from stages.planner.workload import Workload
+from stages.planner.workload import Precision, Workload
 from stages.train.methods.method import Method
 from stages.train.methods.registry import METHODS
 
 LAYOUT_PROBLEM = "layout"
-"""Type of the validation errors that tell of a layout."""
+"""Type of the validation errors about a layout."""
 
 
 class TrainExecution(Execution):
@@ -100,7 +101,7 @@ class TrainConfig(MethodOptions):
     adam_epsilon: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
     max_grad_norm: PositiveFloat | None = 1.0
-    precision: Literal["fp32", "bf16", "fp8"] = Field(
+    precision: Precision = Field(
         "bf16",
         description="bf16: parameters and activations in bfloat16, reduction and master weights in fp32. fp8: so too, "
         "but layers multiply in 8 bits (megatron, on GPUs with Transformer Engine).",
@@ -125,7 +126,7 @@ class TrainConfig(MethodOptions):
 
     @property
     def workload(self) -> Workload:
-        """What the planner compares layouts for; `epochs` are of a dataset whose tokens nobody has counted yet."""
+        """What the planner compares layouts for; `epochs` are of a dataset whose tokens are not counted yet."""
         needs_reference = self.learning.needs_reference
         workload = Workload(self.data.sequence_length, self.global_batch_size, self.precision, needs_reference)
         return replace(workload, total_tokens=self.steps * workload.tokens_per_step) if self.steps else workload
@@ -149,6 +150,14 @@ class TrainConfig(MethodOptions):
         """Without the options of other methods: one that comes to the registry changes no version."""
         absent = {name for name, method in METHODS.items() if name != self.method and not method.is_null_in_identity}
         return {key: value for key, value in super().identity().items() if key not in absent}
+
+    @property
+    def engine_settings(self) -> EngineSettings:
+        """What the engine needs to know."""
+        adam = AdamSettings(self.learning_rate, self.adam_beta1, self.adam_beta2, self.adam_epsilon, self.weight_decay)
+        return EngineSettings(
+            self.layout, self.precision, adam, self.seed, self.execution.hang_timeout_s, self.trust_remote_code
+        )
 
     def resume_identity(self) -> dict[str, JsonValue]:
         """Without engine and layout: a checkpoint of either engine can be loaded by both, under any layout."""

@@ -31,7 +31,7 @@ def main() -> None:
     with joined_processes() as device:
         for name, case in spec["cases"].items():
             config = TrainConfig.model_validate(case["config"])
-            engine = FsdpEngine(Path(case["model"]), config, device)
+            engine = FsdpEngine(Path(case["model"]), config.engine_settings, device)
             result = train(engine, config, spec["data"])
             engine.export(Path(spec["output"]) / name, torch.float32)
             if is_main_process():

@@ -58,7 +58,7 @@ def main() -> None:
         for index, case in enumerate(cases(dist.get_world_size())):
             config = TrainConfig.model_validate(train_config(case))
             model = folder / "models" / case.model
-            engine = MegatronEngine(model, config, device, shape_of_config(read_config(model)))
+            engine = MegatronEngine(model, config.engine_settings, device, shape_of_config(read_config(model)))
             name = f"{dist.get_world_size()}-{index}"
             result = run(engine, config, case)
             engine.export(folder / "exported" / name, torch.float32)

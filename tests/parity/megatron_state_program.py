@@ -80,7 +80,7 @@ def build(model: Path, layout: dict[str, Any], device: torch.device) -> tuple[An
     shape = shape_of_config(read_config(model))
     config = make_config(["megatron", layout, "fp32"])
     start_model_parallel(config.layout, is_mixture=shape.num_experts > 0, seed=0)
-    return build_model_chunks(shape, config.layout, config, device), shape
+    return build_model_chunks(shape, config.layout, config.precision, device), shape
 
 
 def measure(model: Path, layout: dict[str, Any], folder: Path, device: torch.device) -> dict[str, int]:
@@ -150,8 +150,8 @@ def misfit(model: Path, checkpoint: Path, device: torch.device) -> str:
 def make_engine(model: Path, place: list[Any], device: torch.device) -> tuple[Any, TrainConfig]:
     config = make_config(place)
     if config.engine == "fsdp":
-        return FsdpEngine(model, config, device), config
-    return MegatronEngine(model, config, device, shape_of_config(read_config(model))), config
+        return FsdpEngine(model, config.engine_settings, device), config
+    return MegatronEngine(model, config.engine_settings, device, shape_of_config(read_config(model))), config
 
 
 def make_config(place: list[Any]) -> TrainConfig:

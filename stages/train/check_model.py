@@ -1,4 +1,7 @@
-"""What the headers of a model tell of its layout, before anything slow starts."""
+"""Whether engine and layout suit the model, by its `config.json` alone, before anything slow starts.
+
+What is wrong with a layout for any model was found when the config was read.
+"""
 
 from __future__ import annotations
 

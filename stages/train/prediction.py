@@ -1,7 +1,7 @@
-"""Before a model is built: what the planner expects of this layout here, and whether the memory for it is free.
+"""Before a model is built: the planner's prediction for this layout here, and whether there is memory enough for it.
 
-A run that is doomed is refused before its first minute; one that the planner knows nothing of (a model or a device that
-nobody has described to it) is run all the same, with a word of that.
+A run that cannot fit is refused before its first minute; one that the planner cannot predict (a model or a device that
+it has no description of) is run all the same, with a warning.
 """
 
 from __future__ import annotations
@@ -26,34 +26,36 @@ from stages.train.config import TrainConfig
 
 HARDWARE_VARIABLE = "LIFECYCLE_HARDWARE"
 """Names the YAML file that describes the devices; the built-in descriptions serve where there is none."""
-FORECAST_FILE = "forecast.json"
+PREDICTION_FILE = "prediction.json"
 GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Forecast:
-    """Predicted figures by metric name, and tags that say what they were predicted from."""
+class Prediction:
+    """Predicted metrics by name, and tags that say what they were predicted from."""
 
-    figures: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
 
 
-def forecast(config: TrainConfig, context: StageContext, shape: ModelShape | None, device: torch.device) -> Forecast:
-    """Predict, check memory, and leave `forecast.json` with the layout's parts and its alternatives. Collective.
+def predict_run(
+    config: TrainConfig, context: StageContext, shape: ModelShape | None, device: torch.device
+) -> Prediction:
+    """Predict, check memory, and leave `prediction.json` with the layout's parts and its alternatives. Collective.
 
     Raises LayoutError on every process when even the emptiest device has too little memory free.
     """
     available_gib = min(gathered(_available_memory_gib(device)))
     hardware = _hardware(config, context, device)
     if shape is None or hardware is None:
-        return Forecast()
+        return Prediction()
     request = SearchRequest(shape, config.workload, hardware, config.layout.world_size)
     candidate = estimate(request, config.engine, config.layout)
     check_memory(request, candidate, available_gib)
     if is_main_process():
-        _write(context.work / FORECAST_FILE, request, candidate)
+        _write(context.work / PREDICTION_FILE, request, candidate)
     tags = {"model_shape": shape.to_json(), "planner_hardware": hardware.name}
-    return Forecast(predicted_metrics(candidate), tags)
+    return Prediction(predicted_metrics(candidate), tags)
 
 
 def _hardware(config: TrainConfig, context: StageContext, device: torch.device) -> Hardware | None:
