@@ -42,7 +42,7 @@ class LayoutChoice:
 def choose_layouts(recipe: Recipe, outside: Outside, index: Index) -> tuple[Recipe, list[LayoutChoice]]:
     """The recipe with every `auto` of the stages in `outside` replaced, and what was chosen from.
 
-    Raises LayoutError when no layout is legal or fits, ResourceError for a GPU that nobody has described.
+    Raises LayoutError when no layout is legal or fits, ResourceError for a GPU without a description.
     """
 
     @cache

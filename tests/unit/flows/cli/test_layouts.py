@@ -1,4 +1,4 @@
-"""`lifecycle layouts`: ranks, explains, predicts tables, and says what is wrong with what it is asked."""
+"""`lifecycle layouts`: ranks, explains, predicts tables, and says what is wrong with the command line."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_table_is_predicted(layouts, tmp_path):
         (("--gpus", 8, "--seq-len", -1), RecipeError, "--seq-len is -1"),
         (("--gpus", 8, "--gpu", "h1000"), RecipeError, "h100-80gb"),
         (("--gpus", 7, "--engine", "fsdp"), LayoutError, "nearest number that has one: 8"),
-        (("--gpus", 8, "--explain", "tpp=2"), LayoutError, "did you mean tp"),
+        (("--gpus", 8, "--explain", "tpp=2"), LayoutError, "did you mean `tp`"),
         (("--gpus", 8, "--explain", "tp=0"), LayoutError, "tp"),
         (("--gpus", 8, "--explain", "tp=3"), LayoutError, "32 attention heads"),
     ],
