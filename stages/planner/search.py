@@ -106,10 +106,11 @@ def estimate(request: SearchRequest, engine: EngineName, layout: Layout) -> Cand
     return _with_time(request, engine, layout, _memory(request, engine, layout, every_stage=True))
 
 
-def legal_layouts(request: SearchRequest, engine: EngineName) -> Iterator[Layout]:
+def legal_layouts(request: SearchRequest) -> Iterator[tuple[EngineName, Layout]]:
     """Every legal layout worth looking at."""
-    for variants in _groups(request, engine):
-        yield from variants
+    for engine in request.engines:
+        for variants in _groups(request, engine):
+            yield from ((engine, layout) for layout in variants)
 
 
 def _search(request: SearchRequest, near_miss: float) -> SearchResult:
@@ -241,13 +242,9 @@ def _no_layout(request: SearchRequest) -> str:
 def _nearest(request: SearchRequest) -> int | None:
     for distance in range(1, request.num_gpus + 1):
         for number in (request.num_gpus - distance, request.num_gpus + distance):
-            if number > 0 and _has_layout(replace(request, num_gpus=number)):
+            if number > 0 and any(legal_layouts(replace(request, num_gpus=number))):
                 return number
     return None
-
-
-def _has_layout(request: SearchRequest) -> bool:
-    return any(next(_groups(request, engine), None) is not None for engine in request.engines)
 
 
 def _step_time_s(candidate: Candidate) -> float:
