@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from flows.planning.layout_advice import Explained, Ranked
-from stages.planner.explain import describe, near_misses, what_limits
+from stages.planner.explain import near_misses, what_limits
 from stages.planner.search import Candidate, SearchRequest
 
 SECONDS_PER_DAY = 86400
@@ -98,7 +98,7 @@ def explained_as_text(answer: Explained) -> str:
     verdict = "fits" if candidate.fits else "does not fit"
     lines = [
         _headline(request),
-        f"{describe(candidate)}: {candidate.memory.peak_gib:.1f} of {candidate.available_gib:.1f} GiB, {verdict}",
+        f"{candidate.text}: {candidate.memory.peak_gib:.1f} of {candidate.available_gib:.1f} GiB, {verdict}",
         "memory of a rank, GiB:",
         *_stages(candidate),
         f"step: {candidate.time.step_time_s:.3g} s, {candidate.time.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, "

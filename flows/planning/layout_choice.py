@@ -17,7 +17,7 @@ from flows.recipe.recipe import Recipe
 from flows.store.record import Index
 from stages.core.errors import LayoutError, ResourceError
 from stages.models.shape import ModelShape
-from stages.parallel.layout import AutoLayout, describe_layout
+from stages.parallel.layout import AutoLayout
 from stages.planner.hardware import Hardware
 from stages.planner.local_hardware import hardware_at_hand
 from stages.planner.prediction import NUM_ALTERNATIVES
@@ -35,7 +35,10 @@ class LayoutChoice:
     candidates: tuple[Candidate, ...]
 
     def __str__(self) -> str:
-        best, *others = map(_shown, self.candidates[:NUM_SHOWN])
+        best, *others = (
+            f"{one.text} ({one.time.step_time_s:.3g} s a step, {one.memory.peak_gib:.1f} GiB)"
+            for one in self.candidates[:NUM_SHOWN]
+        )
         return f"{self.stage}: layout auto → {best}" + (f"; then {'; '.join(others)}" if others else "")
 
 
@@ -90,8 +93,3 @@ def _process_counts(config: TrainConfig) -> list[int]:
     if execution.processes:
         return [execution.processes * execution.nodes]
     return [len(gpus()) * execution.nodes] if gpus() else list(range(1, num_cores() + 1))
-
-
-def _shown(candidate: Candidate) -> str:
-    text = describe_layout(candidate.engine, candidate.layout)
-    return f"{text} ({candidate.time.step_time_s:.3g} s a step, {candidate.memory.peak_gib:.1f} GiB)"

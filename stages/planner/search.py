@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from stages.core.errors import LayoutError
 from stages.models.shape import ModelShape
-from stages.parallel.layout import EngineName, Layout
+from stages.parallel.layout import EngineName, Layout, describe_layout
 from stages.parallel.legality import RunConstraints, is_legal
 from stages.planner.hardware import Hardware
 from stages.planner.memory import MemoryEstimate, memory
@@ -37,6 +37,11 @@ class Candidate:
     memory: MemoryEstimate
     time: TimeEstimate
     available_gib: float
+
+    @property
+    def text(self) -> str:
+        """Engine and what differs from the default layout."""
+        return describe_layout(self.engine, self.layout)
 
     @property
     def fits(self) -> bool:
