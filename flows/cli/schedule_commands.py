@@ -26,10 +26,10 @@ def schedule(recipe: Path, cron: str, timezone: str, overrides: Sequence[str], a
 
     from flows.service import schedule as plans
 
-    wish = plans.wish(recipe, cron, timezone, tuple(overrides))  # before servers are started for it
+    spec = plans.schedule_spec(recipe, cron, timezone, tuple(overrides))  # before servers are started for it
     _reach_servers(worker=True)
     refresh_global_settings_context()
-    _show([plans.schedule(wish)], as_json)
+    _show([plans.schedule(spec)], as_json)
 
 
 @click.group(invoke_without_command=True)

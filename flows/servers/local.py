@@ -5,7 +5,6 @@ A server that the user named (`PREFECT_API_URL`, `MLFLOW_TRACKING_URI`) is used 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -14,9 +13,11 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+
+from filelock import FileLock
 
 from flows.ledger.history import RunningRefreshes
 from flows.ledger.home import home
@@ -74,7 +75,7 @@ def up(*, worker: bool = False) -> Endpoints:
     for program in SERVERS:
         if program.name in named:
             _check_named(program, named[program.name])
-    with _locked():
+    with _lock():
         records = read_records()
         missing = [program for program in SERVERS if program.name not in named and not _healthy(program, records)]
         records |= _start(missing, records)
@@ -94,7 +95,7 @@ def down() -> list[str]:
 
     The worker goes first: refreshes that it runs can still tell the servers that they were stopped.
     """
-    with _locked():
+    with _lock():
         records = read_records()
         if WORKER.name in records:
             _stop_refreshes(records[WORKER.name])
@@ -274,10 +275,6 @@ def _free_port(reservations: ExitStack, *preferred: int | None) -> int:
     raise ServerError(f"looking for a free port on {LOOPBACK}: none is to be had")
 
 
-@contextmanager
-def _locked() -> Iterator[None]:
-    """Keep two `up`s or `down`s apart; the kernel releases the lock of a dead process."""
-    home().mkdir(parents=True, exist_ok=True)
-    with (home() / "servers.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def _lock() -> FileLock:
+    """Keeps two `up`s or `down`s apart; the kernel releases the lock of a dead process."""
+    return FileLock(home() / "servers.lock", fallback_to_soft=False)
