@@ -5,18 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
-from flows.launch import choice
+from flows.launch import choice, hook
 from flows.launch.stage_process import Process, watch
 from flows.planning.plan import PlannedStage
 from flows.running.workspace import Foundation, commit, note_attempt, prepare
 from flows.store.record import Record, UpstreamEntry
 from flows.store.store import Store
 from stages.core.contract import Lease, StageConfig, StageResult
-from stages.core.errors import RefreshStoppedError, StoreError
+from stages.core.errors import OutdatedVerdictError, RefreshStoppedError, StoreError
 
 Launcher = Callable[[Path, StageConfig], Process]
 """Starts the stage whose `config.json` lies in a work folder; its output goes to `log.txt` there."""
@@ -125,12 +126,16 @@ def run_stage(
     started_s = time.monotonic()
     stop = stop or threading.Event()
     foundation = _foundation(planned, upstream)
-    if built := _find_cached(planned, foundation, store, started_s):
+    if (built := _find_cached(planned, foundation, store, started_s)) and not hook.is_pending(built.artifact):
         return built
     with store.lock(planned.kind, planned.resume_key, _Waiting(planned, observer, stop)):
         store.recover(planned.kind, planned.version)
         if built := _find_cached(planned, foundation, store, started_s):
-            return built
+            if not hook.is_pending(built.artifact):
+                return built
+            with suppress(OutdatedVerdictError):
+                hook.complete(store, planned, built.artifact, observer.tick, stop)
+                return replace(built, state="built")
         resumed = prepare(store, planned, foundation, fresh=planned.forced and attempt == 1)
         work = store.work_folder(planned.kind, planned.name, planned.resume_key)
         trial = Attempt(planned, work, attempt, resumed, upstream)
@@ -156,7 +161,11 @@ def _build(
         result = watch(process, planned, work, observer.tick, stop)
         seconds = time.monotonic() - started_s
         run_id = observer.mlflow_run_id()
+        hook.mark(work, planned.kind)
         artifact = commit(store, planned, foundation, result, seconds=seconds, mlflow_run_id=run_id)
+        if hook.is_pending(artifact.folder):
+            after = hook.complete(store, planned, artifact.folder, observer.tick, stop)
+            result = result.model_copy(update={"tags": {**result.tags, **after.tags}})
     except BaseException as error:
         if process:
             process.stop()

@@ -24,6 +24,7 @@ from pydantic import ValidationError
 from flows.store.content import (
     ATTEMPT_FILE,
     LAUNCH_FOLDER,
+    PENDING_HOOK_FILE,
     PENDING_RECORD_FILE,
     RECORD_FILE,
     SCRATCH_FOLDER,
@@ -134,6 +135,12 @@ class Store:
         for folder in (self.root / kind).glob(f"*-{version}"):
             if (folder / PENDING_RECORD_FILE).exists() and not (folder / RECORD_FILE).exists():
                 _finish_commit(folder)
+
+    def remove_mark(self, artifact: Path) -> None:
+        """Note that the hook after the commit of an artifact has been completed."""
+        with self.explained(f"note that {artifact.name} is complete"):
+            (artifact / PENDING_HOOK_FILE).unlink()
+            _sync(artifact)
 
     def remove(self, folder: Path) -> None:
         """Remove a folder of the store. It is gone for readers at once, however large it is."""

@@ -122,6 +122,12 @@ class TransientError(LifecycleError):
     exit_code = 75
 
 
+class OutdatedVerdictError(TransientError):
+    """Another model became champion after a candidate was judged: it must be judged again."""
+
+    exit_code = 76
+
+
 @contextmanager
 def full_disk_named(doing: str, where: Path) -> Iterator[None]:
     """Turn the system's word for a full disk, while something is written to `where`, into a `ResourceError`."""

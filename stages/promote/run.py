@@ -1,7 +1,7 @@
 """The promote stage: a candidate, its evaluations and the champion's → a verdict, by the recipe's gates.
 
 In: the artifacts that the recipe names, and `champion.json`, which tells who is champion. Out: `verdict.json` and
-`verdict.md`. Moving the alias in MLflow's registry is left to `flows/champion/promotion.py`, which starts this stage.
+`verdict.md`. Moving the alias in MLflow's registry is left to `flows/champion/promotion.py`, after the commit.
 """
 
 from __future__ import annotations
