@@ -20,6 +20,7 @@ from flows.champion.registry import CHAMPION, PREVIOUS, RegisteredVersion, Regis
 from flows.ledger.home import store_root
 from flows.store.record import Record
 from flows.store.store import Store, read_artifact
+from flows.tracking.cursor import run_id_of
 from stages.__main__ import fail
 from stages.core.contract import StageContext, StageInput, StageResult
 from stages.core.errors import INTERNAL_ERROR, LifecycleError, StoreError
@@ -68,7 +69,7 @@ def _candidate(config: PromoteConfig, told: StageInput) -> Registration:
         digest=record.digest,
         evaluations=tuple(_key(_record(told.inputs[stage])) for stage in config.evaluations),
         server=_key(_record(told.inputs[config.server])) if config.server else None,
-        mlflow_run_id=record.mlflow_run_id,
+        mlflow_run_id=run_id_of(record.attempt),
     )
 
 

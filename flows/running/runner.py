@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 
 from flows.launch import choice
 from flows.launch.stage_process import Process, watch
+from flows.ledger.record import final_result
 from flows.planning.plan import PlannedStage
 from flows.running.workspace import Foundation, commit, note_attempt, prepare
 from flows.store.record import Record, UpstreamEntry
@@ -64,13 +65,8 @@ class Built:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Final figures of the stage."""
-        return self.record.metrics
-
-    @property
-    def mlflow_run_id(self) -> str | None:
-        """The MLflow run of the attempt that built the artifact."""
-        return self.record.mlflow_run_id
+        """Final metrics of the stage."""
+        return final_result(self.artifact).metrics
 
 
 @dataclass(frozen=True)
@@ -84,19 +80,16 @@ class Outcome:
 
 
 class Observer(Protocol):
-    """Is told how a stage gets on, in the thread that runs it. It must not raise: tracking never stops training."""
+    """Follows how a stage gets on, in the thread that runs it."""
 
     def waiting(self) -> None:
         """Another process builds the same artifact; called once."""
 
-    def started(self, attempt: Attempt) -> None:
-        """Called before the process starts."""
+    def started(self, attempt: Attempt) -> str | None:
+        """Called before the process starts. Returns the key by which the artifact's record refers to the attempt."""
 
     def tick(self) -> None:
         """Called about every 0.3 s while the process runs, and once after it has ended."""
-
-    def mlflow_run_id(self) -> str | None:
-        """Asked before the commit, for the record; by then MLflow has had all the time that the stage took."""
 
     def ended(self, outcome: Outcome) -> None:
         """Called after the commit, or after the failure; exactly once for each `started`."""
@@ -146,7 +139,7 @@ def _build(
     launch: Launcher,
 ) -> Built:
     planned, work = attempt.planned, attempt.work
-    observer.started(attempt)
+    key = observer.started(attempt)
     started_s = time.monotonic()
     process: Process | None = None
     try:
@@ -155,8 +148,7 @@ def _build(
             note_attempt(work, foundation, process.token)
         result = watch(process, planned, work, observer.tick, stop)
         seconds = time.monotonic() - started_s
-        run_id = observer.mlflow_run_id()
-        artifact = commit(store, planned, foundation, result, seconds=seconds, mlflow_run_id=run_id)
+        artifact = commit(store, planned, foundation, result, seconds=seconds, attempt=key)
     except BaseException as error:
         if process:
             process.stop()
