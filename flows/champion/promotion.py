@@ -22,8 +22,9 @@ from flows.champion.registry import CHAMPION, PREVIOUS, RegisteredVersion, Regis
 from flows.ledger.home import store_root
 from flows.store.record import Record, UpstreamEntry
 from flows.store.store import Store, read_artifact
+from flows.tracking.cursor import run_id_of
 from stages.__main__ import fail
-from stages.core.contract import StageInput, StageResult
+from stages.core.contract import StageContext, StageInput, StageResult
 from stages.core.errors import INTERNAL_ERROR, LifecycleError, StoreError
 from stages.core.files import write_atomically
 from stages.core.supervisor import die_with_parent
@@ -66,7 +67,8 @@ def complete(artifact: Path, work: Path) -> None:
     was compared with nor the candidate itself.
     """
     verdict = Verdict.model_validate_json((artifact / VERDICT_FILE).read_bytes())
-    candidate = _candidate(verdict.name, _record(artifact))
+    record = _record(artifact)
+    candidate = _candidate(verdict.name, record)
     registry = Registry()
     with only_one(candidate.name):
         is_champion = registry.is_champion(candidate, verdict.champion_version)
@@ -75,7 +77,8 @@ def complete(artifact: Path, work: Path) -> None:
         if succeeds:
             registry.promote(registered, verdict.champion_version)
             former = f", version {verdict.champion_version} is {PREVIOUS}" if verdict.champion_version else ""
-            print(f"version {registered.number} of {candidate.name} is {CHAMPION}{former}", flush=True)
+            context = StageContext(work, record.stage, record.version, inputs={}, leases={}, cache=work)
+            context.milestone(f"version {registered.number} of {candidate.name} is {CHAMPION}{former}")
     result = StageResult(tags={"registered_version": registered.number})
     write_atomically(work / "result.json", result.model_dump_json(indent=2))
 
@@ -110,7 +113,7 @@ def _candidate(name: str, promotion: Record) -> Registration:
         digest=model.digest,
         evaluations=tuple(_key(entry) for field, entry in upstream.items() if field.startswith("evaluations.")),
         server=_key(server) if server else None,
-        mlflow_run_id=built.record.mlflow_run_id if built else None,
+        mlflow_run_id=run_id_of(built.record.attempt) if built else None,
     )
 
 

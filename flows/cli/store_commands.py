@@ -24,9 +24,9 @@ def show(name: str | None, as_json: bool) -> None:
     index = Store(store_root()).index()
     if name is None:
         print_json(shown.recent_as_json(index)) if as_json else click.echo(shown.recent_as_text(index))
-    elif folder := shown.find_refresh(name):
-        record = folder.read()
-        print_json(record.model_dump(mode="json")) if as_json else click.echo(shown.refresh_as_text(record))
+    elif ledger := shown.find_refresh(name):
+        record = ledger.read()
+        print_json(shown.refresh_as_json(record)) if as_json else click.echo(shown.refresh_as_text(record))
     else:
         artifact = shown.find_artifact(index, name)
         print_json(shown.artifact_as_json(artifact)) if as_json else click.echo(shown.artifact_as_text(artifact))
@@ -163,9 +163,6 @@ class _Silent:
 
     def tick(self) -> None:
         pass
-
-    def mlflow_run_id(self) -> None:
-        return None
 
     def ended(self, outcome: object) -> None:
         pass

@@ -7,11 +7,13 @@ cached run the hook again.
 
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from flows.launch.failures import read_result
 from flows.launch.local import PROGRAMS, environment
 from flows.launch.stage_process import watch
 from flows.planning.plan import PlannedStage
@@ -37,16 +39,18 @@ def complete(
 ) -> StageResult:
     """Run the hook of an artifact and take its mark off. Call it under the lock of the stage.
 
-    The hook works in the work folder that the commit has left vacant. Returns its result, whose tags are what is to be
-    known of the artifact since. Raises what `watch` raises, the hook's own error included.
+    The hook works in the work folder that the commit has left vacant. Returns the stage's result with the tags that the
+    hook adds. Raises what `watch` raises, the hook's own error included.
     """
     work = store.work_folder(planned.kind, planned.name, planned.resume_key)
     store.remove(work)
     store.make_folder(work)
     command = [sys.executable, "-m", PROGRAMS[planned.kind], "complete", str(artifact), str(work)]
     with store.explained(f"complete {planned.name}"), (work / LOG_FILE).open("ab") as log:
+        shutil.copy(artifact / "events.jsonl", work)  # observers go on reading where they were
         process = Supervised(command, environment=environment(planned.config), output=log)
-    result = watch(process, planned, work, tick, stop)
+    added = watch(process, planned, work, tick, stop).tags
     store.remove_mark(artifact)
     store.remove(work)
-    return result
+    result = read_result(artifact, planned.name)
+    return result.model_copy(update={"tags": {**result.tags, **added}})

@@ -1,6 +1,6 @@
 """A refresh that Prefect says is due, by a schedule or by hand: whether it starts, waits, or is left out.
 
-What runs already is read from the records of refreshes, each of which names a process: whoever died is in nobody's
+What runs already is read from the ledgers of refreshes, each of which names a process: whoever died is in nobody's
 way. Prefect's own concurrency slots were measured and dropped, see `slots.py`.
 """
 
@@ -25,9 +25,9 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.states import Cancelled
 
-from flows.ledger.history import RunningRefreshes, folder_of
 from flows.ledger.home import home
 from flows.ledger.machine import num_slots
+from flows.ledger.refreshes import RunningRefreshes, ledger_of
 from flows.planning.devices import wanted_slots
 from flows.planning.plan import Plan
 from flows.recipe.recipe import Recipe, load_recipe
@@ -40,19 +40,19 @@ POLL_S = 2.0
 def start_when_due(request: RefreshRequest) -> RefreshRun | State[Any]:
     """Begin the refresh of this flow run, once the recipe's `on_collision` allows it; or say why it is left out.
 
-    A retry goes on in the record of the refresh that failed. Whatever the recipe stands on is resolved when it starts.
+    A retry goes on in the ledger of the refresh that failed. Whatever the recipe stands on is resolved when it starts.
     Raises what `make_plan` raises.
     """
     name = str(runtime.flow_run.name)
-    folder = folder_of(name)
-    request = retry_of(folder.read()) if folder.exists() else request
+    ledger = ledger_of(name)
+    request = retry_of(ledger.read()) if ledger.exists() else request
     recipe = load_recipe(Path(request.recipe), request.overrides)
     running = RunningRefreshes()
-    told = False
+    waited = False
     while not (run := _try_to_start(request, recipe, running, name)):
-        if not told:
+        if not waited:
             get_run_logger().info(f"waiting: another refresh of {recipe.name} is running")
-            told = True
+            waited = True
         time.sleep(POLL_S)
     return run
 

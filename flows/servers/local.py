@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 from filelock import FileLock
 
-from flows.ledger.history import RunningRefreshes
 from flows.ledger.home import home
 from flows.ledger.process_identity import ProcessIdentity
+from flows.ledger.refreshes import RunningRefreshes
 from flows.servers.programs import LOOPBACK, MLFLOW, NO_TELEMETRY, PREFECT, SERVERS, WORKER, ServerProgram
 from flows.servers.records import ServerRecord, read_records, write_records
 from stages.core.errors import ServerError
