@@ -2,7 +2,7 @@
 
 <home>/registrations/<name>/
     lock                one promotion of a name at a time; the kernel releases the lock of a dead process
-    <kind>-<version>    a registered model: the artifacts that belong to it. Written before MLflow is told
+    <kind>-<version>    a registered model: the artifacts that belong to it. Written before MLflow has it
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Registration(StrictModel):
 
 
 def note(registration: Registration) -> None:
-    """Remember a registration; to be called before MLflow is told of it."""
+    """Remember a registration; to be called before it is sent to MLflow."""
     folder = home() / "registrations" / registration.name
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / f"{registration.model.replace('/', '-')}.json", registration.model_dump_json(indent=1))

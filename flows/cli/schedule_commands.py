@@ -91,7 +91,7 @@ def _set_paused(name: str, paused: bool, as_json: bool) -> None:
 
 
 def _reach_servers(*, worker: bool = False) -> None:
-    """Start what is absent, and tell Prefect's client where its server is, before it is imported."""
+    """Start what is absent, and set where Prefect's server is, before its client is imported."""
     from flows.cli import run_command
 
     run_command.ready_servers(worker=worker)

@@ -36,7 +36,7 @@ NAMED_BY = {program.name: program.variable for program in SERVERS}
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """What `lifecycle status` tells of a server. `ours`: started here, so that `down` stops it.
+    """What `lifecycle status` says of a server. `ours`: started here, so that `down` stops it.
 
     needed: a refresh cannot do without it; the worker is needed once it was started.
     """
@@ -93,7 +93,7 @@ def up(*, worker: bool = False) -> Endpoints:
 def down() -> list[str]:
     """Stop what `up` started, with all its children; returns the names.
 
-    The worker goes first: refreshes that it runs can still tell the servers that they were stopped.
+    The worker goes first: refreshes that it runs can still report to the servers that they were stopped.
     """
     with _lock():
         records = read_records()
@@ -240,7 +240,7 @@ def _stop_refreshes(worker: ServerRecord) -> None:
     processes = [one.process for one in RunningRefreshes().all() if one.process.pid in started]
     send(signal.SIGTERM, [process.pid for process in processes])
     end = time.monotonic() + STOP_TIMEOUT_S
-    # Their records say that they have ended a little before Prefect has been told.
+    # Their records say that they have ended a little before Prefect knows.
     while any(process.alive() for process in processes) and time.monotonic() < end:
         time.sleep(0.1)
 

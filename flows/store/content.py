@@ -21,7 +21,7 @@ NOT_OF_THE_ARTIFACT = frozenset(
     {RECORD_FILE, PENDING_RECORD_FILE, PENDING_HOOK_FILE, ATTEMPT_FILE, LOG_FILE, SCRATCH_FOLDER, LAUNCH_FOLDER}
 )
 BOOKKEEPING = frozenset({"config.json", "metrics.jsonl", "events.jsonl", "result.json"})
-"""What the contract puts beside the content of an artifact: it tells how it was built, and differs each time."""
+"""What the contract puts beside the content of an artifact: it says how it was built, and differs each time."""
 
 CONTENT_FOLDERS: dict[Product, str] = {"model": "model/", "dataset": "data/"}
 HASHING_THREADS = 4

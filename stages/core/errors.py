@@ -99,7 +99,7 @@ class StageCrashError(LifecycleError):
 
 
 class RefreshStoppedError(LifecycleError):
-    """The refresh was told to end before its stages were done."""
+    """The refresh was stopped before its stages were done."""
 
     exit_code = 15
 
