@@ -6,15 +6,13 @@ way. Prefect's own concurrency slots were measured and dropped, see `slots.py`.
 
 from __future__ import annotations
 
-import fcntl
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+from filelock import FileLock
 from prefect import get_run_logger, runtime
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import (
@@ -68,7 +66,7 @@ def _try_to_start(
         planned = make_plan(request)
         if recipe.on_collision == "skip" and (busy := _busy(planned.plan)):
             return Cancelled(name="Skipped", message=busy)
-        with _one_at_a_time():
+        with FileLock(home() / "start.lock", fallback_to_soft=False):  # or two would see at once that no other runs
             if not running.of(recipe.name):
                 return RefreshRun(planned, name)
     if recipe.on_collision == "skip":
@@ -97,12 +95,3 @@ def _busy(plan: Plan) -> str | None:
     free = slots.num_free()
     short = [f"{name} needs {number}" for name, number in wanted.items() if number > free]
     return f"of {slots.count} slots {free} are free, {short[0]}; another refresh holds the rest" if short else None
-
-
-@contextmanager
-def _one_at_a_time() -> Iterator[None]:
-    """Keep two refreshes from seeing at once that no other runs."""
-    home().mkdir(parents=True, exist_ok=True)
-    with (home() / "start.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
