@@ -5,7 +5,8 @@ A comment above a table or a console block says where it comes from:
     <!-- fields train.layout -->            the fields of that block of a recipe, from the models in the code
     <!-- exit codes -->, <!-- names -->, …  other tables: `WRITERS`
     <!-- run -->                           a console block whose commands take seconds; their output follows them
-    <!-- measured 2026-11-21: make demo --> printed by that command on that day; it takes minutes, or an idle machine
+    <!-- measured 2026-11-21 -->           a console block whose commands take minutes, or an idle machine
+    <!-- measured 2026-11-21: COMMAND -->  a table that such a command prints
 
 python tests/pages.py                       # write again all but the last; unit tests hold that this changes nothing
 python tests/pages.py --measured [WORDS]    # run the last, if WORDS are in the command; name lines no longer printed
@@ -46,7 +47,7 @@ SHOWN = re.compile(
     r"(?P<body>```[\s\S]*?^```$|(?:^\|.*\n?)+)",
     re.MULTILINE,
 )
-MEASURED = re.compile(r"(?P<day>\d{4}-\d\d-\d\d): (?P<command>.+)")
+MEASURED = re.compile(r"(\d{4}-\d\d-\d\d)(?:: (.+))?")
 END_OF_OUTPUT = "-- here ends the output of a command of a page --"
 ENGINES_ON = {
     "qwen2.5-7b": [8],
@@ -80,6 +81,12 @@ def commands_of(console: str) -> list[str]:
     return re.findall(r"^\$ ((?:.*\\\n)*.*)$", console, re.MULTILINE)
 
 
+def commands_measured(shown: re.Match[str]) -> list[str]:
+    """The commands whose output is dated, of a block or a table."""
+    said = MEASURED.fullmatch(shown["argument"]) if shown["kind"] == "measured" else None
+    return [] if not said else [said[2]] if said[2] else commands_of(shown["body"])
+
+
 def run(command: str, folder: Path = ROOT, home: Path | None = None) -> str:
     """What bash prints, with `lifecycle` on the PATH. `home`: LIFECYCLE_HOME; default: the person's own."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -106,9 +113,17 @@ def _run(console: str) -> str:
 def blocks(path: str) -> Iterator[str]:
     """The path of a recipe's block, such as `train`, and those of all blocks that it declares: `train.layout`, …"""
     yield path
-    for name in vars(block(path))["__annotations__"]:
-        if name in block(path).model_fields and models_in(block(path).model_fields[name].annotation):
+    for name in [*own_fields(block(path)), *({"execution"} & block(path).model_fields.keys())]:
+        if models_in(block(path).model_fields[name].annotation):
             yield from blocks(f"{path}.{name}")
+
+
+def own_fields(model: type[BaseModel]) -> list[str]:
+    """Without `kind` and what all `execution` blocks have: that is shown once."""
+    above = next((base for base in model.__mro__[1:] if issubclass(base, Execution)), None)
+    return [
+        name for name in model.model_fields if name not in {"kind", "execution", *(above.model_fields if above else ())}
+    ]
 
 
 def block(path: str) -> type[BaseModel]:
@@ -123,11 +138,10 @@ def block(path: str) -> type[BaseModel]:
 def _fields(path: str) -> str:
     model, schema = block(path), block(path).model_json_schema()["properties"]
     rows = ["| field | is | default | meaning |", "| --- | --- | --- | --- |"]
-    for name in vars(model)["__annotations__"]:
-        if name in schema and name not in ("kind", "execution"):
-            field = model.model_fields[name]
-            meaning = (field.description or "").replace("|", "\\|")
-            rows.append(f"| `{name}` | {_type(name, field, schema[name])} | {_default(field)} | {meaning} |")
+    for name in own_fields(model):
+        field = model.model_fields[name]
+        meaning = (field.description or "").replace("|", "\\|")
+        rows.append(f"| `{name}` | {_type(name, field, schema[name])} | {_default(field)} | {meaning} |")
     return "\n".join(rows)
 
 
@@ -222,10 +236,10 @@ def main() -> None:
         if words is None:
             page.write_text(rewritten(page), encoding="utf-8")
         for shown in shown_in(page) if words is not None else ():
-            said = MEASURED.fullmatch(shown["argument"])
-            if said and words in said["command"]:
-                stale = stale_lines(shown["body"], run(said["command"]))
-                print(f"{page.relative_to(ROOT)}: {said[0]}: {len(stale)} lines are stale", *stale, sep="\n  ")
+            command = "\n".join(commands_measured(shown))
+            if command and words in command:
+                stale = stale_lines(shown["body"], run(command))
+                print(f"{page.relative_to(ROOT)}: {command}: {len(stale)} lines are stale", *stale, sep="\n  ")
 
 
 if __name__ == "__main__":

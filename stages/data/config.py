@@ -18,11 +18,11 @@ class DataConfig(StrictModel):
     split: str = Field("train", description="Files of the dataset whose name or folder begins with this.")
     evaluation_split: str | None = Field(None, description="Held-out split; see also `evaluation_fraction`.")
     evaluation_fraction: float = Field(0.0, ge=0, lt=1, description="Share of `split` held out when no split is named.")
-    format: DataFormat = Field("auto", description="auto: told by the columns of the first row.")
+    format: DataFormat = Field("auto", description="auto: chosen by the columns of the first row.")
     chat_template: OutsidePath | None = Field(None, description="Jinja file; default: the model's own template.")
     train_on: Literal["assistant", "all"] = Field("assistant", description="Tokens that carry loss.")
     sequence_length: PositiveInt = Field(2048, description="Tokens of a packed row.")
     packing: bool = Field(True, description="Several documents in a row; attention does not cross their borders.")
     over_long: Literal["truncate", "drop", "fail"] = Field("fail", description="Documents over sequence_length.")
-    on_bad_rows: Literal["fail", "drop"] = "fail"
+    on_bad_rows: Literal["fail", "drop"] = Field("fail", description="drop: list them and go on without them.")
     max_bad_row_fraction: float = Field(0.01, ge=0, le=1, description="More dropped rows than this is an error.")

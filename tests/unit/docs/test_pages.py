@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
 import re
 import shlex
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 
 import click
@@ -16,7 +16,18 @@ import yaml
 from flows.cli.main import cli
 from flows.recipe.recipe import load_stages
 from stages.kinds import KINDS
-from tests.pages import MEASURED, PAGES, ROOT, block, blocks, commands_of, rewritten, shown_in, stale_lines
+from tests.pages import (
+    MEASURED,
+    PAGES,
+    ROOT,
+    block,
+    blocks,
+    commands_measured,
+    commands_of,
+    rewritten,
+    shown_in,
+    stale_lines,
+)
 
 FENCE = re.compile(r"^ *```(?P<language>\S*).*?\n(?P<body>[\s\S]*?)^ *```$", re.MULTILINE)
 TARGETS = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -82,9 +93,9 @@ def test_what_a_program_writes_is_as_it_would_write_it_today(page):
 
 @every_page
 def test_commands_are_understood(page):
-    lines = [MEASURED.fullmatch(one["argument"])["command"] for one in shown_in(page) if one["kind"] == "measured"]
-    lines += [line.replace("\\\n", " ") for body in fences(page, "console") for line in commands_of(body)]
-    assert [(line, trouble) for line in lines if (trouble := trouble_with(line))] == []
+    lines = [line for shown in shown_in(page) for line in commands_measured(shown)]
+    lines += [line for body in fences(page, "console") for line in commands_of(body)]
+    assert [(line, trouble) for line in lines if (trouble := trouble_with(line.replace("\\\n", " ")))] == []
 
 
 @every_page
@@ -104,8 +115,9 @@ def test_output_says_where_it_comes_from(page):
     shown = shown_in(page)
     bare = [body for body in fences(page, "console") if not any(body in one["body"] for one in shown)]
     assert [line for body in bare for line in body.splitlines() if line and not line.startswith(("$ ", "    "))] == []
-    for said in (MEASURED.fullmatch(one["argument"]) for one in shown if one["kind"] == "measured"):
-        assert datetime.date.fromisoformat(said["day"]) <= datetime.date.today()
+    measured = [one for one in shown if one["kind"] == "measured"]
+    assert all(commands_measured(one) for one in measured)
+    assert all(date.fromisoformat(MEASURED.fullmatch(one["argument"])[1]) <= date.today() for one in measured)
 
 
 @every_page
