@@ -18,7 +18,7 @@ class DataConfig(StrictModel):
     split: str = Field("train", description="Files of the dataset whose name or folder begins with this.")
     evaluation_split: str | None = Field(None, description="Held-out split; see also `evaluation_fraction`.")
     evaluation_fraction: float = Field(0.0, ge=0, lt=1, description="Share of `split` held out when no split is named.")
-    format: DataFormat = Field("auto", description="auto: chosen by the columns of the first row.")
+    format: DataFormat = Field("auto", description="auto: by the columns of the first row.")
     chat_template: OutsidePath | None = Field(None, description="Jinja file; default: the model's own template.")
     train_on: Literal["assistant", "all"] = Field("assistant", description="Tokens that carry loss.")
     sequence_length: PositiveInt = Field(2048, description="Tokens of a packed row.")
