@@ -25,7 +25,7 @@ from flows.tracking.logged_runs import LoggedRun, find_runs
 from stages.core.errors import RecipeError
 from stages.core.files import write_atomically
 from stages.planner.hardware import Hardware
-from stages.planner.prediction import cpu_of, named_like
+from stages.planner.local_hardware import cpu_of, named_like
 
 LEAST_RUNS = 3
 

@@ -45,14 +45,14 @@ def layouts(
     if model is None or num_gpus is None:
         raise click.UsageError("expected a recipe or config.json, and --gpus (or --predict IN.csv --out OUT.csv)")
     from flows.cli import layout_table
-    from flows.planning.layout_advice import Inquiry, ask, explained, ranked
+    from flows.planning.layout_advice import LayoutOptions, explained, ranked, search_request
 
-    question = ask(model, Inquiry(num_gpus=num_gpus, **options))
+    request = search_request(model, LayoutOptions(num_gpus=num_gpus, **options))
     if explain:
-        one = explained(question, explain)
+        one = explained(request, explain)
         _answer(one, layout_table.explained_as_json, layout_table.explained_as_text, as_json)
     else:
-        many = ranked(question, top)
+        many = ranked(request, top)
         _answer(many, layout_table.ranked_as_json, layout_table.ranked_as_text, as_json)
 
 
@@ -64,7 +64,7 @@ def _answer(answer: Any, to_json: Callable[[Any], Any], to_text: Callable[[Any],
 
 
 def _predict(table: Path, out: Path | None, as_json: bool) -> None:
-    from stages.planner.predict import predict_table
+    from stages.planner.predict_table import predict_table
 
     if out is None:
         raise click.UsageError("--predict needs --out OUT.csv")

@@ -8,7 +8,7 @@ from typing import Any
 
 from flows.planning.layout_advice import Explained, Ranked
 from stages.planner.explain import describe, near_misses, what_limits
-from stages.planner.search import Candidate, Question
+from stages.planner.search import Candidate, SearchRequest
 
 FIELDS = (
     "dp_replicate",
@@ -51,7 +51,7 @@ TIME_GROUPS = {
 }
 
 
-def row_as_json(candidate: Candidate, question: Question) -> dict[str, Any]:
+def row_as_json(candidate: Candidate, request: SearchRequest) -> dict[str, Any]:
     """One layout: the fields that a layout has, and what is predicted of it."""
     layout = candidate.layout.model_dump()
     return {
@@ -68,7 +68,7 @@ def row_as_json(candidate: Candidate, question: Question) -> dict[str, Any]:
         "step_time_parts_s": asdict(candidate.time.parts),
         "bubble_fraction": candidate.time.bubble_fraction,
         "reference_pass_s": candidate.time.reference_pass_s,
-        **dict(zip(("days", "gpu_hours"), _days_and_gpu_hours(candidate, question), strict=True)),
+        **dict(zip(("days", "gpu_hours"), _days_and_gpu_hours(candidate, request), strict=True)),
     }
 
 
@@ -76,10 +76,10 @@ def ranked_as_json(answer: Ranked) -> dict[str, Any]:
     """All that the text says."""
     best = answer.result.best
     return {
-        **_asked(answer.question),
+        **_asked(answer.request),
         "num_legal": answer.result.num_legal,
         "num_fitting": len(answer.result.fitting),
-        "layouts": [row_as_json(candidate, answer.question) for candidate in answer.shown],
+        "layouts": [row_as_json(candidate, answer.request) for candidate in answer.shown],
         "why": what_limits(best) if best else None,
         "near_misses": near_misses(answer.result),
     }
@@ -87,20 +87,20 @@ def ranked_as_json(answer: Ranked) -> dict[str, Any]:
 
 def ranked_as_text(answer: Ranked) -> str:
     """A table with a line a layout, then why."""
-    best, question = answer.result.best, answer.question
-    lines = [_headline(question), *_table(answer.shown, question), ""]
+    best, request = answer.result.best, answer.request
+    lines = [_headline(request), *_table(answer.shown, request), ""]
     if best is None:
         lines.append(f"nothing fits into {answer.shown[0].available_gib:.1f} GiB; the nearest are shown")
     else:
-        lines += [f"why: {what_limits(best)}", _duration(best, question)]
+        lines += [f"why: {what_limits(best)}", _duration(best, request)]
     return "\n".join([*lines, "near misses:", *(f"  {miss}" for miss in near_misses(answer.result))])
 
 
 def explained_as_json(answer: Explained) -> dict[str, Any]:
     """One layout, and each pipeline stage's memory."""
     return {
-        **_asked(answer.question),
-        "layout": row_as_json(answer.candidate, answer.question),
+        **_asked(answer.request),
+        "layout": row_as_json(answer.candidate, answer.request),
         "stages_memory_gib": [{**asdict(stage), "total": stage.total} for stage in answer.candidate.memory.stages],
         "why": what_limits(answer.candidate),
         "warnings": list(answer.warnings),
@@ -109,10 +109,10 @@ def explained_as_json(answer: Explained) -> dict[str, Any]:
 
 def explained_as_text(answer: Explained) -> str:
     """Parts of memory by pipeline stage, parts of a step, and what to mind."""
-    candidate, question = answer.candidate, answer.question
+    candidate, request = answer.candidate, answer.request
     verdict = "fits" if candidate.fits else "does not fit"
     lines = [
-        _headline(question),
+        _headline(request),
         f"{describe(candidate)}: {candidate.memory.peak_gib:.1f} of {candidate.available_gib:.1f} GiB, {verdict}",
         "memory of a rank, GiB:",
         *_stages(candidate),
@@ -124,28 +124,28 @@ def explained_as_text(answer: Explained) -> str:
             if value
         ),
         f"why: {what_limits(candidate)}",
-        _duration(candidate, question),
+        _duration(candidate, request),
     ]
     return "\n".join([*lines, *(f"mind: {warning}" for warning in answer.warnings)])
 
 
-def _asked(question: Question) -> dict[str, Any]:
-    workload = question.workload
+def _asked(request: SearchRequest) -> dict[str, Any]:
+    workload = request.workload
     return {
-        "parameters": question.shape.num_parameters,
-        "gpu": question.hardware.name,
-        "gpus": question.num_gpus,
-        "gpus_per_node": question.hardware.gpus_per_node,
+        "parameters": request.shape.num_parameters,
+        "gpu": request.hardware.name,
+        "gpus": request.num_gpus,
+        "gpus_per_node": request.hardware.gpus_per_node,
         "sequence_length": workload.sequence_length,
         "global_batch_size": workload.global_batch_size,
         "precision": workload.precision,
     }
 
 
-def _headline(question: Question) -> str:
-    workload = question.workload
+def _headline(request: SearchRequest) -> str:
+    workload = request.workload
     return (
-        f"{_count(question.shape.num_parameters)} parameters on {question.num_gpus} × {question.hardware.name}, "
+        f"{_count(request.shape.num_parameters)} parameters on {request.num_gpus} × {request.hardware.name}, "
         f"{workload.global_batch_size:,} rows of {workload.sequence_length:,} tokens a step, {workload.precision}"
     )
 
@@ -154,20 +154,20 @@ def _count(number: int) -> str:
     return f"{number / 1e9:.1f}B" if number >= 1e9 else f"{number / 1e6:.1f}M"
 
 
-def _table(candidates: Sequence[Candidate], question: Question) -> list[str]:
+def _table(candidates: Sequence[Candidate], request: SearchRequest) -> list[str]:
     figures = ("GiB", *MEMORY_GROUPS, "step s", *TIME_GROUPS, "tok/s/GPU", "MFU")
-    figures += ("days", "GPU-hours") if question.workload.total_tokens else ()
-    rows = [(*COLUMNS.values(), *figures), *(_cells(candidate, question) for candidate in candidates)]
+    figures += ("days", "GPU-hours") if request.workload.total_tokens else ()
+    rows = [(*COLUMNS.values(), *figures), *(_cells(candidate, request) for candidate in candidates)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
-def _cells(candidate: Candidate, question: Question) -> tuple[str, ...]:
+def _cells(candidate: Candidate, request: SearchRequest) -> tuple[str, ...]:
     layout = {"engine": candidate.engine, **candidate.layout.model_dump()}
     if layout["cpu_offload"]:
         layout["recompute"] += "+offload"
     memory, parts = asdict(candidate.memory.worst), asdict(candidate.time.parts)
-    days, gpu_hours = _days_and_gpu_hours(candidate, question)
+    days, gpu_hours = _days_and_gpu_hours(candidate, request)
     return (
         *(str(layout[name]) for name in COLUMNS),
         f"{candidate.memory.peak_gib:.1f}",
@@ -192,18 +192,18 @@ def _stages(candidate: Candidate) -> list[str]:
     return ["  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
-def _duration(candidate: Candidate, question: Question) -> str:
-    days, gpu_hours = _days_and_gpu_hours(candidate, question)
+def _duration(candidate: Candidate, request: SearchRequest) -> str:
+    days, gpu_hours = _days_and_gpu_hours(candidate, request)
     if days is None:
         return "days: unknown; the recipe does not say how many tokens (give --tokens)"
-    return f"{question.workload.total_tokens:.3g} tokens: {days:.3g} days, {gpu_hours:,.0f} GPU-hours"
+    return f"{request.workload.total_tokens:.3g} tokens: {days:.3g} days, {gpu_hours:,.0f} GPU-hours"
 
 
-def _days_and_gpu_hours(candidate: Candidate, question: Question) -> tuple[float | None, float | None]:
+def _days_and_gpu_hours(candidate: Candidate, request: SearchRequest) -> tuple[float | None, float | None]:
     """Of all steps, and with DPO the reference pass before them."""
-    tokens = question.workload.total_tokens
+    tokens = request.workload.total_tokens
     if tokens is None:
         return None, None
-    steps = tokens / question.workload.tokens_per_step
+    steps = tokens / request.workload.tokens_per_step
     days = steps * (candidate.time.step_time_s + candidate.time.reference_pass_s) / SECONDS_PER_DAY
-    return days, days * 24 * question.num_gpus
+    return days, days * 24 * request.num_gpus

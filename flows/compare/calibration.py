@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flows.tracking.logged_runs import LoggedRun
-from stages.parallel.layout import Layout, describe_layout
+from stages.models.shape import ModelShape
+from stages.parallel.layout import EngineName, Layout, describe_layout
 from stages.planner.hardware import Hardware
-from stages.planner.prediction import shape_from_text, shared_cpu
-from stages.planner.search import Candidate, Question, estimate
-from stages.planner.workload import Engine, Workload
+from stages.planner.local_hardware import shared_cpu
+from stages.planner.search import Candidate, SearchRequest, estimate
+from stages.planner.workload import Workload
 
 TIME_CONSTANTS = ("matmul", "attention", "memory", "intra_link", "launch_s")
 MEMORY_CONSTANTS = ("runtime_gib",)
@@ -25,7 +26,7 @@ SHARES = ("matmul", "attention", "memory", "intra_link")
 """Constants that are shares of a peak, and so at most 1."""
 LATENCY = "intra_node_latency_s"
 WIDEST_FACTOR = 100.0
-FITTED_FROM = ("engine", "layout.dp_shard", "global_batch_size", "data.sequence_length", "precision", "method")
+FITTED_FROM = ("engine", "layout.dp_shard", "global_batch_size", "data.sequence_length", "precision")
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,9 @@ class Observation:
     """What a run measured, and what the planner has to be told to predict it."""
 
     run_id: str
-    question: Question
+    request: SearchRequest
     """Its hardware is the whole machine; a CPU's is shared by the run's processes when it is asked."""
-    engine: Engine
+    engine: EngineName
     layout: Layout
     is_cpu: bool
     step_time_s: float
@@ -44,15 +45,13 @@ class Observation:
     @property
     def text(self) -> str:
         """The layout in one line, with the batch."""
-        rows = self.question.workload.global_batch_size
-        return f"{describe_layout(self.engine, self.layout)} ({rows} × {self.question.workload.sequence_length})"
+        rows = self.request.workload.global_batch_size
+        return f"{describe_layout(self.engine, self.layout)} ({rows} × {self.request.workload.sequence_length})"
 
     def predict(self, hardware: Hardware) -> Candidate:
         """On this hardware."""
         share = shared_cpu(hardware, self.layout.world_size) if self.is_cpu else hardware
-        candidate = estimate(replace(self.question, hardware=share), self.engine, self.layout)
-        assert candidate is not None, "only with a bound on memory is there no estimate"
-        return candidate
+        return estimate(replace(self.request, hardware=share), self.engine, self.layout)
 
 
 @dataclass(frozen=True)
@@ -164,11 +163,10 @@ def _observation(run: LoggedRun, hardware: Hardware) -> Observation:
         sequence_length=int(params["data.sequence_length"]),
         global_batch_size=int(params["global_batch_size"]),
         precision="fp32" if params["precision"] == "fp32" else "bf16",
-        method="dpo" if params["method"] == "dpo" else "sft",
     )
     return Observation(
         run_id=run.run_id,
-        question=Question(shape_from_text(run.tags["model_shape"]), workload, hardware, layout.world_size),
+        request=SearchRequest(ModelShape.from_json(run.tags["model_shape"]), workload, hardware, layout.world_size),
         engine="fsdp" if params["engine"] == "fsdp" else "megatron",
         layout=layout,
         is_cpu=run.tags.get("device") == "cpu",

@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
+from stages.train.methods.registry import loss_meaning, metric_meanings
+
 HARDWARE = "hardware"
 GIT_COMMIT = "git_commit"
 COMPARISON_IDENTITY = "lifecycle.comparison"
 """Tag of a comparison's run in MLflow: `COMPARISON`, and of its layouts' runs `COMPARISON/NUMBER`."""
 
 STEP_METRICS = {
-    "loss": "mean over the target tokens of a global batch, in nats (DPO: over pairs)",
+    "loss": loss_meaning(),
     "learning_rate": "of this step",
     "grad_norm": "global, before clipping",
     "step_time_s": "wall time of an optimizer step, waiting for data included",
@@ -24,10 +26,7 @@ STEP_METRICS = {
     "communication_fraction": "share of a profiled step in which a collective was in flight",
     "pipeline_bubble_fraction": "share of the step in which a pipeline stage has nothing to do, mean over stages",
     "peak_memory_gib": "most memory held so far; at the end: of the process that needed most",
-    "reward_chosen": "DPO: mean reward of the preferred documents",
-    "reward_rejected": "DPO: mean reward of the others",
-    "reward_margin": "DPO: difference of the two",
-    "preference_accuracy": "DPO: share of pairs in which the preferred document has the higher reward",
+    **metric_meanings(),
 }
 RUN_METRICS = {
     "evaluation_NAME": "the metric NAME over the held-out rows",

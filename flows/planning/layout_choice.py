@@ -1,7 +1,7 @@
 """`layout: auto` of a recipe → the layout that the planner finds fastest on the machine at hand.
 
 It is chosen when a refresh is planned, before versions are computed: the version holds the layout that was chosen, so
-the same machine finds its artifact again, and another machine, or a calibration that changes the choice, trains anew.
+the same machine finds its artifact again, and another machine, or a calibration that changes the choice, trains again.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from flows.store.record import Index
 from stages.core.errors import LayoutError, ResourceError
 from stages.models.shape import ModelShape
 from stages.parallel.layout import AutoLayout, describe_layout
-from stages.planner.prediction import NUM_ALTERNATIVES, hardware_at_hand, question_of
-from stages.planner.search import Candidate, search
+from stages.planner.local_hardware import hardware_at_hand
+from stages.planner.prediction import NUM_ALTERNATIVES
+from stages.planner.search import Candidate, SearchRequest, fitting_layouts
 from stages.train.config import TrainConfig
 
 NUM_SHOWN = 3
@@ -68,11 +69,7 @@ def _candidates(name: str, config: TrainConfig, shape: ModelShape, processes: in
         raise ResourceError(
             f"stages.{name}.layout: auto, but the planner knows no {names[0]}; describe it in {hardware_file()}"
         )
-    question = replace(question_of(config, shape, hardware), num_gpus=processes, engines=(config.engine,))
-    try:
-        return search(question).fitting
-    except LayoutError:
-        return ()
+    return fitting_layouts(SearchRequest(shape, config.workload, hardware, processes, (config.engine,)))
 
 
 def _process_counts(config: TrainConfig) -> list[int]:

@@ -6,16 +6,15 @@ from the store when it is there, else from the source itself, or a table of publ
 
 from __future__ import annotations
 
-import json
-
 from flows.planning.outside import Outside
 from flows.recipe.recipe import Recipe
 from flows.recipe.version import identity_of, version_of
 from flows.store.record import Index
 from stages.core.errors import RecipeError, TransientError
 from stages.download.config import DownloadConfig
-from stages.download.peek import CONFIG_FILE, read_model_config
+from stages.download.peek import read_model_config
 from stages.models.known_models import known_model
+from stages.models.model_config import read_config, shape_of_config
 from stages.models.shape import ModelShape
 
 
@@ -30,10 +29,9 @@ def shape_of_stage(recipe: Recipe, stage: str, outside: Outside, index: Index) -
     assert isinstance(config, DownloadConfig)
     artifact = index.find(config.kind, version_of(identity_of(config, {}, outside[name])))
     if artifact and not artifact.damage:
-        text = (artifact.folder / "model" / CONFIG_FILE).read_text(encoding="utf-8")
-        return ModelShape.from_config(json.loads(text))
+        return shape_of_config(read_config(artifact.folder / "model"))
     if "revision" in outside[name]:
-        return ModelShape.from_config(read_model_config(config, str(outside[name]["revision"])))
+        return shape_of_config(read_model_config(config, str(outside[name]["revision"])))
     known = known_model(str(config.model))
     if known is None:
         raise TransientError(f"reading the sizes of {config.model}: its hub does not answer, and no table has it")

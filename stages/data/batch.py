@@ -35,6 +35,16 @@ class Batch:
     reference_log_probabilities: torch.Tensor | None = None
     """float32 [num_documents]: what the reference model gives to the targets of each document, in nats."""
 
+    @property
+    def has_target(self) -> torch.Tensor:
+        """bool [rows, sequence]: where there is loss."""
+        return self.targets != IGNORED
+
+    def document_sums(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums of float [rows, sequence] over each real document: float [num_documents], differentiable."""
+        sums = torch.zeros(len(self.document_lengths), dtype=values.dtype, device=values.device)
+        return sums.index_add(0, self.document_ids.flatten(), values.flatten())[: self.num_documents]
+
     def with_reference(self, log_probabilities: torch.Tensor) -> Batch:
         """The same batch with `reference_log_probabilities`, float32 [num_documents]."""
         if log_probabilities.shape != (self.num_documents,):

@@ -45,7 +45,7 @@ def _texts(folder: Path, split: str, tokenizer: DocumentTokenizer) -> Iterator[R
     for row in read_rows(folder, find_files(folder, split)):
         if isinstance(row, BadRow) or not isinstance(row.content, dict):
             continue
-        reader = reader or RowReader("auto", preference={"chosen", "rejected"} <= row.content.keys())
+        reader = reader or RowReader("auto", "pairs" if {"chosen", "rejected"} <= row.content.keys() else "examples")
         try:
             document: Document = reader.read(row.content)[0]
             yield tokenizer.render(document)

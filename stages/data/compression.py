@@ -16,7 +16,7 @@ COMPRESSIONS = (".gz", ".zst")
 
 
 def format_suffix(path: Path) -> str:
-    """The suffix that tells the format: `.jsonl` of `train.jsonl.zst`."""
+    """The suffix that names the format: `.jsonl` of `train.jsonl.zst`."""
     return _uncompressed(path).suffix
 
 

@@ -10,6 +10,9 @@ from stages.core.contract import DatasetReference, OutsidePath, StrictModel
 
 DataFormat = Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt", "text", "preference"]
 
+RowKind = Literal["examples", "pairs"]
+"""What a row is to the method that learns from it: one text to imitate, or a chosen and a rejected answer."""
+
 
 class DataConfig(StrictModel):
     """Which rows are learned from, and how they become tokens."""

@@ -42,7 +42,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Row:
-    """What a file says at a place; any JSON value, checked by nobody yet."""
+    """What a file says at a place; any JSON value, not checked yet."""
 
     place: Place
     content: object

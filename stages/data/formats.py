@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stages.core.errors import DataError
-from stages.data.config import DataFormat
+from stages.data.config import DataFormat, RowKind
 from stages.data.messages import (
     Message,
     RowError,
@@ -72,14 +72,15 @@ class Format:
 
     columns: tuple[str, ...]
     read: Callable[[Columns], tuple[Document, ...]]
+    rows: RowKind = "examples"
 
 
-def choose_format(wanted: DataFormat, first_row: Columns, preference: bool) -> Format:
-    """The format named by the recipe, or (`auto`) the one that the columns of the first row tell.
+def choose_format(wanted: DataFormat, first_row: Columns, rows: RowKind) -> Format:
+    """The format named by the recipe, or (`auto`) the one that fits the columns of the first row.
 
     Raises DataError when no format fits these columns, or the one that fits is not what the training method needs.
     """
-    possible = {name: form for name, form in FORMATS.items() if (name == "preference") == preference}
+    possible = {name: form for name, form in FORMATS.items() if form.rows == rows}
     if wanted != "auto":
         if wanted not in possible:
             raise DataError(f"format {wanted!r} does not suit the method; expected {_describe(possible)}")
@@ -88,7 +89,7 @@ def choose_format(wanted: DataFormat, first_row: Columns, preference: bool) -> F
         if all(column in first_row for column in form.columns):
             return form
     hint = ""
-    if not preference and {"chosen", "rejected"} <= first_row.keys():
+    if rows != "pairs" and {"chosen", "rejected"} <= first_row.keys():
         hint = " These are preference pairs: `method: dpo` learns from them."
     raise DataError(f"the first row has the columns {listed(first_row)}; expected {_describe(possible)}.{hint}")
 
@@ -96,20 +97,20 @@ def choose_format(wanted: DataFormat, first_row: Columns, preference: bool) -> F
 class RowReader:
     """Reads the rows of one dataset, all in the same format."""
 
-    def __init__(self, wanted: DataFormat, preference: bool) -> None:
+    def __init__(self, wanted: DataFormat, rows: RowKind) -> None:
         self._wanted = wanted
-        self._preference = preference
+        self._rows = rows
         self._format: Format | None = None
 
     def read(self, content: object) -> tuple[Document, ...]:
-        """The documents of a row: one, or with `preference` the chosen and the rejected.
+        """The documents of a row: one, or of a pair the chosen and the rejected.
 
-        Raises RowError for a bad row, DataError when the first row tells that the dataset is of no suitable format.
+        Raises RowError for a bad row, DataError when the columns of the first row are of no suitable format.
         """
         if not isinstance(content, dict):
             raise RowError(f"is {kind_of(content)}; expected an object with named columns")
         if self._format is None:
-            self._format = choose_format(self._wanted, content, self._preference)
+            self._format = choose_format(self._wanted, content, self._rows)
         missing = [column for column in self._format.columns if column not in content]
         if missing:
             raise RowError(f"has no {listed(missing)}; found {listed(content)}")
@@ -212,6 +213,6 @@ FORMATS: dict[str, Format] = {
     "prompt_completion": Format(("prompt", "completion"), _read_prompt_completion),
     "alpaca": Format(("instruction", "output"), _read_alpaca),
     "text": Format(("text",), _read_text),
-    "preference": Format(("chosen", "rejected"), _read_preference),
+    "preference": Format(("chosen", "rejected"), _read_preference, rows="pairs"),
 }
 """In the order in which `auto` tries them: a dataset with `messages` may have a `prompt` or a `text` column as well."""

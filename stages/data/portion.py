@@ -44,7 +44,7 @@ def portions(config: DataConfig) -> list[Portion]:
 
 
 def is_held_out(content: object, fraction: float) -> bool:
-    """Whether a row of this content is held out: told by its hash alone, so the same in every run and every order."""
+    """Whether a row of this content is held out, by its hash alone: the same in every run and every order."""
     canonical = json.dumps(content, sort_keys=True, default=str).encode()
     digest = hashlib.blake2b(canonical, digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2**64

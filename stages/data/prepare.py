@@ -7,14 +7,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 from stages.core.contract import is_main_process
-from stages.core.errors import RecipeError, full_disk_named
+from stages.core.errors import full_disk_named
 from stages.data.bad_rows import write_list
 from stages.data.cache import cached_folder, content_key, file_digest
-from stages.data.config import DataConfig
+from stages.data.config import DataConfig, RowKind
 from stages.data.dataset import PackedDataset, is_complete
 from stages.data.files import find_files
-from stages.data.pipeline import BAD_ROWS, Pipeline, Report
 from stages.data.portion import portions
+from stages.data.preprocessing import BAD_ROWS, Preprocessing, Report
 
 PREPARATION_VERSION = 2
 """Raised when the same input would give other tokens, masks or rows than before."""
@@ -47,31 +47,29 @@ def prepare(
     config: DataConfig,
     tokenizer_folder: Path,
     *,
-    preference: bool,
+    rows: RowKind,
     cache: Path,
     report: Report,
     bad_rows_file: Path,
 ) -> PreparedData:
     """Read, check, template, tokenize and pack the rows that `config` names, or find that done in `cache`.
 
-    `folder` is the dataset artifact's `data/`, `tokenizer_folder` a model artifact's `model/`. With `preference` the
-    rows are pairs, else plain training rows. Rows that `on_bad_rows: drop` leaves out are listed in `bad_rows_file`
+    `folder` is the dataset artifact's `data/`, `tokenizer_folder` a model artifact's `model/`. `rows`
+    is what the training method learns from. Rows that `on_bad_rows: drop` leaves out are listed in `bad_rows_file`
     (JSONL; not written when there are none). Safe when several processes prepare the same: one works, the others wait.
 
-    Raises DataError for data that cannot be learned from, ModelError for a folder without a usable tokenizer,
-    RecipeError for options that contradict each other and ResourceError for a full disk.
+    Raises DataError for data that cannot be learned from, ModelError for a folder without a usable tokenizer and
+    ResourceError for a full disk.
     """
-    if preference and config.train_on == "all":
-        raise RecipeError("`train_on: all` does not go with `method: dpo`, which compares answers; remove it")
     datasets = [
         _prepare(
-            Pipeline(
+            Preprocessing(
                 portion,
                 folder,
                 find_files(folder, portion.split),
                 config,
                 tokenizer_folder,
-                preference,
+                rows,
                 report,
             ),
             cache / CACHE_FOLDER,
@@ -83,30 +81,30 @@ def prepare(
     return PreparedData(datasets[0], datasets[1] if len(datasets) > 1 else None)
 
 
-def _prepare(pipeline: Pipeline, cache: Path) -> PackedDataset:
+def _prepare(task: Preprocessing, cache: Path) -> PackedDataset:
     with full_disk_named("writing tokenized data", cache):
-        dataset = PackedDataset(cached_folder(cache, _key(pipeline), is_complete, pipeline.run))
+        dataset = PackedDataset(cached_folder(cache, _key(task), is_complete, task.run))
     for warning in dataset.about.warnings:
-        pipeline.report.warn(f"{pipeline.portion.name} data: {warning}")
+        task.report.warn(f"{task.portion.name} data: {warning}")
     return dataset
 
 
-def _key(pipeline: Pipeline) -> str:
+def _key(task: Preprocessing) -> str:
     """Of all that decides the tokens, the rows and the list of bad rows."""
-    template = pipeline.config.chat_template
+    template = task.config.chat_template
     tokenizer_files = TOKENIZER_FILES if template else TOKENIZER_FILES + TEMPLATE_FILES
     return content_key(
         {
             "preparation": PREPARATION_VERSION,
             "libraries": {name: version(name) for name in ("tokenizers", "transformers", "numpy")},
-            "files": {str(path.relative_to(pipeline.folder)): file_digest(path) for path in pipeline.files},
-            "portion": [pipeline.portion.name, pipeline.portion.fraction],
-            "options": pipeline.config.model_dump(mode="json", include=OPTIONS),
-            "preference": pipeline.preference,
+            "files": {str(path.relative_to(task.folder)): file_digest(path) for path in task.files},
+            "portion": [task.portion.name, task.portion.fraction],
+            "options": task.config.model_dump(mode="json", include=OPTIONS),
+            "preference": {"examples": False, "pairs": True}[task.rows],  # as caches that exist have it
             "tokenizer": {
                 path.name: file_digest(path)
                 for pattern in tokenizer_files
-                for path in sorted(pipeline.tokenizer_folder.glob(pattern))
+                for path in sorted(task.tokenizer_folder.glob(pattern))
                 if path.is_file()
             },
             "chat_template": file_digest(template) if template and template.is_file() else None,

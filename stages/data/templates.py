@@ -56,7 +56,7 @@ class ChatTemplate:
     def render(self, conversation: Conversation) -> Rendered:
         """The text, with loss on what the assistant says after the prompt.
 
-        Raises RowError when the template refuses the messages, DataError when it does not tell the assistant's turns.
+        Raises RowError when the template refuses the messages, DataError when it does not show the assistant's turns.
         """
         self._check_support(conversation)
         if self._has_generation_marks:
@@ -153,7 +153,7 @@ class ChatTemplate:
     def _not_a_prefix(self, before: str, text: str, number: int) -> DataError:
         shared = next((i for i, pair in enumerate(zip(before, text, strict=False)) if pair[0] != pair[1]), len(text))
         return DataError(
-            f"{self._name} does not tell which tokens the assistant says: rendered up to message {number + 1}, the "
+            f"{self._name} does not show which tokens the assistant says: rendered up to message {number + 1}, the "
             f"conversation reads …{before[shared : shared + 60]!r} where the whole one reads "
             f"…{text[shared : shared + 60]!r}. Give a template (`chat_template`) that puts the assistant's part into "
             "{% generation %} … {% endgeneration %}, or learn everything (`train_on: all`)."

@@ -130,7 +130,7 @@ def _load(folder: Path) -> Any:
         raise ModelError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
     if not tokenizer.is_fast:
         raise ModelError(
-            f"the tokenizer in {folder} ({type(tokenizer).__name__}) does not tell which characters a token stands "
+            f"the tokenizer in {folder} ({type(tokenizer).__name__}) does not say which characters a token stands "
             "for; convert it to a tokenizer.json"
         )
     return tokenizer

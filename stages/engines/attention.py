@@ -1,6 +1,6 @@
 """Attention over packed rows in which no document sees another, without a mask of the row's size.
 
-`prepare_attention` tells with which `attn_implementation` a model is to be built, and `hidden_states` runs its decoder
+`prepare_attention` says with which `attn_implementation` a model is to be built, and `hidden_states` runs its decoder
 over a batch of packed documents. There are two ways:
 
 - `packed_documents`, registered with Transformers' attention interface: every document of a micro-batch is attended to
@@ -8,8 +8,8 @@ over a batch of packed documents. There are two ways:
   grouped queries, sliding windows, soft-capped scores and attention sinks.
 - For all others (states that run from token to token, position biases, code that came with the model) documents
   become rows of their own, padded at the end to the longest: right for any causal model, and wasteful where lengths
-  are uneven. Transformers' own packing, by position ids that start anew, was tried and is not an option: some of its
-  architectures (gpt-oss, AFMoE, BLOOM, BioGPT in 5.17) ignore it without a word.
+  are uneven. Transformers' own packing, by position ids that restart at 0, was tried and is not an option: some of its
+  architectures (gpt-oss, AFMoE, BLOOM, BioGPT in 5.17) silently ignore it.
 
 `packed_documents` has two kernels: flash attention over variable lengths on a GPU in half precision
 (`torch.nn.attention.varlen`), and elsewhere causal SDPA over documents padded to the longest of their bucket.
@@ -29,7 +29,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface
 from stages.core.errors import ModelError
 from stages.data.batch import Batch
 from stages.engines.documents import PackedDocuments
-from stages.engines.slots import from_slots, to_slots
+from stages.engines.padding import pad_documents, unpad_documents
 
 PACKED_DOCUMENTS = "packed_documents"
 
@@ -52,7 +52,7 @@ def prepare_attention(model_config: Any, device: torch.device) -> str:
 def hidden_states(decoder: Any, batch: Batch) -> Tensor:
     """The last hidden states, [rows, sequence, width], of a model without its head, documents kept apart.
 
-    `decoder` was built with the `attn_implementation` that `prepare_attention` told.
+    `decoder` was built with the `attn_implementation` that `prepare_attention` returned.
     """
     device = batch.input_ids.device
     if decoder.config._attn_implementation == PACKED_DOCUMENTS:
@@ -60,9 +60,9 @@ def hidden_states(decoder: Any, batch: Batch) -> Tensor:
         arguments = {"position_ids": batch.position_ids, "documents": documents, "use_cache": False}
         return decoder(input_ids=batch.input_ids, **arguments)[0]
     documents = PackedDocuments(batch.document_lengths, device, least_fill=0)
-    rows = to_slots(batch.input_ids.flatten(), documents).view(-1, documents.longest)
+    rows = pad_documents(batch.input_ids.flatten(), documents).view(-1, documents.longest)
     padded = decoder(input_ids=rows, use_cache=False)[0]
-    return from_slots(padded.flatten(0, 1), documents).view(*batch.input_ids.shape, -1)
+    return unpad_documents(padded.flatten(0, 1), documents).view(*batch.input_ids.shape, -1)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Scoring:
     """[heads]: scores of nothing, which take their share of the weights (gpt-oss)."""
 
 
-@torch.compiler.disable  # the lengths differ from batch to batch: compiled, every batch would be compiled anew
+@torch.compiler.disable  # the lengths differ from batch to batch: compiled, every batch would be compiled again
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -138,7 +138,7 @@ def _bucketed_attention(
     query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, scoring: Scoring
 ) -> Tensor:
     """Tensors are [tokens, heads, head_width]. Padding follows its document, so causal attention never sees it."""
-    padded = [to_slots(tokens, documents) for tokens in (query, key, value)]
+    padded = [pad_documents(tokens, documents) for tokens in (query, key, value)]
     outputs = []
     for bucket in documents.buckets:
         queries, keys, values = (
@@ -146,7 +146,7 @@ def _bucketed_attention(
             for states in padded
         )
         outputs.append(_padded_attention(queries, keys, values, scoring).transpose(1, 2).flatten(0, 1))
-    return from_slots(torch.cat(outputs), documents)
+    return unpad_documents(torch.cat(outputs), documents)
 
 
 def _padded_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
@@ -195,7 +195,7 @@ def _model_class(model_config: Any) -> Any:
 
 
 def _goes_through_interface(model_config: Any, model_class: Any) -> bool:
-    """Whether `packed_documents` is told all that decides what a token of this model sees.
+    """Whether `packed_documents` is given all that decides what a token of this model sees.
 
     A window reaches the attention function of every architecture that supports flash attention: it has no mask either.
     """

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from stages.data.batch import Batch
-from stages.engines.losses import Loss
+from stages.engines.loss import Loss
 from stages.models.flops import ModelFlops
 
 
@@ -32,8 +32,8 @@ class StepOutcome(LossMeans):
     """What one optimizer step did. `grad_norm` is global and taken before clipping."""
 
     grad_norm: float
-    figures: dict[str, float] = field(default_factory=dict)
-    """What only the engine could measure of it, by metric name."""
+    measured: dict[str, float] = field(default_factory=dict)
+    """Metrics that only the engine can measure."""
 
 
 class Engine(Protocol):
@@ -55,7 +55,7 @@ class Engine(Protocol):
         """One optimizer step over the global batch of which `micro_batches` are this process's share.
 
         The gradient is that of the summed loss divided by its count over the whole global batch. Nothing is updated
-        when loss or gradient norm is not finite: the outcome tells, and the caller stops.
+        when loss or gradient norm is not finite: the caller sees that in the outcome, and stops.
         """
 
     def evaluate(self, micro_batches: Iterable[Batch], loss: Loss) -> LossMeans:
@@ -65,9 +65,9 @@ class Engine(Protocol):
         """float32 [num_documents] on the CPU: sums of the targets' log-probabilities in nats, forward only."""
 
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
-        """Add up float64 figures on the CPU over the shares of a global batch."""
+        """Add up float64 values on the CPU over the shares of a global batch."""
 
-    def from_first_process(self, value: float) -> float:
+    def broadcast_from_rank0(self, value: float) -> float:
         """What rank 0 gives, on every process."""
 
     def save(self, folder: Path) -> Future[None]:

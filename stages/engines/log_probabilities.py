@@ -3,12 +3,12 @@
 Only positions that have a target are sent through the head (when a conversation is learned from its assistant turns
 alone, that saves most of the vocabulary work), and their logits exist for one chunk of tokens at a time: at most
 `CHUNK_LOGITS` values. The forward pass holds two fp32 tensors of that size, the backward pass, which computes the
-logits of a chunk anew, three. When everything fits in one chunk its log-softmax is kept for the backward pass instead.
+logits of a chunk again, three. When everything fits in one chunk its log-softmax is kept for the backward pass instead.
 Beside that, the backward pass holds the head's gradient, in fp32 when there are several chunks, so that their sum does
 not lose the digits that bf16 lacks. (Liger's fused loss gives no log-probabilities of single tokens, which preference
 losses need, and does the head's backward work before it knows what each token counts.)
 
-Left to others: the hidden states, and what becomes of the log-probabilities (`losses.py`).
+Left to others: the hidden states, and what becomes of the log-probabilities (`loss.py`).
 """
 
 from __future__ import annotations

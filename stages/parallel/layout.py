@@ -8,6 +8,9 @@ from pydantic import Field, PositiveInt
 
 from stages.core.contract import StrictModel
 
+EngineName = Literal["fsdp", "megatron"]
+"""What trains; see `stages.engines`."""
+
 
 class Layout(StrictModel):
     """How a model and its batch are spread over processes. Changes speed and memory, not what is learned.
@@ -53,7 +56,7 @@ class AutoLayout(Layout):
     """`layout: auto` of a recipe: the planner puts its choice in place of it before anything else is planned."""
 
 
-def describe_layout(engine: str, layout: Layout) -> str:
+def describe_layout(engine: EngineName, layout: Layout) -> str:
     """The engine and what differs from the default layout: `fsdp dp_shard=2 micro_batch_size=4`."""
     chosen = layout.model_dump(exclude_defaults=True)
     return " ".join([engine, *(f"{name}={value}" for name, value in chosen.items())])

@@ -1,23 +1,22 @@
 """Whether a layout can work: with so many processes, on this batch, for this model. Pure; needs no torch.
 
-In: engine, layout, setting and, when it is known, the model's shape. Out: problems, each a sentence with every factor
-in it; errors are what the engine cannot do, warnings what is rarely wise. Nothing is built before a problem is found,
-so that a search may ask `is_legal` of 100,000 layouts. What fits into memory, and what is fast, is for `planner`.
+Errors are what the engine cannot do, warnings what is rarely wise; each is a sentence with every factor in it. A config
+is checked for `layout_errors` when it is parsed, for `model_errors` when its model is there. No sentence is written
+before it is needed, so that a search may ask `is_legal` of 100,000 layouts. What fits and is fast is for `planner`.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from stages.models.shape import ModelShape
-from stages.parallel.layout import Layout
-
-Engine = Literal["fsdp", "megatron"]
+from stages.parallel.layout import EngineName, Layout
 
 DEFAULT = Layout()
-FACTORS = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
+FSDP_FACTORS = ("dp_replicate", "dp_shard")
+FACTORS = (*FSDP_FACTORS, "tp", "pp", "cp")
 """Of the number of processes."""
 FIELDS_OF_ONE_ENGINE: dict[str, tuple[str, ...]] = {
     "fsdp": ("reshard_after_forward", "cpu_offload", "prefetch_layers", "compile"),
@@ -32,15 +31,7 @@ USUAL_LIMITS: dict[str, tuple[int, str]] = {
 
 
 @dataclass(frozen=True)
-class Problem:
-    """What is wrong with a layout, or likely to be slow."""
-
-    severity: Literal["error", "warning"]
-    message: str
-
-
-@dataclass(frozen=True)
-class Setting:
+class RunConstraints:
     """What a layout must fit besides the model."""
 
     nodes: int
@@ -56,15 +47,48 @@ class Setting:
         return self.nodes * self.processes_per_node
 
 
-def layout_problems(engine: Engine, layout: Layout, setting: Setting, shape: ModelShape | None = None) -> list[Problem]:
-    """All problems, errors first; without a shape those that every model has."""
-    errors = [Problem("error", message) for message in _errors(engine, layout, setting, shape)]
-    return errors + [Problem("warning", message) for message in _warnings(engine, layout, setting, shape)]
+def layout_errors(engine: EngineName, layout: Layout, constraints: RunConstraints) -> Iterator[str]:
+    """What the engine cannot do, whatever the model."""
+    yield from _other_engines_fields(engine, layout)
+    yield from _processes(engine, layout, constraints)
+    yield from _batch(layout, constraints)
+    if engine == "megatron":
+        yield from _pipeline(layout, constraints)
+        yield from _sequence(layout, constraints)
+        yield from _expert_processes(layout)
 
 
-def is_legal(engine: Engine, layout: Layout, setting: Setting, shape: ModelShape | None = None) -> bool:
+def model_errors(engine: EngineName, layout: Layout, shape: ModelShape) -> Iterator[str]:
+    """What the engine cannot do with a model of this shape; FSDP2 takes every one."""
+    if engine == "megatron":
+        yield from _heads(layout, shape)
+        yield from _layers(layout, shape)
+        yield from _experts(layout, shape)
+
+
+def is_legal(engine: EngineName, layout: Layout, constraints: RunConstraints, shape: ModelShape) -> bool:
     """Whether there is no error; stops at the first."""
-    return next(_errors(engine, layout, setting, shape), None) is None
+    return not any(layout_errors(engine, layout, constraints)) and not any(model_errors(engine, layout, shape))
+
+
+def layout_warnings(
+    engine: EngineName, layout: Layout, constraints: RunConstraints, shape: ModelShape
+) -> Iterator[str]:
+    """What is likely to be slow."""
+    if engine != "megatron":
+        return
+    for name, (limit, reason) in USUAL_LIMITS.items():
+        if (degree := getattr(layout, name)) > limit:
+            yield f"layout: {name} {degree} is more than the usual limit of {limit}: {reason}"
+    if constraints.processes_per_node % layout.tp and constraints.nodes > 1:
+        yield (
+            f"layout: tp {layout.tp} does not divide the {constraints.processes_per_node} processes of a node, so "
+            f"tensor parallelism crosses nodes, where its collectives are slow; choose a tp that does"
+        )
+    yield from _bubble(layout, constraints)
+    if layout.sequence_parallel and layout.tp == 1:
+        yield "layout: sequence_parallel does nothing with tp 1"
+    yield from _uneven_or_copied(layout, shape)
 
 
 def bubble_fraction(pp: int, vpp: int, num_micro_batches: int) -> float:
@@ -75,86 +99,59 @@ def bubble_fraction(pp: int, vpp: int, num_micro_batches: int) -> float:
     return (pp - 1) / (vpp * num_micro_batches + pp - 1)
 
 
-def _errors(engine: Engine, layout: Layout, setting: Setting, shape: ModelShape | None) -> Iterator[str]:
-    yield from _other_engines_fields(engine, layout)
-    yield from _processes(engine, layout, setting)
-    yield from _batch(layout, setting)
-    if engine == "megatron":
-        yield from _pipeline(layout, setting)
-        yield from _sequence(layout, setting)
-        yield from _expert_processes(layout)
-        if shape is not None:
-            yield from _heads(layout, shape)
-            yield from _layers(layout, shape)
-            yield from _experts(layout, shape)
-
-
-def _warnings(engine: Engine, layout: Layout, setting: Setting, shape: ModelShape | None) -> Iterator[str]:
-    if engine != "megatron":
-        return
-    for name, (limit, reason) in USUAL_LIMITS.items():
-        if (degree := getattr(layout, name)) > limit:
-            yield f"layout: {name} {degree} is more than the usual limit of {limit}: {reason}"
-    if setting.processes_per_node % layout.tp and setting.nodes > 1:
-        yield (
-            f"layout: tp {layout.tp} does not divide the {setting.processes_per_node} processes of a node, so tensor "
-            f"parallelism crosses nodes, where its collectives are slow; choose a tp that does"
-        )
-    yield from _bubble(layout, setting)
-    if layout.sequence_parallel and layout.tp == 1:
-        yield "layout: sequence_parallel does nothing with tp 1"
-    if shape is not None:
-        yield from _uneven_or_copied(layout, shape)
-
-
-def _other_engines_fields(engine: Engine, layout: Layout) -> Iterator[str]:
-    other: Engine = "megatron" if engine == "fsdp" else "fsdp"
+def _other_engines_fields(engine: EngineName, layout: Layout) -> Iterator[str]:
+    other: EngineName = "megatron" if engine == "fsdp" else "fsdp"
     found = [name for name in FIELDS_OF_ONE_ENGINE[other] if getattr(layout, name) != getattr(DEFAULT, name)]
     if found:
-        named = ", ".join(f"{name} {_spelled(getattr(layout, name))}" for name in found)
+        named = ", ".join(f"{name} {json.dumps(getattr(layout, name))}" for name in found)
         yield f"layout: {named} only mean something with `engine: {other}`, but the engine is {engine}; change either"
 
 
-def _processes(engine: Engine, layout: Layout, setting: Setting) -> Iterator[str]:
-    if layout.world_size != setting.processes:
+def _processes(engine: EngineName, layout: Layout, constraints: RunConstraints) -> Iterator[str]:
+    if layout.world_size != constraints.processes:
+        factors = (
+            name for name in FACTORS if engine == "megatron" or name in FSDP_FACTORS or getattr(layout, name) > 1
+        )
+        degrees = " × ".join(f"{name} {getattr(layout, name)}" for name in factors)
         yield (
-            f"layout: {_degrees(engine, layout)} = {layout.world_size} processes, but execution starts "
-            f"{setting.processes} ({setting.nodes} nodes × {setting.processes_per_node}); change either"
+            f"layout: {degrees} = {layout.world_size} processes, but execution starts "
+            f"{constraints.processes} ({constraints.nodes} nodes × {constraints.processes_per_node}); change either"
         )
 
 
-def _batch(layout: Layout, setting: Setting) -> Iterator[str]:
+def _batch(layout: Layout, constraints: RunConstraints) -> Iterator[str]:
     rows = layout.micro_batch_size * layout.data_parallel_size
-    if setting.global_batch_size % rows:
+    if constraints.global_batch_size % rows:
         yield (
-            f"global_batch_size {setting.global_batch_size} is not divisible by micro_batch_size "
+            f"global_batch_size {constraints.global_batch_size} is not divisible by micro_batch_size "
             f"{layout.micro_batch_size} × dp_replicate {layout.dp_replicate} × dp_shard {layout.dp_shard} = {rows}"
         )
 
 
-def _pipeline(layout: Layout, setting: Setting) -> Iterator[str]:
+def _pipeline(layout: Layout, constraints: RunConstraints) -> Iterator[str]:
     if layout.vpp == 1:
         return
     if layout.pp == 1:
         yield f"layout: vpp {layout.vpp} interleaves the chunks of pipeline stages, but pp is 1; raise pp or remove vpp"
-    elif _num_micro_batches(layout, setting) % layout.pp:
+    elif _num_micro_batches(layout, constraints) % layout.pp:
         yield (
             f"layout: vpp {layout.vpp} needs micro-batches in multiples of pp {layout.pp}, but global_batch_size "
-            f"{setting.global_batch_size} / (micro_batch_size {layout.micro_batch_size} × dp_replicate "
-            f"{layout.dp_replicate} × dp_shard {layout.dp_shard}) = {_num_micro_batches(layout, setting)}; change one"
+            f"{constraints.global_batch_size} / (micro_batch_size {layout.micro_batch_size} × dp_replicate "
+            f"{layout.dp_replicate} × dp_shard {layout.dp_shard}) = {_num_micro_batches(layout, constraints)}; "
+            "change one"
         )
 
 
-def _sequence(layout: Layout, setting: Setting) -> Iterator[str]:
+def _sequence(layout: Layout, constraints: RunConstraints) -> Iterator[str]:
     """Each context-parallel process has two chunks (zigzag), which sequence parallelism cuts once more."""
     tp = layout.tp if layout.sequence_parallel else 1
     chunks = (2 * layout.cp if layout.cp > 1 else 1) * tp
-    if setting.sequence_length % chunks:
+    if constraints.sequence_length % chunks:
         factors = [f"2 × cp {layout.cp}"] if layout.cp > 1 else []
         factors += [f"tp {tp} (sequence_parallel)"] if tp > 1 else []
         yield (
-            f"layout: data.sequence_length {setting.sequence_length} is not divisible by {' × '.join(factors)} = "
-            f"{chunks}; the next length that is: {-(-setting.sequence_length // chunks) * chunks}"
+            f"layout: data.sequence_length {constraints.sequence_length} is not divisible by {' × '.join(factors)} = "
+            f"{chunks}; the next length that is: {-(-constraints.sequence_length // chunks) * chunks}"
         )
 
 
@@ -212,8 +209,8 @@ def _experts(layout: Layout, shape: ModelShape) -> Iterator[str]:
         yield f"layout: with experts, tp {layout.tp} needs sequence_parallel: true (Megatron-core trains no other way)"
 
 
-def _bubble(layout: Layout, setting: Setting) -> Iterator[str]:
-    num_micro_batches = _num_micro_batches(layout, setting)
+def _bubble(layout: Layout, constraints: RunConstraints) -> Iterator[str]:
+    num_micro_batches = _num_micro_batches(layout, constraints)
     if num_micro_batches < layout.pp:
         share = bubble_fraction(layout.pp, layout.vpp, max(1, num_micro_batches))
         yield (
@@ -237,14 +234,5 @@ def _uneven_or_copied(layout: Layout, shape: ModelShape) -> Iterator[str]:
         )
 
 
-def _num_micro_batches(layout: Layout, setting: Setting) -> int:
-    return setting.global_batch_size // (layout.micro_batch_size * layout.data_parallel_size)
-
-
-def _degrees(engine: Engine, layout: Layout) -> str:
-    names = [name for name in FACTORS if engine == "megatron" or name.startswith("dp_") or getattr(layout, name) > 1]
-    return " × ".join(f"{name} {getattr(layout, name)}" for name in names)
-
-
-def _spelled(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _num_micro_batches(layout: Layout, constraints: RunConstraints) -> int:
+    return constraints.global_batch_size // (layout.micro_batch_size * layout.data_parallel_size)

@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stages.models.shape import ModelShape
-from stages.parallel.layout import Layout
+from stages.parallel.layout import EngineName, Layout
 from stages.planner import network
 from stages.planner.compute import LayerTime, LayerWork, Pass
 from stages.planner.hardware import Hardware
 from stages.planner.partition import PipelineStage, outside_parameters, rank_parameters
-from stages.planner.workload import Engine, Software, Workload
+from stages.planner.workload import Software, Workload
 
 HOST_LINK_GB_PER_S = 25.0
 """Between a device and its host's memory (PCIe 4)."""
@@ -26,7 +26,7 @@ class StepCase:
     """What all parts of a step's time depend on."""
 
     shape: ModelShape
-    engine: Engine
+    engine: EngineName
     layout: Layout
     workload: Workload
     software: Software

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from heapq import nlargest
 
 from stages.parallel.layout import Layout, describe_layout
 from stages.planner.search import Candidate, SearchResult
@@ -29,7 +30,8 @@ MEANING = {
 def what_limits(candidate: Candidate) -> str:
     """What most of a step goes into, and how much memory is left."""
     parts, total_s = asdict(candidate.time.parts), candidate.time.step_time_s
-    large = [name for name, seconds in _largest(parts) if seconds >= LARGE_SHARE * total_s]
+    by_size = sorted(parts, key=lambda name: parts[name], reverse=True)
+    large = [name for name in by_size if parts[name] >= LARGE_SHARE * total_s]
     shares = ", ".join(f"{MEANING[name]} {parts[name] / total_s:.0%}" for name in large)
     free_gib = candidate.available_gib - candidate.memory.peak_gib
     return f"{describe(candidate)} spends its step on {shares}; {_room(free_gib, candidate.available_gib)}"
@@ -60,8 +62,8 @@ def _room(free_gib: float, available_gib: float) -> str:
 def _too_large(candidate: Candidate, best: Candidate | None) -> str:
     needed_gib = candidate.memory.peak_gib
     over_gib = needed_gib - candidate.available_gib
-    causes = _largest(asdict(candidate.memory.worst))[:2]
-    named = ", ".join(f"{_spoken(name)} {gib:.1f}" for name, gib in causes)
+    causes = nlargest(2, asdict(candidate.memory.worst).items(), key=lambda part: part[1])
+    named = ", ".join(f"{name.replace('_', ' ')} {gib:.1f}" for name, gib in causes)
     gain = ""
     if best is not None:
         gain = f", would be {1 - candidate.time.step_time_s / best.time.step_time_s:.0%} faster, but"
@@ -71,9 +73,9 @@ def _too_large(candidate: Candidate, best: Candidate | None) -> str:
 def _slower(candidate: Candidate, best: Candidate) -> str:
     own, other = asdict(candidate.time.parts), asdict(best.time.parts)
     lost = {name: own[name] - other[name] for name in own}
-    name, seconds = _largest(lost)[0]
+    name = max(lost, key=lambda name: lost[name])
     slower = candidate.time.step_time_s / best.time.step_time_s - 1
-    return f"{describe(candidate)} is {slower:.0%} slower: {MEANING[name]} +{seconds:.3g} s"
+    return f"{describe(candidate)} is {slower:.0%} slower: {MEANING[name]} +{lost[name]:.3g} s"
 
 
 def _of_other_degrees(candidates: Sequence[Candidate], seen: Sequence[Candidate]) -> list[Candidate]:
@@ -92,11 +94,3 @@ def _of_other_degrees(candidates: Sequence[Candidate], seen: Sequence[Candidate]
 
 def _degrees(engine: str, layout: Layout) -> tuple[str | int, ...]:
     return engine, layout.tp, layout.pp, layout.cp, layout.ep
-
-
-def _largest(parts: dict[str, float]) -> list[tuple[str, float]]:
-    return sorted(parts.items(), key=lambda part: part[1], reverse=True)
-
-
-def _spoken(name: str) -> str:
-    return name.replace("_", " ")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from stages.models.shape import ModelShape
-from stages.parallel.layout import Layout
+from stages.parallel.layout import EngineName, Layout
 from stages.planner.hardware import Efficiency
 from stages.planner.partition import (
     PipelineStage,
@@ -21,7 +21,7 @@ from stages.planner.partition import (
     pipeline_stages,
     rank_parameters,
 )
-from stages.planner.workload import Engine, Software, Workload, our_software
+from stages.planner.workload import Software, Workload, our_software
 
 GIB = 2**30
 LOGITS_CHUNK = 2**27
@@ -73,7 +73,7 @@ class _Case:
     """What all parts of the estimate depend on."""
 
     shape: ModelShape
-    engine: Engine
+    engine: EngineName
     layout: Layout
     workload: Workload
     software: Software
@@ -92,7 +92,7 @@ class _Case:
 
 def memory(
     shape: ModelShape,
-    engine: Engine,
+    engine: EngineName,
     layout: Layout,
     workload: Workload,
     *,
@@ -175,7 +175,7 @@ def _layers_in_flight(case: _Case, stage: PipelineStage) -> float:
 
 
 def kept_bytes_per_token(
-    shape: ModelShape, engine: Engine, layout: Layout, workload: Workload, software: Software
+    shape: ModelShape, engine: EngineName, layout: Layout, workload: Workload, software: Software
 ) -> float:
     """Bytes a token leaves in one layer for the backward pass, on one rank. In fp8, products keep their inputs so."""
     size, hidden = workload.compute_bytes, shape.hidden_size

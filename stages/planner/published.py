@@ -16,11 +16,11 @@ from pathlib import Path
 from stages.core.errors import DataError
 from stages.models.known_models import gpt, known_model
 from stages.models.shape import ModelShape
-from stages.parallel.layout import Layout
+from stages.parallel.layout import EngineName, Layout
 from stages.planner.hardware import HARDWARE, Hardware
 from stages.planner.memory import memory
 from stages.planner.published_cells import Cells, UnknownRunError
-from stages.planner.workload import Engine, Precision, Software, Workload
+from stages.planner.workload import Precision, Software, Workload
 
 COLUMNS = ("model", "layers", "hidden", "heads", "seq", "gbs", "mbs", "tp", "pp", "dp", "gpus", "gpu")
 """Columns that a table must have; others that are read: see `_run`."""
@@ -84,7 +84,7 @@ class PublishedRun:
 
     cells: dict[str, str]
     shape: ModelShape
-    engine: Engine
+    engine: EngineName
     layout: Layout
     workload: Workload
     hardware: Hardware
@@ -122,7 +122,7 @@ def read_table(path: Path) -> tuple[list[str], list[PublishedRun | UnknownRun]]:
 
 def _run(cells: Cells) -> PublishedRun:
     hardware = _hardware(cells)
-    engine: Engine = "fsdp" if FULLY_SHARDED.search(cells.text("shard")) else "megatron"
+    engine: EngineName = "fsdp" if FULLY_SHARDED.search(cells.text("shard")) else "megatron"
     shape = _shape(cells)
     software = _software(cells, engine, shape, hardware)
     layout = _degrees(cells, engine, software, hardware)
@@ -132,7 +132,7 @@ def _run(cells: Cells) -> PublishedRun:
         sequence_length=cells.number_or("seq", DEFAULT_SEQUENCE_LENGTH),
         global_batch_size=cells.number_or("gbs", layout.data_parallel_size * layout.micro_batch_size),
         precision=_precision(cells.text("precision")),
-        method="dpo" if "dpo" in cells.text("kind").lower() else "sft",
+        needs_reference="dpo" in cells.text("kind").lower(),
         lora_rank=_lora_rank(cells),
     )
     sequence_parallel = layout.tp > 1 and (software.flash_attention or cells.text("recompute").startswith("selective"))
@@ -199,7 +199,7 @@ def _main_sizes(cells: Cells, layers: int | None, hidden: int | None) -> tuple[i
     return layers, hidden
 
 
-def _degrees(cells: Cells, engine: Engine, software: Software, hardware: Hardware) -> Layout:
+def _degrees(cells: Cells, engine: EngineName, software: Software, hardware: Hardware) -> Layout:
     tp, pp, cp = (cells.number(name) or 1 for name in ("tp", "pp", "cp"))
     gpus, dp = cells.number("gpus"), cells.number("dp")
     if dp is None:
@@ -216,7 +216,7 @@ def _degrees(cells: Cells, engine: Engine, software: Software, hardware: Hardwar
     )  # fmt: skip
 
 
-def _shards(cells: Cells, engine: Engine, software: Software, hardware: Hardware, dp: int) -> int:
+def _shards(cells: Cells, engine: EngineName, software: Software, hardware: Hardware, dp: int) -> int:
     """Ranks that share Adam, or everything: under HSDP those of a node; today's Megatron shares unless it says not."""
     text = cells.text("shard").lower()
     if "hsdp" in text and dp % hardware.gpus_per_node == 0:
@@ -246,7 +246,7 @@ def _micro_batch(cells: Cells, pp: int, dp: int) -> int:
     return max(1, rows) if all_at_once else 1
 
 
-def _software(cells: Cells, engine: Engine, shape: ModelShape, hardware: Hardware) -> Software:
+def _software(cells: Cells, engine: EngineName, shape: ModelShape, hardware: Hardware) -> Software:
     """FSDP runs eagerly (but Megatron's), FSDP1 with the first flash attention; Megatron on V100, and of GPTs on A100,
     is of the time before it (mid 2022), unless its source names a later year."""
     origin = " ".join(cells.text(column).lower() for column in ("source", "shard"))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 
 from stages.models.flops import model_flops_utilization
 from stages.models.shape import ModelShape
-from stages.parallel.layout import Layout
+from stages.parallel.layout import EngineName, Layout
 from stages.planner import network
 from stages.planner.compute import LayerTime, Pass, head_time, layer_time, memory_rate
 from stages.planner.data_parallel import HOST_LINK_GB_PER_S, StepCase, data_parallel_s, exposed_s
@@ -23,7 +23,7 @@ from stages.planner.partition import (
     pipeline_stages,
     rank_parameters,
 )
-from stages.planner.workload import Engine, Software, Workload, our_software
+from stages.planner.workload import Software, Workload, our_software
 
 FLOPS_WITH_FROZEN_WEIGHTS = 2 / 3
 """Of a step's model FLOPs, without gradients of weights."""
@@ -59,7 +59,7 @@ class TimeEstimate:
     """Model FLOPs (`stages.models.flops`) over the peak in bf16 (fp32 in fp32)."""
     bubble_fraction: float
     reference_pass_s: float
-    """DPO: the forward pass over a step's rows that computed their reference log-probabilities, before training."""
+    """The forward pass over a step's rows that computed their reference log-probabilities, before training, if any."""
 
     @property
     def step_time_s(self) -> float:
@@ -69,7 +69,7 @@ class TimeEstimate:
 
 def step_time(
     shape: ModelShape,
-    engine: Engine,
+    engine: EngineName,
     layout: Layout,
     workload: Workload,
     hardware: Hardware,
@@ -90,7 +90,7 @@ def step_time(
         tokens_per_s_per_gpu=workload.tokens_per_step / parts.total / num_devices,
         mfu=model_flops_utilization(flops, parts.total, peak, num_devices),
         bubble_fraction=parts.bubble / parts.total,
-        reference_pass_s=case.micro_batches * forward / layout.pp if workload.method == "dpo" else 0.0,
+        reference_pass_s=case.micro_batches * forward / layout.pp if workload.needs_reference else 0.0,
     )
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from stages.parallel.layout import Layout
+from stages.parallel.layout import EngineName, Layout
 
-Engine = Literal["fsdp", "megatron"]
 Precision = Literal["fp32", "bf16", "fp8"]
-Method = Literal["sft", "dpo"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +19,8 @@ class Workload:
     """Rows of one optimizer step, over all processes."""
     precision: Precision = "bf16"
     """bf16: master weights in fp32; fp8: bf16, with matrix products of the layers in 8 bits."""
-    method: Method = "sft"
+    needs_reference: bool = False
+    """Log-probabilities of the rows under the untrained model are computed before training."""
     lora_rank: int | None = None
     """Adapters of this rank at every matrix of the layers are trained, nothing else."""
     total_tokens: float | None = None
@@ -71,13 +70,13 @@ class Software:
     """Pipeline stages with the embedding or the head get fewer layers, also where layers divide evenly."""
 
 
-OURS: dict[Engine, Software] = {
+OURS: dict[EngineName, Software] = {
     "fsdp": Software(fused_elementwise=False),
     "megatron": Software(chunked_logits=False, gathers_gradients=False),
 }
 """The engines of this project. FSDP runs the layers of Transformers, whose norms are chains of operations."""
 
 
-def our_software(engine: Engine, layout: Layout) -> Software:
+def our_software(engine: EngineName, layout: Layout) -> Software:
     """This project's engine under a layout; a compiled layer's chains are fused."""
     return replace(OURS[engine], fused_elementwise=True) if layout.compile else OURS[engine]

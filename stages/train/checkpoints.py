@@ -70,7 +70,7 @@ class Checkpoints:
     def load_latest(self) -> int:
         """Load the latest whole checkpoint; returns its step, 0 when there is none."""
         found = complete_checkpoints(self._folder) if is_main_process() else []
-        step = int(self._engine.from_first_process(found[0][0] if found else 0))
+        step = int(self._engine.broadcast_from_rank0(found[0][0] if found else 0))
         if step:
             self._engine.load(self._folder / f"step-{step}")
         return step

@@ -1,8 +1,9 @@
-"""What a recipe may say of a training stage."""
+"""What a recipe may say of a training stage. What it may say of a method is in the method's module."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     Field,
@@ -13,25 +14,23 @@ from pydantic import (
     PositiveInt,
     ValidatorFunctionWrapHandler,
     WrapValidator,
+    create_model,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from stages.core.contract import Execution, ModelReference, Product, StageConfig, StrictModel
+from stages.core.contract import Execution, ModelReference, Product, StageConfig
+from stages.core.strict import StrictModel
 from stages.data.config import DataConfig
-from stages.parallel.layout import AutoLayout, Layout
-from stages.parallel.legality import Setting, layout_problems
+from stages.engines.settings import AdamSettings, EngineSettings
+from stages.parallel.layout import AutoLayout, EngineName, Layout
+from stages.parallel.legality import RunConstraints, layout_errors
+from stages.planner.workload import Precision, Workload
+from stages.train.methods.method import Method
+from stages.train.methods.registry import METHODS
 
 LAYOUT_PROBLEM = "layout"
-"""Type of the validation errors that tell of a layout."""
-
-
-class DpoConfig(StrictModel):
-    """Direct preference optimization (Rafailov et al. 2023; IPO: Azar et al. 2023; hinge: Zhao et al. 2023)."""
-
-    beta: PositiveFloat = 0.1
-    loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
-    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+"""Type of the validation errors about a layout."""
 
 
 class TrainExecution(Execution):
@@ -45,7 +44,7 @@ class TrainExecution(Execution):
     hang_timeout_s: PositiveFloat = Field(
         3600,
         description="A step that takes longer, with what is saved and evaluated after it, ends the attempt; so does a "
-        "micro-batch of DPO's reference, and reading or writing the model.",
+        "micro-batch of the reference, and reading or writing the model.",
     )
     measure_matmul_rate: bool = Field(True, description="On a CPU, measure the peak that MFU is relative to.")
 
@@ -61,18 +60,34 @@ def _auto_or_layout(value: Any, validate: ValidatorFunctionWrapHandler) -> Layou
 LayoutOrAuto = Annotated[Layout, WrapValidator(_auto_or_layout, json_schema_input_type=Layout | Literal["auto"])]
 
 
-class TrainConfig(StageConfig):
-    """Supervised fine-tuning or preference optimization of a model (→ `model/`)."""
+if TYPE_CHECKING:
+    MethodName = str
+    MethodOptions = StageConfig
+else:
+    MethodName = Literal[tuple(METHODS)]
+    MethodOptions = create_model(
+        "MethodOptions",
+        __base__=StageConfig,
+        __module__=__name__,
+        **{
+            method.name: (method.options | None, Field(None, description=f"Only with `method: {method.name}`."))
+            for method in METHODS.values()
+            if method.options
+        },
+    )
+
+
+class TrainConfig(MethodOptions):
+    """Training of a model by one of the methods (→ `model/`); the options of each are a field of its name."""
 
     STAGE_VERSION: ClassVar[int] = 1
 
     kind: Literal["train"]
-    method: Literal["sft", "dpo"]
+    method: MethodName
     model: ModelReference
     data: DataConfig
-    engine: Literal["fsdp", "megatron"] = "fsdp"
+    engine: EngineName = "fsdp"
     layout: LayoutOrAuto = Field(Layout(), description="auto: what the planner finds best for the machine at hand.")
-    dpo: DpoConfig | None = Field(None, description="Only with `method: dpo`.")
 
     steps: PositiveInt | None = Field(None, description="Optimizer steps; else `epochs` counts.")
     epochs: PositiveFloat = Field(1.0, description="Passes over the training data.")
@@ -86,7 +101,7 @@ class TrainConfig(StageConfig):
     adam_epsilon: PositiveFloat = Field(1e-8, description="Added to the denominator of Adam.")
     weight_decay: NonNegativeFloat = Field(0.0, description="Decoupled, as in AdamW.")
     max_grad_norm: PositiveFloat | None = 1.0
-    precision: Literal["fp32", "bf16", "fp8"] = Field(
+    precision: Precision = Field(
         "bf16",
         description="bf16: parameters and activations in bfloat16, reduction and master weights in fp32. fp8: so too, "
         "but layers multiply in 8 bits (megatron, on GPUs with Transformer Engine).",
@@ -110,9 +125,39 @@ class TrainConfig(StageConfig):
         return self.global_batch_size // (self.layout.micro_batch_size * self.layout.data_parallel_size)
 
     @property
-    def setting(self) -> Setting:
+    def workload(self) -> Workload:
+        """What the planner compares layouts for; `epochs` are of a dataset whose tokens are not counted yet."""
+        needs_reference = self.learning.needs_reference
+        workload = Workload(self.data.sequence_length, self.global_batch_size, self.precision, needs_reference)
+        return replace(workload, total_tokens=self.steps * workload.tokens_per_step) if self.steps else workload
+
+    @property
+    def constraints(self) -> RunConstraints:
         """What the layout must fit besides the model."""
-        return Setting(self.execution.nodes, self.processes, self.data.sequence_length, self.global_batch_size)
+        return RunConstraints(self.execution.nodes, self.processes, self.data.sequence_length, self.global_batch_size)
+
+    @property
+    def learning(self) -> Method:
+        """The method, and what it needs."""
+        return METHODS[self.method]
+
+    @property
+    def method_options(self) -> StrictModel | None:
+        """What the recipe says of the method; None for one without options."""
+        return dict(self).get(self.method)
+
+    def identity(self) -> dict[str, JsonValue]:
+        """Without the options of other methods: one that comes to the registry changes no version."""
+        absent = {name for name, method in METHODS.items() if name != self.method and not method.is_null_in_identity}
+        return {key: value for key, value in super().identity().items() if key not in absent}
+
+    @property
+    def engine_settings(self) -> EngineSettings:
+        """What the engine needs to know."""
+        adam = AdamSettings(self.learning_rate, self.adam_beta1, self.adam_beta2, self.adam_epsilon, self.weight_decay)
+        return EngineSettings(
+            self.layout, self.precision, adam, self.seed, self.execution.hang_timeout_s, self.trust_remote_code
+        )
 
     def resume_identity(self) -> dict[str, JsonValue]:
         """Without engine and layout: a checkpoint of either engine can be loaded by both, under any layout."""
@@ -120,15 +165,27 @@ class TrainConfig(StageConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _dpo_defaults(cls, fields: Any) -> Any:
-        if isinstance(fields, dict) and fields.get("method") == "dpo":
-            return {"dpo": {}, **fields}
+    def _default_options(cls, fields: Any) -> Any:
+        method = METHODS.get(str(fields.get("method"))) if isinstance(fields, dict) else None
+        if method and method.options and fields.get(method.name) is None:
+            return {**fields, method.name: {}}
         return fields
 
     @model_validator(mode="after")
-    def _dpo_only_with_dpo(self) -> Self:
-        if self.dpo and self.method != "dpo":
-            raise ValueError("`dpo` is set but `method` is sft; remove `dpo` or say `method: dpo`")
+    def _options_of_the_method_only(self) -> Self:
+        for name, value in self:
+            if name in METHODS and name != self.method and value is not None:
+                raise ValueError(
+                    f"`{name}` is set but `method` is {self.method}; remove `{name}` or say `method: {name}`"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _pairs_are_compared_by_their_answers(self) -> Self:
+        if self.learning.rows == "pairs" and self.data.train_on == "all":
+            raise ValueError(
+                f"`train_on: all` does not go with `method: {self.method}`, which compares answers; remove it"
+            )
         return self
 
     @model_validator(mode="after")
@@ -141,8 +198,6 @@ class TrainConfig(StageConfig):
     def _layout_fits(self) -> Self:
         if isinstance(self.layout, AutoLayout):
             return self
-        problems = layout_problems(self.engine, self.layout, self.setting)
-        errors = [problem.message for problem in problems if problem.severity == "error"]
-        if errors:
-            raise PydanticCustomError(LAYOUT_PROBLEM, "{problems}", {"problems": "; ".join(errors)})
+        if errors := "; ".join(layout_errors(self.engine, self.layout, self.constraints)):
+            raise PydanticCustomError(LAYOUT_PROBLEM, "{problems}", {"problems": errors})
         return self

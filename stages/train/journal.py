@@ -1,4 +1,4 @@
-"""What a training run tells the outside: figures of its steps, progress, warnings; and what it summed up to."""
+"""What a training run reports: metrics of its steps, progress, warnings; and their summary."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MEDIAN_OF = (
     "data_wait_fraction",
 )
 
-Figures = dict[str, float]
+Metrics = dict[str, float]
 
 
 class Journal:
@@ -34,53 +34,56 @@ class Journal:
         self._log_every_steps = log_every_steps
         if is_main_process():
             _remove_cut_off_line(context.work / METRICS_FILE)
-        self._last_logged_step = max((int(row["step"]) for row in read_metrics(context.work)), default=0)
+        self.rows = read_metrics(context.work)
+        """What all attempts have logged, this one included."""
+        self._last_logged_step = max((int(row["step"]) for row in self.rows), default=0)
         self._last_progress_s = 0.0
-        self._attempt: list[Figures] = []
+        self._attempt: list[Metrics] = []
 
     def is_due(self, step: int) -> bool:
-        """Whether the figures of this step are wanted."""
+        """Whether the metrics of this step are logged."""
         return step % self._log_every_steps == 0 or step in (1, self._num_steps)
 
-    def log(self, step: int, figures: Figures) -> None:
-        """Write the figures of a step."""
-        self._attempt.append(figures)
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Write the metrics of a step."""
+        self._attempt.append(metrics)
         if step > self._last_logged_step:
-            self._context.log_metrics(step, figures)
+            self._context.log_metrics(step, metrics)
+            self.rows.append({"step": step, **metrics})
             self._last_logged_step = step
-        if figures.get("communication_fraction", 0) > MUCH_COMMUNICATION:
+        if metrics.get("communication_fraction", 0) > MUCH_COMMUNICATION:
             self._context.warn(
-                f"collectives ran during {figures['communication_fraction']:.0%} of step {step}; larger micro-batches, "
+                f"collectives ran during {metrics['communication_fraction']:.0%} of step {step}; larger micro-batches, "
                 "fewer processes or reshard_after_forward: false would lower that"
             )
 
     def progress(self, step: int, loss: float) -> None:
-        """Tell how far training is, now and then."""
+        """Report how far training is, at most every half second."""
         now_s = time.monotonic()
         if step == self._num_steps or now_s - self._last_progress_s > PROGRESS_EVERY_S:
             self._context.progress(step, self._num_steps, "steps", f"loss {loss:.4f}{self._rate()}")
             self._last_progress_s = now_s
 
     def milestone(self, message: str) -> None:
-        """Tell something worth knowing."""
+        """Report something worth knowing."""
         self._context.milestone(message)
 
-    def summary(self) -> Figures:
+    def summary(self) -> Metrics:
         """Medians over this attempt's steps (the first ones, which warm up, apart), and the last of everything else."""
         if not self._attempt:
             return {}
         steady = self._attempt[min(3, len(self._attempt) - 1) :]
         medians = {
-            name: statistics.median(figures[name] for figures in steady) for name in MEDIAN_OF if name in steady[0]
+            name: statistics.median(metrics[name] for metrics in steady) for name in MEDIAN_OF if name in steady[0]
         }
-        latest = {name: value for figures in self._attempt for name, value in figures.items()}
+        latest = {name: value for metrics in self._attempt for name, value in metrics.items()}
         return {**latest, **medians}
 
     def _rate(self) -> str:
         return f", {self._attempt[-1]['tokens_per_s']:,.0f} tokens/s" if self._attempt else ""
 
 
-def read_metrics(work: Path) -> list[Figures]:
+def read_metrics(work: Path) -> list[Metrics]:
     """What all attempts have logged so far."""
     path = work / METRICS_FILE
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []

@@ -19,7 +19,7 @@ from torch.profiler import profile
 from stages.core.contract import Trial, is_main_process
 from stages.core.errors import TrainingError
 from stages.engines.engine import Engine, LossMeans, StepOutcome
-from stages.engines.losses import Loss
+from stages.engines.loss import Loss
 from stages.parallel.hardware import Peak
 from stages.train.batches import BatchSource, prefetched
 from stages.train.checkpoints import Checkpoints
@@ -105,10 +105,10 @@ def _train_one_step(run: TrainingRun, step: int, next_share: Callable[[], Share]
     evaluation = _evaluate_if_due(run, step)
     run.journal.progress(step, outcome.loss)
     if evaluation or run.journal.is_due(step):
-        figures = {"loss": outcome.loss, "learning_rate": rate, "grad_norm": outcome.grad_norm, **outcome.metrics}
-        figures |= outcome.figures
+        metrics = {"loss": outcome.loss, "learning_rate": rate, "grad_norm": outcome.grad_norm, **outcome.metrics}
+        metrics |= outcome.measured
         rates = throughput(run.engine, share, wait_s + update_s, wait_s, run.peak)
-        run.journal.log(step, {**figures, **rates, **communication, **evaluation})
+        run.journal.log(step, {**metrics, **rates, **communication, **evaluation})
 
 
 def _update(
@@ -150,11 +150,11 @@ def _evaluate_if_due(run: TrainingRun, step: int) -> dict[str, float]:
     if not every_steps or step % every_steps or step == run.num_steps:
         return {}
     means = evaluate(run)
-    return evaluation_figures(means) if means else {}
+    return evaluation_metrics(means) if means else {}
 
 
-def evaluation_figures(means: LossMeans) -> dict[str, float]:
-    """Held-out figures, told apart from those of training by their names."""
+def evaluation_metrics(means: LossMeans) -> dict[str, float]:
+    """Metrics of the held-out rows, under names of their own."""
     return {f"evaluation_{name}": value for name, value in {"loss": means.loss, **means.metrics}.items()}
 
 

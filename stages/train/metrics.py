@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.profiler import profile
 
-from stages.data.batch import IGNORED, Batch
+from stages.data.batch import Batch
 from stages.engines.engine import Engine
 from stages.models.flops import ModelFlops, model_flops_utilization
 from stages.parallel.hardware import Peak
@@ -18,6 +18,7 @@ from stages.parallel.processes import gathered
 GIB = 2**30
 COLLECTIVES = ("gloo:", "nccl:")
 MOST_PROCESSES_LISTED = 16
+"""At every step; at the end all are, however many."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Share:
 def measure_share(micro_batches: Sequence[Batch], flops: ModelFlops) -> Share:
     """Count a share's work."""
     lengths = [length for batch in micro_batches for length in real_document_lengths(batch)]
-    num_targets = sum(int((batch.targets != IGNORED).sum()) for batch in micro_batches)
+    num_targets = sum(int(batch.has_target.sum()) for batch in micro_batches)
     num_tokens = sum(batch.input_ids.numel() for batch in micro_batches)
     return Share(micro_batches, num_tokens, sum(lengths), flops.training(lengths, num_targets))
 
@@ -46,36 +47,34 @@ def real_document_lengths(batch: Batch) -> list[int]:
 
 
 def throughput(engine: Engine, share: Share, step_time_s: float, wait_s: float, peak: Peak | None) -> dict[str, float]:
-    """Figures of one step over all processes. Collective."""
+    """Metrics of one step over all processes. Collective."""
     sums = torch.tensor([share.num_tokens, share.num_real_tokens, share.flops, wait_s, 1], dtype=torch.float64)
     num_tokens, num_real_tokens, flops, waited_s, num_shares = engine.sum_over_data(sums).tolist()
     rates = {"tokens_per_s": num_tokens / step_time_s, "real_tokens_per_s": num_real_tokens / step_time_s}
-    figures = {
+    metrics = {
         "step_time_s": step_time_s,
         **rates,
         **{f"{name}_per_device": rate / engine.num_devices for name, rate in rates.items()},
         "data_wait_fraction": waited_s / num_shares / step_time_s,
-        **peak_memory(engine.device),
+        **peak_memory(engine.device, every_rank=1 < engine.num_devices <= MOST_PROCESSES_LISTED),
     }
     if peak:
-        figures["mfu"] = model_flops_utilization(flops, step_time_s, peak.flops_per_s, engine.num_devices)
-    return figures
+        metrics["mfu"] = model_flops_utilization(flops, step_time_s, peak.flops_per_s, engine.num_devices)
+    return metrics
 
 
-def peak_memory(device: torch.device) -> dict[str, float]:
-    """Peak memory of the process that has held most; of few, each one's too (of many, at the end only). Collective."""
-    every_gib = gathered(peak_memory_gib(device))
-    figures = {"peak_memory_gib": max(every_gib)}
-    if 1 < len(every_gib) <= MOST_PROCESSES_LISTED:
-        figures |= {f"peak_memory_gib_rank_{rank}": used_gib for rank, used_gib in enumerate(every_gib)}
-    return figures
+def peak_memory(device: torch.device, *, every_rank: bool) -> dict[str, float]:
+    """Most memory that a process has held so far, of its GPU or of the host: the largest, since that one runs out.
 
-
-def peak_memory_gib(device: torch.device) -> float:
-    """Most memory that this process has held so far: of its GPU, or of the host when there is none."""
+    With `every_rank` that of each process, too. Collective.
+    """
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / GIB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+        used_bytes = torch.cuda.max_memory_allocated(device)
+    else:
+        used_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    by_rank = gathered(used_bytes / GIB)
+    ranks = {f"peak_memory_gib_rank_{rank}": used_gib for rank, used_gib in enumerate(by_rank)} if every_rank else {}
+    return {"peak_memory_gib": max(by_rank), **ranks}
 
 
 def communication_fraction(profiled: profile, step_time_s: float) -> float:

@@ -1,4 +1,4 @@
-"""Running out of memory, as an error that says what was expected and which knobs lower it."""
+"""Running out of memory, as an error that says what was expected and which settings lower it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def explained_out_of_memory(config: TrainConfig, predicted_gib: float | None) ->
     except (RuntimeError, MemoryError) as error:
         if not _is_out_of_memory(error):
             raise
-        predicted = f"; predicted were {predicted_gib:.1f} GiB a process" if predicted_gib is not None else ""
+        predicted = f"; predicted {predicted_gib:.1f} GiB a process" if predicted_gib is not None else ""
         reason = str(error).partition("\n")[0] or "the host refused more"  # Python's own MemoryError is mute
         raise ResourceError(
             f"rank {os.environ.get('RANK', '0')} ran out of memory under the layout "
             f"{describe_layout(config.engine, config.layout)}{predicted}: {reason}. "
-            f"To need less: {', '.join(_knobs(config))}"
+            f"To need less: {', '.join(_settings(config))}"
         ) from error
 
 
@@ -40,7 +40,7 @@ def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or CPU_ALLOCATOR in str(error)
 
 
-def _knobs(config: TrainConfig) -> Iterator[str]:
+def _settings(config: TrainConfig) -> Iterator[str]:
     """What can still be turned, that with the least cost in speed first."""
     layout = config.layout
     if layout.micro_batch_size > 1:

@@ -1,4 +1,4 @@
-"""Log-probabilities that the untrained model gives to the documents, for DPO: computed once, cached by content.
+"""Log-probabilities that the untrained model gives to the documents: computed once, cached by content.
 
 So only one model is held. Cached are the sums of each document's targets, under a name made of everything that decides
 them: the model's weights, the packed data, the rows, the precision.
@@ -59,7 +59,7 @@ def reference_rows(
         "compute_dtype": str(engine.compute_dtype),
     }
     path = context.cache / "reference" / f"{content_key(identity)}.npy"
-    if not engine.from_first_process(float(path.is_file())):
+    if not engine.broadcast_from_rank0(float(path.is_file())):
         values = _compute(engine, dataset, rows, micro_batch_size, context, watchdog)
         if is_main_process():
             _save(path, values)

@@ -1,11 +1,10 @@
-"""The train stage: a model and a dataset → a trained model in `model/`, with its figures and its loss curve."""
+"""The train stage: a model and a dataset → a trained model in `model/`, with its metrics and its loss curve."""
 
 from __future__ import annotations
 
 import math
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,28 +14,27 @@ from stages.core.errors import LayoutError
 from stages.data.dataset import PackedDataset
 from stages.data.prepare import PreparedData, prepare
 from stages.engines.engine import Engine, LossMeans
-from stages.engines.losses import build_loss
 from stages.models.model_folder import check_model_folder
+from stages.models.shape import ModelShape
 from stages.parallel.hardware import Peak, device_peak
 from stages.parallel.layout import describe_layout
-from stages.parallel.processes import collective_timeout, gathered, joined_processes
+from stages.parallel.processes import collective_timeout, joined_processes
 from stages.train.batches import BatchSource
+from stages.train.check_model import check_model
 from stages.train.checkpoints import Checkpoints, check_free_disk
 from stages.train.config import TrainConfig
-from stages.train.forecast import Forecast, forecast
-from stages.train.journal import Journal, read_metrics
-from stages.train.loop import TrainingRun, evaluation_figures, train
-from stages.train.metrics import peak_memory_gib
+from stages.train.journal import Journal
+from stages.train.loop import TrainingRun, evaluation_metrics, train
+from stages.train.metrics import peak_memory
 from stages.train.order import DataOrder
 from stages.train.out_of_memory import explained_out_of_memory
 from stages.train.plot import plot_loss
-from stages.train.preflight import check_layout
+from stages.train.prediction import Prediction, predict_run
 from stages.train.reference import model_digest, reference_rows
 from stages.train.start_up import hide_unused_packages
 from stages.train.watchdog import Watchdog
 
 LOSS_PLOT = "plots/loss.png"
-HEADLINE = ("evaluation_loss", "evaluation_preference_accuracy", "tokens_per_s", "mfu")
 
 
 def run(config: TrainConfig, context: StageContext) -> StageResult:
@@ -48,24 +46,25 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
     model_folder = context.inputs[config.model] / "model"
     _check_world_size(config)
     check_model_folder(model_folder)
-    check_layout(config, context, model_folder)
+    shape = check_model(config, context, model_folder)
     data = _prepare_data(config, context, model_folder)
     with joined_processes(collective_timeout(config.execution.hang_timeout_s)) as device:
-        expected = forecast(config, context, model_folder, device)
-        with explained_out_of_memory(config, expected.figures.get("predicted_memory_gib")):
-            build = _engine_type(config)
-            with Watchdog(context.work, config.execution.hang_timeout_s) as watchdog:
-                engine = build(model_folder, config, device)
-                training_run = _assemble(config, context, engine, data, model_folder, watchdog)
-                evaluation = train(training_run)
-                peak_memory = _peak_memory(training_run)
-                if context.trial is None:
-                    watchdog.begins("writing the model")
-                    engine.export(context.work / "model", getattr(torch, config.export_dtype))
+        prediction = predict_run(config, context, shape, device)
+        with (
+            explained_out_of_memory(config, prediction.metrics.get("predicted_memory_gib")),
+            Watchdog(context.work, config.execution.hang_timeout_s) as watchdog,
+        ):
+            engine = _build_engine(config, model_folder, shape, device)
+            training_run = _assemble(config, context, engine, data, model_folder, watchdog)
+            evaluation = train(training_run)
+            peak_memory_metrics = peak_memory(engine.device, every_rank=True)
+            if context.trial is None:
+                watchdog.begins("writing the model")
+                engine.export(context.work / "model", getattr(torch, config.export_dtype))
     if is_main_process() and context.trial is None:
         _use_own_template(config, context.work / "model")
-        plot_loss(read_metrics(context.work), context.work / LOSS_PLOT)
-    return _result(training_run, data, evaluation, peak_memory, expected)
+        plot_loss(training_run.journal.rows, context.work / LOSS_PLOT)
+    return _result(training_run, data, evaluation, peak_memory_metrics, prediction)
 
 
 def _check_world_size(config: TrainConfig) -> None:
@@ -83,25 +82,26 @@ def _prepare_data(config: TrainConfig, context: StageContext, model_folder: Path
         context.inputs[config.data.dataset] / "data",
         config.data,
         model_folder,
-        preference=config.method == "dpo",
+        rows=config.learning.rows,
         cache=context.cache,
         report=context,
         bad_rows_file=context.work / "bad_rows.jsonl",
     )
 
 
-def _engine_type(config: TrainConfig) -> Callable[[Path, TrainConfig, torch.device], Engine]:
+def _build_engine(config: TrainConfig, model_folder: Path, shape: ModelShape | None, device: torch.device) -> Engine:
     """An engine's imports are heavy: only those of the one that is used."""
     if config.engine == "fsdp":
         from stages.engines.fsdp.engine import FsdpEngine
 
-        return FsdpEngine
+        return FsdpEngine(model_folder, config.engine_settings, device)
     from stages.engines.megatron.compat import prepare_megatron
 
     prepare_megatron()
     from stages.engines.megatron.engine import MegatronEngine
 
-    return MegatronEngine
+    assert shape is not None, "check_model refuses a model whose sizes are not known"
+    return MegatronEngine(model_folder, config.engine_settings, device, shape)
 
 
 def _assemble(
@@ -129,7 +129,7 @@ def _assemble(
     last_step = trial.steps if trial else num_steps
     num_steps = max(num_steps, last_step)
     training_rows = sorted({row for step in range(1, last_step + 1) for row in order.global_batch(step)})
-    digest = model_digest(model_folder) if config.dpo else None
+    digest = model_digest(model_folder) if config.learning.needs_reference else None
 
     def source(dataset: PackedDataset, rows: list[int]) -> BatchSource:
         if digest is None:
@@ -141,7 +141,7 @@ def _assemble(
     return TrainingRun(
         config=config,
         engine=engine,
-        loss=build_loss(config),
+        loss=config.learning.build_loss(config.method_options),
         order=order,
         training=source(data.training, training_rows),
         evaluation=source(held_out, list(range(len(held_out)))) if held_out else None,
@@ -160,13 +160,6 @@ def _peak(engine: Engine, config: TrainConfig) -> Peak | None:
     return device_peak(engine.device, engine.compute_dtype)
 
 
-def _peak_memory(training_run: TrainingRun) -> dict[str, float]:
-    """The largest of all processes, since that one runs out of memory, and each one's, however many."""
-    by_rank = gathered(peak_memory_gib(training_run.engine.device))
-    each = {f"peak_memory_gib_rank_{rank}": value for rank, value in enumerate(by_rank)}
-    return {"peak_memory_gib": max(by_rank), **each}
-
-
 def _use_own_template(config: TrainConfig, folder: Path) -> None:
     """What was trained with is what the model is to be used with."""
     if config.data.chat_template:
@@ -177,8 +170,8 @@ def _result(
     training_run: TrainingRun,
     data: PreparedData,
     evaluation: LossMeans | None,
-    peak_memory: dict[str, float],
-    expected: Forecast,
+    peak_memory_metrics: dict[str, float],
+    prediction: Prediction,
 ) -> StageResult:
     config, engine, peak = training_run.config, training_run.engine, training_run.peak
     counts = {
@@ -188,18 +181,19 @@ def _result(
         "num_target_tokens": float(data.training.num_target_tokens),
         "padding_fraction": data.training.padding_fraction,
     }
-    held_out = evaluation_figures(evaluation) if evaluation else {}
+    held_out = evaluation_metrics(evaluation) if evaluation else {}
     tags = {
         "engine": config.engine,
         "layout": describe_layout(config.engine, config.layout),
         "device": engine.device.type,
-        **expected.tags,
+        **prediction.tags,
     }
     if peak:
         tags |= {
             "device_name": peak.device_name,
             "peak": f"{peak.flops_per_s / 1e12:.3g} TFLOP/s a device, {peak.source}",
         }
-    metrics = {**training_run.journal.summary(), **peak_memory, **expected.figures, **held_out, **counts}
-    headline = {name: metrics[name] for name in HEADLINE if name in metrics}
-    return StageResult(metrics={**headline, **metrics}, tags=tags, files=[] if training_run.trial else [LOSS_PLOT])
+    metrics = {**training_run.journal.summary(), **peak_memory_metrics, **prediction.metrics, **held_out, **counts}
+    headline = ("evaluation_loss", *(f"evaluation_{name}" for name in config.learning.headline), "tokens_per_s", "mfu")
+    first = {name: metrics[name] for name in headline if name in metrics}
+    return StageResult(metrics={**first, **metrics}, tags=tags, files=[] if training_run.trial else [LOSS_PLOT])

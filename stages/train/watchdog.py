@@ -1,6 +1,6 @@
 """Ends a stage whose processes wait for one another for ever, and leaves what each of them was doing in the log.
 
-A collective that one process never enters holds all others, on gloo and NCCL alike, often until somebody looks. Every
+A collective that one process never enters holds all others, on gloo and NCCL alike, often until a person looks. Every
 process watches itself: when a step takes too long it writes the stacks of its threads, waits for the others to do the
 same, and ends with an error that is worth a retry, which goes on from the last checkpoint.
 """
@@ -63,7 +63,7 @@ class Watchdog:
         advice = "the stacks of all processes are in the log; the next attempt goes on from the last checkpoint"
         failure = StageFailure(error=TransientError.__name__, message=f"rank {rank}: {message}: {advice}")
         if not (self._work / "error.json").exists():
-            with contextlib.suppress(OSError):  # a full disk: the log still tells
+            with contextlib.suppress(OSError):  # a full disk: the log still says it
                 write_atomically(self._work / "error.json", failure.model_dump_json(indent=2))
         os._exit(TransientError.exit_code)  # the main thread is held, and cannot raise
 

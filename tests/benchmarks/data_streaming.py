@@ -52,7 +52,7 @@ def measure(folder: Path, tokenizer_folder: Path, num_rows: int) -> None:
         folder / "data",
         config,
         tokenizer_folder,
-        preference=False,
+        rows="examples",
         cache=folder / "cache",
         report=Silent(),
         bad_rows_file=folder / "bad_rows.jsonl",

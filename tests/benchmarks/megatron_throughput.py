@@ -19,10 +19,11 @@ from transformers import AutoModelForCausalLM
 from workload import ROWS_PER_STEP, SEQUENCE_LENGTH, VOCABULARY, make_model
 
 from stages.data.batch import IGNORED, Batch
-from stages.engines.losses import SftLoss
 from stages.engines.megatron.compat import prepare_megatron
+from stages.models.model_config import read_config, shape_of_config
 from stages.parallel.processes import joined_processes
 from stages.train.config import TrainConfig
+from stages.train.methods.sft import SftLoss
 
 LEARNING_RATE = 1e-3
 WARMUP_STEPS = 3
@@ -52,7 +53,7 @@ def megatron_step(folder: Path, tokens: torch.Tensor, device: torch.device) -> C
     prepare_megatron()
     from stages.engines.megatron.engine import MegatronEngine
 
-    engine = MegatronEngine(folder, config(device), device)
+    engine = MegatronEngine(folder, config(device).engine_settings, device, shape_of_config(read_config(folder)))
     batch = whole_rows(tokens)
     return lambda: engine.train_step([batch], SftLoss(), LEARNING_RATE, 1.0).loss
 

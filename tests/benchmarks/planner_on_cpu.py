@@ -27,11 +27,13 @@ from workload import ROWS_PER_STEP, SEQUENCE_LENGTH, VOCABULARY, make_model
 
 from stages.data.batch import IGNORED, Batch
 from stages.engines.engine import Engine
-from stages.engines.losses import SftLoss
+from stages.models.model_config import read_config, shape_of_config
 from stages.parallel.layout import describe_layout
 from stages.parallel.processes import joined_processes
-from stages.planner.prediction import hardware_at_hand, predict, question_of, read_shape
+from stages.planner.local_hardware import hardware_at_hand
+from stages.planner.search import SearchRequest, estimate
 from stages.train.config import TrainConfig
+from stages.train.methods.sft import SftLoss
 
 LAYOUTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("fsdp", {"micro_batch_size": 8}),
@@ -140,13 +142,13 @@ def make_engine(model: Path, config: TrainConfig, device: torch.device) -> Engin
     if config.engine == "fsdp":
         from stages.engines.fsdp.engine import FsdpEngine
 
-        return FsdpEngine(model, config, device)
+        return FsdpEngine(model, config.engine_settings, device)
     from stages.engines.megatron.compat import prepare_megatron
 
     prepare_megatron()
     from stages.engines.megatron.engine import MegatronEngine
 
-    return MegatronEngine(model, config, device)
+    return MegatronEngine(model, config.engine_settings, device, shape_of_config(read_config(model)))
 
 
 def batch_of(num_rows: int) -> Batch:
@@ -167,7 +169,9 @@ def predicted_s(model: Path, config: TrainConfig, file: Path | None) -> float:
     """The planner's step time for this stage on this machine."""
     hardware = hardware_at_hand(None, config.layout.world_size, file)
     assert hardware is not None, "a CPU is always known"
-    return predict(question_of(config, read_shape(model), hardware), config).time.step_time_s
+    shape = shape_of_config(read_config(model))
+    request = SearchRequest(shape, config.workload, hardware, config.layout.world_size)
+    return estimate(request, config.engine, config.layout).time.step_time_s
 
 
 def text_of(config: TrainConfig) -> str:

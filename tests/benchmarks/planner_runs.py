@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stages.planner.hardware import Efficiency
-from stages.planner.predict import predicted_memory_gib, predicted_step_time_s
+from stages.planner.predict_table import predicted_memory_gib, predicted_step_time_s
 from stages.planner.published import BF16_BEFORE_FLASH, PublishedRun, read_table
 
 DATA = Path(__file__).parent / "data"

@@ -18,7 +18,7 @@ from flows.launch.failures import failure_of
 from stages.core.errors import ResourceError, StageCrashError, TransientError
 from stages.core.supervisor import living_processes, marked_processes
 from stages.train import checkpoints
-from stages.train.forecast import FORECAST_FILE
+from stages.train.prediction import PREDICTION_FILE
 from tests.train_stage import logged, make_artifacts, make_config, make_context
 
 NUM_STEPS, SAVE_EVERY = 12, 3
@@ -147,11 +147,11 @@ def test_a_run_that_gets_no_memory_says_what_was_predicted_and_what_needs_less(a
     work = tmp_path / "work"
     layout = {"micro_batch_size": NUM_MANY_ROWS}
     process = start(work, artifacts, megatron_config(layout, global_batch_size=NUM_MANY_ROWS))
-    tiny.eventually((work / FORECAST_FILE).exists, "no forecast")
+    tiny.eventually((work / PREDICTION_FILE).exists, "no prediction")
     limit_memory(rank_of_only(process), HEADROOM_BYTES)
     error = failure_of(work, "trained", end_of(process))
     assert isinstance(error, ResourceError)
-    assert re.search(r"ran out of memory under the layout .*; predicted were \d+\.\d GiB a process", str(error))
+    assert re.search(r"ran out of memory under the layout .*; predicted \d+\.\d GiB a process", str(error))
     assert f"lower layout.micro_batch_size (now {NUM_MANY_ROWS}), layout.recompute: full (now none)" in str(error)
 
 

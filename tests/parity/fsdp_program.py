@@ -18,9 +18,9 @@ import torch
 from stages.core.contract import is_main_process
 from stages.data.batch import IGNORED, Batch
 from stages.engines.fsdp.engine import FsdpEngine
-from stages.engines.losses import SftLoss
 from stages.parallel.processes import joined_processes
 from stages.train.config import TrainConfig
+from stages.train.methods.sft import SftLoss
 
 Row = list[list[int]]
 
@@ -31,7 +31,7 @@ def main() -> None:
     with joined_processes() as device:
         for name, case in spec["cases"].items():
             config = TrainConfig.model_validate(case["config"])
-            engine = FsdpEngine(Path(case["model"]), config, device)
+            engine = FsdpEngine(Path(case["model"]), config.engine_settings, device)
             result = train(engine, config, spec["data"])
             engine.export(Path(spec["output"]) / name, torch.float32)
             if is_main_process():

@@ -19,8 +19,9 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from stages.data.batch import Batch
-from stages.engines.losses import Loss, build_loss
+from stages.engines.loss import Loss
 from stages.engines.megatron.compat import prepare_megatron
+from stages.models.model_config import read_config, shape_of_config
 from stages.parallel.processes import joined_processes
 from stages.train.config import TrainConfig
 from tests.parity.fsdp_program import pack
@@ -56,7 +57,8 @@ def main() -> None:
     with joined_processes() as device:
         for index, case in enumerate(cases(dist.get_world_size())):
             config = TrainConfig.model_validate(train_config(case))
-            engine = MegatronEngine(folder / "models" / case.model, config, device)
+            model = folder / "models" / case.model
+            engine = MegatronEngine(model, config.engine_settings, device, shape_of_config(read_config(model)))
             name = f"{dist.get_world_size()}-{index}"
             result = run(engine, config, case)
             engine.export(folder / "exported" / name, torch.float32)
@@ -67,9 +69,9 @@ def main() -> None:
 
 def run(engine: Any, config: TrainConfig, case: Case) -> Result:
     shares = [share(rows, engine, config) for rows in global_batches(case.data)]
-    if config.dpo:
+    if config.learning.needs_reference:
         shares = [[with_reference(engine, batch) for batch in batches] for batches in shares]
-    loss = build_loss(config)
+    loss = config.learning.build_loss(config.method_options)
     log_probabilities, gradients = before_training(engine, shares[0], loss, config)
     outcomes = [engine.train_step(batches, loss, config.learning_rate, config.max_grad_norm) for batches in shares]
     evaluation = engine.evaluate(iter(shares[0]), loss)

@@ -27,11 +27,12 @@ from megatron.core import parallel_state
 from stages.core.contract import is_main_process
 from stages.core.errors import ModelError
 from stages.engines import export
-from stages.engines.losses import SftLoss
 from stages.engines.megatron.compat import prepare_megatron
+from stages.models.model_config import read_config, shape_of_config
 from stages.models.shape import ModelShape
 from stages.parallel.processes import joined_processes
 from stages.train.config import TrainConfig
+from stages.train.methods.sft import SftLoss
 from tests.parity.fsdp_program import pack
 from tests.parity.megatron_cases import EPSILON, LEARNING_RATE, NUM_ROWS, WEIGHT_DECAY, global_batches
 
@@ -43,7 +44,6 @@ from stages.engines.megatron.parallel import start_model_parallel  # noqa: E402
 from stages.engines.megatron.weights import export_weights, load_weights  # noqa: E402
 
 NUM_STEPS_BEFORE = 2
-ENGINES = {"fsdp": FsdpEngine, "megatron": MegatronEngine}
 
 
 def main() -> None:
@@ -77,10 +77,10 @@ def round_trip(model: Path, layout: dict[str, Any], folder: Path, device: torch.
 
 
 def build(model: Path, layout: dict[str, Any], device: torch.device) -> tuple[Any, ModelShape]:
-    shape = ModelShape.from_config(json.loads((model / "config.json").read_text()))
+    shape = shape_of_config(read_config(model))
     config = make_config(["megatron", layout, "fp32"])
     start_model_parallel(config.layout, is_mixture=shape.num_experts > 0, seed=0)
-    return build_model_chunks(shape, config.layout, config, device), shape
+    return build_model_chunks(shape, config.layout, config.precision, device), shape
 
 
 def measure(model: Path, layout: dict[str, Any], folder: Path, device: torch.device) -> dict[str, int]:
@@ -137,7 +137,7 @@ def travel(model: Path, journey: dict[str, Any], device: torch.device) -> dict[s
 
 def misfit(model: Path, checkpoint: Path, device: torch.device) -> str:
     messages = []
-    for engine_name in ENGINES:
+    for engine_name in ("fsdp", "megatron"):
         engine, _ = make_engine(model, [engine_name, {"dp_shard": dist.get_world_size()}, "fp32"], device)
         try:
             engine.load(checkpoint)
@@ -149,7 +149,9 @@ def misfit(model: Path, checkpoint: Path, device: torch.device) -> str:
 
 def make_engine(model: Path, place: list[Any], device: torch.device) -> tuple[Any, TrainConfig]:
     config = make_config(place)
-    return ENGINES[config.engine](model, config, device), config
+    if config.engine == "fsdp":
+        return FsdpEngine(model, config.engine_settings, device), config
+    return MegatronEngine(model, config.engine_settings, device, shape_of_config(read_config(model))), config
 
 
 def make_config(place: list[Any]) -> TrainConfig:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 import time
 
 import psutil
@@ -12,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from stages.core.contract import StageResult
+from flows.launch import local
+from stages.core.contract import StageInput, StageResult
 from stages.train.run import run
 from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end, start
 
@@ -49,6 +52,20 @@ def dpo(artifacts, sft, tmp_path_factory):
     make_context(work, {**artifacts, "base": sft}, config)
     run_to_end(work, config)
     return work
+
+
+@pytest.fixture(scope="module")
+def margin(artifacts, sft, tmp_path_factory):
+    """Work folder of a stage of a method that this test alone registers, on the model that SFT made."""
+    work = tmp_path_factory.mktemp("margin") / "work"
+    context = make_context(work, {**artifacts, "base": sft}, make_config("dpo", steps=NUM_DPO_STEPS))
+    stage_input = StageInput.model_validate_json((work / "config.json").read_text())
+    config = {**stage_input.config, "method": "margin", "dpo": None}
+    (work / "config.json").write_text(stage_input.model_copy(update={"config": config}).model_dump_json())
+    program = "import tests.margin_method; from stages.__main__ import main; main()"
+    environment = local.environment(make_config("dpo"))
+    subprocess.run([sys.executable, "-c", program, work], check=True, env=environment, timeout=300)
+    return context.work
 
 
 def read_result(work):
@@ -136,6 +153,17 @@ def test_dpo_raises_the_margin(dpo):
         "evaluation_reward_margin",
         "evaluation_preference_accuracy",
     }
+
+
+def test_a_method_that_is_only_registered_trains_a_model(margin):
+    rows, metrics = logged(margin), read_result(margin).metrics
+    first = rows[0]["answer_margin"]
+    assert rows[0]["loss"] >= math.log(1 + math.exp(0.5 - 2 * first)), "Jensen: the loss is convex in the margin"
+    assert rows[-1]["loss"] < 0.9 * rows[0]["loss"]
+    assert rows[-1]["answer_margin"] > first
+    assert list(metrics)[:2] == ["evaluation_loss", "evaluation_answer_margin"]
+    assert not (margin.parent / "cache" / "reference").exists(), "it asks for no reference"
+    assert (margin / "model" / "model.safetensors").is_file()
 
 
 def test_communication_of_two_processes_is_measured(dpo):

@@ -22,34 +22,35 @@ from stages.engines.export import export_model
 from stages.engines.fsdp.model import load_model
 from stages.engines.fsdp.parallelize import data_parallel_mesh, parallelize
 from stages.engines.fsdp.state import TrainingState
-from stages.engines.losses import Loss, document_sums
-from stages.models.flops import model_flops
-from stages.train.config import TrainConfig
+from stages.engines.loss import Loss
+from stages.engines.settings import EngineSettings
+from stages.models.transformers_flops import model_flops
 
 
 class FsdpEngine:
     """See `stages.engines.engine.Engine`."""
 
-    def __init__(self, folder: Path, config: TrainConfig, device: torch.device) -> None:
-        """Load the Hugging Face `folder` under `config.layout`; the process group must exist."""
+    def __init__(self, folder: Path, settings: EngineSettings, device: torch.device) -> None:
+        """Load the Hugging Face `folder` under `settings.layout`; the process group must exist."""
         self._folder = folder
         self.device = device
         self.data_rank = dist.get_rank()
         self.data_parallel_size = self.num_devices = dist.get_world_size()
-        self.compute_dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-        self._mesh = data_parallel_mesh(config.layout, device)
+        self.compute_dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
+        self._mesh = data_parallel_mesh(settings.layout, device)
         self._model = load_model(
-            folder, device=device, reads_weights=self.data_rank == 0, trust_remote_code=config.trust_remote_code
+            folder, device=device, reads_weights=self.data_rank == 0, trust_remote_code=settings.trust_remote_code
         )
         self.flops = model_flops(self._model.causal_lm)
-        parallelize(self._model, config.layout, self._mesh, self.compute_dtype)
+        parallelize(self._model, settings.layout, self._mesh, self.compute_dtype)
         self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        adam = settings.adam
         self._optimizer = torch.optim.AdamW(
             self._parameters,
-            lr=config.learning_rate,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_epsilon,
-            weight_decay=config.weight_decay,
+            lr=adam.learning_rate,
+            betas=(adam.beta1, adam.beta2),
+            eps=adam.epsilon,
+            weight_decay=adam.weight_decay,
             fused=True,
         )
         self._state = TrainingState(self._model.causal_lm, self._optimizer)
@@ -88,13 +89,13 @@ class FsdpEngine:
     def document_log_probabilities(self, batch: Batch) -> Tensor:
         """Forward only."""
         on_device = batch.to(self.device)
-        return document_sums(self._forward_only(on_device), on_device).cpu()
+        return on_device.document_sums(self._forward_only(on_device)).cpu()
 
     def sum_over_data(self, values: Tensor) -> Tensor:
         """One all-reduce."""
         return self._all_reduce(values.to(self.device)).cpu()
 
-    def from_first_process(self, value: float) -> float:
+    def broadcast_from_rank0(self, value: float) -> float:
         """One small broadcast."""
         holder = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.broadcast(holder, src=0)

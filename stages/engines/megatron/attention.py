@@ -1,16 +1,16 @@
 """Attention over packed documents for Megatron's layers: rotation, document borders, context parallelism.
 
-Megatron hands queries, keys and values of its tokens to a *core attention*, together with `PackedTokens`, which tells
+Megatron hands queries, keys and values of its tokens to a *core attention*, together with `PackedTokens`, which says
 where documents end and how far tokens are to be rotated. There are two:
 
 - `LocalAttention` needs torch alone. Whole documents: the kernels of the FSDP engine (`stages.engines.attention`).
   Under context parallelism: keys and values of all ranks are gathered, and a mask of positions and document numbers
-  tells what a token sees. (Megatron's own local attention refuses both packing and context parallelism.)
+  says what a token sees. (Megatron's own local attention refuses both packing and context parallelism.)
 - `TransformerEngineAttention` hands the same to Transformer Engine's fused kernels, with their ring exchange.
 
 Rotation happens here too, with angles that are computed once a micro-batch by Transformers' own module, so that every
 `rope_type` (Llama 3's, YaRN, …) is the one that the model was made with. Megatron's packed rotation would split the
-tokens by document and take sines anew in every layer.
+tokens by document and take sines again in every layer.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 What is written bears the names and has the shapes of the Transformers model, like the checkpoints of the FSDP engine:
 so a run goes on under any layout and under either engine, with Adam's moments. Random numbers, data order and learning
-rate are functions of the step, which the folder's name tells.
+rate are functions of the step, which is in the folder's name.
 """
 
 from __future__ import annotations

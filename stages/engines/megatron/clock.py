@@ -1,4 +1,4 @@
-"""How long the pipeline of a step stood still on this process: what Megatron's schedules tell their timers.
+"""How long the pipeline of a step stood still on this process: what Megatron's schedules report to their timers.
 
 A stage works while it goes forward or backward. For the rest of a schedule's time, but for the reduction of gradients
 at its end, it waits for tensors of other stages: the bubble, and transfers that nothing hides.
@@ -47,7 +47,7 @@ class _Timer:
         self._ends: list[float | torch.cuda.Event] = []
 
     def start(self, barrier: bool = False) -> None:
-        """Begin a span; Megatron's wish for a barrier is not heeded, since it would be part of what is measured."""
+        """Begin a span; without the barrier that Megatron asks for, which would be part of what is measured."""
         self._starts.append(self._now())
 
     def stop(self, barrier: bool = False) -> None:

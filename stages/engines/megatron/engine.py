@@ -7,7 +7,6 @@ Call `prepare_megatron()` before anything of this module is used.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
@@ -22,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from stages.data.batch import Batch
 from stages.engines.engine import LossMeans, StepOutcome
-from stages.engines.losses import Loss, document_sums
+from stages.engines.loss import Loss
 from stages.engines.megatron.checkpoint import MegatronState
 from stages.engines.megatron.clock import PipelineClock
 from stages.engines.megatron.model import build_model_chunks, compute_dtype
@@ -31,37 +30,39 @@ from stages.engines.megatron.parallel import from_last_stage, represents_share, 
 from stages.engines.megatron.pipeline import Pipeline
 from stages.engines.megatron.spec import check_precision
 from stages.engines.megatron.weights import export_weights, load_weights
+from stages.engines.settings import EngineSettings
 from stages.models.shape import ModelShape
 from stages.parallel.processes import collective_timeout
-from stages.train.config import TrainConfig
 
 
 class MegatronEngine:
     """See `stages.engines.engine.Engine`."""
 
-    def __init__(self, folder: Path, config: TrainConfig, device: torch.device) -> None:
-        """Load the Hugging Face `folder` under `config.layout`; the process group must exist, Megatron's groups not."""
-        check_precision(config)
+    def __init__(self, folder: Path, settings: EngineSettings, device: torch.device, shape: ModelShape) -> None:
+        """Load the Hugging Face `folder`, of a model of this shape, under `settings.layout`.
+
+        The process group must exist, Megatron's groups not.
+        """
+        check_precision(settings.precision)
+        layout = settings.layout
         self._folder = folder
-        self._shape = ModelShape.from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-        timeout = collective_timeout(config.execution.hang_timeout_s)
-        start_model_parallel(config.layout, is_mixture=self._shape.num_experts > 0, seed=config.seed, timeout=timeout)
+        self._shape = shape
+        timeout = collective_timeout(settings.hang_timeout_s)
+        start_model_parallel(layout, is_mixture=shape.num_experts > 0, seed=settings.seed, timeout=timeout)
         self.device = device
         self.data_rank = parallel_state.get_data_parallel_rank()
         self.data_parallel_size = parallel_state.get_data_parallel_world_size()
         self.num_devices = dist.get_world_size()
-        self.compute_dtype = compute_dtype(config)
-        self.flops = self._shape.flops()
-        self._chunks = build_model_chunks(self._shape, config.layout, config, device)
-        load_weights(self._chunks, folder, self._shape)
-        self._clock = PipelineClock(device) if config.layout.pp > 1 else None
-        wrapped = wrap_chunks(self._chunks, config.layout)
-        self._adam = Adam(wrapped, config)
-        self._state = MegatronState(self._chunks, self._shape, self._adam.megatron)
+        self.compute_dtype = compute_dtype(settings.precision)
+        self.flops = shape.flops()
+        self._chunks = build_model_chunks(shape, layout, settings.precision, device)
+        load_weights(self._chunks, folder, shape)
+        self._clock = PipelineClock(device) if layout.pp > 1 else None
+        wrapped = wrap_chunks(self._chunks, layout)
+        self._adam = Adam(wrapped, settings)
+        self._state = MegatronState(self._chunks, shape, self._adam.megatron)
         rotary = LlamaRotaryEmbedding(AutoConfig.from_pretrained(folder, local_files_only=True)).to(device)
-        self._pipeline = Pipeline(
-            wrapped, config.layout, rotary, self._shape.vocab_size, device, self.compute_dtype, self._clock
-        )
+        self._pipeline = Pipeline(wrapped, layout, rotary, shape.vocab_size, device, self.compute_dtype, self._clock)
 
     def train_step(
         self, micro_batches: Sequence[Batch], loss: Loss, learning_rate: float, max_grad_norm: float | None
@@ -75,12 +76,12 @@ class MegatronEngine:
             return loss_sum / count, _stack(loss_sum, metric_sums)
 
         sums = self._pipeline.run(micro_batches, divided, backward=True)
-        figures = self._pipeline_figures()
+        measured = self._bubble()
         means = self._means(sums, count, loss)
         grad_norm = self._adam.grad_norm()
         if math.isfinite(means.loss) and math.isfinite(grad_norm):
             self._adam.step(learning_rate, grad_norm, max_grad_norm)
-        return StepOutcome(means.loss, means.metrics, grad_norm, figures)
+        return StepOutcome(means.loss, means.metrics, grad_norm, measured)
 
     def evaluate(self, micro_batches: Iterable[Batch], loss: Loss) -> LossMeans:
         """Loss and metrics of all given micro-batches."""
@@ -97,7 +98,7 @@ class MegatronEngine:
         """Forward only."""
 
         def per_document(log_probabilities: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-            return log_probabilities.sum(), document_sums(log_probabilities, batch)
+            return log_probabilities.sum(), batch.document_sums(log_probabilities)
 
         found = self._pipeline.run([batch], per_document, backward=False)
         sums = found[0] if found else torch.empty(batch.num_documents, device=self.device)
@@ -107,7 +108,7 @@ class MegatronEngine:
         """One all-reduce, to which every share contributes once."""
         return self._over_shares(values.to(self.device)).cpu()
 
-    def from_first_process(self, value: float) -> float:
+    def broadcast_from_rank0(self, value: float) -> float:
         """One small broadcast."""
         holder = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.broadcast(holder, src=0)
@@ -134,7 +135,7 @@ class MegatronEngine:
         self._adam.settle()
         export_weights(self._chunks, self._shape, source=self._folder, folder=folder, dtype=dtype)
 
-    def _pipeline_figures(self) -> dict[str, float]:
+    def _bubble(self) -> dict[str, float]:
         if self._clock is None:
             return {}
         times_s = torch.tensor(self._clock.take(), dtype=torch.float64, device=self.device)

@@ -13,6 +13,7 @@ from enum import Enum, auto
 from typing import Any
 
 from stages.core.errors import ModelError
+from stages.models.model_config import shape_of_config
 from stages.models.shape import ModelShape
 
 LAYER_PREFIX = "model.layers.{layer}."
@@ -114,16 +115,18 @@ def rules_of(family: str) -> tuple[Rule, ...]:
     return FAMILIES[family]
 
 
-def check_supported(config: Mapping[str, Any]) -> None:
-    """Raise ModelError unless a model with this `config.json` is one that Megatron computes alike."""
+def check_supported(config: Mapping[str, Any]) -> ModelShape:
+    """The shape of a model with this `config.json`; raises ModelError unless Megatron computes it alike."""
     family = str(config.get("model_type"))
     rules_of(family)
-    problems = list(_peculiarities(config, ModelShape.from_config(config)))
+    shape = shape_of_config(config)
+    problems = list(_peculiarities(config, shape))
     if problems:
         raise ModelError(
             f"engine megatron trains {family} models, but not one with {', '.join(problems)}; say `engine: fsdp`, "
             "which takes any causal language model of Transformers"
         )
+    return shape
 
 
 def _peculiarities(config: Mapping[str, Any], shape: ModelShape) -> Iterator[str]:

@@ -17,22 +17,22 @@ from torch.nn import functional
 from stages.engines.megatron.spec import decoder_spec, uses_transformer_engine
 from stages.models.shape import ModelShape
 from stages.parallel.layout import Layout
-from stages.train.config import TrainConfig
+from stages.planner.workload import Precision
 
 MAX_UNUSED_POSITIONS = 2**20
 """Positions are not limited by Megatron's model, since angles come from outside; the argument must be given."""
 
 
-def build_model_chunks(shape: ModelShape, layout: Layout, config: TrainConfig, device: torch.device) -> list[GPTModel]:
+def build_model_chunks(shape: ModelShape, layout: Layout, precision: Precision, device: torch.device) -> list[GPTModel]:
     """This process's chunks, in the order of the pipeline: one, or `vpp`. Parameters are not initialised."""
-    transformer = transformer_config(shape, layout, config, device)
+    transformer = transformer_config(shape, layout, precision, device)
     stages = range(layout.vpp) if layout.vpp > 1 else [None]
     return [_build_chunk(shape, transformer, vp_stage) for vp_stage in stages]
 
 
-def compute_dtype(config: TrainConfig) -> torch.dtype:
+def compute_dtype(precision: Precision) -> torch.dtype:
     """What parameters and activations are computed in."""
-    return torch.float32 if config.precision == "fp32" else torch.bfloat16
+    return torch.float32 if precision == "fp32" else torch.bfloat16
 
 
 def padded_vocabulary(shape: ModelShape, tp: int) -> int:
@@ -41,17 +41,17 @@ def padded_vocabulary(shape: ModelShape, tp: int) -> int:
 
 
 def transformer_config(
-    shape: ModelShape, layout: Layout, config: TrainConfig, device: torch.device
+    shape: ModelShape, layout: Layout, precision: Precision, device: torch.device
 ) -> TransformerConfig:
     """Megatron's description of the model and its layout."""
-    dtype = compute_dtype(config)
+    dtype = compute_dtype(precision)
     return TransformerConfig(
         **_sizes(shape),
         **(_mixture(shape, dtype) if shape.num_experts else {}),
         **_degrees(shape, layout),
         **_recompute(layout),
         **_kernels(device, dtype),
-        **(_eight_bits(shape) if config.precision == "fp8" else {}),
+        **(_eight_bits(shape) if precision == "fp8" else {}),
         **_pipeline_communication(layout, device),
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -95,7 +95,7 @@ def _build_chunk(shape: ModelShape, config: TransformerConfig, vp_stage: int | N
 def _mark_experts(chunk: GPTModel) -> None:
     """Have gradients of experts reduced over the processes that have the same ones.
 
-    Megatron marks them so with `ep` > 1 only; without, and with `etp` < `tp`, nobody would add up what tensor-parallel
+    Megatron marks them so with `ep` > 1 only; without, and with `etp` < `tp`, nothing would add up what tensor-parallel
     ranks, each with its part of the tokens, have found.
     """
     for name, parameter in chunk.named_parameters():

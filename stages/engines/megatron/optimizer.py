@@ -15,8 +15,8 @@ from megatron.core.utils import get_model_config
 
 from stages.engines.megatron.model import compute_dtype
 from stages.engines.megatron.shards import real_optimizers
+from stages.engines.settings import EngineSettings
 from stages.parallel.layout import Layout
-from stages.train.config import TrainConfig
 
 
 def wrap_chunks(chunks: Sequence[GPTModel], layout: Layout) -> list[DistributedDataParallel]:
@@ -49,21 +49,21 @@ def wrap_chunks(chunks: Sequence[GPTModel], layout: Layout) -> list[DistributedD
 class Adam:
     """AdamW over the parameters of this process's chunks; weight decay on all of them, as in the FSDP engine."""
 
-    def __init__(self, chunks: Sequence[DistributedDataParallel], config: TrainConfig) -> None:
+    def __init__(self, chunks: Sequence[DistributedDataParallel], settings: EngineSettings) -> None:
         self._chunks = chunks
-        is_half = config.precision != "fp32"
+        adam = settings.adam
         self.megatron: MegatronOptimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
-                lr=config.learning_rate,
-                weight_decay=config.weight_decay,
-                adam_beta1=config.adam_beta1,
-                adam_beta2=config.adam_beta2,
-                adam_eps=config.adam_epsilon,
+                lr=adam.learning_rate,
+                weight_decay=adam.weight_decay,
+                adam_beta1=adam.beta1,
+                adam_beta2=adam.beta2,
+                adam_eps=adam.epsilon,
                 clip_grad=0.0,  # `step` does that, once it is known that all is finite
-                bf16=is_half,
-                params_dtype=compute_dtype(config),
-                use_distributed_optimizer=config.layout.optimizer_shards > 1,
+                bf16=settings.precision != "fp32",
+                params_dtype=compute_dtype(settings.precision),
+                use_distributed_optimizer=settings.layout.optimizer_shards > 1,
             ),
             list(chunks),
             config_overrides={},

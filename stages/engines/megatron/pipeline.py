@@ -46,7 +46,7 @@ class Pipeline:
     device: torch.device
     dtype: torch.dtype
     clock: PipelineClock | None
-    """Times training; None: nobody wants to know."""
+    """Times training; None: not timed."""
 
     def run(self, micro_batches: Sequence[Batch], consume: Consumer, *, backward: bool) -> list[Tensor]:
         """What `consume` returned for each micro-batch; empty but on the last stage. Gradients are added up."""

@@ -27,7 +27,7 @@ from stages.core.errors import ResourceError
 from stages.engines.megatron.attention import LocalAttention, transformer_engine_attention
 from stages.engines.megatron.kernels import RootMeanSquareNorm, SwiGLU
 from stages.models.shape import ModelShape
-from stages.train.config import TrainConfig
+from stages.planner.workload import Precision
 
 
 class RMSNorm(nn.Module):
@@ -56,9 +56,9 @@ def uses_transformer_engine(dtype: torch.dtype) -> bool:
     return installed and dtype == torch.bfloat16
 
 
-def check_precision(config: TrainConfig) -> None:
+def check_precision(precision: Precision) -> None:
     """Raise ResourceError when fp8 is asked for where nothing computes it."""
-    if config.precision == "fp8" and not uses_transformer_engine(torch.bfloat16):
+    if precision == "fp8" and not uses_transformer_engine(torch.bfloat16):
         raise ResourceError(
             "precision fp8 needs an NVIDIA GPU with 8-bit tensor cores (Hopper or later) and the package "
             "transformer-engine[pytorch], of which at least one is missing here; install it, or say `precision: bf16`"

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from flows.recipe.recipe import load_recipe
-from stages.models.shape import ModelShape
-from stages.parallel.legality import layout_problems
+from stages.models.model_config import shape_of_config
+from stages.parallel.legality import layout_warnings, model_errors
 from stages.planner.memory import memory
-from stages.planner.workload import Workload
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 GPU_GIB = 80
@@ -53,19 +52,19 @@ def test_the_layout_is_the_one_that_the_recipe_is_named_for(name):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_model_allows_the_layout_and_nothing_about_it_is_unwise(name):
-    shape = ModelShape.from_config(RECIPES[name][0])
+    shape = shape_of_config(RECIPES[name][0])
     assert shape.num_parameters == pytest.approx(PARAMETERS.get(name, 70.55e9), rel=1e-3)
     for config in training_stages(name):
-        assert layout_problems(config.engine, config.layout, config.setting, shape) == []
+        assert list(model_errors(config.engine, config.layout, shape)) == []
+        assert list(layout_warnings(config.engine, config.layout, config.constraints, shape)) == []
         assert config.data.sequence_length <= shape.max_positions
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_predicted_memory_fits_with_a_tenth_to_spare(name):
-    shape = ModelShape.from_config(RECIPES[name][0])
+    shape = shape_of_config(RECIPES[name][0])
     for config in training_stages(name):
-        workload = Workload(config.data.sequence_length, config.global_batch_size, config.precision, config.method)
-        assert memory(shape, config.engine, config.layout, workload).peak_gib < 0.9 * GPU_GIB
+        assert memory(shape, config.engine, config.layout, config.workload).peak_gib < 0.9 * GPU_GIB
 
 
 def test_the_quickstart_differs_from_the_one_on_fsdp_in_engine_and_layout_only():

@@ -16,7 +16,7 @@ from flows.tracking.logged_runs import LoggedRun
 from stages.models.shape import ModelShape
 from stages.parallel.layout import Layout
 from stages.planner.hardware import from_yaml
-from stages.planner.prediction import cpu_of, shape_as_text
+from stages.planner.local_hardware import cpu_of
 
 START = cpu_of(4)
 TRUTH = with_constants(
@@ -46,7 +46,7 @@ def make_run(number, layout, sequence_length=512):
     params = {f"layout.{name}": str(value) for name, value in layout.model_dump(exclude_none=True).items()}
     params |= {"engine": "fsdp", "global_batch_size": "16", "precision": "fp32", "method": "sft"}
     params["data.sequence_length"] = str(sequence_length)
-    tags = {"model_shape": shape_as_text(SHAPE), "device": "cpu"}
+    tags = {"model_shape": SHAPE.to_json(), "device": "cpu"}
     return LoggedRun(str(number), "sft", "FINISHED", params, {"step_time_s": 1.0, "peak_memory_gib": 1.0}, tags)
 
 

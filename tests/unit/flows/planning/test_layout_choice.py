@@ -6,7 +6,7 @@ from flows.planning.layout_choice import choose_layouts
 from flows.planning.model_shape import shape_of_stage
 from stages.core.errors import LayoutError, RecipeError
 from stages.download.builtin.catalog import BUILTINS
-from stages.models.shape import ModelShape
+from stages.models.model_config import shape_of_config
 from stages.parallel.layout import AutoLayout, describe_layout
 
 OUTSIDE = {"base": {"revision": "2"}, "problems": {"revision": "1"}, "sft": {}, "awq": {}}
@@ -72,4 +72,4 @@ def test_auto_is_no_layout_of_its_own(recipe):
 
 def test_the_shape_is_known_before_the_model_is_made(recipe, store):
     shape = shape_of_stage(recipe(), "sft", OUTSIDE, store.index())
-    assert shape == ModelShape.from_config(BUILTINS["qwen3-1m"].sizes)
+    assert shape == shape_of_config(BUILTINS["qwen3-1m"].sizes)

@@ -25,8 +25,8 @@ def system(content):
     return {"role": "system", "content": content}
 
 
-def read(row, preference=False, wanted="auto"):
-    return RowReader(wanted, preference).read(row)
+def read(row, rows="examples", wanted="auto"):
+    return RowReader(wanted, rows).read(row)
 
 
 CHAT = Conversation([user("a"), assistant("b")])
@@ -75,12 +75,12 @@ PAIR = (Conversation([user("a"), assistant("b")], 1), Conversation([user("a"), a
     ],
 )
 def test_a_preference_of_every_form_is_read(row, expected):
-    assert read(row, preference=True) == expected
+    assert read(row, rows="pairs") == expected
 
 
 def test_a_shared_history_belongs_to_the_prompt():
     history = [user("a"), assistant("b"), user("c")]
-    chosen, rejected = read({"chosen": [*history, assistant("d")], "rejected": [*history, assistant("e")]}, True)
+    chosen, rejected = read({"chosen": [*history, assistant("d")], "rejected": [*history, assistant("e")]}, "pairs")
     assert (chosen.num_prompt_messages, rejected.num_prompt_messages) == (3, 3)
 
 
@@ -177,12 +177,12 @@ def test_what_is_wrong_with_a_training_row_is_named_with_what_was_expected(row, 
 )
 def test_what_is_wrong_with_a_preference_is_named(row, message):
     with pytest.raises(RowError) as raised:
-        read(row, preference=True)
+        read(row, rows="pairs")
     assert message in str(raised.value)
 
 
 def test_the_first_row_tells_the_format_of_all():
-    reader = RowReader("auto", preference=False)
+    reader = RowReader("auto", "examples")
     reader.read({"text": "a"})
     with pytest.raises(RowError, match="has no `text`; found `messages`"):
         reader.read({"messages": [user("a"), assistant("b")]})
@@ -199,9 +199,9 @@ def test_the_wrong_method_for_the_data_is_an_error_that_names_the_right_one():
     with pytest.raises(DataError, match="`method: dpo` learns from them"):
         read({"chosen": "a", "rejected": "b"})
     with pytest.raises(DataError, match=r"expected preference \(`chosen`, `rejected`\)"):
-        read({"text": "a"}, preference=True)
+        read({"text": "a"}, rows="pairs")
     with pytest.raises(DataError, match="format 'text' does not suit the method"):
-        read({"text": "a"}, preference=True, wanted="text")
+        read({"text": "a"}, rows="pairs", wanted="text")
 
 
 def test_a_named_format_wins_over_the_columns():

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from stages.core.errors import DataError, ModelError, RecipeError
+from stages.core.errors import DataError, ModelError
 from stages.data.batch import IGNORED
 from stages.data.config import DataConfig
 from stages.data.prepare import prepare
@@ -41,12 +41,12 @@ CHATS = [chat(f"question {number}", f"answer {number}") for number in range(30)]
 def run(tmp_path, tokenizer_folder):
     """Prepares a folder with the options given; `.reports` and `.bad_rows_file` tell what else came of it."""
 
-    def prepare_folder(folder, preference=False, tokenizer=tokenizer_folder, **options):
+    def prepare_folder(folder, rows="examples", tokenizer=tokenizer_folder, **options):
         return prepare(
             folder,
             DataConfig(dataset="data", **{"sequence_length": 256, **options}),
             tokenizer,
-            preference=preference,
+            rows=rows,
             cache=tmp_path / "cache",
             report=prepare_folder.reports,
             bad_rows_file=prepare_folder.bad_rows_file,
@@ -85,7 +85,7 @@ def test_every_row_becomes_one_document_with_its_answer_to_learn(run, write_rows
 
 def test_pairs_stay_together_chosen_first(run, write_rows, read_ids):
     rows = [pair(f"q{number} ", f"good {number}", f"bad {number}") for number in range(30)]
-    data = run(write_rows(rows), preference=True)
+    data = run(write_rows(rows), rows="pairs")
     found = documents(data.training, read_ids)
     assert len(found) == 60
     for (chosen, _), (rejected, learned) in zip(found[::2], found[1::2], strict=True):
@@ -113,7 +113,7 @@ def test_the_quickstarts_preferences_are_learned_from_the_answer_on(run, tmp_pat
     addition_preferences.make(tmp_path / "data")
     tokenizer = qwen3.make_tokenizer()
     tokenizer.save_pretrained(tmp_path / "model")
-    data = run(tmp_path / "data", True, tmp_path / "model", split="validation")
+    data = run(tmp_path / "data", "pairs", tmp_path / "model", split="validation")
     batch = data.training.batch([0])
     learned = [batch.targets[batch.document_ids == number] for number in range(batch.num_documents)]
     answers = [tokenizer.decode(targets[targets != IGNORED]).removesuffix("<|im_end|>") for targets in learned]
@@ -263,8 +263,3 @@ def test_a_model_folder_without_a_tokenizer_is_an_error(run, write_rows, tmp_pat
     (tmp_path / "model").mkdir()
     with pytest.raises(ModelError, match=r"the tokenizer in .*model cannot be loaded"):
         run(write_rows(CHATS), tokenizer=tmp_path / "model")
-
-
-def test_preferences_cannot_be_trained_on_whole(run, write_rows):
-    with pytest.raises(RecipeError, match="train_on: all"):
-        run(write_rows([pair("a", "b", "c")]), preference=True, train_on="all")

@@ -112,7 +112,7 @@ def test_train_on_all_learns_all_but_the_first_token(tokenize_with, read_ids):
 
 
 def test_a_template_that_does_not_tell_the_turns_is_an_error_that_says_what_to_do(tokenize_with):
-    with pytest.raises(DataError, match=r"(?s)does not tell which tokens.*\{% generation %\}.*train_on: all"):
+    with pytest.raises(DataError, match=r"(?s)does not show which tokens.*\{% generation %\}.*train_on: all"):
         tokenize_with(chat("a", "b"), UNMARKED)
 
 

@@ -10,8 +10,8 @@ import yaml
 from stages.download.builtin import addition, addition_preferences, held_out
 from stages.download.builtin.addition import Problem, split_problems
 from stages.download.builtin.catalog import BUILTINS
+from stages.models.model_config import shape_of_config
 from stages.models.model_folder import check_model_folder
-from stages.models.shape import ModelShape
 
 TASKS = Path(__file__).parents[4] / "configs" / "tasks"
 
@@ -98,8 +98,8 @@ def tokenizer(folder: Path):
 
 
 def test_the_model_s_shape_is_known_before_it_is_made(folder: Path) -> None:
-    made = ModelShape.from_config(json.loads((folder / "config.json").read_text()))
-    assert ModelShape.from_config(BUILTINS["qwen3-1m"].sizes) == made
+    made = shape_of_config(json.loads((folder / "config.json").read_text()))
+    assert shape_of_config(BUILTINS["qwen3-1m"].sizes) == made
 
 
 def test_the_model_is_a_complete_one_of_about_a_million_parameters_as_readable_as_the_mask_says(

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GPT2Config, MistralConfig, Qwen3Config, Qwen3MoeConfig
 
-from stages.models.flops import AttentionWork, ModelFlops, attended_pairs, model_flops, model_flops_utilization
+from stages.models.flops import AttentionWork, ModelFlops, attended_pairs, model_flops_utilization
+from stages.models.transformers_flops import model_flops
 
 NUM_TOKENS = 16
 SHAPE = {

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from stages.core.errors import ModelError
-from stages.models.flops import model_flops
+from stages.models.model_config import shape_of_config
 from stages.models.shape import ModelShape
+from stages.models.transformers_flops import model_flops
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 50}
 GROUPED = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 48}
@@ -44,32 +46,32 @@ def transformers_model(family: str, fields: dict) -> tuple[dict, torch.nn.Module
 @pytest.mark.parametrize(("family", "fields"), CONFIGS)
 def test_parameters_are_those_of_the_transformers_model(family, fields):
     config, model = transformers_model(family, fields)
-    assert ModelShape.from_config(config).num_parameters == sum(p.numel() for p in model.parameters())
+    assert shape_of_config(config).num_parameters == sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize(("family", "fields"), [case for case in CONFIGS if case[0] not in ("bloom", "mpt")])
 def test_flops_are_those_counted_on_the_model(family, fields):
     config, model = transformers_model(family, fields)
-    counted, expected = ModelShape.from_config(config).flops(), model_flops(model)
+    counted, expected = shape_of_config(config).flops(), model_flops(model)
     assert counted.training([17, 3], 11) == pytest.approx(expected.training([17, 3], 11))
 
 
 def test_active_parameters_leave_out_the_experts_a_token_is_not_routed_to():
     config, model = transformers_model(*CONFIGS[5])
-    shape = ModelShape.from_config(config)
+    shape = shape_of_config(config)
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     assert shape.num_active_parameters == shape.num_parameters - experts // 2
 
 
 def test_text_part_of_a_multimodal_config_is_read():
     text = {"model_type": "qwen3", **GROUPED, "head_dim": 8}
-    assert ModelShape.from_config({"model_type": "qwen3_vl", "text_config": text}).num_layers == 3
+    assert shape_of_config({"model_type": "qwen3_vl", "text_config": text}).num_layers == 3
 
 
 def test_both_spellings_of_rotary_base_are_read():
     config = {"model_type": "llama", **GROUPED}
-    assert ModelShape.from_config({**config, "rope_theta": 5e5}).rope_theta == 5e5
-    assert ModelShape.from_config({**config, "rope_parameters": {"rope_theta": 5e5}}).rope_theta == 5e5
+    assert shape_of_config({**config, "rope_theta": 5e5}).rope_theta == 5e5
+    assert shape_of_config({**config, "rope_parameters": {"rope_theta": 5e5}}).rope_theta == 5e5
 
 
 @pytest.mark.parametrize("field", ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"])
@@ -77,15 +79,22 @@ def test_what_is_lacking_is_named(field):
     config = {"model_type": "llama", **GROUPED}
     del config[field]
     with pytest.raises(ModelError, match=field):
-        ModelShape.from_config(config)
+        shape_of_config(config)
 
 
 @pytest.mark.parametrize("value", [0, -4, 2.5, "8", True])
 def test_a_size_that_is_no_positive_whole_number_is_named(value):
     with pytest.raises(ModelError, match="vocab_size"):
-        ModelShape.from_config({"model_type": "llama", **GROUPED, "vocab_size": value})
+        shape_of_config({"model_type": "llama", **GROUPED, "vocab_size": value})
 
 
 def test_unknown_family_is_refused_with_those_known():
     with pytest.raises(ModelError, match=r"'mamba'.*llama"):
-        ModelShape.from_config({"model_type": "mamba", **GROUPED})
+        shape_of_config({"model_type": "mamba", **GROUPED})
+
+
+def test_a_shape_survives_being_json():
+    dense = shape_of_config({"model_type": "llama", **GROUPED})
+    mixture = replace(dense, num_experts=8, experts_per_token=2, expert_ffn_size=512, dense_layers=frozenset({0, 3}))
+    assert ModelShape.from_json(dense.to_json()) == dense
+    assert ModelShape.from_json(mixture.to_json()) == mixture

@@ -8,7 +8,14 @@ import pytest
 
 from stages.models.shape import ModelShape
 from stages.parallel.layout import Layout
-from stages.parallel.legality import Setting, bubble_fraction, is_legal, layout_problems
+from stages.parallel.legality import (
+    RunConstraints,
+    bubble_fraction,
+    is_legal,
+    layout_errors,
+    layout_warnings,
+    model_errors,
+)
 
 DENSE = ModelShape(
     num_layers=12, hidden_size=256, num_heads=8, num_kv_heads=4, head_dim=32, ffn_size=768, vocab_size=1000
@@ -18,11 +25,10 @@ MIXTURE = replace(DENSE, family="qwen3_moe", num_experts=6, experts_per_token=2,
 
 def problems(engine="megatron", *, shape=DENSE, sequence=512, rows=64, nodes=1, processes=None, **degrees):
     layout = Layout(**degrees)
-    setting = Setting(nodes, (processes or layout.world_size) // nodes, sequence, rows)
-    found = layout_problems(engine, layout, setting, shape)
-    errors = [problem.message for problem in found if problem.severity == "error"]
-    assert is_legal(engine, layout, setting, shape) == (not errors)
-    return errors, [problem.message for problem in found if problem.severity == "warning"]
+    constraints = RunConstraints(nodes, (processes or layout.world_size) // nodes, sequence, rows)
+    errors = [*layout_errors(engine, layout, constraints), *model_errors(engine, layout, shape)]
+    assert is_legal(engine, layout, constraints, shape) == (not errors)
+    return errors, list(layout_warnings(engine, layout, constraints, shape))
 
 
 LEGAL = [
@@ -110,8 +116,9 @@ def test_what_is_seldom_wise_is_a_warning_that_says_why(case, parts):
 
 
 def test_without_a_model_only_what_needs_none_is_checked():
-    assert problems(tp=3, shape=None) == ([], [])
-    assert len(problems(vpp=2, shape=None)[0]) == 1
+    constraints = RunConstraints(1, 3, 512, 64)
+    assert list(layout_errors("megatron", Layout(tp=3), constraints)) == []
+    assert len(list(layout_errors("megatron", Layout(tp=3, vpp=2), constraints))) == 1
 
 
 def test_the_bubble_is_that_of_a_schedule_laid_out_by_hand():

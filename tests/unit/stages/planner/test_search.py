@@ -12,12 +12,12 @@ from stages.parallel.layout import Layout
 from stages.parallel.legality import is_legal
 from stages.planner.explain import near_misses, what_limits
 from stages.planner.hardware import HARDWARE
-from stages.planner.search import ENGINES, Question, estimate, legal_layouts, search
+from stages.planner.search import ENGINES, SearchRequest, estimate, legal_layouts, search
 from stages.planner.workload import Workload
 
 A100 = HARDWARE["a100-80gb"]
-FEW = Question(KNOWN["qwen2.5 7b"], Workload(2048, 16), A100, 4)
-SMALL = Question(KNOWN["qwen2.5 7b"], Workload(2048, 64), A100, 8)
+FEW = SearchRequest(KNOWN["qwen2.5 7b"], Workload(2048, 16), A100, 4)
+SMALL = SearchRequest(KNOWN["qwen2.5 7b"], Workload(2048, 64), A100, 8)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def found():
 
 def test_all_ranked_are_legal_and_in_order(found):
     result = found
-    assert all(is_legal(one.engine, one.layout, SMALL.setting, SMALL.shape) for one in result.fitting)
+    assert all(is_legal(one.engine, one.layout, SMALL.constraints, SMALL.shape) for one in result.fitting)
     times = [one.time.step_time_s for one in result.fitting]
     assert times == sorted(times)
     assert all(one.memory.peak_gib <= A100.memory_gib for one in result.fitting)
@@ -40,7 +40,7 @@ def test_the_best_is_that_of_estimating_every_layout():
 
 
 def test_a_mixture_of_experts_spreads_them():
-    result = search(Question(KNOWN["qwen3 30b"], Workload(4096, 16), A100, 8))
+    result = search(SearchRequest(KNOWN["qwen3 30b"], Workload(4096, 16), A100, 8))
     assert result.best.layout.ep > 1
 
 
@@ -52,7 +52,7 @@ def test_reasons_name_the_memory_that_lacks_and_the_time_that_is_lost(found):
 
 
 def test_where_nothing_fits_the_nearest_are_told():
-    result = search(Question(KNOWN["llama3 70b"], Workload(4096, 64), A100, 8))
+    result = search(SearchRequest(KNOWN["llama3 70b"], Workload(4096, 64), A100, 8))
     assert result.best is None
     needed_gib = [one.memory.peak_gib for one in result.too_large]
     assert needed_gib == sorted(needed_gib)
@@ -63,19 +63,19 @@ def test_where_nothing_fits_the_nearest_are_told():
 
 def test_a_count_without_a_legal_layout_names_the_nearest_that_has_one():
     with pytest.raises(LayoutError, match=r"7 GPUs.*nearest number that has one: 8"):
-        search(Question(KNOWN["qwen2.5 7b"], Workload(2048, 8), A100, 7, engines=("fsdp",)))
+        search(SearchRequest(KNOWN["qwen2.5 7b"], Workload(2048, 8), A100, 7, engines=("fsdp",)))
 
 
 def test_seventy_billion_parameters_on_a_thousand_devices_take_under_two_seconds_of_work():
     start = time.process_time()
-    result = search(Question(KNOWN["llama3 70b"], Workload(4096, 1024), HARDWARE["h100-80gb"], 1024))
+    result = search(SearchRequest(KNOWN["llama3 70b"], Workload(4096, 1024), HARDWARE["h100-80gb"], 1024))
     assert result.best is not None
     assert time.process_time() - start < 2
 
 
 def test_with_less_room_another_is_the_best(found):
     best = found.best
-    tight = Question(SMALL.shape, SMALL.workload, A100, 8, available_gib=best.memory.peak_gib - 0.01)
+    tight = SearchRequest(SMALL.shape, SMALL.workload, A100, 8, available_gib=best.memory.peak_gib - 0.01)
     assert search(tight).best.layout != best.layout
 
 

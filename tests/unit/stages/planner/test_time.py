@@ -91,7 +91,7 @@ def test_keeping_gathered_parameters_saves_communication():
 
 
 def test_preferences_need_a_forward_pass_for_their_reference():
-    plain, preferences = estimate(Layout(dp_shard=8)), estimate(Layout(dp_shard=8), replace(WORK, method="dpo"))
+    plain, preferences = estimate(Layout(dp_shard=8)), estimate(Layout(dp_shard=8), replace(WORK, needs_reference=True))
     assert plain.reference_pass_s == 0
     assert 0.2 < preferences.reference_pass_s / preferences.step_time_s < 0.4
 

@@ -27,6 +27,7 @@ def test_a_resumed_run_does_not_log_a_step_twice(context):
     rows = read_metrics(context.work)
     assert [row["step"] for row in rows] == list(range(1, 11))
     assert rows[6]["tokens_per_s"] == 1.0
+    assert [row["step"] for row in resumed.rows] == list(range(1, 11))
     assert resumed.summary() == {"loss": 10.0, "tokens_per_s": 2.0}
 
 

@@ -21,7 +21,7 @@ def test_a_refusal_of_torch_on_a_cpu_says_layout_prediction_and_knobs():
     config = make_config(engine="megatron", layout={"tp": 2, "micro_batch_size": 4})
     message = message_of(config, 1.25)
     assert "rank 0 ran out of memory under the layout megatron" in message
-    assert "predicted were 1.2 GiB a process" in message
+    assert "predicted 1.2 GiB a process" in message
     assert "lower layout.micro_batch_size (now 4), layout.recompute: full (now none)" in message
     assert "layout.tp (now 2)" in message
     assert "cpu_offload" not in message

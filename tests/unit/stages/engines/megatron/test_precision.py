@@ -21,24 +21,19 @@ CPU = torch.device("cpu")
 SHAPE = ModelShape(num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=1, head_dim=8, ffn_size=24, vocab_size=32)
 
 
-def fp8(**fields):
-    return make_config(engine="megatron", precision="fp8", **fields)
-
-
 def test_products_are_in_8_bits_everything_else_in_16():
-    config = transformer_config(SHAPE, Layout(), fp8(), CPU)
+    config = transformer_config(SHAPE, Layout(), "fp8", CPU)
     assert (config.fp8, config.fp8_recipe, config.params_dtype) == ("hybrid", "tensorwise", torch.bfloat16)
 
 
 def test_other_precisions_do_without():
-    config = make_config(engine="megatron", precision="bf16")
-    assert transformer_config(SHAPE, Layout(), config, CPU).fp8 is None
+    assert transformer_config(SHAPE, Layout(), "bf16", CPU).fp8 is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 def test_a_machine_that_cannot_says_what_is_missing():
     with pytest.raises(ResourceError, match=r"fp8 needs an NVIDIA GPU .* transformer-engine\[pytorch\]"):
-        check_precision(fp8())
+        check_precision("fp8")
 
 
 def test_the_other_engine_is_refused_with_the_recipe():

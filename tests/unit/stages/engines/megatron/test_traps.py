@@ -6,8 +6,6 @@ still due, mixtures without Transformer Engine, experts reduced over tensor-para
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,7 +25,6 @@ from stages.engines.megatron.model import (  # noqa: E402
 from stages.engines.megatron.parallel import start_model_parallel  # noqa: E402
 
 CPU = torch.device("cpu")
-FP32, FP8 = SimpleNamespace(precision="fp32"), SimpleNamespace(precision="fp8")
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "ffn_size": 24}
 DENSE = ModelShape(**SIZES, vocab_size=32)
 MIXTURE = ModelShape(**SIZES, vocab_size=32, num_experts=4, experts_per_token=2, expert_ffn_size=8)
@@ -40,7 +37,7 @@ def chunks():
 
     def build(shape):
         start_model_parallel(Layout(), is_mixture=shape.num_experts > 0, seed=0)
-        return build_model_chunks(shape, Layout(), FP32, CPU)
+        return build_model_chunks(shape, Layout(), "fp32", CPU)
 
     yield build
     parallel_state.destroy_model_parallel()
@@ -69,19 +66,19 @@ def test_experts_are_reduced_over_those_that_have_the_same_ones(chunks):
 
 
 def test_interleaved_stages_exchange_tensors_in_the_one_way_that_is_right_on_gloo():
-    config = transformer_config(DENSE, Layout(pp=2, vpp=1), FP32, CPU)
+    config = transformer_config(DENSE, Layout(pp=2, vpp=1), "fp32", CPU)
     assert (config.overlap_p2p_comm, config.batch_p2p_comm) == (False, True)
     shape = ModelShape(**{**SIZES, "num_layers": 4}, vocab_size=32)
-    config = transformer_config(shape, Layout(pp=2, vpp=2), FP32, CPU)
+    config = transformer_config(shape, Layout(pp=2, vpp=2), "fp32", CPU)
     assert (config.overlap_p2p_comm, config.batch_p2p_comm, config.deallocate_pipeline_outputs) == (True, False, False)
 
 
 def test_mixtures_are_dispatched_in_the_way_that_allows_uneven_tokens():
-    assert transformer_config(MIXTURE, Layout(), FP32, CPU).moe_token_dispatcher_type == "alltoall"
+    assert transformer_config(MIXTURE, Layout(), "fp32", CPU).moe_token_dispatcher_type == "alltoall"
 
 
 def test_gradients_are_added_up_not_averaged():
-    assert transformer_config(DENSE, Layout(), FP32, CPU).calculate_per_token_loss
+    assert transformer_config(DENSE, Layout(), "fp32", CPU).calculate_per_token_loss
 
 
 def test_stages_share_layers_as_evenly_as_can_be_and_the_first_have_more():

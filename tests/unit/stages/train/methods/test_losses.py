@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from stages.data.batch import IGNORED, Batch
-from stages.engines.losses import DpoLoss, SftLoss, document_sums
-from stages.train.config import DpoConfig
+from stages.train.methods.dpo import DpoConfig, DpoLoss
+from stages.train.methods.sft import SftLoss
 
 LOG_PROBABILITIES = torch.tensor(
     [[-1.0, -2.0, 0.0, -0.5, 0.0, -3.0, 0.0, 0.0], [-1.5, 0.0, -0.25, -1.0, -1.0, 0.0, 0, 0]]
@@ -51,7 +51,7 @@ def make_pairs(chosen, rejected, reference_chosen, reference_rejected, num_token
 
 
 def test_document_sums_are_the_sums_of_each_real_document():
-    assert document_sums(LOG_PROBABILITIES, make_batch()).tolist() == [-3.0, -0.5, -3.0, -1.5, -2.25]
+    assert make_batch().document_sums(LOG_PROBABILITIES).tolist() == [-3.0, -0.5, -3.0, -1.5, -2.25]
 
 
 def test_the_sft_loss_is_the_negative_log_likelihood_and_counts_targets():

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from stages.core.errors import DataError
 from stages.data.bad_rows import BadRows
-from stages.data.config import DataConfig
+from stages.data.config import DataConfig, RowKind
 from stages.data.dataset import Description
 from stages.data.files import BadRow, Place, Row, num_places, read_rows
 from stages.data.formats import RowReader
@@ -37,7 +37,7 @@ NO_STOP = (
 
 
 class Report(Protocol):
-    """Where preparation tells what it does; a `StageContext` is one."""
+    """Where preparation reports what it does; a `StageContext` is one."""
 
     def progress(self, done: float, total: float, unit: str, message: str = "") -> None: ...
 
@@ -45,7 +45,7 @@ class Report(Protocol):
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class Preprocessing:
     """Everything that decides what `run` writes."""
 
     portion: Portion
@@ -53,7 +53,7 @@ class Pipeline:
     files: list[Path]
     config: DataConfig
     tokenizer_folder: Path
-    preference: bool
+    rows: RowKind
     report: Report
 
     def run(self, target: Path) -> None:
@@ -65,14 +65,14 @@ class Pipeline:
 class _Run:
     """One pass over the rows, and what was counted on the way."""
 
-    def __init__(self, pipeline: Pipeline, bad_rows: BadRows, writer: DatasetWriter) -> None:
-        config = pipeline.config
-        self._pipeline = pipeline
+    def __init__(self, task: Preprocessing, bad_rows: BadRows, writer: DatasetWriter) -> None:
+        config = task.config
+        self._task = task
         self._config = config
         self._bad_rows = bad_rows
         self._writer = writer
-        self._reader = RowReader(config.format, pipeline.preference)
-        self._tokenizer = DocumentTokenizer(pipeline.tokenizer_folder, config.chat_template, config.train_on)
+        self._reader = RowReader(config.format, task.rows)
+        self._tokenizer = DocumentTokenizer(task.tokenizer_folder, config.chat_template, config.train_on)
         self._over_long = OverLong(config.over_long, config.sequence_length)
         self._num_source_rows = 0
         self._num_tokenized_rows = 0
@@ -123,9 +123,9 @@ class _Run:
 
     def _rendered(self) -> Iterator[tuple[Place, tuple[Rendered, ...]]]:
         """Where each good row stands, and its documents as text."""
-        pipeline = self._pipeline
-        rows = self._watched(read_rows(pipeline.folder, pipeline.files))
-        for row in pipeline.portion.select(rows):
+        task = self._task
+        rows = self._watched(read_rows(task.folder, task.files))
+        for row in task.portion.select(rows):
             self._num_source_rows += 1
             if isinstance(row, BadRow):
                 self._bad_rows.add(row)
@@ -138,31 +138,31 @@ class _Run:
 
     def _watched(self, rows: Iterable[Row | BadRow]) -> Iterator[Row | BadRow]:
         """The same rows; reports every now and then how far they are."""
-        message = f"tokenizing {self._pipeline.portion.name} data"
+        message = f"tokenizing {self._task.portion.name} data"
         for number, row in enumerate(rows):
             yield row
             if number % CHUNK_ROWS == 0:
                 before, total = self._places
                 done = before[row.place.file] + row.place.number
-                self._pipeline.report.progress(min(done, total), total, "rows", message)
+                self._task.report.progress(min(done, total), total, "rows", message)
 
     @cached_property
     def _places(self) -> tuple[dict[str, int], int]:
         """How many places lie before each file, and in all of them."""
         before, total = {}, 0
-        for path in self._pipeline.files:
-            before[str(path.relative_to(self._pipeline.folder))] = total
+        for path in self._task.files:
+            before[str(path.relative_to(self._task.folder))] = total
             total += num_places(path)
         return before, total
 
     def _check(self) -> tuple[str, ...]:
         """What to warn of. Raises DataError for what the recipe does not allow, or when nothing is left."""
-        config, portion = self._config, self._pipeline.portion
+        config, portion = self._config, self._task.portion
         if not self._num_source_rows:
             cause = f"evaluation_fraction {portion.fraction} leaves" if portion.fraction else "there are"
             raise DataError(
-                f"no {portion.name} rows: {cause} none in {', '.join(path.name for path in self._pipeline.files)} of "
-                f"{self._pipeline.folder}"
+                f"no {portion.name} rows: {cause} none in {', '.join(path.name for path in self._task.files)} of "
+                f"{self._task.folder}"
             )
         found = (
             self._bad_rows.check(config.on_bad_rows, config.max_bad_row_fraction, self._num_source_rows),

@@ -1,4 +1,4 @@
-"""Move tokens of packed rows into the padded slots of their documents, and back; differentiable.
+"""Pad the documents of packed rows to the lengths of their buckets, and back; differentiable.
 
 The two are each other's gradient. Plain indexing would do, but its backward pass adds up gradients one index at a
 time, although no slot has two tokens.
@@ -14,17 +14,17 @@ from torch import Tensor
 from stages.engines.documents import PackedDocuments
 
 
-def to_slots(tokens: Tensor, documents: PackedDocuments) -> Tensor:
+def pad_documents(tokens: Tensor, documents: PackedDocuments) -> Tensor:
     """[tokens, …] → [slots, …], with zeros in padding."""
-    return _ToSlots.apply(tokens, documents.slots, documents.num_slots)
+    return _Pad.apply(tokens, documents.slots, documents.num_slots)
 
 
-def from_slots(padded: Tensor, documents: PackedDocuments) -> Tensor:
+def unpad_documents(padded: Tensor, documents: PackedDocuments) -> Tensor:
     """[slots, …] → [tokens, …]; padding is dropped."""
-    return _FromSlots.apply(padded, documents.slots, documents.num_slots)
+    return _Unpad.apply(padded, documents.slots, documents.num_slots)
 
 
-class _ToSlots(torch.autograd.Function):
+class _Pad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, slots: Tensor, num_slots: int) -> Tensor:
         ctx.save_for_backward(slots)
@@ -36,7 +36,7 @@ class _ToSlots(torch.autograd.Function):
         return gradients[0].index_select(0, slots), None, None
 
 
-class _FromSlots(torch.autograd.Function):
+class _Unpad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, padded: Tensor, slots: Tensor, num_slots: int) -> Tensor:
         ctx.save_for_backward(slots)

@@ -8,7 +8,7 @@ import pytest
 
 from stages.core.errors import DataError
 from stages.models.known_models import KNOWN, known_model
-from stages.planner.predict import PREDICTED, predict_table
+from stages.planner.predict_table import PREDICTED, predict_table
 from stages.planner.published import VTRAIN_COLUMNS, read_table
 
 COLUMNS = (

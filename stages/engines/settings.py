@@ -1,0 +1,34 @@
+"""What an engine needs to know of a stage: layout, precision, optimizer. Light: a config gives it without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stages.parallel.layout import Layout
+from stages.planner.workload import Precision
+
+
+@dataclass(frozen=True)
+class AdamSettings:
+    """AdamW (Loshchilov and Hutter 2019); weights decay all alike."""
+
+    learning_rate: float
+    """What the optimizer is made with; every step is given its own."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How an engine trains."""
+
+    layout: Layout
+    precision: Precision
+    adam: AdamSettings
+    seed: int = 0
+    hang_timeout_s: float = 3600
+    """When the stage ends an attempt that hangs; collectives wait longer."""
+    trust_remote_code: bool = False
+    """Whether code that came with the model may be run."""

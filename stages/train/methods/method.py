@@ -1,0 +1,43 @@
+"""What a training method is: what the recipe may say of it, its loss, and what it needs of everybody else.
+
+Data preparation, engines, planner and loop ask a method for its needs; none of them asks which method it is. A method
+is a module beside this one and a line in `registry.py`. These modules are light: the recipe is read without torch, so
+losses import it where they compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from stages.core.strict import StrictModel
+from stages.data.config import RowKind
+
+if TYPE_CHECKING:
+    from stages.engines.loss import Loss
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to learn from rows."""
+
+    name: str
+    """What `method:` of a recipe says, and the field that holds `options`."""
+    rows: RowKind
+    """What it learns from."""
+    build_loss: Callable[[Any], Loss]
+    """The loss, of the options in the recipe (None where the method has none)."""
+    options: type[StrictModel] | None = None
+    """What a recipe may say of it; everything has a default."""
+    needs_reference: bool = False
+    """Batches carry the log-probabilities that the model gave to their documents before training."""
+    metrics: Mapping[str, str] = field(default_factory=dict)
+    """What its loss measures beside itself: name → meaning."""
+    averaged_over: str = "target tokens"
+    """What its loss is the mean over; what it counts."""
+    headline: tuple[str, ...] = ()
+    """Those of `metrics` that a person is shown first."""
+    is_null_in_identity: bool = False
+    """Whether the identity of other methods' stages holds `NAME: null`. A method to come must leave this False: what is
+    not there changes no version."""

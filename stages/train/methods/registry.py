@@ -1,0 +1,25 @@
+"""The training methods there are. A new method is a module beside this file and one line here."""
+
+from __future__ import annotations
+
+from stages.train.methods.dpo import DPO
+from stages.train.methods.method import Method
+from stages.train.methods.sft import SFT
+
+METHODS: dict[str, Method] = {method.name: method for method in (SFT, DPO)}
+
+
+def loss_meaning() -> str:
+    """What the metric `loss` means, with the methods of which it is not so."""
+    others = [method for method in METHODS.values() if method.averaged_over != SFT.averaged_over]
+    exceptions = "; ".join(f"{method.name.upper()}: over {method.averaged_over}" for method in others)
+    return f"mean over the {SFT.averaged_over} of a global batch, in nats ({exceptions})"
+
+
+def metric_meanings() -> dict[str, str]:
+    """Metrics that only some methods have, and what they mean, with the methods: `DPO: mean reward of …`."""
+    meanings = {name: meaning for method in METHODS.values() for name, meaning in method.metrics.items()}
+    return {
+        name: f"{', '.join(one.name.upper() for one in METHODS.values() if name in one.metrics)}: {meaning}"
+        for name, meaning in meanings.items()
+    }

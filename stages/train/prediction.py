@@ -1,0 +1,84 @@
+"""Before a model is built: the planner's prediction for this layout here, and whether there is memory enough for it.
+
+A run that cannot fit is refused before its first minute; one that the planner cannot predict (a model or a device that
+it has no description of) is run all the same, with a warning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from stages.core.contract import StageContext, is_main_process
+from stages.core.files import write_atomically
+from stages.models.shape import ModelShape
+from stages.parallel.processes import gathered
+from stages.planner.hardware import Hardware
+from stages.planner.local_hardware import hardware_at_hand
+from stages.planner.prediction import alternatives, as_json, check_memory, predicted_metrics
+from stages.planner.search import Candidate, SearchRequest, estimate
+from stages.train.config import TrainConfig
+
+HARDWARE_VARIABLE = "LIFECYCLE_HARDWARE"
+"""Names the YAML file that describes the devices; the built-in descriptions serve where there is none."""
+PREDICTION_FILE = "prediction.json"
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted metrics by name, and tags that say what they were predicted from."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
+
+
+def predict_run(
+    config: TrainConfig, context: StageContext, shape: ModelShape | None, device: torch.device
+) -> Prediction:
+    """Predict, check memory, and leave `prediction.json` with the layout's parts and its alternatives. Collective.
+
+    Raises LayoutError on every process when even the emptiest device has too little memory free.
+    """
+    available_gib = min(gathered(_available_memory_gib(device)))
+    hardware = _hardware(config, context, device)
+    if shape is None or hardware is None:
+        return Prediction()
+    request = SearchRequest(shape, config.workload, hardware, config.layout.world_size)
+    candidate = estimate(request, config.engine, config.layout)
+    check_memory(request, candidate, available_gib)
+    if is_main_process():
+        _write(context.work / PREDICTION_FILE, request, candidate)
+    tags = {"model_shape": shape.to_json(), "planner_hardware": hardware.name}
+    return Prediction(predicted_metrics(candidate), tags)
+
+
+def _hardware(config: TrainConfig, context: StageContext, device: torch.device) -> Hardware | None:
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    described = os.environ.get(HARDWARE_VARIABLE)
+    hardware = hardware_at_hand(device_name, config.processes, Path(described) if described else None)
+    if hardware is None:
+        context.warn(f"memory and step time are not predicted: no description of a {device_name}; give one as YAML")
+    return hardware
+
+
+def _write(path: Path, request: SearchRequest, candidate: Candidate) -> None:
+    document = {
+        "hardware": dataclasses.asdict(request.hardware),
+        "predicted": as_json(candidate),
+        "alternatives": [as_json(one) for one in alternatives(request)],
+    }
+    write_atomically(path, json.dumps(document, indent=1))
+
+
+def _available_memory_gib(device: torch.device) -> float:
+    """Of this process's GPU; of the host, its share among the processes there."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] / GIB
+    kib = next(line.split()[1] for line in Path("/proc/meminfo").read_text().splitlines() if "MemAvailable" in line)
+    return int(kib) * 1024 / GIB / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -1,0 +1,50 @@
+"""A preference method that there is in tests only, to show that registering one is all it takes (Meng et al. 2024).
+
+Import this before the config of the train stage: its fields are those of the methods that are registered by then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from stages.core.strict import StrictModel
+from stages.data.batch import Batch
+from stages.engines.loss import Sums
+from stages.train.methods.method import Method
+from stages.train.methods.registry import METHODS
+
+
+class MarginConfig(StrictModel):
+    beta: float = 2.0
+    target: float = 0.5
+
+
+@dataclass(frozen=True)
+class MarginLoss:
+    """-log σ(β (mean log π of the chosen - of the rejected) - target): SimPO, equation 6. No reference."""
+
+    config: MarginConfig
+    metric_names: ClassVar[tuple[str, ...]] = ("answer_margin",)
+
+    def count(self, batch: Batch) -> int:
+        return batch.num_documents // 2
+
+    def __call__(self, token_log_probabilities: Tensor, batch: Batch) -> Sums:
+        means = batch.document_sums(token_log_probabilities) / batch.document_sums(batch.has_target.float())
+        margins = means[0::2] - means[1::2]
+        return -logsigmoid(self.config.beta * margins - self.config.target).sum(), {"answer_margin": margins.sum()}
+
+
+METHODS["margin"] = Method(
+    name="margin",
+    rows="pairs",
+    build_loss=MarginLoss,
+    options=MarginConfig,
+    metrics={"answer_margin": "by how much likelier a token of the preferred answer is, in nats"},
+    averaged_over="pairs",
+    headline=("answer_margin",),
+)
