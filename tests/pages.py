@@ -119,11 +119,10 @@ def blocks(path: str) -> Iterator[str]:
 
 
 def own_fields(model: type[BaseModel]) -> list[str]:
-    """Without `kind` and what all `execution` blocks have: that is shown once."""
-    above = next((base for base in model.__mro__[1:] if issubclass(base, Execution)), None)
-    return [
-        name for name in model.model_fields if name not in {"kind", "execution", *(above.model_fields if above else ())}
-    ]
+    """Without `kind` and what all `execution` blocks have, which is shown once; those of a base class come last."""
+    above = next((base.model_fields for base in model.__mro__[1:] if issubclass(base, Execution)), {})
+    names = [name for name in model.model_fields if name not in {"kind", "execution", *above}]
+    return sorted(names, key=lambda name: name not in vars(model)["__annotations__"])
 
 
 def block(path: str) -> type[BaseModel]:

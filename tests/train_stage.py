@@ -10,7 +10,7 @@ from typing import Any
 
 from flows.launch import local
 from stages.core.contract import StageContext, StageInput
-from stages.download.builtin import addition, addition_preferences, qwen3
+from stages.hubs.builtin import addition, addition_preferences, qwen3
 from stages.train.config import TrainConfig
 
 VERSION = "0" * 12

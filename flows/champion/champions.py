@@ -15,8 +15,8 @@ from flows.store.record import Artifact
 from flows.store.store import Store
 from stages.core.errors import LifecycleError, ServerError, StoreError
 from stages.serving.config import ServingConfig
-from stages.serving.launch import LaunchSpec
-from stages.serving.vllm_program import find_vllm
+from stages.serving.launch import LAUNCH_FILE, LaunchSpec
+from stages.serving.registry import new_launch_spec
 
 URI_PREFIX = "models:/"
 URI = re.compile(r"models:/(?P<name>[^/@]+)@(?P<alias>[^/@]+)")
@@ -63,10 +63,10 @@ def launch_spec(version: RegisteredVersion) -> LaunchSpec:
     """How to serve a registered version under its registered name: as the serve stage of its promotion did, if any."""
     serving = ServingConfig()
     if version.registration.server:
-        launch = json.loads((artifact_of(version, version.registration.server).folder / "launch.json").read_text())
+        launch = json.loads((artifact_of(version, version.registration.server).folder / LAUNCH_FILE).read_text())
         serving = ServingConfig.model_validate(launch["serving"])
     model = artifact_of(version, version.registration.model).folder / "model"
-    return LaunchSpec(model=model, served_name=version.name, serving=serving, vllm_version=find_vllm().version)
+    return new_launch_spec(model, version.name, serving)
 
 
 def kept_versions() -> frozenset[str]:

@@ -42,7 +42,7 @@ def examine() -> list[Finding]:
         _shared_memory,
         _gpus,
         _pipeline,
-        _vllm,
+        _serving_engines,
         _servers,
     )
     return [finding for check in checks for finding in check()]
@@ -127,14 +127,18 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _vllm() -> list[Finding]:
-    from stages.serving.vllm_program import find_vllm
+def _serving_engines() -> list[Finding]:
+    from stages.serving.registry import ENGINES
 
-    try:
-        program = find_vllm()
-    except LifecycleError as error:
-        return [Finding("vllm", "missing", str(error), "make environments, or set LIFECYCLE_VLLM to the vllm program")]
-    return [Finding("vllm", "ok", f"{program.version} ({program.command})")]
+    findings = []
+    for name, engine in ENGINES.items():
+        try:
+            program = engine.find_program()
+        except LifecycleError as error:
+            findings.append(Finding(name, "missing", str(error), engine.installation))
+        else:
+            findings.append(Finding(name, "ok", f"{program.version} ({program.command})"))
+    return findings
 
 
 def _servers() -> list[Finding]:

@@ -18,11 +18,11 @@ from stages.core.clusters import KubernetesOptions
 from stages.core.contract import StageConfig
 from stages.core.errors import RecipeError
 from stages.serve.config import ServeConfig
-from stages.serving.launch import QUIET, LaunchSpec, server_command
-from stages.serving.vllm_program import VllmProgram
+from stages.serving.launch import LaunchSpec
+from stages.serving.registry import default_engine
+from stages.serving.server import API_KEY_VARIABLE
 
 PORT = 8000
-KEY_VARIABLE = "VLLM_API_KEY"
 SERVE_LABEL = "llm-lifecycle.io/serve"
 WAITING_REQUESTS_PER_REPLICA = 4
 """More waiting requests than this, on average, and another replica is started."""
@@ -47,9 +47,11 @@ def serving_manifests(
     assert isinstance(config, ServeConfig)
     asked = config.execution.kubernetes
     if not asked.image:
-        raise RecipeError(f"stages.{name}.execution.kubernetes.image: missing; name the image that holds vLLM")
-    if KEY_VARIABLE not in asked.secrets:
-        example = f"{{{KEY_VARIABLE}: SECRET/KEY}}"
+        raise RecipeError(
+            f"stages.{name}.execution.kubernetes.image: missing; name the image that holds {default_engine().title}"
+        )
+    if API_KEY_VARIABLE not in asked.secrets:
+        example = f"{{{API_KEY_VARIABLE}: SECRET/KEY}}"
         raise RecipeError(
             f"stages.{name}.execution.kubernetes.secrets: expected {example}; no server goes without a key"
         )
@@ -77,14 +79,17 @@ def serving_manifests(
 
 def _pod(name: str, model: Path, home: Path, config: ServeConfig) -> Manifest:
     asked = config.execution.kubernetes
-    # The image's own vLLM: which build it is shows in whether GPUs are asked for.
-    program = VllmProgram(Path("vllm"), Path("python"), "image" if asked.gpus_per_node else "image+cpu")
-    spec = LaunchSpec(model=model, served_name=name, serving=config.serving, vllm_version=program.version)
-    environment = {**QUIET, "HOME": "/tmp"}  # noqa: S108 (a volume)
+    engine = default_engine()
+    # The image's own program: which build it is shows in whether GPUs are asked for.
+    program = engine.program_in_image(on_cpu=not asked.gpus_per_node)
+    spec = LaunchSpec(
+        model=model, served_name=name, serving=config.serving, engine=engine.name, engine_version=program.version
+    )
+    environment = {**engine.settings, "HOME": "/tmp"}  # noqa: S108 (a volume)
     container = {
-        "name": "vllm",
+        "name": engine.name,
         "image": asked.image,
-        "command": server_command(program, spec, "0.0.0.0", PORT),  # noqa: S104 (behind a Service, with a key)
+        "command": program.server_command(spec, "0.0.0.0", PORT),  # noqa: S104 (behind a Service, with a key)
         "env": [
             *({"name": variable, "value": value} for variable, value in environment.items()),
             *environment_by_reference(asked.secrets),
@@ -115,11 +120,11 @@ def _probe(failures: int) -> Manifest:
 
 
 def _autoscaler(name: str, asked: KubernetesOptions, replicas: Replicas) -> Manifest:
-    """By waiting requests on GPUs, which are always busy (needs an adapter for vLLM's metrics); by cores without."""
+    """By waiting requests on GPUs, which are always busy (needs an adapter for such metrics); by cores without."""
     waiting = {"type": "AverageValue", "averageValue": str(WAITING_REQUESTS_PER_REPLICA)}
     busy = {"type": "Utilization", "averageUtilization": CORE_UTILIZATION_PERCENT}
     metric = (
-        {"type": "Pods", "pods": {"metric": {"name": "vllm:num_requests_waiting"}, "target": waiting}}
+        {"type": "Pods", "pods": {"metric": {"name": default_engine().waiting_requests_metric}, "target": waiting}}
         if asked.gpus_per_node
         else {"type": "Resource", "resource": {"name": "cpu", "target": busy}}
     )

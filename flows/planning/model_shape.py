@@ -12,7 +12,7 @@ from flows.recipe.version import identity_of, version_of
 from flows.store.record import Index
 from stages.core.errors import RecipeError, TransientError
 from stages.download.config import DownloadConfig
-from stages.download.peek import read_model_config
+from stages.hubs.model_config import read_model_config
 from stages.models.known_models import known_model
 from stages.models.model_config import read_config, shape_of_config
 from stages.models.shape import ModelShape
@@ -31,7 +31,7 @@ def shape_of_stage(recipe: Recipe, stage: str, outside: Outside, index: Index) -
     if artifact and not artifact.damage:
         return shape_of_config(read_config(artifact.folder / "model"))
     if "revision" in outside[name]:
-        return shape_of_config(read_model_config(config, str(outside[name]["revision"])))
+        return shape_of_config(read_model_config(config.source, str(outside[name]["revision"])))
     known = known_model(str(config.model))
     if known is None:
         raise TransientError(f"reading the sizes of {config.model}: its hub does not answer, and no table has it")

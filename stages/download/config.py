@@ -7,9 +7,9 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, JsonValue, model_validator
 
 from stages.core.contract import StageConfig
-from stages.download.source import Source, parse_source
-
-SOURCE_HELP = "hf://org/name[@revision], modelscope://org/name[@revision], file://PATH or builtin/NAME"
+from stages.hubs.hub import Request
+from stages.hubs.registry import forms, hub_of, parse_source
+from stages.hubs.source import Source
 
 
 class DownloadConfig(StageConfig):
@@ -18,10 +18,8 @@ class DownloadConfig(StageConfig):
     STAGE_VERSION: ClassVar[int] = 1
 
     kind: Literal["download"]
-    model: str | None = Field(None, description=f"Source of a model: {SOURCE_HELP}.")
-    dataset: str | None = Field(
-        None, description="Source of a dataset: hf://datasets/org/name[@revision], file://PATH or builtin/NAME."
-    )
+    model: str | None = Field(None, description=f"Source of a model: {forms('model')}.")
+    dataset: str | None = Field(None, description=f"Source of a dataset: {forms('dataset')}.")
     files: tuple[str, ...] | None = Field(None, description="Only files that match one of these glob patterns.")
     trust_remote_code: bool = Field(False, description="Keep the Python files that come with a model.")
 
@@ -37,22 +35,20 @@ class DownloadConfig(StageConfig):
         return "model" if self.model is not None else "dataset"
 
     @property
-    def source_text(self) -> str:
-        """The source as the recipe writes it."""
-        source = self.model if self.model is not None else self.dataset
-        assert source is not None
-        return source
-
-    @property
     def source(self) -> Source:
         """The source, parsed."""
-        return parse_source(self.source_text, self.product)
+        text = self.model if self.model is not None else self.dataset
+        assert text is not None
+        return parse_source(text, self.product)
+
+    @property
+    def request(self) -> Request:
+        """What a hub is asked for."""
+        return Request(self.source, self.files, self.trust_remote_code)
 
     def identity(self) -> dict[str, JsonValue]:
         """Without a file's path and a hub's branch: the resolved revision stands in for them."""
         return {**super().identity(), self.product: self.source.place}
 
     def resolve_outside(self) -> dict[str, JsonValue]:
-        from stages.download.revision import resolve_revision
-
-        return {"revision": resolve_revision(self)}
+        return {"revision": hub_of(self.source).resolve_revision(self.request)}

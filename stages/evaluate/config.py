@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import ClassVar, Literal
 
 from pydantic import Field, JsonValue, PositiveInt
 
 from stages.core.contract import ModelOrServerReference, OutsidePath, Product, StageConfig
+from stages.evaluate.harnesses.harness import Evaluation
+from stages.evaluate.harnesses.registry import default_harness
 from stages.serving.config import ServeExecution, ServingConfig
-from stages.serving.vllm_program import find_vllm
+from stages.serving.registry import installed_version
 
 
 class EvaluateExecution(ServeExecution):
@@ -19,14 +20,16 @@ class EvaluateExecution(ServeExecution):
 
 
 class EvaluateConfig(StageConfig):
-    """Run lm-eval tasks against a vLLM server: that of a serve stage, or its own for a model."""
+    """Run benchmark tasks against a server: that of a serve stage, or its own for a model."""
 
     STAGE_VERSION: ClassVar[int] = 1
 
     kind: Literal["evaluate"]
     model: ModelOrServerReference
     serving: ServingConfig | None = Field(None, description="Only for a model; a serve stage brings its own.")
-    tasks: tuple[str, ...] = Field(min_length=1, description="Names of lm-eval tasks, from the hub or `task_folder`.")
+    tasks: tuple[str, ...] = Field(
+        min_length=1, description="Names of the harness's tasks, its own or of `task_folder`."
+    )
     task_folder: OutsidePath | None = Field(None, description="Folder of local tasks (YAML and JSONL).")
     limit: PositiveInt | None = Field(None, description="Samples of each task; default: all.")
     num_fewshot: int | None = Field(None, ge=0, description="Default: the task's own.")
@@ -43,7 +46,19 @@ class EvaluateConfig(StageConfig):
         return self.serving.tensor_parallel_size if self.serving else 1
 
     def resolve_outside(self) -> dict[str, JsonValue]:
-        from stages.evaluate.revisions import resolve_hub_datasets
+        harness = default_harness()
+        programs = {f"{harness.name}_version": harness.version(), **installed_version()}
+        return {**programs, **harness.resolve_outside(self.evaluation)}
 
-        programs = {"lm_eval_version": version("lm_eval"), "vllm_version": find_vllm().version}
-        return {**programs, **resolve_hub_datasets(self)}
+    @property
+    def evaluation(self) -> Evaluation:
+        """What a harness is asked for."""
+        return Evaluation(
+            tasks=self.tasks,
+            task_folder=self.task_folder,
+            limit=self.limit,
+            num_fewshot=self.num_fewshot,
+            apply_chat_template=self.apply_chat_template,
+            seed=self.seed,
+            concurrent_requests=self.execution.concurrent_requests,
+        )

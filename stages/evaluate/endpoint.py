@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from stages.core.contract import StageContext
 from stages.core.errors import LifecycleError, RecipeError, TransientError
 from stages.evaluate.config import EvaluateConfig
-from stages.serve.run import LAUNCH_FILE
+from stages.evaluate.harnesses.harness import ServedModel
 from stages.serving.client import Client, check_server
 from stages.serving.config import ServingConfig
-from stages.serving.launch import LaunchSpec
+from stages.serving.launch import LAUNCH_FILE, LaunchSpec
+from stages.serving.registry import ENGINES, new_launch_spec
 from stages.serving.server import Server, api_key, started_server
-from stages.serving.vllm_program import find_vllm
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,13 @@ class Endpoint:
     server: Server | None
     ready_timeout_s: float
 
-    def wait_until_ready(self) -> None:
+    def await_model(self) -> ServedModel:
         """Raises ServerError when our own server does not come up."""
         if self.server:
             self.server.wait_until_ready(self.ready_timeout_s)
             check_server(self.client)
+        context_tokens = ENGINES[self.spec.engine].context_tokens(self.client)
+        return ServedModel(self.client, self.spec.model, context_tokens, self.spec.serving.trust_remote_code)
 
     def raise_if_gone(self) -> None:
         """Raise TransientError when the server does not answer any more."""
@@ -64,12 +66,7 @@ def _launch_spec(config: EvaluateConfig, context: StageContext) -> LaunchSpec:
         if config.serving:
             raise RecipeError(f"`serving` is set, but {config.model} is a serve stage and brings its own; remove it")
         return LaunchSpec.model_validate_json((artifact / LAUNCH_FILE).read_text())
-    return LaunchSpec(
-        model=(artifact / "model").resolve(),
-        served_name=config.model,
-        serving=config.serving or ServingConfig(),
-        vllm_version=find_vllm().version,
-    )
+    return new_launch_spec((artifact / "model").resolve(), config.model, config.serving or ServingConfig())
 
 
 def _leased_client(config: EvaluateConfig, context: StageContext, spec: LaunchSpec) -> Client | None:

@@ -1,4 +1,4 @@
-"""From lm-eval's results to the metrics of the stage (pure)."""
+"""From a harness's results to the metrics of the stage (pure)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ NO_FILTER = "none"
 def score_metrics(results: dict[str, dict[str, Any]]) -> dict[str, float]:
     """`TASK.METRIC` and `TASK.METRIC_stderr` of every task and group.
 
-    results: lm-eval's, such as {"gsm8k": {"exact_match,strict-match": 0.5, "exact_match_stderr,strict-match": 0.1}}.
+    results: such as {"gsm8k": {"exact_match,strict-match": 0.5, "exact_match_stderr,strict-match": 0.1}}.
     A score that was taken through a filter is named after it: `gsm8k.strict-match.exact_match`.
     """
-    return {
-        _metric_name(task, key): float(value)
-        for task, figures in results.items()
-        for key, value in figures.items()
-        if "," in key and isinstance(value, int | float) and math.isfinite(value)
-    }
-
-
-def _metric_name(task: str, key: str) -> str:
-    metric, _, filter_name = key.partition(",")
-    return f"{task}.{metric}" if filter_name == NO_FILTER else f"{task}.{filter_name}.{metric}"
+    metrics = {}
+    for task, scores in results.items():
+        for key, value in scores.items():
+            metric, comma, filter_name = key.partition(",")
+            if comma and isinstance(value, int | float) and math.isfinite(value):
+                name = f"{task}.{metric}" if filter_name == NO_FILTER else f"{task}.{filter_name}.{metric}"
+                metrics[name] = float(value)
+    return metrics

@@ -7,6 +7,11 @@ from typing import ClassVar, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from stages.core.contract import DatasetReference, ModelReference, Product, StageConfig, StrictModel
+from stages.quantize.registry import METHODS, Method
+from stages.serving.quantization import Quantization
+
+ROUTERS = (r"re:.*\.(mlp|block_sparse_moe|feed_forward)\.(gate|router)$", r"re:.*\.shared_expert_gate$")
+"""Which expert a token goes to hangs on small differences, and the matrix is tiny: never quantized."""
 
 
 class CalibrationConfig(StrictModel):
@@ -23,13 +28,13 @@ class CalibrationConfig(StrictModel):
 
 
 class QuantizeConfig(StageConfig):
-    """Quantize a model with llm-compressor (→ `model/`, compressed-tensors format)."""
+    """Quantize a model (→ `model/`)."""
 
     STAGE_VERSION: ClassVar[int] = 1
 
     kind: Literal["quantize"]
     model: ModelReference
-    method: Literal["awq", "gptq", "int8", "fp8"] = Field(
+    method: Method = Field(
         description="awq, gptq: W4A16 in groups; int8: W8A8; fp8: W8A8 with dynamic activation scales."
     )
     group_size: PositiveInt = Field(128, description="Input channels that share a scale (awq and gptq).")
@@ -44,3 +49,15 @@ class QuantizeConfig(StageConfig):
     @property
     def product(self) -> Product:
         return "model"
+
+    @property
+    def quantization(self) -> Quantization:
+        """What the engine that will serve the model must know."""
+        return Quantization(
+            method=self.method,
+            weights=METHODS[self.method].weights,
+            group_size=self.group_size,
+            symmetric=self.symmetric,
+            ignore=(*self.ignore, *ROUTERS),
+            tensor_parallel_size=self.tensor_parallel_size,
+        )

@@ -1,7 +1,7 @@
 """How far a quantized model's predictions are from the unquantized model's, on tokens that it was not calibrated with.
 
-Both are loaded with Transformers from the folders that vLLM will get, so a fault of the export shows as well as one of
-the quantization. Perplexity alone would not do: a model that has learned little "passes" it even at one bit.
+Both are loaded with Transformers from the folders that a server will get, so a fault of the export shows as well as
+one of the quantization. Perplexity alone would not do: a model that has learned little "passes" it even at one bit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The quantize stage: a model and calibration rows → a smaller model that vLLM serves, and how much it lost.
+"""The quantize stage: a model and calibration rows → a smaller model that can be served, and how much it lost.
 
-Everything that can be wrong with the recipe or the model is found from file headers first; then llm-compressor works,
-and what it wrote is read back and judged by its KL divergence from the original.
+Everything that can be wrong with the recipe or the model is found from file headers first; then the method's quantizer
+works, and what it wrote is read back and judged by its KL divergence from the original.
 """
 
 from __future__ import annotations
@@ -10,45 +10,57 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from stages.core.contract import StageContext, StageResult
 from stages.core.errors import GateError, ModelError, RecipeError
 from stages.models.model_folder import check_model_folder
+from stages.models.projections import read_projections
 from stages.quantize.config import QuantizeConfig
-from stages.quantize.projections import read_projections
+from stages.quantize.registry import quantizer_of
 from stages.quantize.samples import read_samples
-from stages.quantize.servability import Heads, caveats, check_servable, cpu_flags, quantized, serving_device
-
-if TYPE_CHECKING:
-    from stages.quantize.divergence import Divergence
+from stages.serving.registry import default_engine
 
 MIB = 2**20
 
 
 def run(config: QuantizeConfig, context: StageContext) -> StageResult:
-    """Check, quantize, reload, compare. Raises GateError when the KL exceeds `max_kl`; the figures are logged first."""
-    _prepare_process()
+    """Check, quantize, reload, compare. Raises GateError when the KL exceeds `max_kl`; the metrics are logged first."""
+    # Before tqdm is imported, which reads this once: bars would fill the log, and progress is reported by events.
+    os.environ["TQDM_DISABLE"] = "1"
     source, target = context.inputs[config.model] / "model", context.work / "model"
     num_layers = _check(source, config)
-    for caveat in caveats(config, serving_device(), cpu_flags()):
+    for caveat in default_engine().caveats(config.quantization):
         context.warn(caveat)
     samples = read_samples(context.inputs[config.calibration.dataset] / "data", source, config.calibration)
     context.milestone(
         f"quantizing {num_layers} layers with {config.method}, calibrated with "
         f"{sum(map(len, samples.calibration))} tokens of {len(samples.calibration)} rows"
     )
-    _compress(source, target, samples.calibration, config, context)
-    divergence = _divergence(source, target, samples.evaluation, config, context)
-    metrics = {**divergence.metrics(), **_sizes(source, target)}
+    quantizer_of(config.method)(
+        source,
+        target,
+        config.quantization,
+        samples.calibration,
+        seed=config.seed,
+        trust_remote_code=config.trust_remote_code,
+        report=lambda done, total: context.progress(done, total, "layers", "calibrating"),
+    )
+    before, after = _mebibytes(source), _mebibytes(target)
+    context.milestone(f"wrote the quantized model: {before:.1f} → {after:.1f} MiB")
+    from stages.quantize.divergence import measure_divergence  # takes seconds to import: what can fail early has
+
+    divergence = measure_divergence(
+        source,
+        target,
+        samples.evaluation,
+        trust_remote_code=config.trust_remote_code,
+        report=lambda done, total: context.progress(done, total, "tokens", "comparing with the unquantized model"),
+    )
+    sizes = {"size_before_mib": before, "size_after_mib": after, "compression": before / after}
+    metrics = {**divergence.metrics(), **sizes}
     context.log_metrics(0, metrics)
     _judge(metrics["kl_nats_per_token"], config.max_kl, divergence.worst_in_words(source))
     return StageResult(metrics=metrics, tags={"method": config.method, "group_size": str(config.group_size)})
-
-
-def _prepare_process() -> None:
-    """Before tqdm is imported, which reads this once."""
-    os.environ["TQDM_DISABLE"] = "1"  # bars would fill the log; progress is told by events
 
 
 def _check(source: Path, config: QuantizeConfig) -> int:
@@ -61,41 +73,13 @@ def _check(source: Path, config: QuantizeConfig) -> int:
             "quantize the model that it was made from"
         )
     projections = read_projections(source)
-    layers = quantized(projections, config)
+    layers = config.quantization.layers(projections)
     if not layers:
         raise RecipeError(
             f"there is nothing to quantize: `ignore` matches all {len(projections)} linear layers of the model"
         )
-    check_servable(projections, Heads.of(model_config), config, serving_device())
+    default_engine().check_loadable(model_config, projections, config.quantization)
     return len(layers)
-
-
-def _compress(
-    source: Path, target: Path, samples: list[list[int]], config: QuantizeConfig, context: StageContext
-) -> None:
-    from stages.quantize.compress import compress
-
-    compress(source, target, samples, config, context)
-    context.milestone(f"wrote the quantized model: {_mebibytes(source):.1f} → {_mebibytes(target):.1f} MiB")
-
-
-def _divergence(
-    source: Path, target: Path, samples: list[list[int]], config: QuantizeConfig, context: StageContext
-) -> Divergence:
-    from stages.quantize.divergence import measure_divergence
-
-    return measure_divergence(
-        source,
-        target,
-        samples,
-        trust_remote_code=config.trust_remote_code,
-        report=lambda done, total: context.progress(done, total, "tokens", "comparing with the unquantized model"),
-    )
-
-
-def _sizes(source: Path, target: Path) -> dict[str, float]:
-    before, after = _mebibytes(source), _mebibytes(target)
-    return {"size_before_mib": before, "size_after_mib": after, "compression": before / after}
 
 
 def _mebibytes(folder: Path) -> float:

@@ -20,8 +20,8 @@ from stages.serve.run import guard
 from stages.serving.client import check_server
 from stages.serving.config import ServeExecution, ServingConfig
 from stages.serving.launch import LaunchSpec
+from stages.serving.registry import new_launch_spec
 from stages.serving.server import API_KEY_VARIABLE, started_server
-from stages.serving.vllm_program import find_vllm
 
 
 def main() -> None:
@@ -52,7 +52,9 @@ def _serve(arguments: argparse.Namespace) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     log_file = folder / f"{spec.served_name}.log"
     with started_server(spec, execution, log_file, folder / f"{spec.served_name}-{os.getpid()}") as server:
-        print(f"starting vLLM {spec.vllm_version} for {spec.model}; its log is {log_file}", flush=True)
+        print(
+            f"starting {server.engine.title} {spec.engine_version} for {spec.model}; its log is {log_file}", flush=True
+        )
         server.wait_until_ready(execution.ready_timeout_s)
         check_server(server.client)
         print(f"serving {spec.served_name} at {server.url}/v1", flush=True)
@@ -68,8 +70,7 @@ def _read(arguments: argparse.Namespace) -> tuple[LaunchSpec, ServeExecution]:
         execution = ServeExecution(host=arguments.host, port=arguments.port)
     except ValidationError as error:
         raise RecipeError(f"the options for the server are wrong: {error}") from error
-    name = arguments.name or model.name
-    return LaunchSpec(model=model, served_name=name, serving=serving, vllm_version=find_vllm().version), execution
+    return new_launch_spec(model, arguments.name or model.name, serving), execution
 
 
 if __name__ == "__main__":

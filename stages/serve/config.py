@@ -8,11 +8,11 @@ from pydantic import JsonValue
 
 from stages.core.contract import ModelReference, Product, StageConfig
 from stages.serving.config import BenchmarkConfig, ServeExecution, ServingConfig
-from stages.serving.vllm_program import find_vllm
+from stages.serving.registry import installed_version
 
 
 class ServeConfig(StageConfig):
-    """Start vLLM for a model, check it, measure it, and keep it up while this refresh needs it."""
+    """Start a server for a model, check it, measure it, and keep it up while this refresh needs it."""
 
     STAGE_VERSION: ClassVar[int] = 1
 
@@ -31,4 +31,4 @@ class ServeConfig(StageConfig):
         return self.serving.tensor_parallel_size
 
     def resolve_outside(self) -> dict[str, JsonValue]:
-        return {"vllm_version": find_vllm().version}
+        return dict(installed_version())

@@ -1,4 +1,4 @@
-"""The serve stage: starts vLLM for a model, checks it, measures it, and goes on as its guardian.
+"""The serve stage: starts a server for a model, checks it, measures it, and goes on as its guardian.
 
 In: a model's artifact. Out: `launch.json` (how to start the same server again), `server-start.log`, `benchmark.json`,
 and a lease on the running server.
@@ -19,25 +19,21 @@ from stages.core.errors import ServerError
 from stages.serve.config import ServeConfig
 from stages.serving.benchmark import measure
 from stages.serving.client import check_server
-from stages.serving.launch import LaunchSpec
+from stages.serving.launch import LAUNCH_FILE
+from stages.serving.registry import new_launch_spec
 from stages.serving.server import Server, started_server
-from stages.serving.vllm_program import find_vllm
 
-LAUNCH_FILE = "launch.json"
 WATCH_INTERVAL_S = 0.5
 
 
 def run(config: ServeConfig, context: StageContext) -> Iterator[StageResult]:
     """Yield the result with a lease once the server is up; from then on, guard it until SIGTERM.
 
-    Raises ModelError, ResourceError (port, no vLLM) before anything slow; ServerError when the server does not come
+    Raises ModelError, ResourceError (port, no engine) before anything slow; ServerError when the server does not come
     up, fails the check, or ends while it is leased.
     """
-    signal.signal(signal.SIGTERM, _end)
-    model = context.inputs[config.model] / "model"
-    spec = LaunchSpec(
-        model=model.resolve(), served_name=config.model, serving=config.serving, vllm_version=find_vllm().version
-    )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    spec = new_launch_spec((context.inputs[config.model] / "model").resolve(), config.model, config.serving)
     # The log goes on after the artifact is complete, so it may not lie in it; nor may what the server still needs.
     log_file = context.scratch / "server.log"
     runtime = context.cache / "servers" / f"{context.name}-{context.version}"
@@ -47,7 +43,7 @@ def run(config: ServeConfig, context: StageContext) -> Iterator[StageResult]:
         (context.work / LAUNCH_FILE).write_text(spec.model_dump_json(indent=2))
         yield StageResult(
             metrics=metrics,
-            tags={"vllm_version": spec.vllm_version},
+            tags=spec.version_tag,
             files=[LAUNCH_FILE, "server-start.log", *(["benchmark.json"] if config.benchmark else [])],
             lease=Lease(url=server.url, pid=os.getpid()),
         )
@@ -55,10 +51,12 @@ def run(config: ServeConfig, context: StageContext) -> Iterator[StageResult]:
 
 
 def _bring_up(server: Server, config: ServeConfig, context: StageContext) -> dict[str, float]:
-    """Await, check and measure the server; returns the figures."""
+    """Await, check and measure the server; returns the metrics."""
     time_to_ready_s = server.wait_until_ready(
         config.execution.ready_timeout_s,
-        lambda elapsed_s: context.progress(elapsed_s, config.execution.ready_timeout_s, "s", "starting vLLM"),
+        lambda elapsed_s: context.progress(
+            elapsed_s, config.execution.ready_timeout_s, "s", f"starting {server.engine.title}"
+        ),
     )
     context.milestone(f"{config.model} is served at {server.url} after {time_to_ready_s:.1f} s")
     check_server(server.client)
@@ -73,8 +71,4 @@ def guard(server: Server) -> NoReturn:
     """Stay for as long as the server does. Raises ServerError when it ends by itself."""
     while server.alive():
         time.sleep(WATCH_INTERVAL_S)
-    raise ServerError(f"the vLLM server for {server.spec.served_name} at {server.url} ended by itself")
-
-
-def _end(*_: object) -> NoReturn:
-    sys.exit(0)
+    raise ServerError(f"the {server.engine.title} server for {server.spec.served_name} at {server.url} ended by itself")

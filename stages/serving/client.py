@@ -1,4 +1,4 @@
-"""The few requests that we make of a vLLM server ourselves: is it ready, is it ours, does it generate and score."""
+"""The few requests that we make of a server ourselves: is it ready, is it ours, does it generate and score."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ class Client:
 
     def model_names(self) -> list[str]:
         """What the server serves; needs the right key."""
-        return [model["id"] for model in self._json("/v1/models")["data"]]
+        return [model["id"] for model in self.models()]
 
-    def max_model_len(self) -> int:
-        """Tokens that a prompt and its answer may have together."""
-        return int(self._json("/v1/models")["data"][0]["max_model_len"])
+    def models(self) -> list[dict[str, Any]]:
+        """What the server says of each model that it serves."""
+        models: list[dict[str, Any]] = self._json("/v1/models")["data"]
+        return models
 
     def complete(self, prompt: str | list[int], **options: Any) -> dict[str, Any]:
         """The first choice of a greedy completion; `options` as in the OpenAI API."""

@@ -1,4 +1,4 @@
-"""What a recipe may say of a vLLM server: how it holds a model, what load measures it, where it listens."""
+"""What a recipe may say of a server: how it holds a model, what load measures it, where it listens."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from stages.core.contract import Execution, StrictModel
 
 
 class ServingConfig(StrictModel):
-    """How vLLM holds a model: everything that may change what it answers, or how fast."""
+    """How an engine holds a model: everything that may change what it answers, or how fast."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: that of the weights.")
     max_model_len: PositiveInt | None = Field(None, description="Tokens of prompt and answer; default: the model's.")
-    max_num_seqs: PositiveInt | None = Field(None, description="Requests in one batch; default: vLLM's.")
+    max_num_seqs: PositiveInt | None = Field(None, description="Requests in one batch; default: the engine's.")
     tensor_parallel_size: PositiveInt = 1
     kv_cache_memory_gib: PositiveFloat | None = Field(
-        None, description="Default: what vLLM finds free on a GPU, 4 on a CPU."
+        None, description="Default: what the engine finds free on a GPU, 4 on a CPU."
     )
     enforce_eager: bool = Field(False, description="Neither compile nor capture graphs: starts sooner, runs slower.")
     trust_remote_code: bool = Field(False, description="Run the Python files that come with the model.")
 
 
 class BenchmarkConfig(StrictModel):
-    """Load that `vllm bench serve` puts on the server."""
+    """Load that is put on the server."""
 
     concurrencies: tuple[PositiveInt, ...] = Field((1, 8), description="Requests at a time; each is measured.")
     requests_per_concurrency: PositiveInt = Field(8, description="Requests sent for each unit of concurrency.")

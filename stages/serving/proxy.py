@@ -1,4 +1,4 @@
-"""A reverse proxy in front of one vLLM server at a time, which may be exchanged while requests are under way.
+"""A reverse proxy in front of one server at a time, which may be exchanged while requests are under way.
 
 An ASGI application: every request goes to the backend that is current when it arrives, and stays with it to its end,
 streamed answers included. Keys are checked by the backend. Which backend is current is for others to decide.
@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 CONNECT_TIMEOUT_S = 10.0
-OF_ONE_CONNECTION = frozenset(
+HOP_BY_HOP_HEADERS = frozenset(
     {
         "connection",
         "keep-alive",
@@ -28,8 +28,8 @@ OF_ONE_CONNECTION = frozenset(
         "upgrade",
     }
 )
-"""Headers that are not passed on (RFC 9110, section 7.6.1)."""
-BY_OURSELVES = OF_ONE_CONNECTION | {"host", "date", "server"}
+"""Headers of one connection, which are not passed on (RFC 9110, section 7.6.1)."""
+OWN_HEADERS = HOP_BY_HOP_HEADERS | {"host", "date", "server"}
 
 
 class Backend:
@@ -94,7 +94,7 @@ class Proxy:
     async def _asked(self, request: Request, backend: Backend) -> httpx.Request:
         """The request as the backend gets it."""
         url = httpx.URL(backend.url).copy_with(raw_path=_raw_path(request.scope))
-        headers = [(name, value) for name, value in request.headers.items() if name not in BY_OURSELVES]
+        headers = [(name, value) for name, value in request.headers.items() if name not in OWN_HEADERS]
         return self._client.build_request(request.method, url, headers=headers, content=await request.body())
 
 
@@ -107,7 +107,7 @@ def _raw_path(scope: Scope) -> bytes:
 
 def _passed_on(answer: httpx.Response) -> Response:
     response = StreamingResponse(answer.aiter_raw(), answer.status_code)
-    response.raw_headers = [pair for pair in answer.headers.raw if pair[0].decode().lower() not in BY_OURSELVES]
+    response.raw_headers = [pair for pair in answer.headers.raw if pair[0].decode().lower() not in OWN_HEADERS]
     return response
 
 

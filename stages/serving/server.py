@@ -1,4 +1,4 @@
-"""Starts, awaits and stops a vLLM server, which never outlives the process that started it.
+"""Starts, awaits and stops a server of any engine, which never outlives the process that started it.
 
 In: a `LaunchSpec`. Out: a `Server` with its address and its key, whose processes, port and temporary files are gone
 when the context ends, however it ends. What is asked of the server is in `client.py`.
@@ -21,9 +21,9 @@ from stages.core.supervised import Supervised
 from stages.models.model_folder import check_model_folder
 from stages.serving.client import Client
 from stages.serving.config import ServeExecution
-from stages.serving.launch import LaunchSpec, server_command, server_environment
-from stages.serving.root_cause import find_root_cause, last_lines
-from stages.serving.vllm_program import find_vllm
+from stages.serving.engine import Engine
+from stages.serving.launch import LaunchSpec
+from stages.serving.registry import ENGINES
 
 POLL_INTERVAL_S = 0.1
 GRACE_S = 10.0
@@ -32,9 +32,10 @@ API_KEY_VARIABLE = "VLLM_API_KEY"
 
 @dataclass
 class Server:
-    """A vLLM server that was started; `wait_until_ready` before the first request."""
+    """A server that was started; `wait_until_ready` before the first request."""
 
     client: Client
+    engine: Engine
     spec: LaunchSpec
     log_file: Path
     process: Supervised
@@ -59,8 +60,8 @@ class Server:
         """Whether the server still runs, ready or not."""
         return self.process.alive()
 
-    def wait_until_ready(self, timeout_s: float, tell: Callable[[float], None] = lambda elapsed_s: None) -> float:
-        """Return the seconds from start to the first healthy answer. `tell` is called with the seconds so far.
+    def wait_until_ready(self, timeout_s: float, report: Callable[[float], None] = lambda elapsed_s: None) -> float:
+        """Return the seconds from start to the first healthy answer. `report` is called with the seconds so far.
 
         Raises ServerError with the root cause from the log when the server ends, or is not ready in time.
         """
@@ -69,39 +70,43 @@ class Server:
                 raise self.failure("ended before it was ready")
             if self.client.is_healthy():
                 return time.monotonic() - self.started_s
-            tell(elapsed_s)
+            report(elapsed_s)
             time.sleep(POLL_INTERVAL_S)
         raise self.failure(f"was not ready within {timeout_s:g} s")
 
     def failure(self, what: str) -> ServerError:
         """An error that says what happened to the server and why, by its log."""
         log = self.log_file.read_text(errors="replace").replace(self.api_key, "***")
-        cause = find_root_cause(log) or f"its log ends with:\n{last_lines(log)}"
+        cause = self.engine.root_cause(log) or f"its log ends with:\n{last_lines(log)}"
         return ServerError(
-            f"the vLLM server for {self.spec.served_name} ({self.spec.model}) {what}: {cause}\n"
+            f"the {self.engine.title} server for {self.spec.served_name} ({self.spec.model}) {what}: {cause}\n"
             f"the whole log is {self.log_file}"
         )
 
 
 @contextlib.contextmanager
 def started_server(spec: LaunchSpec, execution: ServeExecution, log_file: Path, runtime: Path) -> Iterator[Server]:
-    """Start vLLM for `spec.model`; on leaving, no process, port or temporary file of it is left.
+    """Start `spec.engine` for `spec.model`; on leaving, no process, port or temporary file of it is left.
 
-    log_file: receives all that vLLM prints. runtime: a folder for its sockets and temporary files, emptied first and
-    removed in the end. The API key is VLLM_API_KEY of our environment, or a new one.
+    log_file: receives all that the server prints. runtime: a folder for its sockets and temporary files, emptied
+    first and removed in the end. The API key is VLLM_API_KEY of our environment, or a new one.
 
     Raises at once, before anything slow: ModelError for a missing or damaged folder, ResourceError when the port is
-    taken or there is no vLLM.
+    taken or the engine is not installed.
     """
     check_model_folder(spec.model)
-    program = find_vllm()
+    engine = ENGINES[spec.engine]
+    program = engine.find_program()
     with reserve_port(execution.host, execution.port) as reservation, _emptied(runtime):
         port = reservation.getsockname()[1]
         client = Client(f"http://{reachable(execution.host)}:{port}", api_key(), spec.served_name)
-        command = server_command(program, spec, execution.host, port)
-        process = _start(command, server_environment(program, spec.serving, client.api_key), log_file, runtime)
+        command = program.server_command(spec, execution.host, port)
+        # Servers leave files in their temporary folder even after a clean stop.
+        environment = {**program.server_environment(spec.serving, client.api_key), "TMPDIR": str(runtime.resolve())}
+        with log_file.open("wb") as output:
+            process = Supervised(command, environment=environment, output=output, folder=runtime, grace_s=GRACE_S)
         try:
-            yield Server(client, spec, log_file, process, time.monotonic())
+            yield Server(client, engine, spec, log_file, process, time.monotonic())
         finally:
             process.stop()
 
@@ -122,21 +127,17 @@ def _emptied(folder: Path) -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _start(command: list[str], environment: dict[str, str], log_file: Path, runtime: Path) -> Supervised:
-    # vLLM leaves sockets and files in its temporary folder even after a clean stop. The sockets get relative names,
-    # since their paths may not be longer than 107 bytes.
-    private = {"TMPDIR": str(runtime.resolve()), "VLLM_RPC_BASE_PATH": "."}
-    with log_file.open("wb") as output:
-        return Supervised(
-            command, environment={**environment, **private}, output=output, folder=runtime, grace_s=GRACE_S
-        )
+def last_lines(log: str, num_lines: int = 5) -> str:
+    """The end of the log, for when the engine finds no cause in it."""
+    written = [line for line in log.splitlines() if line.strip()]
+    return "\n".join(written[-num_lines:]) or "(the log is empty)"
 
 
 def reserve_port(host: str, port: int | None) -> socket.socket:
     """A socket bound to `port` if nothing listens there, to a free one for None. Raises ResourceError.
 
-    Bound, the port is given to nobody else while vLLM spends seconds on its imports. SO_REUSEADDR lets vLLM bind it
-    too, but nobody listen beside another listener.
+    Bound, the port is given to nobody else while the server spends seconds on its imports. SO_REUSEADDR lets the server
+    bind it too, but nobody listen beside another listener.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]

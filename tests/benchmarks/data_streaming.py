@@ -17,7 +17,7 @@ from pathlib import Path
 
 from stages.data.config import DataConfig
 from stages.data.prepare import prepare
-from stages.download.builtin import qwen3
+from stages.hubs.builtin import qwen3
 
 DEFAULT_NUM_ROWS = (100_000, 1_000_000)
 

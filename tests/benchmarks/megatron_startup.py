@@ -15,7 +15,7 @@ from typing import Any
 
 from workload import run_stage, stage_input
 
-from stages.download.builtin import addition, qwen3
+from stages.hubs.builtin import addition, qwen3
 
 LAYOUTS: dict[str, dict[str, Any]] = {"one process": {"micro_batch_size": 4}, "TP2": {"tp": 2, "micro_batch_size": 4}}
 

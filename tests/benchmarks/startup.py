@@ -17,7 +17,7 @@ from pathlib import Path
 
 from workload import run_stage, stage_input
 
-from stages.download.builtin import addition, qwen3
+from stages.hubs.builtin import addition, qwen3
 
 IMPORTS_SHOWN = 15
 

@@ -14,7 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from flows.launch.local import on_one_node
 from stages.core.contract import StageInput
-from stages.download.builtin.qwen3 import make_tokenizer
+from stages.hubs.builtin.qwen3 import make_tokenizer
 from stages.train.config import TrainConfig
 
 SEQUENCE_LENGTH = 256

@@ -95,7 +95,7 @@ def assert_nothing_left(folder: Path, port: int | None = None) -> None:
 
 def assert_refused(model: Path, error: type[Exception], match: str, **execution: Any) -> None:
     """Starting a server is refused at once, and no process or folder is there."""
-    spec = LaunchSpec(model=model, served_name="m", serving=ServingConfig(), vllm_version="0.32.0")
+    spec = LaunchSpec(model=model, served_name="m", serving=ServingConfig(), engine_version="0.32.0")
     folder = model.parent / "runtime"
     began_s = time.monotonic()
     with (

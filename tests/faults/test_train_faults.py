@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stages.core.errors import LayoutError, ModelError, ResourceError, TrainingError, TransientError
-from stages.download.builtin import addition_preferences
+from stages.hubs.builtin import addition_preferences
 from stages.train import checkpoints
 from stages.train.run import run
 from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end, start

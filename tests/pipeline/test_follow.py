@@ -52,7 +52,7 @@ def registration(seed: int) -> Registration:
     stages = planned_stages(store, tree)
 
     def write_launch(work: Path) -> None:
-        launch = LaunchSpec(model=work, served_name="model", serving=SERVING, vllm_version="any")
+        launch = LaunchSpec(model=work, served_name="model", serving=SERVING, engine_version="any")
         (work / "launch.json").write_text(launch.model_dump_json())
 
     built = {"model": commit(store, stages["model"], {}, lambda work: make_model(work / "model", seed))}

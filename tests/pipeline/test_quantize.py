@@ -247,9 +247,9 @@ def test_progress_and_milestones_are_told(built):
 
 def test_shapes_are_judged_as_the_cpu_kernel_of_vllm_judges_them():
     from stages.core.errors import RecipeError
+    from stages.models.projections import Projection
     from stages.quantize.config import QuantizeConfig
-    from stages.quantize.projections import Projection
-    from stages.quantize.servability import check_servable
+    from stages.serving.vllm.servability import check_servable
 
     def judged(input_size, output_size, group_size):
         config = QuantizeConfig.model_validate(
@@ -262,7 +262,7 @@ def test_shapes_are_judged_as_the_cpu_kernel_of_vllm_judges_them():
             }
         )
         try:
-            check_servable([Projection("layers.0.dense", output_size, input_size)], None, config, "cpu")
+            check_servable([Projection("layers.0.dense", output_size, input_size)], None, config.quantization, "cpu")
         except RecipeError:
             return False
         return True

@@ -11,7 +11,7 @@ import pytest
 from refreshes import after, model, states
 from worker_home import STAND_IN, WorkerHome
 
-from stages.download.builtin import qwen3
+from stages.hubs.builtin import qwen3
 from tests.hub_server import running_hub
 from tests.serving import SERVING
 

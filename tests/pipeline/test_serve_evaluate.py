@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from stages.core.contract import StageResult
-from stages.evaluate.tasks import select_tasks
+from stages.evaluate.harnesses.lm_eval.tasks import select_tasks
 from stages.serving.client import Client
 from tests.serving import (
     API_KEY,

@@ -11,8 +11,8 @@ from flows.recipe.recipe import load_recipe
 from flows.store.record import Index
 from stages.data.formats import Conversation
 from stages.data.templates import ChatTemplate
-from stages.quantize.projections import Projection
-from stages.quantize.servability import Heads, check_servable
+from stages.models.projections import Projection
+from stages.serving.vllm.servability import Heads, check_servable
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 RECIPES = sorted(CONFIGS.glob("*.yaml"))
@@ -69,7 +69,7 @@ def test_the_quantized_models_can_be_served(name):
         Projection("model.layers.0.mlp.down_proj", hidden, inner),
     ]
     for config in stages_of(name, "quantize").values():
-        check_servable(layers, Heads(shape["queries"], shape["keys"]), config, "cuda")
+        check_servable(layers, Heads(shape["queries"], shape["keys"]), config.quantization, "cuda")
 
 
 @pytest.mark.parametrize("name", GPUS)

@@ -5,7 +5,7 @@ import pytest
 from flows.planning.layout_choice import choose_layouts
 from flows.planning.model_shape import shape_of_stage
 from stages.core.errors import LayoutError, RecipeError
-from stages.download.builtin.catalog import BUILTINS
+from stages.hubs.builtin.catalog import BUILTINS
 from stages.models.model_config import shape_of_config
 from stages.parallel.layout import AutoLayout, describe_layout
 

@@ -10,7 +10,7 @@ from stages.core.errors import DataError, ModelError
 from stages.data.batch import IGNORED
 from stages.data.config import DataConfig
 from stages.data.prepare import prepare
-from stages.download.builtin import addition, addition_preferences, qwen3
+from stages.hubs.builtin import addition, addition_preferences, qwen3
 
 
 class Reports:

@@ -10,6 +10,7 @@ import pytest
 
 from stages.core.errors import ServerError, TransientError
 from stages.serving.client import Client, check_server
+from stages.serving.vllm.engine import Vllm
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -53,7 +54,7 @@ def test_a_server_that_does_all_it_should_passes(client: Client) -> None:
     check_server(client)
 
     assert client.is_healthy()
-    assert client.max_model_len() == 256
+    assert Vllm().context_tokens(client) == 256
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), 0.5])

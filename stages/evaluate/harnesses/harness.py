@@ -1,0 +1,88 @@
+"""What a harness does: tasks and a served model → scores of tasks and of every sample, in one schema.
+
+One room a harness, one line in `registry.py`. The schema is that of lm-eval's results, so that evaluations of the same
+task can be paired sample by sample (`stages/promote/paired.py`), whichever harness ran them:
+
+- scores: `results` (task → {"METRIC,FILTER": score}; the filter `none` is no filter), `configs` (task → its settings),
+  `versions`, `n-shot` and `higher_is_better` (task → {metric: bool});
+- samples: a row for each document and filter, with `doc_id`, `filter`, the hashes `doc_hash`, `prompt_hash` and
+  `target_hash` of what was asked, and the sample's value of each metric.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pydantic import JsonValue
+
+from stages.core.contract import StageContext
+
+if TYPE_CHECKING:
+    from stages.serving.client import Client
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a recipe asks of a harness. limit: samples of each task. num_fewshot: None leaves it to the task."""
+
+    tasks: tuple[str, ...]
+    task_folder: Path | None
+    limit: int | None
+    num_fewshot: int | None
+    apply_chat_template: bool
+    seed: int
+    concurrent_requests: int
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A server that is ready. folder: the model's, for its tokenizer. context_tokens: for prompt and answer."""
+
+    client: Client
+    folder: Path
+    context_tokens: int
+    trust_remote_code: bool
+
+
+@dataclass(frozen=True)
+class Results:
+    """scores: what `scores.json` holds. samples: task → rows. Both as the module says."""
+
+    scores: Mapping[str, Any]
+    samples: Mapping[str, list[dict[str, Any]]]
+
+
+class Harness(Protocol):
+    """name: in records, as `NAME_version`. title: in messages."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def title(self) -> str: ...
+
+    def version(self) -> str:
+        """Of the installed harness."""
+
+    def resolve_outside(self, evaluation: Evaluation) -> dict[str, JsonValue]:
+        """What else decides the scores, such as the commits of datasets. May ask the network.
+
+        Raises EvaluationError for tasks that do not exist, DownloadError or TransientError when a hub gives no answer.
+        """
+
+    def prepare(self, evaluation: Evaluation, cache: Path) -> None:
+        """Check the tasks before anything slow, and set what libraries read when they are imported.
+
+        Raises EvaluationError.
+        """
+
+    def evaluate(
+        self, evaluation: Evaluation, context: StageContext, await_model: Callable[[], ServedModel]
+    ) -> Results:
+        """Load the tasks while the server starts, call `await_model` once, ask, and score.
+
+        Answers are kept in the context's scratch folder, so that another attempt asks only for what is missing.
+        Raises EvaluationError, TransientError, and whatever a lost connection raises.
+        """

@@ -1,0 +1,59 @@
+"""lm-eval as a harness. Light: lm-eval itself, whose imports take seconds, is imported while a server starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from stages.core.contract import StageContext
+from stages.evaluate.harnesses.harness import Evaluation, Results, ServedModel
+from stages.evaluate.harnesses.lm_eval.revisions import check_loaded, resolve_hub_datasets
+from stages.evaluate.harnesses.lm_eval.tasks import select_tasks
+
+PROGRESS_EVERY = 10
+KEPT_RESULTS = ("results", "groups", "group_subtasks", "configs", "versions", "n-shot", "higher_is_better", "n-samples")
+
+
+class LmEval:
+    """The parts of this room, as the protocol names them."""
+
+    name = "lm_eval"
+    title = "lm-eval"
+
+    def version(self) -> str:
+        return version("lm_eval")
+
+    def resolve_outside(self, evaluation: Evaluation) -> dict[str, JsonValue]:
+        return resolve_hub_datasets(select_tasks(evaluation.tasks, evaluation.task_folder))
+
+    def prepare(self, evaluation: Evaluation, cache: Path) -> None:
+        selection = select_tasks(evaluation.tasks, evaluation.task_folder)
+        os.environ.setdefault("HF_DATASETS_CACHE", str(cache / "datasets"))
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        if selection.offline:
+            os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+
+    def evaluate(
+        self, evaluation: Evaluation, context: StageContext, await_model: Callable[[], ServedModel]
+    ) -> Results:
+        from stages.evaluate.harnesses.lm_eval import scoring
+
+        def report(num_answered: int, num_asked: int) -> None:
+            if num_answered % PROGRESS_EVERY == 0 or num_answered == num_asked:
+                context.progress(num_answered, num_asked, "answers", "evaluating")
+
+        tasks = scoring.load_tasks(select_tasks(evaluation.tasks, evaluation.task_folder), evaluation)
+        check_loaded(tasks["tasks"].values(), context.outside)
+        model = scoring.LmEvalModel(await_model(), evaluation)
+        answers = context.scratch / f"answers-{context.version}"
+        results = scoring.evaluate_tasks(model, tasks, evaluation, answers, report)
+        if model.num_truncated:
+            context.warn(
+                f"{model.num_truncated} of {model.num_asked} prompts were cut at their beginning to fit into "
+                f"{model.context_tokens} tokens with the answer; raise serving.max_model_len, or lower num_fewshot"
+            )
+        return Results({key: results[key] for key in KEPT_RESULTS if key in results}, results["samples"])

@@ -1,0 +1,45 @@
+"""What the hub datasets of an evaluation hold now: part of its version, so that changed samples are scored again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pydantic import JsonValue
+
+from stages.core.errors import TransientError
+from stages.evaluate.harnesses.lm_eval.tasks import TaskSelection, hub_datasets
+from stages.hubs.hub import Request
+from stages.hubs.registry import hub_of
+from stages.hubs.source import repository
+
+HUB_DATASETS = "hub_datasets"
+
+
+def resolve_hub_datasets(selection: TaskSelection) -> dict[str, JsonValue]:
+    """`hub_datasets`: repository → commit. Empty, and no hub is asked, when all tasks are local.
+
+    Raises DownloadError or TransientError when the hub gives no answer.
+    """
+    commits: dict[str, JsonValue] = {}
+    for dataset in sorted(hub_datasets(selection), key=str):
+        source = repository("hf", "dataset", dataset.repository, dataset.revision)
+        commits[str(dataset)] = hub_of(source).resolve_revision(Request(source))
+    return {HUB_DATASETS: commits} if commits else {}
+
+
+def check_loaded(tasks: Iterable[Any], outside: dict[str, JsonValue]) -> None:
+    """Raise TransientError when a loaded task's samples are of another commit than the version says.
+
+    tasks: of lm-eval. `datasets` keeps what it has prepared in a folder named after the commit.
+    """
+    expected = outside.get(HUB_DATASETS, {})
+    assert isinstance(expected, dict)
+    for task in tasks:
+        revision = (task.config.dataset_kwargs or {}).get("revision")
+        name = f"{task.DATASET_PATH}@{revision}" if revision else str(task.DATASET_PATH)
+        commit = expected.get(name)
+        files = [file for split in task.dataset.values() for file in getattr(split, "cache_files", ())]
+        if commit and not all(str(commit) in Path(file["filename"]).parts for file in files):
+            raise TransientError(f"the dataset {name} changed after this refresh was planned; run it again")

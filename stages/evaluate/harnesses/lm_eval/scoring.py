@@ -1,0 +1,140 @@
+"""Runs lm-eval against a served model. Its imports take seconds: import this module while a server starts.
+
+Every answer goes into a sqlite file as it arrives, so an interrupted evaluation asks only for what is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lm_eval.api.model import CacheHook, CachingLM
+from lm_eval.evaluator import evaluate
+from lm_eval.models.openai_completions import LocalCompletionsAPI
+from lm_eval.tasks import TaskManager
+
+from stages.core.errors import EvaluationError
+from stages.evaluate.harnesses.harness import Evaluation, ServedModel
+from stages.evaluate.harnesses.lm_eval.tasks import TaskSelection
+
+GENERATED_TOKENS_DEFAULT = 256  # lm-eval's, for tasks that do not say
+MAX_TRIES = 3
+
+Report = Callable[[int, int], None]
+
+
+class LmEvalModel(LocalCompletionsAPI):
+    """A server as lm-eval sees it; token ids are sent, so that prompts arrive as the tokenizer here made them."""
+
+    def __init__(self, model: ServedModel, evaluation: Evaluation):
+        client = model.client
+        self.context_tokens = model.context_tokens
+        super().__init__(
+            base_url=f"{client.url}/v1/completions",
+            header={"Authorization": f"Bearer {client.api_key}"},
+            model=client.model,
+            tokenizer=str(model.folder),
+            tokenizer_backend="huggingface",
+            tokenized_requests=True,
+            trust_remote_code=model.trust_remote_code,
+            # A chat template writes its own special tokens; without one, the tokenizer adds what its model expects.
+            add_bos_token=not evaluation.apply_chat_template,
+            max_length=self.context_tokens,
+            max_gen_toks=min(GENERATED_TOKENS_DEFAULT, self.context_tokens // 2),
+            num_concurrent=evaluation.concurrent_requests,
+            max_retries=MAX_TRIES,
+            seed=evaluation.seed,
+        )
+        self.num_asked = 0
+        self.num_truncated = 0
+
+    def generate_until(self, requests: list[Any], **options: Any) -> list[str]:
+        self.num_asked += len(requests)
+        for prompt, options_of_task in (request.args[:2] for request in requests):
+            self._count_if_truncated(prompt, options_of_task.get("max_gen_toks", self._max_gen_toks))
+        answers: list[str] = super().generate_until(requests, **options)
+        return answers
+
+    def loglikelihood(self, requests: list[Any], **options: Any) -> list[tuple[float, bool]]:
+        self.num_asked += len(requests)
+        for prompt, continuation in (request.args for request in requests):
+            self._count_if_truncated(prompt + continuation, 0)
+        answers: list[tuple[float, bool]] = super().loglikelihood(requests, **options)
+        return answers
+
+    def _count_if_truncated(self, text: str, generated_tokens: int) -> None:
+        """lm-eval cuts what is too long at its beginning, mostly without a word."""
+        tokens = self.tok_encode(text, add_special_tokens=self.add_bos_token)
+        self.num_truncated += len(tokens) > self.max_length - generated_tokens
+
+
+class _ReportingHook(CacheHook):
+    """Keeps each answer as it arrives, and reports how many have."""
+
+    def __init__(self, answers: CachingLM, model: LmEvalModel, report: Report):
+        super().__init__(answers)
+        self.model = model
+        self.report = report
+        self.num_answered = 0
+
+    def add_partial(self, attr: str, req: Iterable[Any] | None, res: Any) -> None:
+        if req is not None:  # the windows of a rolling log-likelihood are kept as a whole
+            super().add_partial(attr, req, res)
+            self.num_answered += 1
+            self.report(self.num_answered, self.model.num_asked)
+
+
+def load_tasks(selection: TaskSelection, evaluation: Evaluation) -> dict[str, Any]:
+    """The tasks with their datasets, few-shot examples and seeds set up, as `evaluate` takes them."""
+    folder = selection.folder.path.resolve() if selection.folder else None
+    # Task files name their data files relative to the task folder, and `datasets` relative to where we are.
+    with contextlib.chdir(folder or Path.cwd()):
+        manager = TaskManager(include_path=folder, include_defaults=selection.needs_builtin)
+        loaded: dict[str, Any] = manager.load(list(selection.names))
+    for task in loaded["tasks"].values():
+        own = task.get_config("num_fewshot")
+        # A task that says 0 has its examples in the prompt already.
+        if own is None or (own != 0 and evaluation.num_fewshot is not None):
+            task.set_config(key="num_fewshot", value=evaluation.num_fewshot or 0)
+        task.set_fewshot_seed(seed=evaluation.seed)
+    return loaded
+
+
+def evaluate_tasks(
+    model: LmEvalModel, tasks: dict[str, Any], evaluation: Evaluation, answers: Path, report: Report
+) -> dict[str, Any]:
+    """lm-eval's results, per-sample logs included. `answers`: where answers are kept; those there are not asked again.
+
+    report(answered, asked) is called after each answer. Raises EvaluationError when a task leaves no room for a prompt;
+    errors of the connection pass through.
+    """
+    _check_room(model, tasks)
+    random.seed(evaluation.seed)
+    np.random.seed(evaluation.seed)
+    keeping = CachingLM(model, str(answers))
+    model.set_cache_hook(_ReportingHook(keeping, model, report))
+    try:
+        results: dict[str, Any] = evaluate(
+            lm=keeping,
+            task_dict=tasks,
+            limit=evaluation.limit,
+            apply_chat_template=evaluation.apply_chat_template,
+            fewshot_as_multiturn=evaluation.apply_chat_template,
+        )
+    finally:
+        keeping.dbdict.close()
+    return results
+
+
+def _check_room(model: LmEvalModel, tasks: dict[str, Any]) -> None:
+    for name, task in tasks["tasks"].items():
+        generated = (task.get_config("generation_kwargs") or {}).get("max_gen_toks", 0)
+        if generated >= model.context_tokens - 1:
+            raise EvaluationError(
+                f"task {name} generates up to {generated} tokens, but the server takes {model.context_tokens} "
+                "for prompt and answer together; raise serving.max_model_len"
+            )

@@ -1,0 +1,30 @@
+"""`builtin/`: models and datasets that the project makes itself, without a network."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+from stages.core.contract import StageContext
+from stages.hubs.builtin.catalog import BUILTINS
+from stages.hubs.hub import Request
+from stages.hubs.source import Source
+
+
+class Builtins:
+    """Runs the makers that the catalog names; a revision is a maker's version."""
+
+    def resolve_revision(self, request: Request) -> str:
+        return str(BUILTINS[request.source.name].version)
+
+    def deliver(self, request: Request, revision: str, folder: Path, context: StageContext) -> None:
+        folder.mkdir()
+        importlib.import_module(BUILTINS[request.source.name].module).make(folder)
+
+    def read_file(self, source: Source, revision: str, name: str) -> str | None:
+        sizes = BUILTINS[source.name].sizes
+        return json.dumps(sizes) if sizes and name == "config.json" else None
+
+
+HUB = Builtins()

@@ -1,0 +1,103 @@
+"""`file://`: a folder or a single file of this machine, copied. No link is followed out of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from stages.core.contract import StageContext
+from stages.core.errors import DownloadError
+from stages.hubs.delivery import Progress, check_disk
+from stages.hubs.hub import Request
+from stages.hubs.selection import select_files
+from stages.hubs.source import Source
+from stages.hubs.verification import content_hash, digest_of
+
+
+class Files:
+    """Copies from this machine; a revision is a hash over the names and contents of the files that are taken."""
+
+    def resolve_revision(self, request: Request) -> str:
+        return hash_files(_requested(request))
+
+    def deliver(self, request: Request, revision: str, folder: Path, context: StageContext) -> None:
+        files = _requested(request)
+        total_bytes = sum(path.stat().st_size for path in files.values())
+        check_disk(context.work, total_bytes)
+        copy_files(files, folder, Progress(context, total_bytes).add)
+        if hash_files({name: folder / name for name in files}) != revision:
+            raise DownloadError(f"{request.source} changed after this refresh was planned; run it again")
+
+    def read_file(self, source: Source, revision: str, name: str) -> str | None:
+        path = Path(source.name) / name
+        return path.read_text(encoding="utf-8") if path.is_file() else None
+
+
+HUB = Files()
+
+
+def _requested(request: Request) -> dict[str, Path]:
+    files = list_files(Path(request.source.name))
+    return {name: files[name] for name in select_files(request, list(files))}
+
+
+def list_files(path: Path) -> dict[str, Path]:
+    """Name → path of a file, or of every file below a folder but hidden ones.
+
+    Raises DownloadError when there is nothing, it cannot be read, or a link leads out of the folder.
+    """
+    if not path.exists():
+        raise DownloadError(f"file://{path} does not exist; a relative path starts at the recipe's folder")
+    try:
+        found = {path.name: path} if not path.is_dir() else _walk(path)
+        for file in found.values():
+            _check_readable_file(file, path)
+    except OSError as error:
+        raise DownloadError(f"file://{path} cannot be read: {error}") from error
+    if not found:
+        raise DownloadError(f"file://{path} is an empty folder")
+    return dict(sorted(found.items()))
+
+
+def _walk(folder: Path) -> dict[str, Path]:
+    def fail(error: OSError) -> None:
+        raise error
+
+    found = {}
+    for parent, subfolders, names in os.walk(folder, onerror=fail):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        paths = [Path(parent, name) for name in [*names, *subfolders] if not name.startswith(".")]
+        for path in paths:
+            if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
+                raise DownloadError(f"{path} is a link that leads out of {folder}; put a copy there (`cp -rL`)")
+            if not path.is_dir():
+                found[path.relative_to(folder).as_posix()] = path
+    return found
+
+
+def _check_readable_file(file: Path, source: Path) -> None:
+    """A pipe or a device would be read forever."""
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise DownloadError(f"{file} in file://{source} is not a regular file; remove it")
+    if not os.access(file, os.R_OK):
+        raise DownloadError(f"{file} in file://{source} may not be read; change its permissions")
+
+
+def hash_files(files: dict[str, Path]) -> str:
+    """One hash over names and contents; several files are read at once."""
+    with ThreadPoolExecutor() as pool:
+        digests = pool.map(digest_of, files.values())
+    return content_hash(zip(files, (digest.hex for digest in digests), strict=True))
+
+
+def copy_files(files: Mapping[str, Path], folder: Path, report: Callable[[int], None]) -> None:
+    """Copy files under their names into `folder`; `report` is called with the bytes of each."""
+    for name, path in files.items():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+        report(target.stat().st_size)

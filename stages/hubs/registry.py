@@ -1,0 +1,58 @@
+"""The hubs there are. A new hub is a module that holds `HUB`, and one line here.
+
+Light, since every recipe is read with it: a hub's module is imported when its first source is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from stages.hubs.builtin.catalog import parse_builtin
+from stages.hubs.hub import Hub
+from stages.hubs.source import Product, Source, parse_path, parse_repository
+
+
+@dataclass(frozen=True)
+class HubEntry:
+    """How a hub's sources begin, what follows (`form`, for messages), who parses that, and the hub's module."""
+
+    prefix: str
+    form: str
+    parse: Callable[[str, str, Product], Source]
+    module: str
+
+
+HUBS: dict[str, HubEntry] = {
+    "hf": HubEntry("hf://", "{datasets}org/name[@revision]", parse_repository, "stages.hubs.huggingface"),
+    "modelscope": HubEntry(
+        "modelscope://", "{datasets}org/name[@revision]", parse_repository, "stages.hubs.modelscope"
+    ),
+    "file": HubEntry("file://", "PATH", parse_path, "stages.hubs.files"),
+    "builtin": HubEntry("builtin/", "NAME", parse_builtin, "stages.hubs.builtin.hub"),
+}
+
+
+def parse_source(text: str, product: Product) -> Source:
+    """The source that a recipe's `model` or `dataset` names. Raises ValueError with what is allowed."""
+    for name, entry in HUBS.items():
+        if text.startswith(entry.prefix):
+            try:
+                return entry.parse(name, text.removeprefix(entry.prefix), product)
+            except ValueError as error:
+                raise ValueError(f"{error}; write {forms(product)}") from error
+    raise ValueError(f"{text!r} is no source; write {forms(product)}")
+
+
+def forms(product: Product) -> str:
+    """How sources are written, in words."""
+    datasets = "datasets/" if product == "dataset" else ""
+    written = [f"{entry.prefix}{entry.form.format(datasets=datasets)}" for entry in HUBS.values()]
+    return f"{', '.join(written[:-1])} or {written[-1]}"
+
+
+def hub_of(source: Source) -> Hub:
+    """The hub that a source lies on."""
+    hub: Hub = importlib.import_module(HUBS[source.hub].module).HUB
+    return hub

@@ -1,0 +1,57 @@
+"""What a recipe's `model` or `dataset` names, parsed: which hub, and what of it. Light and pure.
+
+Each function here reads one way of writing a source, what comes after the hub's prefix, and raises ValueError.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Product = Literal["model", "dataset"]
+
+_REPOSITORY = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model or dataset of a hub.
+
+    hub: its name in the registry. name: what the hub knows it by (`org/name`, a path, a builtin's name). place: where
+    it comes from, without what a resolved revision says better: part of the identity. revision: branch, tag or commit;
+    None is the hub's default branch.
+    """
+
+    hub: str
+    product: Product
+    name: str
+    place: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        """As a recipe writes it."""
+        if self.place.endswith("://"):
+            return f"{self.place}{self.name}"
+        return f"{self.place}@{self.revision}" if self.revision else self.place
+
+
+def repository(hub: str, product: Product, name: str, revision: str | None = None) -> Source:
+    """A repository of a model hub."""
+    return Source(hub, product, name, f"{hub}://{'datasets/' if product == 'dataset' else ''}{name}", revision)
+
+
+def parse_repository(hub: str, rest: str, product: Product) -> Source:
+    """`[datasets/]org/name[@revision]`."""
+    is_dataset = rest.startswith("datasets/")
+    match = _REPOSITORY.fullmatch(rest.removeprefix("datasets/"))
+    if match is None or is_dataset != (product == "dataset"):
+        raise ValueError(f"{hub}://{rest} is no {product} repository")
+    return repository(hub, product, match["name"], match["revision"])
+
+
+def parse_path(hub: str, rest: str, product: Product) -> Source:
+    """A path, absolute or relative to the recipe. Its content is what counts, so the place is any."""
+    if not rest:
+        raise ValueError(f"{hub}:// needs a path, absolute or relative to the recipe")
+    return Source(hub, product, rest, f"{hub}://")

@@ -1,0 +1,37 @@
+"""The methods of quantization there are. A new one is a line here, and a module when its quantizer is new."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from stages.quantize.quantizer import Quantizer
+from stages.serving.quantization import WeightFormat
+
+
+@dataclass(frozen=True)
+class MethodEntry:
+    """What a method makes of weights, and the module whose `quantize` does it; imported when it is asked to."""
+
+    weights: WeightFormat
+    module: str
+
+
+METHODS: dict[str, MethodEntry] = {
+    "awq": MethodEntry("int4", "stages.quantize.llm_compressor"),
+    "gptq": MethodEntry("int4", "stages.quantize.llm_compressor"),
+    "int8": MethodEntry("int8", "stages.quantize.llm_compressor"),
+    "fp8": MethodEntry("fp8", "stages.quantize.llm_compressor"),
+}
+
+if TYPE_CHECKING:
+    Method = str
+else:
+    Method = Literal[tuple(METHODS)]
+
+
+def quantizer_of(method: str) -> Quantizer:
+    """The function that quantizes by a method."""
+    quantizer: Quantizer = importlib.import_module(METHODS[method].module).quantize
+    return quantizer

@@ -1,0 +1,97 @@
+"""What a serving engine does: find its program, start it, explain its death, and say what it can load.
+
+One room an engine, one line in `registry.py`. An engine lives in an environment of its own and is never imported: its
+program is started and spoken to over HTTP. It answers `/health`, `/v1/models` and `/v1/completions` as OpenAI's
+clients expect, log-probabilities included, and takes the bearer token that its environment gives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from stages.models.projections import Projection
+from stages.serving.config import BenchmarkConfig, ServingConfig
+from stages.serving.launch import LaunchSpec
+from stages.serving.quantization import Quantization
+
+if TYPE_CHECKING:
+    from stages.serving.client import Client  # its HTTP imports would slow every plan
+
+
+class Program(Protocol):
+    """An installed engine."""
+
+    @property
+    def command(self) -> Path: ...
+
+    @property
+    def version(self) -> str: ...
+
+    def server_command(self, spec: LaunchSpec, host: str, port: int) -> list[str]:
+        """The command line of a server. The API key is not in it: it travels in the environment."""
+
+    def server_environment(self, serving: ServingConfig, api_key: str) -> dict[str, str]:
+        """The whole environment of a server, whose working folder will be a temporary one of its own."""
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """What a load of `concurrency` requests at a time measured: medians in ms, and tokens per second in all."""
+
+    concurrency: int
+    num_requests: int
+    num_failed: int
+    ttft_ms: float
+    inter_token_latency_ms: float
+    output_tokens_per_s: float
+
+
+class Engine(Protocol):
+    """name: in records and metrics, `NAME_version` among them. title: in messages. installation: what to do when it is
+    missing. settings: environment variables of every server. waiting_requests_metric: of its `/metrics`.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def title(self) -> str: ...
+    @property
+    def installation(self) -> str: ...
+    @property
+    def settings(self) -> Mapping[str, str]: ...
+    @property
+    def waiting_requests_metric(self) -> str: ...
+
+    def find_program(self) -> Program:
+        """The installed program. Raises ResourceError, with how to get one, when there is none."""
+
+    def program_in_image(self, *, on_cpu: bool) -> Program:
+        """The program as it is found in a container image that was made for it."""
+
+    def root_cause(self, log: str) -> str | None:
+        """Why the server that wrote `log` died or did not start; None when the log does not say."""
+
+    def context_tokens(self, client: Client) -> int:
+        """Tokens that a prompt and its answer may have together."""
+
+    def generate_load(
+        self, client: Client, spec: LaunchSpec, benchmark: BenchmarkConfig, folder: Path
+    ) -> list[LoadResult]:
+        """Put each of the benchmark's concurrencies on a server; leaves `benchmark.json` and `benchmark.log`.
+
+        Raises ServerError when the load could not be generated.
+        """
+
+    def check_loadable(
+        self, model_config: dict[str, Any], projections: list[Projection], quantization: Quantization
+    ) -> None:
+        """Raise RecipeError, saying what to change, when a model with these layers could not be served quantized.
+
+        model_config: the unquantized model's `config.json`.
+        """
+
+    def caveats(self, quantization: Quantization) -> list[str]:
+        """What to warn of: the quantized model would be served, but not as its KL or its size promise."""

@@ -1,0 +1,31 @@
+"""The serving engines there are. A new engine is a room beside `vllm/` and one line here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stages.serving.config import ServingConfig
+from stages.serving.engine import Engine
+from stages.serving.launch import LaunchSpec
+from stages.serving.vllm.engine import Vllm
+
+ENGINES: dict[str, Engine] = {"vllm": Vllm()}
+DEFAULT_ENGINE = "vllm"
+
+
+def default_engine() -> Engine:
+    """The engine of every new server, since recipes name none."""
+    return ENGINES[DEFAULT_ENGINE]
+
+
+def installed_version() -> dict[str, str]:
+    """`ENGINE_version` of that engine, as versions of artifacts have it. Raises ResourceError when there is none."""
+    engine = default_engine()
+    return {f"{engine.name}_version": engine.find_program().version}
+
+
+def new_launch_spec(model: Path, served_name: str, serving: ServingConfig) -> LaunchSpec:
+    """For that engine as it is installed. Raises ResourceError when it is not."""
+    engine = default_engine()
+    version = engine.find_program().version
+    return LaunchSpec(model=model, served_name=served_name, serving=serving, engine=engine.name, engine_version=version)

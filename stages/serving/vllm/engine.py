@@ -1,0 +1,55 @@
+"""vLLM as a serving engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stages.models.projections import Projection
+from stages.serving.config import BenchmarkConfig
+from stages.serving.engine import LoadResult
+from stages.serving.launch import LaunchSpec
+from stages.serving.quantization import Quantization
+from stages.serving.vllm import servability
+from stages.serving.vllm.load import generate_load
+from stages.serving.vllm.program import QUIET, VllmProgram, find_vllm
+from stages.serving.vllm.root_cause import find_root_cause
+
+if TYPE_CHECKING:
+    from stages.serving.client import Client  # its HTTP imports would slow every plan
+
+
+class Vllm:
+    """The parts of this room, as the protocol names them."""
+
+    name = "vllm"
+    title = "vLLM"
+    installation = "make environments, or set LIFECYCLE_VLLM to the vllm program"
+    settings = QUIET
+    waiting_requests_metric = "vllm:num_requests_waiting"
+
+    def find_program(self) -> VllmProgram:
+        return find_vllm()
+
+    def program_in_image(self, *, on_cpu: bool) -> VllmProgram:
+        return VllmProgram(Path("vllm"), Path("python"), "image+cpu" if on_cpu else "image")
+
+    def root_cause(self, log: str) -> str | None:
+        return find_root_cause(log)
+
+    def context_tokens(self, client: Client) -> int:
+        return int(client.models()[0]["max_model_len"])
+
+    def generate_load(
+        self, client: Client, spec: LaunchSpec, benchmark: BenchmarkConfig, folder: Path
+    ) -> list[LoadResult]:
+        return generate_load(client, spec, benchmark, folder)
+
+    def check_loadable(
+        self, model_config: dict[str, Any], projections: list[Projection], quantization: Quantization
+    ) -> None:
+        heads, device = servability.Heads.of(model_config), servability.serving_device()
+        servability.check_servable(projections, heads, quantization, device)
+
+    def caveats(self, quantization: Quantization) -> list[str]:
+        return servability.caveats(quantization, servability.serving_device(), servability.cpu_flags())

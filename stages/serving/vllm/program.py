@@ -1,0 +1,124 @@
+"""The vLLM program: where it is, which build it is, and the command and environment of a server.
+
+vLLM lives in an environment of its own and is never imported here: it is started as a program and spoken to over HTTP.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import distributions
+from pathlib import Path
+
+from stages.core.errors import ResourceError
+from stages.serving.config import ServingConfig
+from stages.serving.launch import LaunchSpec
+
+BYTES_PER_GIB = 2**30
+CPU_KV_CACHE_GIB = 4.0
+"""vLLM would take 92% of the host's memory, and refuse to start when something else uses more than the rest."""
+QUIET = {
+    "DO_NOT_TRACK": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+@dataclass(frozen=True)
+class VllmProgram:
+    """An installed vLLM: its `vllm` command, the interpreter beside it, and its version."""
+
+    command: Path
+    python: Path
+    version: str
+
+    @property
+    def runs_on_cpu(self) -> bool:
+        """Whether this is a build for CPUs; it serves there even when the machine has a GPU."""
+        return "cpu" in self.version
+
+    def server_command(self, spec: LaunchSpec, host: str, port: int) -> list[str]:
+        serving = spec.serving
+        command = [str(self.command), "serve", str(spec.model), "--served-model-name", spec.served_name]
+        command += ["--host", host, "--port", str(port), "--dtype", serving.dtype]
+        command += ["--tensor-parallel-size", str(serving.tensor_parallel_size)]
+        if serving.max_model_len:
+            command += ["--max-model-len", str(serving.max_model_len)]
+        if serving.max_num_seqs:
+            command += ["--max-num-seqs", str(serving.max_num_seqs)]
+        kv_cache_gib = serving.kv_cache_memory_gib or (CPU_KV_CACHE_GIB if self.runs_on_cpu else None)
+        if kv_cache_gib:
+            command += ["--kv-cache-memory-bytes", str(int(kv_cache_gib * BYTES_PER_GIB))]
+        if serving.enforce_eager:
+            command += ["--enforce-eager"]
+        if serving.trust_remote_code:
+            command += ["--trust-remote-code"]
+        if self._runs_in_one_worker(serving):
+            command += ["--distributed-executor-backend", "uni"]
+        return command
+
+    def server_environment(self, serving: ServingConfig, api_key: str) -> dict[str, str]:
+        """Ours, without what would confuse vLLM, with the key and the CPU's settings."""
+        inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        # Sockets get names relative to the working folder, since their paths may not be longer than 107 bytes.
+        environment = {**inherited, **QUIET, "VLLM_API_KEY": api_key, "VLLM_RPC_BASE_PATH": "."}
+        if self.runs_on_cpu:
+            environment.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+            # Threads that spin while they wait make a server ten times slower on cores that others use too.
+            environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        if self._runs_in_one_worker(serving):
+            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        if self.runs_on_cpu and serving.enforce_eager:
+            # Without this, the first request for log-probabilities compiles for 17 s in spite of --enforce-eager.
+            environment["TORCHDYNAMO_DISABLE"] = "1"
+        return environment
+
+    def _runs_in_one_worker(self, serving: ServingConfig) -> bool:
+        """On a CPU a single worker can live in the engine's process, which saves the import of another one."""
+        return self.runs_on_cpu and serving.tensor_parallel_size == 1
+
+
+def find_vllm() -> VllmProgram:
+    """The program that LIFECYCLE_VLLM names, or `.venv-serve/bin/vllm` beside our environment, or that on PATH.
+
+    Raises ResourceError when there is none.
+    """
+    command = _find_command()
+    python = command.with_name("python")
+    if not python.exists():
+        raise ResourceError(f"{command} has no `python` beside it; expected vLLM in a virtual environment of its own")
+    return VllmProgram(command, python, _read_version(command))
+
+
+def _find_command() -> Path:
+    named = os.environ.get("LIFECYCLE_VLLM")
+    beside = Path(sys.prefix).parent / ".venv-serve" / "bin" / "vllm"
+    on_path = shutil.which("vllm")
+    if named and not os.access(named, os.X_OK):
+        raise ResourceError(f"LIFECYCLE_VLLM names {named}, which is no program; point it at the `vllm` command")
+    if named:
+        return Path(named).absolute()
+    if os.access(beside, os.X_OK):
+        return beside
+    if on_path:
+        return Path(on_path).resolve()
+    raise ResourceError(
+        f"vLLM was not found: LIFECYCLE_VLLM is not set, {beside} does not exist, and there is no `vllm` on PATH; "
+        "create the serve environment with `make environments`, or set LIFECYCLE_VLLM"
+    )
+
+
+@cache
+def _read_version(command: Path) -> str:
+    """Version by the package metadata in the program's environment: importing vLLM would cost seconds."""
+    for folder in sorted(command.parent.parent.glob("lib/python3*/site-packages")):
+        for distribution in distributions(name="vllm", path=[str(folder)]):
+            return distribution.version
+    raise ResourceError(
+        f"{command} belongs to no environment with vLLM's package metadata; create the serve environment again"
+    )

@@ -1,0 +1,221 @@
+"""Whether vLLM can serve a model once it is quantized: known from shapes alone, before anything slow is imported.
+
+The rules are those of the kernels that vLLM 0.32 selects, on the kind of device that this machine has:
+
+- every layer: tensor parallelism divides heads, outputs of column-parallel and inputs of row-parallel layers evenly;
+- 4 bits: a rank's share of the input is whole groups, and its outputs are packed by eights;
+- 4 bits on a CPU (`CPUWNA16`): even groups, a rank's inputs and (fused) outputs in multiples of 32;
+- 4 bits on CUDA: groups of 32, 64 or 128 (Marlin, which pads all else itself; 256 falls back to Triton), and for
+  experts of a mixture a hidden size in multiples of 128;
+- 8 bits: cutlass, oneDNN or a fallback of theirs takes any shape.
+
+`caveats` says what no shape tells: what a CPU of this kind does to the served model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from stages.core.errors import RecipeError
+from stages.models.projections import Projection, Split
+from stages.serving.quantization import Quantization
+
+Device = Literal["cpu", "cuda"]
+
+GROUP_SIZES = (128, 64, 32)
+"""Served on every device, best compression first."""
+CHANGES: list[dict[str, Any]] = [
+    {"symmetric": True},
+    *({"group_size": size} for size in GROUP_SIZES),
+    *({"group_size": size, "symmetric": True} for size in GROUP_SIZES),
+]
+"""What may make a recipe right, the least first."""
+CUDA_GROUP_SIZES = (32, 64, 128, 256)
+CUDA_EXPERT_GROUP_SIZES = (32, 64, 128)
+PACKED = 8
+"""4-bit zero points in an int32."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Attention heads of the model, which tensor parallelism divides as wholes."""
+
+    queries: int
+    keys: int
+
+    @classmethod
+    def of(cls, model_config: dict[str, Any]) -> Heads | None:
+        """From a `config.json` (of the language model, when it has parts), or None where it does not say."""
+        text_config = model_config.get("text_config", model_config)
+        queries = text_config.get("num_attention_heads")
+        return cls(queries, text_config.get("num_key_value_heads") or queries) if queries else None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why one layer cannot be served."""
+
+    layer: str
+    reason: str
+
+
+def serving_device() -> Device:
+    """The kind of device that vLLM would run on here."""
+    gpus = Path("/proc/driver/nvidia/gpus")
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return "cuda" if gpus.is_dir() and any(gpus.iterdir()) and not hidden else "cpu"
+
+
+def check_servable(
+    projections: list[Projection], heads: Heads | None, quantization: Quantization, device: Device
+) -> None:
+    """Raise RecipeError when vLLM could not serve the result, saying which layers, why and what to change."""
+    problems = list(_problems(projections, heads, quantization, device))
+    if problems:
+        raise RecipeError(_explain(problems, _advice(projections, heads, quantization, device), quantization, device))
+
+
+def caveats(quantization: Quantization, device: Device, cpu_flags: set[str]) -> list[str]:
+    """What to warn of: the quantized model would be served, but not as its KL or its size promise."""
+    if device == "cuda" or not cpu_flags:
+        return []
+    if quantization.weights == "int8" and not cpu_flags & {"avx512_vnni", "avx_vnni"}:
+        return [
+            "this CPU has no VNNI instructions, and vLLM's int8 products overflow without them (an error of 13% was "
+            "measured); serve the model elsewhere, or choose another method"
+        ]
+    if quantization.weights == "int4" and "avx512f" not in cpu_flags:
+        return ["this CPU has no AVX-512, and vLLM unpacks 4-bit weights to 16 bits in memory without it"]
+    return []
+
+
+def cpu_flags() -> set[str]:
+    """Instruction sets of this machine's CPU; none where the system does not say."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return set(next((line for line in lines if line.startswith("flags")), "").partition(":")[2].split())
+
+
+def _problems(
+    projections: list[Projection], heads: Heads | None, quantization: Quantization, device: Device
+) -> Iterator[Problem]:
+    layers = quantization.layers(projections)
+    yield from _split_evenly(layers, heads, quantization.tensor_parallel_size)
+    yield from _quantized_together(projections, layers)
+    if quantization.weights == "int4":
+        yield from _four_bit_shapes(layers, heads, quantization, device)
+
+
+def _split_evenly(layers: list[Projection], heads: Heads | None, ranks: int) -> Iterator[Problem]:
+    if heads and (heads.queries % ranks or (heads.keys % ranks and ranks % heads.keys)):
+        found = f"{heads.queries} query and {heads.keys} key heads cannot be divided between {ranks} ranks"
+        yield Problem("every attention layer", found)
+    for layer in layers:
+        size = layer.input_size if layer.split is Split.INPUT else layer.output_size
+        if layer.split is not Split.NOTHING and size % ranks and not _is_replicated(layer, heads, ranks):
+            yield Problem(layer.name, f"its {layer.split.value} of {size} cannot be divided between {ranks} ranks")
+
+
+def _quantized_together(projections: list[Projection], layers: list[Projection]) -> Iterator[Problem]:
+    """vLLM refuses matrices of which only a part is quantized."""
+    kept = {layer.name for layer in layers}
+    for name, group in _by_fused_name(projections).items():
+        ignored = [layer.name for layer in group if layer.name not in kept]
+        if ignored and len(ignored) < len(group):
+            reason = f"vLLM fuses {name.rpartition('.')[2]}, and only some of them are ignored; ignore all or none"
+            yield Problem(ignored[0], reason)
+
+
+def _four_bit_shapes(
+    layers: list[Projection], heads: Heads | None, quantization: Quantization, device: Device
+) -> Iterator[Problem]:
+    group_size, ranks = quantization.group_size, quantization.tensor_parallel_size
+    for fused in _by_fused_name(layers).values():
+        outputs = [_outputs_per_rank(layer, heads, ranks) for layer in fused]
+        for layer, output_size in zip(fused, outputs, strict=True):
+            input_size = layer.input_size // ranks if layer.split is Split.INPUT else layer.input_size
+            if input_size % group_size:
+                yield Problem(layer.name, f"a rank's input of {input_size} is no multiple of group_size {group_size}")
+            if output_size % PACKED:
+                yield Problem(layer.name, f"a rank's output of {output_size} is no multiple of {PACKED}")
+            if layer.is_expert and not quantization.symmetric:
+                yield Problem(
+                    layer.name, "Transformers reads no zero points of experts, and the KL is measured with it"
+                )
+            yield from _kernel_limits(layer, input_size, sum(outputs), group_size, device)
+
+
+def _kernel_limits(
+    layer: Projection, input_size: int, fused_output_size: int, group_size: int, device: Device
+) -> Iterator[Problem]:
+    if device == "cpu":
+        if group_size % 2:
+            yield Problem(layer.name, f"group_size {group_size} is odd")
+        for side, size in (("input", input_size), ("fused output", fused_output_size)):
+            if size % 32:
+                yield Problem(layer.name, f"a rank's {side} of {size} is no multiple of 32")
+        return
+    allowed = CUDA_EXPERT_GROUP_SIZES if layer.is_expert else CUDA_GROUP_SIZES
+    if group_size not in allowed:
+        yield Problem(layer.name, f"group_size {group_size} is none of {', '.join(map(str, allowed))}")
+    if layer.is_expert and layer.split is Split.OUTPUT and layer.input_size % 128:
+        yield Problem(layer.name, f"its hidden size of {layer.input_size} is no multiple of 128")
+
+
+def _outputs_per_rank(layer: Projection, heads: Heads | None, ranks: int) -> int:
+    if layer.split is not Split.OUTPUT:
+        return layer.output_size
+    if _is_replicated(layer, heads, ranks) and heads:
+        return layer.output_size // heads.keys
+    return layer.output_size // ranks
+
+
+def _is_replicated(layer: Projection, heads: Heads | None, ranks: int) -> bool:
+    """With more ranks than key heads, each rank holds one whole key and value head."""
+    return heads is not None and ranks > heads.keys and layer.suffix in ("k_proj", "v_proj")
+
+
+def _by_fused_name(layers: list[Projection]) -> dict[str, list[Projection]]:
+    groups: dict[str, list[Projection]] = defaultdict(list)
+    for layer in layers:
+        groups[layer.fused_name].append(layer)
+    return groups
+
+
+def _advice(projections: list[Projection], heads: Heads | None, quantization: Quantization, device: Device) -> str:
+    """The smallest change that helps: another group size, another layer left alone, fewer ranks."""
+    for change in CHANGES:
+        if not any(_problems(projections, heads, replace(quantization, **change), device)):
+            return "set " + " and ".join(f"{name}: {json.dumps(value)}" for name, value in change.items())
+    blamed = {problem.layer for problem in _problems(projections, heads, quantization, device)}
+    fused = {layer.fused_name.rpartition(".")[2] for layer in projections if layer.name in blamed}
+    suffixes = sorted({suffix for names in fused for suffix in names.split("+")})
+    pattern = rf"re:.*\.({'|'.join(suffixes)})$"
+    ignoring = replace(quantization, ignore=(*quantization.ignore, pattern))
+    if suffixes and not any(_problems(projections, heads, ignoring, device)):
+        return f"add '{pattern}' to ignore"
+    return "choose a tensor_parallel_size that divides the model, or method int8 or fp8"
+
+
+def _explain(problems: list[Problem], advice: str, quantization: Quantization, device: Device) -> str:
+    layers_by_reason: dict[str, list[str]] = defaultdict(list)
+    for problem in problems:
+        layers_by_reason[problem.reason].append(problem.layer)
+    lines = [
+        f"  {layers[0]}{f' and {len(layers) - 1} more' if layers[1:] else ''}: {reason}"
+        for reason, layers in layers_by_reason.items()
+    ]
+    return "\n".join(
+        [
+            f"{quantization.method} with group_size {quantization.group_size} would give a model that vLLM cannot "
+            f"serve on {device} at tensor_parallel_size {quantization.tensor_parallel_size}:",
+            *lines,
+            f"To mend it, {advice}.",
+        ]
+    )

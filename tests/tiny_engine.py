@@ -1,0 +1,72 @@
+"""A second serving engine, for the proof that one is its module and a line of the registry."""
+
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stages.core.errors import RecipeError
+from stages.models.projections import Projection
+from stages.serving.client import Client
+from stages.serving.config import BenchmarkConfig, ServingConfig
+from stages.serving.engine import LoadResult
+from stages.serving.launch import LaunchSpec
+from stages.serving.quantization import Quantization
+
+PROGRAM = Path(__file__).with_name("tiny_openai_server.py")
+
+
+@dataclass(frozen=True)
+class TinyProgram:
+    command: Path = PROGRAM
+    version: str = "1.2"
+
+    def server_command(self, spec: LaunchSpec, host: str, port: int) -> list[str]:
+        return [sys.executable, str(self.command), str(spec.model), spec.served_name, host, str(port)]
+
+    def server_environment(self, serving: ServingConfig, api_key: str) -> dict[str, str]:
+        return {**os.environ, "TINY_KEY": api_key}
+
+
+class TinyEngine:
+    name = "tiny"
+    title = "Tiny"
+    installation = "it is part of the tests"
+    settings: dict[str, str] = {}  # noqa: RUF012
+    waiting_requests_metric = "tiny_waiting"
+
+    def find_program(self) -> TinyProgram:
+        return TinyProgram()
+
+    def program_in_image(self, *, on_cpu: bool) -> TinyProgram:
+        return TinyProgram(Path("tiny"), "image")
+
+    def root_cause(self, log: str) -> str | None:
+        return next((line for line in log.splitlines() if line.startswith("tiny: ")), None)
+
+    def context_tokens(self, client: Client) -> int:
+        return int(client.models()[0]["context"])
+
+    def generate_load(
+        self, client: Client, spec: LaunchSpec, benchmark: BenchmarkConfig, folder: Path
+    ) -> list[LoadResult]:
+        results = []
+        for concurrency in benchmark.concurrencies:
+            started_s = time.monotonic()
+            client.complete("What is 1 + 2?", max_tokens=benchmark.output_tokens)
+            elapsed_s = time.monotonic() - started_s
+            results.append(LoadResult(concurrency, 1, 0, elapsed_s * 1000, elapsed_s * 1000, 1 / elapsed_s))
+        (folder / "benchmark.json").write_text(json.dumps([vars(result) for result in results]))
+        return results
+
+    def check_loadable(
+        self, model_config: dict[str, Any], projections: list[Projection], quantization: Quantization
+    ) -> None:
+        if quantization.weights == "fp8":
+            raise RecipeError("Tiny loads no fp8 weights; choose method int8")
+
+    def caveats(self, quantization: Quantization) -> list[str]:
+        return ["Tiny adds in float64"]

@@ -1,0 +1,52 @@
+"""A server of "sums" that speaks OpenAI's API: `tiny_openai_server.py MODEL_FOLDER NAME HOST PORT`, key in TINY_KEY.
+
+It answers `What is 1 + 2?` with `3`, and everything else with `?`. Like a real engine it refuses a model that it cannot
+load, with the reason in its log: one whose folder has a file `broken`.
+"""
+
+import json
+import os
+import re
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+folder, name, host, port = sys.argv[1:]
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        if self.path == "/health":
+            self.answer({})
+        elif self.allowed():
+            self.answer({"data": [{"id": name, "context": 64}]})
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if not self.allowed():
+            return
+        numbers = re.findall(r"\d+", asked["prompt"])
+        text = str(sum(map(int, numbers))) if "+" in asked["prompt"] else "?"
+        self.answer({"choices": [{"text": text, "logprobs": {"token_logprobs": [None, -0.5, -0.25]}}]})
+
+    def allowed(self) -> bool:
+        right = self.headers["Authorization"] == f"Bearer {os.environ['TINY_KEY']}"
+        if not right:
+            self.send_error(401)
+        return right
+
+    def answer(self, content: object) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+print("loading the model", flush=True)
+if (Path(folder) / "broken").exists():
+    sys.exit("tiny: cannot load the model: it has a file `broken`")
+ThreadingHTTPServer((host, int(port)), Handler).serve_forever()

@@ -1,0 +1,69 @@
+"""A second harness: asks each question of `TASK.jsonl` in the task folder, and compares answers letter by letter."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from stages.core.contract import StageContext
+from stages.core.errors import EvaluationError
+from stages.evaluate.harnesses.harness import Evaluation, Results, ServedModel
+
+METRIC = "exact_match"
+
+
+class ExactMatch:
+    name = "exact"
+    title = "Exact"
+
+    def version(self) -> str:
+        return "0.1"
+
+    def resolve_outside(self, evaluation: Evaluation) -> dict[str, JsonValue]:
+        return {"letters": "all"}
+
+    def prepare(self, evaluation: Evaluation, cache: Path) -> None:
+        for task in evaluation.tasks:
+            if not _file(evaluation, task).is_file():
+                raise EvaluationError(f"Exact does not have a task {task!r}")
+
+    def evaluate(
+        self, evaluation: Evaluation, context: StageContext, await_model: Callable[[], ServedModel]
+    ) -> Results:
+        questions = {task: _file(evaluation, task).read_text().splitlines() for task in evaluation.tasks}
+        model = await_model()
+        samples = {
+            task: [_sample(number, json.loads(line), model) for number, line in enumerate(lines[: evaluation.limit])]
+            for task, lines in questions.items()
+        }
+        means = {task: sum(row[METRIC] for row in rows) / len(rows) for task, rows in samples.items()}
+        scores = {
+            "results": {task: {f"{METRIC},none": mean} for task, mean in means.items()},
+            "configs": {task: {} for task in samples},
+            "versions": dict.fromkeys(samples, 1),
+            "n-shot": dict.fromkeys(samples, 0),
+            "higher_is_better": {task: {METRIC: True} for task in samples},
+        }
+        return Results(scores, samples)
+
+
+def _file(evaluation: Evaluation, task: str) -> Path:
+    assert evaluation.task_folder
+    return evaluation.task_folder / f"{task}.jsonl"
+
+
+def _sample(number: int, row: dict[str, str], model: ServedModel) -> dict[str, object]:
+    answer = model.client.complete(row["question"], max_tokens=model.context_tokens // 2)["text"]
+    hashes = {
+        f"{what}_hash": hashlib.sha256(text.encode()).hexdigest()
+        for what, text in (("doc", json.dumps(row)), ("prompt", row["question"]), ("target", row["answer"]))
+    }
+    return {
+        "doc_id": number,
+        "filter": "none",
+        "doc": row,
+        "resps": [[answer]],
+        METRIC: answer == row["answer"],
+    } | hashes

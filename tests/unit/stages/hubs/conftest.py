@@ -1,0 +1,37 @@
+"""A hub that both libraries are pointed to, and download stages run in this process."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from stages.core.contract import StageContext, StageResult
+from stages.download.config import DownloadConfig
+from stages.download.run import run
+from stages.hubs import retry
+from tests.hub_server import HubServer, running_hub
+
+Download = Callable[..., StageResult]
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    with running_hub() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setenv("MODELSCOPE_ENDPOINT", server.url)
+        for variable in ("HF_TOKEN", "MODELSCOPE_API_TOKEN", "HF_HUB_OFFLINE"):
+            monkeypatch.delenv(variable, raising=False)
+        monkeypatch.setattr(retry, "FIRST_WAIT_S", 0.01)
+        yield server
+
+
+@pytest.fixture
+def download(tmp_path: Path) -> Download:
+    """Run a download stage into `tmp_path`: the planner's part, then the stage's, as often as it is called."""
+
+    def start(**config: object) -> StageResult:
+        checked = DownloadConfig.model_validate({"kind": "download", **config})
+        outside = checked.resolve_outside()
+        return run(checked, StageContext(tmp_path, "base", "0" * 12, {}, {}, tmp_path / "cache", outside))
+
+    return start

@@ -1,0 +1,157 @@
+"""What the project makes itself: the same bytes every time, nothing of the test set in any dataset, a usable model."""
+
+import json
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import yaml
+
+from stages.download.builtin import held_out
+from stages.hubs.builtin import addition, addition_preferences
+from stages.hubs.builtin.addition import Problem, split_problems
+from stages.hubs.builtin.catalog import BUILTINS
+from stages.models.model_config import shape_of_config
+from stages.models.model_folder import check_model_folder
+
+TASKS = Path(__file__).parents[4] / "configs" / "tasks"
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_ordered_pair_is_in_exactly_one_split() -> None:
+    split = split_problems()
+    everything = [*split.test, *split.validation, *split.train]
+    assert len(everything) == len(set(everything)) == 10_000
+    assert (len(split.test), len(split.validation)) == (addition.NUM_TEST, addition.NUM_VALIDATION)
+
+
+def test_the_task_holds_the_held_out_problems_and_no_dataset_does(tmp_path: Path) -> None:
+    held_out.write_held_out(tmp_path / "addition.jsonl")
+    assert (TASKS / "addition.jsonl").read_text() == (tmp_path / "addition.jsonl").read_text()
+    test_questions = {row["question"] for row in rows(TASKS / "addition.jsonl")}
+    assert len(test_questions) == addition.NUM_TEST
+    for number, maker in enumerate((addition, addition_preferences)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        maker.make(folder)
+        questions = {
+            row.get("messages", row.get("prompt"))[0]["content"] for file in folder.iterdir() for row in rows(file)
+        }
+        assert len(questions) == 10_000 - addition.NUM_TEST
+        assert not questions & test_questions
+
+
+def test_the_task_is_found_beside_its_rows() -> None:
+    task = yaml.safe_load((TASKS / "addition.yaml").read_text())
+    assert task["task"] == "addition"
+    assert (TASKS / task["dataset_kwargs"]["data_files"]["test"]).is_file()
+
+
+def test_answers_are_right_and_rejected_ones_wrong_but_plausible(tmp_path: Path) -> None:
+    addition_preferences.make(tmp_path)
+    for row in rows(tmp_path / "train.jsonl"):
+        first, second = row["prompt"][0]["content"].removeprefix("What is ").removesuffix("?").split(" + ")
+        right, wrong = (int(row[column][0]["content"]) for column in ("chosen", "rejected"))
+        assert right == int(first) + int(second)
+        assert wrong != right and wrong >= 0
+        assert abs(wrong - right) <= 10 or sorted(str(wrong).zfill(3)) == sorted(str(right).zfill(3))
+
+
+@pytest.mark.parametrize("problem", [Problem(0, 0), Problem(99, 99), Problem(5, 5), Problem(0, 1)])
+def test_the_edges_have_wrong_sums_too(problem: Problem) -> None:
+    wrong = addition_preferences.wrong_sums(problem)
+    assert wrong and problem.first + problem.second not in wrong
+
+
+def test_datasets_have_the_same_bytes_every_time(tmp_path: Path) -> None:
+    for maker in (addition, addition_preferences):
+        contents = []
+        for attempt in "ab":
+            folder = tmp_path / f"{maker.__name__}-{attempt}"
+            folder.mkdir()
+            maker.make(folder)
+            contents.append({path.name: path.read_bytes() for path in folder.iterdir()})
+        assert contents[0] == contents[1]
+        assert set(contents[0]) == {"train.jsonl", "validation.jsonl"}
+
+
+def test_every_builtin_has_a_maker() -> None:
+    assert all(callable(import_module(builtin.module).make) for builtin in BUILTINS.values())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from stages.hubs.builtin import qwen3
+
+    folder = tmp_path_factory.mktemp("qwen3")
+    qwen3.make(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def test_the_model_s_shape_is_known_before_it_is_made(folder: Path) -> None:
+    made = shape_of_config(json.loads((folder / "config.json").read_text()))
+    assert shape_of_config(BUILTINS["qwen3-1m"].sizes) == made
+
+
+def test_the_model_is_a_complete_one_of_about_a_million_parameters_as_readable_as_the_mask_says(
+    folder: Path,
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    check_model_folder(folder)
+    assert 0.5e6 < AutoModelForCausalLM.from_pretrained(folder).num_parameters() < 3e6
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
+
+
+def test_the_model_has_the_same_bytes_every_time(folder: Path, tmp_path: Path) -> None:
+    from stages.hubs.builtin import qwen3
+
+    qwen3.make(tmp_path)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+def test_the_model_can_be_quantized_in_groups_of_32(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    attention_dim = config["num_attention_heads"] * config["head_dim"]
+    for input_dim in (config["hidden_size"], config["intermediate_size"], attention_dim):
+        assert input_dim % 64 == 0, "an even number of groups"
+    assert config["num_key_value_heads"] * config["head_dim"] % 32 == 0
+
+
+@pytest.mark.parametrize("text", ["Größe\n\t 12345 – 東京 🎉", "user\nWhat is  1+2?", "\x00\xff", " leading"])
+def test_any_text_survives_the_tokenizer(text: str, tokenizer) -> None:
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_digits_are_tokens_of_their_own_and_an_exchange_is_short(tokenizer) -> None:
+    messages = [{"role": "user", "content": "What is 98 + 76?"}, {"role": "assistant", "content": "174"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) <= 18
+    assert tokenizer.decode(ids) == text
+    tokens = [tokenizer.decode([token]) for token in ids]
+    assert [token for token in tokens if any(c.isdigit() for c in token)] == list("9876174")
+
+
+def test_the_prompt_is_a_prefix_of_the_exchange(tokenizer) -> None:
+    messages = [{"role": "user", "content": "What is 1 + 2?"}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    whole = tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": "3"}])["input_ids"]
+    assert whole[: len(prompt)] == prompt
+    assert tokenizer.eos_token_id in whole[len(prompt) :]
+
+
+def test_every_id_that_the_model_can_produce_has_a_token(folder: Path, tokenizer) -> None:
+    vocabulary_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    assert len(tokenizer) == vocabulary_size <= 512
+    assert None not in tokenizer.convert_ids_to_tokens(range(vocabulary_size))

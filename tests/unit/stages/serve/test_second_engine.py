@@ -1,0 +1,69 @@
+"""A serving engine is its module and a line of the registry: with those alone, a serve stage runs it."""
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from stages.core.contract import StageContext
+from stages.core.errors import ServerError, TransientError
+from stages.serve.config import ServeConfig
+from stages.serve.run import run
+from stages.serving.client import Client
+from stages.serving.launch import LAUNCH_FILE, LaunchSpec
+from tests.hub_repository import model_files
+from tests.tiny_engine import TinyEngine
+
+KEY = "sk-of-the-test"
+
+
+@pytest.fixture(autouse=True)
+def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a stage does to its process is undone."""
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> StageContext:
+    for name, content in model_files(1000).items():
+        path = tmp_path / "sft" / "model" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    (tmp_path / "work").mkdir()
+    return StageContext(tmp_path / "work", "chat", "0" * 12, {"sft": tmp_path / "sft"}, {}, tmp_path / "cache")
+
+
+@pytest.fixture
+def serve() -> Callable[..., ServeConfig]:
+    return lambda **fields: ServeConfig.model_validate({"kind": "serve", "model": "sft", **fields})
+
+
+def test_its_version_is_part_of_the_stages(tiny_engine: TinyEngine, serve) -> None:
+    assert serve().resolve_outside() == {"tiny_version": "1.2"}
+
+
+def test_it_is_started_checked_measured_leased_and_ended(tiny_engine: TinyEngine, serve, context) -> None:
+    stage = run(serve(benchmark={"concurrencies": [1, 2]}), context)
+    result = next(stage)
+
+    client = Client(result.lease.url, KEY, "sft")
+    assert client.complete("What is 20 + 22?")["text"] == "42"
+    assert result.tags == {"tiny_version": "1.2"}
+    assert {"time_to_ready_s", "ttft_ms_concurrency_1", "output_tokens_per_s_concurrency_2"} <= result.metrics.keys()
+    spec = LaunchSpec.model_validate_json((context.work / LAUNCH_FILE).read_text())
+    assert (spec.engine, spec.engine_version) == ("tiny", "1.2")
+    assert "starting Tiny" in (context.work / "events.jsonl").read_text()
+    stage.close()
+    with pytest.raises(TransientError):
+        client.models()
+
+
+def test_why_it_did_not_start_is_found_in_its_log(tiny_engine: TinyEngine, serve, context) -> None:
+    (context.inputs["sft"] / "model" / "broken").touch()
+
+    with pytest.raises(ServerError, match=r"the Tiny server for sft .*: tiny: cannot load the model: it has a file"):
+        next(run(serve(), context))

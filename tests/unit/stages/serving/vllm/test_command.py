@@ -1,0 +1,95 @@
+"""The command and environment of a server: what the recipe says, on a CPU or a GPU, and never the key in argv."""
+
+from pathlib import Path
+
+import pytest
+
+from stages.serving.config import ServingConfig
+from stages.serving.launch import LaunchSpec
+from stages.serving.vllm.program import VllmProgram
+
+ON_CPU = VllmProgram(Path("/env/bin/vllm"), Path("/env/bin/python"), "0.32.0+cpu")
+ON_GPU = VllmProgram(Path("/env/bin/vllm"), Path("/env/bin/python"), "0.32.0")
+
+
+def spec(**serving: object) -> LaunchSpec:
+    config = ServingConfig.model_validate(serving)
+    return LaunchSpec(model=Path("/models/m"), served_name="m", serving=config, engine_version="0.32.0")
+
+
+def option(command: list[str], name: str) -> str:
+    return command[command.index(name) + 1]
+
+
+def test_everything_the_recipe_says_reaches_the_command() -> None:
+    told = spec(
+        dtype="bfloat16",
+        max_model_len=512,
+        max_num_seqs=7,
+        tensor_parallel_size=2,
+        kv_cache_memory_gib=0.5,
+        enforce_eager=True,
+        trust_remote_code=True,
+    )
+
+    command = ON_GPU.server_command(told, "127.0.0.1", 8123)
+
+    assert command[:3] == ["/env/bin/vllm", "serve", "/models/m"]
+    assert option(command, "--dtype") == "bfloat16"
+    assert option(command, "--max-model-len") == "512"
+    assert option(command, "--max-num-seqs") == "7"
+    assert option(command, "--tensor-parallel-size") == "2"
+    assert option(command, "--kv-cache-memory-bytes") == str(2**29)
+    assert {"--enforce-eager", "--trust-remote-code"} <= set(command)
+
+
+def test_nothing_is_said_that_the_recipe_does_not_say() -> None:
+    command = ON_GPU.server_command(spec(), "127.0.0.1", 8123)
+
+    assert not {"--trust-remote-code", "--enforce-eager", "--max-model-len", "--kv-cache-memory-bytes"} & set(command)
+
+
+def test_a_server_on_a_cpu_leaves_memory_to_others() -> None:
+    command = ON_CPU.server_command(spec(), "127.0.0.1", 8123)
+
+    assert option(command, "--kv-cache-memory-bytes") == str(4 * 2**30)
+
+
+def test_a_single_worker_on_a_cpu_lives_in_the_engine() -> None:
+    assert "uni" in ON_CPU.server_command(spec(), "127.0.0.1", 8123)
+    assert "uni" not in ON_CPU.server_command(spec(tensor_parallel_size=2), "127.0.0.1", 8123)
+    assert "uni" not in ON_GPU.server_command(spec(), "127.0.0.1", 8123)
+
+
+def test_settings_for_cpus_stay_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "TORCHDYNAMO_DISABLE", "VLLM_ENABLE_V1_MULTIPROCESSING"):
+        monkeypatch.delenv(name, raising=False)
+
+    eager_on_cpu = ON_CPU.server_environment(ServingConfig(enforce_eager=True), "key")
+    compiled_on_cpu = ON_CPU.server_environment(ServingConfig(), "key")
+    eager_on_gpu = ON_GPU.server_environment(ServingConfig(enforce_eager=True), "key")
+
+    assert eager_on_cpu["TORCHDYNAMO_DISABLE"] == "1"
+    assert "TORCHDYNAMO_DISABLE" not in compiled_on_cpu
+    assert not {"TORCHDYNAMO_DISABLE", "OMP_WAIT_POLICY", "VLLM_ENABLE_V1_MULTIPROCESSING"} & set(eager_on_gpu)
+
+
+def test_the_key_travels_in_the_environment_only() -> None:
+    command = ON_CPU.server_command(spec(), "127.0.0.1", 8123)
+
+    assert ON_CPU.server_environment(ServingConfig(), "sk-secret")["VLLM_API_KEY"] == "sk-secret"
+    assert "--api-key" not in command
+    assert "key" not in spec().model_dump_json()
+
+
+def test_a_launch_spec_comes_back_from_its_file() -> None:
+    told = spec(dtype="float32", max_model_len=64)
+
+    assert LaunchSpec.model_validate_json(told.model_dump_json(indent=2)) == told
+
+
+def test_a_launch_spec_of_before_there_were_engines_is_vllms() -> None:
+    tree = spec(dtype="float32").model_dump(mode="json")
+    del tree["engine"], tree["engine_version"]
+
+    assert LaunchSpec.model_validate({**tree, "vllm_version": "0.32.0"}) == spec(dtype="float32")
