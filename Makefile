@@ -20,7 +20,7 @@ INSTALL := $(UV) pip install --quiet --compile-bytecode $(TORCH_BACKEND)
 COMPILE := $(UV) pip compile --quiet --python-version 3.11 --no-header --no-emit-index-url --no-emit-find-links \
 	--annotation-style line
 
-.PHONY: demo test check unit faults environments benchmarks lock clean
+.PHONY: demo test check unit faults docs environments benchmarks lock clean
 
 demo: environments
 	.venv/bin/lifecycle run configs/quickstart.yaml
@@ -40,6 +40,10 @@ unit: environments .venv/.test-ready
 # Every injected fault, and a table: how fast it was noticed and mended, and what was lost.
 faults: environments .venv/.test-ready
 	.venv/bin/pytest tests/faults
+
+# Write the tables and cheap outputs in all README.md again; unit tests hold that they are current.
+docs: environments .venv/.test-ready
+	.venv/bin/python tests/pages.py
 
 check: environments .venv/.test-ready
 	.venv/bin/ruff check .

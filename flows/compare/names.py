@@ -1,6 +1,6 @@
 """What the figures and parameters of training and comparisons are called, in MLflow and everywhere else: one table.
 
-The README shows it, and a test holds the two, and what runs really log, together.
+`flows/compare/README.md` shows it, and a test holds the two, and what runs really log, together.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ SECTIONS = {"metric": METRICS, "parameter": PARAMS, "tag": TAGS}
 
 
 def markdown_table() -> str:
-    """The table of the README."""
+    """The table of the page."""
     lines = ["| name | is a | meaning |", "| --- | --- | --- |"]
     lines += [
         f"| `{name}` | {section} | {meaning} |"

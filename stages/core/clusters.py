@@ -38,16 +38,17 @@ SecretKey = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[-._a
 class SlurmOptions(StrictModel):
     """What the job asks of Slurm; what is not said is the cluster's default."""
 
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
+    partition: str | None = Field(None, description="As `sbatch --partition`.")
+    account: str | None = Field(None, description="As `sbatch --account`.")
+    qos: str | None = Field(None, description="As `sbatch --qos`.")
     time_limit: TimeLimit | None = Field(
-        None, description="As Slurm writes it: minutes, HH:MM:SS or D-HH:MM:SS. A job that reaches it goes on anew."
+        None,
+        description="As Slurm writes it: minutes, HH:MM:SS or D-HH:MM:SS. A job that reaches it continues in another.",
     )
-    gpus_per_node: PositiveInt | None = None
+    gpus_per_node: PositiveInt | None = Field(None, description="GPUs on each node.")
     cpus_per_node: PositiveInt | None = Field(None, description="Default: threads × processes of a node.")
-    memory_gib_per_node: PositiveFloat | None = None
-    warning_s: PositiveInt = Field(60, description="The job is told this long before its time limit to end.")
+    memory_gib_per_node: PositiveFloat | None = Field(None, description="Memory on each node.")
+    warning_s: PositiveInt = Field(60, description="How long before its time limit a job is asked to end.")
     options: list[SbatchOption] = Field(default_factory=list, description="Further options, as in --constraint=h100.")
 
 
@@ -56,18 +57,18 @@ class KubernetesOptions(StrictModel):
 
     image: str | None = Field(None, description="Required: the pipeline's image, best with its digest.")
     store_claim: KubernetesName = Field("llm-lifecycle-home", description="PersistentVolumeClaim of LIFECYCLE_HOME.")
-    namespace: KubernetesName = "default"
-    service_account: KubernetesName = "llm-lifecycle-stage"
+    namespace: KubernetesName = Field("default", description="Where pods run.")
+    service_account: KubernetesName = Field("llm-lifecycle-stage", description="Of the pods; it needs no rights.")
     job: Literal["train_job", "indexed_job"] = Field(
         "train_job", description="Training over several nodes: a TrainJob of Kubeflow Trainer, or an indexed Job."
     )
     training_runtime: KubernetesName = Field("torch-distributed", description="ClusterTrainingRuntime of a TrainJob.")
-    gpus_per_node: PositiveInt | None = None
-    gpu_resource: str = "nvidia.com/gpu"
+    gpus_per_node: PositiveInt | None = Field(None, description="GPUs on each node.")
+    gpu_resource: str = Field("nvidia.com/gpu", description="Name of the resource that counts GPUs.")
     cpus_per_node: PositiveInt | None = Field(None, description="Default: threads × processes of a node.")
-    memory_gib_per_node: PositiveFloat | None = None
+    memory_gib_per_node: PositiveFloat | None = Field(None, description="Memory on each node.")
     shared_memory_gib: PositiveFloat = Field(8.0, description="Shared memory of each pod; NCCL needs it.")
     secrets: dict[str, SecretKey] = Field(
         default_factory=dict, description="Environment variable → Secret and key: {HF_TOKEN: hub/token}."
     )
-    node_selector: dict[str, str] = Field(default_factory=dict)
+    node_selector: dict[str, str] = Field(default_factory=dict, description="Labels that a node must have.")

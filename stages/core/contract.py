@@ -67,8 +67,8 @@ OutsidePath = Annotated[Path, OutsideInput()]
 class Execution(StrictModel):
     """Where a stage runs and how often it is tried: never part of its identity."""
 
-    launcher: Literal["local", "slurm", "kubernetes"] = "local"
-    nodes: PositiveInt = 1
+    launcher: Literal["local", "slurm", "kubernetes"] = Field("local", description="What starts the processes.")
+    nodes: PositiveInt = Field(1, description="Machines; more than one only for training on a cluster.")
     threads: PositiveInt | None = Field(None, description="Threads of each process; default: the cores shared evenly.")
     slots: PositiveInt | None = Field(None, description="Device slots held while the stage runs; default: its devices.")
     timeout_s: PositiveFloat | None = Field(None, description="The stage is stopped after this many seconds.")

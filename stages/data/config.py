@@ -27,5 +27,5 @@ class DataConfig(StrictModel):
     sequence_length: PositiveInt = Field(2048, description="Tokens of a packed row.")
     packing: bool = Field(True, description="Several documents in a row; attention does not cross their borders.")
     over_long: Literal["truncate", "drop", "fail"] = Field("fail", description="Documents over sequence_length.")
-    on_bad_rows: Literal["fail", "drop"] = "fail"
+    on_bad_rows: Literal["fail", "drop"] = Field("fail", description="drop: list them and go on without them.")
     max_bad_row_fraction: float = Field(0.01, ge=0, le=1, description="More dropped rows than this is an error.")

@@ -16,7 +16,7 @@ from stages.serving.registry import installed_version
 class EvaluateExecution(ServeExecution):
     """How the benchmark is run, and where its server listens when it starts one."""
 
-    concurrent_requests: PositiveInt = 16
+    concurrent_requests: PositiveInt = Field(16, description="Requests to the server at a time.")
 
 
 class EvaluateConfig(StageConfig):
@@ -33,8 +33,8 @@ class EvaluateConfig(StageConfig):
     task_folder: OutsidePath | None = Field(None, description="Folder of local tasks (YAML and JSONL).")
     limit: PositiveInt | None = Field(None, description="Samples of each task; default: all.")
     num_fewshot: int | None = Field(None, ge=0, description="Default: the task's own.")
-    apply_chat_template: bool = False
-    seed: int = Field(0, ge=0)
+    apply_chat_template: bool = Field(False, description="Ask as a user of a chat, not as plain text.")
+    seed: int = Field(0, ge=0, description="Of few-shot examples and random numbers.")
     execution: EvaluateExecution = EvaluateExecution()
 
     @property

@@ -22,18 +22,18 @@ class CalibrationConfig(StrictModel):
     """Rows that show the quantizer what activations look like, and held-out rows that judge it."""
 
     dataset: DatasetReference
-    split: str = "train"
+    split: str = Field("train", description="Files of the dataset whose name or folder begins with this.")
     evaluation_split: str | None = Field(
         None, description="Rows that the KL is measured on; default: rows after these."
     )
-    num_samples: PositiveInt = 128
-    num_evaluation_samples: PositiveInt = 128
+    num_samples: PositiveInt = Field(128, description="Rows that the quantizer sees.")
+    num_evaluation_samples: PositiveInt = Field(128, description="Rows that the KL is measured on.")
     evaluate_on: Annotated[Literal["all", "assistant"], AddedLater()] = Field(
         "all",
         description="Tokens whose predictions the KL is a mean over. assistant: those that training learns from a "
         "conversation; a model that was never trained on the others predicts them at random, quantized or not.",
     )
-    sequence_length: PositiveInt = 512
+    sequence_length: PositiveInt = Field(512, description="Tokens of a row, at most.")
 
 
 class QuantizeConfig(StageConfig):
@@ -52,8 +52,8 @@ class QuantizeConfig(StageConfig):
     calibration: CalibrationConfig
     max_kl: PositiveFloat | None = Field(None, description="Nats per token from the unquantized model, at most.")
     tensor_parallel_size: PositiveInt = Field(1, description="That the model will be served at.")
-    trust_remote_code: bool = False
-    seed: int = Field(0, ge=0)
+    trust_remote_code: bool = Field(False, description="Run the Python files that come with the model.")
+    seed: int = Field(0, ge=0, description="Of the quantizer's random numbers.")
 
     @property
     def product(self) -> Product:

@@ -12,7 +12,7 @@ from stages.core.contract import Execution, StrictModel
 class ServingConfig(StrictModel):
     """How an engine holds a model: everything that may change what it answers, or how fast."""
 
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: that of the weights.")
     max_model_len: PositiveInt | None = Field(None, description="Tokens of prompt and answer; default: the model's.")
     max_num_seqs: PositiveInt | None = Field(None, description="Requests in one batch; default: the engine's.")
     tensor_parallel_size: PositiveInt = 1
@@ -20,21 +20,21 @@ class ServingConfig(StrictModel):
         None, description="Default: what the engine finds free on a GPU, 4 on a CPU."
     )
     enforce_eager: bool = Field(False, description="Neither compile nor capture graphs: starts sooner, runs slower.")
-    trust_remote_code: bool = False
+    trust_remote_code: bool = Field(False, description="Run the Python files that come with the model.")
 
 
 class BenchmarkConfig(StrictModel):
     """Load that is put on the server."""
 
-    concurrencies: tuple[PositiveInt, ...] = (1, 8)
+    concurrencies: tuple[PositiveInt, ...] = Field((1, 8), description="Requests at a time; each is measured.")
     requests_per_concurrency: PositiveInt = Field(8, description="Requests sent for each unit of concurrency.")
-    input_tokens: PositiveInt = 128
-    output_tokens: PositiveInt = 64
+    input_tokens: PositiveInt = Field(128, description="Of each prompt.")
+    output_tokens: PositiveInt = Field(64, description="Of each answer.")
 
 
 class ServeExecution(Execution):
     """Where the server listens and how long it may take to start."""
 
-    host: str = "127.0.0.1"
+    host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int | None = Field(None, ge=1, le=65535, description="Default: a free one.")
-    ready_timeout_s: PositiveFloat = 600
+    ready_timeout_s: PositiveFloat = Field(600, description="How long the server may take to start.")

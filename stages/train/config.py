@@ -37,10 +37,10 @@ class TrainExecution(Execution):
     """Where a training stage runs, how often it logs, evaluates and saves."""
 
     processes: PositiveInt | None = Field(None, description="Processes on each node; default: what the layout needs.")
-    log_every_steps: PositiveInt = 1
+    log_every_steps: PositiveInt = Field(1, description="Steps between two points of the curves in MLflow.")
     evaluate_every_steps: PositiveInt | None = Field(None, description="Default: only at the end.")
     checkpoint_every_steps: PositiveInt | None = Field(None, description="Default: ten times in a run.")
-    checkpoints_kept: PositiveInt = 2
+    checkpoints_kept: PositiveInt = Field(2, description="Older ones are removed.")
     hang_timeout_s: PositiveFloat = Field(
         3600,
         description="A step that takes longer, with what is saved and evaluated after it, ends the attempt; so does a "
@@ -90,25 +90,25 @@ class TrainConfig(MethodOptions):
     layout: LayoutOrAuto = Field(Layout(), description="auto: what the planner finds best for the machine at hand.")
 
     steps: PositiveInt | None = Field(None, description="Optimizer steps; else `epochs` counts.")
-    epochs: PositiveFloat = 1.0
+    epochs: PositiveFloat = Field(1.0, description="Passes over the training data.")
     global_batch_size: PositiveInt = Field(description="Packed rows of one optimizer step, over all processes.")
-    learning_rate: PositiveFloat
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup_steps: NonNegativeInt = 0
+    learning_rate: PositiveFloat = Field(description="Of AdamW, after the warm-up.")
+    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="Of the learning rate.")
+    warmup_steps: NonNegativeInt = Field(0, description="Steps in which the learning rate grows linearly from 0.")
     min_learning_rate_fraction: float = Field(0.0, ge=0, le=1, description="Where cosine and linear end.")
-    adam_beta1: float = Field(0.9, ge=0, lt=1)
-    adam_beta2: float = Field(0.95, ge=0, lt=1)
-    adam_epsilon: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat = 0.0
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the mean of gradients.")
+    adam_beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the mean of squared gradients.")
+    adam_epsilon: PositiveFloat = Field(1e-8, description="Added to the denominator of Adam.")
+    weight_decay: NonNegativeFloat = Field(0.0, description="Decoupled, as in AdamW.")
     max_grad_norm: PositiveFloat | None = 1.0
     precision: Precision = Field(
         "bf16",
         description="bf16: parameters and activations in bfloat16, reduction and master weights in fp32. fp8: so too, "
         "but layers multiply in 8 bits (megatron, on GPUs with Transformer Engine).",
     )
-    export_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    trust_remote_code: bool = False
-    seed: NonNegativeInt = 0
+    export_dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="Of the written weights.")
+    trust_remote_code: bool = Field(False, description="Run the Python files that come with the model.")
+    seed: NonNegativeInt = Field(0, description="Of the order of rows and of dropout.")
     execution: TrainExecution = TrainExecution()
 
     @property

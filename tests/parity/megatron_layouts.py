@@ -1,7 +1,8 @@
 """The Megatron engine against plain Transformers under every layout: `python tests/parity/megatron_layouts.py`.
 
-Prints, for each case, the largest differences in log-probabilities, loss, gradient, gradient norm (relative) and
-weights after five AdamW steps, in fp32. `test_megatron_layouts.py` holds the same figures to their bounds.
+Prints, for each case and then for each group of layouts, the largest differences in log-probabilities, loss, gradient,
+gradient norm (relative) and weights after five AdamW steps, in fp32. `test_megatron_layouts.py` holds the same numbers
+to their bounds; `stages/engines/README.md` shows the table of groups.
 """
 
 from __future__ import annotations
@@ -63,12 +64,47 @@ class Comparison:
 def main() -> None:
     columns = "".join(f"{name:>17}" for name in LIMITS)
     print(f"{'processes, model, data and layout':60}{columns}")
+    groups: dict[str, list[Comparison]] = {}
     with tempfile.TemporaryDirectory(prefix="megatron-layouts-") as folder, started_ranks() as ranks:
         make_models(Path(folder) / "models")
         for processes in (1, 2, 4):
             for comparison in compare(ranks, Path(folder), processes):
-                figures = "".join(f"{comparison.differences[name]:>17.1e}" for name in LIMITS)
-                print(f"{processes} {comparison.case.name:58}{figures}", flush=True)
+                numbers = "".join(f"{comparison.differences[name]:>17.1e}" for name in LIMITS)
+                print(f"{processes} {comparison.case.name:58}{numbers}", flush=True)
+                groups.setdefault(group(comparison.case), []).append(comparison)
+    print(table(groups))
+
+
+def table(groups: dict[str, list[Comparison]]) -> str:
+    """A line a group of layouts, with the largest differences of its cases."""
+    lines = [f"| layouts | cases | {' | '.join(LIMITS)} |", f"| --- | ---: |{' ---: |' * len(LIMITS)}"]
+    for name, members in sorted(groups.items()):
+        largest_of_group = [max(member.differences[limit] for member in members) for limit in LIMITS]
+        lines.append(f"| {name} | {len(members)} | {' | '.join(f'{value:.1e}' for value in largest_of_group)} |")
+    bounds = " | ".join(f"{limit:.0e}" for limit in LIMITS.values())
+    num_cases = sum(map(len, groups.values()))
+    return "\n".join([*lines, f"| **bound, all {num_cases} cases** | | {bounds} |"])
+
+
+def group(case: Case) -> str:
+    """The line of the table that a case belongs to."""
+    degrees = case.layout.keys() - {"micro_batch_size", "sequence_parallel", "recompute"}
+    if "moe" in case.model or case.model == "mixtral":
+        return f"mixture of experts, {'TP, PP, VPP, CP, DP, EP, ETP and products' if degrees else 'one process'}"
+    if "recompute" in case.layout:
+        return "full and selective recompute, alone and with TP, VPP, CP"
+    alone = {
+        "tp": "TP",
+        "pp": "PP, also uneven stages",
+        "cp": "CP",
+        "dp_replicate": "DP",
+        "dp_shard": "DP, sharded Adam",
+    }
+    if degrees == {"pp", "vpp"}:
+        return "PP and VPP"
+    if len(degrees) > 1:
+        return "products of TP, PP, VPP, CP, DP"
+    return alone[degrees.pop()] if degrees else "one process"
 
 
 def compare(ranks: Ranks, folder: Path, processes: int) -> list[Comparison]:

@@ -1,11 +1,11 @@
-"""The README documents every name of a figure or parameter."""
+"""The page on comparisons documents every name of a metric or parameter."""
 
 from pathlib import Path
 
 from flows.compare.names import markdown_table
 
-README = Path(__file__).parents[4] / "README.md"
+PAGE = Path(__file__).parents[4] / "flows/compare/README.md"
 
 
-def test_the_readme_shows_the_table_of_names():
-    assert markdown_table() in README.read_text(encoding="utf-8")
+def test_the_page_shows_the_table_of_names():
+    assert markdown_table() in PAGE.read_text(encoding="utf-8")

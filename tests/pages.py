@@ -1,0 +1,245 @@
+"""What the pages (`README.md` here and in the folders) show is written by a program, or dated.
+
+A comment above a table or a console block says where it comes from:
+
+    <!-- fields train.layout -->            the fields of that block of a recipe, from the models in the code
+    <!-- exit codes -->, <!-- names -->, …  other tables: `WRITERS`
+    <!-- run -->                           a console block whose commands take seconds; their output follows them
+    <!-- measured 2026-11-21 -->           a console block whose commands take minutes, or an idle machine
+    <!-- measured 2026-11-21: COMMAND -->  a table that such a command prints
+
+python tests/pages.py                       # write again all but the last; unit tests hold that this changes nothing
+python tests/pages.py --measured [WORDS]    # run the last, if WORDS are in the command; name lines no longer printed
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner
+from pydantic import BaseModel
+
+ROOT = Path(__file__).parents[1]
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+
+from flows.cli.main import cli  # noqa: E402
+from flows.compare.names import markdown_table  # noqa: E402
+from flows.recipe.problems import models_in  # noqa: E402
+from flows.recipe.recipe import load_recipe  # noqa: E402
+from stages.core.contract import Execution, OutsideInput, Reference, find_marker  # noqa: E402
+from stages.core.errors import error_classes  # noqa: E402
+from stages.kinds import KINDS  # noqa: E402
+
+FOLDERS = ("configs", "flows", "stages", "deploy", "tests")
+PAGES = [ROOT / "README.md", *(page for folder in FOLDERS for page in sorted((ROOT / folder).rglob("README.md")))]
+SHOWN = re.compile(
+    r"^<!-- (?P<kind>fields|exit codes|names|graph|engines|run|measured) ?(?P<argument>.*?) ?-->\n"
+    r"(?P<body>```[\s\S]*?^```$|(?:^\|.*\n?)+)",
+    re.MULTILINE,
+)
+MEASURED = re.compile(r"(\d{4}-\d\d-\d\d)(?:: (.+))?")
+END_OF_OUTPUT = "-- here ends the output of a command of a page --"
+ENGINES_ON = {
+    "qwen2.5-7b": [8],
+    "llama-3-8b": [8],
+    "qwen2.5-32b": [64],
+    "llama-3-70b": [64, 128],
+    "llama-3.1-405b": [512],
+}
+
+
+def shown_in(page: Path) -> list[re.Match[str]]:
+    """All that `page` shows under a comment: `kind`, `argument` and `body`."""
+    return list(SHOWN.finditer(page.read_text(encoding="utf-8")))
+
+
+def rewritten(page: Path) -> str:
+    """The text of the page with everything in it that a program writes."""
+
+    def write(match: re.Match[str]) -> str:
+        kind, argument, body = match.groups()
+        if kind == "measured":
+            return match[0]
+        new = _run(body) if kind == "run" else WRITERS[kind](argument)
+        return match[0].removesuffix(body) + new + "\n" * body.endswith("\n")
+
+    return SHOWN.sub(write, page.read_text(encoding="utf-8"))
+
+
+def commands_of(console: str) -> list[str]:
+    """The commands of a console block: what follows `$ `, with its continuation lines."""
+    return re.findall(r"^\$ ((?:.*\\\n)*.*)$", console, re.MULTILINE)
+
+
+def commands_measured(shown: re.Match[str]) -> list[str]:
+    """The commands whose output is dated, of a block or a table."""
+    said = MEASURED.fullmatch(shown["argument"]) if shown["kind"] == "measured" else None
+    return [] if not said else [said[2]] if said[2] else commands_of(shown["body"])
+
+
+def run(command: str, folder: Path = ROOT, home: Path | None = None) -> str:
+    """What bash prints, with `lifecycle` on the PATH. `home`: LIFECYCLE_HOME; default: the person's own."""
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment |= {"LIFECYCLE_HOME": str(home)} if home else {}
+    words = ["bash", "-c", f"exec 2>&1\n{command}"]
+    return subprocess.run(words, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE).stdout
+
+
+def _run(console: str) -> str:
+    """The block with what its commands print now, in a new home and a folder in which this one's entries are links."""
+    commands = commands_of(console)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for entry in ROOT.iterdir():
+            (folder / entry.name).symlink_to(entry)
+        printed = run(f"\necho '{END_OF_OUTPUT}'\n".join(commands), folder, folder / "home")
+    lines = [
+        "\n".join(filter(None, (f"$ {command}", output.strip("\n"))))
+        for command, output in zip(commands, printed.split(END_OF_OUTPUT), strict=True)
+    ]
+    return "\n".join(["```console", *lines, "```"])
+
+
+def blocks(path: str) -> Iterator[str]:
+    """The path of a recipe's block, such as `train`, and those of all blocks that it declares: `train.layout`, …"""
+    yield path
+    for name in [*own_fields(block(path)), *({"execution"} & block(path).model_fields.keys())]:
+        if models_in(block(path).model_fields[name].annotation):
+            yield from blocks(f"{path}.{name}")
+
+
+def own_fields(model: type[BaseModel]) -> list[str]:
+    """Without `kind` and what all `execution` blocks have, which is shown once; those of a base class come last."""
+    above = next((base.model_fields for base in model.__mro__[1:] if issubclass(base, Execution)), {})
+    names = [name for name in model.model_fields if name not in {"kind", "execution", *above}]
+    return sorted(names, key=lambda name: name not in vars(model)["__annotations__"])
+
+
+def block(path: str) -> type[BaseModel]:
+    """The model of a block; `execution` is what all kinds share."""
+    first, *names = path.split(".")
+    model: type[BaseModel] = Execution if first == "execution" else KINDS[first]
+    for name in names:
+        model = models_in(model.model_fields[name].annotation)[0]
+    return model
+
+
+def _fields(path: str) -> str:
+    model, schema = block(path), block(path).model_json_schema()["properties"]
+    rows = ["| field | is | default | meaning |", "| --- | --- | --- | --- |"]
+    for name in own_fields(model):
+        field = model.model_fields[name]
+        meaning = (field.description or "").replace("|", "\\|")
+        rows.append(f"| `{name}` | {_type(name, field, schema[name])} | {_default(field)} | {meaning} |")
+    return "\n".join(rows)
+
+
+def _type(name: str, field: Any, schema: dict[str, Any]) -> str:
+    (schema,) = [one for one in schema.get("anyOf", [schema]) if one.get("type") != "null"][:1]
+    if reference := find_marker(field, Reference):
+        return f"{'stages' if 'items' in schema else 'a stage'} → {' or '.join(reference.products)}"
+    if find_marker(field, OutsideInput):
+        return "path"
+    if models_in(field.annotation):
+        return f"[block](#{name})"
+    if "enum" in schema:
+        return " \\| ".join(f"`{value}`" for value in schema["enum"])
+    bounds = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
+    limits = ", ".join(f"{sign} {schema[key]:g}" for key, sign in bounds.items() if key in schema)
+    of = schema.get("items", schema.get("additionalProperties", {}))
+    words = {"array": f"list of {of.get('type', '')}s", "object": f"name → {of.get('type', '')}"}
+    return f"{words.get(schema['type'], schema['type'])} {limits}".strip()
+
+
+def _default(field: Any) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    if value is None or isinstance(value, BaseModel) or value in ({}, [], ()):
+        return "–"
+    items = value if isinstance(value, tuple) else (value,)
+    return f"`{', '.join(str(item).lower() if isinstance(item, bool) else str(item) for item in items)}`"
+
+
+def _exit_codes(_: str) -> str:
+    meanings = {error.exit_code: (f"`{name}`", error.__doc__) for name, error in error_classes().items()}
+    meanings |= {0: ("", "Success."), 2: ("`UsageError`", "The command line is wrong.")}
+    meanings[70] = ("", "An internal error; please report it.")
+    rows = [f"| {code} | {name} | {(doc or '').splitlines()[0]} |" for code, (name, doc) in sorted(meanings.items())]
+    return "\n".join(["| exit code | error class | meaning |", "| ---: | --- | --- |", *rows])
+
+
+def _graph(recipe: str) -> str:
+    stages = load_recipe(ROOT / recipe).stages.items()
+    arrows = [
+        f"    {above} --> {name}" for name, config in stages for above in dict.fromkeys(config.references().values())
+    ]
+    return "\n".join(["```mermaid", "graph LR", *arrows, "```"])
+
+
+def _engines(_: str) -> str:
+    rows = ["| model | H100s | `fsdp` | `megatron` |", "| --- | ---: | --- | --- |"]
+    for model, num_gpus in ((model, number) for model, numbers in ENGINES_ON.items() for number in numbers):
+        cells = [_best_of(model, num_gpus, engine) for engine in ("fsdp", "megatron")]
+        rows.append(f"| {model} | {num_gpus} | {cells[0]} | {cells[1]} |")
+    return "\n".join(rows)
+
+
+def _best_of(model: str, num_gpus: int, engine: str) -> str:
+    options = ["--global-batch-size", "512", "--engine", engine, "--top", "1", "--json"]
+    answer = CliRunner().invoke(cli, ["layouts", model, "--gpus", str(num_gpus), *options], standalone_mode=False)
+    (best,) = json.loads(answer.output)["layouts"]
+    degrees = ("dp_replicate", "dp_shard", "tp", "pp", "vpp", "cp", "micro_batch_size", "recompute", "cpu_offload")
+    layout = " ".join(f"{name}={best[name]}" for name in degrees if best[name] not in (1, "none", False))
+    return f"{best['tokens_per_s_per_gpu']:,.0f}: {layout}" if best["fits"] else "does not fit"
+
+
+WRITERS = {
+    "fields": _fields,
+    "exit codes": _exit_codes,
+    "names": lambda _: markdown_table(),
+    "graph": _graph,
+    "engines": _engines,
+}
+
+
+def stale_lines(body: str, output: str) -> list[str]:
+    """Lines of `body` that a command no longer prints, whatever the numbers; those with `…` stand for omitted ones."""
+    printed = {_shape(line) for line in output.splitlines()}
+    lines = [
+        line for line in body.splitlines() if line.strip() and "…" not in line and not line.startswith(("```", "$ "))
+    ]
+    return [line for line in lines if _shape(line) not in printed]
+
+
+def _shape(line: str) -> str:
+    return re.sub(r"([0-9a-f]{12}|[-+]?\d[\d.,:e+%-]*|\s|#)+", "#", line.strip())
+
+
+def main() -> None:
+    """Write the pages again, or check what was measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measured", nargs="?", const="", metavar="WORDS")
+    words = parser.parse_args().measured
+    for page in PAGES:
+        if words is None:
+            page.write_text(rewritten(page), encoding="utf-8")
+        for shown in shown_in(page) if words is not None else ():
+            command = "\n".join(commands_measured(shown))
+            if command and words in command:
+                stale = stale_lines(shown["body"], run(command))
+                print(f"{page.relative_to(ROOT)}: {command}: {len(stale)} lines are stale", *stale, sep="\n  ")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""The pages are true: commands parse, what they name exists, recipes are valid, tables and outputs are current."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+
+import click
+import pytest
+import yaml
+
+from flows.cli.main import cli
+from flows.recipe.recipe import load_stages
+from stages.kinds import KINDS
+from tests.pages import (
+    MEASURED,
+    PAGES,
+    ROOT,
+    block,
+    blocks,
+    commands_measured,
+    commands_of,
+    rewritten,
+    shown_in,
+    stale_lines,
+)
+
+FENCE = re.compile(r"^ *```(?P<language>\S*).*?\n(?P<body>[\s\S]*?)^ *```$", re.MULTILINE)
+TARGETS = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.parent.relative_to(ROOT)))
+
+
+def text_of(*patterns):
+    """All files that match a pattern, as one text."""
+    return "\n".join(path.read_text(encoding="utf-8") for pattern in patterns for path in ROOT.glob(pattern))
+
+
+def fences(page, *languages):
+    return [match["body"] for match in FENCE.finditer(page.read_text()) if match["language"] in languages]
+
+
+def prose(page):
+    return FENCE.sub("", page.read_text())
+
+
+def spans(page):
+    """What stands between backquotes in the prose of a page."""
+    return [span.replace("\\|", "|") for span in re.findall(r"`([^`\n]+)`", prose(page))]
+
+
+def command_named(words):
+    """The click command that the first words name, and the words after them."""
+    command = cli
+    while isinstance(command, click.Group) and words and words[0] in command.commands:
+        command, words = command.commands[words[0]], words[1:]
+    return command, words
+
+
+def trouble_with(line):
+    """What is wrong with one command line, or None. Nothing is run."""
+    words = shlex.split(line.split("|")[0].split(" > ")[0], comments=True)
+    while words and re.match(r"[A-Z_]+=", words[0]):
+        words = words[1:]
+    match words:
+        case ["lifecycle", *rest]:
+            command, rest = command_named(rest)
+            try:
+                command.make_context("lifecycle", rest)
+            except click.UsageError as error:
+                return error.format_message()
+            except click.exceptions.Exit:  # --help, --version
+                return None
+        case ["make", *targets]:
+            return next((target for target in targets if "=" not in target and target not in TARGETS), None)
+        case ["python", script, *_]:
+            return None if (ROOT / script).is_file() else script
+    return None
+
+
+def slug(heading):
+    """The anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+@every_page
+def test_what_a_program_writes_is_as_it_would_write_it_today(page):
+    assert page.read_text(encoding="utf-8") == rewritten(page), "run `make docs`"
+
+
+@every_page
+def test_commands_are_understood(page):
+    lines = [line for shown in shown_in(page) for line in commands_measured(shown)]
+    lines += [line for body in fences(page, "console") for line in commands_of(body)]
+    assert [(line, trouble) for line in lines if (trouble := trouble_with(line.replace("\\\n", " ")))] == []
+
+
+@every_page
+def test_commands_within_sentences_exist_with_their_options(page):
+    for span in spans(page):
+        if span.startswith("lifecycle "):
+            command, rest = command_named(span.split()[1:])
+            known = {option for parameter in command.params for option in parameter.opts}
+            assert command is not cli or rest[0].startswith("--help"), span
+            assert set(re.findall(r"--[a-z-]+", " ".join(rest))) <= known | {"--help"}, span
+        elif span.startswith("make ") or span.startswith("python tests/"):
+            assert trouble_with(span.split(" [")[0]) is None, span
+
+
+@every_page
+def test_output_says_where_it_comes_from(page):
+    shown = shown_in(page)
+    bare = [body for body in fences(page, "console") if not any(body in one["body"] for one in shown)]
+    assert [line for body in bare for line in body.splitlines() if line and not line.startswith(("$ ", "    "))] == []
+    measured = [one for one in shown if one["kind"] == "measured"]
+    assert all(commands_measured(one) for one in measured)
+    assert all(date.fromisoformat(MEASURED.fullmatch(one["argument"])[1]) <= date.today() for one in measured)
+
+
+@every_page
+def test_numbers_in_a_text_block_are_held_by_a_test(page):
+    tests = text_of("tests/**/test_*.py")
+    lines = [line for body in fences(page, "text") for line in body.splitlines() if re.search(r"\d\.\d", line)]
+    assert [line for line in lines if line.startswith("|") and line not in tests] == []
+
+
+@every_page
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", prose(page)):
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), target
+        assert not anchor or anchor in map(slug, re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)), target
+
+
+@every_page
+def test_files_and_variables_that_are_named_exist(page):
+    code = text_of("Makefile", "flows/**/*.py", "stages/**/*.py", "deploy/**/*.yaml", "tests/**/*.py")
+    for span in spans(page):
+        if re.match(r"(flows|stages|configs|tests|deploy)/[\w./*-]*$", span):
+            assert list(ROOT.glob(span.rstrip("/"))), span
+        if re.fullmatch(r"[A-Z]{2,}(_[A-Z]+)+", span):
+            assert span in code, span
+
+
+@every_page
+def test_recipes_are_valid(page):
+    """A piece of one stands in the quickstart, whose stages it may refer to."""
+    quickstart = yaml.safe_load((ROOT / "configs/quickstart.yaml").read_text())["stages"]
+    for body in fences(page, "yaml"):
+        tree = yaml.safe_load(body)
+        stages = tree.get("stages", {**quickstart, **tree})
+        assert load_stages("page", ROOT / "configs", stages).stages
+
+
+def test_every_block_of_a_recipe_has_its_table_in_the_reference():
+    shown = {block(one["argument"]) for one in shown_in(ROOT / "configs/README.md") if one["kind"] == "fields"}
+    assert {block(path) for kind in ("execution", *KINDS) for path in blocks(kind)} == shown
+
+
+def test_the_first_page_is_short_and_names_every_command():
+    page = ROOT / "README.md"
+    assert len(page.read_text().splitlines()) <= 200
+    named = {span.split()[1] for span in spans(page) if span.startswith("lifecycle ")}
+    assert set(cli.commands) <= named
+
+
+def test_the_command_is_on_the_path_of_its_environment():
+    activate = Path(sys.executable).with_name("activate")
+    subprocess.run(["bash", "-c", f". {activate} && lifecycle --version"], check=True, capture_output=True)
+
+
+def test_a_line_is_stale_if_it_is_printed_no_more_whatever_its_numbers():
+    body = "```console\n$ make demo\nsft  built   166.3 s  loss 0.001163\n… and more\nbuilt in 3 s\n```"
+    assert stale_lines(body, "sft built 7.2 s  loss 2e-5\nbuilt after 3 s") == ["built in 3 s"]
+
+
+@every_page
+def test_examples_in_python_are_sound(page):
+    names = {}
+    for body in fences(page, "python"):
+        exec(compile(body, page.name, "exec"), names)
