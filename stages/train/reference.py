@@ -41,58 +41,54 @@ class ReferenceRows:
         return batch.with_reference(torch.from_numpy(self.log_probabilities[found]))
 
 
-def reference_rows(
-    engine: Engine,
-    dataset: PackedDataset,
-    rows: Sequence[int],
-    micro_batch_size: int,
-    weights_digest: str,
-    context: StageContext,
-    watchdog: Watchdog,
-) -> ReferenceRows:
-    """Log-probabilities of the documents of `rows` (sorted, without repetitions) under the engine's present weights."""
-    documents = dataset.row_documents(rows)
-    identity: dict[str, JsonValue] = {
-        "weights": weights_digest,
-        "data": dataset.key,
-        "documents": hashlib.sha256(documents.tobytes()).hexdigest(),
-        "compute_dtype": str(engine.compute_dtype),
-    }
-    path = context.cache / "reference" / f"{content_key(identity)}.npy"
-    if not engine.broadcast_from_rank0(float(path.is_file())):
-        values = _compute(engine, dataset, rows, micro_batch_size, context, watchdog)
+@dataclass(frozen=True)
+class ReferenceModel:
+    """The model that the engine holds before training."""
+
+    engine: Engine
+    weights_digest: str
+    """Of the model folder that was loaded; see `model_digest`."""
+    micro_batch_size: int
+    context: StageContext
+    watchdog: Watchdog
+
+    def rows(self, dataset: PackedDataset, rows: Sequence[int]) -> ReferenceRows:
+        """Log-probabilities of the documents of `rows` (sorted, without repetitions). Collective."""
+        documents = dataset.row_documents(rows)
+        identity: dict[str, JsonValue] = {
+            "weights": self.weights_digest,
+            "data": dataset.key,
+            "documents": hashlib.sha256(documents.tobytes()).hexdigest(),
+            "compute_dtype": str(self.engine.compute_dtype),
+        }
+        path = self.context.cache / "reference" / f"{content_key(identity)}.npy"
+        if self.engine.broadcast_from_rank0(float(path.is_file())):
+            return ReferenceRows(documents, np.load(path))
+        values = self._compute(dataset, rows)
         if is_main_process():
             _save(path, values)
         return ReferenceRows(documents, values)
-    return ReferenceRows(documents, np.load(path))
+
+    def _compute(self, dataset: PackedDataset, rows: Sequence[int]) -> NDArray[np.float32]:
+        """float32 [documents], the same on every process."""
+        engine = self.engine
+        positions = np.cumsum([0, *(len(dataset.row_documents([row])) for row in rows)]).tolist()
+        values = torch.zeros(positions[-1], dtype=torch.float64)
+        shares = list(even_micro_batches(len(rows), self.micro_batch_size, engine.data_rank, engine.data_parallel_size))
+        for index, share in enumerate(shares):
+            self.watchdog.begins(f"micro-batch {index + 1} of {len(shares)} of the reference log-probabilities")
+            batch = dataset.batch([rows[position] for position in share], self.micro_batch_size)
+            result = engine.document_log_probabilities(batch)
+            if share:
+                values[positions[share[0]] : positions[share[-1] + 1]] = result
+            self.context.progress(index + 1, len(shares), "micro-batches", "reference log-probabilities")
+        return engine.sum_over_data(values).float().numpy()
 
 
 def model_digest(folder: Path) -> str:
     """Identifies the weights and config of a Hugging Face folder by content."""
     paths = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
     return content_key({path.name: file_digest(path) for path in paths})
-
-
-def _compute(
-    engine: Engine,
-    dataset: PackedDataset,
-    rows: Sequence[int],
-    micro_batch_size: int,
-    context: StageContext,
-    watchdog: Watchdog,
-) -> NDArray[np.float32]:
-    """float32 [documents], the same on every process."""
-    positions = np.cumsum([0, *(len(dataset.row_documents([row])) for row in rows)]).tolist()
-    values = torch.zeros(positions[-1], dtype=torch.float64)
-    shares = list(even_micro_batches(len(rows), micro_batch_size, engine.data_rank, engine.data_parallel_size))
-    for index, share in enumerate(shares):
-        watchdog.begins(f"micro-batch {index + 1} of {len(shares)} of the reference log-probabilities")
-        batch = dataset.batch([rows[position] for position in share], micro_batch_size)
-        result = engine.document_log_probabilities(batch)
-        if share:
-            values[positions[share[0]] : positions[share[-1] + 1]] = result
-        context.progress(index + 1, len(shares), "micro-batches", "reference log-probabilities")
-    return engine.sum_over_data(values).float().numpy()
 
 
 def _save(path: Path, values: NDArray[np.float32]) -> None:

@@ -30,7 +30,7 @@ from stages.train.order import DataOrder
 from stages.train.out_of_memory import explained_out_of_memory
 from stages.train.plot import plot_loss
 from stages.train.prediction import Prediction, predict_run
-from stages.train.reference import model_digest, reference_rows
+from stages.train.reference import ReferenceModel, model_digest
 from stages.train.start_up import hide_unused_packages
 from stages.train.watchdog import Watchdog
 
@@ -129,13 +129,14 @@ def _assemble(
     last_step = trial.steps if trial else num_steps
     num_steps = max(num_steps, last_step)
     training_rows = sorted({row for step in range(1, last_step + 1) for row in order.global_batch(step)})
-    digest = model_digest(model_folder) if config.learning.needs_reference else None
+    reference = (
+        ReferenceModel(engine, model_digest(model_folder), layout.micro_batch_size, context, watchdog)
+        if config.learning.needs_reference
+        else None
+    )
 
     def source(dataset: PackedDataset, rows: list[int]) -> BatchSource:
-        if digest is None:
-            return BatchSource(dataset, layout.micro_batch_size)
-        reference = reference_rows(engine, dataset, rows, layout.micro_batch_size, digest, context, watchdog)
-        return BatchSource(dataset, layout.micro_batch_size, reference)
+        return BatchSource(dataset, layout.micro_batch_size, reference.rows(dataset, rows) if reference else None)
 
     held_out = None if trial else data.evaluation
     return TrainingRun(
