@@ -108,6 +108,6 @@ def _error_of(view: JobView, order: JobOrder, job_id: str) -> LifecycleError:
 def _unexplained(view: JobView | None, order: JobOrder, job_id: str) -> LifecycleError:
     state = f"ended as {view.state} ({view.reason}, exit code {view.exit_code})" if view else "is unknown to Slurm"
     return StageCrashError(
-        f"Slurm job {job_id} of {order.stage} {state} before its first process could say a word; check that the nodes "
+        f"Slurm job {job_id} of {order.stage} {state} before its first process ran; check that the nodes "
         f"see {order.work} and this Python environment under the same paths"
     )
