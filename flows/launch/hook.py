@@ -29,11 +29,6 @@ def mark(work: Path, kind: str) -> None:
         (work / PENDING_HOOK_FILE).touch()
 
 
-def is_pending(artifact: Path) -> bool:
-    """Whether the hook of an artifact has yet to be completed."""
-    return (artifact / PENDING_HOOK_FILE).exists()
-
-
 def complete(
     store: Store, planned: PlannedStage, artifact: Path, tick: Callable[[], None], stop: threading.Event
 ) -> StageResult:

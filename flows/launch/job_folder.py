@@ -27,7 +27,6 @@ from stages.core.contract import StageEvent
 from stages.core.files import write_atomically
 from stages.core.strict import StrictModel
 
-HEARTBEAT_INTERVAL_S = 5.0
 HEARTBEAT_PATIENCE_S = 60.0
 """A job that has seen no heartbeat for this long ends itself. File systems over a network may show changes late."""
 

@@ -15,6 +15,7 @@ from flows.launch.stage_process import Process, watch
 from flows.ledger.record import final_result
 from flows.planning.plan import PlannedStage
 from flows.running.workspace import Foundation, commit, note_attempt, prepare
+from flows.store.content import is_pending
 from flows.store.record import Record, UpstreamEntry
 from flows.store.store import Store
 from stages.core.contract import Lease, StageConfig, StageResult
@@ -119,13 +120,13 @@ def run_stage(
     started_s = time.monotonic()
     stop = stop or threading.Event()
     foundation = _foundation(planned, upstream)
-    if (built := _find_cached(planned, foundation, store, started_s)) and not hook.is_pending(built.artifact):
+    if (built := _find_cached(planned, foundation, store, started_s)) and not is_pending(built.artifact):
         return built
     work = store.work_folder(planned.kind, planned.name, planned.resume_key)
     with store.lock(planned.kind, planned.resume_key, _Waiting(planned, observer, stop)):
         store.recover(planned.kind, planned.version)
         if built := _find_cached(planned, foundation, store, started_s):
-            if not hook.is_pending(built.artifact):
+            if not is_pending(built.artifact):
                 return built
             with suppress(OutdatedVerdictError):
                 return _complete(Attempt(planned, work, attempt, False, upstream), built, store, observer, stop)
@@ -154,7 +155,7 @@ def _build(
         seconds = time.monotonic() - started_s
         hook.mark(work, planned.kind)
         artifact = commit(store, planned, foundation, result, seconds=seconds, attempt=key)
-        if hook.is_pending(artifact.folder):
+        if is_pending(artifact.folder):
             result = hook.complete(store, planned, artifact.folder, observer.tick, stop)
     except BaseException as error:
         if process:

@@ -75,6 +75,11 @@ def content_digest(product: Product, files: Files) -> str:
     )
 
 
+def is_pending(artifact: Path) -> bool:
+    """Whether the hook after the commit of an artifact has yet to be completed (`flows/launch/hook.py`)."""
+    return (artifact / PENDING_HOOK_FILE).exists()
+
+
 def damage_of(folder: Path, files: Mapping[str, FileEntry]) -> tuple[str, ...]:
     """Files that are missing or have another size than recorded, each as a short sentence. Reads no content."""
     return tuple(line for name, entry in files.items() if (line := _damage(folder / name, name, entry.size)))

@@ -65,13 +65,15 @@ class Record(StrictModel):
 class Artifact:
     """A committed artifact. `damage` says which files are missing or have another size than recorded.
 
-    `used_s` is when it was built or last found cached, in seconds since the epoch.
+    `used_s` is when it was built or last found cached, in seconds since the epoch. `pending`: the hook after its commit
+    has yet to be completed.
     """
 
     folder: Path
     record: Record
     used_s: float
     damage: tuple[str, ...] = ()
+    pending: bool = False
 
 
 @dataclass(frozen=True)

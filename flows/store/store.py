@@ -29,6 +29,7 @@ from flows.store.content import (
     RECORD_FILE,
     SCRATCH_FOLDER,
     damage_of,
+    is_pending,
 )
 from flows.store.record import Artifact, Index, Record
 from stages.core.errors import StoreError, full_disk_named
@@ -172,7 +173,7 @@ def read_artifact(folder: Path) -> Artifact | None:
     path = folder / RECORD_FILE
     try:
         record = Record.model_validate_json(path.read_bytes())
-        return Artifact(folder, record, path.stat().st_mtime, damage_of(folder, record.files))
+        return Artifact(folder, record, path.stat().st_mtime, damage_of(folder, record.files), is_pending(folder))
     except (OSError, ValidationError):
         return None
 

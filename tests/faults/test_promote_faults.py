@@ -14,11 +14,12 @@ from flows.launch import hook, local
 from flows.ledger.home import store_root
 from flows.running.runner import Built, run_stage
 from flows.store.collect import verify
+from flows.store.content import is_pending
 from flows.store.store import Store
 from stages.core.errors import LifecycleError, OutdatedVerdictError, TransientError
 from stages.promote.verdict import Verdict
 from tests.faults.tiny import Notes, processes_of
-from tests.promotion import NAME, offer, own_mlflow, promote
+from tests.promotion import NAME, candidate_tree, offer, own_mlflow, planned_stages, promote
 
 GOOD, BETTER = [1.0] * 90 + [0.0] * 10, [1.0] * 95 + [0.0] * 5
 CRASHING = Path(__file__).with_name("crashing_promotion.py")
@@ -67,7 +68,9 @@ def cut_short(store: Store, monkeypatch: pytest.MonkeyPatch, fault: str, error: 
         with pytest.raises(LifecycleError, match=error):
             run_stage(planned, upstream, store, Notes())
     (artifact,) = (store.root / "promote").iterdir()
-    assert hook.is_pending(artifact)
+    assert is_pending(artifact)
+    tree = candidate_tree("candidate", max_regression_standard_errors=None)
+    assert planned_stages(store, tree)["promote"].action == "run"
     assert all(one.whole for one in verify(store))
     assert processes_of(store) == []
     return artifact
