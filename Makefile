@@ -26,16 +26,18 @@ demo: environments
 	.venv/bin/lifecycle run configs/quickstart.yaml
 	.venv/bin/lifecycle status
 
-# Many tests wait, for a server or a time limit: those of another file have the time. Files stay whole, in order.
-TWO_AT_A_TIME := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# Many tests wait, for a server or a time limit: those of other files have the time. Files stay whole, and are begun in
+# the order of tests/conftest.py: the longest first.
+FILES_AT_A_TIME ?= 2
+BESIDE_EACH_OTHER = --numprocesses $(FILES_AT_A_TIME) --dist loadfile --no-loadscope-reorder
 # Threads that spin at a barrier take the core from the other file's test.
 test: export OMP_WAIT_POLICY := PASSIVE
 
 test: check
-	.venv/bin/pytest tests/unit tests/parity tests/faults tests/pipeline tests/gpu --durations 15 $(TWO_AT_A_TIME)
+	.venv/bin/pytest tests/unit tests/parity tests/faults tests/pipeline tests/gpu --durations 15 $(BESIDE_EACH_OTHER)
 
 unit: environments .venv/.test-ready
-	.venv/bin/pytest tests/unit
+	.venv/bin/pytest tests/unit $(BESIDE_EACH_OTHER)
 
 # Every injected fault, and a table: how fast it was noticed and mended, and what was lost.
 faults: environments .venv/.test-ready

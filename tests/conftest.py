@@ -1,5 +1,36 @@
-"""Nothing outlives the tests."""
+"""For all tests: the longest files come first, and nothing outlives the last."""
+
+from __future__ import annotations
+
+import pytest
 
 from tests.sweeper import pytest_configure, pytest_unconfigure
 
 __all__ = ["pytest_configure", "pytest_unconfigure"]
+
+LONGEST = (
+    "test_quickstart.py",
+    "test_slurm_faults.py",
+    "test_serve_faults.py",
+    "test_megatron_layouts.py",
+    "test_schedule.py",
+    "test_retry.py",
+    "test_megatron_faults.py",
+    "test_server_faults.py",
+    "test_killed_anywhere.py",
+    "test_train_faults.py",
+    "test_promote.py",
+    "test_secrets.py",
+    "test_compare.py",
+    "test_follow.py",
+    "test_quantize.py",
+    "test_serve_evaluate.py",
+)
+"""Files that take minutes. A worker that began one last would have the others wait for it; the many short unit tests
+fill what is left."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ("unit" in item.path.parts, places.get(item.path.name, len(places))))
