@@ -43,11 +43,18 @@ def main() -> None:
 
 def run_stage(work: Path) -> None:
     """Run the stage that `config.json` describes and write its `result.json`."""
-    told = StageInput.model_validate_json((work / "config.json").read_text())
-    run = importlib.import_module(f"stages.{told.kind}.run").run
-    config = KINDS[told.kind].model_validate(told.config)
+    stage_input = StageInput.model_validate_json((work / "config.json").read_text())
+    run = importlib.import_module(f"stages.{stage_input.kind}.run").run
+    config = KINDS[stage_input.kind].model_validate(stage_input.config)
     context = StageContext(
-        work, told.name, told.version, told.inputs, told.leases, told.cache, told.outside, told.trial
+        work,
+        stage_input.name,
+        stage_input.version,
+        stage_input.inputs,
+        stage_input.leases,
+        stage_input.cache,
+        stage_input.outside,
+        stage_input.trial,
     )
     outcome = run(config, context)
     for result in (outcome,) if isinstance(outcome, StageResult) else outcome:

@@ -1,4 +1,4 @@
-"""Serves whoever is champion: `lifecycle serve models:/NAME@champion --follow`.
+"""Serves the present champion: `lifecycle serve models:/NAME@champion --follow`.
 
 A proxy listens on the public port; behind it stands the vLLM server of the present champion. When the alias moves, a
 second server is started; once that is healthy, new requests go there, and the first one ends after its last answer.
@@ -49,7 +49,7 @@ class Follower:
         self._alias = alias
         self._stopping = threading.Event()
         self._failed: str | None = None
-        self._told: str | None = None
+        self._last_trouble: str | None = None
 
     def serve(self, host: str, port: int | None) -> None:
         """Raises StoreError when there is no champion, ResourceError for a taken port, ServerError for a server that
@@ -60,7 +60,7 @@ class Follower:
         with reserve_port(host, port) as public, suppress(KeyboardInterrupt):
             first = self._start(version)
             with first.stack:
-                public.listen()  # whoever reads the next line may ask at once
+                public.listen()  # a reader of the next line may send requests at once
                 print(f"serving {self._name} at http://{reachable(host)}:{public.getsockname()[1]}/v1", flush=True)
                 if new_key:
                     print(f"API key: {os.environ[API_KEY_VARIABLE]}", flush=True)
@@ -98,7 +98,10 @@ class Follower:
             _say(f"version {version.number} of {self._name} is {self._alias} now; starting its server")
             return await asyncio.to_thread(self._start, version)
         except LifecycleError as error:
-            self._tell_once(f"still serving version {serving.version.number} of {self._name}: {error}")
+            trouble = f"still serving version {serving.version.number} of {self._name}: {error}"
+            if trouble != self._last_trouble and not self._stopping.is_set():
+                _say(trouble)
+            self._last_trouble = trouble
             return None
 
     async def _hand_over(self, proxy: Proxy, former: Serving, successor: Serving) -> None:
@@ -121,19 +124,14 @@ class Follower:
             spec = champions.launch_spec(version)
             runtime = folder / f"{label}-{os.getpid()}"
             server = stack.enter_context(started_server(spec, execution, folder / f"{label}.log", runtime))
-            server.wait_until_ready(execution.ready_timeout_s, self._heed_the_end)
+            server.wait_until_ready(execution.ready_timeout_s, self._raise_if_stopping)
             check_server(server.client)
             self._failed = None
             return Serving(version, server, stack.pop_all())
 
-    def _tell_once(self, trouble: str) -> None:
-        if trouble != self._told and not self._stopping.is_set():
-            _say(trouble)
-        self._told = trouble
-
-    def _heed_the_end(self, _: float) -> None:
+    def _raise_if_stopping(self, _: float) -> None:
         if self._stopping.is_set():
-            raise RefreshStoppedError("the server was told to end while a new champion was starting")
+            raise RefreshStoppedError("the server was stopped while a new champion was starting")
 
 
 def _say(message: str) -> None:

@@ -1,25 +1,28 @@
-"""A promotion: who is champion → the promote stage, which judges → the registry, which follows the verdict.
+"""What a promotion asks MLflow's registry before the stage judges, and what it does there after the commit.
 
-    python -m flows.champion.promotion WORK_FOLDER
+    python -m flows.champion.promotion judge WORK               writes champion.json, then becomes the stage's process
+    python -m flows.champion.promotion complete ARTIFACT WORK   the hook: registers the candidate, moves the aliases
 
-Takes the place of the stage process, under the same supervisor; the stage itself, which knows no MLflow, is a child.
-The artifact is committed only after this ends well, so that a promotion which a crash, or an absent MLflow, cut short
-is judged again, against whoever is champion then.
+The stage between the two is one like any other, and knows no MLflow. Both run under the supervisor and end like a
+stage process. The hook may be run again: it completes what a crash cut short and changes nothing else. The lock of the
+registered model is held by the hook alone: nobody waits while another candidate is judged, and a champion that changed
+meanwhile is noticed under the lock (`OutdatedVerdictError`).
 """
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from flows.champion.registrations import Registration, only_one
 from flows.champion.registry import CHAMPION, PREVIOUS, RegisteredVersion, Registry
 from flows.ledger.home import store_root
-from flows.store.record import Record
+from flows.store.record import Record, UpstreamEntry
 from flows.store.store import Store, read_artifact
+from flows.tracking.cursor import run_id_of
 from stages.__main__ import fail
 from stages.core.contract import StageContext, StageInput, StageResult
 from stages.core.errors import INTERNAL_ERROR, LifecycleError, StoreError
@@ -28,52 +31,60 @@ from stages.core.supervisor import die_with_parent
 from stages.promote.config import PromoteConfig
 from stages.promote.verdict import CHAMPION_FILE, VERDICT_FILE, Champion, Standing, Verdict
 
-RESULT_FILE = "result.json"
-
 
 def main() -> None:
-    """Run the promotion whose work folder is the only argument; exits like a stage process."""
+    """Run the step that the arguments name; the last one is the work folder. Exits like a stage process."""
     die_with_parent()
-    work = Path(sys.argv[1])
+    steps: dict[str, Callable[..., None]] = {"judge": judge, "complete": complete}
+    folders = [Path(argument) for argument in sys.argv[2:]]
     try:
-        sys.exit(promote(work))
+        steps[sys.argv[1]](*folders)
     except LifecycleError as error:
-        _fail(work, error, error.exit_code)
+        fail(folders[-1], error, error.exit_code)
     except Exception as error:
         traceback.print_exc()
-        _fail(work, error, INTERNAL_ERROR)
+        fail(folders[-1], error, INTERNAL_ERROR)
 
 
-def promote(work: Path) -> int:
-    """Returns the exit code of the stage process. Raises what `Registry` raises, StoreError for a missing artifact."""
-    told = StageInput.model_validate_json((work / "config.json").read_bytes())
-    config = PromoteConfig.model_validate(told.config)
-    candidate = _candidate(config, told)
+def judge(work: Path) -> None:
+    """Write who is champion into the stage's work folder, and go on as its process.
+
+    Raises what `Registry` raises, StoreError for a missing artifact.
+    """
+    stage_input = StageInput.model_validate_json((work / "config.json").read_bytes())
+    config = PromoteConfig.model_validate(stage_input.config)
+    champion = Registry().find(config.name)
+    candidate_digest = _record(stage_input.inputs[config.model]).digest
+    standing = Standing(champion=_champion(champion, candidate_digest, config) if champion else None)
+    write_atomically(work / CHAMPION_FILE, standing.model_dump_json(indent=2))
+    os.execv(sys.executable, [sys.executable, "-m", "stages", str(work)])  # noqa: S606 (no shell)
+
+
+def complete(artifact: Path, work: Path) -> None:
+    """Register the candidate, whatever the verdict; move the aliases if it is for it.
+
+    Raises what `Registry` raises: among it OutdatedVerdictError when the champion is neither the one that the candidate
+    was compared with nor the candidate itself.
+    """
+    verdict = Verdict.model_validate_json((artifact / VERDICT_FILE).read_bytes())
+    record = _record(artifact)
+    candidate = _candidate(verdict.name, record)
     registry = Registry()
-    with only_one(config.name):
-        champion = registry.find(config.name)
-        standing = Standing(champion=_champion(champion, candidate, config) if champion else None)
-        write_atomically(work / CHAMPION_FILE, standing.model_dump_json(indent=2))
-        stage = subprocess.run([sys.executable, "-m", "stages", str(work)], check=False)
-        if stage.returncode == 0:
-            _follow_verdict(work, told, registry, candidate, champion)
-    return stage.returncode
+    with only_one(candidate.name):
+        is_champion = registry.is_champion(candidate, verdict.champion_version)
+        succeeds = verdict.outcome == "promoted" and not is_champion
+        registered = registry.register(candidate, verdict.champion_version if succeeds else None)
+        if succeeds:
+            registry.promote(registered, verdict.champion_version)
+            former = f", version {verdict.champion_version} is {PREVIOUS}" if verdict.champion_version else ""
+            context = StageContext(work, record.stage, record.version, inputs={}, leases={}, cache=work)
+            context.milestone(f"version {registered.number} of {candidate.name} is {CHAMPION}{former}")
+    result = StageResult(tags={"registered_version": registered.number})
+    write_atomically(work / "result.json", result.model_dump_json(indent=2))
 
 
-def _candidate(config: PromoteConfig, told: StageInput) -> Registration:
-    record = _record(told.inputs[config.model])
-    return Registration(
-        name=config.name,
-        model=_key(record),
-        digest=record.digest,
-        evaluations=tuple(_key(_record(told.inputs[stage])) for stage in config.evaluations),
-        server=_key(_record(told.inputs[config.server])) if config.server else None,
-        mlflow_run_id=record.mlflow_run_id,
-    )
-
-
-def _champion(champion: RegisteredVersion, candidate: Registration, config: PromoteConfig) -> Champion:
-    same_model = champion.registration.digest == candidate.digest
+def _champion(champion: RegisteredVersion, candidate_digest: str, config: PromoteConfig) -> Champion:
+    same_model = champion.registration.digest == candidate_digest
     needed = not (same_model or config.baselines or config.gates.max_regression_standard_errors is None)
     evaluations = champion.registration.evaluations if needed else ()
     folders = _find_evaluations(evaluations, f"version {champion.number} of {champion.name}, its champion,")
@@ -91,28 +102,19 @@ def _find_evaluations(keys: Sequence[str], whose: str) -> list[Path]:
     return [artifact.folder for artifact in found.values() if artifact]
 
 
-def _follow_verdict(
-    work: Path, told: StageInput, registry: Registry, candidate: Registration, champion: RegisteredVersion | None
-) -> None:
-    """Register the candidate, whatever the verdict; move the alias if it is for it."""
-    verdict = Verdict.model_validate_json((work / VERDICT_FILE).read_bytes())
-    number = champion.number if champion else None
-    succeeds = verdict.outcome == "promoted"
-    registered = registry.register(candidate, number if succeeds else None)
-    if succeeds:
-        registry.promote(registered, number)
-        _say(work, told, f"version {registered.number} of {candidate.name} is {CHAMPION}{_former(number)}")
-    result = StageResult.model_validate_json((work / RESULT_FILE).read_bytes())
-    tags = {**result.tags, "registered_version": registered.number}
-    write_atomically(work / RESULT_FILE, result.model_copy(update={"tags": tags}).model_dump_json(indent=2))
-
-
-def _former(number: str | None) -> str:
-    return f", version {number} is {PREVIOUS}" if number else ""
-
-
-def _say(work: Path, told: StageInput, message: str) -> None:
-    StageContext(work, told.name, told.version, told.inputs, told.leases, told.cache).milestone(message)
+def _candidate(name: str, promotion: Record) -> Registration:
+    """What a promotion was about, from the record of its artifact."""
+    upstream = promotion.upstream
+    model, server = upstream["model"], upstream.get("server")
+    built = Store(store_root()).find(model.kind, model.version)
+    return Registration(
+        name=name,
+        model=_key(model),
+        digest=model.digest,
+        evaluations=tuple(_key(entry) for field, entry in upstream.items() if field.startswith("evaluations.")),
+        server=_key(server) if server else None,
+        mlflow_run_id=run_id_of(built.record.attempt) if built else None,
+    )
 
 
 def _record(folder: Path) -> Record:
@@ -122,14 +124,8 @@ def _record(folder: Path) -> Record:
     return artifact.record
 
 
-def _key(record: Record) -> str:
-    return f"{record.kind}/{record.version}"
-
-
-def _fail(work: Path, error: Exception, exit_code: int) -> None:
-    """Leave the error; a result that the registry did not follow is none."""
-    (work / RESULT_FILE).unlink(missing_ok=True)
-    fail(work, error, exit_code)
+def _key(entry: UpstreamEntry) -> str:
+    return f"{entry.kind}/{entry.version}"
 
 
 if __name__ == "__main__":

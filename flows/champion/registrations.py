@@ -2,14 +2,12 @@
 
 <home>/registrations/<name>/
     lock                one promotion of a name at a time; the kernel releases the lock of a dead process
-    <kind>-<version>    a registered model: the artifacts that belong to it. Written before MLflow is told
+    <kind>-<version>    a registered model: the artifacts that belong to it. Written before MLflow has it
 """
 
 from __future__ import annotations
 
-import fcntl
-from collections.abc import Iterator
-from contextlib import contextmanager
+from filelock import FileLock
 
 from flows.ledger.home import home
 from stages.core.contract import StrictModel
@@ -33,7 +31,7 @@ class Registration(StrictModel):
 
 
 def note(registration: Registration) -> None:
-    """Remember a registration; to be called before MLflow is told of it."""
+    """Remember a registration; to be called before it is sent to MLflow."""
     folder = home() / "registrations" / registration.name
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / f"{registration.model.replace('/', '-')}.json", registration.model_dump_json(indent=1))
@@ -45,11 +43,6 @@ def registrations() -> list[Registration]:
     return [Registration.model_validate_json(file.read_bytes()) for file in files]
 
 
-@contextmanager
-def only_one(name: str) -> Iterator[None]:
-    """Wait until nobody else on this machine promotes or rolls back a model of this name, and keep it so."""
-    folder = home() / "registrations" / name
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def only_one(name: str) -> FileLock:
+    """What to hold while a model of this name is promoted or rolled back: nobody else in this home does so then."""
+    return FileLock(home() / "registrations" / name / "lock", fallback_to_soft=False)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from flows.champion.registrations import Registration, note
 from flows.tracking.shipper import CLIENT_ENVIRONMENT, experiment_id
-from stages.core.errors import LifecycleError, ServerError, StoreError, TransientError
+from stages.core.errors import OutdatedVerdictError, ServerError, StoreError, TransientError
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -82,17 +82,28 @@ class Registry:
         return RegisteredVersion(registration, number, predecessor)
 
     def promote(self, candidate: RegisteredVersion, champion: str | None) -> None:
-        """Make `candidate` champion in place of version `champion`, by whose side it was judged.
+        """Make `candidate` champion in place of version `champion`, with which it was compared; or leave it champion.
 
-        Raises TransientError when somebody else has become champion since.
+        Raises OutdatedVerdictError when another has become champion since.
         """
-        current = self.find(candidate.name)
-        if (current.number if current else None) != champion:
-            raise TransientError(
-                f"while the candidate for {candidate.name} was compared with {_version(champion)}, another became "
-                f"champion ({_version(current.number if current else None)}); it must be compared again"
+        if not self.is_champion(candidate.registration, champion):
+            self._move(candidate.name, candidate.number, champion)
+
+    def is_champion(self, candidate: Registration, judged_against: str | None) -> bool:
+        """Whether this very model is champion already.
+
+        judged_against: the champion when it was compared. Raises OutdatedVerdictError when it is neither of the two.
+        """
+        champion = self.find(candidate.name)
+        if champion and champion.registration.digest == candidate.digest:
+            return True
+        number = champion.number if champion else None
+        if number != judged_against:
+            raise OutdatedVerdictError(
+                f"while the candidate for {candidate.name} was compared with {_version(judged_against)}, another "
+                f"became champion ({_version(number)}); it must be compared again"
             )
-        self._move(candidate.name, candidate.number, champion)
+        return False
 
     def rollback(self, name: str) -> RegisteredVersion:
         """Make the previous champion champion again, and the present one `previous`. Raises StoreError without one."""
@@ -213,9 +224,5 @@ def _explained(doing: str) -> Iterator[None]:
         if error.error_code in REFUSED:
             raise ServerError(f"{where} refuses: {error}; check MLFLOW_TRACKING_USERNAME and _PASSWORD") from error
         remedy = "see `lifecycle status`, and run again: it goes on here"
-        raise _kind_of(error)(f"{where} did not do it: {error}; {remedy}") from error
-
-
-def _kind_of(error: Exception) -> type[LifecycleError]:
-    passing = getattr(error, "error_code", "") in PASSING
-    return TransientError if passing else ServerError
+        kind = TransientError if error.error_code in PASSING else ServerError
+        raise kind(f"{where} did not do it: {error}; {remedy}") from error

@@ -80,10 +80,8 @@ def tell_mlflow(run: ComparisonRun, stream: TextIO) -> None:
 
 def _run_flow(request: ComparisonRequest, run: ComparisonRun, upstream: RefreshRun | None, stream: TextIO) -> None:
     from flows.compare.flow import OPENED_COMPARISON, compare
-    from flows.running.refresh import OPENED_RUN
 
-    if upstream:
-        OPENED_RUN.set(upstream)
+    run.upstream = upstream
     OPENED_COMPARISON.set(run)
     run.listen(lambda text: print(f"{time.strftime('%H:%M:%S')} {text}", file=stream, flush=True))
     names = (request.recipe, request.stage, request.layouts, request.overrides)

@@ -1,4 +1,4 @@
-"""What a running stage tells of itself, for views: progress with the time left, latest figures, milestones."""
+"""What a running stage says of itself, for views: progress with the time left, latest metrics, milestones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flows.running.stage_observer import Tail
 
-FIGURES = ("loss", "tokens_per_s", "mfu")
+SHOWN = ("loss", "tokens_per_s", "mfu")
 
 
 class StageFeed:
@@ -15,13 +15,13 @@ class StageFeed:
 
     def __init__(self, work: Path):
         self._events = Tail(work / "events.jsonl", at_end=True)
-        self._metrics = Tail(work / "metrics.jsonl", at_end=True)
+        self._rows = Tail(work / "metrics.jsonl", at_end=True)
         self._first: tuple[float, float] | None = None
         self.done: float | None = None
         self.total: float | None = None
         self.unit = ""
         self.eta_s: float | None = None
-        self.figures: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
 
     def news(self) -> list[str]:
         """Read on; returns new milestones and warnings."""
@@ -31,8 +31,8 @@ class StageFeed:
                 self._note_progress(row)
             else:
                 messages.append(f"{'warning: ' if row.get('event') == 'warning' else ''}{row.get('message', '')}")
-        for row in self._metrics.rows():
-            self.figures |= {name: row[name] for name in FIGURES if isinstance(row.get(name), int | float)}
+        for row in self._rows.rows():
+            self.metrics |= {name: row[name] for name in SHOWN if isinstance(row.get(name), int | float)}
         return messages
 
     def _note_progress(self, row: dict[str, object]) -> None:

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from flows.cli.feed import StageFeed
-from flows.ledger.history import RefreshRecord, StageEntry
+from flows.ledger.record import RefreshRecord, StageEntry
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -86,7 +86,7 @@ class PlainView(View):
 
 
 class TerminalView(View):
-    """A table that is drawn anew, below the lines that stay."""
+    """A table that is drawn again and again, below the lines that stay."""
 
     def __init__(self, read: Callable[[], RefreshRecord], console: Console):
         from rich.live import Live
@@ -111,7 +111,7 @@ class TerminalView(View):
 
 
 def stage_table(record: RefreshRecord, feeds: dict[str, StageFeed]) -> Table:
-    """Stages, states, progress with the time left, figures."""
+    """Stages, states, progress with the time left, metrics."""
     from rich.table import Table
     from rich.text import Text
 
@@ -121,13 +121,13 @@ def stage_table(record: RefreshRecord, feeds: dict[str, StageFeed]) -> Table:
     for name, entry in record.stages.items():
         feed = feeds.get(name) if entry.state == "running" else None
         progress = progress_text(feed) if feed else seconds_text(entry)
-        figures = feed.figures if feed else headline(entry)
+        metrics = feed.metrics if feed else headline(entry)
         table.add_row(
             name,
             entry.kind,
             Text(entry.state, style=STATE_STYLES.get(entry.state, "")),
             progress,
-            figures_text(figures),
+            metrics_text(metrics),
         )
     return table
 
@@ -138,18 +138,18 @@ def summary(entry: StageEntry) -> str:
         return f"running  ({entry.reason})" if entry.reason else "running"
     if entry.state == "failed":
         return f"failed after {entry.seconds:.1f} s: {entry.error_class}: {entry.error}"
-    return f"{entry.state:<8} {seconds_text(entry):>9}  {figures_text(headline(entry))}".rstrip()
+    return f"{entry.state:<8} {seconds_text(entry):>9}  {metrics_text(headline(entry))}".rstrip()
 
 
 def headline(entry: StageEntry) -> dict[str, float]:
-    """The first few of a stage's figures."""
+    """The first few of a stage's metrics."""
     shown = [(name, value) for name, value in entry.metrics.items() if not name.endswith("_stderr")]
     return dict(shown[:SHOWN_METRICS])
 
 
-def figures_text(figures: dict[str, float]) -> str:
+def metrics_text(metrics: dict[str, float]) -> str:
     """`loss 0.0123  tokens_per_s 8,012`."""
-    texts = {name: f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}" for name, value in figures.items()}
+    texts = {name: f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}" for name, value in metrics.items()}
     return "  ".join(f"{name} {text}" for name, text in texts.items())
 
 

@@ -39,7 +39,7 @@ FORCE_OPTION = click.option("--force", multiple=True, metavar="STAGE", help="Bui
 def _exit_codes() -> str:
     """One line an error class, for the help text."""
     codes = {error.exit_code: name for name, error in error_classes().items() if error is not LifecycleError}
-    codes |= {0: "success", USAGE_ERROR: "wrong command line", INTERNAL_ERROR: "a bug of ours"}
+    codes |= {0: "success", USAGE_ERROR: "wrong command line", INTERNAL_ERROR: "internal error, please report it"}
     return "\n".join(["\b", "Exit codes:", *(f"  {code:>2}  {codes[code]}" for code in sorted(codes))])
 
 
@@ -64,11 +64,11 @@ def run(recipe: Path, overrides: Sequence[str], until: str | None, force: Sequen
 
 @cli.command()
 @RECIPE
-@click.option("--stage", required=True, metavar="NAME", help="The stage to build anew.")
+@click.option("--stage", required=True, metavar="NAME", help="The stage to build again.")
 @SET_OPTION
 @JSON_OPTION
 def rerun(recipe: Path, stage: str, overrides: Sequence[str], as_json: bool) -> int:
-    """Build a stage anew, and what depends on it; all else is reused."""
+    """Build a stage again, and what depends on it; all else is reused."""
     from flows.recipe.recipe import load_recipe
     from flows.running.refresh_run import RefreshRequest
 
@@ -135,7 +135,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = _fail("RefreshStoppedError", "stopped", RefreshStoppedError.exit_code, arguments)
     except Exception as error:
         click.echo(redact(traceback.format_exc()), err=True)
-        code = _fail(type(error).__name__, redact(f"this is a bug of ours: {error}"), INTERNAL_ERROR, arguments)
+        code = _fail(
+            type(error).__name__, redact(f"internal error, please report it: {error}"), INTERNAL_ERROR, arguments
+        )
     sys.exit(code or 0)
 
 

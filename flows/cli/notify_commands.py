@@ -1,4 +1,4 @@
-"""`lifecycle notify`: who is told how refreshes end. Imports only what a command needs."""
+"""`lifecycle notify`: who is notified of how refreshes end. Imports only what a command needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OCCASIONS = ["failed", "not-promoted", "promoted"]
 
 @click.group()
 def notify() -> None:
-    """Tell a webhook, Slack, or somebody by e-mail how refreshes end."""
+    """Notify a webhook, Slack, or somebody by e-mail of how refreshes end."""
 
 
 @notify.command()
@@ -25,7 +25,7 @@ def notify() -> None:
 @click.option("--on", "occasions", multiple=True, type=click.Choice(OCCASIONS), help="When; default: always.")
 @JSON_OPTION
 def add(channel: Any, url_from: str, occasions: Sequence[Any], as_json: bool) -> None:
-    """Tell a channel when a refresh failed, or when its model was promoted or not. Replaces what it was told before."""
+    """Notify a channel when a refresh failed, or its model was promoted or not. Replaces its former notifications."""
     flows = _notifications()
     _show([flows.notify(channel, url_from, occasions or OCCASIONS)], as_json)
 
@@ -33,7 +33,7 @@ def add(channel: Any, url_from: str, occasions: Sequence[Any], as_json: bool) ->
 @notify.command("list")
 @JSON_OPTION
 def list_notifications(as_json: bool) -> None:
-    """List who is told of what."""
+    """List who is notified of what."""
     _show(_notifications().notifications(), as_json)
 
 
@@ -41,9 +41,9 @@ def list_notifications(as_json: bool) -> None:
 @click.argument("channel", type=CHANNELS)
 @JSON_OPTION
 def remove(channel: str, as_json: bool) -> None:
-    """Tell a channel nothing any more."""
+    """Stop notifying a channel."""
     _notifications().remove(channel)
-    print_json({"removed": channel}) if as_json else click.echo(f"{channel} is told nothing any more")
+    print_json({"removed": channel}) if as_json else click.echo(f"{channel} is no longer notified")
 
 
 def _notifications() -> Any:
@@ -60,4 +60,4 @@ def _show(found: Sequence[Any], as_json: bool) -> None:
     if as_json:
         print_json({"notifications": [asdict(one) for one in found]})
     else:
-        click.echo("\n".join(f"{one.channel:<8} {', '.join(one.occasions)}" for one in found) or "nobody is told")
+        click.echo("\n".join(f"{one.channel:<8} {', '.join(one.occasions)}" for one in found) or "nobody is notified")

@@ -10,10 +10,11 @@ import click
 
 from flows.cli.answers import print_json
 from flows.cli.live import PlainView, TerminalView, View
-from flows.cli.show import find_refresh
+from flows.cli.show import entry_as_json, find_refresh
 from flows.launch import choice
-from flows.ledger.history import RefreshRecord, close_interrupted, refreshes
 from flows.ledger.home import home
+from flows.ledger.record import RefreshRecord
+from flows.ledger.refreshes import close_interrupted, ledgers
 from flows.recipe.text import closest
 from flows.running.refresh_run import RefreshRequest, RefreshRun, make_plan, retry_of
 from flows.running.runner import Launcher
@@ -36,6 +37,7 @@ PREFECT_SETTINGS = {
     "PREFECT_CLIENT_MAX_RETRIES": "2",
 }
 """Read by Prefect when it is imported."""
+ANSWERED_FIELDS = ("kind", "version", "state", "seconds", "artifact", "mlflow_run_id", "metrics", "verdict", "error")
 
 
 def run_refresh(
@@ -62,7 +64,7 @@ def run_refresh(
 
 
 def retry_refresh(name: str | None, *, quiet: bool, launch: Launcher = choice.start) -> RefreshRecord:
-    """Go on with a refresh that failed, was cancelled or killed (default: the latest), in the same record.
+    """Go on with a refresh that failed, was cancelled or killed (default: the latest), in the same ledger.
 
     Raises `StoreError` when there is nothing to go on with, and what `run_refresh` raises.
     """
@@ -72,11 +74,11 @@ def retry_refresh(name: str | None, *, quiet: bool, launch: Launcher = choice.st
 
 def _to_retry(name: str | None) -> RefreshRecord:
     close_interrupted()
-    known = [folder.path.name for folder in refreshes()]
-    folder = find_refresh(name or "") if name else next(refreshes(), None)
-    if folder is None:
+    known = [ledger.folder.name for ledger in ledgers()]
+    ledger = find_refresh(name) if name else next(ledgers(), None)
+    if ledger is None:
         raise StoreError(f"retrying {name or 'the latest refresh'}: there is none{closest(name or '', known[:20])}")
-    record = folder.read()
+    record = ledger.read()
     if record.state in ("running", "completed"):
         raise StoreError(f"retrying {record.refresh}: it is {record.state}, expected one that failed or was stopped")
     return record
@@ -105,13 +107,12 @@ def _run_flow(request: RefreshRequest, run: RefreshRun, retried: RefreshRecord |
     from prefect.flow_engine import run_flow
 
     from flows.running.flow_runs import begin_again, begin_by_hand
-    from flows.running.refresh import OPENED_RUN, refresh
+    from flows.running.refresh import flow_of
 
-    OPENED_RUN.set(run)
     try:
         flow_run = begin_again(retried) if retried else None
         flow_run = flow_run or begin_by_hand(request, run.record.refresh)
-        run_flow(refresh, flow_run=flow_run, parameters=flow_run.parameters, return_type="state")
+        run_flow(flow_of(run), flow_run=flow_run, parameters=flow_run.parameters, return_type="state")
     except Exception as error:
         if run.record.state == "running":
             raise ServerError(f"Prefect could not run the refresh: {type(error).__name__}: {error}") from error
@@ -153,10 +154,7 @@ def exit_code(record: RefreshRecord) -> int:
 def to_json(record: RefreshRecord) -> dict[str, Any]:
     """The object that `--json` prints."""
     stages = {
-        name: entry.model_dump(
-            mode="json",
-            include={"kind", "version", "state", "seconds", "artifact", "mlflow_run_id", "metrics", "verdict", "error"},
-        )
+        name: {field: value for field, value in entry_as_json(entry).items() if field in ANSWERED_FIELDS}
         for name, entry in record.stages.items()
     }
     return {

@@ -8,15 +8,17 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
-from flows.cli.live import figures_text
-from flows.ledger.history import AttemptRecord, RefreshFolder, refreshes
+from flows.cli.live import metrics_text
+from flows.ledger.record import AttemptRecord, RefreshRecord
+from flows.ledger.refreshes import ledgers
+from flows.tracking.cursor import run_id_of
 
 
 @dataclass(frozen=True)
 class StageRun:
     """One try at building a stage. `outcome` is None while it runs, or when its process died and nobody looked since.
 
-    mlflow_run_id: None when MLflow has not been told of it yet.
+    mlflow_run_id: None while MLflow does not have it.
     """
 
     refresh: str
@@ -48,17 +50,17 @@ def as_text(runs: list[StageRun]) -> str:
 
 
 def _newest_first(recipe: str | None, stage: str | None) -> Iterator[StageRun]:
-    for folder in refreshes():
-        for attempt in reversed(folder.attempts(stage)):
-            if recipe in (None, attempt.tags["recipe"]):
-                yield _stage_run(folder, attempt)
+    for ledger in ledgers():
+        record = ledger.read()
+        for attempt in reversed(record.attempts.values()):
+            if recipe in (None, record.recipe) and stage in (None, attempt.stage):
+                yield _stage_run(record, attempt)
 
 
-def _stage_run(folder: RefreshFolder, attempt: AttemptRecord) -> StageRun:
-    shipped = folder.read_shipped().attempts.get(attempt.key)
+def _stage_run(record: RefreshRecord, attempt: AttemptRecord) -> StageRun:
     return StageRun(
-        refresh=folder.path.name,
-        recipe=attempt.tags["recipe"],
+        refresh=record.refresh,
+        recipe=record.recipe,
         stage=attempt.stage,
         number=attempt.number,
         kind=attempt.tags["kind"],
@@ -67,7 +69,7 @@ def _stage_run(folder: RefreshFolder, attempt: AttemptRecord) -> StageRun:
         started_ms=attempt.started_ms,
         seconds=(attempt.ended_ms - attempt.started_ms) / 1000 if attempt.ended_ms else None,
         metrics=attempt.metrics,
-        mlflow_run_id=shipped.run_id if shipped else None,
+        mlflow_run_id=run_id_of(record.key_of(attempt.stage, attempt.number)),
     )
 
 
@@ -76,6 +78,6 @@ def _line(run: StageRun) -> str:
     took = f"{run.seconds:8.1f} s" if run.seconds is not None else f"{'':10}"
     name = f"{run.stage} #{run.number}"
     outcome = run.outcome or "running"
-    figures = figures_text(dict(islice(run.metrics.items(), 3)))
-    told = f"{run.mlflow_run_id or 'not in MLflow yet':32}"
-    return f"{began}  {run.refresh:<36} {name:<24} {outcome:<9} {took}  {told}  {figures}".rstrip()
+    metrics = metrics_text(dict(islice(run.metrics.items(), 3)))
+    mlflow = f"{run.mlflow_run_id or 'not in MLflow yet':32}"
+    return f"{began}  {run.refresh:<36} {name:<24} {outcome:<9} {took}  {mlflow}  {metrics}".rstrip()

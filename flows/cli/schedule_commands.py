@@ -26,10 +26,10 @@ def schedule(recipe: Path, cron: str, timezone: str, overrides: Sequence[str], a
 
     from flows.service import schedule as plans
 
-    wish = plans.wish(recipe, cron, timezone, tuple(overrides))  # before servers are started for it
+    spec = plans.schedule_spec(recipe, cron, timezone, tuple(overrides))  # before servers are started for it
     _reach_servers(worker=True)
     refresh_global_settings_context()
-    _show([plans.schedule(wish)], as_json)
+    _show([plans.schedule(spec)], as_json)
 
 
 @click.group(invoke_without_command=True)
@@ -91,7 +91,7 @@ def _set_paused(name: str, paused: bool, as_json: bool) -> None:
 
 
 def _reach_servers(*, worker: bool = False) -> None:
-    """Start what is absent, and tell Prefect's client where its server is, before it is imported."""
+    """Start what is absent, and set where Prefect's server is, before its client is imported."""
     from flows.cli import run_command
 
     run_command.ready_servers(worker=worker)

@@ -7,17 +7,19 @@ import time
 from itertools import islice
 from typing import Any
 
-from flows.cli.live import figures_text, headline
-from flows.ledger.history import RefreshFolder, RefreshRecord, refreshes
+from flows.cli.live import headline, metrics_text
+from flows.ledger.record import RefreshRecord, StageEntry, final_result
+from flows.ledger.refreshes import Ledger, ledgers
 from flows.planning.plan import Plan, PlannedStage
 from flows.recipe.text import closest
 from flows.store.record import Artifact, Index
+from flows.tracking.cursor import run_id_of
 from flows.tracking.labels import flatten
 from stages.core.errors import StoreError
 
 RECENT_REFRESHES = 10
 SHORTEST_PREFIX = 4
-SHOWN_FIELDS = {"refresh", "recipe", "state", "seconds", "started_ms"}
+LISTED_FIELDS = ("refresh", "recipe", "state", "started_ms", "seconds")
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
@@ -57,12 +59,9 @@ def _version_in(plan: Plan, stage: PlannedStage) -> str:
 
 def recent_as_json(index: Index) -> dict[str, Any]:
     """The latest refreshes, and every artifact, newest first."""
-    records = [folder.read() for folder in islice(refreshes(), RECENT_REFRESHES)]
+    records = [ledger.read() for ledger in islice(ledgers(), RECENT_REFRESHES)]
     return {
-        "refreshes": [
-            record.model_dump(mode="json", include={"refresh", "recipe", "state", "seconds", "started_ms"})
-            for record in records
-        ],
+        "refreshes": [{name: getattr(record, name) for name in LISTED_FIELDS} for record in records],
         "artifacts": [_artifact_line(artifact) for artifact in _newest_first(index)],
     }
 
@@ -70,8 +69,8 @@ def recent_as_json(index: Index) -> dict[str, Any]:
 def recent_as_text(index: Index) -> str:
     """The same, a line each."""
     lines = ["refreshes"]
-    for folder in islice(refreshes(), RECENT_REFRESHES):
-        record = folder.read()
+    for ledger in islice(ledgers(), RECENT_REFRESHES):
+        record = ledger.read()
         lines.append(f"  {record.refresh:<36} {state_of(record):<9} {record.seconds:8.1f} s  {_counts(record)}")
     lines.append("artifacts")
     for artifact in _newest_first(index):
@@ -80,10 +79,10 @@ def recent_as_text(index: Index) -> str:
     return "\n".join(lines)
 
 
-def find_refresh(name: str) -> RefreshFolder | None:
+def find_refresh(name: str) -> Ledger | None:
     """The refresh of this id, or the only one whose id begins so."""
-    found = [folder for folder in refreshes() if folder.path.name.startswith(name)]
-    exact = [folder for folder in found if folder.path.name == name]
+    found = [ledger for ledger in ledgers() if ledger.folder.name.startswith(name)]
+    exact = [ledger for ledger in found if ledger.folder.name == name]
     return exact[0] if exact else found[0] if len(found) == 1 else None
 
 
@@ -102,11 +101,36 @@ def find_artifact(index: Index, name: str) -> Artifact:
     if by_version:
         found = ", ".join(one.folder.name for one in by_version)
         raise StoreError(f"looking for `{name}`: the versions of {found} begin so; give more digits")
-    known = {one.record.stage for one in newest} | {folder.path.name for folder in refreshes()}
+    known = {one.record.stage for one in newest} | {ledger.folder.name for ledger in ledgers()}
     raise StoreError(
         f"looking for `{name}`: no artifact or refresh is called so, nor does one version{closest(name, known)}; "
         "`lifecycle show` lists them"
     )
+
+
+def refresh_as_json(record: RefreshRecord) -> dict[str, Any]:
+    """A refresh with all that is known of it and its stages."""
+    fields = {name: value for name, value in vars(record).items() if name not in ("stages", "attempts")}
+    stages = {name: entry_as_json(entry) for name, entry in record.stages.items()}
+    return {**fields, "recipe_path": str(record.recipe_path), "process": record.process.model_dump(), "stages": stages}
+
+
+def entry_as_json(entry: StageEntry) -> dict[str, Any]:
+    """A stage of a refresh, with the MLflow run of the attempt that built it, or tries to."""
+    return {
+        "kind": entry.kind,
+        "version": entry.version,
+        "state": entry.state,
+        "reason": entry.reason,
+        "seconds": entry.seconds,
+        "work": str(entry.work) if entry.work else None,
+        "artifact": str(entry.artifact) if entry.artifact else None,
+        "mlflow_run_id": run_id_of(entry.attempt),
+        "metrics": entry.metrics,
+        "verdict": entry.verdict,
+        "error": entry.error,
+        "error_class": entry.error_class,
+    }
 
 
 def refresh_as_text(record: RefreshRecord) -> str:
@@ -118,9 +142,9 @@ def refresh_as_text(record: RefreshRecord) -> str:
         f"on {record.hardware}, commit {record.git_commit or 'unknown'}",
     ]
     for name, entry in record.stages.items():
-        figures = figures_text(headline(entry))
+        metrics = metrics_text(headline(entry))
         lines.append(
-            f"  {name:<20} {entry.kind:<9} {entry.version}  {entry.state:<8} {entry.seconds:8.1f} s  {figures}".rstrip()
+            f"  {name:<20} {entry.kind:<9} {entry.version}  {entry.state:<8} {entry.seconds:8.1f} s  {metrics}".rstrip()
         )
         if entry.error:
             lines.append(f"    {entry.error_class or 'error'}: {entry.error}")
@@ -128,8 +152,13 @@ def refresh_as_text(record: RefreshRecord) -> str:
 
 
 def artifact_as_json(artifact: Artifact) -> dict[str, Any]:
-    """The record, and where it is."""
-    return {"folder": str(artifact.folder), **artifact.record.model_dump(mode="json")}
+    """The record, where it is, its metrics, and the MLflow run that built it."""
+    return {
+        "folder": str(artifact.folder),
+        **artifact.record.model_dump(mode="json"),
+        "metrics": final_result(artifact.folder).metrics,
+        "mlflow_run_id": run_id_of(artifact.record.attempt),
+    }
 
 
 def artifact_as_text(artifact: Artifact) -> str:
@@ -140,14 +169,14 @@ def artifact_as_text(artifact: Artifact) -> str:
         f"in {artifact.folder}",
         f"built {record.finished:%Y-%m-%d %H:%M} UTC in {record.seconds:.1f} s",
         f"by commit {record.git_commit or 'unknown'}",
-        f"MLflow run {record.mlflow_run_id or 'unknown'}",
+        f"MLflow run {run_id_of(record.attempt) or 'unknown'}",
         *(f"DAMAGED: {damage}" for damage in artifact.damage),
         "built from",
         *(f"  {field}: {entry.stage} {entry.version}" for field, entry in record.upstream.items()),
         "identity",
         *(f"  {name}: {value}" for name, value in flatten(_config(artifact)).items()),
         "metrics",
-        *(f"  {name}: {value:.6g}" for name, value in record.metrics.items()),
+        *(f"  {name}: {value:.6g}" for name, value in final_result(artifact.folder).metrics.items()),
     ]
     return "\n".join(lines)
 

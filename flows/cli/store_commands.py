@@ -24,9 +24,9 @@ def show(name: str | None, as_json: bool) -> None:
     index = Store(store_root()).index()
     if name is None:
         print_json(shown.recent_as_json(index)) if as_json else click.echo(shown.recent_as_text(index))
-    elif folder := shown.find_refresh(name):
-        record = folder.read()
-        print_json(record.model_dump(mode="json")) if as_json else click.echo(shown.refresh_as_text(record))
+    elif ledger := shown.find_refresh(name):
+        record = ledger.read()
+        print_json(shown.refresh_as_json(record)) if as_json else click.echo(shown.refresh_as_text(record))
     else:
         artifact = shown.find_artifact(index, name)
         print_json(shown.artifact_as_json(artifact)) if as_json else click.echo(shown.artifact_as_text(artifact))
@@ -58,33 +58,24 @@ def verify(as_json: bool) -> None:
     from flows.store import collect
     from flows.store.store import Store
 
-    verdicts = []
-    for verdict in collect.verify(Store(store_root())):
-        verdicts.append(verdict)
+    verified = []
+    for one in collect.verify(Store(store_root())):
+        verified.append(one)
         if not as_json:
-            click.echo(f"{'whole' if verdict.whole else 'DAMAGED':<8} {verdict.artifact.folder}")
+            click.echo(f"{'whole' if one.whole else 'DAMAGED':<8} {one.artifact.folder}")
             for trouble in ("damaged", "missing", "extra"):
-                for file in getattr(verdict, trouble):
+                for file in getattr(one, trouble):
                     click.echo(f"         {trouble}: {file}")
-    bad = [verdict for verdict in verdicts if not verdict.whole]
+    bad = [one for one in verified if not one.whole]
     if as_json:
-        print_json(
-            {
-                "verified": len(verdicts),
-                "damaged": [
-                    {
-                        "artifact": str(verdict.artifact.folder),
-                        "damaged": verdict.damaged,
-                        "missing": verdict.missing,
-                        "extra": verdict.extra,
-                    }
-                    for verdict in bad
-                ],
-            }
-        )
+        damaged = [
+            {"artifact": str(one.artifact.folder), "damaged": one.damaged, "missing": one.missing, "extra": one.extra}
+            for one in bad
+        ]
+        print_json({"verified": len(verified), "damaged": damaged})
     if bad and not as_json:
-        names = ", ".join(verdict.artifact.record.stage for verdict in bad)
-        raise StoreError(f"{len(bad)} of {len(verdicts)} artifacts are damaged: {names}; --force builds a stage anew")
+        names = ", ".join(one.artifact.record.stage for one in bad)
+        raise StoreError(f"{len(bad)} of {len(verified)} artifacts are damaged: {names}; --force builds a stage again")
     if bad:
         sys.exit(StoreError.exit_code)
 
@@ -172,9 +163,6 @@ class _Silent:
 
     def tick(self) -> None:
         pass
-
-    def mlflow_run_id(self) -> None:
-        return None
 
     def ended(self, outcome: object) -> None:
         pass

@@ -18,8 +18,8 @@ from flows.compare.figures import rows_of
 from flows.compare.record import ComparisonRecord
 from flows.compare.run import ComparisonRequest, ComparisonRun, plan_comparison
 from flows.compare.table import cells
-from flows.ledger.history import new_refresh_id
-from flows.running.refresh import OPENED_RUN, refresh, stopped_by_signals
+from flows.ledger.refreshes import new_refresh_id
+from flows.running.refresh import flow_of, stopped_by_signals
 from flows.running.refresh_run import RefreshRun
 from flows.servers.local import answers
 
@@ -71,9 +71,8 @@ def build_upstream(run: ComparisonRun) -> None:
     planned = run.planned.upstream_refresh
     if planned is None:
         return
-    upstream = OPENED_RUN.get(None) or RefreshRun(planned)
-    OPENED_RUN.set(upstream)
-    named = refresh.with_options(flow_run_name=upstream.record.refresh)
+    upstream = run.upstream or RefreshRun(planned)
+    named = flow_of(upstream).with_options(flow_run_name=upstream.record.refresh)
     named(planned.request.recipe, planned.request.overrides, return_state=True)
     for error in upstream.errors.values():
         raise error

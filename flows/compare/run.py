@@ -18,18 +18,19 @@ from flows.compare.layouts import BATCH_FIELD, RefusedLayout, read_layouts, text
 from flows.compare.record import ComparisonFolder, ComparisonRecord, ComparisonState, LayoutEntry, comparison_folder
 from flows.compare.trial import Bench, run_trial
 from flows.launch import choice
-from flows.ledger.history import new_refresh_id, now_ms
+from flows.ledger.events import now_ms
 from flows.ledger.home import home, store_root
 from flows.ledger.machine import hardware, num_slots
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.provenance import git_commit
+from flows.ledger.refreshes import new_refresh_id
 from flows.planning.devices import on_devices, wanted_slots
 from flows.planning.layout_choice import choose_layouts
 from flows.planning.outside import resolve_outside
 from flows.planning.plan import Plan, PlannedStage, chosen_stages, plan
 from flows.recipe.recipe import load_recipe
 from flows.recipe.version import identity_of, resume_key_of, version_of
-from flows.running.refresh_run import PlannedRefresh, RefreshRequest
+from flows.running.refresh_run import PlannedRefresh, RefreshRequest, RefreshRun
 from flows.running.runner import Launcher
 from flows.running.slots import Slots
 from flows.running.stage_observer import describe
@@ -96,6 +97,9 @@ def plan_comparison(request: ComparisonRequest) -> PlannedComparison:
 
 class ComparisonRun:
     """A comparison as planned. Its record is written after every trial."""
+
+    upstream: RefreshRun | None = None
+    """The refresh that builds what the stage stands on, when it was begun already."""
 
     def __init__(self, planned: PlannedComparison, comparison: str | None = None, launch: Launcher = choice.start):
         """Begin the record; default of its name: a new one."""

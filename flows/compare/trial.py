@@ -15,7 +15,7 @@ from pathlib import Path
 
 from flows.compare.record import TrialEntry
 from flows.launch.stage_process import watch
-from flows.ledger.history import now_ms
+from flows.ledger.events import now_ms
 from flows.planning.devices import check_devices
 from flows.planning.plan import Plan, PlannedStage
 from flows.running.runner import Launcher

@@ -86,7 +86,7 @@ class Agent:
         raise AssertionError("itertools.count has an end")
 
     def _look(self, job_id: str) -> Verdict | None:
-        """The verdict once the job is over; until then, tell what has changed. A running job tells of itself."""
+        """The verdict once the job is over; until then, say what has changed. A running job speaks for itself."""
         try:
             found = self.jobs.look(job_id)
         except TransientError as error:
@@ -97,10 +97,10 @@ class Agent:
         return None if isinstance(found, Waiting | Running) else found
 
     def _say(self, event: Literal["milestone", "warning"], message: str) -> None:
-        """Tell people, unless it was the last thing said."""
+        """Report it, unless it was the last thing reported."""
         if message != self._said:
             self._said = message
-            self.folder.tell(event, message)
+            self.folder.report(event, message)
 
     def _go_on(self, job_id: str, ended: Interrupted, *, progressed: bool) -> None:
         """Make sure that the old job is gone. Raises what is to be said when going on leads nowhere."""

@@ -51,7 +51,7 @@ def start(
 def order_of(
     name: str, work: Path, config: StageConfig, stage_command: list[str], heartbeat_patience_s: float
 ) -> JobOrder:
-    """What the job of a stage is told. Its name is one that no other job has."""
+    """The order of a stage's job. Its name is one that no other job has."""
     execution = config.execution
     assert execution.launcher != "local"
     # Kubernetes wants names that are labels of DNS, with room for the suffixes of pods.

@@ -50,4 +50,4 @@ class ClusterProcess:
         try:
             self._cancel(self._work)
         except LifecycleError as error:
-            JobFolder.of(self._work).tell("warning", f"a job may be left in the cluster, and ends itself: {error}")
+            JobFolder.of(self._work).report("warning", f"a job may be left in the cluster, and ends itself: {error}")

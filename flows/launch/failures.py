@@ -70,7 +70,7 @@ def _manner_of_death(work: Path, exit_code: int) -> str:
 
 
 def _killed_rank(work: Path) -> str | None:
-    """The rank that a signal ended, if torchrun tells of one that it did not send itself."""
+    """The rank that a signal ended, if torchrun names one that it did not send itself."""
     failures = [(found["rank"], int(found["code"])) for found in TORCHRUN_FAILURE.finditer(_log_tail(work))]
     killed = [(rank, code) for rank, code in failures if code < 0 and code != -signal.SIGTERM]
     return f"rank {killed[-1][0]} {_how(killed[-1][1])}" if killed else None

@@ -1,4 +1,4 @@
-"""What a cluster's job is told, and what it tells: files in `.launch/` of the stage's work folder.
+"""What a cluster's job is ordered to do, and what it reports: files in `.launch/` of the stage's work folder.
 
     order.json         what to start on each node (`JobOrder`); gone when no job can be left in the cluster
     environment.json   the environment of the stage's processes; mode 0600, removed when the job has ended
@@ -141,7 +141,7 @@ class JobFolder:
             return None
         return end if end.job_id == job_id else None
 
-    def tell(self, event: Literal["milestone", "warning"], message: str) -> None:
+    def report(self, event: Literal["milestone", "warning"], message: str) -> None:
         """Tell people who watch the refresh. Not while the stage runs: rank 0 writes to the same file then."""
         line = StageEvent(time_ms=time.time_ns() // 1_000_000, event=event, message=message)
         with (self.path.parent / "events.jsonl").open("a", encoding="utf-8") as stream:

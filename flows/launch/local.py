@@ -20,7 +20,8 @@ TELEMETRY_OFF = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
 }
 PROGRAMS = {"promote": "flows.champion.promotion"}
-"""Kinds whose process is more than the stage: a promotion also asks MLflow's registry, and tells it the verdict."""
+"""Kinds that need a program before the stage, which it starts, and one after its commit (`hook.py`). Known by name: the
+program lies above this, and imports mlflow, which takes seconds."""
 SINGLE_NODE = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 EVERYWHERE = {
     **TELEMETRY_OFF,
@@ -39,7 +40,8 @@ def start(work: Path, config: StageConfig) -> Supervised:
 
 def command(work: Path, config: StageConfig) -> list[str]:
     """What to run: the stage itself, or torchrun."""
-    return on_one_node(["-m", PROGRAMS.get(config.kind, "stages"), str(work)], config.processes)
+    program = [PROGRAMS[config.kind], "judge"] if config.kind in PROGRAMS else ["stages"]
+    return on_one_node(["-m", *program, str(work)], config.processes)
 
 
 def on_one_node(stage: list[str], processes: int) -> list[str]:

@@ -109,11 +109,13 @@ def _train_job(order: JobOrder) -> Manifest:
 def pod_spec(order: JobOrder, environment: dict[str, str]) -> Manifest:
     """A pod that runs `node_task`. Secrets are named, never held; all other environment lies in the shared home."""
     asked = order.kubernetes
+    plain = {"HOME": "/tmp", **environment}  # noqa: S108 (a volume)
+    variables = [{"name": name, "value": value} for name, value in plain.items()]
     container = {
         "name": "stage",
         "image": asked.image,
         "command": ["python", "-m", "flows.launch.node_task", str(JobFolder.of(order.work).path)],
-        "env": [*_plain({"HOME": "/tmp", **environment}), *environment_by_reference(asked.secrets)],  # noqa: S108 (a volume)
+        "env": [*variables, *environment_by_reference(asked.secrets)],
         "resources": resources(asked, order.cores_per_node),
         "securityContext": CONTAINER_SECURITY,
         "volumeMounts": volume_mounts(order.home, read_only=False),
@@ -159,10 +161,6 @@ def volume_mounts(home: Path, *, read_only: bool) -> list[Manifest]:
         {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 (a volume)
         {"name": "shared-memory", "mountPath": "/dev/shm"},  # noqa: S108 (a volume)
     ]
-
-
-def _plain(environment: dict[str, str]) -> list[Manifest]:
-    return [{"name": name, "value": value} for name, value in environment.items()]
 
 
 def environment_by_reference(secrets: dict[str, str]) -> list[Manifest]:

@@ -2,8 +2,8 @@
 
     python -m flows.launch.node_task LAUNCH_FOLDER
 
-Ends with the stage's exit code. SIGTERM, the loss of whoever waits for the job, or another start of the same job ends
-all processes of the stage.
+Ends with the stage's exit code. SIGTERM, the loss of the process that waits for the job, or another start of the same
+job ends all processes of the stage.
 """
 
 from __future__ import annotations

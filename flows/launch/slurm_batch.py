@@ -35,7 +35,7 @@ def main() -> int:
     restart = os.environ.get("SLURM_RESTART_COUNT", "0")
     folder.claim(f"{job_id}, restart {restart}")
     again = f", restart {restart}" if restart != "0" else ""
-    folder.tell("milestone", f"Slurm job {job_id} runs on {os.environ['SLURM_JOB_NODELIST']}{again}")
+    folder.report("milestone", f"Slurm job {job_id} runs on {os.environ['SLURM_JOB_NODELIST']}{again}")
     step = subprocess.Popen(step_command(order, folder), env={**os.environ, "MASTER_PORT": str(free_port())})
     while (code := step.poll()) is None and not stop.is_set():
         stop.wait(POLL_INTERVAL_S)

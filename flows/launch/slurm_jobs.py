@@ -88,7 +88,7 @@ def verdict(view: JobView | None, end: JobEnd | None, order: JobOrder, job_id: s
         return Failed(_error_of(view, order, job_id))
     if end and end.exit_code is not None:
         return Finished(end.exit_code)
-    if end:  # told to end, and by nobody else
+    if end:  # it got SIGTERM, and nobody else cancelled it
         return Interrupted(INTERRUPTIONS["TIMEOUT"], by_time_limit=True)
     return Failed(_unexplained(view, order, job_id))
 

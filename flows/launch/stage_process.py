@@ -1,4 +1,4 @@
-"""Watch a stage process: until it ends, serves, takes too long, or is told to stop."""
+"""Watch a stage process: until it ends, serves, takes too long, or is stopped."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _result_while_running(
             remedy = f"raise stages.{planned.name}.execution.timeout_s, or see {work / 'log.txt'}"
             raise StageTimeoutError(f"{planned.name} ran for more than {timeout_s:g} s and was stopped; {remedy}")
         if stop.wait(POLL_INTERVAL_S):
-            raise RefreshStoppedError(f"{planned.name} was stopped, because the refresh was told to end")
+            raise RefreshStoppedError(f"{planned.name} was stopped, because the refresh was stopped")
     return None
 
 

@@ -1,4 +1,4 @@
-"""What a look at a cluster's job tells: it waits, it runs, its stage goes on in another job, is done, or has failed."""
+"""What a look at a cluster's job says: it waits, it runs, its stage goes on in another job, is done, or has failed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Running:
-    """It runs, or is about to, or has just ended; there is nothing to tell."""
+    """It runs, or is about to, or has just ended; there is nothing to report."""
 
 
 @dataclass(frozen=True)

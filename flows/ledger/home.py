@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def home() -> Path:
-    """The folder of the store, the local servers and the records of refreshes. It need not exist yet."""
+    """The folder of the store, the local servers and the ledgers of refreshes. It need not exist yet."""
     return Path(os.environ.get("LIFECYCLE_HOME", ".lifecycle")).absolute()
 
 
@@ -21,6 +21,6 @@ def hardware_file() -> Path:
     return Path(os.environ.get("LIFECYCLE_HARDWARE", home() / "hardware.yaml")).absolute()
 
 
-def refreshes_root() -> Path:
-    """Where the records of refreshes are, one folder each."""
-    return home() / "refreshes"
+def ledger_root() -> Path:
+    """Where the ledgers of refreshes are, a folder each."""
+    return home() / "ledger"

@@ -161,6 +161,8 @@ def _decide_built(
     stale = found.record.stale_field(digests)
     if stale:
         return Decision("run", f"upstream {references[stale]} was rebuilt with other content")
+    if found.pending:
+        return Decision("run", "judged, but its verdict has yet to reach MLflow's registry")
     return Decision("cached", f"built {found.record.finished:%Y-%m-%d %H:%M} UTC")
 
 

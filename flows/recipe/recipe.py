@@ -98,7 +98,8 @@ def load_stages(name: str, folder: Path, tree: Mapping[str, Any], problems: Sequ
             found += _launch_problems(stage, stages[stage])
     found += _reference_problems(stages, tree)
     found += [] if found else _cycles(stages)
-    found += [] if found else _problems_among(stages)
+    if not found:
+        found += [f"stages.{name}.{one}" for name, config in stages.items() for one in config.problems_among(stages)]
     if found:
         kind_of_error = LayoutError if num_of_layouts == len(found) else RecipeError
         count = "1 problem" if len(found) == 1 else f"{len(found)} problems"
@@ -170,11 +171,13 @@ def _launch_problems(stage: str, config: StageConfig) -> Iterator[str]:
 
 
 def _reference_problems(stages: Mapping[str, StageConfig], tree: Mapping[str, Any]) -> Iterator[str]:
-    """stages: those that are valid. References of the others are looked up in the tree, so that none goes untold."""
+    """stages: those that are valid. References of the others are looked up in the tree, so that none is left out."""
     for stage, config in tree.items():
         kind = str(config.get("kind")) if isinstance(config, dict) else None
         for path, reference in _reference_fields(KINDS[kind]) if kind in KINDS else ():
-            value = _value_at(config, path)
+            value = config
+            for part in path:
+                value = value.get(part) if isinstance(value, dict) else None
             for target in value if isinstance(value, list) else [value]:
                 problem = _reference_problem(target, reference, stages, tree) if isinstance(target, str) else None
                 yield from [f"stages.{stage}.{'.'.join(path)}: {problem}"] if problem else []
@@ -203,16 +206,6 @@ def _reference_fields(
             yield (*above, name), reference
         for inner in models_in(field.annotation):
             yield from _reference_fields(inner, (*above, name))
-
-
-def _value_at(tree: Any, path: Sequence[str]) -> Any:
-    for part in path:
-        tree = tree.get(part) if isinstance(tree, dict) else None
-    return tree
-
-
-def _problems_among(stages: Mapping[str, StageConfig]) -> list[str]:
-    return [f"stages.{name}.{one}" for name, config in stages.items() for one in config.problems_among(stages)]
 
 
 def _cycles(stages: Mapping[str, StageConfig]) -> list[str]:

@@ -31,7 +31,7 @@ class Difference:
 def identity_of(config: StageConfig, upstream: Mapping[str, str], outside: Mapping[str, JsonValue]) -> Identity:
     """What identifies the artifact of `config`, given upstream {stage name: version} and resolved outside inputs.
 
-    Stage names are no part of it: renaming a stage builds nothing anew.
+    Stage names are no part of it: renaming a stage builds nothing again.
     """
     return _document(config, config.identity(), upstream, outside)
 

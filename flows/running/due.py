@@ -1,20 +1,18 @@
 """A refresh that Prefect says is due, by a schedule or by hand: whether it starts, waits, or is left out.
 
-What runs already is read from the records of refreshes, each of which names a process: whoever died is in nobody's
+What runs already is read from the ledgers of refreshes, each of which names a process: whoever died is in nobody's
 way. Prefect's own concurrency slots were measured and dropped, see `slots.py`.
 """
 
 from __future__ import annotations
 
-import fcntl
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+from filelock import FileLock
 from prefect import get_run_logger, runtime
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import (
@@ -25,9 +23,9 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.states import Cancelled
 
-from flows.ledger.history import RunningRefreshes, folder_of
 from flows.ledger.home import home
 from flows.ledger.machine import num_slots
+from flows.ledger.refreshes import RunningRefreshes, ledger_of
 from flows.planning.devices import wanted_slots
 from flows.planning.plan import Plan
 from flows.recipe.recipe import Recipe, load_recipe
@@ -40,19 +38,19 @@ POLL_S = 2.0
 def start_when_due(request: RefreshRequest) -> RefreshRun | State[Any]:
     """Begin the refresh of this flow run, once the recipe's `on_collision` allows it; or say why it is left out.
 
-    A retry goes on in the record of the refresh that failed. Whatever the recipe stands on is resolved when it starts.
+    A retry goes on in the ledger of the refresh that failed. Whatever the recipe stands on is resolved when it starts.
     Raises what `make_plan` raises.
     """
     name = str(runtime.flow_run.name)
-    folder = folder_of(name)
-    request = retry_of(folder.read()) if folder.exists() else request
+    ledger = ledger_of(name)
+    request = retry_of(ledger.read()) if ledger.exists() else request
     recipe = load_recipe(Path(request.recipe), request.overrides)
     running = RunningRefreshes()
-    told = False
+    waited = False
     while not (run := _try_to_start(request, recipe, running, name)):
-        if not told:
+        if not waited:
             get_run_logger().info(f"waiting: another refresh of {recipe.name} is running")
-            told = True
+            waited = True
         time.sleep(POLL_S)
     return run
 
@@ -68,7 +66,7 @@ def _try_to_start(
         planned = make_plan(request)
         if recipe.on_collision == "skip" and (busy := _busy(planned.plan)):
             return Cancelled(name="Skipped", message=busy)
-        with _one_at_a_time():
+        with FileLock(home() / "start.lock", fallback_to_soft=False):  # or two would see at once that no other runs
             if not running.of(recipe.name):
                 return RefreshRun(planned, name)
     if recipe.on_collision == "skip":
@@ -97,12 +95,3 @@ def _busy(plan: Plan) -> str | None:
     free = slots.num_free()
     short = [f"{name} needs {number}" for name, number in wanted.items() if number > free]
     return f"of {slots.count} slots {free} are free, {short[0]}; another refresh holds the rest" if short else None
-
-
-@contextmanager
-def _one_at_a_time() -> Iterator[None]:
-    """Keep two refreshes from seeing at once that no other runs."""
-    home().mkdir(parents=True, exist_ok=True)
-    with (home() / "start.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -18,7 +18,7 @@ from prefect.states import Pending
 from prefect.utilities.callables import parameter_schema
 from prefect.utilities.processutils import command_to_string
 
-from flows.ledger.history import RefreshRecord
+from flows.ledger.record import RefreshRecord
 from flows.running.refresh import refresh
 from flows.running.refresh_run import RefreshRequest
 from stages.core.errors import ServerError

@@ -5,17 +5,17 @@ Our store alone decides what is cached, so Prefect's own caching is off; it retr
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from prefect import flow, get_run_logger, runtime, task
+from prefect import Flow, flow, get_run_logger, runtime, task
 from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
@@ -25,16 +25,16 @@ from prefect.states import Cancelled, Completed, Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.tasks import Task, exponential_backoff
 
-from flows.ledger.history import RefreshRecord, folder_of, new_refresh_id
+from flows.ledger.record import RefreshRecord
+from flows.ledger.refreshes import ledger_of, new_refresh_id
 from flows.running.due import start_when_due
 from flows.running.refresh_run import RefreshRequest, RefreshRun
 from flows.running.verdicts import verdict_tables
 from flows.servers.local import answers
+from flows.tracking.cursor import page_of
 from stages.core.errors import LifecycleError, TransientError
 
 RETRY_BASE_S = 1.0
-OPENED_RUN: ContextVar[RefreshRun] = ContextVar("opened_run")
-"""A run that the caller in this process has planned already (the CLI, before it starts servers)."""
 
 
 def is_transient(_: Task[..., Any], __: TaskRun, state: State[Any]) -> bool:
@@ -65,9 +65,6 @@ def refresh(
         until: Only this stage and what it stands on.
         force: Stages to build although they are cached.
     """
-    run = OPENED_RUN.get(None)
-    if run is not None:
-        return _run(run)
     try:
         due = start_when_due(RefreshRequest(recipe, overrides, until, force))
     except LifecycleError as error:
@@ -76,6 +73,16 @@ def refresh(
         return due
     due.tracker.start({})
     return _run(due)
+
+
+def flow_of(run: RefreshRun) -> Flow[..., State[Any]]:
+    """The refresh flow, by the same name and with the same parameters, that runs what was planned already."""
+
+    @functools.wraps(refresh.fn)
+    def planned(*_: object, **__: object) -> State[Any]:
+        return _run(run)
+
+    return Flow(planned, name=refresh.name, flow_run_name=_flow_run_name, persist_result=False, retries=0)
 
 
 def _run(run: RefreshRun) -> State[Any]:
@@ -88,14 +95,14 @@ def _run(run: RefreshRun) -> State[Any]:
     finally:
         record = run.finish()
     if answers(f"{PREFECT_API_URL.value()}/health"):
-        _publish(record, run.tracker.page())
+        _publish(record, page_of(record.refresh))
     return final_state(record)
 
 
 def _flow_run_name() -> str:
     """The refresh is named like its flow run; a retry keeps the name, and so goes on in the same record."""
     name = runtime.flow_run.name
-    return name if folder_of(name).exists() else new_refresh_id(Path(runtime.flow_run.parameters["recipe"]).stem)
+    return name if ledger_of(name).exists() else new_refresh_id(Path(runtime.flow_run.parameters["recipe"]).stem)
 
 
 def _run_stages(run: RefreshRun) -> None:
@@ -130,7 +137,7 @@ def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
 
 
 def _publish(record: RefreshRecord, mlflow_page: str | None) -> None:
-    """Leave the stages, and where their figures are, on the flow run's page."""
+    """Leave the stages, and where their metrics are, on the flow run's page."""
     rows = [
         {"stage": name, "kind": entry.kind, "version": entry.version, "state": entry.state, "seconds": entry.seconds}
         for name, entry in record.stages.items()

@@ -5,29 +5,29 @@ The Prefect flow decides the order and calls `build` for each stage, in threads.
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from flows.launch import choice
-from flows.ledger.history import (
-    RefreshRecord,
+from flows.ledger.events import (
+    AnyEvent,
+    FlowRunKnown,
+    PlannedEntry,
+    RefreshBegan,
+    RefreshEnded,
     RefreshState,
-    ShippedAttempt,
-    StageEntry,
-    close_interrupted,
-    folder_of,
-    new_refresh_id,
-    now_ms,
+    StageCached,
+    StageFailed,
 )
 from flows.ledger.home import home, store_root
 from flows.ledger.machine import hardware, num_slots
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.provenance import git_commit
+from flows.ledger.record import RefreshRecord, after
+from flows.ledger.refreshes import close_interrupted, ledger_of, new_refresh_id
 from flows.planning.devices import check_devices, on_devices, wanted_slots
 from flows.planning.layout_choice import choose_layouts
 from flows.planning.outside import resolve_outside
@@ -64,10 +64,10 @@ class PlannedRefresh:
 
 
 class RefreshRun:
-    """A refresh as planned. Its record is written at every change of a stage's state."""
+    """A refresh as planned. What happens is written to its ledger, and `record` follows."""
 
     def __init__(self, planned: PlannedRefresh, refresh: str | None = None, launch: Launcher = choice.start):
-        """Begin the record of the refresh; default of its name: a new one. One that exists goes on: this is a retry."""
+        """Begin the refresh; default of its name: a new one. One that has a ledger goes on in it: this is a retry."""
         close_interrupted()
         refresh = refresh or new_refresh_id(planned.plan.recipe)
         self.plan = planned.plan
@@ -77,21 +77,17 @@ class RefreshRun:
         self.built: dict[str, Built] = {}
         self.errors: dict[str, BaseException] = {}
         self._begun: set[str] = set()
-        self.folder = folder_of(refresh)
-        self.tracker = Tracker(self.folder)
+        self.ledger = ledger_of(refresh)
+        self.tracker = Tracker(self.ledger)
         self.slots = Slots(home() / "slots", num_slots())
         self.servers = LiveServers({stage.name: stage.upstream for stage in self.plan.stages.values()})
         self._lock = threading.Lock()
         self._started_s = time.monotonic()
-        self._earlier_attempts = Counter(attempt.stage for attempt in self.folder.attempts())
-        num_tries = self.folder.read().num_tries + 1 if self.folder.exists() else 1
-        self._record = _new_record(planned.request, refresh, planned.plan, num_tries)
-        self.folder.write(self._record)
-
-    @property
-    def record(self) -> RefreshRecord:
-        """The record as it is now."""
-        return self._record
+        earlier = self.ledger.read() if self.ledger.exists() else None
+        began = _began(planned.request, refresh, planned.plan)
+        self.ledger.append(began)
+        self.record = after(earlier, began)
+        self._earlier_attempts = Counter(attempt.stage for attempt in self.record.attempts.values())
 
     def build(self, name: str, attempt: int, log: Log) -> Built:
         """Run one stage whose upstream stages are built, holding its slots. Raises what `run_stage` raises.
@@ -104,7 +100,7 @@ class RefreshRun:
         held = self._acquire_slots(planned)
         try:
             planned = on_devices(planned, held.numbers)
-            observer = self._observer(name, log)
+            observer = StageObserver(name, self.record, self.append, log)
             built = run_stage(
                 planned, self.built, self.store, observer, attempt=attempt, stop=self.stop, launch=self._launch
             )
@@ -120,43 +116,28 @@ class RefreshRun:
         self.servers.done_with(name)
         return built
 
-    def update(self, name: str, **changes: object) -> None:
-        """Change the record of one stage."""
+    def append(self, event: AnyEvent) -> None:
+        """Write down what happened."""
         with self._lock:
-            entry = self._record.stages[name].model_copy(update=changes)
-            self._record = self._record.model_copy(update={"stages": {**self._record.stages, name: entry}})
-            self.folder.write(self._record)
+            self.ledger.append(event)
+            self.record = after(self.record, event)
 
     def begin(self, prefect_flow_run_id: str, prefect_run_count: int) -> None:
         """Note which Prefect flow run this is, and how often Prefect has started it."""
-        changes = {"prefect_flow_run_id": prefect_flow_run_id, "prefect_run_count": prefect_run_count}
-        with self._lock:
-            self._record = self._record.model_copy(update=changes)
-            self.folder.write(self._record)
+        self.append(FlowRunKnown(prefect_flow_run_id=prefect_flow_run_id, prefect_run_count=prefect_run_count))
 
     def finish(self) -> RefreshRecord:
-        """Stop servers, settle every state, wait a little for MLflow. May be called again."""
+        """Stop servers, note the end, wait a little for MLflow. May be called again."""
         self.servers.stop_all()
-        with self._lock:
-            if self._record.state == "running":
-                self._record = self._settled()
-                self.folder.write(self._record)
-        shipped = self.tracker.close()
-        with self._lock:
-            self._record = _with_mlflow_runs(self._record, shipped.attempts)
-            self.folder.write(self._record)
-        return self._record
+        if self.record.state == "running":
+            self.append(self._end())
+        self.tracker.close()
+        return self.record
 
-    def _observer(self, name: str, log: Log) -> StageObserver:
-        return StageObserver(self._record, self.folder, self.tracker, log, functools.partial(self.update, name))
-
-    def _settled(self) -> RefreshRecord:
-        stages = {
-            name: entry.model_copy(update={"state": "skipped"}) if entry.state in ("waiting", "running") else entry
-            for name, entry in self._record.stages.items()
-        }
+    def _end(self) -> RefreshEnded:
+        stages = self.record.stages
         failed = [name for name, entry in stages.items() if entry.state == "failed"]
-        unfinished = [name for name, entry in stages.items() if entry.state in ("failed", "skipped")]
+        unfinished = [name for name, entry in stages.items() if entry.state not in ("built", "cached")]
         state: RefreshState = "cancelled" if self.stop.is_set() and unfinished else "completed"
         error = None
         if state == "cancelled":
@@ -166,8 +147,7 @@ class RefreshRun:
             error = f"failed: {', '.join(failed)}" if failed else "some stages were not run"
         elif any(entry.verdict == "not promoted" for entry in stages.values()):
             state = "not_promoted"
-        seconds = round(time.monotonic() - self._started_s, 2)
-        return self._record.model_copy(update={"stages": stages, "state": state, "seconds": seconds, "error": error})
+        return RefreshEnded(state=state, seconds=round(time.monotonic() - self._started_s, 2), error=error)
 
     def _acquire_slots(self, planned: PlannedStage) -> HeldSlots:
         """Wait for slots, and for stages that more depends on: they are what the refresh takes longest for."""
@@ -202,30 +182,20 @@ class RefreshRun:
         self.servers.stop_unusable(self.built.keys())
 
     def _note_built(self, built: Built) -> None:
+        """That a stage was built, its observer has written."""
         self.built[built.name] = built
-        self.update(
-            built.name,
-            state=built.state,
-            seconds=round(built.seconds, 2),
-            artifact=built.artifact,
-            work=None,
-            metrics=built.metrics,
-            mlflow_run_id=built.mlflow_run_id,
-            verdict=built.record.tags.get("verdict"),
-            error=None,
-            error_class=None,
-        )
+        if built.state == "cached":
+            attempt = built.record.attempt
+            seconds = round(built.seconds, 2)
+            self.append(StageCached(stage=built.name, artifact=built.artifact, attempt=attempt, seconds=seconds))
 
     def _note_failure(self, name: str, error: BaseException, seconds: float) -> None:
+        """An attempt that failed says so itself; what went wrong before or after it does not."""
         self.errors[name] = error
-        self.update(
-            name,
-            state="failed",
-            seconds=round(seconds, 2),
-            work=None,
-            error=describe(error),
-            error_class=type(error).__name__,
-        )
+        entry, reason = self.record.stages[name], describe(error)
+        if (entry.state, entry.error) != ("failed", reason):
+            error_class = type(error).__name__
+            self.append(StageFailed(stage=name, seconds=round(seconds, 2), error=reason, error_class=error_class))
         self.servers.done_with(name)
 
 
@@ -254,32 +224,19 @@ def make_plan(request: RefreshRequest, *, may_be_unreachable: bool = False) -> P
     return PlannedRefresh(request, planned, store, tuple(map(str, choices)))
 
 
-def _new_record(request: RefreshRequest, refresh: str, planned: Plan, num_tries: int) -> RefreshRecord:
-    stages = {
-        name: StageEntry(kind=stage.kind, version=stage.version, reason=stage.reason)
-        for name, stage in planned.stages.items()
-    }
-    return RefreshRecord(
+def _began(request: RefreshRequest, refresh: str, planned: Plan) -> RefreshBegan:
+    return RefreshBegan(
         refresh=refresh,
         recipe=planned.recipe,
         recipe_path=Path(request.recipe).absolute(),
         overrides=request.overrides,
         until=request.until,
         force=request.force,
-        num_tries=num_tries,
-        started_ms=now_ms(),
         process=ProcessIdentity.own(),
         hardware=hardware(),
         git_commit=git_commit(),
-        stages=stages,
+        stages={
+            name: PlannedEntry(kind=stage.kind, version=stage.version, reason=stage.reason)
+            for name, stage in planned.stages.items()
+        },
     )
-
-
-def _with_mlflow_runs(record: RefreshRecord, attempts: Mapping[str, ShippedAttempt]) -> RefreshRecord:
-    """The record, with the runs of attempts that MLflow got to know after they had begun."""
-    runs = {key.rpartition("-")[0]: shipped.run_id for key, shipped in attempts.items()}
-    stages = {
-        name: entry.model_copy(update={"mlflow_run_id": entry.mlflow_run_id or runs.get(name)})
-        for name, entry in record.stages.items()
-    }
-    return record.model_copy(update={"stages": stages})

@@ -5,18 +5,21 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
-from flows.launch import choice
+from flows.launch import choice, hook
 from flows.launch.stage_process import Process, watch
+from flows.ledger.record import final_result
 from flows.planning.plan import PlannedStage
 from flows.running.workspace import Foundation, commit, note_attempt, prepare
+from flows.store.content import is_pending
 from flows.store.record import Record, UpstreamEntry
 from flows.store.store import Store
 from stages.core.contract import Lease, StageConfig, StageResult
-from stages.core.errors import RefreshStoppedError, StoreError
+from stages.core.errors import OutdatedVerdictError, RefreshStoppedError, StoreError
 
 Launcher = Callable[[Path, StageConfig], Process]
 """Starts the stage whose `config.json` lies in a work folder; its output goes to `log.txt` there."""
@@ -64,13 +67,8 @@ class Built:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Final figures of the stage."""
-        return self.record.metrics
-
-    @property
-    def mlflow_run_id(self) -> str | None:
-        """The MLflow run of the attempt that built the artifact."""
-        return self.record.mlflow_run_id
+        """Final metrics of the stage."""
+        return final_result(self.artifact).metrics
 
 
 @dataclass(frozen=True)
@@ -84,19 +82,16 @@ class Outcome:
 
 
 class Observer(Protocol):
-    """Is told how a stage gets on, in the thread that runs it. It must not raise: tracking never stops training."""
+    """Follows how a stage gets on, in the thread that runs it."""
 
     def waiting(self) -> None:
         """Another process builds the same artifact; called once."""
 
-    def started(self, attempt: Attempt) -> None:
-        """Called before the process starts."""
+    def started(self, attempt: Attempt) -> str | None:
+        """Called before the process starts. Returns the key by which the artifact's record refers to the attempt."""
 
     def tick(self) -> None:
         """Called about every 0.3 s while the process runs, and once after it has ended."""
-
-    def mlflow_run_id(self) -> str | None:
-        """Asked before the commit, for the record; by then MLflow has had all the time that the stage took."""
 
     def ended(self, outcome: Outcome) -> None:
         """Called after the commit, or after the failure; exactly once for each `started`."""
@@ -125,14 +120,17 @@ def run_stage(
     started_s = time.monotonic()
     stop = stop or threading.Event()
     foundation = _foundation(planned, upstream)
-    if built := _find_cached(planned, foundation, store, started_s):
+    if (built := _find_cached(planned, foundation, store, started_s)) and not is_pending(built.artifact):
         return built
+    work = store.work_folder(planned.kind, planned.name, planned.resume_key)
     with store.lock(planned.kind, planned.resume_key, _Waiting(planned, observer, stop)):
         store.recover(planned.kind, planned.version)
         if built := _find_cached(planned, foundation, store, started_s):
-            return built
+            if not is_pending(built.artifact):
+                return built
+            with suppress(OutdatedVerdictError):
+                return _complete(Attempt(planned, work, attempt, False, upstream), built, store, observer, stop)
         resumed = prepare(store, planned, foundation, fresh=planned.forced and attempt == 1)
-        work = store.work_folder(planned.kind, planned.name, planned.resume_key)
         trial = Attempt(planned, work, attempt, resumed, upstream)
         return _build(trial, foundation, store, observer, stop, launch)
 
@@ -146,7 +144,7 @@ def _build(
     launch: Launcher,
 ) -> Built:
     planned, work = attempt.planned, attempt.work
-    observer.started(attempt)
+    key = observer.started(attempt)
     started_s = time.monotonic()
     process: Process | None = None
     try:
@@ -155,8 +153,10 @@ def _build(
             note_attempt(work, foundation, process.token)
         result = watch(process, planned, work, observer.tick, stop)
         seconds = time.monotonic() - started_s
-        run_id = observer.mlflow_run_id()
-        artifact = commit(store, planned, foundation, result, seconds=seconds, mlflow_run_id=run_id)
+        hook.mark(work, planned.kind)
+        artifact = commit(store, planned, foundation, result, seconds=seconds, attempt=key)
+        if is_pending(artifact.folder):
+            result = hook.complete(store, planned, artifact.folder, observer.tick, stop)
     except BaseException as error:
         if process:
             process.stop()
@@ -167,6 +167,19 @@ def _build(
     return Built(
         planned.name, planned.kind, planned.version, "built", seconds, artifact.folder, artifact.record, server
     )
+
+
+def _complete(attempt: Attempt, built: Built, store: Store, observer: Observer, stop: threading.Event) -> Built:
+    """Run the hook of an artifact again, which was cut short after the commit. It is an attempt once it succeeds.
+
+    Raises `OutdatedVerdictError` for an artifact that has to be built again.
+    """
+    started_s = time.monotonic()
+    result = hook.complete(store, attempt.planned, built.artifact, observer.tick, stop)
+    seconds = time.monotonic() - started_s
+    observer.started(attempt)
+    observer.ended(Outcome(built.artifact, seconds, result, None))
+    return replace(built, state="built", seconds=seconds)
 
 
 def _find_cached(planned: PlannedStage, foundation: Foundation, store: Store, started_s: float) -> Built | None:

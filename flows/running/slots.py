@@ -1,7 +1,8 @@
 """Resource slots of this machine: how many processes of stages run side by side, over all refreshes of a home.
 
-A slot is a file lock, which the kernel releases when its holder dies. Prefect's own `concurrency(…)` was measured and
-dropped: its lease outlives a killed flow by 67 s, and slots that were held when the server restarted are never freed.
+A slot is a file lock, which the kernel releases when its holder dies; filelock would be no shorter for several.
+Prefect's own `concurrency(…)` was measured and dropped: its lease outlives a killed flow by 67 s, and slots that were
+held when the server restarted are never freed.
 """
 
 from __future__ import annotations

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flows.ledger.history import AttemptRecord, RefreshFolder, RefreshRecord, end_attempt, metrics_size, now_ms
+from flows.ledger.events import AnyEvent, AttemptBegan, AttemptEnded, StageWaits
+from flows.ledger.record import RefreshRecord
+from flows.ledger.refreshes import metrics_size
 from flows.running.runner import Attempt, Outcome
 from flows.tracking.labels import params_of, tags_of
-from flows.tracking.tracker import Tracker
+from stages.core.contract import StageResult
 from stages.core.errors import LifecycleError, RefreshStoppedError
 from stages.core.redaction import redact
 
@@ -20,41 +22,41 @@ LOG_LEVELS = {"milestone": logging.INFO, "warning": logging.WARNING}
 
 
 class StageObserver:
-    """An `Observer`. `update` changes the stage's entry in the refresh's record."""
+    """An `Observer` that has `append` write down what happens in a stage of a refresh."""
 
-    def __init__(
-        self,
-        record: RefreshRecord,
-        folder: RefreshFolder,
-        tracker: Tracker,
-        log: Log,
-        update: Callable[..., None],
-    ):
-        self._record = record
-        self._folder = folder
-        self._tracker = tracker
+    def __init__(self, stage: str, refresh: RefreshRecord, append: Callable[[AnyEvent], None], log: Log):
+        self._stage = stage
+        self._refresh = refresh
+        self._append = append
         self._log = log
-        self._update = update
-        self._attempt: AttemptRecord | None = None
+        self._began: AttemptBegan | None = None
         self._events = Tail(Path())
 
     def waiting(self) -> None:
-        self._update(state="waiting", reason="another refresh is building the same artifact")
+        self._append(StageWaits(stage=self._stage, reason="another refresh is building the same artifact"))
         self._log.info("waiting: another refresh is building the same artifact")
 
-    def started(self, attempt: Attempt) -> None:
-        self._attempt = self._begin(attempt)
-        self._folder.write_attempt(self._attempt)
+    def started(self, attempt: Attempt) -> str:
+        self._began = AttemptBegan(
+            stage=self._stage,
+            number=attempt.number,
+            work=attempt.work,
+            first_byte=metrics_size(attempt.work),
+            params=params_of(attempt.planned),
+            tags={
+                **tags_of(attempt.planned),
+                "refresh": self._refresh.refresh,
+                "attempt": str(attempt.number),
+                "resumed": str(attempt.resumed).lower(),
+                "hardware": self._refresh.hardware,
+                "git_commit": self._refresh.git_commit or "unknown",
+            },
+        )
+        self._append(self._began)
         self._events = Tail(attempt.work / "events.jsonl", at_end=True)
-        self._update(state="running", work=attempt.work)
         if attempt.resumed:
             self._log.info("resuming from an earlier attempt's checkpoint")
-
-    def mlflow_run_id(self) -> str | None:
-        assert self._attempt
-        run_id = self._tracker.run_id(self._attempt.key)
-        self._update(mlflow_run_id=run_id)
-        return run_id
+        return self._refresh.key_of(self._stage, attempt.number)
 
     def tick(self) -> None:
         for event in self._events.rows():
@@ -63,41 +65,27 @@ class StageObserver:
                 self._log.log(level, event.get("message", ""))
 
     def ended(self, outcome: Outcome) -> None:
-        assert self._attempt
-        if outcome.result:
-            ended = end_attempt(
-                self._attempt,
-                "finished",
+        assert self._began
+        result = outcome.result or StageResult()
+        stopped = isinstance(outcome.error, RefreshStoppedError | KeyboardInterrupt)
+        self._append(
+            AttemptEnded(
+                stage=self._stage,
+                number=self._began.number,
+                outcome="finished" if outcome.result else "killed" if stopped else "failed",
                 folder=outcome.folder,
-                metrics={**outcome.result.metrics, "stage_time_s": outcome.seconds},
-                tags=outcome.result.tags,
-                files=tuple(outcome.result.files),
+                last_byte=metrics_size(outcome.folder),
+                seconds=outcome.seconds,
+                metrics=result.metrics,
+                tags=result.tags,
+                files=tuple(result.files),
+                error=describe(outcome.error) if outcome.error else None,
+                error_class=type(outcome.error).__name__ if outcome.error else None,
             )
-        else:
-            stopped = isinstance(outcome.error, RefreshStoppedError | KeyboardInterrupt)
-            ended = end_attempt(self._attempt, "killed" if stopped else "failed", error=describe(outcome.error))
-        self._folder.write_attempt(ended)
-
-    def _begin(self, attempt: Attempt) -> AttemptRecord:
-        return AttemptRecord(
-            stage=attempt.planned.name,
-            number=attempt.number,
-            work=attempt.work,
-            started_ms=now_ms(),
-            first_byte=metrics_size(attempt.work),
-            params=params_of(attempt.planned),
-            tags={
-                **tags_of(attempt.planned),
-                "refresh": self._record.refresh,
-                "attempt": str(attempt.number),
-                "resumed": str(attempt.resumed).lower(),
-                "hardware": self._record.hardware,
-                "git_commit": self._record.git_commit or "unknown",
-            },
         )
 
 
-def describe(error: BaseException | None) -> str:
+def describe(error: BaseException) -> str:
     """Message of an expected error; class and message of any other."""
     return str(error) if isinstance(error, LifecycleError) else redact(f"{type(error).__name__}: {error}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flows.ledger.history import RefreshRecord
+from flows.ledger.record import RefreshRecord
 from stages.promote.verdict import TABLE_FILE
 
 

@@ -83,9 +83,9 @@ def commit(
     result: StageResult,
     *,
     seconds: float,
-    mlflow_run_id: str | None,
+    attempt: str | None,
 ) -> Artifact:
-    """Make the work folder of a finished stage its artifact."""
+    """Make the work folder of a finished stage its artifact. attempt: the key that the ledger has for the attempt."""
     work = store.work_folder(planned.kind, planned.name, planned.resume_key)
     with store.explained(f"hash the files of {planned.name}"):
         files = hash_files(work)
@@ -100,9 +100,8 @@ def commit(
         upstream=foundation.upstream,
         digest=content_digest(planned.config.product, files),
         files=files,
-        metrics=result.metrics,
         tags=result.tags,
-        mlflow_run_id=mlflow_run_id,
+        attempt=attempt,
         started=finished - timedelta(seconds=seconds),
         finished=finished,
         seconds=seconds,

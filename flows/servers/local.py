@@ -5,7 +5,6 @@ A server that the user named (`PREFECT_API_URL`, `MLFLOW_TRACKING_URI`) is used 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -14,13 +13,15 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
-from flows.ledger.history import RunningRefreshes
+from filelock import FileLock
+
 from flows.ledger.home import home
 from flows.ledger.process_identity import ProcessIdentity
+from flows.ledger.refreshes import RunningRefreshes
 from flows.servers.programs import LOOPBACK, MLFLOW, NO_TELEMETRY, PREFECT, SERVERS, WORKER, ServerProgram
 from flows.servers.records import ServerRecord, read_records, write_records
 from stages.core.errors import ServerError
@@ -35,7 +36,7 @@ NAMED_BY = {program.name: program.variable for program in SERVERS}
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """What `lifecycle status` tells of a server. `ours`: started here, so that `down` stops it.
+    """What `lifecycle status` says of a server. `ours`: started here, so that `down` stops it.
 
     needed: a refresh cannot do without it; the worker is needed once it was started.
     """
@@ -74,7 +75,7 @@ def up(*, worker: bool = False) -> Endpoints:
     for program in SERVERS:
         if program.name in named:
             _check_named(program, named[program.name])
-    with _locked():
+    with _lock():
         records = read_records()
         missing = [program for program in SERVERS if program.name not in named and not _healthy(program, records)]
         records |= _start(missing, records)
@@ -92,9 +93,9 @@ def up(*, worker: bool = False) -> Endpoints:
 def down() -> list[str]:
     """Stop what `up` started, with all its children; returns the names.
 
-    The worker goes first: refreshes that it runs can still tell the servers that they were stopped.
+    The worker goes first: refreshes that it runs can still report to the servers that they were stopped.
     """
-    with _locked():
+    with _lock():
         records = read_records()
         if WORKER.name in records:
             _stop_refreshes(records[WORKER.name])
@@ -239,7 +240,7 @@ def _stop_refreshes(worker: ServerRecord) -> None:
     processes = [one.process for one in RunningRefreshes().all() if one.process.pid in started]
     send(signal.SIGTERM, [process.pid for process in processes])
     end = time.monotonic() + STOP_TIMEOUT_S
-    # Their records say that they have ended a little before Prefect has been told.
+    # Their records say that they have ended a little before Prefect knows.
     while any(process.alive() for process in processes) and time.monotonic() < end:
         time.sleep(0.1)
 
@@ -274,10 +275,6 @@ def _free_port(reservations: ExitStack, *preferred: int | None) -> int:
     raise ServerError(f"looking for a free port on {LOOPBACK}: none is to be had")
 
 
-@contextmanager
-def _locked() -> Iterator[None]:
-    """Keep two `up`s or `down`s apart; the kernel releases the lock of a dead process."""
-    home().mkdir(parents=True, exist_ok=True)
-    with (home() / "servers.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def _lock() -> FileLock:
+    """Keeps two `up`s or `down`s apart; the kernel releases the lock of a dead process."""
+    return FileLock(home() / "servers.lock", fallback_to_soft=False)

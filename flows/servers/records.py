@@ -17,7 +17,7 @@ from stages.core.files import write_atomically
 class ServerRecord(StrictModel):
     """A server that we started. All its processes carry `token` in their environment.
 
-    settings: digest of what it was told beyond its program, as the worker is told where the servers are.
+    settings: digest of what it got in its environment beyond that, as the worker gets where the servers are.
     """
 
     process: ProcessIdentity

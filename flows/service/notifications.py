@@ -1,4 +1,4 @@
-"""Notifications of how refreshes end: Prefect automations that tell a webhook, Slack, or somebody by e-mail.
+"""Notifications of how refreshes end: Prefect automations that notify a webhook, Slack, or somebody by e-mail.
 
 The server sends them, so that they come also when the process of a refresh was killed. Addresses may hold secrets:
 they are taken from the environment, and Prefect keeps them encrypted.
@@ -42,14 +42,14 @@ BODY = "{{ flow_run.state.message }}\n{{ flow_run|ui_url }}"
 
 @dataclass(frozen=True)
 class Notification:
-    """Who is told of what."""
+    """Which channel is notified of what."""
 
     channel: str
     occasions: tuple[str, ...]
 
 
 def notify(channel: Channel, address_variable: str, occasions: Sequence[Occasion]) -> Notification:
-    """Tell `channel` whenever a refresh ends so; replaces what the channel was told before.
+    """Notify `channel` whenever a refresh ends so; replaces its former notifications.
 
     address_variable: the environment variable that holds the address: the URL of a webhook (it gets a JSON object
     with `subject` and `body`), of a Slack webhook, or mailto://USER:PASSWORD@HOST?to=ADDRESS, as Apprise reads it.
@@ -63,7 +63,7 @@ def notify(channel: Channel, address_variable: str, occasions: Sequence[Occasion
         client.create_automation(
             AutomationCore(
                 name=PREFIX + channel,
-                description=f"Tells {channel} of refreshes that ended: {', '.join(occasions)}.",
+                description=f"Notifies {channel} of refreshes that ended: {', '.join(occasions)}.",
                 trigger=_trigger(occasions),
                 actions=[SendNotification(block_document_id=block_id, subject=SUBJECT, body=BODY)],
             )
@@ -79,7 +79,7 @@ def notifications() -> list[Notification]:
 
 
 def remove(channel: str) -> None:
-    """Tell a channel nothing any more, and forget its address. Raises `RecipeError` when it is told nothing already."""
+    """Stop notifying a channel, and forget its address. Raises `RecipeError` when it is not notified anyway."""
     with prefect_client() as client:
         found = client.read_automations_by_name(PREFIX + channel)
         if not found:

@@ -19,7 +19,8 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.states import Crashed
 
-from flows.ledger.history import RefreshRecord, RunningRefreshes, close_interrupted, folder_of
+from flows.ledger.record import RefreshRecord
+from flows.ledger.refreshes import RunningRefreshes, close_interrupted, ledger_of
 from flows.running.refresh import final_state, refresh
 
 
@@ -30,14 +31,14 @@ class Reaper:
         self._running = RunningRefreshes()
 
     def reap(self) -> list[str]:
-        """Tell Prefect how refreshes ended that it says run; mark those that died as failed here, and return them.
+        """Set in Prefect how refreshes ended that it says run; mark those that died as failed here, and return them.
 
-        Raises when Prefect is away. It is told first: a refresh is closed here only once that was done.
+        Raises when Prefect is away. It is updated first: a refresh is closed here only once that was done.
         """
         died = [record for record in self._running.all() if record.interrupted]
         with get_client(sync_client=True) as client:
             for flow_run in _running_flow_runs(client):
-                _tell_end(client, flow_run)
+                _set_end(client, flow_run)
         return close_interrupted() if died else []
 
 
@@ -47,12 +48,12 @@ def _running_flow_runs(client: SyncPrefectClient) -> Iterator[FlowRun]:
     found = client.read_flow_runs(
         flow_filter=FlowFilter(name=FlowFilterName(any_=[refresh.name])), flow_run_filter=FlowRunFilter(state=running)
     )
-    return (flow_run for flow_run in found if folder_of(flow_run.name).exists())
+    return (flow_run for flow_run in found if ledger_of(flow_run.name).exists())
 
 
-def _tell_end(client: SyncPrefectClient, flow_run: FlowRun) -> None:
+def _set_end(client: SyncPrefectClient, flow_run: FlowRun) -> None:
     """Leave the flow run alone while its process lives, and when it has begun another try."""
-    record = folder_of(flow_run.name).read()
+    record = ledger_of(flow_run.name).read()
     if not record.process.alive() and record.prefect_run_count in (None, flow_run.run_count):
         client.set_flow_run_state(flow_run.id, _end_of(record), force=True)
 

@@ -52,8 +52,8 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Wish:
-    """A schedule that can be made: recipe, cron expression and time zone were checked."""
+class ScheduleSpec:
+    """What is to be scheduled: recipe, cron expression and time zone were checked."""
 
     name: str
     recipe: Path
@@ -61,26 +61,26 @@ class Wish:
     when: CronSchedule
 
 
-def wish(recipe: Path, cron: str, timezone: str, overrides: tuple[str, ...] = ()) -> Wish:
+def schedule_spec(recipe: Path, cron: str, timezone: str, overrides: tuple[str, ...] = ()) -> ScheduleSpec:
     """Check what is to be scheduled; asks no server. Raises `RecipeError`."""
     name = load_recipe(recipe, overrides).name
-    return Wish(name, recipe.absolute(), overrides, _cron_schedule(name, cron, timezone))
+    return ScheduleSpec(name, recipe.absolute(), overrides, _cron_schedule(name, cron, timezone))
 
 
-def schedule(wish: Wish) -> Schedule:
-    """Refresh a recipe whenever it is wished for; a schedule of the same recipe is replaced.
+def schedule(spec: ScheduleSpec) -> Schedule:
+    """Refresh a recipe at the times of its spec; a schedule of the same recipe is replaced.
 
     Raises `RecipeError` when another recipe of this name is scheduled, `ServerError` when Prefect does not answer.
     """
     with prefect_client() as client:
-        known = find_deployment(client, wish.name)
-        if known and known.parameters["recipe"] != str(wish.recipe):
-            found = f"{known.parameters['recipe']} has the same name, {wish.name}, and is scheduled"
-            remedy = f"give one of them another `name`, or `lifecycle schedules remove {wish.name}`"
-            raise RecipeError(f"scheduling {wish.recipe}: {found}; {remedy}")
-        parameters = {"recipe": str(wish.recipe), "overrides": list(wish.overrides)}
-        schedules = [DeploymentScheduleCreate(schedule=wish.when, active=True)]
-        deployment = deploy(client, wish.name, tags=[SCHEDULE_TAG], parameters=parameters, schedules=schedules)
+        known = find_deployment(client, spec.name)
+        if known and known.parameters["recipe"] != str(spec.recipe):
+            found = f"{known.parameters['recipe']} has the same name, {spec.name}, and is scheduled"
+            remedy = f"give one of them another `name`, or `lifecycle schedules remove {spec.name}`"
+            raise RecipeError(f"scheduling {spec.recipe}: {found}; {remedy}")
+        parameters = {"recipe": str(spec.recipe), "overrides": list(spec.overrides)}
+        schedules = [DeploymentScheduleCreate(schedule=spec.when, active=True)]
+        deployment = deploy(client, spec.name, tags=[SCHEDULE_TAG], parameters=parameters, schedules=schedules)
         return _planned(client, deployment)
 
 
@@ -110,17 +110,14 @@ def _cron_schedule(name: str, cron: str, timezone: str) -> CronSchedule:
     try:
         ZoneInfo(timezone)
     except (KeyError, ValueError, OSError) as error:
-        remedy = f"expected a name such as Europe/Berlin{closest(timezone, _alike(timezone))}"
+        alike = difflib.get_close_matches(timezone, available_timezones(), n=1)
+        remedy = f"expected a name such as Europe/Berlin{closest(timezone, alike)}"
         raise RecipeError(f"scheduling {name}: there is no time zone `{timezone}`; {remedy}") from error
     try:
         return CronSchedule(cron=cron, timezone=timezone)
     except ValidationError as error:
         expected = "expected minute, hour, day of month, month and day of week, such as `0 3 * * *`"
         raise RecipeError(f"scheduling {name}: `{cron}` is no cron expression; {expected}") from error
-
-
-def _alike(timezone: str) -> list[str]:
-    return difflib.get_close_matches(timezone, available_timezones(), n=1)
 
 
 def _find_or_explain(client: SyncPrefectClient, name: str) -> DeploymentResponse:

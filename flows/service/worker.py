@@ -1,4 +1,4 @@
-"""The worker: runs refreshes that Prefect says are due, and tells Prefect of those whose process died.
+"""The worker: runs refreshes that Prefect says are due, and reports those whose process died to Prefect.
 
 `lifecycle up` starts it as `python -m flows.service.worker`; it ends with SIGTERM. A refresh runs in a process of its
 own, which outlives a killed worker.
@@ -36,7 +36,7 @@ def reap_forever() -> None:
         try:
             reaper.reap()
         except Exception as error:
-            print(f"could not tell of dead refreshes: {type(error).__name__}: {error}", flush=True)
+            print(f"could not report dead refreshes: {type(error).__name__}: {error}", flush=True)
         time.sleep(REAP_INTERVAL_S)
 
 

@@ -19,7 +19,7 @@ RESUME_KEY_LENGTH = 12
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verification:
     """What re-hashing found in one artifact; whole when the three are empty. Paths are relative to its folder."""
 
     artifact: Artifact
@@ -43,14 +43,14 @@ class Garbage:
     reason: str
 
 
-def verify(store: Store) -> Iterator[Verdict]:
+def verify(store: Store) -> Iterator[Verification]:
     """Re-hash every file of every artifact, one artifact after the other."""
     for artifact in store.index().artifacts:
         recorded = artifact.record.files
         there = {name for name, _ in files_in(artifact.folder)}
         with store.explained(f"verify {artifact.folder}"):
             found = hash_files(artifact.folder)
-        yield Verdict(
+        yield Verification(
             artifact,
             damaged=tuple(name for name in recorded if name in found and found[name] != recorded[name]),
             missing=tuple(sorted(recorded.keys() - there)),

@@ -12,15 +12,16 @@ from stages.core.contract import Product, StrictModel
 
 RECORD_FILE = "record.json"
 PENDING_RECORD_FILE = ".record.json"
+PENDING_HOOK_FILE = ".hook"
 ATTEMPT_FILE = "attempt.json"
 LOG_FILE = "log.txt"
 SCRATCH_FOLDER = "scratch"
 LAUNCH_FOLDER = ".launch"
 NOT_OF_THE_ARTIFACT = frozenset(
-    {RECORD_FILE, PENDING_RECORD_FILE, ATTEMPT_FILE, LOG_FILE, SCRATCH_FOLDER, LAUNCH_FOLDER}
+    {RECORD_FILE, PENDING_RECORD_FILE, PENDING_HOOK_FILE, ATTEMPT_FILE, LOG_FILE, SCRATCH_FOLDER, LAUNCH_FOLDER}
 )
 BOOKKEEPING = frozenset({"config.json", "metrics.jsonl", "events.jsonl", "result.json"})
-"""What the contract puts beside the content of an artifact: it tells how it was built, and differs each time."""
+"""What the contract puts beside the content of an artifact: it says how it was built, and differs each time."""
 
 CONTENT_FOLDERS: dict[Product, str] = {"model": "model/", "dataset": "data/"}
 HASHING_THREADS = 4
@@ -72,6 +73,11 @@ def content_digest(product: Product, files: Files) -> str:
     return _digest(
         {name: entry for name, entry in files.items() if name.startswith(folder) and name not in BOOKKEEPING}
     )
+
+
+def is_pending(artifact: Path) -> bool:
+    """Whether the hook after the commit of an artifact has yet to be completed (`flows/launch/hook.py`)."""
+    return (artifact / PENDING_HOOK_FILE).exists()
 
 
 def damage_of(folder: Path, files: Mapping[str, FileEntry]) -> tuple[str, ...]:

@@ -9,6 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
+from pydantic import ConfigDict
+
 from flows.recipe.version import Identity, differences
 from flows.store.content import FileEntry
 from stages.core.contract import Product, StrictModel
@@ -26,8 +28,12 @@ class UpstreamEntry(StrictModel):
 class Record(StrictModel):
     """`record.json`, the last file written: its folder is an artifact if and only if this one is whole.
 
-    `upstream` is by field path; `digest` is that of the content, whatever it was built from.
+    `upstream` is by field path; `digest` is that of the content, whatever it was built from. `attempt` is the ledger's
+    key of the attempt that built it, `REFRESH/STAGE-NUMBER`, if one did; final metrics are in `result.json`.
     """
+
+    # Earlier versions recorded more than is needed; their artifacts are still good.
+    model_config = ConfigDict(extra="ignore")
 
     schema_number: Literal[1] = 1
     recipe: str | None
@@ -39,9 +45,8 @@ class Record(StrictModel):
     upstream: dict[str, UpstreamEntry]
     digest: str
     files: dict[str, FileEntry]
-    metrics: dict[str, float]
     tags: dict[str, str]
-    mlflow_run_id: str | None
+    attempt: str | None = None
     started: datetime
     finished: datetime
     seconds: float
@@ -60,13 +65,15 @@ class Record(StrictModel):
 class Artifact:
     """A committed artifact. `damage` says which files are missing or have another size than recorded.
 
-    `used_s` is when it was built or last found cached, in seconds since the epoch.
+    `used_s` is when it was built or last found cached, in seconds since the epoch. `pending`: the hook after its commit
+    has yet to be completed.
     """
 
     folder: Path
     record: Record
     used_s: float
     damage: tuple[str, ...] = ()
+    pending: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,23 +12,24 @@ A commit renames the work folder and then puts `record.json` in its place, so th
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
 from flows.store.content import (
     ATTEMPT_FILE,
     LAUNCH_FOLDER,
+    PENDING_HOOK_FILE,
     PENDING_RECORD_FILE,
     RECORD_FILE,
     SCRATCH_FOLDER,
     damage_of,
+    is_pending,
 )
 from flows.store.record import Artifact, Index, Record
 from stages.core.errors import StoreError, full_disk_named
@@ -80,22 +81,32 @@ class Store:
     @contextmanager
     def lock(self, kind: str, resume_key: str, waiting: Callable[[], None]) -> Iterator[None]:
         """Hold the lock of a resume key. `waiting` is called every 0.2 s while another process holds it; may raise."""
-        path = self.make_folder(self.root / ".locks") / f"{kind}-{resume_key}"
-        with self.explained(f"lock {path}"):
-            stream = path.open("a")
-        with stream:
-            while not _try_lock(stream.fileno()):
-                waiting()
-                time.sleep(LOCK_INTERVAL_S)
+
+        def give_up() -> bool:
+            waiting()
+            return False
+
+        lock = self._lock_of(kind, resume_key)
+        with self.explained(f"lock {lock.lock_file}"):
+            self.make_folder(self.root / ".locks")
+            held = lock.acquire(poll_interval=LOCK_INTERVAL_S, cancel_check=give_up)
+        with held:
             yield
 
     def is_locked(self, kind: str, resume_key: str) -> bool:
         """Whether some process holds the lock of a resume key at this moment."""
-        path = self.root / ".locks" / f"{kind}-{resume_key}"
-        if not path.exists():
+        lock = self._lock_of(kind, resume_key)
+        if not Path(lock.lock_file).exists():
             return False
-        with path.open("a") as stream:
-            return not _try_lock(stream.fileno())
+        try:
+            with lock.acquire(blocking=False):
+                return False
+        except Timeout:
+            return True
+
+    def _lock_of(self, kind: str, resume_key: str) -> FileLock:
+        # What filelock falls back to on file systems without locks would outlive its holder.
+        return FileLock(self.root / ".locks" / f"{kind}-{resume_key}", fallback_to_soft=False)
 
     def commit(self, work: Path, record: Record) -> Artifact:
         """Make a finished work folder the artifact of `record`, in place of an older one of the same version.
@@ -125,6 +136,12 @@ class Store:
         for folder in (self.root / kind).glob(f"*-{version}"):
             if (folder / PENDING_RECORD_FILE).exists() and not (folder / RECORD_FILE).exists():
                 _finish_commit(folder)
+
+    def remove_mark(self, artifact: Path) -> None:
+        """Note that the hook after the commit of an artifact has been completed."""
+        with self.explained(f"note that {artifact.name} is complete"):
+            (artifact / PENDING_HOOK_FILE).unlink()
+            _sync(artifact)
 
     def remove(self, folder: Path) -> None:
         """Remove a folder of the store. It is gone for readers at once, however large it is."""
@@ -156,7 +173,7 @@ def read_artifact(folder: Path) -> Artifact | None:
     path = folder / RECORD_FILE
     try:
         record = Record.model_validate_json(path.read_bytes())
-        return Artifact(folder, record, path.stat().st_mtime, damage_of(folder, record.files))
+        return Artifact(folder, record, path.stat().st_mtime, damage_of(folder, record.files), is_pending(folder))
     except (OSError, ValidationError):
         return None
 
@@ -164,14 +181,6 @@ def read_artifact(folder: Path) -> Artifact | None:
 def _finish_commit(folder: Path) -> None:
     (folder / PENDING_RECORD_FILE).replace(folder / RECORD_FILE)
     _sync(folder)
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _sync_tree(folder: Path) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from flows.compare.record import ComparisonFolder, ShippedComparison
-from flows.tracking.rows import RUN_LINK
+from flows.tracking.cursor import RUN_LINK
 
 TIMEOUT_S = 120.0
 

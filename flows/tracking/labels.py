@@ -1,6 +1,6 @@
-"""What MLflow is told of an attempt before it starts: parameters and tags. Pure.
+"""What is logged of an attempt before it starts: parameters and tags. Pure.
 
-Only the identity is told, which has no secrets: a recipe keeps those in `execution.environment`, or outside.
+Only the identity is logged, which has no secrets: a recipe keeps those in `execution.environment`, or outside.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""What MLflow is told, as plain values: metrics from `metrics.jsonl`, tags and parameters of a refresh."""
+"""What is logged to MLflow, as plain values: metrics from `metrics.jsonl`, tags and parameters of a refresh."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flows.ledger.history import RefreshRecord
+from flows.ledger.record import RefreshRecord
+from flows.tracking.cursor import RUN_LINK
 
 NOT_METRICS = ("step", "time_ms")
 REFUSED = re.compile(r"[^\w\-. :/]", re.ASCII)
-RUN_LINK = "#/experiments/{experiment}/runs/{run}"
 
 
 @dataclass(frozen=True)
@@ -82,14 +82,14 @@ def known_steps(file: Path, first_byte: int) -> dict[str, int]:
 
 
 def final_rows(metrics: dict[str, float], file: Path | None, last_byte: int | None, ended_ms: int) -> list[MetricRow]:
-    """Final figures as values of the last step, so that curves end with them; what that step has told is left out."""
+    """Final metrics as values of the last step, so that curves end with them; what that step has logged is left out."""
     last: dict[str, MetricRow] = {}
     for batch in batches(file, 0, last_byte, largest=1000) if file else ():
         last |= {row.name: row for row in batch.rows}
     step = max((row.step for row in last.values()), default=0)
-    told = {row.name: row.value for row in last.values() if row.step == step}
+    logged = {row.name: row.value for row in last.values() if row.step == step}
     rows = [MetricRow(acceptable(name), value, ended_ms, step) for name, value in metrics.items()]
-    return [row for row in rows if told.get(row.name) != row.value]
+    return [row for row in rows if logged.get(row.name) != row.value]
 
 
 def parent_params(record: RefreshRecord) -> dict[str, str]:
@@ -110,16 +110,16 @@ def parent_tags(record: RefreshRecord) -> dict[str, str]:
     return {name: value for name, value in tags.items() if value}
 
 
-def stage_tags(record: RefreshRecord) -> dict[str, str]:
-    """`stage.NAME` → how it came out, its version, and the run that built it, in this refresh or an earlier one."""
+def stage_tags(record: RefreshRecord, runs: Mapping[str, str | None]) -> dict[str, str]:
+    """`stage.NAME` → how it came out, its version, and its run; of a cached stage, the one that built it."""
     return {
-        f"stage.{name}": " ".join(filter(None, [entry.state, entry.version, entry.mlflow_run_id]))
+        f"stage.{name}": " ".join(filter(None, [entry.state, entry.version, runs[name]]))
         for name, entry in record.stages.items()
     }
 
 
 def stage_metrics(record: RefreshRecord) -> dict[str, float]:
-    """`NAME.METRIC` → final figure, cached stages included, so that refreshes can be compared."""
+    """`NAME.METRIC` → final metric, cached stages included, so that refreshes can be compared."""
     return {
         f"{name}.{metric}": value
         for name, entry in record.stages.items()
@@ -128,11 +128,11 @@ def stage_metrics(record: RefreshRecord) -> dict[str, float]:
     }
 
 
-def note(record: RefreshRecord, experiment: str) -> str:
+def note(record: RefreshRecord, runs: Mapping[str, str | None], experiment: str) -> str:
     """Markdown for the run's page: the stages, with links to the runs that built them."""
     lines = ["| stage | state | version | seconds | run |", "| --- | --- | --- | --- | --- |"]
     for name, entry in record.stages.items():
-        run = entry.mlflow_run_id
+        run = runs[name]
         link = f"[run]({RUN_LINK.format(experiment=experiment, run=run)})" if run else ""
         lines.append(f"| {name} | {entry.state} | `{entry.version}` | {entry.seconds:.1f} | {link} |")
     return "\n".join(lines)

@@ -1,9 +1,9 @@
-"""Tells MLflow what happened in refreshes. The only module that imports mlflow; runs as a process of its own.
+"""Ships the ledgers of refreshes to MLflow. Runs as a process of its own.
 
-    python -m flows.tracking.shipper REFRESH_FOLDER
+    python -m flows.tracking.shipper LEDGER_FOLDER
 
-Reads the records of `flows/ledger/history.py` and brings MLflow up to date with them until stdin ends (the refresh is
-over, or died), then ships what is left of this refresh, and of earlier ones that MLflow was not there for.
+Brings MLflow up to date with the ledger until stdin ends (the refresh is over, or died), then ships what is left of
+this refresh, and of earlier ones that MLflow was not there for.
 
 Nothing is shipped twice: `mlflow.json` says how far MLflow is, and is written after every batch; should this process
 die in between, MLflow drops what it has already (equal run, key, step, time and value).
@@ -19,8 +19,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.ledger.history import AttemptRecord, RefreshFolder, RefreshRecord, ShippedAttempt, refreshes
 from flows.ledger.home import store_root
+from flows.ledger.record import AttemptRecord, RefreshRecord
+from flows.ledger.refreshes import Ledger, ledgers
+from flows.tracking.cursor import ShippedAttempt, read_shipped, run_id_of, write_shipped
 from flows.tracking.rows import (
     MetricRow,
     acceptable,
@@ -33,6 +35,7 @@ from flows.tracking.rows import (
     stage_metrics,
     stage_tags,
 )
+from flows.tracking.writing import LONGEST_VALUE, METRICS_PER_BATCH, log_metrics, log_params, set_tags
 from stages.core.redaction import redact
 
 if TYPE_CHECKING:
@@ -41,9 +44,6 @@ if TYPE_CHECKING:
 EXPERIMENT = "llm-lifecycle"
 INTERVAL_S = 0.5
 RETRY_INTERVAL_S = 5.0
-METRICS_PER_BATCH = 1000
-PARAMS_PER_BATCH = 100
-LONGEST_VALUE = 6000
 LONGEST_TROUBLE = 300
 CLIENT_ENVIRONMENT = {
     # A server that is away must be noticed within seconds: the next try is ours.
@@ -59,10 +59,10 @@ ATTEMPT_STATUS = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"
 class Shipper:
     """Brings MLflow up to date with one refresh."""
 
-    def __init__(self, folder: RefreshFolder, client: MlflowClient):
-        self.folder = folder
+    def __init__(self, ledger: Ledger, client: MlflowClient):
+        self.ledger = ledger
         self.client = client
-        self.shipped = folder.read_shipped()
+        self.shipped = read_shipped(ledger)
         self._recovering = bool(self.shipped.experiment_id)
 
     def ship(self) -> bool:
@@ -70,15 +70,15 @@ class Shipper:
 
         Raises what the MLflow client raises when the server is away; call it again later.
         """
-        record = self.folder.read()
-        if self.shipped.has_all_of(record):
+        if self.shipped.has_all_of(self.ledger):
             return True
+        size, record = self.ledger.size(), self.ledger.read()
         parent = self._parent_run(record)
-        done = [self._ship_attempt(attempt, parent) for attempt in self.folder.attempts()]
+        done = [self._ship_attempt(attempt, parent) for attempt in record.attempts.values()]
         if record.state == "running" or not all(done):
             return False
         self._finish_parent(record, parent)
-        self._save(done=True, num_tries=record.num_tries, trouble=None)
+        self._save(done=True, ledger_bytes=size, trouble=None)
         return True
 
     def note_trouble(self, error: Exception) -> None:
@@ -88,14 +88,14 @@ class Shipper:
 
     def _save(self, **changes: object) -> None:
         self.shipped = self.shipped.model_copy(update=changes)
-        self.folder.write_shipped(self.shipped)
+        write_shipped(self.ledger, self.shipped)
 
     def _parent_run(self, record: RefreshRecord) -> str:
         if self.shipped.experiment_id is None:
             self._save(experiment_id=experiment_id(self.client))
         if self.shipped.parent_run_id is None:
             run = self._create_run("refresh", record.refresh, record.refresh, record.started_ms, parent_tags(record))
-            self._log_params(run, parent_params(record))
+            log_params(self.client, run, parent_params(record))
             self._save(parent_run_id=run, trouble=None)
         assert self.shipped.parent_run_id
         if self.shipped.done:  # of an earlier try
@@ -105,7 +105,7 @@ class Shipper:
 
     def _ship_attempt(self, attempt: AttemptRecord, parent: str) -> bool:
         """Returns whether the attempt is over and shipped."""
-        known = self.shipped.attempts.get(attempt.key) or self._begin_attempt(attempt, parent)
+        known = self.shipped.attempts.get(attempt.name) or self._begin_attempt(attempt, parent)
         if known.done:
             return True
         known = self._ship_metrics(attempt, known)
@@ -117,13 +117,13 @@ class Shipper:
 
     def _begin_attempt(self, attempt: AttemptRecord, parent: str) -> ShippedAttempt:
         tags = {**attempt.tags, "mlflow.parentRunId": parent}
-        identity = f"{self.folder.path.name}/{attempt.key}"
+        identity = f"{self.ledger.folder.name}/{attempt.name}"
         run = self._create_run("attempt", identity, attempt.stage, attempt.started_ms, tags)
-        self._log_params(run, attempt.params)
+        log_params(self.client, run, attempt.params)
         return self._save_attempt(attempt, ShippedAttempt(run_id=run, next_byte=attempt.first_byte))
 
     def _save_attempt(self, attempt: AttemptRecord, shipped: ShippedAttempt) -> ShippedAttempt:
-        self._save(attempts={**self.shipped.attempts, attempt.key: shipped}, trouble=None)
+        self._save(attempts={**self.shipped.attempts, attempt.name: shipped}, trouble=None)
         return shipped
 
     def _create_run(self, tag: str, identity: str, name: str, started_ms: int, tags: dict[str, str]) -> str:
@@ -136,29 +136,22 @@ class Shipper:
         tags = {name: value[:LONGEST_VALUE] for name, value in tags.items()} | {f"lifecycle.{tag}": identity}
         return str(self.client.create_run(experiment, start_time=started_ms, tags=tags, run_name=name).info.run_id)
 
-    def _log_params(self, run: str, params: dict[str, str]) -> None:
-        from mlflow.entities import Param
-
-        entities = [Param(name, value[:LONGEST_VALUE]) for name, value in params.items()]
-        for start in range(0, len(entities), PARAMS_PER_BATCH):
-            self.client.log_batch(run, params=entities[start : start + PARAMS_PER_BATCH])
-
     def _ship_metrics(self, attempt: AttemptRecord, known: ShippedAttempt) -> ShippedAttempt:
         file = _metrics_file(attempt)
         if file is None:
             return known
         logged = known_steps(file, attempt.first_byte)
         for batch in batches(file, known.next_byte, attempt.last_byte, METRICS_PER_BATCH):
-            self._log_metrics(known.run_id, [row for row in batch.rows if row.step > logged.get(row.name, -1)])
+            log_metrics(self.client, known.run_id, [row for row in batch.rows if row.step > logged.get(row.name, -1)])
             known = self._save_attempt(attempt, known.model_copy(update={"next_byte": batch.next_byte}))
         return known
 
     def _finish_attempt(self, attempt: AttemptRecord, run: str) -> None:
         assert attempt.outcome and attempt.ended_ms
         file = _metrics_file(attempt)
-        self._log_metrics(run, final_rows(attempt.metrics, file, attempt.last_byte, attempt.ended_ms))
+        log_metrics(self.client, run, final_rows(attempt.metrics, file, attempt.last_byte, attempt.ended_ms))
         tags = attempt.tags | ({"error": attempt.error} if attempt.error else {})
-        self._set_tags(run, tags)
+        set_tags(self.client, run, tags)
         self._log_files(attempt, run)
         self.client.set_terminated(run, ATTEMPT_STATUS[attempt.outcome], attempt.ended_ms)
 
@@ -170,25 +163,15 @@ class Shipper:
                 parent = Path(file).parent
                 self.client.log_artifact(run, str(folder / file), None if parent == Path() else str(parent))
 
-    def _log_metrics(self, run: str, rows: list[MetricRow]) -> None:
-        from mlflow.entities import Metric
-
-        metrics = [Metric(row.name, row.value, row.time_ms, row.step) for row in rows]
-        for start in range(0, len(metrics), METRICS_PER_BATCH):
-            self.client.log_batch(run, metrics=metrics[start : start + METRICS_PER_BATCH])
-
-    def _set_tags(self, run: str, tags: dict[str, str]) -> None:
-        from mlflow.entities import RunTag
-
-        self.client.log_batch(run, tags=[RunTag(name, value[:LONGEST_VALUE]) for name, value in tags.items()])
-
     def _finish_parent(self, record: RefreshRecord, parent: str) -> None:
         assert self.shipped.experiment_id
         ended_ms = record.started_ms + round(1000 * record.seconds)
-        figures = {**stage_metrics(record), "seconds": record.seconds}
-        self._log_metrics(parent, [MetricRow(acceptable(name), value, ended_ms, 0) for name, value in figures.items()])
-        description = {"mlflow.note.content": note(record, self.shipped.experiment_id)}
-        self._set_tags(parent, parent_tags(record) | stage_tags(record) | description)
+        metrics = {**stage_metrics(record), "seconds": record.seconds}
+        rows = [MetricRow(acceptable(name), value, ended_ms, 0) for name, value in metrics.items()]
+        log_metrics(self.client, parent, rows)
+        runs = {name: run_id_of(entry.attempt) for name, entry in record.stages.items()}
+        description = {"mlflow.note.content": note(record, runs, self.shipped.experiment_id)}
+        set_tags(self.client, parent, parent_tags(record) | stage_tags(record, runs) | description)
         self.client.set_terminated(parent, RUN_STATUS[record.state], ended_ms)
 
 
@@ -198,7 +181,7 @@ def main() -> None:
     from mlflow import MlflowClient
 
     client = MlflowClient()
-    shipper = Shipper(RefreshFolder(Path(sys.argv[1])), client)
+    shipper = Shipper(Ledger(Path(sys.argv[1])), client)
     pause_s = INTERVAL_S
     while not _stdin_ended(pause_s):
         pause_s = INTERVAL_S if _try_to_ship(shipper) else RETRY_INTERVAL_S
@@ -208,10 +191,9 @@ def main() -> None:
 
 def ship_pending(client: MlflowClient) -> None:
     """Ship what is left of refreshes that are over."""
-    for folder in refreshes():
-        record = folder.read()
-        if record.state != "running" and not folder.read_shipped().has_all_of(record):
-            _try_to_ship(Shipper(folder, client))
+    for ledger in ledgers():
+        if not read_shipped(ledger).has_all_of(ledger) and ledger.read().state != "running":
+            _try_to_ship(Shipper(ledger, client))
 
 
 def _try_to_ship(shipper: Shipper) -> bool:

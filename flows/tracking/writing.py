@@ -31,3 +31,10 @@ def log_metrics(client: MlflowClient, run: str, rows: Sequence[MetricRow]) -> No
     metrics = [Metric(row.name, row.value, row.time_ms, row.step) for row in rows]
     for start in range(0, len(metrics), METRICS_PER_BATCH):
         client.log_batch(run, metrics=metrics[start : start + METRICS_PER_BATCH])
+
+
+def set_tags(client: MlflowClient, run: str, tags: Mapping[str, str]) -> None:
+    """Set tags; one that the run has is replaced."""
+    from mlflow.entities import RunTag
+
+    client.log_batch(run, tags=[RunTag(name, value[:LONGEST_VALUE]) for name, value in tags.items()])

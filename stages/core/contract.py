@@ -7,7 +7,7 @@ only) and has a function `run(config, context) -> StageResult` (in `stages/<kind
     config.json     in   the stage's config, the artifacts it builds on, where its caches are (`StageInput`)
     metrics.jsonl   out  one JSON object a line: "step", "time_ms" and numbers by metric name
     events.jsonl    out  one JSON object a line: progress, milestones, warnings (`StageEvent`)
-    result.json     out  the final figures (`StageResult`), written last
+    result.json     out  the final metrics (`StageResult`), written last
     error.json      out  the error class and message of a failed stage (`StageFailure`)
     scratch/             kept across retries (checkpoints), removed when the artifact is committed
 
@@ -185,7 +185,7 @@ class Trial(StrictModel):
 
 
 class StageInput(StrictModel):
-    """`config.json`: everything a stage process is told."""
+    """`config.json`: everything a stage process is given."""
 
     name: str
     kind: str
@@ -216,7 +216,7 @@ class StageResult(StrictModel):
 
     The first few metrics are what a person is shown of the stage.
 
-    With a `lease` the artifact is complete although the process goes on, as a server, until it is told to end.
+    With a `lease` the artifact is complete although the process goes on, as a server, until it is stopped.
     """
 
     metrics: dict[str, float] = Field(default_factory=dict)

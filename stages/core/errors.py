@@ -99,7 +99,7 @@ class StageCrashError(LifecycleError):
 
 
 class RefreshStoppedError(LifecycleError):
-    """The refresh was told to end before its stages were done."""
+    """The refresh was stopped before its stages were done."""
 
     exit_code = 15
 
@@ -120,6 +120,12 @@ class TransientError(LifecycleError):
     """Something that may well work when tried again: a network fault, a busy server."""
 
     exit_code = 75
+
+
+class OutdatedVerdictError(TransientError):
+    """Another model became champion after a candidate was judged: it must be judged again."""
+
+    exit_code = 76
 
 
 @contextmanager

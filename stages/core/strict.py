@@ -1,4 +1,4 @@
-"""The base of everything that a recipe may say, or that processes tell each other in files."""
+"""The base of everything that a recipe may say, or that processes leave for each other in files."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def _cleans_up(pid: int) -> bool:
 
 
 class Supervisor:
-    """Runs one command to its end, or until it is told to stop or its lifeline breaks."""
+    """Runs one command to its end, or until it is stopped or its lifeline breaks."""
 
     def __init__(self, lifeline: int, grace_s: float, command: list[str]):
         self.lifeline = lifeline

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
+from filelock import FileLock
 from pydantic import JsonValue
 
 KEY_CHARACTERS = 32
@@ -36,7 +35,7 @@ def cached_folder(cache: Path, key: str, is_complete: Callable[[Path], bool], ma
     if is_complete(entry):
         return entry
     cache.mkdir(parents=True, exist_ok=True)
-    with _locked(cache / f".{key}.lock"):
+    with FileLock(cache / f".{key}.lock", fallback_to_soft=False):
         if is_complete(entry):
             return entry
         partial = cache / f".{key}.partial"
@@ -49,11 +48,3 @@ def cached_folder(cache: Path, key: str, is_complete: Callable[[Path], bool], ma
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return entry
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Held by one process at a time; the kernel releases it when that process dies."""
-    with path.open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        yield

@@ -40,8 +40,8 @@ class GatesConfig(StrictModel):
 class PromoteConfig(StageConfig):
     """Compare a model with the champion of its name, and make it champion if all gates hold.
 
-    A candidate is judged once, against whoever is champion then: neither a rollback nor another champion brings it up
-    again, unless it is forced.
+    A candidate is judged once, against the champion of that moment: neither a rollback nor another champion brings it
+    up again, unless it is forced.
     """
 
     STAGE_VERSION: ClassVar[int] = 1

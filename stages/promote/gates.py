@@ -1,4 +1,4 @@
-"""Gates: figures of a candidate, bounds of the recipe → which hold, and by how much the others are missed. Pure."""
+"""Gates: what was measured, bounds of the recipe → which hold, and by how much the others are missed. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stages.promote.paired import Difference
 
 
 @dataclass(frozen=True)
-class Figures:
+class Measurements:
     """What the gates ask of a candidate; None for what was not measured."""
 
     scores: Mapping[str, float]
@@ -43,9 +43,9 @@ class Gate:
         return self.missed_by == 0
 
 
-def judge(gates: GatesConfig, figures: Figures) -> list[Gate]:
-    """All gates that the recipe sets. Raises EvaluationError for a figure that a gate needs and nothing measured."""
-    return [*_score_gates(gates, figures.scores), *_regression_gates(gates, figures), *_cost_gates(gates, figures)]
+def judge(gates: GatesConfig, measured: Measurements) -> list[Gate]:
+    """All gates that the recipe sets. Raises EvaluationError for a value that a gate needs and nothing measured."""
+    return [*_score_gates(gates, measured.scores), *_regression_gates(gates, measured), *_cost_gates(gates, measured)]
 
 
 def _score_gates(gates: GatesConfig, scores: Mapping[str, float]) -> Iterator[Gate]:
@@ -57,26 +57,23 @@ def _score_gates(gates: GatesConfig, scores: Mapping[str, float]) -> Iterator[Ga
 def _score(name: str, scores: Mapping[str, float]) -> float:
     if name not in scores:
         close = difflib.get_close_matches(name, scores, n=1, cutoff=0.5) or sorted(scores)
-        raise EvaluationError(f"a gate asks for the score {name}, but the evaluations gave none; {_choice(close)}")
+        choice = f"did you mean {close[0]}?" if len(close) == 1 else f"there are: {', '.join(close) or 'no scores'}"
+        raise EvaluationError(f"a gate asks for the score {name}, but the evaluations gave none; {choice}")
     return scores[name]
 
 
-def _choice(names: Sequence[str]) -> str:
-    return f"did you mean {names[0]}?" if len(names) == 1 else f"there are: {', '.join(names) or 'no scores'}"
-
-
-def _regression_gates(gates: GatesConfig, figures: Figures) -> Iterator[Gate]:
+def _regression_gates(gates: GatesConfig, measured: Measurements) -> Iterator[Gate]:
     bound = gates.max_regression_standard_errors
     if bound is not None:
-        for one in figures.differences:
+        for one in measured.differences:
             yield Gate(f"regression of {one.name} (standard errors)", one.regression_standard_errors, bound, False)
 
 
-def _cost_gates(gates: GatesConfig, figures: Figures) -> Iterator[Gate]:
+def _cost_gates(gates: GatesConfig, measured: Measurements) -> Iterator[Gate]:
     for name, found, bound, least in (
-        ("kl_nats_per_token", figures.kl_nats_per_token, gates.max_kl_nats_per_token, False),
-        ("size_mib", figures.size_mib, gates.max_size_mib, False),
-        ("output_tokens_per_s", figures.output_tokens_per_s, gates.min_output_tokens_per_s, True),
+        ("kl_nats_per_token", measured.kl_nats_per_token, gates.max_kl_nats_per_token, False),
+        ("size_mib", measured.size_mib, gates.max_size_mib, False),
+        ("output_tokens_per_s", measured.output_tokens_per_s, gates.min_output_tokens_per_s, True),
     ):
         if bound is None:
             continue

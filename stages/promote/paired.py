@@ -111,21 +111,21 @@ def read_scores(evaluations: Sequence[Path]) -> dict[str, Scores]:
 
 def _scores_of(folder: Path) -> Iterator[Scores]:
     try:
-        told = json.loads((folder / "scores.json").read_bytes())
-        for task in told["configs"]:
+        scores = json.loads((folder / "scores.json").read_bytes())
+        for task in scores["configs"]:
             lines = (folder / "samples" / f"{task.replace('/', '_')}.jsonl").read_text(encoding="utf-8").splitlines()
-            yield from _scores_of_task(task, [json.loads(line) for line in lines], told)
+            yield from _scores_of_task(task, [json.loads(line) for line in lines], scores)
     except (OSError, ValueError, KeyError) as error:
         raise EvaluationError(f"reading the samples of {folder.name}: {type(error).__name__}: {error}") from error
 
 
-def _scores_of_task(task: str, rows: list[dict[str, Any]], told: dict[str, Any]) -> Iterator[Scores]:
+def _scores_of_task(task: str, rows: list[dict[str, Any]], scores: dict[str, Any]) -> Iterator[Scores]:
     setting = {
-        "version": told["versions"].get(task),
-        "examples in the prompt": told["n-shot"].get(task),
-        "generation": told["configs"][task].get("generation_kwargs"),
+        "version": scores["versions"].get(task),
+        "examples in the prompt": scores["n-shot"].get(task),
+        "generation": scores["configs"][task].get("generation_kwargs"),
     }
-    for key, score in told["results"][task].items():
+    for key, score in scores["results"][task].items():
         metric, comma, filter_name = key.partition(",")
         asked = [row for row in rows if row["filter"] == filter_name and isinstance(row.get(metric), int | float)]
         values = {row["doc_id"]: float(row[metric]) for row in asked}
@@ -136,7 +136,7 @@ def _scores_of_task(task: str, rows: list[dict[str, Any]], told: dict[str, Any])
                 values=values,
                 keys={row["doc_id"]: tuple(row[key] for key in ASKED_ALIKE) for row in asked},
                 setting=setting,
-                higher_is_better=told["higher_is_better"].get(task, {}).get(metric) is not False,
+                higher_is_better=scores["higher_is_better"].get(task, {}).get(metric) is not False,
             )
 
 

@@ -1,7 +1,7 @@
 """The promote stage: a candidate, its evaluations and the champion's → a verdict, by the recipe's gates.
 
-In: the artifacts that the recipe names, and `champion.json`, which tells who is champion. Out: `verdict.json` and
-`verdict.md`. Moving the alias in MLflow's registry is left to `flows/champion/promotion.py`, which starts this stage.
+In: the artifacts that the recipe names, and `champion.json`, which says who is champion. Out: `verdict.json` and
+`verdict.md`. Moving the alias in MLflow's registry is left to `flows/champion/promotion.py`, after the commit.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from stages.core.contract import StageContext, StageResult
 from stages.core.files import write_atomically
 from stages.promote.config import PromoteConfig
-from stages.promote.gates import Figures, Gate, judge
+from stages.promote.gates import Gate, Measurements, judge
 from stages.promote.paired import Difference, compare
 from stages.promote.verdict import (
     CHAMPION_FILE,
@@ -36,8 +36,8 @@ def run(config: PromoteConfig, context: StageContext) -> StageResult:
     standing = Standing.model_validate_json((context.work / CHAMPION_FILE).read_bytes())
     against, references = _opponent(config, context, standing.champion)
     differences = compare(_folders(context, config.evaluations), references) if against else []
-    figures = _figures(config, context, differences)
-    gates = judge(config.gates, figures)
+    measured = _measurements(config, context, differences)
+    gates = judge(config.gates, measured)
     verdict = Verdict(
         outcome=_outcome(standing.champion, gates),
         name=config.name,
@@ -45,9 +45,10 @@ def run(config: PromoteConfig, context: StageContext) -> StageResult:
         against=against,
         missed=tuple(gate_sentence(gate) for gate in gates if not gate.holds),
     )
-    _write(context.work, verdict, gates, differences)
+    write_atomically(context.work / VERDICT_FILE, verdict.model_dump_json(indent=2))
+    write_atomically(context.work / TABLE_FILE, markdown(verdict, gates, differences) + "\n")
     context.milestone("; ".join([f"{config.name}: {verdict.outcome}", *verdict.missed]))
-    metrics = {"gates_missed": float(len(verdict.missed)), "size_mib": figures.size_mib}
+    metrics = {"gates_missed": float(len(verdict.missed)), "size_mib": measured.size_mib}
     return StageResult(
         metrics={**metrics, **comparison_metrics(differences)},
         tags={"verdict": verdict.outcome, "registered_model": config.name},
@@ -74,12 +75,12 @@ def _outcome(champion: Champion | None, gates: Sequence[Gate]) -> Outcome:
     return "promoted" if all(gate.holds for gate in gates) else "not promoted"
 
 
-def _figures(config: PromoteConfig, context: StageContext, differences: Sequence[Difference]) -> Figures:
+def _measurements(config: PromoteConfig, context: StageContext, differences: Sequence[Difference]) -> Measurements:
     scores = {name: value for stage in config.evaluations for name, value in _metrics(context, stage).items()}
     served = _metrics(context, config.server) if config.server else {}
     throughputs = [value for name, value in served.items() if name.startswith(THROUGHPUT_PREFIX)]
     weights = (context.inputs[config.model] / "model").glob("*.safetensors")
-    return Figures(
+    return Measurements(
         scores=scores,
         differences=differences,
         size_mib=sum(file.stat().st_size for file in weights) / MIB,
@@ -89,14 +90,9 @@ def _figures(config: PromoteConfig, context: StageContext, differences: Sequence
 
 
 def _metrics(context: StageContext, stage: str) -> dict[str, float]:
-    """Final figures of an upstream stage."""
+    """Final metrics of an upstream stage."""
     return StageResult.model_validate_json((context.inputs[stage] / "result.json").read_bytes()).metrics
 
 
 def _folders(context: StageContext, stages: Sequence[str]) -> list[Path]:
     return [context.inputs[stage] for stage in stages]
-
-
-def _write(work: Path, verdict: Verdict, gates: Sequence[Gate], differences: Sequence[Difference]) -> None:
-    write_atomically(work / VERDICT_FILE, verdict.model_dump_json(indent=2))
-    write_atomically(work / TABLE_FILE, markdown(verdict, gates, differences) + "\n")

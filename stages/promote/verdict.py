@@ -1,4 +1,4 @@
-"""What a promotion is told and what it says: `champion.json` in, `verdict.json` and `verdict.md` out."""
+"""What a promotion is given and what it says: `champion.json` in, `verdict.json` and `verdict.md` out."""
 
 from __future__ import annotations
 

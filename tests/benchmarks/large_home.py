@@ -13,8 +13,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from flows.ledger.history import AttemptRecord, RefreshFolder, RefreshRecord, Shipped, ShippedAttempt, end_attempt
+from flows.ledger.events import AttemptBegan, AttemptEnded, PlannedEntry, RefreshBegan, RefreshEnded
 from flows.ledger.process_identity import ProcessIdentity
+from flows.ledger.refreshes import Ledger
+from flows.tracking.cursor import Shipped, ShippedAttempt, write_shipped
 
 NUM_ARTIFACTS = 1_000
 NUM_REFRESHES = 1_000
@@ -49,44 +51,44 @@ def fill_store(home: Path) -> None:
         (copy / "record.json").write_text(record.replace(version, f"{number:012x}"))
 
 
-def fill_history(home: Path) -> None:
+def fill_ledgers(home: Path) -> None:
     for number in range(NUM_REFRESHES):
-        folder = RefreshFolder(home / "refreshes" / f"nightly-{number:04}")
+        ledger = Ledger(home / "ledger" / f"nightly-{number:04}")
         names = [f"stage-{position}" for position in range(STAGES_PER_REFRESH)]
-        folder.write(
-            RefreshRecord(
-                refresh=folder.path.name,
+        events = [
+            RefreshBegan(
+                refresh=ledger.folder.name,
                 recipe="nightly",
                 recipe_path=RECIPE,
-                state="completed",
-                started_ms=number,
                 process=ProcessIdentity.own(),
                 hardware="1 × abacus",
                 git_commit=None,
-                stages={},
-            )
-        )
-        for position, name in enumerate(names):
-            folder.write_attempt(attempt(name, home, STAGES_PER_REFRESH * number + position))
-        folder.write_shipped(
-            Shipped(attempts={f"{name}-1": ShippedAttempt(run_id="0" * 32, next_byte=0, done=True) for name in names})
-        )
+                stages={name: PlannedEntry(kind="train", version="0123456789ab") for name in names},
+            ),
+            *(event for name in names for event in attempt(name, home)),
+            RefreshEnded(state="completed", seconds=1.0),
+        ]
+        ledger.folder.mkdir(parents=True)
+        ledger.file.write_text("".join(f"{event.model_dump_json()}\n" for event in events))
+        shipped = {f"{name}-1": ShippedAttempt(run_id="0" * 32, next_byte=0, done=True) for name in names}
+        write_shipped(ledger, Shipped(attempts=shipped, done=True, ledger_bytes=ledger.size()))
 
 
-def attempt(stage: str, home: Path, started_ms: int) -> AttemptRecord:
+def attempt(stage: str, home: Path) -> list[AttemptBegan | AttemptEnded]:
     params = {f"parameter_{number}": str(number) for number in range(40)}
     tags = {"recipe": "nightly", "kind": "train", "version": "0123456789ab"}
-    begun = AttemptRecord(
-        stage=stage, number=1, work=home, started_ms=started_ms, first_byte=0, params=params, tags=tags
-    )
-    return end_attempt(begun, "finished", metrics={f"metric_{number}": 1.0 for number in range(20)})
+    metrics = {f"metric_{number}": 1.0 for number in range(20)}
+    return [
+        AttemptBegan(stage=stage, number=1, work=home, first_byte=0, params=params, tags=tags),
+        AttemptEnded(stage=stage, number=1, outcome="finished", folder=home, last_byte=0, metrics=metrics),
+    ]
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="large-home-") as folder:
         home = Path(folder)
         fill_store(home)
-        fill_history(home)
+        fill_ledgers(home)
         print(f"{NUM_ARTIFACTS:,} artifacts, {NUM_REFRESHES * STAGES_PER_REFRESH:,} stage runs")
         for command in COMMANDS:
             began_s, began_cpu_s = time.perf_counter(), cpu_s()

@@ -1,17 +1,30 @@
-"""A promotion that is killed by SIGKILL within MLflow's client, as a power cut would.
+"""A promotion whose hook comes to grief: in place of `flows.champion.promotion`, with the same arguments.
 
-python crashing_promotion.py WORK METHOD NUMBER   right after the call of this number; NUMBER 0: before the first one
+PROMOTION_FAULT says how: `METHOD NUMBER` kills it, as a power cut would, right after the call of this number of a
+method of MLflow's client (0: before the first one); `away` takes MLflow from it.
+
+    python crashing_promotion.py MARK   promotes a candidate; this process dies between the commit and the hook
 """
 
 import os
 import signal
 import sys
-from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from mlflow import MlflowClient
 
-from flows.champion.promotion import promote
+from flows.champion import promotion
+from flows.launch import hook
+from flows.ledger.home import store_root
+from flows.store.store import Store
+from tests.promotion import promote
+
+NOWHERE = "http://127.0.0.1:9"
+
+
+def die(*_: Any) -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("killed")
 
 
 def crash_after(method: str, number: int) -> None:
@@ -22,16 +35,28 @@ def crash_after(method: str, number: int) -> None:
     def call(*arguments: Any, **options: Any) -> Any:
         nonlocal num_calls
         if number == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
         answer = real(*arguments, **options)
         num_calls += 1
         if num_calls == number:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
         return answer
 
     setattr(MlflowClient, method, call)
 
 
+def main() -> None:
+    fault, _, number = os.environ["PROMOTION_FAULT"].partition(" ")
+    if sys.argv[1] == "complete" and fault == "away":
+        os.environ["MLFLOW_TRACKING_URI"] = NOWHERE
+    elif sys.argv[1] == "complete":
+        crash_after(fault, int(number))
+    promotion.main()
+
+
 if __name__ == "__main__":
-    crash_after(sys.argv[2], int(sys.argv[3]))
-    sys.exit(promote(Path(sys.argv[1])))
+    if len(sys.argv) == 2:
+        hook.complete = die
+        promote(Store(store_root()), sys.argv[1], [1.0] * 100, max_regression_standard_errors=None)
+    else:
+        main()

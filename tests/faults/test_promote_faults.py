@@ -1,5 +1,7 @@
 """Promotions that are killed, raced, or left without MLflow: one valid champion remains, and a rerun goes on."""
 
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -8,16 +10,16 @@ from mlflow import MlflowClient
 
 from flows.champion.registrations import Registration
 from flows.champion.registry import PREVIOUS, Registry
-from flows.launch import local
+from flows.launch import hook, local
 from flows.ledger.home import store_root
-from flows.running.runner import run_stage
+from flows.running.runner import Built, run_stage
+from flows.store.collect import verify
+from flows.store.content import is_pending
 from flows.store.store import Store
-from stages.core.contract import StageConfig
-from stages.core.errors import StageCrashError, TransientError
-from stages.core.supervised import Supervised
+from stages.core.errors import LifecycleError, OutdatedVerdictError, TransientError
 from stages.promote.verdict import Verdict
 from tests.faults.tiny import Notes, processes_of
-from tests.promotion import NAME, offer, own_mlflow, promote
+from tests.promotion import NAME, candidate_tree, offer, own_mlflow, planned_stages, promote
 
 GOOD, BETTER = [1.0] * 90 + [0.0] * 10, [1.0] * 95 + [0.0] * 5
 CRASHING = Path(__file__).with_name("crashing_promotion.py")
@@ -57,38 +59,109 @@ def become_champion(registry: Registry, digest: str) -> str:
     return registered.number
 
 
-def crash(store: Store, method: str, number: int, mark: str = "candidate") -> None:
-    """Run a promotion that is killed at that point of its talk with MLflow."""
+def cut_short(store: Store, monkeypatch: pytest.MonkeyPatch, fault: str, error: str) -> Path:
+    """Promote a candidate whose hook comes to this grief; returns the artifact, which was committed before."""
+    planned, upstream = offer(store, "candidate", BETTER, max_regression_standard_errors=None)
+    with monkeypatch.context() as faulty:
+        faulty.setitem(local.PROGRAMS, "promote", "tests.faults.crashing_promotion")
+        faulty.setenv("PROMOTION_FAULT", fault)
+        with pytest.raises(LifecycleError, match=error):
+            run_stage(planned, upstream, store, Notes())
+    (artifact,) = (store.root / "promote").iterdir()
+    assert is_pending(artifact)
+    tree = candidate_tree("candidate", max_regression_standard_errors=None)
+    assert planned_stages(store, tree)["promote"].action == "run"
+    assert all(one.whole for one in verify(store))
+    assert processes_of(store) == []
+    return artifact
 
-    def launch(work: Path, config: StageConfig) -> Supervised:
-        with (work / "log.txt").open("ab") as log:
-            command = [sys.executable, str(CRASHING), str(work), method, str(number)]
-            return Supervised(command, environment=local.environment(config), output=log)
 
-    planned, upstream = offer(store, mark, BETTER, max_regression_standard_errors=None)
-    with pytest.raises(StageCrashError, match="SIGKILL"):
-        run_stage(planned, upstream, store, Notes(), launch=launch)
+def promote_candidate(store: Store) -> Built:
+    return promote(store, "candidate", BETTER, max_regression_standard_errors=None)
+
+
+def verdict_of(built: Built) -> Verdict:
+    return Verdict.model_validate_json((built.artifact / "verdict.json").read_bytes())
+
+
+def everything_in(mlflow: MlflowClient) -> list[str]:
+    """Versions with their tags, and what the aliases point to."""
+    versions = sorted(mlflow.search_model_versions(f"name = '{NAME}'"), key=lambda one: int(one.version))
+    aliases = mlflow.get_registered_model(NAME).aliases
+    return [str(aliases), *(f"{one.version} {one.run_id} {sorted(one.tags.items())}" for one in versions)]
 
 
 @pytest.mark.parametrize(("method", "number"), CRASHES)
-def test_a_crash_leaves_one_valid_champion_and_a_rerun_completes_the_promotion(store, registry, fault, method, number):
+def test_a_crash_leaves_one_valid_champion_and_a_rerun_completes_the_promotion(
+    store, registry, fault, monkeypatch, method, number
+):
     fault.name, fault.stage = f"SIGKILL at {method} {number}", "promote"
     become_champion(registry, "former")
-    crash(store, method, number)
-    done = (method, number) == ("set_registered_model_alias", 2)
+    artifact = cut_short(store, monkeypatch, f"{method} {number}", "SIGKILL")
+    moved = (method, number) == ("set_registered_model_alias", 2)
     champion = registry.find(NAME)
-    assert champion and champion.number == ("2" if done else "1")
-    assert not list((store.root / "promote").glob("*"))
-    assert processes_of(store) == []
+    assert champion and champion.number == ("2" if moved else "1")
+    judged = (artifact / "record.json").read_bytes()
 
     with fault.timed("recovered"):
-        built = promote(store, "candidate", BETTER, max_regression_standard_errors=None)
+        built = promote_candidate(store)
 
-    assert built.record.tags["verdict"] == ("already champion" if done else "promoted")
+    assert (built.state, built.record.tags["verdict"]) == ("built", "promoted")
+    assert (artifact / "record.json").read_bytes() == judged
     champion, previous = registry.find(NAME), registry.find(NAME, PREVIOUS)
     assert champion and previous
     assert (champion.number, previous.number) == ("2", "1")
     assert champion.registration.digest == built.record.upstream["model"].digest
+    assert promote_candidate(store).state == "cached"
+
+
+def test_a_refresh_that_is_killed_between_commit_and_hook_promotes_once_when_run_again(store, registry, fault):
+    fault.name, fault.stage = "SIGKILL between commit and hook", "promote"
+    killed = subprocess.run([sys.executable, CRASHING, "candidate"], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert registry.find(NAME) is None
+    with fault.timed("recovered"):
+        built = promote(store, "candidate", [1.0] * 100, max_regression_standard_errors=None)
+    assert built.state == "built"
+    after = everything_in(MlflowClient())
+    again = promote(store, "candidate", [1.0] * 100, max_regression_standard_errors=None)
+    assert (again.state, everything_in(MlflowClient())) == ("cached", after)
+    champion = registry.find(NAME)
+    assert champion and (champion.number, len(after)) == ("1", 2)
+
+
+def test_a_hook_that_is_run_twice_has_run_once(store, registry, fault):
+    fault.name, fault.stage = "the hook runs twice", "promote"
+    become_champion(registry, "former")
+    built = promote_candidate(store)
+    after = everything_in(MlflowClient())
+    hook.mark(built.artifact, "promote")
+    assert promote_candidate(store).state == "built"
+    assert everything_in(MlflowClient()) == after
+
+
+def test_where_another_became_champion_before_the_hook_the_candidate_is_judged_again(
+    store, registry, fault, monkeypatch
+):
+    fault.name, fault.stage, fault.lost = "overtaken between commit and hook", "promote", "the verdict"
+    become_champion(registry, "former")
+    artifact = cut_short(store, monkeypatch, "create_registered_model 0", "SIGKILL")
+    rival = become_champion(registry, "rival")
+    assert Verdict.model_validate_json((artifact / "verdict.json").read_bytes()).champion_version == "1"
+    with fault.timed("recovered"):
+        built = promote_candidate(store)
+    assert (verdict_of(built).champion_version, verdict_of(built).outcome) == (rival, "promoted")
+    champion, previous = registry.find(NAME), registry.find(NAME, PREVIOUS)
+    assert champion and previous
+    assert (champion.registration.digest, previous.number) == (built.record.upstream["model"].digest, rival)
+
+
+def test_where_mlflow_went_away_after_the_commit_the_hook_is_tried_again(store, registry, fault, monkeypatch):
+    fault.name, fault.stage = "MLflow away between commit and hook", "promote"
+    cut_short(store, monkeypatch, "away", r"asking for the champion of adder: MLflow at http://127.0.0.1:9")
+    with fault.timed("recovered"):
+        assert promote_candidate(store).state == "built"
+    assert registry.find(NAME)
 
 
 def test_a_rollback_after_a_promotion_that_was_cut_short_brings_back_the_champion_before(registry, fault):
@@ -107,7 +180,7 @@ def test_whoever_was_compared_with_a_former_champion_must_be_compared_again(regi
     become_champion(registry, "rival")
     with (
         fault.timed("detected"),
-        pytest.raises(TransientError, match=r"another became champion \(version 3\); it must be compared again"),
+        pytest.raises(OutdatedVerdictError, match=r"another became champion \(version 3\); it must be compared again"),
     ):
         registry.promote(candidate, former)
     champion = registry.find(NAME)
@@ -126,5 +199,5 @@ def test_without_mlflow_nothing_is_decided_and_a_rerun_goes_on(store, registry, 
     assert not list((store.root / "promote").glob("*"))
     with fault.timed("recovered"):
         built = promote(store, "candidate", GOOD)
-    assert Verdict.model_validate_json((built.artifact / "verdict.json").read_bytes()).outcome == "promoted"
+    assert verdict_of(built).outcome == "promoted"
     assert registry.find(NAME)

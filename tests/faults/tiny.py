@@ -37,12 +37,10 @@ class Notes:
     def waiting(self) -> None:
         self.said.append("waiting")
 
-    def started(self, attempt: Attempt) -> None:
+    def started(self, attempt: Attempt) -> str:
         self.said.append("started")
         self.attempts.append(attempt)
-
-    def mlflow_run_id(self) -> str:
-        return "run-of-mlflow"
+        return f"tiny/{attempt.planned.name}-{attempt.number}"
 
     def tick(self) -> None:
         self.said.append("tick")

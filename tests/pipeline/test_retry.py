@@ -63,7 +63,7 @@ def test_retry_button_continues_the_failed_stage_and_what_stands_on_it(worker_ho
     done = worker_home.ended(failed["id"], num_tries=2)
     assert (done["name"], done["state"]["type"]) == (failed["name"], "COMPLETED")
     assert worker_home.states(done) == {"rows-button": "cached", "base-button": "built", "scores-button": "built"}
-    assert worker_home.record(done)["stages"]["base-button"]["metrics"]["first_step"] == 5
+    assert worker_home.record(done).stages["base-button"].metrics["first_step"] == 5
     check_attempts(worker_home, "button", done["name"], ["FAILED", "FINISHED"])
 
 
@@ -104,8 +104,8 @@ def test_a_killed_refresh_is_recognised_as_dead_and_retried_with_the_button(work
     else:
         by_hand = worker_home.start(path)
         checkpoint = worker_home.work(f"base-{name}", "scratch/step")
-        (record,) = worker_home.folder.glob(f"refreshes/{name}-*/refresh.json")
-        flow_run = json.loads(record.read_text())["prefect_flow_run_id"]
+        (file,) = worker_home.folder.glob(f"ledger/{name}-*/ledger.jsonl")
+        flow_run = worker_home.record({"name": file.parent.name}).prefect_flow_run_id
     eventually(lambda: int(checkpoint.read_text() or 0) >= 2)
     eventually(lambda: worker_home.states(worker_home.flow_run(flow_run))[f"rows-{name}"] == "built")
     worker_home.kill_refresh(flow_run)
@@ -118,12 +118,12 @@ def test_a_killed_refresh_is_recognised_as_dead_and_retried_with_the_button(work
     assert dead["state"]["type"] == "CRASHED"
     assert detected_s < DETECTION_BOUND_S
     # The worker tells Prefect twice, within a second, and the second time would undo a retry that came in between.
-    eventually(lambda: worker_home.record(dead)["error"] == "its process was killed")
+    eventually(lambda: worker_home.record(dead).error == "its process was killed")
 
     worker_home.press_retry(flow_run)
     done = worker_home.ended(flow_run, num_tries=2)
     assert done["state"]["type"] == "COMPLETED"
-    assert worker_home.record(done)["stages"][f"base-{name}"]["metrics"]["first_step"] >= 2
+    assert worker_home.record(done).stages[f"base-{name}"].metrics["first_step"] >= 2
     check_attempts(worker_home, name, done["name"], ["KILLED", "FINISHED"])
 
 

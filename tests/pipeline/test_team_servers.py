@@ -133,5 +133,5 @@ def test_credentials_for_mlflow_come_from_the_environment_and_stay_there(home, g
     home.environment["MLFLOW_TRACKING_PASSWORD"] = "wrong-password"
     code, refresh = home.run(home.recipe("barred", **{"rows-barred": stage("ok", "barred")}))
     assert (code, refresh["stages"]["rows-barred"]["mlflow_run_id"]) == (0, None)
-    (log,) = home.folder.glob(f"refreshes/{refresh['refresh']}/tracking.log")
+    (log,) = home.folder.glob(f"ledger/{refresh['refresh']}/tracking.log")
     assert "not shipped" in log.read_text()

@@ -9,6 +9,9 @@ from typing import Any
 
 from refreshes import Home, eventually, request
 
+from flows.ledger.record import RefreshRecord
+from flows.ledger.refreshes import Ledger
+
 STAND_IN = Path(__file__).with_name("stand_in")
 NIGHTLY = "0 3 * * *"
 
@@ -78,12 +81,12 @@ class WorkerHome(Home):
 
     def states(self, flow_run: dict[str, Any]) -> dict[str, str]:
         """Of the stages of a refresh, as recorded."""
-        return {name: entry["state"] for name, entry in self.record(flow_run)["stages"].items()}
+        return {name: entry.state for name, entry in self.record(flow_run).stages.items()}
 
-    def record(self, flow_run: dict[str, Any]) -> dict[str, Any]:
-        return json.loads((self.folder / "refreshes" / flow_run["name"] / "refresh.json").read_text())
+    def record(self, flow_run: dict[str, Any]) -> RefreshRecord:
+        return Ledger(self.folder / "ledger" / flow_run["name"]).read()
 
     def kill_refresh(self, flow_run: str) -> None:
         """SIGKILL to the process of a refresh."""
         record = self.record(self.flow_run(flow_run))
-        os.kill(record["process"]["pid"], signal.SIGKILL)
+        os.kill(record.process.pid, signal.SIGKILL)

@@ -3,8 +3,10 @@
 import pytest
 
 from flows.cli.runs import as_text, stage_runs
-from flows.ledger.history import AttemptRecord, RefreshRecord, Shipped, ShippedAttempt, end_attempt, folder_of
+from flows.ledger.events import AttemptBegan, PlannedEntry, RefreshBegan
 from flows.ledger.process_identity import ProcessIdentity
+from flows.ledger.refreshes import end_of, ledger_of
+from flows.tracking.cursor import Shipped, ShippedAttempt, write_shipped
 
 
 @pytest.fixture(autouse=True)
@@ -15,29 +17,28 @@ def home(tmp_path, monkeypatch):
 
 def record(home, refresh, recipe, *stages):
     """A refresh whose stages each failed once and then worked, but for the last, which runs."""
-    folder = folder_of(refresh)
-    folder.write(
-        RefreshRecord(
+    ledger = ledger_of(refresh)
+    ledger.append(
+        RefreshBegan(
             refresh=refresh,
             recipe=recipe,
             recipe_path=home / "recipe.yaml",
-            started_ms=1,
             process=ProcessIdentity.own(),
             hardware="1 × abacus",
             git_commit=None,
-            stages={},
+            stages={stage: PlannedEntry(kind="download", version="0123456789ab") for stage in stages},
         )
     )
-    for position, stage in enumerate(stages):
-        tags = {"recipe": recipe, "kind": "download", "version": "0123456789ab"}
+    tags = {"recipe": recipe, "kind": "download", "version": "0123456789ab"}
+    for stage in stages:
         for number in (1, 2):
-            started_ms = 10 * position + number
-            first = AttemptRecord(
-                stage=stage, number=number, work=home, started_ms=started_ms, first_byte=0, params={}, tags=tags
-            )
-            ended = end_attempt(first, "finished" if number == 2 else "failed", metrics={"rows": 12345.0})
-            folder.write_attempt(first if (stage, number) == (stages[-1], 2) else ended)
-    folder.write_shipped(Shipped(attempts={f"{stages[0]}-1": ShippedAttempt(run_id="run-of-mlflow", next_byte=0)}))
+            ledger.append(AttemptBegan(stage=stage, number=number, work=home, first_byte=0, params={}, tags=tags))
+            if (stage, number) != (stages[-1], 2):
+                begun = ledger.read().attempts[f"{stage}-{number}"]
+                outcome = "finished" if number == 2 else "failed"
+                ledger.append(end_of(begun, outcome, metrics={"rows": 12345.0} if number == 2 else {}))
+    shipped = {f"{stages[0]}-1": ShippedAttempt(run_id="run-of-mlflow", next_byte=0)}
+    write_shipped(ledger, Shipped(attempts=shipped))
 
 
 def test_newest_come_first_with_their_mlflow_run(home):
@@ -52,7 +53,7 @@ def test_newest_come_first_with_their_mlflow_run(home):
     assert [run.mlflow_run_id for run in runs] == [None, None, None, "run-of-mlflow"]
     text = as_text(runs).splitlines()
     assert "running" in text[0]
-    assert "rows 12,345" in text[1]
+    assert "rows 12,345" in text[2]
     assert "run-of-mlflow" in text[3]
 
 

@@ -34,6 +34,12 @@ def test_several_processes_are_started_by_torchrun_on_the_loopback():
     assert command[-3:] == ["-m", "stages", "/work"]
 
 
+def test_a_promotion_is_started_by_the_program_that_asks_who_is_champion():
+    promotion = {"kind": "promote", "name": "adder", "model": "base", "evaluations": ["scores"]}
+    command = local.command(Path("/work"), KINDS["promote"].model_validate(promotion))
+    assert command == [sys.executable, "-m", "flows.champion.promotion", "judge", "/work"]
+
+
 @pytest.mark.parametrize(("processes", "threads"), [(1, 6), (2, 3), (4, 1), (8, 1)])
 def test_cores_are_shared_evenly(monkeypatch, processes, threads):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))

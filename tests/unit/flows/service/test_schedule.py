@@ -2,7 +2,7 @@
 
 import pytest
 
-from flows.service.schedule import wish
+from flows.service.schedule import schedule_spec
 from stages.core.errors import RecipeError
 
 
@@ -15,25 +15,25 @@ def recipe(tmp_path):
 
 def test_a_schedule_has_the_name_of_its_recipe(recipe, monkeypatch):
     monkeypatch.chdir(recipe.parent)
-    wished = wish(recipe.relative_to(recipe.parent), "0 3 * * *", "Europe/Berlin")
-    assert (wished.name, wished.recipe) == ("nightly", recipe)
-    assert (wished.when.cron, wished.when.timezone) == ("0 3 * * *", "Europe/Berlin")
+    spec = schedule_spec(recipe.relative_to(recipe.parent), "0 3 * * *", "Europe/Berlin")
+    assert (spec.name, spec.recipe) == ("nightly", recipe)
+    assert (spec.when.cron, spec.when.timezone) == ("0 3 * * *", "Europe/Berlin")
 
 
 @pytest.mark.parametrize("cron", ["99 3 * * *", "every night", "0 3 * *", "H 3 * * *", ""])
 def test_a_bad_cron_expression_is_said_with_what_is_expected(recipe, cron):
     with pytest.raises(RecipeError, match=r"scheduling nightly: `.*` is no cron expression; expected minute, hour"):
-        wish(recipe, cron, "UTC")
+        schedule_spec(recipe, cron, "UTC")
 
 
 @pytest.mark.parametrize(("timezone", "close"), [("Europe/Berlni", "did you mean `Europe/Berlin`"), ("../etc", "")])
 def test_an_unknown_time_zone_is_said_with_the_closest_one(recipe, timezone, close):
     with pytest.raises(RecipeError, match=f"there is no time zone `{timezone}`; .*{close}"):
-        wish(recipe, "0 3 * * *", timezone)
+        schedule_spec(recipe, "0 3 * * *", timezone)
 
 
 def test_a_recipe_is_checked_with_its_overrides(recipe):
     with pytest.raises(RecipeError, match="there is no stage `row`; did you mean `rows`"):
-        wish(recipe, "0 3 * * *", "UTC", ("stages.row.kind=train",))
+        schedule_spec(recipe, "0 3 * * *", "UTC", ("stages.row.kind=train",))
     with pytest.raises(RecipeError, match=r"cannot read the recipe .*nowhere\.yaml"):
-        wish(recipe.with_name("nowhere.yaml"), "0 3 * * *", "UTC")
+        schedule_spec(recipe.with_name("nowhere.yaml"), "0 3 * * *", "UTC")

@@ -6,19 +6,19 @@ import pytest
 
 from stages.core.errors import EvaluationError
 from stages.promote.config import GatesConfig
-from stages.promote.gates import Figures, judge
+from stages.promote.gates import Measurements, judge
 from stages.promote.paired import Difference
 
 
-def figures(**changes):
+def measured(**changes):
     regressed = Difference("sums.exact_match", 100, 0, 0.85, 0.9, -0.05, 0.02, True)
     known = {"scores": {"sums.exact_match": 0.85}, "differences": [regressed], "size_mib": 2.0}
-    return Figures(**{**known, **changes})
+    return Measurements(**{**known, **changes})
 
 
 def missed(found=None, **gates):
     bounds = GatesConfig(**{"max_regression_standard_errors": None, **gates})
-    return {gate.name: gate.missed_by for gate in judge(bounds, found or figures()) if not gate.holds}
+    return {gate.name: gate.missed_by for gate in judge(bounds, found or measured()) if not gate.holds}
 
 
 @pytest.mark.parametrize(
@@ -39,13 +39,13 @@ def test_bounds_themselves_are_kept():
 
 
 def test_cost_of_serving_and_of_quantization_are_gates():
-    costs = figures(kl_nats_per_token=0.06, output_tokens_per_s=90.0)
+    costs = measured(kl_nats_per_token=0.06, output_tokens_per_s=90.0)
     found = missed(costs, max_kl_nats_per_token=0.05, min_output_tokens_per_s=100)
     assert found == {"kl_nats_per_token": pytest.approx(0.01), "output_tokens_per_s": pytest.approx(10)}
 
 
 def test_what_is_no_number_passes_no_gate():
-    assert math.isnan(missed(figures(kl_nats_per_token=math.nan), max_kl_nats_per_token=0.05)["kl_nats_per_token"])
+    assert math.isnan(missed(measured(kl_nats_per_token=math.nan), max_kl_nats_per_token=0.05)["kl_nats_per_token"])
 
 
 def test_a_gate_on_what_nothing_measured_is_an_error_and_names_the_closest():
@@ -56,4 +56,4 @@ def test_a_gate_on_what_nothing_measured_is_an_error_and_names_the_closest():
 
 
 def test_a_gate_that_the_recipe_leaves_out_is_not_asked():
-    assert judge(GatesConfig(max_regression_standard_errors=None), figures()) == []
+    assert judge(GatesConfig(max_regression_standard_errors=None), measured()) == []

@@ -1,0 +1,51 @@
+"""The hook after a commit: what a verdict means for MLflow's registry, done by a program of its own.
+
+A work folder is marked before it is committed, and its artifact bears the mark until the hook has been completed. The
+mark of a hook that was cut short, by a crash or by an absent MLflow, has the next refresh that finds the artifact
+cached run the hook again.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from flows.launch.failures import read_result
+from flows.launch.local import PROGRAMS, environment
+from flows.launch.stage_process import watch
+from flows.planning.plan import PlannedStage
+from flows.store.content import LOG_FILE, PENDING_HOOK_FILE
+from flows.store.store import Store
+from stages.core.contract import StageResult
+from stages.core.supervised import Supervised
+
+
+def mark(work: Path, kind: str) -> None:
+    """Have the artifact that is about to be committed bear the mark, if its kind has a hook."""
+    if kind in PROGRAMS:
+        (work / PENDING_HOOK_FILE).touch()
+
+
+def complete(
+    store: Store, planned: PlannedStage, artifact: Path, tick: Callable[[], None], stop: threading.Event
+) -> StageResult:
+    """Run the hook of an artifact and take its mark off. Call it under the lock of the stage.
+
+    The hook works in the work folder that the commit has left vacant. Returns the stage's result with the tags that the
+    hook adds. Raises what `watch` raises, the hook's own error included.
+    """
+    work = store.work_folder(planned.kind, planned.name, planned.resume_key)
+    store.remove(work)
+    store.make_folder(work)
+    command = [sys.executable, "-m", PROGRAMS[planned.kind], "complete", str(artifact), str(work)]
+    with store.explained(f"complete {planned.name}"), (work / LOG_FILE).open("ab") as log:
+        shutil.copy(artifact / "events.jsonl", work)  # observers go on reading where they were
+        process = Supervised(command, environment=environment(planned.config), output=log)
+    added = watch(process, planned, work, tick, stop).tags
+    store.remove_mark(artifact)
+    store.remove(work)
+    result = read_result(artifact, planned.name)
+    return result.model_copy(update={"tags": {**result.tags, **added}})

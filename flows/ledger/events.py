@@ -1,0 +1,162 @@
+"""What happens in a refresh, as the lines of its ledger: each event is written once, when it happens, by the flow.
+
+What a stage itself says (`result.json`, `metrics.jsonl`, `events.jsonl`) stays in its folder; an event of the ledger
+says where that is.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
+
+from flows.ledger.process_identity import ProcessIdentity
+from stages.core.contract import StrictModel
+
+Outcome = Literal["finished", "failed", "killed"]
+RefreshState = Literal["running", "completed", "not_promoted", "failed", "cancelled"]
+
+
+def now_ms() -> int:
+    """Milliseconds since the epoch."""
+    return time.time_ns() // 1_000_000
+
+
+class Event(StrictModel):
+    """When it happened."""
+
+    time_ms: int = Field(default_factory=now_ms)
+
+
+class PlannedEntry(StrictModel):
+    """A stage of the plan that a refresh follows, and why it is built or not."""
+
+    kind: str
+    version: str
+    reason: str = ""
+
+
+class RefreshBegan(Event):
+    """A refresh starts, or, as another try, starts again: what was asked for, by which process, and the plan."""
+
+    event: Literal["refresh_began"] = "refresh_began"
+    refresh: str
+    recipe: str
+    recipe_path: Path
+    overrides: tuple[str, ...] = ()
+    until: str | None = None
+    force: tuple[str, ...] = ()
+    process: ProcessIdentity
+    hardware: str
+    git_commit: str | None
+    stages: dict[str, PlannedEntry]
+
+
+class FlowRunKnown(Event):
+    """Which Prefect flow run the refresh is. prefect_run_count: how often Prefect has started it by now."""
+
+    event: Literal["flow_run_known"] = "flow_run_known"
+    prefect_flow_run_id: str
+    prefect_run_count: int
+
+
+class StageWaits(Event):
+    """A stage cannot go on yet."""
+
+    event: Literal["stage_waits"] = "stage_waits"
+    stage: str
+    reason: str
+
+
+class AttemptBegan(Event):
+    """A try at building a stage starts. first_byte: where its part of the `metrics.jsonl` in `work` begins."""
+
+    event: Literal["attempt_began"] = "attempt_began"
+    stage: str
+    number: int
+    work: Path
+    first_byte: int
+    params: dict[str, str]
+    tags: dict[str, str]
+
+
+class AttemptEnded(Event):
+    """How a try ended. folder: where its files are now; last_byte: where its part of `metrics.jsonl` ends.
+
+    metrics, tags, files: what the stage's `result.json` said. seconds: that its process ran; 0 if nobody measured it.
+    """
+
+    event: Literal["attempt_ended"] = "attempt_ended"
+    stage: str
+    number: int
+    outcome: Outcome
+    folder: Path
+    last_byte: int
+    seconds: float = 0.0
+    metrics: dict[str, float] = Field(default_factory=dict)
+    tags: dict[str, str] = Field(default_factory=dict)
+    files: tuple[str, ...] = ()
+    error: str | None = None
+    error_class: str | None = None
+
+
+class StageCached(Event):
+    """A stage's artifact was there. attempt: the key of the attempt that built it, None for an adopted artifact."""
+
+    event: Literal["stage_cached"] = "stage_cached"
+    stage: str
+    artifact: Path
+    attempt: str | None
+    seconds: float
+
+
+class StageFailed(Event):
+    """A stage failed outside any attempt: while it waited, or on what an attempt had left."""
+
+    event: Literal["stage_failed"] = "stage_failed"
+    stage: str
+    seconds: float
+    error: str
+    error_class: str
+
+
+class StageNoted(Event):
+    """What followed from a stage's artifact, such as the version that a promotion registered; `tags` go to MLflow."""
+
+    event: Literal["stage_noted"] = "stage_noted"
+    stage: str
+    tags: dict[str, str]
+
+
+class RefreshEnded(Event):
+    """How a try of the refresh ended; seconds: of this try."""
+
+    event: Literal["refresh_ended"] = "refresh_ended"
+    state: RefreshState
+    seconds: float
+    error: str | None = None
+
+
+class RefreshKilled(Event):
+    """Written by another process, which found that this one had died. It says nothing of a later try."""
+
+    event: Literal["refresh_killed"] = "refresh_killed"
+    process: ProcessIdentity
+
+
+AnyEvent = Annotated[
+    RefreshBegan
+    | FlowRunKnown
+    | StageWaits
+    | AttemptBegan
+    | AttemptEnded
+    | StageCached
+    | StageFailed
+    | StageNoted
+    | RefreshEnded
+    | RefreshKilled,
+    Field(discriminator="event"),
+]
+ANY_EVENT: TypeAdapter[AnyEvent] = TypeAdapter(AnyEvent)

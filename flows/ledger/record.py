@@ -1,0 +1,253 @@
+"""Events of a ledger → the refresh, its stages and attempts as they are after them. Pure."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from flows.ledger.events import (
+    AnyEvent,
+    AttemptBegan,
+    AttemptEnded,
+    FlowRunKnown,
+    Outcome,
+    RefreshBegan,
+    RefreshEnded,
+    RefreshKilled,
+    RefreshState,
+    StageCached,
+    StageFailed,
+    StageNoted,
+    StageWaits,
+)
+from flows.ledger.process_identity import ProcessIdentity
+from stages.core.contract import StageResult
+
+StageState = Literal["waiting", "running", "built", "cached", "failed", "skipped"]
+STATES: dict[str, StageState] = {"stage_waits": "waiting", "stage_cached": "cached", "stage_failed": "failed"}
+"""What an event makes of its stage."""
+KILLED = "its process was killed"
+"""The error of a refresh that could not say itself how it ended."""
+
+
+@dataclass(frozen=True)
+class StageEntry:
+    """A stage within a refresh. `work` is its work folder while it runs; `artifact` is set once it is there.
+
+    attempt: the key (`REFRESH/STAGE-NUMBER`) of the try that runs, failed, or built the artifact, here or in an earlier
+    refresh.
+    """
+
+    kind: str
+    version: str
+    reason: str = ""
+    state: StageState = "waiting"
+    seconds: float = 0.0
+    work: Path | None = None
+    artifact: Path | None = None
+    attempt: str | None = None
+    built: StageResult | None = None
+    error: str | None = None
+    error_class: str | None = None
+
+    @functools.cached_property
+    def result(self) -> StageResult:
+        """What the stage said at its end; of a cached one, what its artifact holds, if that is still there."""
+        if self.built or not self.artifact:
+            return self.built or StageResult()
+        return final_result(self.artifact)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Final metrics."""
+        return self.result.metrics
+
+    @property
+    def verdict(self) -> str | None:
+        """Of a promotion: `promoted`, `not promoted` or `already champion`."""
+        return self.result.tags.get("verdict")
+
+
+@dataclass(frozen=True)
+class AttemptRecord:
+    """One try at building a stage. Of `metrics.jsonl`, the bytes from `first_byte` to `last_byte` are this try's.
+
+    folder: where its files are now, once it has ended.
+    """
+
+    stage: str
+    number: int
+    work: Path
+    started_ms: int
+    first_byte: int
+    params: dict[str, str]
+    tags: dict[str, str]
+    folder: Path | None = None
+    last_byte: int | None = None
+    ended_ms: int | None = None
+    outcome: Outcome | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    files: tuple[str, ...] = ()
+    error: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Unlike that of any other attempt of the refresh."""
+        return f"{self.stage}-{self.number}"
+
+
+@dataclass(frozen=True)
+class RefreshRecord:
+    """A refresh as its ledger tells it.
+
+    num_tries: how often it was started; a retry goes on in the same ledger. seconds: of the latest try.
+    prefect_run_count: how often Prefect had started the flow run when the latest try began.
+    """
+
+    refresh: str
+    recipe: str
+    recipe_path: Path
+    process: ProcessIdentity
+    hardware: str
+    git_commit: str | None
+    started_ms: int
+    overrides: tuple[str, ...] = ()
+    until: str | None = None
+    force: tuple[str, ...] = ()
+    state: RefreshState = "running"
+    num_tries: int = 1
+    seconds: float = 0.0
+    prefect_flow_run_id: str | None = None
+    prefect_run_count: int | None = None
+    error: str | None = None
+    stages: dict[str, StageEntry] = field(default_factory=dict)
+    attempts: dict[str, AttemptRecord] = field(default_factory=dict)
+    """By name, oldest first; of all tries."""
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether its process died without saying how the refresh ended."""
+        return self.state == "running" and not self.process.alive()
+
+    @property
+    def killed(self) -> bool:
+        """Whether its process died so, be that recorded already or not."""
+        return self.interrupted or self.error == KILLED
+
+    @property
+    def nothing_new(self) -> bool:
+        """Whether all that it wanted was there already."""
+        return self.state == "completed" and all(entry.state == "cached" for entry in self.stages.values())
+
+    def key_of(self, stage: str, number: int) -> str:
+        """What artifacts and other refreshes call an attempt by."""
+        return f"{self.refresh}/{stage}-{number}"
+
+
+def fold(events: Iterable[AnyEvent]) -> RefreshRecord:
+    """The refresh after these events, the first of which began it."""
+    record = None
+    for event in events:
+        record = after(record, event)
+    assert record is not None, "a ledger is made with its first event"
+    return record
+
+
+def after(record: RefreshRecord | None, event: AnyEvent) -> RefreshRecord:
+    """The refresh after one more event."""
+    if isinstance(event, RefreshBegan):
+        return _begun(record, event)
+    assert record is not None, "the first event begins the refresh"
+    match event:
+        case FlowRunKnown():
+            return replace(record, **_said(event))
+        case StageWaits() | StageCached() | StageFailed():
+            said = {"work": None, "error": None, "error_class": None, **_said(event)}
+            return _with_entry(record, said.pop("stage"), state=STATES[event.event], **said)
+        case AttemptBegan():
+            return _attempt_begun(record, event)
+        case AttemptEnded():
+            return _attempt_ended(record, event)
+        case StageNoted():
+            return _noted(record, event)
+        case RefreshEnded():
+            return _over(replace(record, **_said(event)))
+        case RefreshKilled():
+            if record.state != "running" or record.process != event.process:
+                return record
+            return _over(replace(record, state="failed", error=KILLED))
+
+
+def final_result(folder: Path) -> StageResult:
+    """The `result.json` of an artifact; an empty one when it is not there any more."""
+    try:
+        return StageResult.model_validate_json((folder / "result.json").read_bytes())
+    except (OSError, ValueError):
+        return StageResult()
+
+
+def _begun(record: RefreshRecord | None, event: RefreshBegan) -> RefreshRecord:
+    stages = {name: StageEntry(one.kind, one.version, one.reason) for name, one in event.stages.items()}
+    begun = RefreshRecord(**{**_said(event), "stages": stages}, started_ms=event.time_ms)
+    return replace(begun, num_tries=record.num_tries + 1, attempts=record.attempts) if record else begun
+
+
+def _attempt_begun(record: RefreshRecord, event: AttemptBegan) -> RefreshRecord:
+    attempt = AttemptRecord(**_said(event), started_ms=event.time_ms)
+    record = replace(record, attempts={**record.attempts, attempt.name: attempt})
+    key = record.key_of(event.stage, event.number)
+    return _with_entry(record, event.stage, state="running", work=event.work, attempt=key)
+
+
+def _attempt_ended(record: RefreshRecord, event: AttemptEnded) -> RefreshRecord:
+    """The first end counts: who closes the ledger of a dead process may not be the only one."""
+    attempt = record.attempts[f"{event.stage}-{event.number}"]
+    if attempt.outcome:
+        return record
+    ended = replace(
+        attempt,
+        folder=event.folder,
+        last_byte=event.last_byte,
+        ended_ms=event.time_ms,
+        outcome=event.outcome,
+        metrics={**event.metrics, "stage_time_s": event.seconds} if event.outcome == "finished" else {},
+        tags={**attempt.tags, **event.tags},
+        files=event.files,
+        error=event.error,
+    )
+    record = replace(record, attempts={**record.attempts, ended.name: ended})
+    said = {"seconds": round(event.seconds, 2), "error": event.error, "error_class": event.error_class, "work": None}
+    if event.outcome != "finished":
+        return _with_entry(record, event.stage, state="failed", **said)
+    result = StageResult(metrics=event.metrics, tags=event.tags, files=list(event.files))
+    return _with_entry(record, event.stage, state="built", artifact=event.folder, built=result, **said)
+
+
+def _noted(record: RefreshRecord, event: StageNoted) -> RefreshRecord:
+    """On the latest attempt at the stage, if this refresh made one."""
+    made = [attempt for attempt in record.attempts.values() if attempt.stage == event.stage]
+    if not made:
+        return record
+    noted = replace(made[-1], tags={**made[-1].tags, **event.tags})
+    return replace(record, attempts={**record.attempts, noted.name: noted})
+
+
+def _over(record: RefreshRecord) -> RefreshRecord:
+    """A refresh that is over: what did not end was skipped."""
+    stages = {
+        name: replace(entry, state="skipped", work=None) if entry.state in ("waiting", "running") else entry
+        for name, entry in record.stages.items()
+    }
+    return replace(record, stages=stages)
+
+
+def _said(event: AnyEvent) -> dict[str, Any]:
+    return {name: value for name, value in event if name not in ("event", "time_ms")}
+
+
+def _with_entry(record: RefreshRecord, stage: str, **changes: Any) -> RefreshRecord:
+    entry = replace(record.stages[stage], **changes)
+    return replace(record, stages={**record.stages, stage: entry})

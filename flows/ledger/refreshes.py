@@ -1,0 +1,162 @@
+"""The ledgers of all refreshes of this home: what ran, and how it ended. Files, no server needed.
+
+<home>/ledger/<refresh>/
+    ledger.jsonl    an event a line, only ever appended to: by the process of the refresh; by another one once that died
+    mlflow.json     how much of it has reached MLflow; written by `flows/tracking/shipper.py` only
+    tracking.log    what the shipper said
+
+Prefect, MLflow, views and commands read what happened from here; nothing is asked of them that is not here.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from flows.ledger.events import ANY_EVENT, AnyEvent, AttemptEnded, Outcome, RefreshKilled
+from flows.ledger.home import ledger_root
+from flows.ledger.record import AttemptRecord, RefreshRecord, fold
+from stages.core.errors import StoreError, full_disk_named
+from stages.core.files import write_atomically
+
+LONGEST_END = 65_536
+"""Bytes; a longer end of a refresh is only read more slowly."""
+TORN = "json_invalid"
+"""pydantic's name for what is not JSON: half a line, since whole ones are written by us."""
+
+
+class Ledger:
+    """The ledger of one refresh. It exists from its first event on."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.file = folder / "ledger.jsonl"
+
+    def exists(self) -> bool:
+        """Whether the refresh was begun."""
+        return self.file.exists()
+
+    def size(self) -> int:
+        """Bytes; it only ever grows."""
+        return self.file.stat().st_size
+
+    def is_over(self) -> bool:
+        """Whether the refresh said last that it had ended; reads no more than that. A closed one is not known so."""
+        with self.file.open("rb") as stream:
+            stream.seek(max(0, self.size() - LONGEST_END))
+            end = stream.read()
+        return end.endswith(b"\n") and b'"event":"refresh_ended"' in end.splitlines()[-1]
+
+    def append(self, event: AnyEvent) -> None:
+        """Write one event; it is on the disk when this returns. Raises `ResourceError` when the disk is full."""
+        line = event.model_dump_json() + "\n"
+        with full_disk_named("recording the refresh", self.file):
+            if not self.exists():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                write_atomically(self.file, line)
+                return
+            with self.file.open("a+b") as stream:
+                stream.seek(-1, os.SEEK_END)
+                stream.write((line if stream.read() == b"\n" else f"\n{line}").encode())
+                stream.flush()
+                os.fsync(stream.fileno())
+
+    def events(self) -> Iterator[AnyEvent]:
+        """All events, oldest first. A line that a crash or a full disk has torn is left out.
+
+        Raises `StoreError` when the file cannot be read, or holds what this version does not know.
+        """
+        try:
+            lines = self.file.read_bytes().splitlines()
+            for line in lines:
+                try:
+                    yield ANY_EVENT.validate_json(line)
+                except ValidationError as error:
+                    if error.errors()[0]["type"] != TORN:
+                        raise
+        except (OSError, ValidationError) as error:
+            raise StoreError(f"reading the ledger of refresh {self.folder.name}: {error}") from error
+
+    def read(self) -> RefreshRecord:
+        """The refresh as it is now. Raises what `events` raises."""
+        return fold(self.events())
+
+
+def new_refresh_id(recipe: str) -> str:
+    """Sortable, readable and unique: quickstart-20261121-084512-3f2a."""
+    return f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def ledger_of(refresh: str) -> Ledger:
+    """The ledger that the refresh of this id has, or will have."""
+    return Ledger(ledger_root() / refresh)
+
+
+def ledgers() -> Iterator[Ledger]:
+    """Those of all refreshes; the one that was written to last comes first."""
+    files = ledger_root().glob("*/ledger.jsonl")
+    for file in sorted(files, key=lambda file: file.stat().st_mtime_ns, reverse=True):
+        yield Ledger(file.parent)
+
+
+class RunningRefreshes:
+    """Refreshes that say that they run; reads only ledgers that have grown since it last looked, and theirs."""
+
+    def __init__(self) -> None:
+        self._ended: dict[str, int] = {}
+
+    def all(self) -> Iterator[RefreshRecord]:
+        """Those whose process died are among them."""
+        for ledger in ledgers():
+            size = ledger.size()
+            if self._ended.get(ledger.folder.name) == size:
+                continue
+            record = None if ledger.is_over() else ledger.read()
+            if record and record.state == "running":
+                yield record
+            else:
+                self._ended[ledger.folder.name] = size
+
+    def of(self, recipe: str) -> list[RefreshRecord]:
+        """Those of a recipe whose process lives."""
+        return [record for record in self.all() if record.recipe == recipe and not record.interrupted]
+
+
+def close_interrupted() -> list[str]:
+    """Say of refreshes whose process died that they failed, and where their metrics end; returns their ids.
+
+    It must be done before another attempt appends to the `metrics.jsonl` of the same work folder.
+    """
+    closed = []
+    for record in RunningRefreshes().all():
+        if record.interrupted:
+            ledger = ledger_of(record.refresh)
+            for attempt in record.attempts.values():
+                if attempt.outcome is None:
+                    ledger.append(end_of(attempt, "killed", error="the refresh was killed"))
+            ledger.append(RefreshKilled(process=record.process))
+            closed.append(record.refresh)
+    return closed
+
+
+def end_of(attempt: AttemptRecord, outcome: Outcome, **fields: object) -> AttemptEnded:
+    """The end of an attempt, whose files still lie where it worked unless `folder` says otherwise."""
+    fields = {"folder": attempt.work, **fields}
+    folder = fields["folder"]
+    assert isinstance(folder, Path)
+    return AttemptEnded(
+        stage=attempt.stage, number=attempt.number, outcome=outcome, last_byte=metrics_size(folder), **fields
+    )
+
+
+def metrics_size(folder: Path) -> int:
+    """Bytes of a work folder's `metrics.jsonl`, 0 when there is none."""
+    try:
+        return (folder / "metrics.jsonl").stat().st_size
+    except FileNotFoundError:
+        return 0

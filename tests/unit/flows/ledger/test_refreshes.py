@@ -1,0 +1,165 @@
+"""What a ledger says after a crash, a full disk, a retry; which refreshes run, and what a retry asks for."""
+
+import pytest
+
+from flows.ledger.events import AttemptBegan, FlowRunKnown, PlannedEntry, RefreshBegan, RefreshEnded, StageNoted
+from flows.ledger.process_identity import ProcessIdentity
+from flows.ledger.record import KILLED
+from flows.ledger.refreshes import RunningRefreshes, close_interrupted, end_of, ledger_of, ledgers
+from flows.running.refresh_run import retry_of
+from stages.core.errors import StoreError
+
+DEAD = ProcessIdentity(pid=1, started_ticks=-1)
+ENDED = RefreshEnded(state="completed", seconds=1.0)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def begin(home):
+    """Begin a refresh of stages; returns its ledger."""
+
+    def begin(name, *stages, recipe="nightly", process=None, **fields):
+        ledger = ledger_of(name)
+        ledger.append(
+            RefreshBegan(
+                refresh=name,
+                recipe=recipe,
+                recipe_path=home / "nightly.yaml",
+                process=process or ProcessIdentity.own(),
+                hardware="1 × abacus",
+                git_commit=None,
+                stages={stage: PlannedEntry(kind="download", version="0123456789ab") for stage in stages},
+                **fields,
+            )
+        )
+        return ledger
+
+    return begin
+
+
+def attempt(ledger, home, stage, number=1):
+    work = home / "work" / stage
+    work.mkdir(parents=True, exist_ok=True)
+    ledger.append(AttemptBegan(stage=stage, number=number, work=work, first_byte=0, params={}, tags={"kind": "train"}))
+    return ledger.read().attempts[f"{stage}-{number}"]
+
+
+def finish(ledger, home, stage, **said):
+    ledger.append(end_of(attempt(ledger, home, stage), "finished", **said))
+
+
+def test_a_refresh_runs_until_it_ends_or_its_process_is_dead(begin):
+    running = RunningRefreshes()
+    alive = begin("alive")
+    begin("dead", process=DEAD)
+    begin("other", recipe="other")
+    assert [one.refresh for one in running.of("nightly")] == ["alive"]
+    assert sorted(one.refresh for one in running.all()) == ["alive", "dead", "other"]
+    alive.append(ENDED)
+    assert running.of("nightly") == []
+
+
+def test_a_refresh_that_is_retried_runs_again_and_keeps_its_attempts(begin, home):
+    running = RunningRefreshes()
+    failed = begin("failed", "sft")
+    failed.append(end_of(attempt(failed, home, "sft"), "failed", error="no memory", error_class="ResourceError"))
+    failed.append(RefreshEnded(state="failed", seconds=1.0, error="failed: sft"))
+    assert failed.read().stages["sft"].error == "no memory"
+    assert running.of("nightly") == []
+    begin("failed", "sft")
+    (again,) = running.of("nightly")
+    assert (again.num_tries, list(again.attempts), again.stages["sft"].state) == (2, ["sft-1"], "waiting")
+
+
+def test_a_retry_asks_for_the_same_but_forces_nothing_that_was_done(begin, home):
+    stages = ("base", "sft", "awq")
+    failed = begin("failed", *stages, overrides=("stages.sft.steps=3",), until="awq", force=stages)
+    finish(failed, home, "base")
+    failed.append(end_of(attempt(failed, home, "sft"), "failed", error="no memory"))
+    failed.append(RefreshEnded(state="failed", seconds=1.0))
+    request = retry_of(failed.read())
+    assert (request.recipe, request.overrides) == (str(home / "nightly.yaml"), ("stages.sft.steps=3",))
+    assert (request.until, request.force) == ("awq", ("sft", "awq"))
+
+
+def test_a_built_stage_has_the_metrics_and_the_verdict_that_it_said(begin, home):
+    ledger = begin("one", "promote")
+    said = {"metrics": {"loss": float("nan"), "score": 0.5}, "tags": {"verdict": "promoted"}, "seconds": 2.0}
+    finish(ledger, home, "promote", **said)
+    entry = ledger.read().stages["promote"]
+    assert (entry.state, entry.metrics["score"], entry.verdict) == ("built", 0.5, "promoted")
+    assert entry.metrics["loss"] != entry.metrics["loss"]
+    assert (entry.attempt, ledger.read().attempts["promote-1"].metrics["stage_time_s"]) == ("one/promote-1", 2.0)
+
+
+def test_what_follows_from_an_artifact_is_noted_on_its_attempt(begin, home):
+    ledger = begin("one", "promote")
+    finish(ledger, home, "promote", tags={"verdict": "promoted"})
+    ledger.append(StageNoted(stage="promote", tags={"registered_version": "3"}))
+    tags = ledger.read().attempts["promote-1"].tags
+    assert (tags["kind"], tags["verdict"], tags["registered_version"]) == ("train", "promoted", "3")
+
+
+def test_a_killed_refresh_is_closed_and_what_it_had_not_done_is_skipped(begin, home):
+    ledger = begin("dead", "rows", "sft", "awq", process=DEAD)
+    finish(ledger, home, "rows")
+    work = attempt(ledger, home, "sft").work
+    (work / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert ledger.read().interrupted
+    assert close_interrupted() == ["dead"]
+    closed = ledger.read()
+    assert (closed.state, closed.error, closed.killed) == ("failed", KILLED, True)
+    assert {name: entry.state for name, entry in closed.stages.items()} == {
+        "rows": "built",
+        "sft": "failed",
+        "awq": "skipped",
+    }
+    ended = closed.attempts["sft-1"]
+    assert (ended.outcome, ended.last_byte) == ("killed", len('{"step": 1}\n'))
+    assert close_interrupted() == []
+
+
+def test_whoever_closes_a_refresh_too_late_changes_nothing(begin, home):
+    """Two processes may find at once that one has died; a retry may have begun before the second one writes."""
+    ledger = begin("dead", "sft", process=DEAD)
+    attempt(ledger, home, "sft")
+    size = ledger.file.stat().st_size
+    close_interrupted()
+    closing = ledger.file.read_bytes()[size:]
+    begin("dead", "sft")
+    attempt(ledger, home, "sft", number=2)
+    before = ledger.read()
+    with ledger.file.open("ab") as stream:
+        stream.write(closing)
+    assert ledger.read() == before
+    assert before.state == "running"
+
+
+def test_half_a_line_is_left_out_and_does_not_spoil_the_next_one(begin):
+    ledger = begin("torn", "sft")
+    with ledger.file.open("ab") as stream:
+        stream.write(b'{"event":"refresh_ended","state":"fail')
+    assert ledger.read().state == "running"
+    ledger.append(FlowRunKnown(prefect_flow_run_id="abc", prefect_run_count=1))
+    ledger.append(ENDED)
+    record = ledger.read()
+    assert (record.state, record.prefect_flow_run_id) == ("completed", "abc")
+
+
+def test_a_whole_line_that_is_not_understood_is_an_error_that_names_the_refresh(begin):
+    ledger = begin("newer", "sft")
+    with ledger.file.open("ab") as stream:
+        stream.write(b'{"event":"refresh_teleported"}\n')
+    with pytest.raises(StoreError, match="reading the ledger of refresh newer"):
+        ledger.read()
+
+
+def test_a_folder_without_a_ledger_is_no_refresh(begin, home):
+    begin("whole")
+    (home / "ledger" / "never-begun").mkdir()
+    assert [ledger.folder.name for ledger in ledgers()] == ["whole"]
