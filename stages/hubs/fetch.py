@@ -1,8 +1,8 @@
 """Fetches the files of a hub snapshot over HTTP: several at once, resumed where they broke off, each verified.
 
 huggingface_hub names the files, their digests and addresses, but downloads them itself only into temporary files that
-a killed process leaves useless (since 1.x), and waits as long as a server asks; hence the transfer is done here, for
-both hubs alike.
+a killed process leaves useless (since 1.x), compares sizes and not digests, and waits as long as a server asks; hence
+the transfer is done here, for all hubs alike.
 """
 
 from __future__ import annotations

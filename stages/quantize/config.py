@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from stages.core.contract import DatasetReference, ModelReference, Product, StageConfig, StrictModel
-from stages.quantize.registry import METHODS, Method
+from stages.quantize.registry import METHODS
 from stages.serving.quantization import Quantization
 
+if TYPE_CHECKING:
+    Method = str
+else:
+    Method = Literal[tuple(METHODS)]
 ROUTERS = (r"re:.*\.(mlp|block_sparse_moe|feed_forward)\.(gate|router)$", r"re:.*\.shared_expert_gate$")
 """Which expert a token goes to hangs on small differences, and the matrix is tiny: never quantized."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
 
 from stages.quantize.quantizer import Quantizer
 from stages.serving.quantization import WeightFormat
@@ -24,11 +23,6 @@ METHODS: dict[str, MethodEntry] = {
     "int8": MethodEntry("int8", "stages.quantize.llm_compressor"),
     "fp8": MethodEntry("fp8", "stages.quantize.llm_compressor"),
 }
-
-if TYPE_CHECKING:
-    Method = str
-else:
-    Method = Literal[tuple(METHODS)]
 
 
 def quantizer_of(method: str) -> Quantizer:

@@ -10,6 +10,7 @@ import json
 import math
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from stages.core.contract import StageContext, StageResult
 from stages.core.errors import GateError, ModelError, RecipeError
@@ -19,6 +20,9 @@ from stages.quantize.config import QuantizeConfig
 from stages.quantize.registry import quantizer_of
 from stages.quantize.samples import read_samples
 from stages.serving.registry import default_engine
+
+if TYPE_CHECKING:
+    from stages.quantize.divergence import Divergence
 
 MIB = 2**20
 
@@ -47,15 +51,7 @@ def run(config: QuantizeConfig, context: StageContext) -> StageResult:
     )
     before, after = _mebibytes(source), _mebibytes(target)
     context.milestone(f"wrote the quantized model: {before:.1f} → {after:.1f} MiB")
-    from stages.quantize.divergence import measure_divergence  # takes seconds to import: what can fail early has
-
-    divergence = measure_divergence(
-        source,
-        target,
-        samples.evaluation,
-        trust_remote_code=config.trust_remote_code,
-        report=lambda done, total: context.progress(done, total, "tokens", "comparing with the unquantized model"),
-    )
+    divergence = _compare(source, target, samples.evaluation, config, context)
     sizes = {"size_before_mib": before, "size_after_mib": after, "compression": before / after}
     metrics = {**divergence.metrics(), **sizes}
     context.log_metrics(0, metrics)
@@ -80,6 +76,20 @@ def _check(source: Path, config: QuantizeConfig) -> int:
         )
     default_engine().check_loadable(model_config, projections, config.quantization)
     return len(layers)
+
+
+def _compare(
+    source: Path, target: Path, samples: list[list[int]], config: QuantizeConfig, context: StageContext
+) -> Divergence:
+    from stages.quantize.divergence import measure_divergence  # torch takes seconds to import: checks come first
+
+    return measure_divergence(
+        source,
+        target,
+        samples,
+        trust_remote_code=config.trust_remote_code,
+        report=lambda done, total: context.progress(done, total, "tokens", "comparing with the unquantized model"),
+    )
 
 
 def _mebibytes(folder: Path) -> float:

@@ -21,6 +21,9 @@ def measure(server: Server, benchmark: BenchmarkConfig, folder: Path) -> dict[st
                 f"{load.num_failed} of {load.num_requests} requests failed under {load.concurrency} at a time; "
                 f"see {folder / 'benchmark.log'} and {server.log_file}"
             )
-        for name in ("ttft_ms", "inter_token_latency_ms", "output_tokens_per_s"):
-            metrics[f"{name}_concurrency_{load.concurrency}"] = getattr(load, name)
+        metrics |= {
+            f"ttft_ms_concurrency_{load.concurrency}": load.ttft_ms,
+            f"inter_token_latency_ms_concurrency_{load.concurrency}": load.inter_token_latency_ms,
+            f"output_tokens_per_s_concurrency_{load.concurrency}": load.output_tokens_per_s,
+        }
     return metrics

@@ -106,7 +106,15 @@ def save_model(model, folder):
     ).save_pretrained(folder)
 
 
-def quantize(home, name, **fields):
+WITH_ROUNDING = """
+from stages.quantize.registry import METHODS, MethodEntry
+METHODS["round"] = MethodEntry("int8", "tests.rounding_quantizer")
+from stages.__main__ import main
+main()
+"""
+
+
+def quantize(home, name, program=("-m", "stages"), **fields):
     """A stage process like the runner's. Returns its exit code; the work folder is `home/name`."""
     work = home / name
     work.mkdir()
@@ -119,9 +127,7 @@ def quantize(home, name, **fields):
     (work / "config.json").write_text(told.model_dump_json())
     with (work / "log").open("w") as log:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.run(
-            [sys.executable, "-m", "stages", work], stdout=log, stderr=log, env=environment
-        ).returncode
+        return subprocess.run([sys.executable, *program, work], stdout=log, stderr=log, env=environment).returncode
 
 
 @pytest.fixture(scope="module")
@@ -243,6 +249,17 @@ def test_progress_and_milestones_are_told(built):
     milestones = [event["message"] for event in events if event["event"] == "milestone"]
     assert milestones[0].startswith("quantizing 14 layers with awq, calibrated with")
     assert milestones[1].startswith("wrote the quantized model: ")
+
+
+def test_a_quantizer_is_its_module_and_a_line_of_the_registry(home):
+    """The stage checks, runs, reloads and judges one that it has never heard of."""
+    assert quantize(home, "rounded", ("-c", WITH_ROUNDING), method="round") == 0, (home / "rounded/log").read_text()
+
+    result = json.loads((home / "rounded/result.json").read_text())
+    assert 0 < result["metrics"]["kl_nats_per_token"] < KL_BOUNDS["int8"]
+    assert result["metrics"]["compression"] == pytest.approx(2, rel=0.05)
+    assert result["tags"]["method"] == "round"
+    assert "quantizing 14 layers with round" in (home / "rounded/events.jsonl").read_text()
 
 
 def test_shapes_are_judged_as_the_cpu_kernel_of_vllm_judges_them():

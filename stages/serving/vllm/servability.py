@@ -9,7 +9,7 @@ The rules are those of the kernels that vLLM 0.32 selects, on the kind of device
   experts of a mixture a hidden size in multiples of 128;
 - 8 bits: cutlass, oneDNN or a fallback of theirs takes any shape.
 
-`caveats` says what no shape tells: what a CPU of this kind does to the served model.
+`caveats` says what does not show in shapes: what a CPU of this kind does to the served model.
 """
 
 from __future__ import annotations

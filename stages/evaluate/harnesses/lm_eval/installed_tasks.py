@@ -98,7 +98,7 @@ def _files_by_name() -> dict[str, list[Path]]:
 
 @functools.cache
 def _parsed(file: Path) -> dict[str, Any]:
-    """A file that is no mapping, or is gone, says nothing: lm-eval itself will tell."""
+    """A file that is no mapping, or is gone, counts as empty: lm-eval itself will complain."""
     try:
         config = parse_task_file(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):

@@ -28,7 +28,7 @@ class TaskSelection:
 
 
 def select_tasks(names: tuple[str, ...], folder: Path | None) -> TaskSelection:
-    """Raises EvaluationError for a name that nobody knows, with the closest ones, and for a bad task folder."""
+    """Raises EvaluationError for an unknown name, with the closest ones, and for a bad task folder."""
     local = read_task_folder(folder) if folder else None
     known_locally = local.names if local else frozenset()
     elsewhere = [name for name in names if name not in known_locally]
