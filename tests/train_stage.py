@@ -57,7 +57,7 @@ def make_context(work: Path, artifacts: dict[str, Path], config: TrainConfig) ->
     """The work folder of a stage, as its process finds it."""
     work.mkdir(parents=True, exist_ok=True)
     cache = work.parent / "cache"
-    told = StageInput(
+    stage_input = StageInput(
         name="trained",
         kind="train",
         version=VERSION,
@@ -65,8 +65,8 @@ def make_context(work: Path, artifacts: dict[str, Path], config: TrainConfig) ->
         inputs=artifacts,
         cache=cache,
     )
-    (work / "config.json").write_text(told.model_dump_json())
-    return StageContext(work, told.name, VERSION, artifacts, {}, cache)
+    (work / "config.json").write_text(stage_input.model_dump_json())
+    return StageContext(work, stage_input.name, VERSION, artifacts, {}, cache)
 
 
 def start(work: Path, config: TrainConfig) -> subprocess.Popen[bytes]:

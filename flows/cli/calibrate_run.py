@@ -1,4 +1,4 @@
-"""What `lifecycle calibrate` does once it has been asked: find runs, fit, write the hardware file, say how good."""
+"""What `lifecycle calibrate` does: find runs, fit, write the hardware file, say how good the fit is."""
 
 from __future__ import annotations
 
@@ -99,15 +99,10 @@ def _start_of(runs: Sequence[LoggedRun], wanted: str) -> Hardware:
         raise RecipeError(f"calibrating: runs where {wanted} are of {' and '.join(machines)}; choose one with --where")
     accelerators = {run.tags["device_name"] for run in runs if run.tags.get("device") != "cpu"}
     if not accelerators:
-        return _this_cpu()
+        return replace(cpu_of(num_cores()), memory_gib=memory_gib()[1])
     known = named_like(accelerators.pop())
     if known is None:
         raise RecipeError(
             f"calibrating: no built-in description is like {machines[0]}; describe it in {hardware_file()}"
         )
     return known
-
-
-def _this_cpu() -> Hardware:
-    _, total_gib = memory_gib()
-    return replace(cpu_of(num_cores()), memory_gib=total_gib)

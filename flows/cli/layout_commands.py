@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,18 +48,12 @@ def layouts(
 
     request = search_request(model, LayoutOptions(num_gpus=num_gpus, **options))
     if explain:
-        one = explained(request, explain)
-        _answer(one, layout_table.explained_as_json, layout_table.explained_as_text, as_json)
+        answer = explained(request, explain)
+        shown = layout_table.explained_as_json(answer) if as_json else layout_table.explained_as_text(answer)
     else:
-        many = ranked(request, top)
-        _answer(many, layout_table.ranked_as_json, layout_table.ranked_as_text, as_json)
-
-
-def _answer(answer: Any, to_json: Callable[[Any], Any], to_text: Callable[[Any], str], as_json: bool) -> None:
-    if as_json:
-        print_json(to_json(answer))
-    else:
-        click.echo(to_text(answer))
+        ranking = ranked(request, top)
+        shown = layout_table.ranked_as_json(ranking) if as_json else layout_table.ranked_as_text(ranking)
+    (print_json if as_json else click.echo)(shown)
 
 
 def _predict(table: Path, out: Path | None, as_json: bool) -> None:

@@ -7,21 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from flows.planning.layout_advice import Explained, Ranked
-from stages.planner.explain import describe, near_misses, what_limits
+from stages.planner.explain import near_misses, what_limits
 from stages.planner.search import Candidate, SearchRequest
 
-FIELDS = (
-    "dp_replicate",
-    "dp_shard",
-    "tp",
-    "pp",
-    "vpp",
-    "cp",
-    "ep",
-    "micro_batch_size",
-    "recompute",
-    "sequence_parallel",
-)
 SECONDS_PER_DAY = 86400
 COLUMNS = {
     "engine": "engine",
@@ -52,13 +40,10 @@ TIME_GROUPS = {
 
 
 def row_as_json(candidate: Candidate, request: SearchRequest) -> dict[str, Any]:
-    """One layout: the fields that a layout has, and what is predicted of it."""
-    layout = candidate.layout.model_dump()
+    """One layout, and what is predicted of it."""
     return {
         "engine": candidate.engine,
-        **{name: layout[name] for name in FIELDS},
-        "reshard_after_forward": layout["reshard_after_forward"],
-        "cpu_offload": layout["cpu_offload"],
+        **candidate.layout.model_dump(),
         "memory_gib": candidate.memory.peak_gib,
         "step_time_s": candidate.time.step_time_s,
         "tokens_per_s_per_gpu": candidate.time.tokens_per_s_per_gpu,
@@ -76,7 +61,7 @@ def ranked_as_json(answer: Ranked) -> dict[str, Any]:
     """All that the text says."""
     best = answer.result.best
     return {
-        **_asked(answer.request),
+        **_request_as_json(answer.request),
         "num_legal": answer.result.num_legal,
         "num_fitting": len(answer.result.fitting),
         "layouts": [row_as_json(candidate, answer.request) for candidate in answer.shown],
@@ -99,7 +84,7 @@ def ranked_as_text(answer: Ranked) -> str:
 def explained_as_json(answer: Explained) -> dict[str, Any]:
     """One layout, and each pipeline stage's memory."""
     return {
-        **_asked(answer.request),
+        **_request_as_json(answer.request),
         "layout": row_as_json(answer.candidate, answer.request),
         "stages_memory_gib": [{**asdict(stage), "total": stage.total} for stage in answer.candidate.memory.stages],
         "why": what_limits(answer.candidate),
@@ -108,12 +93,12 @@ def explained_as_json(answer: Explained) -> dict[str, Any]:
 
 
 def explained_as_text(answer: Explained) -> str:
-    """Parts of memory by pipeline stage, parts of a step, and what to mind."""
+    """Parts of memory by pipeline stage, parts of a step, and warnings."""
     candidate, request = answer.candidate, answer.request
     verdict = "fits" if candidate.fits else "does not fit"
     lines = [
         _headline(request),
-        f"{describe(candidate)}: {candidate.memory.peak_gib:.1f} of {candidate.available_gib:.1f} GiB, {verdict}",
+        f"{candidate.text}: {candidate.memory.peak_gib:.1f} of {candidate.available_gib:.1f} GiB, {verdict}",
         "memory of a rank, GiB:",
         *_stages(candidate),
         f"step: {candidate.time.step_time_s:.3g} s, {candidate.time.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, "
@@ -126,10 +111,10 @@ def explained_as_text(answer: Explained) -> str:
         f"why: {what_limits(candidate)}",
         _duration(candidate, request),
     ]
-    return "\n".join([*lines, *(f"mind: {warning}" for warning in answer.warnings)])
+    return "\n".join([*lines, *(f"warning: {warning}" for warning in answer.warnings)])
 
 
-def _asked(request: SearchRequest) -> dict[str, Any]:
+def _request_as_json(request: SearchRequest) -> dict[str, Any]:
     workload = request.workload
     return {
         "parameters": request.shape.num_parameters,
@@ -143,23 +128,18 @@ def _asked(request: SearchRequest) -> dict[str, Any]:
 
 
 def _headline(request: SearchRequest) -> str:
-    workload = request.workload
+    workload, number = request.workload, request.shape.num_parameters
+    count = f"{number / 1e9:.1f}B" if number >= 1e9 else f"{number / 1e6:.1f}M"
     return (
-        f"{_count(request.shape.num_parameters)} parameters on {request.num_gpus} × {request.hardware.name}, "
+        f"{count} parameters on {request.num_gpus} × {request.hardware.name}, "
         f"{workload.global_batch_size:,} rows of {workload.sequence_length:,} tokens a step, {workload.precision}"
     )
 
 
-def _count(number: int) -> str:
-    return f"{number / 1e9:.1f}B" if number >= 1e9 else f"{number / 1e6:.1f}M"
-
-
 def _table(candidates: Sequence[Candidate], request: SearchRequest) -> list[str]:
-    figures = ("GiB", *MEMORY_GROUPS, "step s", *TIME_GROUPS, "tok/s/GPU", "MFU")
-    figures += ("days", "GPU-hours") if request.workload.total_tokens else ()
-    rows = [(*COLUMNS.values(), *figures), *(_cells(candidate, request) for candidate in candidates)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    headings = (*COLUMNS.values(), "GiB", *MEMORY_GROUPS, "step s", *TIME_GROUPS, "tok/s/GPU", "MFU")
+    headings += ("days", "GPU-hours") if request.workload.total_tokens else ()
+    return _aligned([headings, *(_cells(candidate, request) for candidate in candidates)])
 
 
 def _cells(candidate: Candidate, request: SearchRequest) -> tuple[str, ...]:
@@ -181,15 +161,16 @@ def _cells(candidate: Candidate, request: SearchRequest) -> tuple[str, ...]:
 
 
 def _stages(candidate: Candidate) -> list[str]:
-    stages = candidate.memory.stages
-    shown = stages if len(stages) <= 8 else (*stages[:3], *stages[-2:])
-    rows = [("stage", "total", *(name.replace("_", " ") for name in asdict(stages[0])))]
-    rows += [
-        (str(stages.index(stage)), *(f"{value:.1f}" for value in (stage.total, *asdict(stage).values())))
-        for stage in shown
-    ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    stages = list(enumerate(candidate.memory.stages))
+    shown = stages if len(stages) <= 8 else [*stages[:3], *stages[-2:]]
+    headings = ("stage", "total", *(name.replace("_", " ") for name in asdict(candidate.memory.worst)))
+    rows = ((str(index), *(f"{gib:.1f}" for gib in (stage.total, *asdict(stage).values()))) for index, stage in shown)
+    return [f"  {line}" for line in _aligned([headings, *rows])]
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
 def _duration(candidate: Candidate, request: SearchRequest) -> str:
@@ -200,7 +181,7 @@ def _duration(candidate: Candidate, request: SearchRequest) -> str:
 
 
 def _days_and_gpu_hours(candidate: Candidate, request: SearchRequest) -> tuple[float | None, float | None]:
-    """Of all steps, and with DPO the reference pass before them."""
+    """Of all steps, and of the reference pass before them."""
     tokens = request.workload.total_tokens
     if tokens is None:
         return None, None

@@ -36,7 +36,7 @@ def check_devices(planned: Plan) -> None:
 
 
 def on_devices(planned: PlannedStage, numbers: Sequence[int]) -> PlannedStage:
-    """The stage, told to use just these GPUs, unless the recipe names others; its version stays."""
+    """The stage with its environment limited to these GPUs, unless the recipe names others; its version stays."""
     execution = planned.config.execution
     if not gpus() or not numbers or "CUDA_VISIBLE_DEVICES" in execution.environment:
         return planned

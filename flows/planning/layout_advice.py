@@ -1,8 +1,7 @@
-"""What `lifecycle layouts` is asked and answers: a recipe or a model's config → layouts ranked, or one explained."""
+"""What `lifecycle layouts` shows: a recipe or a model's config → layouts ranked, or one explained."""
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,10 +9,11 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from flows.ledger.home import hardware_file, store_root
-from flows.planning.model_shape import shape_of_stage
+from flows.planning.model_shape import download_of, shape_of_download
 from flows.planning.outside import resolve_outside
 from flows.planning.plan import chosen_stages
 from flows.recipe.recipe import load_recipe
+from flows.recipe.text import closest
 from flows.store.store import Store
 from stages.core.errors import LayoutError, ModelError, RecipeError
 from stages.models.known_models import known_model
@@ -113,9 +113,8 @@ def parse_layout(text: str, num_gpus: int) -> tuple[EngineName, Layout]:
 
     What is left of the GPUs is data parallelism, sharded; tensor parallelism brings sequence parallelism along.
     """
-    words = [word for word in re.split(r"[,\s]+", text.strip()) if word]
-    engines = [word.removeprefix("engine=") for word in words if word.removeprefix("engine=") in ENGINES]
-    fields = dict(_field(word) for word in words if word.removeprefix("engine=") not in ENGINES)
+    words = [word.removeprefix("engine=") for word in re.split(r"[,\s]+", text.strip()) if word]
+    fields = dict(_field(word) for word in words if word not in ENGINES)
     if "tp" in fields and fields["tp"] != "1":
         fields.setdefault("sequence_parallel", "true")
     try:
@@ -125,20 +124,16 @@ def parse_layout(text: str, num_gpus: int) -> tuple[EngineName, Layout]:
         raise LayoutError(f"reading the layout {text!r}: {problems}") from error
     if "dp_shard" not in fields and num_gpus % layout.world_size == 0:
         layout = layout.model_copy(update={"dp_shard": num_gpus // layout.world_size})
-    is_megatron = max(layout.tp, layout.pp, layout.cp, layout.ep) > 1
-    default: EngineName = "megatron" if is_megatron else "fsdp"
-    return ("megatron" if engines[0] == "megatron" else "fsdp") if engines else default, layout
+    needs_megatron = max(layout.tp, layout.pp, layout.cp, layout.ep) > 1
+    return "megatron" if "megatron" in words or (needs_megatron and "fsdp" not in words) else "fsdp", layout
 
 
 def _field(word: str) -> tuple[str, str]:
     name, _, value = word.partition("=")
-    if name in Layout.model_fields and value:
-        return name, value
-    close = difflib.get_close_matches(name, Layout.model_fields, 1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    raise LayoutError(
-        f"reading a layout: {word!r} is no field with a value; known: {', '.join(Layout.model_fields)}{hint}"
-    )
+    if name not in Layout.model_fields or not value:
+        hint = closest(name, Layout.model_fields)
+        raise LayoutError(f"reading a layout: found {word!r}, expected an engine or FIELD=VALUE such as tp=2{hint}")
+    return name, value
 
 
 def _hardware(options: LayoutOptions) -> Hardware:
@@ -170,7 +165,8 @@ def _of_recipe(path: Path, stage: str | None) -> tuple[ModelShape, Workload]:
         raise RecipeError(f"{path}: looking for the train stage {stage or 'any'}; found {', '.join(trained) or 'none'}")
     name = stage or next(iter(trained))
     outside = resolve_outside(recipe, chosen_stages(recipe, name), unreachable={})
-    return shape_of_stage(recipe, name, outside, Store(store_root()).index()), trained[name].workload
+    shape = shape_of_download(recipe, download_of(recipe, name), outside, Store(store_root()).index())
+    return shape, trained[name].workload
 
 
 def _of_config(model: str) -> ModelShape:

@@ -7,16 +7,18 @@ the same machine finds its artifact again, and another machine, or a calibration
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 from flows.ledger.home import hardware_file
 from flows.ledger.machine import gpus, num_cores
-from flows.planning.model_shape import shape_of_stage
+from flows.planning.model_shape import download_of, shape_of_download
 from flows.planning.outside import Outside
 from flows.recipe.recipe import Recipe
 from flows.store.record import Index
 from stages.core.errors import LayoutError, ResourceError
 from stages.models.shape import ModelShape
-from stages.parallel.layout import AutoLayout, describe_layout
+from stages.parallel.layout import AutoLayout
+from stages.planner.hardware import Hardware
 from stages.planner.local_hardware import hardware_at_hand
 from stages.planner.prediction import NUM_ALTERNATIVES
 from stages.planner.search import Candidate, SearchRequest, fitting_layouts
@@ -33,43 +35,56 @@ class LayoutChoice:
     candidates: tuple[Candidate, ...]
 
     def __str__(self) -> str:
-        best, *others = map(_shown, self.candidates[:NUM_SHOWN])
+        best, *others = (
+            f"{one.text} ({one.time.step_time_s:.3g} s a step, {one.memory.peak_gib:.1f} GiB)"
+            for one in self.candidates[:NUM_SHOWN]
+        )
         return f"{self.stage}: layout auto → {best}" + (f"; then {'; '.join(others)}" if others else "")
 
 
 def choose_layouts(recipe: Recipe, outside: Outside, index: Index) -> tuple[Recipe, list[LayoutChoice]]:
     """The recipe with every `auto` of the stages in `outside` replaced, and what was chosen from.
 
-    Raises LayoutError when no layout is legal or fits, ResourceError for a GPU that nobody has described.
+    Raises LayoutError when no layout is legal or fits, ResourceError for a GPU without a description.
     """
+
+    @cache
+    def shape_of(download: str) -> ModelShape:
+        return shape_of_download(recipe, download, outside, index)
+
     stages, choices = dict(recipe.stages), []
     for name, config in recipe.stages.items():
         if name in outside and isinstance(config, TrainConfig) and isinstance(config.layout, AutoLayout):
-            choice = _choose(name, config, shape_of_stage(recipe, name, outside, index))
+            choice = _choose(name, config, shape_of(download_of(recipe, name)))
             stages[name] = config.model_copy(update={"layout": choice.candidates[0].layout})
             choices.append(choice)
     return replace(recipe, stages=stages), choices
 
 
 def _choose(name: str, config: TrainConfig, shape: ModelShape) -> LayoutChoice:
-    found = [one for processes in _process_counts(config) for one in _candidates(name, config, shape, processes)]
+    counts = _process_counts(config)
+    requests = (
+        SearchRequest(shape, config.workload, _hardware(name, count), count, (config.engine,)) for count in counts
+    )
+    found = [candidate for request in requests for candidate in fitting_layouts(request)]
     if not found:
+        processes = f"{counts[0]} processes" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} processes"
         raise LayoutError(
-            f"stages.{name}.layout: auto, but no layout of {_counts_text(_process_counts(config))} fits this machine; "
+            f"stages.{name}.layout: auto, but no layout of {processes} fits this machine; "
             "`lifecycle layouts` says by how much"
         )
     fastest = sorted(found, key=lambda one: one.time.step_time_s)
     return LayoutChoice(name, tuple(fastest[: 1 + NUM_ALTERNATIVES]))
 
 
-def _candidates(name: str, config: TrainConfig, shape: ModelShape, processes: int) -> tuple[Candidate, ...]:
+def _hardware(name: str, processes: int) -> Hardware:
     names = gpus()
     hardware = hardware_at_hand(names[0] if names else None, processes, hardware_file())
     if hardware is None:
         raise ResourceError(
             f"stages.{name}.layout: auto, but the planner knows no {names[0]}; describe it in {hardware_file()}"
         )
-    return fitting_layouts(SearchRequest(shape, config.workload, hardware, processes, (config.engine,)))
+    return hardware
 
 
 def _process_counts(config: TrainConfig) -> list[int]:
@@ -78,13 +93,3 @@ def _process_counts(config: TrainConfig) -> list[int]:
     if execution.processes:
         return [execution.processes * execution.nodes]
     return [len(gpus()) * execution.nodes] if gpus() else list(range(1, num_cores() + 1))
-
-
-def _counts_text(counts: list[int]) -> str:
-    """`1 to 8 processes`."""
-    return f"{counts[0]} processes" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} processes"
-
-
-def _shown(candidate: Candidate) -> str:
-    text = describe_layout(candidate.engine, candidate.layout)
-    return f"{text} ({candidate.time.step_time_s:.3g} s a step, {candidate.memory.peak_gib:.1f} GiB)"

@@ -18,13 +18,23 @@ from stages.models.model_config import read_config, shape_of_config
 from stages.models.shape import ModelShape
 
 
-def shape_of_stage(recipe: Recipe, stage: str, outside: Outside, index: Index) -> ModelShape:
-    """Shape of what the field `model` of a stage leads to.
+def download_of(recipe: Recipe, stage: str) -> str:
+    """The download that the field `model` of a stage leads to."""
+    name = stage
+    while recipe.stages[name].kind != "download":
+        upstream = recipe.stages[name].references().get("model")
+        if upstream is None:
+            raise RecipeError(f"looking for the model of {stage}: {name} refers to none")
+        name = upstream
+    return name
 
-    outside: of the stages that `stage` stands on, from `resolve_outside`.
+
+def shape_of_download(recipe: Recipe, name: str, outside: Outside, index: Index) -> ModelShape:
+    """Shape of the model that a stage downloads.
+
+    outside: of the stages that the train stage stands on, from `resolve_outside`.
     Raises DownloadError or ModelError when it cannot be read, or is of a kind that the planner does not know.
     """
-    name = _download_of(recipe, stage)
     config = recipe.stages[name]
     assert isinstance(config, DownloadConfig)
     artifact = index.find(config.kind, version_of(identity_of(config, {}, outside[name])))
@@ -36,13 +46,3 @@ def shape_of_stage(recipe: Recipe, stage: str, outside: Outside, index: Index) -
     if known is None:
         raise TransientError(f"reading the sizes of {config.model}: its hub does not answer, and no table has it")
     return known
-
-
-def _download_of(recipe: Recipe, stage: str) -> str:
-    name = stage
-    while recipe.stages[name].kind != "download":
-        upstream = recipe.stages[name].references().get("model")
-        if upstream is None:
-            raise RecipeError(f"looking for the model of {stage}: {name} refers to none")
-        name = upstream
-    return name

@@ -25,27 +25,27 @@ def resolve_outside(
     Raises `RecipeError` when a path does not exist, and what the stages' own `resolve_outside` raise.
     """
     chosen = {name: config for name, config in recipe.stages.items() if stages is None or name in stages}
+    paths = {(name, field): path for name, config in chosen.items() for field, path in config.outside_paths().items()}
     missing = [
         f"stages.{name}.{field}: there is no file or folder {path}"
-        for name, config in chosen.items()
-        for field, path in config.outside_paths().items()
+        for (name, field), path in paths.items()
         if not path.exists()
     ]
     if missing:
         raise RecipeError("\n".join(missing))
-    paths = {path for config in chosen.values() for path in config.outside_paths().values()}
-    hashes = {path: hash_path(path) for path in paths}
+    hashes = {path: hash_path(path) for path in set(paths.values())}
     with ThreadPoolExecutor() as executor:  # hubs are slow to answer, and slower not to
         resolved = dict(zip(chosen, executor.map(_resolve, chosen.values()), strict=True))
     outside: Outside = {}
-    for name, config in chosen.items():
-        found = resolved[name]
+    for name, found in resolved.items():
         if isinstance(found, TransientError):
             if unreachable is None:
                 raise found
             unreachable[name] = str(found)
             found = {}
-        outside[name] = {**found, **{field: hashes[path] for field, path in config.outside_paths().items()}}
+        outside[name] = dict(found)
+    for (name, field), path in paths.items():
+        outside[name][field] = hashes[path]
     return outside
 
 

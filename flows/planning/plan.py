@@ -149,7 +149,7 @@ def _decide_built(
 ) -> Decision:
     if found.damage:
         damage = "; ".join(found.damage)
-        return Decision("run", f"damaged on disk ({damage}), so it would stop here; `--force {name}` builds it anew")
+        return Decision("run", f"damaged on disk ({damage}), so it would stop here; `--force {name}` builds it again")
     uncertain = [stage for stage in references.values() if planned[stage].action == "run"]
     if uncertain:
         return Decision("run", f"only if the content of {uncertain[0]} changes, which runs before it")

@@ -48,7 +48,7 @@ SHAREGPT_ROLES = {
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages to render with a chat template; the first `num_prompt_messages` carry no loss, whoever speaks."""
+    """Messages to render with a chat template; the first `num_prompt_messages` carry no loss, in whatever role."""
 
     messages: list[Message]
     num_prompt_messages: int = 0

@@ -1,7 +1,7 @@
 """Checks a Hugging Face model folder in well under a second, before anything slow is started on it.
 
 Reads headers only: a folder that passes has a config, complete safetensors files and a tokenizer. Whether the weights
-are the right ones is for whoever loads them.
+are the right ones shows when they are loaded.
 """
 
 from __future__ import annotations

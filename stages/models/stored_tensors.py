@@ -1,4 +1,4 @@
-"""Whether a checkpoint holds what is to be loaded from it, told from its index alone."""
+"""Whether a checkpoint holds what is to be loaded from it, by its index alone."""
 
 from __future__ import annotations
 

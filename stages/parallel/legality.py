@@ -2,7 +2,7 @@
 
 Errors are what the engine cannot do, warnings what is rarely wise; each is a sentence with every factor in it. A config
 is checked for `layout_errors` when it is parsed, for `model_errors` when its model is there. No sentence is written
-before it is needed, so that a search may ask `is_legal` of 100,000 layouts. What fits and is fast is for `planner`.
+before it is needed: a search calls `is_legal` for 100,000 layouts. What fits and is fast is for `planner`.
 """
 
 from __future__ import annotations

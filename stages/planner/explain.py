@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from heapq import nlargest
 
-from stages.parallel.layout import Layout, describe_layout
+from stages.parallel.layout import Layout
 from stages.planner.search import Candidate, SearchResult
 
 NUM_NEAR_MISSES = 5
@@ -34,7 +34,7 @@ def what_limits(candidate: Candidate) -> str:
     large = [name for name in by_size if parts[name] >= LARGE_SHARE * total_s]
     shares = ", ".join(f"{MEANING[name]} {parts[name] / total_s:.0%}" for name in large)
     free_gib = candidate.available_gib - candidate.memory.peak_gib
-    return f"{describe(candidate)} spends its step on {shares}; {_room(free_gib, candidate.available_gib)}"
+    return f"{candidate.text} spends its step on {shares}; {_room(free_gib, candidate.available_gib)}"
 
 
 def near_misses(result: SearchResult) -> list[str]:
@@ -45,11 +45,6 @@ def near_misses(result: SearchResult) -> list[str]:
     faster = _of_other_degrees(result.too_large, [best])
     slower = _of_other_degrees(result.fitting, [best])
     return [_too_large(one, best) for one in faster] + [_slower(one, best) for one in slower]
-
-
-def describe(candidate: Candidate) -> str:
-    """Engine and what differs from the default layout."""
-    return describe_layout(candidate.engine, candidate.layout)
 
 
 def _room(free_gib: float, available_gib: float) -> str:
@@ -67,7 +62,7 @@ def _too_large(candidate: Candidate, best: Candidate | None) -> str:
     gain = ""
     if best is not None:
         gain = f", would be {1 - candidate.time.step_time_s / best.time.step_time_s:.0%} faster, but"
-    return f"{describe(candidate)}{gain or ':'} lacks {over_gib:.1f} GiB: {needed_gib:.1f} GiB ({named})"
+    return f"{candidate.text}{gain or ':'} lacks {over_gib:.1f} GiB: {needed_gib:.1f} GiB ({named})"
 
 
 def _slower(candidate: Candidate, best: Candidate) -> str:
@@ -75,7 +70,7 @@ def _slower(candidate: Candidate, best: Candidate) -> str:
     lost = {name: own[name] - other[name] for name in own}
     name = max(lost, key=lambda name: lost[name])
     slower = candidate.time.step_time_s / best.time.step_time_s - 1
-    return f"{describe(candidate)} is {slower:.0%} slower: {MEANING[name]} +{lost[name]:.3g} s"
+    return f"{candidate.text} is {slower:.0%} slower: {MEANING[name]} +{lost[name]:.3g} s"
 
 
 def _of_other_degrees(candidates: Sequence[Candidate], seen: Sequence[Candidate]) -> list[Candidate]:

@@ -1,4 +1,4 @@
-"""Devices and the links between them: data-sheet figures, and the few constants that say what is achieved of them.
+"""Devices and the links between them: data-sheet numbers, and the few constants that say what is achieved of them.
 
 Built-in descriptions are of common 8-GPU nodes; others come from a YAML file with the same fields. The constants in
 `Efficiency` are fitted to published runs by `tests/benchmarks/planner_accuracy.py`.
@@ -133,7 +133,7 @@ def built_in(name: str) -> Hardware:
     close = difflib.get_close_matches(key, HARDWARE, 1)
     hint = f"; did you mean {close[0]}?" if close else ""
     raise RecipeError(
-        f"looking for hardware {name!r}: known are {', '.join(HARDWARE)}{hint} (or give a YAML file with its figures)"
+        f"looking for hardware {name!r}: known: {', '.join(HARDWARE)}{hint} (or describe it in a YAML file)"
     )
 
 
@@ -164,15 +164,11 @@ def from_yaml(path: Path) -> Hardware:
     start = {f.name: getattr(built_in(base), f.name) for f in fields(Hardware)} if base else {}
     efficiency = _checked(path, Efficiency, given.pop("efficiency", None) or {})
     merged = {**start, "name": path.stem, **_checked(path, Hardware, given)}
-    missing = [f.name for f in fields(Hardware) if f.name not in merged and _is_required(f)]
+    missing = [f.name for f in fields(Hardware) if f.name not in merged and f.default is MISSING]
     if missing:
         raise RecipeError(f"reading hardware from {path}: {', '.join(missing)} missing; or say `like: h100-80gb`")
     hardware = Hardware(**merged)
     return replace(hardware, efficiency=replace(hardware.efficiency, **efficiency))
-
-
-def _is_required(field: Any) -> bool:
-    return field.default is MISSING
 
 
 def _checked(path: Path, kind: type, given: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from stages.planner.hardware import HARDWARE, Hardware, built_in, from_yaml
 
 
 def hardware_at_hand(device_name: str | None, processes: int, file: Path | None) -> Hardware | None:
-    """What each of this machine's `processes` runs on; None for an accelerator that nobody has described.
+    """What each of this machine's `processes` runs on; None for an accelerator without a description.
 
     device_name: the accelerator's, None on a CPU. file: the description, if it is there.
     Raises RecipeError when the file cannot be read.

@@ -8,7 +8,6 @@ from heapq import nlargest
 from typing import Any
 
 from stages.core.errors import LayoutError
-from stages.parallel.layout import describe_layout
 from stages.planner.search import Candidate, SearchRequest, fitting_layouts
 
 UNCERTAINTY = 0.1
@@ -36,7 +35,7 @@ def check_memory(request: SearchRequest, candidate: Candidate, available_gib: fl
     parts = nlargest(NUM_PARTS_NAMED, vars(candidate.memory.worst).items(), key=lambda part: part[1])
     largest = ", ".join(f"{name} {gib:.1f}" for name, gib in parts)
     raise LayoutError(
-        f"the layout {describe_layout(candidate.engine, candidate.layout)} would run out of memory: predicted "
+        f"the layout {candidate.text} would run out of memory: predicted "
         f"{needed_gib:.1f} GiB a device ({largest}), available {available_gib:.1f} GiB; "
         f"{_advice(replace(request, available_gib=available_gib), candidate)}"
     )
@@ -50,7 +49,7 @@ def alternatives(request: SearchRequest) -> tuple[Candidate, ...]:
 def as_json(candidate: Candidate) -> dict[str, Any]:
     """A layout with what is predicted of it."""
     return {
-        "layout": describe_layout(candidate.engine, candidate.layout),
+        "layout": candidate.text,
         "step_time_s": candidate.time.step_time_s,
         "memory_gib": candidate.memory.peak_gib,
         "step_time_parts_s": vars(candidate.time.parts),
@@ -74,4 +73,4 @@ def _advice(request: SearchRequest, candidate: Candidate) -> str:
     if not fitting:
         return f"no layout of {request.num_gpus} devices fits: take more devices, or shorter rows"
     best = closest(candidate, fitting)
-    return f"the closest that fits: {describe_layout(best.engine, best.layout)} ({best.memory.peak_gib:.1f} GiB)"
+    return f"the closest that fits: {best.text} ({best.memory.peak_gib:.1f} GiB)"

@@ -2,8 +2,8 @@
 reading the file.
 
 Two formats: the columns of a table of layouts (`model, params_b, layers, …`, cells may be empty), and vTrain's
-(`# GPUs, global batch, …, iteration time (ms)`). How the training program worked is not in them; it is told from the
-year that the hardware and the model speak of (see `_software`).
+(`# GPUs, global batch, …, iteration time (ms)`). How the training program worked is not in them; it is inferred from
+the year that the hardware and the model are of (see `_software`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ DEFAULT_SEQUENCE_LENGTH = 2048
 LARGEST_MICRO_BATCH_TOKENS = 32768
 ALLOWANCE = 1.3
 """Estimated memory without recomputation over what there is, up to which a run that says nothing is taken to do
-without: it did run, with means that its row does not tell."""
+without: it did run, by means that its row does not name."""
 BEFORE_FLASH = Software(
     flash_attention=False,
     dropout=True,
@@ -187,7 +187,7 @@ def _main_sizes(cells: Cells, layers: int | None, hidden: int | None) -> tuple[i
         return layers, hidden
     billions = re.search(r"([\d.]+)\s*b", cells.text("params_b").lower() + "b " + cells.text("model").lower())
     if not billions:
-        raise UnknownRunError("layers and hidden are empty, and neither params_b nor the model's name tells them")
+        raise UnknownRunError("layers and hidden are empty, and neither params_b nor the model's name gives them")
     parameters = float(billions.group(1)) * 1e9
     if hidden is None:
         width = (parameters / 12 * 128) ** (1 / 3) if layers is None else (parameters / 12 / layers) ** 0.5

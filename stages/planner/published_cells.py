@@ -9,7 +9,7 @@ from stages.core.errors import DataError
 
 
 class UnknownRunError(Exception):
-    """A row says too little of its model, or is of a GPU that nobody has described."""
+    """A row says too little of its model, or is of a GPU without a description."""
 
 
 @dataclass

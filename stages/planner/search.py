@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from stages.core.errors import LayoutError
 from stages.models.shape import ModelShape
-from stages.parallel.layout import EngineName, Layout
+from stages.parallel.layout import EngineName, Layout, describe_layout
 from stages.parallel.legality import RunConstraints, is_legal
 from stages.planner.hardware import Hardware
 from stages.planner.memory import MemoryEstimate, memory
@@ -37,6 +37,11 @@ class Candidate:
     memory: MemoryEstimate
     time: TimeEstimate
     available_gib: float
+
+    @property
+    def text(self) -> str:
+        """Engine and what differs from the default layout."""
+        return describe_layout(self.engine, self.layout)
 
     @property
     def fits(self) -> bool:
@@ -106,10 +111,11 @@ def estimate(request: SearchRequest, engine: EngineName, layout: Layout) -> Cand
     return _with_time(request, engine, layout, _memory(request, engine, layout, every_stage=True))
 
 
-def legal_layouts(request: SearchRequest, engine: EngineName) -> Iterator[Layout]:
+def legal_layouts(request: SearchRequest) -> Iterator[tuple[EngineName, Layout]]:
     """Every legal layout worth looking at."""
-    for variants in _groups(request, engine):
-        yield from variants
+    for engine in request.engines:
+        for variants in _groups(request, engine):
+            yield from ((engine, layout) for layout in variants)
 
 
 def _search(request: SearchRequest, near_miss: float) -> SearchResult:
@@ -193,15 +199,12 @@ def _megatron_variants(request: SearchRequest, degrees: dict, shares: int) -> It
     per_stage = request.shape.num_layers // degrees["pp"]
     even = request.shape.num_layers % degrees["pp"] == 0
     chunks = [vpp for vpp in INTERLEAVINGS if vpp == 1 or (degrees["pp"] > 1 and even and per_stage % vpp == 0)]
+    flash = (request.software or OURS["megatron"]).flash_attention
     for vpp in chunks:
         for dp_shard in {shares, 1}:
-            for recompute in ("none", "full") if _flash(request) else ("none", "selective", "full"):
+            for recompute in ("none", "full") if flash else ("none", "selective", "full"):
                 variant = {"vpp": vpp, "dp_shard": dp_shard, "dp_replicate": shares // dp_shard, "recompute": recompute}
                 yield {**degrees, **variant}
-
-
-def _flash(request: SearchRequest) -> bool:
-    return (request.software or OURS["megatron"]).flash_attention
 
 
 def _micro_batch_sizes(request: SearchRequest, shares: int) -> list[int]:
@@ -244,13 +247,9 @@ def _no_layout(request: SearchRequest) -> str:
 def _nearest(request: SearchRequest) -> int | None:
     for distance in range(1, request.num_gpus + 1):
         for number in (request.num_gpus - distance, request.num_gpus + distance):
-            if number > 0 and _has_layout(replace(request, num_gpus=number)):
+            if number > 0 and any(legal_layouts(replace(request, num_gpus=number))):
                 return number
     return None
-
-
-def _has_layout(request: SearchRequest) -> bool:
-    return any(next(_groups(request, engine), None) is not None for engine in request.engines)
 
 
 def _step_time_s(candidate: Candidate) -> float:

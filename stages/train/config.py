@@ -60,7 +60,7 @@ def _auto_or_layout(value: Any, validate: ValidatorFunctionWrapHandler) -> Layou
 LayoutOrAuto = Annotated[Layout, WrapValidator(_auto_or_layout, json_schema_input_type=Layout | Literal["auto"])]
 
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what there is depends on the registry, which no type checker runs
     MethodName = str
     MethodOptions = StageConfig
 else:
@@ -147,7 +147,7 @@ class TrainConfig(MethodOptions):
         return dict(self).get(self.method)
 
     def identity(self) -> dict[str, JsonValue]:
-        """Without the options of other methods: one that comes to the registry changes no version."""
+        """Without the options of other methods (but `dpo: null`): a method that is added changes no version."""
         absent = {name for name, method in METHODS.items() if name != self.method and not method.is_null_in_identity}
         return {key: value for key, value in super().identity().items() if key not in absent}
 

@@ -20,7 +20,7 @@ from stages.core.contract import Trial, is_main_process
 from stages.core.errors import TrainingError
 from stages.engines.engine import Engine, LossMeans, StepOutcome
 from stages.engines.loss import Loss
-from stages.parallel.hardware import Peak
+from stages.parallel.devices import Peak
 from stages.train.batches import BatchSource, prefetched
 from stages.train.checkpoints import Checkpoints
 from stages.train.config import TrainConfig

@@ -12,7 +12,7 @@ from torch.profiler import profile
 from stages.data.batch import Batch
 from stages.engines.engine import Engine
 from stages.models.flops import ModelFlops, model_flops_utilization
-from stages.parallel.hardware import Peak
+from stages.parallel.devices import Peak
 from stages.parallel.processes import gathered
 
 GIB = 2**30

@@ -16,7 +16,7 @@ from stages.data.prepare import PreparedData, prepare
 from stages.engines.engine import Engine, LossMeans
 from stages.models.model_folder import check_model_folder
 from stages.models.shape import ModelShape
-from stages.parallel.hardware import Peak, device_peak
+from stages.parallel.devices import Peak, device_peak
 from stages.parallel.layout import describe_layout
 from stages.parallel.processes import collective_timeout, joined_processes
 from stages.train.batches import BatchSource

@@ -44,7 +44,7 @@ def write_chats(path: Path, num_rows: int) -> None:
 
 
 def measure(folder: Path, tokenizer_folder: Path, num_rows: int) -> None:
-    """Print the figures of one preparation, from files to packed rows."""
+    """Print the metrics of one preparation, from files to packed rows."""
     before_mib = peak_memory_mib()
     config = DataConfig(dataset="chats", sequence_length=1024)
     begin_s = time.perf_counter()

@@ -38,10 +38,10 @@ def main() -> None:
 
 def seconds_to_first_step(root: Path, name: str, layout: dict[str, Any]) -> float:
     """The stage logs its first step when that is done; `time_ms` is the wall clock."""
-    told = stage_input(root, name=name, steps=1)
-    config = {**told.config, "engine": "megatron", "layout": layout}
+    given = stage_input(root, name=name, steps=1)
+    config = {**given.config, "engine": "megatron", "layout": layout}
     start_ms = time.time() * 1000
-    (first_step,) = run_stage(root, told.model_copy(update={"config": config}), threads=1)
+    (first_step,) = run_stage(root, given.model_copy(update={"config": config}), threads=1)
     return (first_step["time_ms"] - start_ms) / 1000
 
 

@@ -1,7 +1,7 @@
 """How well the planner predicts published runs: step time, ranking, memory, out-of-memory. Prints; asserts nothing.
 
 python tests/benchmarks/planner_accuracy.py                  # with the constants in the code
-python tests/benchmarks/planner_accuracy.py --fit            # fit them anew, on the sources of FIT only
+python tests/benchmarks/planner_accuracy.py --fit            # fit them again, on the sources of FIT only
 python tests/benchmarks/planner_accuracy.py --leave-one-out  # fit on all sources of FIT but one, for each
 """
 

@@ -87,7 +87,7 @@ def _source(run: PublishedRun) -> str:
 
 
 def _is_inferred(run: PublishedRun) -> bool:
-    """Sizes that somebody guessed, or figures that cannot both be right."""
+    """Sizes that somebody guessed, or measurements that cannot both be right."""
     cells = run.cells
     if "bigscience" not in cells.get("source", ""):
         return False

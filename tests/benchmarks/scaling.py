@@ -46,8 +46,8 @@ def one_round(root: Path, index: int, steps: int) -> tuple[float, float]:
 
 def tokens_per_s(root: Path, name: str, steps: int, processes: int) -> float:
     """Median over the steps of a run of its own."""
-    figures = run_stage(root, stage_input(root, name=name, steps=steps, processes=processes), threads=1)
-    return statistics.median(step["tokens_per_s"] for step in figures[WARMUP_STEPS:] or figures)
+    metrics = run_stage(root, stage_input(root, name=name, steps=steps, processes=processes), threads=1)
+    return statistics.median(step["tokens_per_s"] for step in metrics[WARMUP_STEPS:] or metrics)
 
 
 if __name__ == "__main__":

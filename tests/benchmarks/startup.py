@@ -39,9 +39,9 @@ def main() -> None:
 
 def seconds_to_first_step(root: Path, index: int) -> float:
     """The stage logs its first step when that is done; `time_ms` is the wall clock."""
-    told = stage_input(root, name=f"start-{index}", steps=1)
+    given = stage_input(root, name=f"start-{index}", steps=1)
     start_ms = time.time() * 1000
-    (first_step,) = run_stage(root, told, threads=os.cpu_count() or 1)
+    (first_step,) = run_stage(root, given, threads=os.cpu_count() or 1)
     return (first_step["time_ms"] - start_ms) / 1000
 
 

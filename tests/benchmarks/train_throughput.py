@@ -37,8 +37,8 @@ def main() -> None:
 
 def one_round(root: Path, index: int, steps: int, threads: int) -> tuple[float, float, float, float]:
     """(ratio, our tokens/s, TRL's tokens/s, our share of the matrix rate)."""
-    figures = run_stage(root, stage_input(root, name=f"ours-{index}", steps=steps), threads)[WARMUP_STEPS:]
-    ours, mfu = (statistics.median(step[name] for step in figures) for name in ("tokens_per_s", "mfu"))
+    metrics = run_stage(root, stage_input(root, name=f"ours-{index}", steps=steps), threads)[WARMUP_STEPS:]
+    ours, mfu = (statistics.median(step[name] for step in metrics) for name in ("tokens_per_s", "mfu"))
     trl = trl_tokens_per_s(root, steps, threads)
     print(f"round {index}: ours {ours:,.0f}, TRL {trl:,.0f} tokens/s, ratio {ours / trl:.2f}", flush=True)
     return ours / trl, ours, trl, mfu

@@ -89,20 +89,20 @@ def stage_input(root: Path, *, name: str, steps: int, processes: int = 1) -> Sta
     return StageInput(name=name, kind="train", version="0" * 12, config=config, inputs=inputs, cache=root / "cache")
 
 
-def run_stage(root: Path, told: StageInput, threads: int) -> list[dict[str, float]]:
-    """Run the stage's process or processes; the figures of every step."""
-    work = root / told.name
+def run_stage(root: Path, given: StageInput, threads: int) -> list[dict[str, float]]:
+    """Run the stage's process or processes; the metrics of every step."""
+    work = root / given.name
     work.mkdir()
-    (work / "config.json").write_text(told.model_dump_json())
+    (work / "config.json").write_text(given.model_dump_json())
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    done = subprocess.run(stage_command(told, work), env=environment, capture_output=True, text=True)
+    done = subprocess.run(stage_command(given, work), env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"the train stage ended with exit code {done.returncode}:\n{done.stderr[-2000:]}")
     return [json.loads(line) for line in (work / "metrics.jsonl").read_text().splitlines()]
 
 
-def stage_command(told: StageInput, work: Path) -> list[str]:
+def stage_command(given: StageInput, work: Path) -> list[str]:
     """One process, or several under torchrun."""
     stage = ["-m", "stages", str(work)]
-    processes = TrainConfig.model_validate(told.config).processes
+    processes = TrainConfig.model_validate(given.config).processes
     return on_one_node(stage, processes)

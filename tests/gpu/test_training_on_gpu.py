@@ -22,7 +22,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def train(work: Path, artifacts: dict[str, Path], precision: str, **layout: Any) -> list[dict[str, float]]:
-    """The figures of every step."""
+    """The metrics of every step."""
     layout = {"micro_batch_size": 4, **layout}
     config = make_config(
         steps=STEPS, learning_rate=3e-3, precision=precision, export_dtype="bfloat16", layout=layout, warmup_steps=5

@@ -1,4 +1,4 @@
-"""The same recipe under both engines, as stages: one loss curve, and the figures that only several ranks have."""
+"""The same recipe under both engines, as stages: one loss curve, and the metrics that only several ranks have."""
 
 from __future__ import annotations
 

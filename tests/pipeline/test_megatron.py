@@ -1,4 +1,4 @@
-"""A recipe on Megatron-core by `lifecycle run`: planned, trained under TP and PP, figures in MLflow, then cached."""
+"""A recipe on Megatron-core by `lifecycle run`: planned, trained under TP and PP, metrics in MLflow, then cached."""
 
 import json
 
@@ -60,15 +60,15 @@ def test_both_layouts_train_and_write_models_that_transformers_reads(home, refre
 
 
 @pytest.mark.parametrize(("stage", "layout"), [("sft", "tp=2"), ("dpo", "pp=2")])
-def test_mlflow_has_layout_and_figures(home, refresh, stage, layout):
+def test_mlflow_has_layout_and_metrics(home, refresh, stage, layout):
     (run,) = home.attempts(stage)
     tags = {tag["key"]: tag["value"] for tag in run["data"]["tags"]}
     assert tags["engine"] == "megatron"
     assert layout in tags["layout"]
-    figures = {metric["key"] for metric in run["data"]["metrics"]}
+    metrics = {metric["key"] for metric in run["data"]["metrics"]}
     wanted = {"loss", "tokens_per_s", "communication_fraction", "peak_memory_gib", "predicted_memory_gib"}
     wanted |= {"pipeline_bubble_fraction", "predicted_pipeline_bubble_fraction"} if stage == "dpo" else set()
-    assert wanted <= figures
+    assert wanted <= metrics
     assert home.losses(run) == [1, 2, 3]
 
 

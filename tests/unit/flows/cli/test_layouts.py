@@ -1,4 +1,4 @@
-"""`lifecycle layouts`: ranks, explains, predicts tables, and says what is wrong with what it is asked."""
+"""`lifecycle layouts`: ranks, explains, predicts tables, and says what is wrong with the command line."""
 
 from __future__ import annotations
 
@@ -76,6 +76,14 @@ def test_one_layout_is_explained_by_stage_and_part(layouts, config):
     assert "tensor parallel" in out and "bubble" in out
 
 
+def test_stages_of_equal_memory_keep_their_numbers(layouts, config):
+    _, out, _ = layouts(config, "--gpus", 4, "--global-batch-size", 1, "--explain", "pp=4")
+    table = out.partition("memory of a rank")[2].partition("step:")[0].splitlines()[2:]
+    assert [line.split()[0] for line in table] == ["0", "1", "2", "3"]
+    assert table[1].split()[1:] == table[2].split()[1:]
+    assert "warning: layout: 1 micro-batches for pp 4 stages" in out
+
+
 def test_a_recipe_brings_its_batch_and_its_tokens(layouts, tmp_path):
     recipe = tmp_path / "r.yaml"
     recipe.write_text(
@@ -110,7 +118,7 @@ def test_a_table_is_predicted(layouts, tmp_path):
         (("--gpus", 8, "--seq-len", -1), RecipeError, "--seq-len is -1"),
         (("--gpus", 8, "--gpu", "h1000"), RecipeError, "h100-80gb"),
         (("--gpus", 7, "--engine", "fsdp"), LayoutError, "nearest number that has one: 8"),
-        (("--gpus", 8, "--explain", "tpp=2"), LayoutError, "did you mean tp"),
+        (("--gpus", 8, "--explain", "tpp=2"), LayoutError, "did you mean `tp`"),
         (("--gpus", 8, "--explain", "tp=0"), LayoutError, "tp"),
         (("--gpus", 8, "--explain", "tp=3"), LayoutError, "32 attention heads"),
     ],
@@ -139,7 +147,7 @@ def test_a_table_with_text_in_a_number_is_refused(layouts, tmp_path):
     assert code == DataError.exit_code and "line 2, column gbs: 'lots'" in err
 
 
-def test_without_a_model_the_usage_is_told(layouts):
+def test_without_a_model_the_usage_is_shown(layouts):
     assert layouts()[0] == 2
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from flows.planning.layout_choice import choose_layouts
-from flows.planning.model_shape import shape_of_stage
+from flows.planning.model_shape import download_of, shape_of_download
 from stages.core.errors import LayoutError, RecipeError
 from stages.hubs.builtin.catalog import BUILTINS
 from stages.models.model_config import shape_of_config
@@ -49,7 +49,7 @@ def test_a_recipe_without_auto_stays_as_it_is(recipe, store):
     assert choose(given, store) == (given, [])
 
 
-def test_no_legal_layout_is_told_of(recipe, store):
+def test_that_no_layout_is_legal_is_an_error(recipe, store):
     with pytest.raises(LayoutError, match="no layout of 3 processes"):
         choose(recipe(sft={"layout": "auto", "global_batch_size": 8, "execution": {"processes": 3}}), store)
 
@@ -71,5 +71,6 @@ def test_auto_is_no_layout_of_its_own(recipe):
 
 
 def test_the_shape_is_known_before_the_model_is_made(recipe, store):
-    shape = shape_of_stage(recipe(), "sft", OUTSIDE, store.index())
+    assert download_of(recipe(), "sft") == "base"
+    shape = shape_of_download(recipe(), "base", OUTSIDE, store.index())
     assert shape == shape_of_config(BUILTINS["qwen3-1m"].sizes)

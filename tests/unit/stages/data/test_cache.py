@@ -51,7 +51,7 @@ def test_a_failed_maker_leaves_nothing_behind(tmp_path):
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
 
 
-def test_what_a_killed_maker_left_behind_is_made_anew(tmp_path):
+def test_what_a_killed_maker_left_behind_is_made_again(tmp_path):
     killed = (
         "import os, signal, sys; exec(sys.argv[2].replace('time.sleep(0.3)', 'os.kill(os.getpid(), signal.SIGKILL)'))"
     )
@@ -61,7 +61,7 @@ def test_what_a_killed_maker_left_behind_is_made_anew(tmp_path):
     assert not list(tmp_path.glob(".*.partial"))
 
 
-def test_a_damaged_entry_is_made_anew(tmp_path):
+def test_a_damaged_entry_is_made_again(tmp_path):
     entry = cached_folder(tmp_path, "key", is_complete, make)
     (entry / "content").rename(entry / "lost")
     assert is_complete(cached_folder(tmp_path, "key", is_complete, make))

@@ -40,7 +40,7 @@ def test_a_recipe_whose_only_problems_are_of_layouts_raises_a_layout_error():
         load_stages("small", Path("/"), recipe(engine="megatron", layout={"vpp": 2}))
 
 
-def test_all_layout_problems_of_a_stage_are_told_at_once():
+def test_all_layout_problems_of_a_stage_are_reported_at_once():
     layout = {"vpp": 2, "cp": 3, "compile": True}
     with pytest.raises(LayoutError) as raised:
         load_stages("small", Path("/"), recipe(engine="megatron", layout=layout))

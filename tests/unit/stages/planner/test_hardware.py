@@ -43,7 +43,7 @@ def test_yaml_may_say_everything_itself(tmp_path):
         ("like: h100-80gb\nmemory_gib: much", "memory_gib is 'much'"),
         ("like: h100-80gb\nefficiency: {matmul: -1}", "matmul is -1"),
         ("bf16_tflops: 100", "memory_gib.*missing"),
-        ("like: h1000", "did you mean h100-80gb|known are"),
+        ("like: h1000", "did you mean h100-80gb|known:"),
         ("- a list", "expected fields with values"),
         ("a: [", "reading hardware"),
     ],

@@ -128,7 +128,7 @@ def test_devices_are_understood_as_they_are_written(tmp_path, gpu, name, memory_
     ("shard", "degrees"),
     [("", (1, 16)), ("DDP", (16, 1)), ("DDP+distopt", (1, 16)), ("FSDP2", (1, 16)), ("HSDP", (2, 8))],
 )
-def test_who_shares_what_is_told_from_the_words_for_it(tmp_path, shard, degrees):
+def test_who_shares_what_follows_from_the_words_for_it(tmp_path, shard, degrees):
     row = LLAMA.replace(",8,FSDP2,", f",16,{shard},").replace("selective,8,", "selective,16,")
     layout = read_table(table(tmp_path, row))[1][0].layout
     assert (layout.dp_replicate, layout.dp_shard) == degrees

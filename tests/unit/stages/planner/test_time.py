@@ -23,7 +23,7 @@ def estimate(layout, work=WORK, engine="megatron", hardware=H100):
     return step_time(LLAMA, engine, layout, work, hardware)
 
 
-def test_parts_make_up_the_step_and_figures_follow_from_it():
+def test_parts_make_up_the_step_and_rates_follow_from_it():
     found = estimate(Layout(dp_shard=2, tp=2, pp=2))
     assert sum(vars(found.parts).values()) == pytest.approx(found.step_time_s)
     assert found.tokens_per_s_per_gpu == pytest.approx(64 * 4096 / found.step_time_s / 8)

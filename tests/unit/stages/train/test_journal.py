@@ -31,7 +31,7 @@ def test_a_resumed_run_does_not_log_a_step_twice(context):
     assert resumed.summary() == {"loss": 10.0, "tokens_per_s": 2.0}
 
 
-def test_a_line_that_was_cut_off_is_logged_anew(context):
+def test_a_line_that_was_cut_off_is_logged_again(context):
     Journal(context, NUM_STEPS, log_every_steps=1).log(1, {"loss": 1.0})
     with (context.work / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 2, "lo')

@@ -1,4 +1,4 @@
-"""Out of memory is told with what was predicted and the knobs that are left; other errors pass as they are."""
+"""Out of memory is explained by what was predicted and the settings that are left; other errors pass as they are."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def test_what_is_neither_work_nor_reduction_is_waiting():
     assert passed_s >= 0.09
 
 
-def test_a_reading_starts_anew():
+def test_a_reading_starts_again():
     clock = PipelineClock(torch.device("cpu"))
     spend(clock, "forward-backward", 0.01)
     clock.take()

@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from stages.train.config import TrainConfig
+from stages.train.methods.registry import METHODS
 
 TRAINING = {
     "kind": "train",
@@ -22,6 +23,7 @@ import tests.margin_method
 from flows.compare.names import METRICS
 from flows.recipe.recipe import json_schema
 from stages.train.config import TrainConfig
+from stages.train.methods.registry import METHODS
 
 def identity(**fields):
     return TrainConfig.model_validate({**json.loads(sys.argv[1]), **fields}).identity()
@@ -94,3 +96,10 @@ def test_pairs_cannot_be_trained_on_whole():
 def test_methods_are_described_without_torch():
     code = "import sys, stages.train.config; print({'torch', 'numpy', 'transformers'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout == b"set()\n"
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_every_metric_of_a_loss_has_a_meaning(method):
+    loss = method.build_loss(method.options() if method.options else None)
+    assert loss.metric_names == tuple(method.metrics)
+    assert set(method.headline) <= set(method.metrics)

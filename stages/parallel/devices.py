@@ -1,7 +1,7 @@
 """Dense peak rates of the devices we may run on, for MFU.
 
 Accelerators: the vendors' data sheets, without sparsity. CPUs: the measured rate of a large matrix product, with the
-threads and the dtype of the training, since no data sheet tells what a shared virtual machine gives.
+threads and the dtype of the training, since no data sheet says what a shared virtual machine gives.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TFLOPS = {  # part of the device's name: (bf16, TF32, fp32), dense
 
 @dataclass(frozen=True)
 class Peak:
-    """FLOP/s of one process's device, and where the figure is from."""
+    """FLOP/s of one process's device, and where that number is from."""
 
     flops_per_s: float
     device_name: str

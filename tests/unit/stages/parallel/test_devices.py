@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from stages.parallel.hardware import data_sheet_peak, device_peak
+from stages.parallel.devices import data_sheet_peak, device_peak
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,0 @@
-"""Memory, time and search of parallel layouts: pure functions of sizes; nothing here needs torch."""
