@@ -1,6 +1,6 @@
-"""Train a few steps in each of several ways and leave what came of it; started by torchrun.
+"""Train a few steps in each of several ways and leave what came of it; the processes are started by `ranks.py`.
 
-    torchrun … fsdp_program.py SPEC.json
+    fsdp_program SPEC.json
 
 The spec names `data` (documents of the rows of each global batch), `output` and `cases`: name → {"model": folder,
 "config": fields of a TrainConfig}. A case leaves `output/NAME.json` (`losses`, `grad_norms`, `log_probabilities` of the
@@ -62,7 +62,3 @@ def pack(rows: list[Row]) -> Batch:
     numbers = torch.arange(len(documents)).repeat_interleave(torch.tensor(lengths))
     tensors = (tensor.view(len(rows), -1) for tensor in (torch.cat(documents), targets, positions, numbers))
     return Batch(*tensors, num_documents=len(documents), document_lengths=lengths)
-
-
-if __name__ == "__main__":
-    main()

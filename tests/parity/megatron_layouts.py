@@ -7,7 +7,6 @@ to their bounds; `stages/engines/README.md` shows the table of groups.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from transformers.core_model_loading import revert_weight_conversion
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from flows.launch.local import on_one_node  # noqa: E402
 from tests.parity.megatron_cases import (  # noqa: E402
     BETA,
     EPSILON,
@@ -37,8 +35,8 @@ from tests.parity.megatron_cases import (  # noqa: E402
     global_batches,
     make_models,
 )
+from tests.parity.ranks import Ranks, started_ranks  # noqa: E402
 
-PROGRAM = Path(__file__).with_name("megatron_program.py")
 LIMITS = {"log_probability": 1e-5, "loss": 1e-6, "gradient": 1e-6, "grad_norm": 1e-5, "weight": 1e-6}
 """Absolute, but for the gradient norm."""
 
@@ -67,10 +65,10 @@ def main() -> None:
     columns = "".join(f"{name:>17}" for name in LIMITS)
     print(f"{'processes, model, data and layout':60}{columns}")
     groups: dict[str, list[Comparison]] = {}
-    with tempfile.TemporaryDirectory(prefix="megatron-layouts-") as folder:
+    with tempfile.TemporaryDirectory(prefix="megatron-layouts-") as folder, started_ranks() as ranks:
         make_models(Path(folder) / "models")
         for processes in (1, 2, 4):
-            for comparison in compare(Path(folder), processes):
+            for comparison in compare(ranks, Path(folder), processes):
                 numbers = "".join(f"{comparison.differences[name]:>17.1e}" for name in LIMITS)
                 print(f"{processes} {comparison.case.name:58}{numbers}", flush=True)
                 groups.setdefault(group(comparison.case), []).append(comparison)
@@ -109,27 +107,14 @@ def group(case: Case) -> str:
     return alone[degrees.pop()] if degrees else "one process"
 
 
-def compare(folder: Path, processes: int) -> list[Comparison]:
+def compare(ranks: Ranks, folder: Path, processes: int) -> list[Comparison]:
     """Run all cases of so many processes, started once, on the models in `folder/models`."""
     torch.set_num_threads(1)
-    launch(folder, processes)
+    ranks.run("tests.parity.megatron_program", processes, folder, log=folder / f"log-{processes}.txt")
     names = [f"{processes}-{index}" for index in range(len(cases(processes)))]
     return [
         Comparison(case, differences(folder, name, case)) for name, case in zip(names, cases(processes), strict=True)
     ]
-
-
-def launch(folder: Path, processes: int) -> None:
-    finished = subprocess.run(
-        on_one_node([str(PROGRAM), str(folder)], processes),
-        cwd=ROOT,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    if finished.returncode:
-        raise RuntimeError(finished.stderr[-6000:])
 
 
 def differences(folder: Path, name: str, case: Case) -> dict[str, float]:

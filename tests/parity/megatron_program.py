@@ -1,6 +1,6 @@
-"""Train a few steps with the Megatron engine in each of several cases; started by torchrun, or alone.
+"""Train a few steps with the Megatron engine in each of several cases; the processes are started by `ranks.py`.
 
-    torchrun … megatron_program.py FOLDER
+    megatron_program FOLDER
 
 `FOLDER/models` holds the models. A case leaves `FOLDER/results/PROCESSES-INDEX.pt`, a `Result` as a dictionary, and the
 trained model in `FOLDER/exported/PROCESSES-INDEX`.
@@ -151,7 +151,3 @@ def under_their_names(engine: Any, gradients: dict[Tensor, Tensor]) -> dict[str,
     for parameter, weight in weights.items():
         parameter.data.copy_(weight)
     return named
-
-
-if __name__ == "__main__":
-    main()

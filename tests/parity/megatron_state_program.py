@@ -1,6 +1,6 @@
-"""Read, write, save and restore Megatron models under many layouts; started by torchrun.
+"""Read, write, save and restore Megatron models under many layouts; the processes are started by `ranks.py`.
 
-    torchrun … megatron_state_program.py SPEC.json
+    megatron_state_program SPEC.json
 
 The spec names `models` and `output` (folders) and what is to be done, any of
     round_trips   [model, layout] …: export what was loaded to `output/PROCESSES-INDEX`
@@ -185,7 +185,3 @@ def train(engine: Any, config: TrainConfig, global_batches: list[Any]) -> list[f
 def end(engine: Any) -> None:
     if isinstance(engine, MegatronEngine):
         parallel_state.destroy_model_parallel()
-
-
-if __name__ == "__main__":
-    main()

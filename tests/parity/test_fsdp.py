@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,10 +18,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from flows.launch.local import on_one_node
+from tests.parity.ranks import started_ranks
 
-PROGRAM = Path(__file__).with_name("fsdp_program.py")
-ROOT = Path(__file__).parents[2]
 VOCABULARY = 64
 NUM_STEPS, NUM_ROWS, ROW_LENGTHS = 3, 4, [(9, 5, 10), (24,), (3, 2, 19), (12, 12)]
 LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY = 1e-2, 0.5, 0.1
@@ -148,8 +144,14 @@ def make_config(layout):
     }
 
 
+@pytest.fixture(scope="module")
+def ranks():
+    with started_ranks() as ranks:
+        yield ranks
+
+
 @pytest.fixture(scope="module", params=LAYOUTS, ids=lambda processes: f"{processes}-processes")
-def trained(request, models, data, tmp_path_factory):
+def trained(request, ranks, models, data, tmp_path_factory):
     """Every layout of so many processes on Qwen3, the first one on all models, from one start of the processes."""
     layouts = LAYOUTS[request.param]
     output = tmp_path_factory.mktemp("trained")
@@ -162,20 +164,8 @@ def trained(request, models, data, tmp_path_factory):
     (output / "spec.json").write_text(
         json.dumps({"data": data, "cases": {**cases, "half": half}, "output": str(output)})
     )
-    launch(request.param, output / "spec.json")
+    ranks.run("tests.parity.fsdp_program", request.param, output / "spec.json", log=output / "log.txt")
     return output, {f"qwen3-{name}": "qwen3" for name in layouts} | {name: name for name in MODELS[1:]}
-
-
-def launch(processes, spec):
-    finished = subprocess.run(
-        on_one_node([str(PROGRAM), str(spec)], processes),
-        cwd=ROOT,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert finished.returncode == 0, finished.stderr[-4000:]
 
 
 def test_losses_and_gradient_norms_equal_those_of_plain_transformers(trained, plain):

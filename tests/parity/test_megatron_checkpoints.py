@@ -43,13 +43,13 @@ LATER_EXPERTS = [{**SP, "dp_shard": 2, "ep": 2}, {"pp": 2, "dp_shard": 2, "ep": 
 
 
 @pytest.fixture(scope="module")
-def losses(tmp_path_factory):
+def losses(megatron_ranks, tmp_path_factory):
     """Name of a journey → losses after the checkpoint: of who stayed, and of those who moved, in order."""
     folder = tmp_path_factory.mktemp("checkpoints")
     make_models(folder / "models")
     checkpoints = {name: str(folder / name) for name in JOURNEYS}
     todo = [{**JOURNEYS[name], "checkpoint": checkpoints[name]} for name in JOURNEYS]
-    launch(2, folder / "models", folder / "two", journeys=todo, misfit=["llama", checkpoints["tp"]])
+    launch(megatron_ranks, 2, folder / "models", folder / "two", journeys=todo, misfit=["llama", checkpoints["tp"]])
     found = dict(zip(JOURNEYS, json.loads((folder / "two" / "journeys.json").read_text()), strict=True))
     later = [
         {
@@ -60,7 +60,7 @@ def losses(tmp_path_factory):
         }
         for model, name, layouts in (("qwen3", "dp-sharded", LATER), ("qwen3-moe", "experts", LATER_EXPERTS))
     ]
-    launch(4, folder / "models", folder / "four", journeys=later)
+    launch(megatron_ranks, 4, folder / "models", folder / "four", journeys=later)
     dense, experts = json.loads((folder / "four" / "journeys.json").read_text())
     found["misfit"] = (folder / "two" / "misfit.txt").read_text()
     return {**found, "four": {"dp-sharded": dense["moved"], "experts": experts["moved"]}}

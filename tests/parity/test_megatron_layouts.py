@@ -17,10 +17,10 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
-def test_every_layout_equals_plain_transformers(folder, processes):
+def test_every_layout_equals_plain_transformers(megatron_ranks, folder, processes):
     too_large = {
         comparison.case.name: found
-        for comparison in compare(folder, processes)
+        for comparison in compare(megatron_ranks, folder, processes)
         if (found := {name: value for name, value in comparison.differences.items() if not value <= LIMITS[name]})
     }
     assert not too_large

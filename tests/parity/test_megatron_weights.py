@@ -73,12 +73,12 @@ def make_large_model(folder):
 
 
 @pytest.fixture(scope="module")
-def exported(models, tmp_path_factory):
+def exported(megatron_ranks, models, tmp_path_factory):
     """Folder of what so many processes have written."""
     output = tmp_path_factory.mktemp("exported")
     memory = {"model": "large", "layout": {"tp": 2}, "shard_bytes": SHARD_BYTES}
-    launch(2, models, output, round_trips=ROUND_TRIPS[2], memory=memory)
-    launch(4, models, output, round_trips=ROUND_TRIPS[4])
+    launch(megatron_ranks, 2, models, output, round_trips=ROUND_TRIPS[2], memory=memory)
+    launch(megatron_ranks, 4, models, output, round_trips=ROUND_TRIPS[4])
     return output
 
 

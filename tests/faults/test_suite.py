@@ -1,0 +1,40 @@
+"""Tests that are interrupted or killed, under pytest-xdist too, leave no process behind."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+
+from stages.core.supervisor import marked_processes
+
+ROOT = Path(__file__).parents[2]
+TESTS = """
+import subprocess, sys, time
+from pathlib import Path
+
+def test_that_leaves_a_daemon():
+    daemon = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(300)"], start_new_session=True)
+    Path("started").write_text(str(daemon.pid))
+    time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_tests_that_are_stopped_leave_no_process(tmp_path, fault, number, workers):
+    fault.name, fault.stage = f"{number.name} to tests with {workers or 'no'} workers", "all"
+    (tmp_path / "test_it.py").write_text(TESTS)
+    command = [sys.executable, "-m", "pytest", "-p", "tests.sweeper", "-c", "/dev/null", "test_it.py"]
+    command += [f"--numprocesses={workers}", f"--basetemp={tmp_path / 'base'}"]
+    with (tmp_path / "log").open("wb") as log:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "MARK": str(tmp_path)}
+        tests = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log)
+    tiny.eventually((tmp_path / "started").exists, "the test did not start")
+    with fault.timed("detected"):
+        tests.send_signal(number)
+        tests.wait(60)
+        tiny.eventually(lambda: not marked_processes(f"MARK={tmp_path}"), "processes are left")

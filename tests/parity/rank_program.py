@@ -1,0 +1,13 @@
+"""What `test_ranks.py` has ranks do: say where they are, or fail on rank 1 while the others wait."""
+
+import os
+import sys
+import time
+
+
+def main() -> None:
+    rank = os.environ.get("RANK", "alone")
+    print(f"{sys.argv[1]} {rank}")
+    if sys.argv[1] == "fail":
+        assert rank != "1", "rank 1 has had enough"
+        time.sleep(300)

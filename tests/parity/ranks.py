@@ -1,0 +1,139 @@
+"""Ranks that share one import: forked from a parent that has imported their program, which torchrun would do in each.
+
+    python -m tests.parity.ranks
+
+A program is a module whose `main()` finds its arguments in `sys.argv`. The parent reads requests, a line of JSON each,
+`[program, number of processes, log file, arguments]`, and answers with an exit code: 0, or that of the first rank that
+failed, which takes the others along.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from stages.core.supervisor import descendants, die_with_parent
+from tests.slurm_cluster import free_ports
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 500.0
+TIMED_OUT = 124
+
+
+class Ranks:
+    """A parent of ranks, and requests to it."""
+
+    def __init__(self, parent: subprocess.Popen[str]) -> None:
+        self._parent = parent
+
+    def processes(self) -> list[int]:
+        """Ranks that live."""
+        return descendants(self._parent.pid)
+
+    def run(self, program: str, processes: int, *arguments: object, log: Path) -> None:
+        """Run `main()` of a program in so many processes. Raises RuntimeError, with the end of what they have said."""
+        assert self._parent.stdin and self._parent.stdout
+        print(json.dumps([program, processes, str(log), [str(one) for one in arguments]]), file=self._parent.stdin)
+        self._parent.stdin.flush()
+        answer = self._parent.stdout.readline().strip()
+        if answer != "0":
+            raise RuntimeError(f"{program}: {answer or 'its parent died'}: {log.read_text()[-6000:]}")
+
+
+@contextmanager
+def started_ranks() -> Iterator[Ranks]:
+    """The parent imports a program when it is first asked for, and ends with its ranks."""
+    parent = subprocess.Popen(
+        [sys.executable, "-m", "tests.parity.ranks"],
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=die_with_parent,
+    )
+    with parent:
+        try:
+            yield Ranks(parent)
+        finally:
+            parent.kill()
+
+
+def answer_requests(requests: TextIO, answers: TextIO) -> None:
+    for line in requests:
+        program, processes, log, arguments = json.loads(line)
+        with Path(log).open("ab") as output:
+            main = _load(program, output.fileno())
+            code = _run(main, processes, [program, *arguments], output.fileno()) if main else 1
+        print(code, file=answers, flush=True)
+
+
+def _load(program: str, output: int) -> Callable[[], None] | None:
+    """Its `main`; None when it cannot be imported, which the log says."""
+    os.dup2(output, 2)
+    try:
+        main: Callable[[], None] = importlib.import_module(program).main
+    except Exception:
+        traceback.print_exc()
+        return None
+    gc.freeze()  # the ranks need not look through it for garbage
+    return main
+
+
+def _run(main: Callable[[], None], processes: int, arguments: list[str], output: int) -> int:
+    group = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_PORT": str(free_ports(1)[0])}
+    ranks = {
+        _fork(main, arguments, {**group, "RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}, output)
+        for rank in range(processes)
+    }
+    code, end_s = 0, time.monotonic() + TIMEOUT_S
+    while ranks:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        ranks.discard(pid)
+        failed_now = os.waitstatus_to_exitcode(status) if pid else 0
+        if time.monotonic() > end_s:
+            failed_now = TIMED_OUT
+        if failed_now and not code:
+            code = failed_now
+            for rank in ranks:
+                os.kill(rank, signal.SIGKILL)
+        time.sleep(0 if pid else 0.02)
+    return code
+
+
+def _fork(main: Callable[[], None], arguments: list[str], environment: dict[str, str], output: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code: Any = 1
+    try:
+        die_with_parent()
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.environ |= environment
+        sys.argv = arguments
+        main()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what an import prints is no answer
+    answer_requests(sys.stdin, answers)

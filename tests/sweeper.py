@@ -1,0 +1,51 @@
+"""A process that outlives the tests, however they end, and ends what they have left: servers, daemons, jobs.
+
+Fixtures do not come to their ends when pytest is killed, nor in workers of pytest-xdist when it is interrupted: servers
+in sessions of their own would stay.
+
+    python sweeper.py MARK     reads standard input to its end, which comes with that of pytest
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from stages.core.supervisor import kill_until_gone, marked_processes
+
+MARK_VARIABLE = "TESTS_OF_LLM_LIFECYCLE"
+_sweepers = []
+
+
+def pytest_configure(config) -> None:
+    """One for all: workers of pytest-xdist are started by the pytest that has it, and inherit the mark."""
+    if hasattr(config, "workerinput"):
+        return
+    os.environ[MARK_VARIABLE] = mark = uuid.uuid4().hex
+    # A session of its own, so that Ctrl-C does not reach it; the pipe is closed by the kernel when pytest is killed.
+    sweeper = [sys.executable, __file__, f"{MARK_VARIABLE}={mark}"]
+    _sweepers.append(subprocess.Popen(sweeper, stdin=subprocess.PIPE, start_new_session=True))
+
+
+def pytest_unconfigure() -> None:
+    """Wait until nothing is left."""
+    for sweeper in _sweepers:
+        sweeper.communicate()
+    _sweepers.clear()
+
+
+def main(mark: str) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    sys.stdin.read()
+    for pid in marked_processes(mark):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        print(f"ended what the tests had left: {pid} {command}", file=sys.stderr, flush=True)
+    kill_until_gone(lambda: marked_processes(mark))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
