@@ -13,7 +13,7 @@ from flows.cli.answers import JSON_OPTION, print_json
 @click.argument("name")
 @JSON_OPTION
 def champion(name: str, as_json: bool) -> None:
-    """Who is champion of a registered model, where it is, and whom a rollback would bring back."""
+    """Show the champion of a registered model, where it is, and which version a rollback would restore."""
     from flows.champion import champions
 
     registry = champions.connect()

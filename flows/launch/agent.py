@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Literal, NoReturn, Protocol
 
 from flows.launch.job_folder import JobFolder, JobOrder
-from flows.launch.verdict import Failed, Finished, Interrupted, Running, Verdict, Waiting
+from flows.launch.job_outcome import Failed, Finished, Interrupted, JobOutcome, Running, Waiting
 from stages.core.contract import StageFailure
 from stages.core.errors import LifecycleError, StageTimeoutError, TransientError
 from stages.core.files import write_atomically
@@ -36,7 +36,7 @@ class Jobs(Protocol):
     def submit(self) -> str:
         """Returns the id of the job."""
 
-    def look(self, job_id: str) -> Verdict | Waiting | Running:
+    def look(self, job_id: str) -> JobOutcome | Waiting | Running:
         """Raises `TransientError` when the cluster does not answer."""
 
     def name_of(self, job_id: str) -> str:
@@ -68,7 +68,7 @@ class Agent:
                 raise ended.error
             self._go_on(job_id, ended, progressed=self._num_metrics_bytes() > before)
 
-    def _follow(self, job_id: str) -> Verdict:
+    def _follow(self, job_id: str) -> JobOutcome:
         """Wait until the job is over; asks more often once its processes have ended."""
         num_ticks_finished = 0
         for tick in itertools.count():
@@ -85,8 +85,8 @@ class Agent:
             time.sleep(TICK_S)
         raise AssertionError("itertools.count has an end")
 
-    def _look(self, job_id: str) -> Verdict | None:
-        """The verdict once the job is over; until then, say what has changed. A running job speaks for itself."""
+    def _look(self, job_id: str) -> JobOutcome | None:
+        """The outcome once the job is over; until then, say what has changed. A running job speaks for itself."""
         try:
             found = self.jobs.look(job_id)
         except TransientError as error:

@@ -35,15 +35,15 @@ class ClusterProcess:
         """Exit code, or None while the stage waits or runs."""
         code = self._agent.poll()
         if code is not None:
-            self._see_off()
+            self._cancel_once()
         return code
 
     def stop(self) -> None:
         """Cancel the job; returns when nothing is left."""
         self._agent.stop()
-        self._see_off()
+        self._cancel_once()
 
-    def _see_off(self) -> None:
+    def _cancel_once(self) -> None:
         if self._is_over:
             return
         self._is_over = True

@@ -41,7 +41,7 @@ def failure_of(work: Path, name: str, exit_code: int) -> LifecycleError:
         return ResourceError(
             f"{name} did not get the disk space, memory, device or port it needs\n{_log_excerpt(work)}"
         )
-    return StageCrashError(f"{name} {_manner_of_death(work, exit_code)}, without a word\n{_log_excerpt(work)}")
+    return StageCrashError(f"{name} {_how_it_ended(work, exit_code)} and left no error message\n{_log_excerpt(work)}")
 
 
 def read_result(work: Path, name: str) -> StageResult:
@@ -60,7 +60,7 @@ def _left_behind(work: Path) -> StageFailure | None:
         return None
 
 
-def _manner_of_death(work: Path, exit_code: int) -> str:
+def _how_it_ended(work: Path, exit_code: int) -> str:
     if exit_code < 0:
         return f"ended, because its supervisor was killed by {_signal_name(-exit_code)}"
     root_causes = list(TORCHRUN_ROOT_CAUSE.finditer(_log_tail(work)))

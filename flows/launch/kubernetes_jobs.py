@@ -18,9 +18,9 @@ from kubernetes.config import ConfigException
 from urllib3.exceptions import HTTPError
 
 from flows.launch.job_folder import JobFolder, JobOrder
-from flows.launch.kubernetes_verdict import verdict
+from flows.launch.job_outcome import Failed, JobOutcome, Running, Waiting
+from flows.launch.kubernetes_outcome import outcome
 from flows.launch.manifests import JOB_LABEL, Manifest, job_manifests
-from flows.launch.verdict import Failed, Running, Verdict, Waiting
 from stages.core.errors import RecipeError, ResourceError, StageCrashError, TransientError
 
 REQUEST_TIMEOUT_S = 30.0
@@ -71,7 +71,7 @@ class KubernetesJobs:
                 self._ask("POST", kind, body=manifest)
         return self._name
 
-    def look(self, job_id: str) -> Verdict | Waiting | Running:
+    def look(self, job_id: str) -> JobOutcome | Waiting | Running:
         """Raises `TransientError` when Kubernetes does not answer."""
         with _explained(f"look at the {self._kind} {self._name}"):
             job = self._find(self._kind)
@@ -80,7 +80,7 @@ class KubernetesJobs:
             remedy = "run again to continue from the last checkpoint"
             what = f"{self.name_of(job_id)} of {self.order.stage} was deleted by somebody else"
             return Failed(StageCrashError(f"{what}; {remedy}"))
-        return verdict(job, pods, self.order)
+        return outcome(job, pods, self.order)
 
     def name_of(self, job_id: str) -> str:
         """For people."""

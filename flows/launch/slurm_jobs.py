@@ -8,8 +8,8 @@ from pathlib import Path
 
 from flows.launch import local, slurm_client
 from flows.launch.job_folder import JobEnd, JobFolder, JobOrder
+from flows.launch.job_outcome import Failed, Finished, Interrupted, JobOutcome, Running, Waiting
 from flows.launch.slurm_client import JobView
-from flows.launch.verdict import Failed, Finished, Interrupted, Running, Verdict, Waiting
 from flows.store.content import LOG_FILE
 from stages.core.errors import LifecycleError, ResourceError, StageCrashError, StageTimeoutError
 
@@ -37,11 +37,11 @@ class SlurmJobs:
         """Returns the id of the job. Raises what `slurm_client.submit` raises."""
         return slurm_client.submit(sbatch_arguments(self.order, self.folder))
 
-    def look(self, job_id: str) -> Verdict | Waiting | Running:
+    def look(self, job_id: str) -> JobOutcome | Waiting | Running:
         """Raises `TransientError` when Slurm does not answer."""
         view = slurm_client.look(job_id)
         if view is None or view.state in OVER:
-            return verdict(view, self.folder.end(job_id), self.order, job_id)
+            return outcome(view, self.folder.end(job_id), self.order, job_id)
         if view.state in ("PENDING", "REQUEUED") and view.reason != "None":
             return Waiting(f"{view.reason}, after {view.restarts} restarts" if view.restarts else view.reason)
         return Running()
@@ -80,7 +80,7 @@ def sbatch_arguments(order: JobOrder, folder: JobFolder) -> list[str]:
     return ["--requeue", *chosen, *asked.options, *map(str, script)]
 
 
-def verdict(view: JobView | None, end: JobEnd | None, order: JobOrder, job_id: str) -> Verdict:
+def outcome(view: JobView | None, end: JobEnd | None, order: JobOrder, job_id: str) -> JobOutcome:
     """view: the ended job, None when Slurm has forgotten it. end: what its batch step noted, if it could."""
     if view and view.state in INTERRUPTIONS:
         return Interrupted(INTERRUPTIONS[view.state], by_time_limit=view.state == "TIMEOUT")
@@ -108,6 +108,6 @@ def _error_of(view: JobView, order: JobOrder, job_id: str) -> LifecycleError:
 def _unexplained(view: JobView | None, order: JobOrder, job_id: str) -> LifecycleError:
     state = f"ended as {view.state} ({view.reason}, exit code {view.exit_code})" if view else "is unknown to Slurm"
     return StageCrashError(
-        f"Slurm job {job_id} of {order.stage} {state} before its first process could say a word; check that the nodes "
+        f"Slurm job {job_id} of {order.stage} {state} before its first process ran; check that the nodes "
         f"see {order.work} and this Python environment under the same paths"
     )

@@ -272,7 +272,7 @@ def _free_port(reservations: ExitStack, *preferred: int | None) -> int:
             number = int(probe.getsockname()[1])
             reservations.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0lifecycle-port-{number}")
             return number
-    raise ServerError(f"looking for a free port on {LOOPBACK}: none is to be had")
+    raise ServerError(f"looking for a free port on {LOOPBACK}: there is none; close programs that listen")
 
 
 def _lock() -> FileLock:

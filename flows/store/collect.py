@@ -67,22 +67,23 @@ def find_garbage(store: Store, protected: Collection[str] = (), older_than_days:
     """
     index = store.index()
     before_s = time.time() - older_than_days * SECONDS_PER_DAY
-    work = _folders(store.root / ".work", "*/*")
-    abandoned = {folder for folder in work if _used_s(folder) <= before_s and not _is_worked_in(store, folder)}
+    work = [*store.root.glob(".work/*/*")]
+    locked = {folder for folder in work if store.is_locked(folder.parent.name, folder.name[-RESUME_KEY_LENGTH:])}
+    abandoned = {folder for folder in work if _used_s(folder) <= before_s and folder not in locked}
     in_use = {path for folder in work if folder not in abandoned for path in _inputs(folder)}
     kept = needed(index, protected, in_use)
     superseded = [artifact for artifact in index.artifacts if artifact not in kept]
     old = [
         *((folder, "abandoned work") for folder in abandoned),
         *((folder, "left over from a crash") for folder in index.leftovers),
-        *((folder, "left over from a removal") for folder in _folders(store.root / ".trash", "*")),
-        *((entry, "cache entry") for entry in _folders(store.root / ".cache", "*/*")),
+        *((folder, "left over from a removal") for folder in store.root.glob(".trash/*")),
+        *((entry, "cache entry") for entry in store.root.glob(".cache/*/*")),
     ]
     return [
         *(Garbage(one.folder, _size_bytes(one.folder), one.used_s, "superseded") for one in superseded),
         *(
             Garbage(path, _size_bytes(path), used_s, f"{reason}, unused for {older_than_days:g} days")
-            for path, reason in old
+            for path, reason in sorted(old)
             if (used_s := _used_s(path)) <= before_s
         ),
     ]
@@ -115,19 +116,11 @@ def collect(store: Store, garbage: Iterable[Garbage]) -> list[Garbage]:
     return removed
 
 
-def _is_worked_in(store: Store, work: Path) -> bool:
-    return store.is_locked(work.parent.name, work.name[-RESUME_KEY_LENGTH:])
-
-
 def _inputs(work: Path) -> Collection[Path]:
     try:
         return StageInput.model_validate_json((work / "config.json").read_bytes()).inputs.values()
     except (OSError, ValidationError):
         return ()
-
-
-def _folders(parent: Path, pattern: str) -> list[Path]:
-    return sorted(parent.glob(pattern))
 
 
 def _used_s(path: Path) -> float:

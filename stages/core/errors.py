@@ -57,7 +57,7 @@ class DownloadError(LifecycleError):
 
 
 class ResourceError(LifecycleError):
-    """Disk, memory, a device or a port that is needed is not to be had."""
+    """Disk, memory, a device or a port that is needed is not available."""
 
     exit_code = 8
 
@@ -93,7 +93,7 @@ class StageTimeoutError(LifecycleError):
 
 
 class StageCrashError(LifecycleError):
-    """A stage process was killed, or ended without a word."""
+    """A stage process was killed, or ended without an error message."""
 
     exit_code = 14
 

@@ -7,7 +7,8 @@ is gone. (A parent-death signal alone would fire when the starting *thread* ends
 Descendants are found by walking /proc: torchrun starts its workers in sessions of their own, where no process group
 reaches them. Exits like the command: with its exit code, or 128 + the signal that killed it.
 
-`supervised.py` is the starting side. This file uses the standard library only and starts in 30 ms.
+`supervised.py` is the starting side. This file uses the standard library only (psutil is out of reach without
+site-packages) and starts in 30 ms.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def store(tmp_path):
         ("killed", StageCrashError, r"rows was killed by SIGKILL \(out of memory\?\).*the last thing it said"),
         ("transient", TransientError, "asked to be tried again"),
         ("silent", StageCrashError, "left no readable result.json"),
-        ("no_such_mode", StageCrashError, "rows exited with 1, without a word.*KeyError: 'no_such_mode'"),
+        ("no_such_mode", StageCrashError, "rows exited with 1 and left no error message.*KeyError: 'no_such_mode'"),
     ],
 )
 def test_a_failure_becomes_the_error_that_it_is(store, fault, mode, error, says):

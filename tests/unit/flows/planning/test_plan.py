@@ -2,6 +2,7 @@
 
 import pytest
 
+from flows.launch import hook
 from stages.core.errors import RecipeError
 
 
@@ -80,6 +81,13 @@ def test_a_damaged_artifact_is_named(recipe, make_plan, build):
     assert "damaged on disk (model/content has 5 bytes instead of 12)" in reasons(make_plan(recipe()))["base"]
     assert "`--force base`" in reasons(make_plan(recipe()))["base"]
     assert reasons(make_plan(recipe(), force=["base"]))["base"] == "forced"
+
+
+def test_an_artifact_whose_hook_was_cut_short_runs(recipe, make_plan, build):
+    built = build(make_plan(recipe()))
+    hook.mark(built["awq"].folder, "promote")
+    planned = make_plan(recipe()).stages["awq"]
+    assert (planned.action, planned.reason) == ("run", "judged, but its verdict has yet to reach MLflow's registry")
 
 
 def test_until_plans_a_stage_and_what_it_stands_on(recipe, make_plan):

@@ -10,6 +10,8 @@ from datetime import UTC, datetime
 
 import pytest
 
+from flows.launch import hook
+from flows.store.collect import verify
 from flows.store.content import PENDING_RECORD_FILE, FileEntry
 from flows.store.store import Store
 from stages.core.errors import ResourceError, StoreError
@@ -96,6 +98,16 @@ def test_missing_and_shortened_files_are_seen_without_reading_them(store, built)
     (built["base"].folder / "model" / "content").write_text("")
     assert store.find("train", built["sft"].record.version).damage == ("model/content is missing",)
     assert store.find("download", built["base"].record.version).damage == ("model/content has 0 bytes instead of 12",)
+
+
+def test_an_artifact_bears_the_mark_of_its_hook_until_that_was_completed(store, built):
+    hook.mark(built["sft"].folder, "train")
+    assert not store.find("train", built["sft"].record.version).pending
+    hook.mark(built["sft"].folder, "promote")
+    assert store.find("train", built["sft"].record.version).pending
+    assert all(one.whole for one in verify(store))
+    store.remove_mark(built["sft"].folder)
+    assert store.find("train", built["sft"].record.version) == built["sft"]
 
 
 def test_a_lock_is_held_by_one_and_handed_on(store):

@@ -4,11 +4,11 @@ import pytest
 
 from flows.launch.cluster import MACHINES_OWN, order_of
 from flows.launch.job_folder import JobEnd, JobFolder
-from flows.launch.kubernetes_verdict import verdict as kubernetes_verdict
+from flows.launch.job_outcome import Failed, Finished, Interrupted, Running, Waiting
+from flows.launch.kubernetes_outcome import outcome as kubernetes_outcome
 from flows.launch.slurm_client import JobView, parse_job
+from flows.launch.slurm_jobs import outcome as slurm_outcome
 from flows.launch.slurm_jobs import sbatch_arguments
-from flows.launch.slurm_jobs import verdict as slurm_verdict
-from flows.launch.verdict import Failed, Finished, Interrupted, Running, Waiting
 from stages.core.errors import ResourceError, StageCrashError, StageTimeoutError
 from stages.kinds import KINDS
 
@@ -56,7 +56,7 @@ def test_what_slurm_prints_is_read():
     ],
 )
 def test_slurm_jobs_that_ended(order, state, exit_code, expected):
-    assert slurm_verdict(view(state), end(exit_code), order, "7") == expected
+    assert slurm_outcome(view(state), end(exit_code), order, "7") == expected
 
 
 @pytest.mark.parametrize(
@@ -69,15 +69,15 @@ def test_slurm_jobs_that_ended(order, state, exit_code, expected):
     ],
 )
 def test_slurm_jobs_that_slurm_ended(order, state, error, said):
-    found = slurm_verdict(view(state), None, order, "7")
+    found = slurm_outcome(view(state), None, order, "7")
     assert isinstance(found, Failed)
     assert isinstance(found.error, error)
     assert said in str(found.error)
 
 
 def test_a_job_that_slurm_has_forgotten_is_judged_by_what_it_left(order):
-    assert slurm_verdict(None, end(0), order, "7") == Finished(0)
-    assert isinstance(slurm_verdict(None, None, order, "7"), Failed)
+    assert slurm_outcome(None, end(0), order, "7") == Finished(0)
+    assert isinstance(slurm_outcome(None, None, order, "7"), Failed)
 
 
 def test_sbatch_is_asked_for_what_the_recipe_says_and_handed_no_environment(order):
@@ -136,7 +136,7 @@ def pod(*conditions, **state):
     ],
 )
 def test_kubernetes_jobs(order, job, pods, expected):
-    assert kubernetes_verdict(job, pods, order) == expected
+    assert kubernetes_outcome(job, pods, order) == expected
 
 
 @pytest.mark.parametrize(
@@ -144,6 +144,6 @@ def test_kubernetes_jobs(order, job, pods, expected):
     [({"terminated": {"exitCode": 137, "reason": "OOMKilled"}}, ResourceError), ({"waiting": {}}, StageCrashError)],
 )
 def test_kubernetes_jobs_that_kubernetes_ended(order, state, error):
-    found = kubernetes_verdict(FAILED, [pod(**state)], order)
+    found = kubernetes_outcome(FAILED, [pod(**state)], order)
     assert isinstance(found, Failed)
     assert isinstance(found.error, error)

@@ -41,4 +41,4 @@ class Failed:
     error: LifecycleError
 
 
-Verdict = Interrupted | Finished | Failed
+JobOutcome = Interrupted | Finished | Failed

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from flows.launch.job_folder import JobOrder
+from flows.launch.job_outcome import Failed, Finished, Interrupted, JobOutcome, Running, Waiting
 from flows.launch.manifests import Manifest
 from flows.launch.node_task import INTERRUPTED
-from flows.launch.verdict import Failed, Finished, Interrupted, Running, Verdict, Waiting
 from stages.core.errors import ResourceError, StageCrashError
 
 STARTING = frozenset({"ContainerCreating", "PodInitializing"})
 """Reasons of containers that are about to run."""
 
 
-def verdict(job: Manifest, pods: list[Manifest], order: JobOrder) -> Verdict | Waiting | Running:
+def outcome(job: Manifest, pods: list[Manifest], order: JobOrder) -> JobOutcome | Waiting | Running:
     """job: with `status.conditions`; pods: all that the job has at the moment."""
     if _condition(job, "Complete") or _condition(job, "SuccessCriteriaMet"):
         return Finished(0)
@@ -28,7 +28,7 @@ def verdict(job: Manifest, pods: list[Manifest], order: JobOrder) -> Verdict | W
     return Running() if pods else Waiting("it has no pods yet")
 
 
-def _failure(failed: Manifest, pods: list[Manifest], order: JobOrder) -> Verdict:
+def _failure(failed: Manifest, pods: list[Manifest], order: JobOrder) -> JobOutcome:
     disrupted = [found for pod in pods if (found := _condition(pod, "DisruptionTarget"))]
     if disrupted:
         return Interrupted(f"the loss of a pod ({disrupted[0].get('reason', 'disruption')})")
