@@ -15,7 +15,7 @@ class ServingConfig(StrictModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: that of the weights.")
     max_model_len: PositiveInt | None = Field(None, description="Tokens of prompt and answer; default: the model's.")
     max_num_seqs: PositiveInt | None = Field(None, description="Requests in one batch; default: the engine's.")
-    tensor_parallel_size: PositiveInt = 1
+    tensor_parallel_size: PositiveInt = Field(1, description="GPUs that share each layer.")
     kv_cache_memory_gib: PositiveFloat | None = Field(
         None, description="Default: what the engine finds free on a GPU, 4 on a CPU."
     )

@@ -83,10 +83,10 @@ class TrainConfig(MethodOptions):
     STAGE_VERSION: ClassVar[int] = 1
 
     kind: Literal["train"]
-    method: MethodName
+    method: MethodName = Field(description="What is learned; its options are the field of its name.")
     model: ModelReference
     data: DataConfig
-    engine: EngineName = "fsdp"
+    engine: EngineName = Field("fsdp", description="What does the parallelism.")
     layout: LayoutOrAuto = Field(Layout(), description="auto: what the planner finds best for the machine at hand.")
 
     steps: PositiveInt | None = Field(None, description="Optimizer steps; else `epochs` counts.")
@@ -100,7 +100,7 @@ class TrainConfig(MethodOptions):
     adam_beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the mean of squared gradients.")
     adam_epsilon: PositiveFloat = Field(1e-8, description="Added to the denominator of Adam.")
     weight_decay: NonNegativeFloat = Field(0.0, description="Decoupled, as in AdamW.")
-    max_grad_norm: PositiveFloat | None = 1.0
+    max_grad_norm: PositiveFloat | None = Field(1.0, description="Larger gradients are clipped; null: none are.")
     precision: Precision = Field(
         "bf16",
         description="bf16: parameters and activations in bfloat16, reduction and master weights in fp32. fp8: so too, "

@@ -27,9 +27,9 @@ METRICS = {
 class DpoConfig(StrictModel):
     """Direct preference optimization (Rafailov et al. 2023; IPO: Azar et al. 2023; hinge: Zhao et al. 2023)."""
 
-    beta: PositiveFloat = 0.1
-    loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
-    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    beta: PositiveFloat = Field(0.1, description="Strength of the pull towards the reference model.")
+    loss_type: Literal["sigmoid", "ipo", "hinge"] = Field("sigmoid", description="sigmoid: DPO; ipo: IPO; hinge: SLiC.")
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="Share of pairs assumed to be the wrong way round.")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,9 @@ import yaml
 
 from flows.cli.main import cli
 from flows.recipe.recipe import load_stages
+from stages.engines.megatron.families import FAMILIES
 from stages.kinds import KINDS
+from stages.planner.hardware import HARDWARE
 from tests.pages import (
     MEASURED,
     PAGES,
@@ -183,3 +185,8 @@ def test_examples_in_python_are_sound(page):
     names = {}
     for body in fences(page, "python"):
         exec(compile(body, page.name, "exec"), names)
+
+
+def test_the_hardware_and_families_that_there_are_are_named():
+    assert set(HARDWARE) <= set(spans(ROOT / "stages/planner/README.md"))
+    assert set(FAMILIES) <= set(spans(ROOT / "stages/engines/README.md"))
