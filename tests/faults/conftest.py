@@ -17,12 +17,17 @@ PATIENCE_S = 30.0
 
 
 @pytest.fixture(scope="session", autouse=True)
-def leftovers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Leftovers]:
-    found = Leftovers(tmp_path_factory.getbasetemp())
+def leftovers(tmp_path_factory: pytest.TempPathFactory) -> Leftovers:
+    return Leftovers(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def marked(leftovers: Leftovers) -> Iterator[None]:
+    """What fault tests start is marked; what other tests of this process share with each other is not."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in found.environment().items():
+        for name, value in leftovers.environment().items():
             patch.setenv(name, value)
-        yield found
+        yield
 
 
 @pytest.fixture(autouse=True)

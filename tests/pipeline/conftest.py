@@ -1,4 +1,4 @@
-"""Pipeline tests import their helpers by name; those about schedules and retries share one set of servers."""
+"""Pipeline tests import their helpers by name; most of them borrow the one home whose servers are up."""
 
 import sys
 from pathlib import Path
@@ -9,14 +9,26 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")
-def worker_home(tmp_path_factory):
-    """A home whose servers and worker are up."""
+def home_with_servers(tmp_path_factory):
+    """Its owner; of each worker of pytest-xdist one, since each has its files one after the other."""
+    from lent_home import LentHome
+
+    home = LentHome(tmp_path_factory.mktemp("lent") / "home")
+    home.begin()
+    yield home
+    home.stop()
+
+
+@pytest.fixture(scope="module")
+def lent_home(home_with_servers):
+    """Folder of an empty home whose servers and worker are up."""
+    yield home_with_servers.folder
+    home_with_servers.empty()
+
+
+@pytest.fixture(scope="module")
+def worker_home(lent_home):
+    """The same, for tests of schedules and retries."""
     from worker_home import WorkerHome
 
-    home = WorkerHome(tmp_path_factory.mktemp("worker") / "home")
-    home.folder.mkdir()
-    started = home.lifecycle("up")
-    assert started.returncode == 0, started.stderr
-    yield home
-    assert home.lifecycle("down").returncode == 0
-    assert home.processes() == []
+    return WorkerHome(lent_home)

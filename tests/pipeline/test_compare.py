@@ -26,11 +26,9 @@ EXPERIMENT = "llm-lifecycle"
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    home = Home(tmp_path_factory.mktemp("comparisons") / "home")
-    home.folder.mkdir()
+def home(lent_home):
+    home = Home(lent_home)
     yield home
-    assert home.lifecycle("down").returncode == 0
     assert home.processes() == []
 
 

@@ -11,11 +11,9 @@ NOT_FOR_NUMBERS = {"execution": {"threads": 1, "measure_matmul_rate": False}}
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    home = Home(tmp_path_factory.mktemp("megatron") / "home")
-    home.folder.mkdir()
+def home(lent_home):
+    home = Home(lent_home)
     yield home
-    assert home.lifecycle("down").returncode == 0
     assert home.processes() == []
 
 

@@ -48,12 +48,10 @@ class Nights(Home):
 
 
 @pytest.fixture(scope="module")
-def nights(tmp_path_factory):
-    nights = Nights(tmp_path_factory.mktemp("nights") / "home")
-    nights.folder.mkdir()
+def nights(lent_home):
+    nights = Nights(lent_home)
     write_tasks(nights.folder.parent / "tasks")
-    yield nights
-    assert nights.lifecycle("down").returncode == 0
+    return nights
 
 
 @pytest.fixture(scope="module")

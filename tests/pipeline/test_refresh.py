@@ -11,11 +11,8 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    home = Home(tmp_path_factory.mktemp("refreshes") / "home")
-    home.folder.mkdir()
-    yield home
-    assert home.lifecycle("down").returncode == 0
+def home(lent_home):
+    return Home(lent_home)
 
 
 @pytest.fixture(scope="module")

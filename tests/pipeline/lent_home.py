@@ -1,0 +1,50 @@
+"""A home whose servers and worker are up, lent to one test file after the other and emptied in between.
+
+A start of the servers takes 24 s of processor time. Emptied means: their databases are what they were when the servers
+were new, and of the rest nothing is left; ports, tokens and processes stay.
+"""
+
+import shutil
+import sqlite3
+from contextlib import closing
+
+from refreshes import Home, eventually
+
+DATABASES = ("prefect/prefect.db", "mlflow/mlflow.db")
+OF_SERVERS = ("prefect", "mlflow", "worker", "servers.json", "servers.lock")
+
+
+class LentHome(Home):
+    """The owner's side: start, empty, stop. Borrowers make a `Home` of the folder; files beside it are theirs, too."""
+
+    def begin(self) -> None:
+        self.folder.mkdir()
+        self._up()
+        self._new = {name: sqlite3.connect(":memory:") for name in DATABASES}
+        for name, copy in self._new.items():
+            with closing(sqlite3.connect(self.folder / name)) as database:
+                database.backup(copy)
+
+    def empty(self) -> None:
+        """Once nothing of the borrower runs."""
+        eventually(lambda: self.processes() == [])
+        self._up()  # borrowers may have stopped what they test
+        _remove(path for path in self.folder.parent.iterdir() if path != self.folder)
+        _remove(path for path in self.folder.iterdir() if path.name not in OF_SERVERS)
+        _remove((self.folder / "mlflow" / "artifacts").glob("*"))
+        for name, copy in self._new.items():
+            with closing(sqlite3.connect(self.folder / name, timeout=60)) as database:
+                copy.backup(database)
+
+    def stop(self) -> None:
+        assert self.lifecycle("down").returncode == 0
+        assert self.processes() == []
+
+    def _up(self) -> None:
+        started = self.lifecycle("up")
+        assert started.returncode == 0, started.stderr
+
+
+def _remove(paths) -> None:
+    for path in paths:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
