@@ -1,4 +1,4 @@
-"""What the figures and parameters of training and comparisons are called, in MLflow and everywhere else: one table.
+"""What the metrics and parameters of training and comparisons are called, in MLflow and everywhere else: one table.
 
 The README shows it, and a test holds the two, and what runs really log, together.
 """
@@ -7,8 +7,6 @@ from __future__ import annotations
 
 HARDWARE = "hardware"
 GIT_COMMIT = "git_commit"
-COMPARISON_IDENTITY = "lifecycle.comparison"
-"""Tag of a comparison's run in MLflow: `COMPARISON`, and of its layouts' runs `COMPARISON/NUMBER`."""
 
 STEP_METRICS = {
     "loss": "mean over the target tokens of a global batch, in nats (DPO: over pairs)",
