@@ -66,7 +66,7 @@ def compare(
         raise click.UsageError(
             "give a RECIPE, its --stage and --layouts, or else --experiment with --where and --allow-mixed"
         )
-    from flows.compare.run import ComparisonRequest
+    from flows.compare.plan import ComparisonRequest
 
     names = (str(recipe.absolute()), stage, tuple(layouts), tuple(overrides))
     return _measure(ComparisonRequest(*names, steps, warmup, rounds), as_json)
@@ -100,17 +100,16 @@ def _compare_logged(experiment: str, where: str, allow_mixed: bool, as_json: boo
 
 def _measure(request: Any, as_json: bool) -> int:
     from flows.cli.compare_run import exit_code, run_comparison
-    from flows.compare.figures import rows_of
-    from flows.compare.table import as_json as rows_as_json
+    from flows.compare.metrics import rows_of
+    from flows.compare.report import comparison_as_json
     from flows.compare.table import as_text
 
     run = run_comparison(request, stream=sys.stderr if as_json else sys.stdout)
     record = run.record
     rows = rows_of(record)
     if as_json:
-        answer = {"comparison": record.comparison, "state": record.state, "error": record.error}
-        print_json({**answer, "report": str(run.folder.report), "layouts": rows_as_json(rows)})
+        print_json(comparison_as_json(record, rows, run.ledger.folder))
     else:
         click.echo(as_text(rows))
-        click.echo(f"{record.comparison}: {record.state} in {record.seconds:.1f} s {record.error or ''}".rstrip())
+        click.echo(f"{record.refresh}: {record.state} in {record.seconds:.1f} s {record.error or ''}".rstrip())
     return exit_code(record)

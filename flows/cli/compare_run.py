@@ -1,43 +1,45 @@
-"""What `lifecycle compare` does once it has been asked: plan, servers, the Prefect flow."""
+"""What `lifecycle compare` does once it has been asked: plan, servers, the Prefect flow; or runs that MLflow has."""
 
 from __future__ import annotations
 
 import re
 import sys
-import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TextIO
 
 from flows.cli.run_command import ready_servers, view_of
-from flows.compare.figures import Row
-from flows.compare.record import ComparisonRecord
-from flows.compare.run import ComparisonRequest, ComparisonRun, plan_comparison
+from flows.compare.metrics import Row
+from flows.compare.plan import ComparisonRequest, plan_comparison
 from flows.launch import choice
 from flows.ledger.home import home
+from flows.ledger.record import RefreshRecord
 from flows.running.refresh_run import RefreshRun
 from flows.running.runner import Launcher
+from flows.tracking.cursor import page_of, read_shipped
 from stages.core.errors import RefreshStoppedError, ServerError, StageCrashError
 
 NOT_IN_FILE_NAMES = r"[^\w.-]"
 
 
-def run_comparison(request: ComparisonRequest, *, stream: TextIO, launch: Launcher = choice.start) -> ComparisonRun:
-    """Run a comparison to its end; what happens is told on `stream` as it happens.
+def run_comparison(request: ComparisonRequest, *, stream: TextIO, launch: Launcher = choice.start) -> RefreshRun:
+    """Run a comparison to its end; what happens is shown on `stream` as it happens.
 
     Raises what keeps it from starting: a bad recipe, a bad layout, servers that do not answer. What goes wrong later is
     in the record.
     """
     planned = plan_comparison(request)
-    endpoints = ready_servers()
-    run = ComparisonRun(planned, launch=launch)
-    upstream = RefreshRun(planned.upstream_refresh, launch=launch) if planned.upstream_refresh else None
-    if upstream:
-        upstream.tracker.start(endpoints.environment())
-    with view_of(upstream, quiet=stream is sys.stderr) if upstream else nullcontext():
-        _run_flow(request, run, upstream, stream)
-    write_report(run)
-    tell_mlflow(run, stream)
+    ready_servers()
+    run = RefreshRun(planned, launch=launch)
+    with view_of(run, quiet=stream is sys.stderr):
+        try:
+            _run_flow(request, run)
+        finally:
+            run.finish()
+    if not read_shipped(run.ledger).has_all_of(run.ledger):
+        log = run.ledger.folder / "tracking.log"
+        print(f"MLflow does not have all of it yet (see {log}); the next refresh ships the rest", file=sys.stderr)
+    elif link := page_of(run.record.refresh):
+        print(f"MLflow: {link}", file=stream)
     return run
 
 
@@ -56,45 +58,18 @@ def compare_logged(experiment: str, where: str, *, allow_mixed: bool) -> tuple[l
     return rows, report
 
 
-def write_report(run: ComparisonRun) -> None:
-    """Leave the HTML page in the comparison's folder."""
-    from flows.compare.figures import rows_of
-    from flows.compare.report import facts_of, html_report
-
-    record = run.record
-    title = f"Layouts of {record.stage}: {record.comparison}"
-    run.folder.report.write_text(html_report(title, facts_of(record), rows_of(record)), encoding="utf-8")
-
-
-def tell_mlflow(run: ComparisonRun, stream: TextIO) -> None:
-    """Log the comparison, and say where it is to be seen."""
-    from flows.tracking.comparison_tracker import page, ship
-
-    shipped = ship(run.folder)
-    if shipped is None:
-        log = run.folder.path / "tracking.log"
-        print(f"MLflow was not told (see {log}); the next comparison tells it of this one too", file=sys.stderr)
-    elif link := page(shipped):
-        print(f"MLflow: {link}", file=stream)
-
-
-def _run_flow(request: ComparisonRequest, run: ComparisonRun, upstream: RefreshRun | None, stream: TextIO) -> None:
-    from flows.compare.flow import OPENED_COMPARISON, compare
-
-    run.upstream = upstream
-    OPENED_COMPARISON.set(run)
-    run.listen(lambda text: print(f"{time.strftime('%H:%M:%S')} {text}", file=stream, flush=True))
-    names = (request.recipe, request.stage, request.layouts, request.overrides)
-    options = (request.num_steps, request.num_warmup_steps, request.num_rounds, run.record.comparison)
-    try:
-        compare(*names, *options, return_state=True)
-    except Exception as error:
-        if run.record.state == "running":
-            raise ServerError(f"Prefect could not run the comparison: {type(error).__name__}: {error}") from error
-        print(f"the Prefect server was not told how the comparison ended: {error}", file=sys.stderr)
-
-
-def exit_code(record: ComparisonRecord) -> int:
+def exit_code(record: RefreshRecord) -> int:
     """0 as soon as one layout was measured: that others do not fit is what was asked."""
     codes = {"completed": 0, "cancelled": RefreshStoppedError.exit_code}
     return codes.get(record.state, StageCrashError.exit_code)
+
+
+def _run_flow(request: ComparisonRequest, run: RefreshRun) -> None:
+    from flows.running.refresh import flow_of
+
+    try:
+        flow_of(run)(request.recipe, request.overrides, until=request.stage, return_state=True)
+    except Exception as error:
+        if run.record.state == "running":
+            raise ServerError(f"Prefect could not run the comparison: {type(error).__name__}: {error}") from error
+        print(f"Prefect does not know how the comparison ended: {error}", file=sys.stderr)

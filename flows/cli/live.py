@@ -13,6 +13,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from flows.cli.feed import StageFeed
+from flows.compare.metrics import first_line
+from flows.ledger.events import TrialEnded
 from flows.ledger.record import RefreshRecord, StageEntry
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ INTERVAL_S = 0.25
 STATE_STYLES = {"running": "bold cyan", "built": "green", "cached": "blue", "failed": "bold red", "waiting": "dim"}
 ENDED = ("built", "cached", "failed")
 SHOWN_METRICS = 3
+SHOWN_CHARACTERS = 120
+"""Of a reason, while a comparison runs; its end shows more."""
 
 
 class View(ABC):
@@ -32,6 +36,7 @@ class View(ABC):
         self._read = read
         self._states: dict[str, str] = {}
         self._feeds: dict[str, StageFeed] = {}
+        self._num_trials = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True, name="view")
 
@@ -68,6 +73,9 @@ class View(ABC):
                 self._states[name] = entry.state
                 if entry.state in ENDED or entry.state == "running":
                     self.line(f"{name:<16} {summary(entry)}")
+        for trial in record.trials[self._num_trials :]:
+            self.line(trial_text(record, trial))
+        self._num_trials = len(record.trials)
         self.show(record)
 
 
@@ -139,6 +147,14 @@ def summary(entry: StageEntry) -> str:
     if entry.state == "failed":
         return f"failed after {entry.seconds:.1f} s: {entry.error_class}: {entry.error}"
     return f"{entry.state:<8} {seconds_text(entry):>9}  {metrics_text(headline(entry))}".rstrip()
+
+
+def trial_text(record: RefreshRecord, trial: TrialEnded) -> str:
+    """One line on how a trial of a comparison ended."""
+    assert record.comparison
+    layout = record.comparison.layouts[trial.layout].text
+    outcome, reason = ("failed", first_line(trial.error, SHOWN_CHARACTERS)) if trial.error else ("measured", "")
+    return f"round {trial.round}: {layout}: {outcome} in {trial.seconds:.1f} s  {reason}".rstrip()
 
 
 def headline(entry: StageEntry) -> dict[str, float]:

@@ -75,10 +75,12 @@ def retry_refresh(name: str | None, *, quiet: bool, launch: Launcher = choice.st
 def _to_retry(name: str | None) -> RefreshRecord:
     close_interrupted()
     known = [ledger.folder.name for ledger in ledgers()]
-    ledger = find_refresh(name) if name else next(ledgers(), None)
+    ledger = find_refresh(name) if name else next((one for one in ledgers() if not one.read().comparison), None)
     if ledger is None:
         raise StoreError(f"retrying {name or 'the latest refresh'}: there is none{closest(name or '', known[:20])}")
     record = ledger.read()
+    if record.comparison:
+        raise StoreError(f"retrying {record.refresh}: it compares layouts; measure them again with `lifecycle compare`")
     if record.state in ("running", "completed"):
         raise StoreError(f"retrying {record.refresh}: it is {record.state}, expected one that failed or was stopped")
     return record
@@ -116,7 +118,7 @@ def _run_flow(request: RefreshRequest, run: RefreshRun, retried: RefreshRecord |
     except Exception as error:
         if run.record.state == "running":
             raise ServerError(f"Prefect could not run the refresh: {type(error).__name__}: {error}") from error
-        print(f"the Prefect server was not told how the refresh ended: {error}", file=sys.stderr)
+        print(f"Prefect does not know how the refresh ended: {error}", file=sys.stderr)
 
 
 def view_of(run: RefreshRun, quiet: bool) -> View:

@@ -8,6 +8,8 @@ from itertools import islice
 from typing import Any
 
 from flows.cli.live import headline, metrics_text
+from flows.compare.metrics import rows_of
+from flows.compare.table import as_json, as_text
 from flows.ledger.record import RefreshRecord, StageEntry, final_result
 from flows.ledger.refreshes import Ledger, ledgers
 from flows.planning.plan import Plan, PlannedStage
@@ -19,6 +21,7 @@ from stages.core.errors import StoreError
 
 RECENT_REFRESHES = 10
 SHORTEST_PREFIX = 4
+NOT_SHOWN_FIELDS = ("stages", "attempts", "comparison", "trials", "measured")
 LISTED_FIELDS = ("refresh", "recipe", "state", "started_ms", "seconds")
 
 
@@ -110,9 +113,10 @@ def find_artifact(index: Index, name: str) -> Artifact:
 
 def refresh_as_json(record: RefreshRecord) -> dict[str, Any]:
     """A refresh with all that is known of it and its stages."""
-    fields = {name: value for name, value in vars(record).items() if name not in ("stages", "attempts")}
+    fields = {name: value for name, value in vars(record).items() if name not in NOT_SHOWN_FIELDS}
     stages = {name: entry_as_json(entry) for name, entry in record.stages.items()}
-    return {**fields, "recipe_path": str(record.recipe_path), "process": record.process.model_dump(), "stages": stages}
+    fields |= {"recipe_path": str(record.recipe_path), "process": record.process.model_dump(), "stages": stages}
+    return fields | ({"layouts": as_json(rows_of(record))} if record.comparison else {})
 
 
 def entry_as_json(entry: StageEntry) -> dict[str, Any]:
@@ -148,6 +152,8 @@ def refresh_as_text(record: RefreshRecord) -> str:
         )
         if entry.error:
             lines.append(f"    {entry.error_class or 'error'}: {entry.error}")
+    if record.comparison:
+        lines.append(as_text(rows_of(record)))
     return "\n".join(lines)
 
 

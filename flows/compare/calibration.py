@@ -1,6 +1,6 @@
 """Runs that MLflow has → the constants that say what this hardware achieves of its data sheet. Pure.
 
-Least squares over the logarithms of predicted over measured step time and memory. A run or two cannot tell all
+Least squares over the logarithms of predicted over measured step time and memory. A run or two cannot keep all
 constants apart, so each is also held near its built-in value: being off by a factor of e weighs as much as one run that
 is predicted wrongly by that factor (a log-normal prior).
 """
@@ -31,7 +31,7 @@ FITTED_FROM = ("engine", "layout.dp_shard", "global_batch_size", "data.sequence_
 
 @dataclass(frozen=True)
 class Observation:
-    """What a run measured, and what the planner has to be told to predict it."""
+    """What a run measured, and what the planner needs to predict it."""
 
     run_id: str
     request: SearchRequest
@@ -74,7 +74,7 @@ class Calibration:
 
 
 def observations_of(runs: Sequence[LoggedRun], hardware: Hardware) -> list[Observation]:
-    """Finished runs of train stages that tell all that a prediction needs."""
+    """Finished runs of train stages that have all that a prediction needs."""
     return [_observation(run, hardware) for run in runs if _is_usable(run)]
 
 

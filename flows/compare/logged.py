@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from flows.compare.figures import Row, first_line, with_differences
 from flows.compare.layouts import BATCH_FIELD
-from flows.compare.names import COMPARISON_IDENTITY, GIT_COMMIT, HARDWARE
+from flows.compare.metrics import Row, first_line, with_differences
+from flows.compare.names import GIT_COMMIT, HARDWARE
 from flows.tracking.logged_runs import LoggedRun
+from flows.tracking.rows import COMPARISON_IDENTITY
 from stages.core.errors import RecipeError
 from stages.parallel.layout import Layout
 
@@ -23,7 +24,7 @@ RELATIVE = ("relative_tokens_per_s", "loss_difference")
 
 
 def rows_of_runs(runs: Sequence[LoggedRun], *, allow_mixed: bool) -> list[Row]:
-    """A row for each run of a train stage that has a layout, and figures or an error.
+    """A row for each run of a train stage that has a layout, and metrics or an error.
 
     Raises RecipeError when there is none, or when they are not alike and `allow_mixed` is not set.
     """

@@ -1,4 +1,4 @@
-"""What the figures and parameters of training and comparisons are called, in MLflow and everywhere else: one table.
+"""What the metrics and parameters of training and comparisons are called, in MLflow and everywhere else: one table.
 
 `flows/compare/README.md` shows it, and a test holds the two, and what runs really log, together.
 """
@@ -9,8 +9,6 @@ from stages.train.methods.registry import loss_meaning, metric_meanings
 
 HARDWARE = "hardware"
 GIT_COMMIT = "git_commit"
-COMPARISON_IDENTITY = "lifecycle.comparison"
-"""Tag of a comparison's run in MLflow: `COMPARISON`, and of its layouts' runs `COMPARISON/NUMBER`."""
 
 STEP_METRICS = {
     "loss": loss_meaning(),

@@ -6,7 +6,7 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from flows.compare.figures import RANK_PREFIX, Row
+from flows.compare.metrics import RANK_PREFIX, Row
 from flows.compare.scaling import Series
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from flows.compare.figures import Row
+from flows.compare.metrics import Row
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flows.compare.figures import RANK_PREFIX, Row
+from flows.compare.metrics import RANK_PREFIX, Row
 
 COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "step_time_s": ("s/step", lambda value: f"{value:.4g}"),
@@ -32,6 +32,14 @@ def as_text(rows: Sequence[Row]) -> str:
     return "\n".join(
         [*(_aligned(line, widths) for line in lines), *(f"{row.text}  {row.error}" for row in rows if row.error)]
     )
+
+
+def as_markdown(rows: Sequence[Row]) -> str:
+    """The same as a Markdown table."""
+    heading, *lines = grid(rows)
+    table = [heading, ["---"] * len(heading), *lines]
+    failures = [f"- `{row.text}`: {row.error}" for row in rows if row.error]
+    return "\n".join([*(f"| {' | '.join(line)} |" for line in table), "", *failures])
 
 
 def grid(rows: Sequence[Row]) -> list[list[str]]:

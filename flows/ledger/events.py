@@ -130,6 +130,58 @@ class StageNoted(Event):
     tags: dict[str, str]
 
 
+class LayoutEntry(StrictModel):
+    """A layout that is compared. `params` and `tags` are those that a run of the stage under it has in MLflow.
+
+    `refused`: why it cannot work, and so is not tried; such layouts come last.
+    """
+
+    text: str
+    engine: str
+    num_devices: int
+    global_batch_size: int
+    params: dict[str, str]
+    tags: dict[str, str]
+    refused: str | None = None
+
+
+class CompareBegan(Event):
+    """The refresh does not build its last stage, but compares layouts of it: for so many steps, in so many rounds."""
+
+    event: Literal["compare_began"] = "compare_began"
+    stage: str
+    num_steps: int
+    num_warmup_steps: int
+    num_rounds: int
+    layouts: tuple[LayoutEntry, ...]
+
+
+class TrialEnded(Event):
+    """One layout, by its place among the layouts, was run for one round, counted from 1.
+
+    Its steps are in the `metrics.jsonl` of `work`; metrics, tags: what the stage's `result.json` said.
+    """
+
+    event: Literal["trial_ended"] = "trial_ended"
+    layout: int
+    round: int
+    work: Path
+    seconds: float
+    metrics: dict[str, float] = Field(default_factory=dict)
+    tags: dict[str, str] = Field(default_factory=dict)
+    error: str | None = None
+    error_class: str | None = None
+
+
+class LayoutMeasured(Event):
+    """What all rounds of a layout come to, or why there is nothing."""
+
+    event: Literal["layout_measured"] = "layout_measured"
+    layout: int
+    metrics: dict[str, float]
+    error: str | None
+
+
 class RefreshEnded(Event):
     """How a try of the refresh ended; seconds: of this try."""
 
@@ -155,6 +207,9 @@ AnyEvent = Annotated[
     | StageCached
     | StageFailed
     | StageNoted
+    | CompareBegan
+    | TrialEnded
+    | LayoutMeasured
     | RefreshEnded
     | RefreshKilled,
     Field(discriminator="event"),

@@ -12,7 +12,9 @@ from flows.ledger.events import (
     AnyEvent,
     AttemptBegan,
     AttemptEnded,
+    CompareBegan,
     FlowRunKnown,
+    LayoutMeasured,
     Outcome,
     RefreshBegan,
     RefreshEnded,
@@ -22,11 +24,13 @@ from flows.ledger.events import (
     StageFailed,
     StageNoted,
     StageWaits,
+    TrialEnded,
 )
 from flows.ledger.process_identity import ProcessIdentity
 from stages.core.contract import StageResult
 
 StageState = Literal["waiting", "running", "built", "cached", "failed", "skipped"]
+StageEvent = AttemptBegan | AttemptEnded | StageNoted | StageWaits | StageCached | StageFailed
 STATES: dict[str, StageState] = {"stage_waits": "waiting", "stage_cached": "cached", "stage_failed": "failed"}
 """What an event makes of its stage."""
 KILLED = "its process was killed"
@@ -101,7 +105,7 @@ class AttemptRecord:
 
 @dataclass(frozen=True)
 class RefreshRecord:
-    """A refresh as its ledger tells it.
+    """A refresh after the events of its ledger.
 
     num_tries: how often it was started; a retry goes on in the same ledger. seconds: of the latest try.
     prefect_run_count: how often Prefect had started the flow run when the latest try began.
@@ -126,6 +130,10 @@ class RefreshRecord:
     stages: dict[str, StageEntry] = field(default_factory=dict)
     attempts: dict[str, AttemptRecord] = field(default_factory=dict)
     """By name, oldest first; of all tries."""
+    comparison: CompareBegan | None = None
+    trials: tuple[TrialEnded, ...] = ()
+    measured: dict[int, LayoutMeasured] = field(default_factory=dict)
+    """By the layout's place."""
 
     @property
     def interrupted(self) -> bool:
@@ -140,7 +148,12 @@ class RefreshRecord:
     @property
     def nothing_new(self) -> bool:
         """Whether all that it wanted was there already."""
-        return self.state == "completed" and all(entry.state == "cached" for entry in self.stages.values())
+        cached = all(entry.state == "cached" for entry in self.stages.values())
+        return self.state == "completed" and cached and not self.comparison
+
+    def trials_of(self, layout: int) -> list[TrialEnded]:
+        """All rounds of a layout, in order."""
+        return [trial for trial in self.trials if trial.layout == layout]
 
     def key_of(self, stage: str, number: int) -> str:
         """What artifacts and other refreshes call an attempt by."""
@@ -164,21 +177,32 @@ def after(record: RefreshRecord | None, event: AnyEvent) -> RefreshRecord:
     match event:
         case FlowRunKnown():
             return replace(record, **_said(event))
-        case StageWaits() | StageCached() | StageFailed():
-            said = {"work": None, "error": None, "error_class": None, **_said(event)}
-            return _with_entry(record, said.pop("stage"), state=STATES[event.event], **said)
+        case CompareBegan():
+            return replace(record, comparison=event)
+        case TrialEnded():
+            return replace(record, trials=(*record.trials, event))
+        case LayoutMeasured():
+            return replace(record, measured={**record.measured, event.layout: event})
+        case RefreshEnded():
+            return _over(replace(record, **_said(event)))
+        case RefreshKilled():
+            named = record.state == "running" and record.process == event.process
+            return _over(replace(record, state="failed", error=KILLED)) if named else record
+        case _:
+            return _after_stage(record, event)
+
+
+def _after_stage(record: RefreshRecord, event: StageEvent) -> RefreshRecord:
+    match event:
         case AttemptBegan():
             return _attempt_begun(record, event)
         case AttemptEnded():
             return _attempt_ended(record, event)
         case StageNoted():
             return _noted(record, event)
-        case RefreshEnded():
-            return _over(replace(record, **_said(event)))
-        case RefreshKilled():
-            if record.state != "running" or record.process != event.process:
-                return record
-            return _over(replace(record, state="failed", error=KILLED))
+        case StageWaits() | StageCached() | StageFailed():
+            said = {"work": None, "error": None, "error_class": None, **_said(event)}
+            return _with_entry(record, said.pop("stage"), state=STATES[event.event], **said)
 
 
 def final_result(folder: Path) -> StageResult:

@@ -4,6 +4,8 @@
     ledger.jsonl    an event a line, only ever appended to: by the process of the refresh; by another one once that died
     mlflow.json     how much of it has reached MLflow; written by `flows/tracking/shipper.py` only
     tracking.log    what the shipper said
+    trials/0-1/     of a comparison: work folder of the first layout's first round
+    report.html, comparison.json, note.md    of a comparison that is over, for people, programs and MLflow's page
 
 Prefect, MLflow, views and commands read what happened from here; nothing is asked of them that is not here.
 """
@@ -24,6 +26,7 @@ from flows.ledger.record import AttemptRecord, RefreshRecord, fold
 from stages.core.errors import StoreError, full_disk_named
 from stages.core.files import write_atomically
 
+REPORT_FILE, ROWS_FILE, NOTE_FILE = "report.html", "comparison.json", "note.md"
 LONGEST_END = 65_536
 """Bytes; a longer end of a refresh is only read more slowly."""
 TORN = "json_invalid"
@@ -123,8 +126,9 @@ class RunningRefreshes:
                 self._ended[ledger.folder.name] = size
 
     def of(self, recipe: str) -> list[RefreshRecord]:
-        """Those of a recipe whose process lives."""
-        return [record for record in self.all() if record.recipe == recipe and not record.interrupted]
+        """Those of a recipe whose process lives; comparisons build nothing that a refresh would build too."""
+        found = [record for record in self.all() if record.recipe == recipe and not record.comparison]
+        return [record for record in found if not record.interrupted]
 
 
 def close_interrupted() -> list[str]:

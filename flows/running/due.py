@@ -1,6 +1,6 @@
 """A refresh that Prefect says is due, by a schedule or by hand: whether it starts, waits, or is left out.
 
-What runs already is read from the ledgers of refreshes, each of which names a process: whoever died is in nobody's
+What runs already is read from the ledgers of refreshes, each of which names a process: one that died is in nobody's
 way. Prefect's own concurrency slots were measured and dropped, see `slots.py`.
 """
 

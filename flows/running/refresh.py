@@ -11,7 +11,7 @@ import secrets
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,17 @@ from prefect.tasks import Task, exponential_backoff
 
 from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import ledger_of, new_refresh_id
+from flows.running.comparison import Comparison
 from flows.running.due import start_when_due
 from flows.running.refresh_run import RefreshRequest, RefreshRun
 from flows.running.verdicts import verdict_tables
 from flows.servers.local import answers
 from flows.tracking.cursor import page_of
-from stages.core.errors import LifecycleError, TransientError
+from stages.core.errors import LifecycleError, RefreshStoppedError, TransientError
 
 RETRY_BASE_S = 1.0
+COMPARE = "compare"
+"""The flow's name when it compares layouts, so that nobody is notified of those as of refreshes."""
 
 
 def is_transient(_: Task[..., Any], __: TaskRun, state: State[Any]) -> bool:
@@ -48,6 +51,12 @@ def build_stage(name: str, run: RefreshRun) -> State[Any]:
     built = run.build(name, runtime.task_run.run_count, get_run_logger())
     state = "Cached" if built.state == "cached" else "Completed"
     return Completed(name=state, message=f"{built.kind} {built.version} in {built.artifact}")
+
+
+@task(cache_policy=NO_CACHE, persist_result=False, retries=0)
+def run_layout(run: RefreshRun, layout: int, round_number: int, devices: list[int]) -> None:
+    """Run one layout of a stage for one round."""
+    run.measure(layout, round_number, devices)
 
 
 @flow(name="refresh", flow_run_name=lambda: _flow_run_name(), persist_result=False, retries=0)
@@ -76,13 +85,14 @@ def refresh(
 
 
 def flow_of(run: RefreshRun) -> Flow[..., State[Any]]:
-    """The refresh flow, by the same name and with the same parameters, that runs what was planned already."""
+    """The refresh flow, with the same parameters, that runs what was planned already."""
 
     @functools.wraps(refresh.fn)
     def planned(*_: object, **__: object) -> State[Any]:
         return _run(run)
 
-    return Flow(planned, name=refresh.name, flow_run_name=_flow_run_name, persist_result=False, retries=0)
+    name = COMPARE if run.comparison else refresh.name
+    return Flow(planned, name=name, flow_run_name=run.record.refresh, persist_result=False, retries=0)
 
 
 def _run(run: RefreshRun) -> State[Any]:
@@ -92,10 +102,12 @@ def _run(run: RefreshRun) -> State[Any]:
     try:
         with stopped_by_signals(run.stop):
             _run_stages(run)
+            if run.comparison and not run.errors:
+                _measure(run, run.comparison)
     finally:
         record = run.finish()
     if answers(f"{PREFECT_API_URL.value()}/health"):
-        _publish(record, page_of(record.refresh))
+        _publish(record, run.comparison)
     return final_state(record)
 
 
@@ -118,11 +130,21 @@ def _run_stages(run: RefreshRun) -> None:
             future.wait()
 
 
+def _measure(run: RefreshRun, comparison: Comparison) -> None:
+    """A task a trial, one after the other; that a layout fails is a result too. Ends early when the run is stopped."""
+    with suppress(RefreshStoppedError), run.whole_machine() as devices:
+        for round_number, layout in comparison.turns():
+            name = f"round {round_number}: {comparison.began.layouts[layout].text}"
+            run_layout.with_options(task_run_name=name)(run, layout, round_number, devices, return_state=True)
+            if run.errors:
+                return
+
+
 @contextmanager
 def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
     """SIGINT and SIGTERM stop the stages instead of this process, which then ends the refresh in good order.
 
-    Only in the main thread; elsewhere whoever runs the flow decides.
+    Only in the main thread; elsewhere the program that runs the flow decides.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -136,7 +158,7 @@ def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _publish(record: RefreshRecord, mlflow_page: str | None) -> None:
+def _publish(record: RefreshRecord, comparison: Comparison | None) -> None:
     """Leave the stages, and where their metrics are, on the flow run's page."""
     rows = [
         {"stage": name, "kind": entry.kind, "version": entry.version, "state": entry.state, "seconds": entry.seconds}
@@ -145,7 +167,10 @@ def _publish(record: RefreshRecord, mlflow_page: str | None) -> None:
     create_table_artifact(key="stages", table=rows, description=f"Stages of {record.refresh}")
     for name, table in verdict_tables(record).items():
         create_markdown_artifact(key=f"verdict-{name.replace('_', '-')}", markdown=table)
-    if mlflow_page:
+    if comparison:
+        description = f"Layouts of {comparison.began.stage}, {record.refresh}"
+        create_table_artifact(key="layouts", table=comparison.table(record), description=description)
+    if mlflow_page := page_of(record.refresh):
         create_link_artifact(key="mlflow", link=mlflow_page, link_text=f"{record.refresh} in MLflow")
 
 
@@ -156,6 +181,8 @@ def final_state(record: RefreshRecord) -> State[Any]:
         return Completed(name="NotPromoted", message="a gate was missed; see the artifact `verdict-…`")
     if record.state == "completed" and "promoted" in verdicts:
         return Completed(name="Promoted", message=f"{len(record.stages)} stages in {record.seconds:.1f} s")
+    if record.state == "completed" and record.comparison:
+        return Completed(message=f"{len(record.comparison.layouts)} layouts in {record.seconds:.1f} s")
     if record.nothing_new:
         return Completed(name="Cached", message=f"nothing new: {len(record.stages)} stages cached")
     if record.state in ("completed", "not_promoted"):

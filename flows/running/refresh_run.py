@@ -8,6 +8,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +35,7 @@ from flows.planning.layout_choice import choose_layouts
 from flows.planning.outside import resolve_outside
 from flows.planning.plan import Plan, PlannedStage, chosen_stages, plan
 from flows.recipe.recipe import load_recipe
+from flows.running.comparison import Bench, Comparison, run_trial
 from flows.running.live_servers import LiveServers
 from flows.running.runner import Built, Launcher, run_stage
 from flows.running.slots import HeldSlots, Slots
@@ -40,6 +43,9 @@ from flows.running.stage_observer import Log, StageObserver, describe
 from flows.store.store import Store
 from flows.tracking.tracker import Tracker
 from stages.core.errors import RefreshStoppedError
+
+COMPARISON_CLOSE_TIMEOUT_S = 120.0
+"""All of a comparison is shipped at its end."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,8 @@ class PlannedRefresh:
     store: Store
     notes: tuple[str, ...] = ()
     """What was decided for the recipe: the layouts that `auto` became."""
+    comparison: Comparison | None = None
+    """What is run for a few steps once the plan's stages are there."""
 
 
 class RefreshRun:
@@ -71,6 +79,7 @@ class RefreshRun:
         close_interrupted()
         refresh = refresh or new_refresh_id(planned.plan.recipe)
         self.plan = planned.plan
+        self.comparison = planned.comparison
         self._launch = launch
         self.store = planned.store
         self.stop = threading.Event()
@@ -87,6 +96,8 @@ class RefreshRun:
         began = _began(planned.request, refresh, planned.plan)
         self.ledger.append(began)
         self.record = after(earlier, began)
+        if self.comparison:
+            self.append(self.comparison.began)
         self._earlier_attempts = Counter(attempt.stage for attempt in self.record.attempts.values())
 
     def build(self, name: str, attempt: int, log: Log) -> Built:
@@ -116,6 +127,32 @@ class RefreshRun:
         self.servers.done_with(name)
         return built
 
+    @contextmanager
+    def whole_machine(self) -> Iterator[list[int]]:
+        """Hold every slot, so that nothing else of this home runs meanwhile; gives their numbers."""
+        held = self.slots.acquire(self.slots.count, self._stop_waiting)
+        try:
+            yield held.numbers
+        finally:
+            held.release()
+
+    def measure(self, layout: int, round_number: int, devices: Sequence[int]) -> None:
+        """Run one layout of the comparison for one round; one that failed is not tried again.
+
+        Raises what is not the layout's fault, RefreshStoppedError when `stop` is set.
+        """
+        assert self.comparison
+        if any(trial.error for trial in self.record.trials_of(layout)):
+            return
+        inputs = {name: built.artifact for name, built in self.built.items()}
+        bench = Bench(self.store, inputs, self._launch, self.stop)
+        work = self.ledger.folder / "trials" / f"{layout}-{round_number}"
+        try:
+            self.append(run_trial(bench, self.comparison, layout, round_number, devices, work))
+        except BaseException as error:
+            self.errors[self.comparison.began.stage] = error
+            raise
+
     def append(self, event: AnyEvent) -> None:
         """Write down what happened."""
         with self._lock:
@@ -130,21 +167,32 @@ class RefreshRun:
         """Stop servers, note the end, wait a little for MLflow. May be called again."""
         self.servers.stop_all()
         if self.record.state == "running":
-            self.append(self._end())
+            end = self._end()
+            if self.comparison:
+                for measured in self.comparison.conclude(after(self.record, end), self.ledger.folder):
+                    self.append(measured)
+            self.append(end)
+            if self.comparison:
+                self.tracker.start({})  # not before: it would keep a core busy that is measured
+                self.tracker.close(COMPARISON_CLOSE_TIMEOUT_S)
         self.tracker.close()
         return self.record
 
     def _end(self) -> RefreshEnded:
         stages = self.record.stages
         failed = [name for name, entry in stages.items() if entry.state == "failed"]
-        unfinished = [name for name, entry in stages.items() if entry.state not in ("built", "cached")]
-        state: RefreshState = "cancelled" if self.stop.is_set() and unfinished else "completed"
+        unfinished = any(entry.state not in ("built", "cached") for entry in stages.values())
+        unfinished = unfinished or bool(self.comparison and self.comparison.is_unfinished(self.record))
+        state: RefreshState = "completed"
         error = None
-        if state == "cancelled":
-            error = "stopped on request"
+        if unfinished and self.stop.is_set():
+            state, error = "cancelled", "stopped on request"
+        elif unfinished and self.comparison and self.errors:
+            state, error = "failed", describe(next(iter(self.errors.values())))
         elif unfinished:
-            state = "failed"
-            error = f"failed: {', '.join(failed)}" if failed else "some stages were not run"
+            state, error = "failed", f"failed: {', '.join(failed)}" if failed else "some stages were not run"
+        elif self.comparison and all(trial.error for trial in self.record.trials):
+            state, error = "failed", "no layout could be measured"
         elif any(entry.verdict == "not promoted" for entry in stages.values()):
             state = "not_promoted"
         return RefreshEnded(state=state, seconds=round(time.monotonic() - self._started_s, 2), error=error)
@@ -175,6 +223,10 @@ class RefreshRun:
         if planned.action == "cached" or self.servers.serve(planned.upstream):
             return 0
         return wanted_slots(planned.config, self.slots.count)
+
+    def _stop_waiting(self) -> None:
+        if self.stop.is_set():
+            raise RefreshStoppedError("the comparison was waiting for the machine to be free when it was stopped")
 
     def _wait_for_slots(self, name: str) -> None:
         if self.stop.is_set():

@@ -187,7 +187,7 @@ def _find_cached(planned: PlannedStage, foundation: Foundation, store: Store, st
     if artifact is None or artifact.record.stale_field(foundation.digests):
         return None
     if artifact.damage:
-        remedy = f"run again with `--force {planned.name}` to build it anew"
+        remedy = f"run again with `--force {planned.name}` to build it again"
         raise StoreError(f"the artifact {artifact.folder} is damaged: {'; '.join(artifact.damage)}; {remedy}")
     store.note_use(artifact)
     seconds = time.monotonic() - started_s
@@ -210,16 +210,16 @@ def _entry(built: Built) -> UpstreamEntry:
 
 @dataclass
 class _Waiting:
-    """Called while another process holds the lock: tells the observer once, and heeds the order to stop."""
+    """Called while another process holds the lock: calls the observer once, and raises when asked to stop."""
 
     planned: PlannedStage
     observer: Observer
     stop: threading.Event
-    told: bool = False
+    noted: bool = False
 
     def __call__(self) -> None:
-        if not self.told:
-            self.told = True
+        if not self.noted:
+            self.noted = True
             self.observer.waiting()
         if self.stop.is_set():
             raise RefreshStoppedError(f"{self.planned.name} was waiting for another refresh, which builds the same")

@@ -112,7 +112,7 @@ def commit(
 
 
 def stage_input(store: Store, planned: PlannedStage, foundation: Foundation, trial: Trial | None = None) -> StageInput:
-    """What the process of a stage is told; with `trial`, to run only its first steps."""
+    """The `config.json` of a stage process; with `trial`, it runs only its first steps."""
     outside = planned.identity["outside"]
     assert isinstance(outside, dict)
     return StageInput(

@@ -21,7 +21,7 @@ from prefect.states import Crashed
 
 from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import RunningRefreshes, close_interrupted, ledger_of
-from flows.running.refresh import final_state, refresh
+from flows.running.refresh import COMPARE, final_state, refresh
 
 
 class Reaper:
@@ -46,7 +46,8 @@ def _running_flow_runs(client: SyncPrefectClient) -> Iterator[FlowRun]:
     """Flow runs that run, says Prefect, and that are refreshes of this home."""
     running = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.RUNNING]))
     found = client.read_flow_runs(
-        flow_filter=FlowFilter(name=FlowFilterName(any_=[refresh.name])), flow_run_filter=FlowRunFilter(state=running)
+        flow_filter=FlowFilter(name=FlowFilterName(any_=[refresh.name, COMPARE])),
+        flow_run_filter=FlowRunFilter(state=running),
     )
     return (flow_run for flow_run in found if ledger_of(flow_run.name).exists())
 

@@ -16,6 +16,10 @@ from stages.core.files import write_atomically
 RUN_LINK = "#/experiments/{experiment}/runs/{run}"
 
 
+LAYOUTS = "layouts"
+"""The runs of a comparison are noted as `layouts/0`, `layouts/1`, …, as if they were attempts."""
+
+
 class ShippedAttempt(StrictModel):
     """How much of an attempt MLflow has: `next_byte` is where the rest of its `metrics.jsonl` begins."""
 

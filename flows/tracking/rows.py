@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from flows.ledger.record import RefreshRecord
 from flows.tracking.cursor import RUN_LINK
 
+COMPARISON_IDENTITY = "lifecycle.comparison"
+"""Tag of a comparison's run in MLflow: `COMPARISON`, and of its layouts' runs `COMPARISON/NUMBER`."""
 NOT_METRICS = ("step", "time_ms")
 REFUSED = re.compile(r"[^\w\-. :/]", re.ASCII)
 
@@ -94,14 +95,19 @@ def final_rows(metrics: dict[str, float], file: Path | None, last_byte: int | No
 
 def parent_params(record: RefreshRecord) -> dict[str, str]:
     """What the refresh was asked for."""
-    return {"recipe_path": str(record.recipe_path), **dict(_split(override) for override in record.overrides)}
+    overrides = dict(override.split("=", 1) for override in record.overrides)
+    return {"recipe_path": str(record.recipe_path), **overrides, **how_measured(record)}
 
 
 def parent_tags(record: RefreshRecord) -> dict[str, str]:
     """What one searches refreshes by."""
+    comparison = record.comparison
     tags = {
-        "kind": "refresh",
+        "kind": "comparison" if comparison else "refresh",
         "recipe": record.recipe,
+        "stage": comparison.stage if comparison else None,
+        "comparison": record.refresh if comparison else None,
+        COMPARISON_IDENTITY: record.refresh if comparison else None,
         "refresh": record.refresh,
         "hardware": record.hardware,
         "git_commit": record.git_commit or "unknown",
@@ -138,6 +144,40 @@ def note(record: RefreshRecord, runs: Mapping[str, str | None], experiment: str)
     return "\n".join(lines)
 
 
-def _split(override: str) -> tuple[str, Any]:
-    name, _, value = override.partition("=")
-    return name, value
+def how_measured(record: RefreshRecord) -> dict[str, str]:
+    """Parameters of a comparison and its layouts; none of other refreshes."""
+    comparison = record.comparison
+    if comparison is None:
+        return {}
+    return {
+        "measured_steps": str(comparison.num_steps),
+        "measured_warmup_steps": str(comparison.num_warmup_steps),
+        "measured_rounds": str(comparison.num_rounds),
+    }
+
+
+def layout_tags(record: RefreshRecord, number: int) -> dict[str, str]:
+    """What one searches the layouts of comparisons by."""
+    assert record.comparison
+    said = {name: value for trial in record.trials_of(number) for name, value in trial.tags.items()}
+    return {
+        **record.comparison.layouts[number].tags,
+        **said,
+        "comparison": record.refresh,
+        "hardware": record.hardware,
+        "git_commit": record.git_commit or "unknown",
+    }
+
+
+def trial_rows(record: RefreshRecord, number: int) -> list[MetricRow]:
+    """Steps of all rounds of a layout; those of a second round go on counting where those of the first one end."""
+    assert record.comparison
+    steps_per_round = record.comparison.num_warmup_steps + record.comparison.num_steps
+    files = [(trial.round, trial.work / "metrics.jsonl") for trial in record.trials_of(number)]
+    return [
+        replace(row, step=row.step + (round_number - 1) * steps_per_round)
+        for round_number, file in files
+        if file.exists()
+        for batch in batches(file, 0, None, largest=1000)
+        for row in batch.rows
+    ]

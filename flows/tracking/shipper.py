@@ -21,19 +21,22 @@ from typing import TYPE_CHECKING
 
 from flows.ledger.home import store_root
 from flows.ledger.record import AttemptRecord, RefreshRecord
-from flows.ledger.refreshes import Ledger, ledgers
-from flows.tracking.cursor import ShippedAttempt, read_shipped, run_id_of, write_shipped
+from flows.ledger.refreshes import NOTE_FILE, REPORT_FILE, ROWS_FILE, Ledger, ledgers
+from flows.tracking.cursor import LAYOUTS, ShippedAttempt, read_shipped, run_id_of, write_shipped
 from flows.tracking.rows import (
     MetricRow,
     acceptable,
     batches,
     final_rows,
+    how_measured,
     known_steps,
+    layout_tags,
     note,
     parent_params,
     parent_tags,
     stage_metrics,
     stage_tags,
+    trial_rows,
 )
 from flows.tracking.writing import LONGEST_VALUE, METRICS_PER_BATCH, log_metrics, log_params, set_tags
 from stages.core.redaction import redact
@@ -77,6 +80,8 @@ class Shipper:
         done = [self._ship_attempt(attempt, parent) for attempt in record.attempts.values()]
         if record.state == "running" or not all(done):
             return False
+        for number in range(len(record.comparison.layouts) if record.comparison else 0):
+            self._ship_layout(record, number, parent)
         self._finish_parent(record, parent)
         self._save(done=True, ledger_bytes=size, trouble=None)
         return True
@@ -122,6 +127,26 @@ class Shipper:
         log_params(self.client, run, attempt.params)
         return self._save_attempt(attempt, ShippedAttempt(run_id=run, next_byte=attempt.first_byte))
 
+    def _ship_layout(self, record: RefreshRecord, number: int, parent: str) -> None:
+        """A run for a layout of a comparison that is over; its last values are those of the table."""
+        name = f"{LAYOUTS}/{number}"
+        if record.comparison is None or name in self.shipped.attempts:
+            return
+        layout, measured = record.comparison.layouts[number], record.measured.get(number)
+        error = measured.error if measured else "the comparison ended before this layout was measured"
+        tags = layout_tags(record, number) | {"mlflow.parentRunId": parent} | ({"error": error} if error else {})
+        run = self._create_run("comparison", f"{record.refresh}/{number}", layout.text, record.started_ms, tags)
+        log_params(self.client, run, {**layout.params, "num_devices": str(layout.num_devices), **how_measured(record)})
+        rows = trial_rows(record, number)
+        last_step = max((row.step for row in rows), default=0)
+        ended_ms = record.started_ms + round(1000 * record.seconds)
+        final = measured.metrics if measured else {}
+        rows += [MetricRow(acceptable(name), value, ended_ms, last_step) for name, value in final.items()]
+        log_metrics(self.client, run, rows)
+        self.client.set_terminated(run, "FAILED" if error else "FINISHED", ended_ms)
+        shipped = ShippedAttempt(run_id=run, next_byte=0, done=True)
+        self._save(attempts={**self.shipped.attempts, name: shipped}, trouble=None)
+
     def _save_attempt(self, attempt: AttemptRecord, shipped: ShippedAttempt) -> ShippedAttempt:
         self._save(attempts={**self.shipped.attempts, attempt.name: shipped}, trouble=None)
         return shipped
@@ -166,11 +191,17 @@ class Shipper:
     def _finish_parent(self, record: RefreshRecord, parent: str) -> None:
         assert self.shipped.experiment_id
         ended_ms = record.started_ms + round(1000 * record.seconds)
-        metrics = {**stage_metrics(record), "seconds": record.seconds}
+        metrics = {} if record.comparison else {**stage_metrics(record), "seconds": record.seconds}
         rows = [MetricRow(acceptable(name), value, ended_ms, 0) for name, value in metrics.items()]
         log_metrics(self.client, parent, rows)
         runs = {name: run_id_of(entry.attempt) for name, entry in record.stages.items()}
-        description = {"mlflow.note.content": note(record, runs, self.shipped.experiment_id)}
+        notes = note(record, runs, self.shipped.experiment_id)
+        folder = self.ledger.folder
+        for file in filter(Path.exists, (folder / REPORT_FILE, folder / ROWS_FILE)):
+            self.client.log_artifact(parent, str(file))
+        if (folder / NOTE_FILE).exists():
+            notes = f"{(folder / NOTE_FILE).read_text(encoding='utf-8')}\n\n{notes}"
+        description = {"mlflow.note.content": notes}
         set_tags(self.client, parent, parent_tags(record) | stage_tags(record, runs) | description)
         self.client.set_terminated(parent, RUN_STATUS[record.state], ended_ms)
 

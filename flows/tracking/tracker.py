@@ -37,12 +37,12 @@ class Tracker:
                 start_new_session=True,  # a Ctrl-C is for the refresh, which then has an end to be shipped
             )
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Let the process ship the rest and end; what it does not manage, the next refresh ships."""
         if self._process and self._process.stdin:
             self._process.stdin.close()
             try:
-                self._process.wait(CLOSE_TIMEOUT_S)
+                self._process.wait(timeout_s)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()

@@ -30,6 +30,13 @@ def small_disk(folder: Path, size_mib: int) -> Iterator[None]:
         yield
 
 
+def fill_last_block(file: Path) -> None:
+    """What a full disk still has room for: the rest of the block in which a file ends. Adds empty lines."""
+    with file.open("ab", buffering=0) as stream, contextlib.suppress(OSError):
+        while True:
+            stream.write(b"\n")
+
+
 @contextlib.contextmanager
 def filled(disk: Path) -> Iterator[None]:
     """A disk that nothing more goes into, for as long as another program is greedy."""

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from disks import filled, needs_root, small_disk
+from disks import fill_last_block, filled, needs_root, small_disk
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pipeline"))
 from refreshes import (
@@ -131,7 +131,9 @@ def test_a_disk_that_is_full_while_a_refresh_is_recorded_is_named_and_costs_noth
         refresh = home.lifecycle_beside("run", str(recipe))
         checkpoint = home.work("rows", "scratch/step")
         eventually(lambda: int(checkpoint.read_text() or 0) >= 2)
+        (ledger,) = home.folder.glob("ledger/*/ledger.jsonl")
         with fault.timed("detected"), filled(tmp_path / "disk"):
+            fill_last_block(ledger)
             _, errors = refresh.communicate(timeout=PATIENCE_S)
         assert refresh.returncode == ResourceError.exit_code
         assert f"the disk of {home.folder}" in errors

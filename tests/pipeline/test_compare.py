@@ -126,7 +126,7 @@ def test_nothing_of_a_trial_is_in_the_store(home, compared):
     assert [path.name.rpartition("-")[0] for path in (home.folder / "store" / "download").iterdir()]
     assert not (home.folder / "store" / "train").exists()
     assert not list((home.folder / "store" / ".work").glob("train/sft-*/config.json"))
-    assert not list(home.folder.glob("comparisons/*/trials/*/scratch"))
+    assert not list(home.folder.glob("ledger/*/trials/*/scratch"))
 
 
 def test_the_same_table_comes_from_the_runs_in_mlflow(home, rows):

@@ -4,7 +4,16 @@ import json
 
 import pytest
 
-from flows.ledger.events import AttemptBegan, PlannedEntry, RefreshBegan, RefreshEnded
+from flows.ledger.events import (
+    AttemptBegan,
+    CompareBegan,
+    LayoutEntry,
+    LayoutMeasured,
+    PlannedEntry,
+    RefreshBegan,
+    RefreshEnded,
+    TrialEnded,
+)
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.refreshes import Ledger, end_of
 from flows.tracking.cursor import read_shipped, write_shipped
@@ -158,3 +167,62 @@ def test_trouble_is_noted_and_gone_after_the_next_success(client, ledger, work):
     assert read_shipped(ledger).trouble == "ConnectionError: refused"
     shipper.ship()
     assert read_shipped(ledger).trouble is None
+
+
+@pytest.fixture
+def compared(ledger, work):
+    """A comparison that is over: one layout was measured, the other was refused."""
+    entry = {"engine": "fsdp", "num_devices": 1, "global_batch_size": 4, "params": {"engine": "fsdp"}, "tags": {}}
+    texts = {"fsdp dp_shard=1": None, "fsdp dp_shard=3": "4 rows are not divisible by 3"}
+    layouts = tuple(LayoutEntry(text=text, refused=refused, **entry) for text, refused in texts.items())
+    ledger.append(CompareBegan(stage="sft", num_steps=2, num_warmup_steps=1, num_rounds=2, layouts=layouts))
+    log(work, 1, 2, 3)
+    for number in (1, 2):
+        ledger.append(TrialEnded(layout=0, round=number, work=work, seconds=1.0, tags={"device": "cpu"}))
+    ledger.append(LayoutMeasured(layout=0, metrics={"loss": 0.5, "step_time_s": 2.0}, error=None))
+    ledger.append(LayoutMeasured(layout=1, metrics={}, error="4 rows are not divisible by 3"))
+    ledger.append(RefreshEnded(state="completed", seconds=9.0))
+    (ledger.folder / "report.html").write_text("<p>")
+    (ledger.folder / "note.md").write_text("| layout |")
+    return ledger
+
+
+def test_a_comparison_is_a_run_a_layout_under_one_parent(client, compared):
+    assert Shipper(compared, client).ship()
+    shipped = read_shipped(compared)
+    first, second = (client.get_run(shipped.attempts[f"layouts/{number}"].run_id) for number in (0, 1))
+    assert (first.info.status, first.data.metrics) == ("FINISHED", {"loss": 0.5, "step_time_s": 2.0})
+    history = client.get_metric_history(first.info.run_id, "loss")
+    assert sorted(metric.step for metric in history) == [1, 2, 3, 4, 5, 6, 6]
+    assert (first.data.params["measured_rounds"], first.data.tags["device"]) == ("2", "cpu")
+    assert (second.info.status, second.data.tags["error"]) == ("FAILED", "4 rows are not divisible by 3")
+    parent = client.get_run(shipped.parent_run_id)
+    assert {run.data.tags["mlflow.parentRunId"] for run in (first, second)} == {parent.info.run_id}
+    assert {run.data.tags["comparison"] for run in (first, second, parent)} == {compared.folder.name}
+    assert parent.data.tags["mlflow.note.content"].startswith("| layout |")
+    assert [file.path for file in client.list_artifacts(parent.info.run_id)] == ["report.html"]
+
+
+def test_layouts_whose_runs_were_not_noted_are_found_again(client, compared):
+    Shipper(compared, client).ship()
+    known = read_shipped(compared)
+    write_shipped(compared, known.model_copy(update={"attempts": {}, "done": False}))
+    Shipper(compared, client).ship()
+    assert read_shipped(compared) == known
+    history = client.get_metric_history(known.attempts["layouts/0"].run_id, "loss")
+    assert sorted(metric.step for metric in history) == [1, 2, 3, 4, 5, 6, 6]
+
+
+def test_a_retry_opens_the_run_of_the_refresh_again(client, ledger, work):
+    attempt = begin(ledger, work)
+    ledger.append(end_of(attempt, "failed", error="no memory"))
+    close(ledger, "failed")
+    Shipper(ledger, client).ship()
+    parent = read_shipped(ledger).parent_run_id
+    assert client.get_run(parent).info.status == "FAILED"
+    ledger.append(next(ledger.events()))
+    assert not Shipper(ledger, client).ship()
+    assert client.get_run(parent).info.status == "RUNNING"
+    close(ledger)
+    assert Shipper(ledger, client).ship()
+    assert (read_shipped(ledger).parent_run_id, client.get_run(parent).info.status) == (parent, "FINISHED")

@@ -1,6 +1,7 @@
 """An artifact is whole or not there, whatever happens; only one process builds it at a time."""
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -28,6 +29,12 @@ def test_a_committed_artifact_is_found_with_its_record(store, built):
     assert found.record.upstream["model"].digest == built["base"].record.digest
     assert store.index().find("train", found.record.version).folder == found.folder
     assert not list((store.root / ".work").glob("*/*"))
+
+
+def test_an_artifact_of_an_earlier_version_whose_record_says_more_is_found(store, built):
+    file = built["sft"].folder / "record.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "metrics": {"loss": 1.0}, "mlflow_run_id": "a1"}))
+    assert store.find("train", built["sft"].record.version).record == built["sft"].record
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"schema_number": 1}', '{"schema_number": 99}'])

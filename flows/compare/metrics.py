@@ -1,17 +1,20 @@
-"""Trials of a layout → its figures, and the row that every table and plot is made of. Pure.
+"""Trials of a layout → its metrics, and the row that every table and plot is made of.
 
 A machine that slows down for a while must not decide which layout is faster. So layouts take turns, round after round,
-every other round in reverse order; a figure is the median over rounds of the median over a round's measured steps, and
+every other round in reverse order; a metric is the median over rounds of the median over a round's measured steps, and
 the spread is the interquartile range of the measured steps of all rounds.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from flows.compare.record import ComparisonRecord, TrialEntry
+from flows.ledger.events import TrialEnded
+from flows.ledger.record import RefreshRecord
 
 PER_STEP = (
     "step_time_s",
@@ -28,14 +31,16 @@ PROFILED = "communication_fraction"
 SOMETIMES = (PROFILED, "pipeline_bubble_fraction")
 """Not known of every step."""
 PER_RUN = ("peak_memory_gib", "predicted_step_time_s", "predicted_memory_gib", "predicted_pipeline_bubble_fraction")
-"""Final figures of a run."""
+"""Final metrics of a run."""
+Step = dict[str, float]
+"""A line of `metrics.jsonl`."""
 RANK_PREFIX = "peak_memory_gib_rank_"
 REASON_CHARACTERS = 600
 
 
 @dataclass(frozen=True)
 class Row:
-    """A layout with its figures by metric name, or the reason why it has none."""
+    """A layout with its metrics, or the reason why it has none."""
 
     text: str
     engine: str
@@ -47,13 +52,16 @@ class Row:
     run_id: str | None = None
 
 
-def rows_of(record: ComparisonRecord) -> list[Row]:
+def rows_of(record: RefreshRecord) -> list[Row]:
     """A row a layout, in the order in which they were asked for."""
+    comparison = record.comparison
+    assert comparison, "only a comparison has rows"
     rows = []
-    for number, layout in enumerate(record.layouts):
+    for number, layout in enumerate(comparison.layouts):
         trials = record.trials_of(number)
         failed = next((trial for trial in trials if trial.error), None)
         measured = bool(trials) and not failed
+        reason = first_line(f"{failed.error_class}: {failed.error}") if failed else layout.refused or "was not reached"
         rows.append(
             Row(
                 text=layout.text,
@@ -61,26 +69,33 @@ def rows_of(record: ComparisonRecord) -> list[Row]:
                 num_devices=layout.num_devices,
                 global_batch_size=layout.global_batch_size,
                 params=layout.params,
-                metrics=figures(trials, record.num_warmup_steps) if measured else {},
-                error=None if measured else layout.refused or _reason(failed),
+                metrics=metrics_of(trials, comparison.num_warmup_steps) if measured else {},
+                error=None if measured else reason,
             )
         )
     return with_differences(rows)
 
 
-def figures(trials: Sequence[TrialEntry], num_warmup_steps: int) -> dict[str, float]:
-    """Figures of a layout whose trials all succeeded."""
-    rounds = [_measured_steps(trial, num_warmup_steps) for trial in trials]
+def metrics_of(trials: Sequence[TrialEnded], num_warmup_steps: int) -> dict[str, float]:
+    """Metrics of a layout whose trials all succeeded."""
+    steps_of_trials = [steps_of(trial.work) for trial in trials]
+    rounds = [_measured_steps(steps, num_warmup_steps) for steps in steps_of_trials]
     found = {name: _median_of_medians(name, rounds) for name in PER_STEP if name in rounds[0][0]}
     found["step_time_iqr_s"] = interquartile_range([step["step_time_s"] for steps in rounds for step in steps])
     for name in SOMETIMES:
-        values = [step[name] for trial in trials for step in trial.steps if name in step]
+        values = [step[name] for steps in steps_of_trials for step in steps if name in step]
         found |= {name: statistics.median(values)} if values else {}
-    ranks = sorted((name for name in trials[0].metrics if name.startswith(RANK_PREFIX)), key=_rank)
+    ranks = [name for name in trials[0].metrics if name.startswith(RANK_PREFIX)]
+    ranks.sort(key=lambda name: int(name.removeprefix(RANK_PREFIX)))
     for name in (*PER_RUN, *ranks):
         values = [trial.metrics[name] for trial in trials if name in trial.metrics]
         found |= {name: statistics.median(values)} if values else {}
-    return {**found, "loss": trials[0].steps[-1]["loss"]}
+    return {**found, "loss": steps_of_trials[0][-1]["loss"]}
+
+
+def steps_of(work: Path) -> list[Step]:
+    """What a trial logged of its steps."""
+    return [json.loads(line) for line in (work / "metrics.jsonl").read_text().splitlines()]
 
 
 def with_differences(rows: Sequence[Row]) -> list[Row]:
@@ -107,24 +122,14 @@ def _differences(row: Row, first: Row) -> dict[str, float]:
     return found
 
 
-def _measured_steps(trial: TrialEntry, num_warmup_steps: int) -> list[dict[str, float]]:
+def _measured_steps(steps: Sequence[Step], num_warmup_steps: int) -> list[Step]:
     """Without warm-up, and without the step under a profiler, unless there is no other."""
-    steady = [step for step in trial.steps if step["step"] > num_warmup_steps]
+    steady = [step for step in steps if step["step"] > num_warmup_steps]
     return [step for step in steady if PROFILED not in step] or steady
 
 
 def _median_of_medians(name: str, rounds: Sequence[Sequence[Mapping[str, float]]]) -> float:
     return statistics.median(statistics.median(step[name] for step in steps if name in step) for steps in rounds)
-
-
-def _rank(name: str) -> int:
-    return int(name.removeprefix(RANK_PREFIX))
-
-
-def _reason(failed: TrialEntry | None) -> str:
-    if failed is None:
-        return "was not reached"
-    return first_line(f"{failed.error_class}: {failed.error}")
 
 
 def first_line(message: str, most_characters: int = REASON_CHARACTERS) -> str:

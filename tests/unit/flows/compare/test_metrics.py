@@ -1,9 +1,11 @@
-"""Figures of trials: what counts, and that a machine that slows down for a while does not decide."""
+"""Metrics of trials: what counts, and that a machine that slows down for a while does not decide."""
+
+from dataclasses import replace
 
 import pytest
 
-from flows.compare.figures import interquartile_range, rows_of
-from flows.compare.run import turns
+from flows.compare.metrics import interquartile_range, rows_of
+from flows.running.comparison import turns
 
 WARMUP_S = 50.0
 
@@ -16,20 +18,19 @@ def test_warm_up_does_not_count(make_record, make_trial):
 
 
 def test_the_step_under_a_profiler_does_not_count(make_record, make_trial):
-    trial = make_trial(0, 1, [WARMUP_S, 1.0, 9.0, 1.0])
-    trial.steps[2]["communication_fraction"] = 0.25
+    trial = make_trial(0, 1, [WARMUP_S, 1.0, 9.0, 1.0], profiled=2)
     first = rows_of(make_record([trial, make_trial(1, 1, [WARMUP_S, 1.0])]))[0]
     assert first.metrics["step_time_s"] == 1.0
     assert first.metrics["communication_fraction"] == 0.25
 
 
-def test_one_slow_round_of_three_changes_no_figure(make_record, make_trial):
+def test_one_slow_round_of_three_changes_no_metric(make_record, make_trial):
     rounds = [[WARMUP_S, 1.0, 1.0], [WARMUP_S, 8.0, 9.0], [WARMUP_S, 1.0, 1.0]]
     trials = [make_trial(layout, n, times) for n, times in enumerate(rounds, 1) for layout in (0, 1)]
     assert {row.metrics["step_time_s"] for row in rows_of(make_record(trials))} == {1.0}
 
 
-def test_a_layout_that_failed_once_has_a_reason_and_no_figures(make_record, make_trial):
+def test_a_layout_that_failed_once_has_a_reason_and_no_metrics(make_record, make_trial):
     failed = make_trial(1, 2, []).model_copy(update={"error": "no memory\nlong log", "error_class": "ResourceError"})
     trials = [make_trial(0, 1, [1.0, 1.0]), make_trial(1, 1, [1.0, 1.0]), failed]
     _, second = rows_of(make_record(trials))
@@ -73,7 +74,9 @@ def test_the_spread_is_the_middle_half(values, expected):
 
 def test_a_refused_layout_is_a_row_with_its_reason_and_no_trial(make_record, make_trial):
     record = make_record([make_trial(0, 1, [1.0, 1.0])])
-    refused = record.layouts[1].model_copy(update={"refused": "8 rows are not divisible by 3"})
-    first, second = rows_of(record.model_copy(update={"layouts": (record.layouts[0], refused)}))
+    works, other = record.comparison.layouts
+    refused = other.model_copy(update={"refused": "8 rows are not divisible by 3"})
+    comparison = record.comparison.model_copy(update={"layouts": (works, refused)})
+    first, second = rows_of(replace(record, comparison=comparison))
     assert first.error is None
     assert (second.error, second.metrics) == ("8 rows are not divisible by 3", {})

@@ -1,0 +1,116 @@
+"""A stage and layouts of it → the refresh that compares them: what it stands on, and the stage under each layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from flows.compare.layouts import BATCH_FIELD, RefusedLayout, read_layouts, text_of
+from flows.compare.metrics import rows_of
+from flows.compare.report import conclude
+from flows.compare.table import cells
+from flows.ledger.events import CompareBegan, LayoutEntry
+from flows.ledger.home import store_root
+from flows.planning.layout_choice import choose_layouts
+from flows.planning.outside import resolve_outside
+from flows.planning.plan import Plan, PlannedStage, chosen_stages, plan
+from flows.recipe.recipe import load_recipe
+from flows.recipe.version import identity_of, resume_key_of, version_of
+from flows.running.comparison import Comparison
+from flows.running.refresh_run import PlannedRefresh, RefreshRequest
+from flows.store.store import Store
+from flows.tracking.labels import params_of, tags_of
+from stages.core.errors import RecipeError
+from stages.train.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class ComparisonRequest:
+    """What a person asks for."""
+
+    recipe: str
+    stage: str
+    layouts: tuple[str, ...]
+    overrides: tuple[str, ...] = ()
+    num_steps: int = 20
+    num_warmup_steps: int = 5
+    num_rounds: int = 2
+
+
+def plan_comparison(request: ComparisonRequest) -> PlannedRefresh:
+    """A refresh of what the stage stands on, and then the comparison.
+
+    Raises what `load_recipe`, `resolve_outside` and `plan` raise, and RecipeError that lists every bad layout.
+    """
+    recipe = load_recipe(Path(request.recipe), request.overrides)
+    chosen = chosen_stages(recipe, request.stage)
+    stage = recipe.stages[request.stage]
+    if not isinstance(stage, TrainConfig):
+        raise RecipeError(f"comparing layouts of {request.stage}: it is a {stage.kind} stage, expected a train stage")
+    configs, refused = read_layouts(request.layouts, stage)
+    store = Store(store_root())
+    outside = resolve_outside(recipe, chosen)
+    index = store.index()
+    recipe, _ = choose_layouts(recipe, outside, index)
+    upstream = plan(recipe, outside, index, until=request.stage).stages
+    measured = upstream.pop(request.stage)
+    layouts = tuple(_under_layout(measured, config, upstream) for config in configs)
+    texts = [text_of(config, stage.global_batch_size) for config in configs]
+    began = CompareBegan(
+        stage=request.stage,
+        num_steps=request.num_steps,
+        num_warmup_steps=request.num_warmup_steps,
+        num_rounds=request.num_rounds,
+        layouts=(
+            *(_entry(text, layout) for text, layout in zip(texts, layouts, strict=True)),
+            *(_refused_entry(one, layouts[0]) for one in refused),
+        ),
+    )
+    comparison = Comparison(began, layouts, conclude, lambda record: cells(rows_of(record)))
+    asked = RefreshRequest(request.recipe, request.overrides, until=request.stage)
+    return PlannedRefresh(asked, Plan(recipe.name, upstream), store, comparison=comparison)
+
+
+def _under_layout(planned: PlannedStage, config: TrainConfig, upstream: dict[str, PlannedStage]) -> PlannedStage:
+    """The stage as a refresh would plan it with this layout."""
+    versions = {name: upstream[name].version for name in planned.upstream}
+    outside = planned.identity["outside"]
+    assert isinstance(outside, dict)
+    identity = identity_of(config, versions, outside)
+    return replace(
+        planned,
+        config=config,
+        identity=identity,
+        version=version_of(identity),
+        resume_key=resume_key_of(config, versions, outside),
+        action="run",
+    )
+
+
+def _entry(text: str, planned: PlannedStage) -> LayoutEntry:
+    config = planned.config
+    assert isinstance(config, TrainConfig)
+    return LayoutEntry(
+        text=text,
+        engine=config.engine,
+        num_devices=config.layout.world_size,
+        global_batch_size=config.global_batch_size,
+        params=params_of(planned),
+        tags=tags_of(planned),
+    )
+
+
+def _refused_entry(refused: RefusedLayout, like: PlannedStage) -> LayoutEntry:
+    """What its run would have had, but for a version."""
+    fields = {f"layout.{name}": str(value) for name, value in refused.layout.model_dump(mode="json").items()}
+    said = {"engine": refused.engine, BATCH_FIELD: str(refused.global_batch_size)}
+    tags = {name: value for name, value in tags_of(like).items() if name != "version"}
+    return LayoutEntry(
+        text=refused.text,
+        engine=refused.engine,
+        num_devices=refused.layout.world_size,
+        global_batch_size=refused.global_batch_size,
+        params={**params_of(like), **said, **fields},
+        tags={**tags, "engine": refused.engine, "layout": refused.text},
+        refused=refused.reason,
+    )

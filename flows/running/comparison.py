@@ -1,0 +1,98 @@
+"""A comparison: what a refresh does with a stage that it does not build, but runs a few steps of under several layouts.
+
+Layouts take turns, every other round in reverse order: what slows the machine down for a while, or more and more, hits
+all of them alike. A trial is the process that a refresh would start, whose `config.json` says that it is only measured:
+it saves nothing, and works outside the store, where nothing can take its folder for an artifact or for a run to be
+resumed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flows.launch.stage_process import watch
+from flows.ledger.events import CompareBegan, LayoutMeasured, TrialEnded
+from flows.ledger.record import RefreshRecord
+from flows.planning.devices import check_devices, on_devices, wanted_slots
+from flows.planning.plan import Plan, PlannedStage
+from flows.running.runner import Launcher
+from flows.running.workspace import Foundation, stage_input
+from flows.store.content import SCRATCH_FOLDER
+from flows.store.store import Store
+from stages.core.contract import Trial
+from stages.core.errors import LifecycleError, RefreshStoppedError
+from stages.core.files import write_atomically
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared. `layouts` is the stage as planned under each layout of `began` that is not refused."""
+
+    began: CompareBegan
+    layouts: tuple[PlannedStage, ...]
+    conclude: Callable[[RefreshRecord, Path], Sequence[LayoutMeasured]]
+    """Trials → what was measured of each layout; leaves a report in the folder."""
+    table: Callable[[RefreshRecord], list[dict[str, Any]]]
+    """Trials → a line a layout."""
+
+    def turns(self) -> Iterator[tuple[int, int]]:
+        """(round, layout) in the order of trials."""
+        return turns(len(self.layouts), self.began.num_rounds)
+
+    def is_unfinished(self, record: RefreshRecord) -> bool:
+        """Whether a layout that works was not run in every round."""
+        trials = [record.trials_of(number) for number in range(len(self.layouts))]
+        return any(len(one) < self.began.num_rounds and not any(trial.error for trial in one) for one in trials)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all trials of a comparison share. `inputs`: stage name → folder of its artifact."""
+
+    store: Store
+    inputs: Mapping[str, Path]
+    launch: Launcher
+    stop: threading.Event
+
+
+def turns(num_layouts: int, num_rounds: int) -> Iterator[tuple[int, int]]:
+    """(round, layout) in the order of trials: 1 2 3, 3 2 1, 1 2 3, …"""
+    for round_number in range(1, num_rounds + 1):
+        order = range(num_layouts)
+        yield from ((round_number, layout) for layout in (order if round_number % 2 else reversed(order)))
+
+
+def run_trial(
+    bench: Bench, comparison: Comparison, layout: int, round_number: int, devices: Sequence[int], work: Path
+) -> TrialEnded:
+    """Run the stage under one layout for one round; what keeps it from running well is part of how it ended.
+
+    Raises RefreshStoppedError when `bench.stop` is set.
+    """
+    planned = comparison.layouts[layout]
+    planned = on_devices(planned, devices[: wanted_slots(planned.config, len(devices))])
+    steps = comparison.began.num_warmup_steps + comparison.began.num_steps
+    foundation = Foundation(inputs=dict(bench.inputs), leases={}, upstream={})
+    with bench.store.explained(f"prepare {work}"):
+        work.mkdir(parents=True)
+        config = stage_input(bench.store, planned, foundation, Trial(steps=steps))
+        write_atomically(work / "config.json", config.model_dump_json(indent=2))
+    started_s = time.monotonic()
+    try:
+        check_devices(Plan(planned.recipe, {planned.name: planned}))
+        result = watch(bench.launch(work, planned.config), planned, work, lambda: None, bench.stop)
+        outcome: dict[str, Any] = {"metrics": result.metrics, "tags": result.tags}
+    except RefreshStoppedError:
+        raise
+    except LifecycleError as error:
+        outcome = {"error": str(error), "error_class": type(error).__name__}
+    finally:
+        shutil.rmtree(work / SCRATCH_FOLDER, ignore_errors=True)
+    seconds = time.monotonic() - started_s
+    return TrialEnded(layout=layout, round=round_number, work=work, seconds=seconds, **outcome)
