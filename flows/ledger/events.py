@@ -122,14 +122,6 @@ class StageFailed(Event):
     error_class: str
 
 
-class StageNoted(Event):
-    """What followed from a stage's artifact, such as the version that a promotion registered; `tags` go to MLflow."""
-
-    event: Literal["stage_noted"] = "stage_noted"
-    stage: str
-    tags: dict[str, str]
-
-
 class LayoutEntry(StrictModel):
     """A layout that is compared. `params` and `tags` are those that a run of the stage under it has in MLflow.
 
@@ -206,7 +198,6 @@ AnyEvent = Annotated[
     | AttemptEnded
     | StageCached
     | StageFailed
-    | StageNoted
     | CompareBegan
     | TrialEnded
     | LayoutMeasured

@@ -22,7 +22,6 @@ from flows.ledger.events import (
     RefreshState,
     StageCached,
     StageFailed,
-    StageNoted,
     StageWaits,
     TrialEnded,
 )
@@ -30,7 +29,7 @@ from flows.ledger.process_identity import ProcessIdentity
 from stages.core.contract import StageResult
 
 StageState = Literal["waiting", "running", "built", "cached", "failed", "skipped"]
-StageEvent = AttemptBegan | AttemptEnded | StageNoted | StageWaits | StageCached | StageFailed
+StageEvent = AttemptBegan | AttemptEnded | StageWaits | StageCached | StageFailed
 STATES: dict[str, StageState] = {"stage_waits": "waiting", "stage_cached": "cached", "stage_failed": "failed"}
 """What an event makes of its stage."""
 KILLED = "its process was killed"
@@ -198,8 +197,6 @@ def _after_stage(record: RefreshRecord, event: StageEvent) -> RefreshRecord:
             return _attempt_begun(record, event)
         case AttemptEnded():
             return _attempt_ended(record, event)
-        case StageNoted():
-            return _noted(record, event)
         case StageWaits() | StageCached() | StageFailed():
             said = {"work": None, "error": None, "error_class": None, **_said(event)}
             return _with_entry(record, said.pop("stage"), state=STATES[event.event], **said)
@@ -248,15 +245,6 @@ def _attempt_ended(record: RefreshRecord, event: AttemptEnded) -> RefreshRecord:
         return _with_entry(record, event.stage, state="failed", **said)
     result = StageResult(metrics=event.metrics, tags=event.tags, files=list(event.files))
     return _with_entry(record, event.stage, state="built", artifact=event.folder, built=result, **said)
-
-
-def _noted(record: RefreshRecord, event: StageNoted) -> RefreshRecord:
-    """On the latest attempt at the stage, if this refresh made one."""
-    made = [attempt for attempt in record.attempts.values() if attempt.stage == event.stage]
-    if not made:
-        return record
-    noted = replace(made[-1], tags={**made[-1].tags, **event.tags})
-    return replace(record, attempts={**record.attempts, noted.name: noted})
 
 
 def _over(record: RefreshRecord) -> RefreshRecord:

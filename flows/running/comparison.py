@@ -22,7 +22,7 @@ from flows.ledger.record import RefreshRecord
 from flows.planning.devices import check_devices, on_devices, wanted_slots
 from flows.planning.plan import Plan, PlannedStage
 from flows.running.runner import Launcher
-from flows.running.workspace import Foundation, stage_input
+from flows.running.workspace import ResolvedInputs, stage_input
 from flows.store.content import SCRATCH_FOLDER
 from flows.store.store import Store
 from stages.core.contract import Trial
@@ -78,10 +78,10 @@ def run_trial(
     planned = comparison.layouts[layout]
     planned = on_devices(planned, devices[: wanted_slots(planned.config, len(devices))])
     steps = comparison.began.num_warmup_steps + comparison.began.num_steps
-    foundation = Foundation(inputs=dict(bench.inputs), leases={}, upstream={})
+    resolved_inputs = ResolvedInputs(inputs=dict(bench.inputs), leases={}, upstream={})
     with bench.store.explained(f"prepare {work}"):
         work.mkdir(parents=True)
-        config = stage_input(bench.store, planned, foundation, Trial(steps=steps))
+        config = stage_input(bench.store, planned, resolved_inputs, Trial(steps=steps))
         write_atomically(work / "config.json", config.model_dump_json(indent=2))
     started_s = time.monotonic()
     try:

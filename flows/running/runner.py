@@ -14,7 +14,7 @@ from flows.launch import choice, hook
 from flows.launch.stage_process import Process, watch
 from flows.ledger.record import final_result
 from flows.planning.plan import PlannedStage
-from flows.running.workspace import Foundation, commit, note_attempt, prepare
+from flows.running.workspace import ResolvedInputs, commit, note_attempt, prepare
 from flows.store.content import is_pending
 from flows.store.record import Record, UpstreamEntry
 from flows.store.store import Store
@@ -119,25 +119,25 @@ def run_stage(
     """
     started_s = time.monotonic()
     stop = stop or threading.Event()
-    foundation = _foundation(planned, upstream)
-    if (built := _find_cached(planned, foundation, store, started_s)) and not is_pending(built.artifact):
+    resolved_inputs = _resolve_inputs(planned, upstream)
+    if (built := _find_cached(planned, resolved_inputs, store, started_s)) and not is_pending(built.artifact):
         return built
     work = store.work_folder(planned.kind, planned.name, planned.resume_key)
     with store.lock(planned.kind, planned.resume_key, _Waiting(planned, observer, stop)):
         store.recover(planned.kind, planned.version)
-        if built := _find_cached(planned, foundation, store, started_s):
+        if built := _find_cached(planned, resolved_inputs, store, started_s):
             if not is_pending(built.artifact):
                 return built
             with suppress(OutdatedVerdictError):
                 return _complete(Attempt(planned, work, attempt, False, upstream), built, store, observer, stop)
-        resumed = prepare(store, planned, foundation, fresh=planned.forced and attempt == 1)
+        resumed = prepare(store, planned, resolved_inputs, fresh=planned.forced and attempt == 1)
         trial = Attempt(planned, work, attempt, resumed, upstream)
-        return _build(trial, foundation, store, observer, stop, launch)
+        return _build(trial, resolved_inputs, store, observer, stop, launch)
 
 
 def _build(
     attempt: Attempt,
-    foundation: Foundation,
+    resolved_inputs: ResolvedInputs,
     store: Store,
     observer: Observer,
     stop: threading.Event,
@@ -150,11 +150,11 @@ def _build(
     try:
         with store.explained(f"start {planned.name}"):
             process = launch(work, planned.config)
-            note_attempt(work, foundation, process.token)
+            note_attempt(work, resolved_inputs, process.token)
         result = watch(process, planned, work, observer.tick, stop)
         seconds = time.monotonic() - started_s
         hook.mark(work, planned.kind)
-        artifact = commit(store, planned, foundation, result, seconds=seconds, attempt=key)
+        artifact = commit(store, planned, resolved_inputs, result, seconds=seconds, attempt=key)
         if is_pending(artifact.folder):
             result = hook.complete(store, planned, artifact.folder, observer.tick, stop)
     except BaseException as error:
@@ -182,9 +182,11 @@ def _complete(attempt: Attempt, built: Built, store: Store, observer: Observer, 
     return replace(built, state="built", seconds=seconds)
 
 
-def _find_cached(planned: PlannedStage, foundation: Foundation, store: Store, started_s: float) -> Built | None:
+def _find_cached(
+    planned: PlannedStage, resolved_inputs: ResolvedInputs, store: Store, started_s: float
+) -> Built | None:
     artifact = None if planned.forced else store.find(planned.kind, planned.version)
-    if artifact is None or artifact.record.stale_field(foundation.digests):
+    if artifact is None or artifact.record.stale_field(resolved_inputs.digests):
         return None
     if artifact.damage:
         remedy = f"run again with `--force {planned.name}` to build it again"
@@ -194,10 +196,10 @@ def _find_cached(planned: PlannedStage, foundation: Foundation, store: Store, st
     return Built(planned.name, planned.kind, planned.version, "cached", seconds, artifact.folder, artifact.record)
 
 
-def _foundation(planned: PlannedStage, upstream: Mapping[str, Built]) -> Foundation:
+def _resolve_inputs(planned: PlannedStage, upstream: Mapping[str, Built]) -> ResolvedInputs:
     is_local = planned.config.execution.launcher == "local"  # servers listen on this machine's loopback only
     servers = {name: upstream[name].server for name in planned.ancestors} if is_local else {}
-    return Foundation(
+    return ResolvedInputs(
         inputs={name: upstream[name].artifact for name in planned.ancestors},
         leases={name: server.lease for name, server in servers.items() if server and server.alive()},
         upstream={field: _entry(upstream[stage]) for field, stage in planned.config.references().items()},

@@ -29,7 +29,7 @@ KEPT = frozenset({SCRATCH_FOLDER, "metrics.jsonl", "events.jsonl", LOG_FILE})
 
 
 @dataclass(frozen=True)
-class Foundation:
+class ResolvedInputs:
     """What a stage stands on: artifact folders and servers by stage name, upstream artifacts by field path."""
 
     inputs: dict[str, Path]
@@ -49,7 +49,7 @@ class AttemptNote(StrictModel):
     digests: dict[str, str]
 
 
-def prepare(store: Store, planned: PlannedStage, foundation: Foundation, fresh: bool) -> bool:
+def prepare(store: Store, planned: PlannedStage, resolved_inputs: ResolvedInputs, fresh: bool) -> bool:
     """Make the work folder ready, and write `config.json`. Returns whether scratch of an earlier attempt is in it.
 
     Ends processes and jobs that a dead flow may have left at work there. Scratch is kept unless `fresh`, or made from
@@ -61,25 +61,25 @@ def prepare(store: Store, planned: PlannedStage, foundation: Foundation, fresh: 
         token = note.token
         kill_until_gone(lambda: marked_processes(token))
         cancel_left_over(work)
-    if work.exists() and (fresh or note is None or note.digests != foundation.digests):
+    if work.exists() and (fresh or note is None or note.digests != resolved_inputs.digests):
         store.remove(work)
     store.make_folder(work)
     with store.explained(f"prepare {work}"):
         _remove_all_but(work, KEPT)
-        note_attempt(work, foundation, None)
-        write_atomically(work / "config.json", stage_input(store, planned, foundation).model_dump_json(indent=2))
+        note_attempt(work, resolved_inputs, None)
+        write_atomically(work / "config.json", stage_input(store, planned, resolved_inputs).model_dump_json(indent=2))
         return any((work / SCRATCH_FOLDER).glob("*"))
 
 
-def note_attempt(work: Path, foundation: Foundation, token: str | None) -> None:
+def note_attempt(work: Path, resolved_inputs: ResolvedInputs, token: str | None) -> None:
     """Leave a note for the next attempt: the token of our processes, and the content that they build on."""
-    write_atomically(work / ATTEMPT_FILE, AttemptNote(token=token, digests=foundation.digests).model_dump_json())
+    write_atomically(work / ATTEMPT_FILE, AttemptNote(token=token, digests=resolved_inputs.digests).model_dump_json())
 
 
 def commit(
     store: Store,
     planned: PlannedStage,
-    foundation: Foundation,
+    resolved_inputs: ResolvedInputs,
     result: StageResult,
     *,
     seconds: float,
@@ -97,7 +97,7 @@ def commit(
         product=planned.config.product,
         version=planned.version,
         identity=planned.identity,
-        upstream=foundation.upstream,
+        upstream=resolved_inputs.upstream,
         digest=content_digest(planned.config.product, files),
         files=files,
         tags=result.tags,
@@ -111,7 +111,9 @@ def commit(
     return store.commit(work, record)
 
 
-def stage_input(store: Store, planned: PlannedStage, foundation: Foundation, trial: Trial | None = None) -> StageInput:
+def stage_input(
+    store: Store, planned: PlannedStage, resolved_inputs: ResolvedInputs, trial: Trial | None = None
+) -> StageInput:
     """The `config.json` of a stage process; with `trial`, it runs only its first steps."""
     outside = planned.identity["outside"]
     assert isinstance(outside, dict)
@@ -121,8 +123,8 @@ def stage_input(store: Store, planned: PlannedStage, foundation: Foundation, tri
         version=planned.version,
         # The launcher hands over the environment, which may hold secrets; this file becomes part of the artifact.
         config=planned.config.model_dump(mode="json", exclude={"execution": {"environment"}}),
-        inputs=foundation.inputs,
-        leases=foundation.leases,
+        inputs=resolved_inputs.inputs,
+        leases=resolved_inputs.leases,
         outside=outside,
         trial=trial,
         cache=store.make_folder(store.cache_folder(planned.kind)),

@@ -19,7 +19,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from stages.core.contract import Execution, ModelReference, Product, StageConfig
+from stages.core.contract import AddedLater, Execution, ModelReference, Product, StageConfig
 from stages.core.strict import StrictModel
 from stages.data.config import DataConfig
 from stages.engines.settings import AdamSettings, EngineSettings
@@ -70,7 +70,10 @@ else:
         __base__=StageConfig,
         __module__=__name__,
         **{
-            method.name: (method.options | None, Field(None, description=f"Only with `method: {method.name}`."))
+            method.name: (
+                method.options | None if method.is_null_in_identity else Annotated[method.options | None, AddedLater()],
+                Field(None, description=f"Only with `method: {method.name}`."),
+            )
             for method in METHODS.values()
             if method.options
         },
@@ -145,11 +148,6 @@ class TrainConfig(MethodOptions):
     def method_options(self) -> StrictModel | None:
         """What the recipe says of the method; None for one without options."""
         return dict(self).get(self.method)
-
-    def identity(self) -> dict[str, JsonValue]:
-        """Without the options of other methods (but `dpo: null`): a method that is added changes no version."""
-        absent = {name for name, method in METHODS.items() if name != self.method and not method.is_null_in_identity}
-        return {key: value for key, value in super().identity().items() if key not in absent}
 
     @property
     def engine_settings(self) -> EngineSettings:

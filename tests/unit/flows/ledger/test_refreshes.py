@@ -2,7 +2,7 @@
 
 import pytest
 
-from flows.ledger.events import AttemptBegan, FlowRunKnown, PlannedEntry, RefreshBegan, RefreshEnded, StageNoted
+from flows.ledger.events import AttemptBegan, FlowRunKnown, PlannedEntry, RefreshBegan, RefreshEnded
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.record import KILLED
 from flows.ledger.refreshes import RunningRefreshes, close_interrupted, end_of, ledger_of, ledgers
@@ -95,14 +95,6 @@ def test_a_built_stage_has_the_metrics_and_the_verdict_that_it_said(begin, home)
     assert (entry.state, entry.metrics["score"], entry.verdict) == ("built", 0.5, "promoted")
     assert entry.metrics["loss"] != entry.metrics["loss"]
     assert (entry.attempt, ledger.read().attempts["promote-1"].metrics["stage_time_s"]) == ("one/promote-1", 2.0)
-
-
-def test_what_follows_from_an_artifact_is_noted_on_its_attempt(begin, home):
-    ledger = begin("one", "promote")
-    finish(ledger, home, "promote", tags={"verdict": "promoted"})
-    ledger.append(StageNoted(stage="promote", tags={"registered_version": "3"}))
-    tags = ledger.read().attempts["promote-1"].tags
-    assert (tags["kind"], tags["verdict"], tags["registered_version"]) == ("train", "promoted", "3")
 
 
 def test_a_killed_refresh_is_closed_and_what_it_had_not_done_is_skipped(begin, home):
