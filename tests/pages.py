@@ -214,12 +214,15 @@ WRITERS = {
 
 
 def stale_lines(body: str, output: str) -> list[str]:
-    """Lines of `body` that a command no longer prints, whatever the numbers; those with `…` stand for omitted ones."""
-    printed = {_shape(line) for line in output.splitlines()}
-    lines = [
-        line for line in body.splitlines() if line.strip() and "…" not in line and not line.startswith(("```", "$ "))
-    ]
-    return [line for line in lines if _shape(line) not in printed]
+    """Lines of `body` that a command no longer prints, whatever the numbers; of one with `…`, what stands before it."""
+    printed = [_shape(line) for line in output.splitlines()]
+    lines = [line for line in body.splitlines() if line.strip() and not line.startswith(("```", "$ "))]
+    return [line for line in lines if not any(_is_shown_by(line, shape) for shape in printed)]
+
+
+def _is_shown_by(line: str, printed: str) -> bool:
+    shown, ellipsis, _ = line.partition("…")
+    return printed.startswith(_shape(shown)) if ellipsis else printed == _shape(line)
 
 
 def _shape(line: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -16,7 +15,7 @@ from flows.store.store import Store
 from stages.core.errors import LifecycleError, ServerError, StoreError
 from stages.serving.config import ServingConfig
 from stages.serving.launch import LAUNCH_FILE, LaunchSpec
-from stages.serving.registry import new_launch_spec
+from stages.serving.registry import engine_of, new_launch_spec
 
 URI_PREFIX = "models:/"
 URI = re.compile(r"models:/(?P<name>[^/@]+)@(?P<alias>[^/@]+)")
@@ -61,12 +60,12 @@ def artifact_of(version: RegisteredVersion, key: str) -> Artifact:
 
 def launch_spec(version: RegisteredVersion) -> LaunchSpec:
     """How to serve a registered version under its registered name: as the serve stage of its promotion did, if any."""
-    serving = ServingConfig()
-    if version.registration.server:
-        launch = json.loads((artifact_of(version, version.registration.server).folder / LAUNCH_FILE).read_text())
-        serving = ServingConfig.model_validate(launch["serving"])
     model = artifact_of(version, version.registration.model).folder / "model"
-    return new_launch_spec(model, version.name, serving)
+    if version.registration.server is None:
+        return new_launch_spec(model, version.name, ServingConfig())
+    launch = (artifact_of(version, version.registration.server).folder / LAUNCH_FILE).read_bytes()
+    as_promoted = LaunchSpec.model_validate_json(launch)
+    return new_launch_spec(model, version.name, as_promoted.serving, engine_of(as_promoted.engine))
 
 
 def kept_versions() -> frozenset[str]:

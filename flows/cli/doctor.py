@@ -128,14 +128,15 @@ def _version(package: str) -> str | None:
 
 
 def _serving_engines() -> list[Finding]:
-    from stages.serving.registry import ENGINES
+    from stages.serving.registry import DEFAULT_ENGINE, ENGINES
 
     findings = []
     for name, engine in ENGINES.items():
         try:
             program = engine.find_program()
         except LifecycleError as error:
-            findings.append(Finding(name, "missing", str(error), engine.installation))
+            state: Literal["warning", "missing"] = "missing" if name == DEFAULT_ENGINE else "warning"
+            findings.append(Finding(name, state, str(error), engine.installation))
         else:
             findings.append(Finding(name, "ok", f"{program.version} ({program.command})"))
     return findings

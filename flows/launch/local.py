@@ -15,6 +15,7 @@ from stages.core.supervised import Supervised
 TELEMETRY_OFF = {
     "DO_NOT_TRACK": "true",
     "HF_HUB_DISABLE_TELEMETRY": "1",
+    "VLLM_NO_USAGE_STATS": "1",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
 }

@@ -12,7 +12,7 @@ from flows.recipe.version import identity_of, version_of
 from flows.store.record import Index
 from stages.core.errors import RecipeError, TransientError
 from stages.download.config import DownloadConfig
-from stages.hubs.model_config import read_model_config
+from stages.hubs.registry import read_model_config
 from stages.models.known_models import known_model
 from stages.models.model_config import read_config, shape_of_config
 from stages.models.shape import ModelShape

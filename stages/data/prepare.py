@@ -100,7 +100,7 @@ def _key(task: Preprocessing) -> str:
             "files": {str(path.relative_to(task.folder)): file_digest(path) for path in task.files},
             "portion": [task.portion.name, task.portion.fraction],
             "options": task.config.model_dump(mode="json", include=OPTIONS),
-            "preference": {"examples": False, "pairs": True}[task.rows],  # as caches that exist have it
+            "preference": {"examples": False, "pairs": True}.get(task.rows, task.rows),  # as caches that exist have it
             "tokenizer": {
                 path.name: file_digest(path)
                 for pattern in tokenizer_files

@@ -13,7 +13,7 @@ from stages.evaluate.harnesses.harness import ServedModel
 from stages.serving.client import Client, check_server
 from stages.serving.config import ServingConfig
 from stages.serving.launch import LAUNCH_FILE, LaunchSpec
-from stages.serving.registry import ENGINES, new_launch_spec
+from stages.serving.registry import engine_of, new_launch_spec
 from stages.serving.server import Server, api_key, started_server
 
 
@@ -31,7 +31,7 @@ class Endpoint:
         if self.server:
             self.server.wait_until_ready(self.ready_timeout_s)
             check_server(self.client)
-        context_tokens = ENGINES[self.spec.engine].context_tokens(self.client)
+        context_tokens = engine_of(self.spec.engine).context_tokens(self.client)
         return ServedModel(self.client, self.spec.model, context_tokens, self.spec.serving.trust_remote_code)
 
     def raise_if_gone(self) -> None:

@@ -8,10 +8,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+from stages.core.errors import ModelError
 from stages.hubs.builtin.catalog import parse_builtin
 from stages.hubs.hub import Hub
 from stages.hubs.source import Product, Source, parse_path, parse_repository
+from stages.models.model_config import CONFIG_FILE, parse_config
 
 
 @dataclass(frozen=True)
@@ -56,3 +59,16 @@ def hub_of(source: Source) -> Hub:
     """The hub that a source lies on."""
     hub: Hub = importlib.import_module(HUBS[source.hub].module).HUB
     return hub
+
+
+def read_model_config(source: Source, revision: str) -> dict[str, Any]:
+    """The `config.json` of a model at a resolved revision, without downloading the model.
+
+    Raises DownloadError when the hub does not give it, ModelError when the source has none that can be read.
+    """
+    text = hub_of(source).read_file(source, revision, CONFIG_FILE)
+    if text is None:
+        raise ModelError(
+            f"looking for the model's sizes: {source} has no {CONFIG_FILE}; expected a Hugging Face model folder"
+        )
+    return parse_config(text, f"{CONFIG_FILE} of {source}")

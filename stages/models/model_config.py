@@ -35,9 +35,18 @@ def read_config(path: Path) -> dict[str, Any]:
     """A config, or that of a model folder. Raises ModelError when it is no JSON object."""
     file = path / CONFIG_FILE if path.is_dir() else path
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
         raise ModelError(f"reading {file}: {error}; expected a Hugging Face {CONFIG_FILE}") from error
+    return parse_config(text, str(file))
+
+
+def parse_config(text: str, where: str) -> dict[str, Any]:
+    """The text of a config that was read from `where`. Raises ModelError when it is no JSON object."""
+    try:
+        return dict(json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise ModelError(f"reading {where}: {error}; expected a Hugging Face {CONFIG_FILE}") from error
 
 
 def shape_of_config(config: Mapping[str, Any]) -> ModelShape:

@@ -92,8 +92,8 @@ def measure_divergence(
     for batch, mask in zip(batches, masks, strict=True):
         batch, counted = batch.to(reference.device), mask[:, 1:].flatten().to(reference.device)
         logits = (_predictions(reference, batch), _predictions(quantized, batch), batch[:, 1:].flatten())
-        for chunk in zip(*(part[counted].split(CHUNK_TOKENS) for part in logits), strict=True):
-            divergence.add(*chunk)
+        for chunk in counted.nonzero().flatten().split(CHUNK_TOKENS):
+            divergence.add(*(part[chunk] for part in logits))
         done += batch.numel()
         report(done, total)
     return divergence

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from stages.core.errors import ResourceError
 from stages.serving.config import ServingConfig
 from stages.serving.engine import Engine
 from stages.serving.launch import LaunchSpec
@@ -24,8 +25,15 @@ def installed_version() -> dict[str, str]:
     return {f"{engine.name}_version": engine.find_program().version}
 
 
-def new_launch_spec(model: Path, served_name: str, serving: ServingConfig) -> LaunchSpec:
-    """For that engine as it is installed. Raises ResourceError when it is not."""
-    engine = default_engine()
+def engine_of(name: str) -> Engine:
+    """The engine that a `launch.json` names. Raises ResourceError when this version of the code has none such."""
+    if name not in ENGINES:
+        raise ResourceError(f"looking for the serving engine {name}: there are {', '.join(ENGINES)}; update this code")
+    return ENGINES[name]
+
+
+def new_launch_spec(model: Path, served_name: str, serving: ServingConfig, engine: Engine | None = None) -> LaunchSpec:
+    """For an engine (default: that of new servers) as it is installed. Raises ResourceError when it is not."""
+    engine = engine or default_engine()
     version = engine.find_program().version
     return LaunchSpec(model=model, served_name=served_name, serving=serving, engine=engine.name, engine_version=version)

@@ -23,7 +23,7 @@ from stages.serving.client import Client
 from stages.serving.config import ServeExecution
 from stages.serving.engine import Engine
 from stages.serving.launch import LaunchSpec
-from stages.serving.registry import ENGINES
+from stages.serving.registry import engine_of
 
 POLL_INTERVAL_S = 0.1
 GRACE_S = 10.0
@@ -95,7 +95,7 @@ def started_server(spec: LaunchSpec, execution: ServeExecution, log_file: Path, 
     taken or the engine is not installed.
     """
     check_model_folder(spec.model)
-    engine = ENGINES[spec.engine]
+    engine = engine_of(spec.engine)
     program = engine.find_program()
     with reserve_port(execution.host, execution.port) as reservation, _emptied(runtime):
         port = reservation.getsockname()[1]

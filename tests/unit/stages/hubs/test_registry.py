@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from stages.download.config import DownloadConfig
-from stages.hubs.model_config import read_model_config
-from stages.hubs.registry import HUBS, HubEntry
+from stages.hubs.registry import HUBS, HubEntry, read_model_config
 from stages.hubs.source import parse_repository
 from tests.hub_repository import model_files
 from tests.unit.stages.hubs.conftest import Download
