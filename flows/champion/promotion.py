@@ -25,7 +25,7 @@ from flows.store.store import Store, read_artifact
 from flows.tracking.cursor import run_id_of
 from stages.__main__ import fail
 from stages.core.contract import StageContext, StageInput, StageResult
-from stages.core.errors import INTERNAL_ERROR, LifecycleError, StoreError
+from stages.core.errors import INTERNAL_ERROR, LifecycleError, StoreError, full_disk_named
 from stages.core.files import write_atomically
 from stages.core.supervisor import die_with_parent
 from stages.promote.config import PromoteConfig
@@ -38,7 +38,8 @@ def main() -> None:
     steps: dict[str, Callable[..., None]] = {"judge": judge, "complete": complete}
     folders = [Path(argument) for argument in sys.argv[2:]]
     try:
-        steps[sys.argv[1]](*folders)
+        with full_disk_named("promoting", folders[-1]):
+            steps[sys.argv[1]](*folders)
     except LifecycleError as error:
         fail(folders[-1], error, error.exit_code)
     except Exception as error:
@@ -63,17 +64,22 @@ def judge(work: Path) -> None:
 def complete(artifact: Path, work: Path) -> None:
     """Register the candidate, whatever the verdict; move the aliases if it is for it.
 
-    Raises what `Registry` raises: among it OutdatedVerdictError when the champion is neither the one that the candidate
-    was compared with nor the candidate itself.
+    What a rollback has undone since, when the hook was cut short after the move, stays undone. Raises what `Registry`
+    raises: among it OutdatedVerdictError when the champion is neither the one that the candidate was compared with nor
+    the candidate itself.
     """
     verdict = Verdict.model_validate_json((artifact / VERDICT_FILE).read_bytes())
     record = _record(artifact)
     candidate = _candidate(verdict.name, record)
     registry = Registry()
     with only_one(candidate.name):
-        is_champion = registry.is_champion(candidate, verdict.champion_version)
-        succeeds = verdict.outcome == "promoted" and not is_champion
-        registered = registry.register(candidate, verdict.champion_version if succeeds else None)
+        succeeds = (
+            verdict.outcome == "promoted"
+            and not registry.was_rolled_back(candidate, record.attempt)
+            and not registry.is_champion(candidate, verdict.champion_version)
+        )
+        by = (verdict.champion_version, record.attempt) if succeeds else ()
+        registered = registry.register(candidate, *by)
         if succeeds:
             registry.promote(registered, verdict.champion_version)
             former = f", version {verdict.champion_version} is {PREVIOUS}" if verdict.champion_version else ""
@@ -113,7 +119,7 @@ def _candidate(name: str, promotion: Record) -> Registration:
         digest=model.digest,
         evaluations=tuple(_key(entry) for field, entry in upstream.items() if field.startswith("evaluations.")),
         server=_key(server) if server else None,
-        mlflow_run_id=run_id_of(built.record.attempt) if built else None,
+        mlflow_run_id=(run_id_of(built.record.attempt) or built.record.mlflow_run_id) if built else None,
     )
 
 

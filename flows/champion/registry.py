@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,11 +31,15 @@ REFUSED = ("PERMISSION_DENIED", "UNAUTHENTICATED")
 
 @dataclass(frozen=True)
 class RegisteredVersion:
-    """A version of a registered model. `predecessor`: who was champion before it."""
+    """A version of a registered model. `predecessor`: who was champion before it.
+
+    promotion: the ledger's key of the attempt whose verdict made it champion last.
+    """
 
     registration: Registration
     number: str
     predecessor: str | None
+    promotion: str | None = None
 
     @property
     def name(self) -> str:
@@ -67,7 +71,9 @@ class Registry:
                     return None
                 raise
 
-    def register(self, registration: Registration, predecessor: str | None) -> RegisteredVersion:
+    def register(
+        self, registration: Registration, predecessor: str | None = None, promotion: str | None = None
+    ) -> RegisteredVersion:
         """Register a candidate, or bring the version of the very same content up to date."""
         note(registration)
         with _explained(f"registering a version of {registration.name}"):
@@ -76,10 +82,18 @@ class Registry:
                 f"name = '{registration.name}' and tags.`{TAG}digest` = '{registration.digest}'"
             )
             number = str(found[0].version) if found else self._create(registration)
-            tags = _tags(registration) | ({f"{TAG}predecessor": predecessor} if predecessor else {})
+            tags = _tags(registration, predecessor=predecessor, promotion=promotion)
             for tag, value in tags.items():
                 self._client.set_model_version_tag(registration.name, number, tag, value)
-        return RegisteredVersion(registration, number, predecessor)
+        return RegisteredVersion(registration, number, predecessor, promotion)
+
+    def was_rolled_back(self, candidate: Registration, promotion: str | None) -> bool:
+        """Whether the candidate was champion by this very promotion already, and a rollback came after it."""
+        with suppress(StoreError):  # a version that no promotion registered
+            previous = self.find(candidate.name, PREVIOUS)
+            found = (previous.registration.digest, previous.promotion) if previous else None
+            return promotion is not None and found == (candidate.digest, promotion)
+        return False
 
     def promote(self, candidate: RegisteredVersion, champion: str | None) -> None:
         """Make `candidate` champion in place of version `champion`, with which it was compared; or leave it champion.
@@ -179,12 +193,13 @@ class Registry:
         return str(mlflow.create_external_model(registration.name, tags=tags, experiment_id=experiment).model_id)
 
 
-def _tags(registration: Registration) -> dict[str, str]:
+def _tags(registration: Registration, **more: str | None) -> dict[str, str]:
     tags = {
         "model": registration.model,
         "digest": registration.digest,
         "evaluations": ",".join(registration.evaluations),
         "server": registration.server,
+        **more,
     }
     return {f"{TAG}{name}": value for name, value in tags.items() if value}
 
@@ -205,7 +220,8 @@ def _registered(version: Any) -> RegisteredVersion:
         server=tags.get(f"{TAG}server"),
         mlflow_run_id=version.run_id or None,
     )
-    return RegisteredVersion(registration, str(version.version), tags.get(f"{TAG}predecessor"))
+    predecessor, promotion = (tags.get(f"{TAG}{name}") for name in ("predecessor", "promotion"))
+    return RegisteredVersion(registration, str(version.version), predecessor, promotion)
 
 
 def _version(number: str | None) -> str:

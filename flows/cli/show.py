@@ -163,7 +163,7 @@ def artifact_as_json(artifact: Artifact) -> dict[str, Any]:
         "folder": str(artifact.folder),
         **artifact.record.model_dump(mode="json"),
         "metrics": final_result(artifact.folder).metrics,
-        "mlflow_run_id": run_id_of(artifact.record.attempt),
+        "mlflow_run_id": run_id_of(artifact.record.attempt) or artifact.record.mlflow_run_id,
     }
 
 
@@ -175,7 +175,7 @@ def artifact_as_text(artifact: Artifact) -> str:
         f"in {artifact.folder}",
         f"built {record.finished:%Y-%m-%d %H:%M} UTC in {record.seconds:.1f} s",
         f"by commit {record.git_commit or 'unknown'}",
-        f"MLflow run {run_id_of(record.attempt) or 'unknown'}",
+        f"MLflow run {run_id_of(record.attempt) or record.mlflow_run_id or 'unknown'}",
         *(f"DAMAGED: {damage}" for damage in artifact.damage),
         "built from",
         *(f"  {field}: {entry.stage} {entry.version}" for field, entry in record.upstream.items()),

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from flows.ledger.events import TrialEnded
+from flows.ledger.events import CompareBegan, LayoutMeasured, TrialEnded
 from flows.ledger.record import RefreshRecord
 
 PER_STEP = (
@@ -53,15 +53,12 @@ class Row:
 
 
 def rows_of(record: RefreshRecord) -> list[Row]:
-    """A row a layout, in the order in which they were asked for."""
+    """A row a layout, in the order in which they were asked for; of a comparison that is over, as it was noted then."""
     comparison = record.comparison
     assert comparison, "only a comparison has rows"
     rows = []
     for number, layout in enumerate(comparison.layouts):
-        trials = record.trials_of(number)
-        failed = next((trial for trial in trials if trial.error), None)
-        measured = bool(trials) and not failed
-        reason = first_line(f"{failed.error_class}: {failed.error}") if failed else layout.refused or "was not reached"
+        noted = record.measured.get(number) or _measured(record, comparison, number)
         rows.append(
             Row(
                 text=layout.text,
@@ -69,11 +66,23 @@ def rows_of(record: RefreshRecord) -> list[Row]:
                 num_devices=layout.num_devices,
                 global_batch_size=layout.global_batch_size,
                 params=layout.params,
-                metrics=metrics_of(trials, comparison.num_warmup_steps) if measured else {},
-                error=None if measured else reason,
+                metrics=noted.metrics,
+                error=noted.error,
             )
         )
     return with_differences(rows)
+
+
+def _measured(record: RefreshRecord, comparison: CompareBegan, number: int) -> LayoutMeasured:
+    """What all rounds of a layout come to, or why there is nothing."""
+    trials = record.trials_of(number)
+    failed = next((trial for trial in trials if trial.error), None)
+    if trials and not failed:
+        return LayoutMeasured(layout=number, metrics=metrics_of(trials, comparison.num_warmup_steps), error=None)
+    reason = first_line(f"{failed.error_class}: {failed.error}") if failed else None
+    return LayoutMeasured(
+        layout=number, metrics={}, error=reason or comparison.layouts[number].refused or "was not reached"
+    )
 
 
 def metrics_of(trials: Sequence[TrialEnded], num_warmup_steps: int) -> dict[str, float]:

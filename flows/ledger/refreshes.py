@@ -3,7 +3,7 @@
 <home>/ledger/<refresh>/
     ledger.jsonl    an event a line, only ever appended to: by the process of the refresh; by another one once that died
     mlflow.json     how much of it has reached MLflow; written by `flows/tracking/shipper.py` only
-    tracking.log    what the shipper said
+    tracking.log    what the shipper said; shipping.lock: held by the one that ships
     trials/0-1/     of a comparison: work folder of the first layout's first round
     report.html, comparison.json, note.md    of a comparison that is over, for people, programs and MLflow's page
 
@@ -12,6 +12,7 @@ Prefect, MLflow, views and commands read what happened from here; nothing is ask
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import time
@@ -63,10 +64,11 @@ class Ledger:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 write_atomically(self.file, line)
                 return
-            with self.file.open("a+b") as stream:
+            with self.file.open("a+b", buffering=0) as stream:  # in one piece: another process may append, too
                 stream.seek(-1, os.SEEK_END)
-                stream.write((line if stream.read() == b"\n" else f"\n{line}").encode())
-                stream.flush()
+                data = (line if stream.read(1) == b"\n" else f"\n{line}").encode()
+                if stream.write(data) < len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.fsync(stream.fileno())
 
     def events(self) -> Iterator[AnyEvent]:
@@ -126,7 +128,7 @@ class RunningRefreshes:
                 self._ended[ledger.folder.name] = size
 
     def of(self, recipe: str) -> list[RefreshRecord]:
-        """Those of a recipe whose process lives; comparisons build nothing that a refresh would build too."""
+        """Those of a recipe whose process lives; for a comparison, which holds the whole machine, stages wait."""
         found = [record for record in self.all() if record.recipe == recipe and not record.comparison]
         return [record for record in found if not record.interrupted]
 

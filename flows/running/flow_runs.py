@@ -10,7 +10,8 @@ from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate
+from prefect.client.schemas.filters import FlowFilter, FlowFilterName
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
@@ -27,6 +28,10 @@ WORK_POOL = "lifecycle"
 BY_HAND = "by hand"
 """The deployment of refreshes that no schedule started, since Prefect retries only what belongs to one; no recipe can
 be called so. Its form in Prefect's UI runs any recipe."""
+
+
+ENTRYPOINT = f"{refresh.fn.__module__}.{refresh.fn.__name__}"
+"""Where a worker finds the flow."""
 
 
 @contextmanager
@@ -47,7 +52,7 @@ def deploy(client: SyncPrefectClient, name: str, **options: Any) -> UUID:
         flow_id=client.create_flow(refresh),
         name=name,
         work_pool_name=WORK_POOL,
-        entrypoint=f"{refresh.fn.__module__}.{refresh.fn.__name__}",
+        entrypoint=ENTRYPOINT,
         parameter_openapi_schema=parameter_schema(refresh).model_dump(),
         enforce_parameter_schema=True,
         # With a command of its own, a worker starts the flow at once instead of preparing a workspace for it. What the
@@ -69,6 +74,14 @@ def find_deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse 
         return None
 
 
+def update_entrypoints() -> None:
+    """Have deployments that an earlier version made find the flow where it is now. Raises `ServerError`."""
+    with prefect_client() as client:
+        for found in client.read_deployments(flow_filter=FlowFilter(name=FlowFilterName(any_=[refresh.name]))):
+            if found.work_pool_name == WORK_POOL and found.entrypoint != ENTRYPOINT:
+                client.update_deployment(found.id, DeploymentUpdate(entrypoint=ENTRYPOINT))
+
+
 def begin_by_hand(request: RefreshRequest, name: str) -> FlowRun:
     """The flow run of a refresh that this process is going to run itself; Prefect's Retry button works on it, too."""
     parameters = {
@@ -79,7 +92,7 @@ def begin_by_hand(request: RefreshRequest, name: str) -> FlowRun:
     }
     with prefect_client() as client:
         known = find_deployment(client, BY_HAND)
-        deployment = known.id if known else deploy(client, BY_HAND)
+        deployment = known.id if known and known.entrypoint == ENTRYPOINT else deploy(client, BY_HAND)
         return client.create_flow_run_from_deployment(deployment, parameters=parameters, state=Pending(), name=name)
 
 

@@ -101,8 +101,11 @@ def _run(run: RefreshRun) -> State[Any]:
     run.begin(str(runtime.flow_run.id), runtime.flow_run.run_count)
     try:
         with stopped_by_signals(run.stop):
+            if run.comparison and any(stage.action == "run" for stage in run.plan.stages.values()):
+                run.tracker.start({})
             _run_stages(run)
             if run.comparison and not run.errors:
+                run.tracker.close()  # it would keep a core busy that is measured
                 _measure(run, run.comparison)
     finally:
         record = run.finish()

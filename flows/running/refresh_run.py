@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from flows.ledger.machine import hardware, num_slots
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.provenance import git_commit
 from flows.ledger.record import RefreshRecord, after
-from flows.ledger.refreshes import close_interrupted, ledger_of, new_refresh_id
+from flows.ledger.refreshes import close_interrupted, end_of, ledger_of, new_refresh_id
 from flows.planning.devices import check_devices, on_devices, wanted_slots
 from flows.planning.layout_choice import choose_layouts
 from flows.planning.outside import resolve_outside
@@ -77,7 +76,8 @@ class RefreshRun:
     def __init__(self, planned: PlannedRefresh, refresh: str | None = None, launch: Launcher = choice.start):
         """Begin the refresh; default of its name: a new one. One that has a ledger goes on in it: this is a retry."""
         close_interrupted()
-        refresh = refresh or new_refresh_id(planned.plan.recipe)
+        recipe = planned.plan.recipe
+        refresh = refresh or new_refresh_id(f"{recipe}-compare" if planned.comparison else recipe)
         self.plan = planned.plan
         self.comparison = planned.comparison
         self._launch = launch
@@ -98,7 +98,7 @@ class RefreshRun:
         self.record = after(earlier, began)
         if self.comparison:
             self.append(self.comparison.began)
-        self._earlier_attempts = Counter(attempt.stage for attempt in self.record.attempts.values())
+        self._last_attempts = {attempt.stage: attempt.number for attempt in self.record.attempts.values()}
 
     def build(self, name: str, attempt: int, log: Log) -> Built:
         """Run one stage whose upstream stages are built, holding its slots. Raises what `run_stage` raises.
@@ -106,7 +106,7 @@ class RefreshRun:
         attempt: how often this try of the refresh has tried the stage, this time included.
         """
         planned = self.plan.stages[name]
-        attempt += self._earlier_attempts[name]
+        attempt += self._last_attempts.get(name, 0)
         started_s = time.monotonic()
         held = self._acquire_slots(planned)
         try:
@@ -167,16 +167,25 @@ class RefreshRun:
         """Stop servers, note the end, wait a little for MLflow. May be called again."""
         self.servers.stop_all()
         if self.record.state == "running":
-            end = self._end()
+            for attempt in self.record.attempts.values():
+                if attempt.outcome is None:  # the disk was full
+                    self.append(end_of(attempt, "killed", error="how it ended could not be recorded"))
+            self.append(self._concluded(self._end(), self.comparison) if self.comparison else self._end())
             if self.comparison:
-                for measured in self.comparison.conclude(after(self.record, end), self.ledger.folder):
-                    self.append(measured)
-            self.append(end)
-            if self.comparison:
-                self.tracker.start({})  # not before: it would keep a core busy that is measured
+                self.tracker.close()
+                self.tracker.start({})
                 self.tracker.close(COMPARISON_CLOSE_TIMEOUT_S)
         self.tracker.close()
         return self.record
+
+    def _concluded(self, end: RefreshEnded, comparison: Comparison) -> RefreshEnded:
+        """Note what was measured, and leave the report; a comparison without one has failed."""
+        try:
+            for measured in comparison.conclude(after(self.record, end), self.ledger.folder):
+                self.append(measured)
+        except Exception as error:
+            return end.model_copy(update={"state": "failed", "error": f"writing the report: {describe(error)}"})
+        return end
 
     def _end(self) -> RefreshEnded:
         stages = self.record.stages
@@ -236,6 +245,7 @@ class RefreshRun:
     def _note_built(self, built: Built) -> None:
         """That a stage was built, its observer has written."""
         self.built[built.name] = built
+        self.errors.pop(built.name, None)  # of a try before
         if built.state == "cached":
             attempt = built.record.attempt
             seconds = round(built.seconds, 2)

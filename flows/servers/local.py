@@ -6,6 +6,7 @@ A server that the user named (`PREFECT_API_URL`, `MLFLOW_TRACKING_URI`) is used 
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import os
 import signal
@@ -216,8 +217,9 @@ def _inherited(program: ServerProgram) -> dict[str, str]:
 
 
 def _digest(settings: Mapping[str, str]) -> str:
-    """Tells settings apart without keeping them: an address may hold a password."""
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    """Tells settings apart without keeping them: an address may hold a password. Another version of this code, too."""
+    distinguished = {**settings, "version": importlib.metadata.version("llm-lifecycle")}
+    return hashlib.sha256(json.dumps(distinguished, sort_keys=True).encode()).hexdigest()
 
 
 def _await(program: ServerProgram, record: ServerRecord) -> None:

@@ -60,6 +60,8 @@ def _set_end(client: SyncPrefectClient, flow_run: FlowRun) -> None:
 
 
 def _end_of(record: RefreshRecord) -> State[Any]:
+    if record.killed and record.comparison:
+        return Crashed(message=f"the process of {record.refresh} was killed; compare again")
     if record.killed:
         return Crashed(
             message=f"the process of {record.refresh} was killed; retry it here, or `lifecycle retry {record.refresh}`"

@@ -17,8 +17,9 @@ import time
 from prefect.workers.process import ProcessWorker
 
 from flows.ledger.home import home
-from flows.running.flow_runs import WORK_POOL
+from flows.running.flow_runs import WORK_POOL, update_entrypoints
 from flows.service.reaper import Reaper
+from stages.core.errors import ServerError
 
 REAP_INTERVAL_S = 10.0
 
@@ -45,6 +46,10 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # Prefect's folders for fetched code stay behind, empty; a killed worker's working directories, too.
     tempfile.tempdir = str(home() / "worker")
+    try:
+        update_entrypoints()
+    except ServerError as error:
+        print(f"could not look at the deployments: {error}", flush=True)
     threading.Thread(target=reap_forever, daemon=True).start()
     try:
         asyncio.run(work())

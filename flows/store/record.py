@@ -47,6 +47,8 @@ class Record(StrictModel):
     files: dict[str, FileEntry]
     tags: dict[str, str]
     attempt: str | None = None
+    mlflow_run_id: str | None = None
+    """Of artifacts from before there was a ledger; since then, the run of `attempt` is looked up."""
     started: datetime
     finished: datetime
     seconds: float

@@ -1,24 +1,23 @@
 """What is logged of an attempt before it starts: parameters and tags. Pure.
 
-Only the identity is logged, which has no secrets: a recipe keeps those in `execution.environment`, or outside.
+Only the identity is logged, all of it: a recipe keeps secrets in `execution.environment`, or outside. One that is in a
+value all the same is redacted.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from flows.planning.plan import PlannedStage
 from stages.core.contract import Execution
-
-SECRET = re.compile(r"token|secret|password|api_?key", re.IGNORECASE)
+from stages.core.redaction import redact
 
 
 def params_of(planned: PlannedStage) -> dict[str, str]:
     """The identity config and the outside inputs, flattened: `layout.dp_shard` → `2`."""
     tree = {**_mapping(planned.identity.get("config")), **_mapping(planned.identity.get("outside"))}
-    return {name: value for name, value in flatten(tree).items() if not SECRET.search(name)}
+    return {name: redact(value) for name, value in flatten(tree).items()}
 
 
 def tags_of(planned: PlannedStage) -> dict[str, str]:

@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from filelock import FileLock, Timeout
+
 from flows.ledger.home import store_root
 from flows.ledger.record import AttemptRecord, RefreshRecord
 from flows.ledger.refreshes import NOTE_FILE, REPORT_FILE, ROWS_FILE, Ledger, ledgers
@@ -212,19 +214,28 @@ def main() -> None:
     from mlflow import MlflowClient
 
     client = MlflowClient()
-    shipper = Shipper(Ledger(Path(sys.argv[1])), client)
-    pause_s = INTERVAL_S
-    while not _stdin_ended(pause_s):
-        pause_s = INTERVAL_S if _try_to_ship(shipper) else RETRY_INTERVAL_S
-    if _try_to_ship(shipper):
+    ledger = Ledger(Path(sys.argv[1]))
+    with _only_shipper(ledger):
+        shipper = Shipper(ledger, client)
+        pause_s = INTERVAL_S
+        while not _stdin_ended(pause_s):
+            pause_s = INTERVAL_S if _try_to_ship(shipper) else RETRY_INTERVAL_S
+        complete = _try_to_ship(shipper)
+    if complete:
         ship_pending(client)
 
 
 def ship_pending(client: MlflowClient) -> None:
-    """Ship what is left of refreshes that are over."""
+    """Ship what is left of refreshes that are over, but for those that another process is shipping."""
     for ledger in ledgers():
         if not read_shipped(ledger).has_all_of(ledger) and ledger.read().state != "running":
-            _try_to_ship(Shipper(ledger, client))
+            with contextlib.suppress(Timeout), _only_shipper(ledger).acquire(blocking=False):
+                _try_to_ship(Shipper(ledger, client))
+
+
+def _only_shipper(ledger: Ledger) -> FileLock:
+    """What to hold from before a `Shipper` reads how far MLflow is: two would create every run twice."""
+    return FileLock(ledger.folder / "shipping.lock", fallback_to_soft=False)
 
 
 def _try_to_ship(shipper: Shipper) -> bool:

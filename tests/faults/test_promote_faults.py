@@ -173,6 +173,18 @@ def test_a_rollback_after_a_promotion_that_was_cut_short_brings_back_the_champio
     assert registry.rollback(NAME).number == numbers[1]
 
 
+def test_a_rollback_is_not_undone_by_the_hook_that_was_killed_before_it(store, registry, fault, monkeypatch):
+    fault.name, fault.stage = "SIGKILL behind the promotion, then a rollback", "promote"
+    former = become_champion(registry, "former")
+    cut_short(store, monkeypatch, "set_registered_model_alias 2", "SIGKILL")
+    assert registry.rollback(NAME).number == former
+    with fault.timed("recovered"):
+        assert promote_candidate(store).state == "built"
+    champion = registry.find(NAME)
+    assert champion and champion.number == former
+    assert promote_candidate(store).state == "cached"
+
+
 def test_whoever_was_compared_with_a_former_champion_must_be_compared_again(registry, fault):
     fault.name, fault.stage, fault.lost = "overtaken by a rival", "promote", "the comparison"
     former = become_champion(registry, "former")

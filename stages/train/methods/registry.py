@@ -19,6 +19,7 @@ def loss_meaning() -> str:
 def metric_meanings() -> dict[str, str]:
     """Metrics that only some methods have, and what they mean, with the methods: `DPO: mean reward of …`."""
     meanings = {name: meaning for method in METHODS.values() for name, meaning in method.metrics.items()}
+    assert all(method.metrics.items() <= meanings.items() for method in METHODS.values()), "a name means one thing"
     return {
         name: f"{', '.join(one.name.upper() for one in METHODS.values() if name in one.metrics)}: {meaning}"
         for name, meaning in meanings.items()

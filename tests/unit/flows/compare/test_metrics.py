@@ -1,10 +1,12 @@
 """Metrics of trials: what counts, and that a machine that slows down for a while does not decide."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
 
 from flows.compare.metrics import interquartile_range, rows_of
+from flows.ledger.events import LayoutMeasured
 from flows.running.comparison import turns
 
 WARMUP_S = 50.0
@@ -70,6 +72,17 @@ def test_under_a_steady_drift_equal_layouts_get_equal_mean_places():
 @pytest.mark.parametrize(("values", "expected"), [([3.0], 0.0), ([0.0, 1.0, 2.0, 3.0, 4.0], 2.0), ([5.0] * 9, 0.0)])
 def test_the_spread_is_the_middle_half(values, expected):
     assert interquartile_range(values) == expected
+
+
+def test_rows_of_a_comparison_that_is_over_are_those_that_were_noted_though_its_trials_are_gone(
+    make_record, make_trial, tmp_path
+):
+    record = make_record([make_trial(0, 1, [1.0, 1.0]), make_trial(1, 1, [1.0, 0.5])])
+    rows = rows_of(record)
+    noted = {n: LayoutMeasured(layout=n, metrics=row.metrics, error=row.error) for n, row in enumerate(rows)}
+    for trial in record.trials:
+        shutil.rmtree(trial.work)
+    assert rows_of(replace(record, measured=noted)) == rows
 
 
 def test_a_refused_layout_is_a_row_with_its_reason_and_no_trial(make_record, make_trial):

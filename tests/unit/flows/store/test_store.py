@@ -34,7 +34,8 @@ def test_a_committed_artifact_is_found_with_its_record(store, built):
 def test_an_artifact_of_an_earlier_version_whose_record_says_more_is_found(store, built):
     file = built["sft"].folder / "record.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "metrics": {"loss": 1.0}, "mlflow_run_id": "a1"}))
-    assert store.find("train", built["sft"].record.version).record == built["sft"].record
+    found = store.find("train", built["sft"].record.version).record
+    assert found == built["sft"].record.model_copy(update={"mlflow_run_id": "a1"})
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"schema_number": 1}', '{"schema_number": 99}'])

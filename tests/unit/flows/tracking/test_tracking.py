@@ -1,6 +1,7 @@
 """What MLflow is told: metrics of `metrics.jsonl` in batches, parameters and tags without secrets."""
 
 import json
+from dataclasses import replace
 
 from flows.planning.plan import plan
 from flows.recipe.recipe import load_recipe
@@ -83,6 +84,15 @@ def test_parameters_hold_the_identity_and_no_secret(tmp_path):
     assert params["learning_rate"] == "0.001"
     assert params["layout.dp_shard"] == "2"
     assert "hf_secret" not in str(params) + str(tags_of(stages["sft"]))
+
+
+def test_a_parameter_is_not_left_out_for_a_word_in_its_name_but_a_secret_value_is_redacted(tmp_path):
+    sft = planned_training(tmp_path)["sft"]
+    config = {"max_tokens": 64, "model": "https://person:hunter2-and-more@hub.example/model"}
+    params = params_of(replace(sft, identity={**sft.identity, "config": config}))
+    assert params["max_tokens"] == "64"
+    assert "hub.example" in params["model"]
+    assert "hunter2-and-more" not in str(params)
 
 
 def test_tags_name_engine_layout_launcher_and_upstream_versions(tmp_path):
