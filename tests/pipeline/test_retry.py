@@ -7,6 +7,7 @@ attempt under the same refresh.
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -137,6 +138,16 @@ def test_a_refresh_outlives_its_worker_and_the_next_one_leaves_it_alone(worker_h
     assert worker_home.servers()["worker"]["process"] != before
     release.touch()
     assert worker_home.ended(flow_run)["state"]["type"] == "COMPLETED"
+
+
+def test_a_schedule_of_an_earlier_version_runs_once_the_worker_was_started_again(worker_home):
+    worker_home.schedule(worker_home.write("aged", {"rows": stage("ok", "aged")}))
+    with sqlite3.connect(worker_home.folder / "prefect" / "prefect.db", timeout=60) as connection:
+        connection.execute("UPDATE deployment SET entrypoint = 'flows.refresh.refresh' WHERE name = 'aged'")
+    os.kill(worker_home.servers()["worker"]["process"]["pid"], signal.SIGKILL)
+    assert worker_home.lifecycle("up").returncode == 0
+    eventually(lambda: worker_home.deployment("aged")["entrypoint"] == "flows.running.refresh.refresh")
+    assert worker_home.run_now("aged")["state"]["type"] == "COMPLETED"
 
 
 def test_a_refresh_that_is_stopped_with_its_worker_is_cancelled_in_good_order(worker_home):
