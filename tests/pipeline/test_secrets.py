@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from refreshes import after, model, states
+from refreshes import after, model
 from worker_home import STAND_IN, WorkerHome
 
 from stages.hubs.builtin import qwen3
@@ -118,13 +118,14 @@ def command_lines():
 def test_the_secrets_were_in_use(seen, hub):
     _, refresh, _, commands = seen
     expected = dict.fromkeys(("base", "rows", "sft", "scores"), "built")
-    assert states(refresh) == expected | dict.fromkeys(("mirrored", "explained", "dead"), "failed"), refresh
+    found = {name: entry.state for name, entry in refresh.stages.items()}
+    assert found == expected | dict.fromkeys(("mirrored", "explained", "dead"), "failed"), refresh
     assert any(request.headers.get("Authorization", "").startswith("Bearer planted") for request in hub.requests)
     assert any(b"serve" in command and b"--served-model-name" in command for command in commands)
 
 
 def test_failures_name_the_place_of_a_secret_but_not_the_secret(seen):
-    errors = {name: entry["error"] for name, entry in seen[1]["stages"].items() if entry["error"]}
+    errors = {name: entry.error for name, entry in seen[1].stages.items() if entry.error}
     assert "://me:***@127.0.0.1" in errors["mirrored"]
     assert errors["explained"] == "the server refused ***"
     assert "it was *** that it tried" in errors["dead"]
