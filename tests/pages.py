@@ -36,8 +36,9 @@ from flows.cli.main import cli  # noqa: E402
 from flows.compare.names import markdown_table  # noqa: E402
 from flows.recipe.problems import models_in  # noqa: E402
 from flows.recipe.recipe import load_recipe  # noqa: E402
-from stages.core.contract import Execution, OutsideInput, Reference, find_marker  # noqa: E402
+from stages.core.contract import Execution  # noqa: E402
 from stages.core.errors import error_classes  # noqa: E402
+from stages.core.fields import OutsideInput, Reference, find_marker  # noqa: E402
 from stages.kinds import KINDS  # noqa: E402
 
 FOLDERS = ("configs", "flows", "stages", "deploy", "tests")

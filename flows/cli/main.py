@@ -57,7 +57,7 @@ def cli() -> None:
 @JSON_OPTION
 def run(recipe: Path, overrides: Sequence[str], until: str | None, force: Sequence[str], as_json: bool) -> int:
     """Run a recipe; stages that are built already are reused."""
-    from flows.running.refresh_run import RefreshRequest
+    from flows.running.request import RefreshRequest
 
     return _run(RefreshRequest(str(recipe.absolute()), tuple(overrides), until, tuple(force)), as_json)
 
@@ -70,7 +70,7 @@ def run(recipe: Path, overrides: Sequence[str], until: str | None, force: Sequen
 def rerun(recipe: Path, stage: str, overrides: Sequence[str], as_json: bool) -> int:
     """Build a stage again, and what depends on it; all else is reused."""
     from flows.recipe.recipe import load_recipe
-    from flows.running.refresh_run import RefreshRequest
+    from flows.running.request import RefreshRequest
 
     loaded = load_recipe(recipe, overrides)
     force = (stage, *loaded.dependents_of(stage)) if stage in loaded.stages else (stage,)
@@ -92,7 +92,7 @@ def _run(request: Any, as_json: bool) -> int:
 def plan(recipe: Path, overrides: Sequence[str], until: str | None, force: Sequence[str], as_json: bool) -> None:
     """Say what `run` would do: per stage cached or run, why, and what differs from the nearest earlier version."""
     from flows.cli import show as shown
-    from flows.running.refresh_run import RefreshRequest, make_plan
+    from flows.running.request import RefreshRequest, make_plan
 
     made = make_plan(
         RefreshRequest(str(recipe.absolute()), tuple(overrides), until, tuple(force)), may_be_unreachable=True

@@ -10,7 +10,7 @@ from flows.launch.manifests import Manifest, job_manifests
 from flows.launch.serving_manifests import Replicas, serving_manifests
 from flows.ledger.home import home
 from flows.planning.plan import PlannedStage
-from flows.running.refresh_run import PlannedRefresh, RefreshRequest, make_plan
+from flows.running.request import PlannedRefresh, RefreshRequest, make_plan
 from stages.core.errors import RecipeError
 
 

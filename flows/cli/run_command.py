@@ -16,7 +16,8 @@ from flows.ledger.home import home
 from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import close_interrupted, ledgers
 from flows.recipe.text import closest
-from flows.running.refresh_run import RefreshRequest, RefreshRun, make_plan, retry_of
+from flows.running.refresh_run import RefreshRun
+from flows.running.request import RefreshRequest, make_plan, retry_of
 from flows.running.runner import Launcher
 from flows.running.verdicts import verdict_tables
 from flows.servers import local as servers

@@ -17,7 +17,7 @@ from flows.planning.plan import Plan, PlannedStage, chosen_stages, plan
 from flows.recipe.recipe import load_recipe
 from flows.recipe.version import identity_of, resume_key_of, version_of
 from flows.running.comparison import Comparison
-from flows.running.refresh_run import PlannedRefresh, RefreshRequest
+from flows.running.request import PlannedRefresh, RefreshRequest
 from flows.store.store import Store
 from flows.tracking.labels import params_of, tags_of
 from stages.core.errors import RecipeError

@@ -18,8 +18,9 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError, create_mode
 
 from flows.recipe.problems import explain, models_in
 from flows.recipe.text import absolute, apply_overrides, closest, non_finite, read_tree, resolve_file_sources, show
-from stages.core.contract import Reference, StageConfig, StrictModel, find_marker
+from stages.core.contract import StageConfig, StrictModel
 from stages.core.errors import LayoutError, RecipeError
+from stages.core.fields import Reference, find_marker
 from stages.kinds import KINDS
 from stages.train.config import LAYOUT_PROBLEM
 

@@ -29,7 +29,8 @@ from flows.ledger.refreshes import RunningRefreshes, ledger_of
 from flows.planning.devices import wanted_slots
 from flows.planning.plan import Plan
 from flows.recipe.recipe import Recipe, load_recipe
-from flows.running.refresh_run import RefreshRequest, RefreshRun, make_plan, retry_of
+from flows.running.refresh_run import RefreshRun
+from flows.running.request import RefreshRequest, make_plan, retry_of
 from flows.running.slots import Slots
 
 POLL_S = 2.0

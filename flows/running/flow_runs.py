@@ -21,7 +21,7 @@ from prefect.utilities.processutils import command_to_string
 
 from flows.ledger.record import RefreshRecord
 from flows.running.refresh import refresh
-from flows.running.refresh_run import RefreshRequest
+from flows.running.request import RefreshRequest
 from stages.core.errors import ServerError
 
 WORK_POOL = "lifecycle"

@@ -29,7 +29,8 @@ from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import ledger_of, new_refresh_id
 from flows.running.comparison import Comparison
 from flows.running.due import start_when_due
-from flows.running.refresh_run import RefreshRequest, RefreshRun
+from flows.running.refresh_run import RefreshRun
+from flows.running.request import RefreshRequest
 from flows.running.verdicts import verdict_tables
 from flows.servers.local import answers
 from flows.tracking.cursor import page_of

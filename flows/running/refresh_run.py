@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from flows.launch import choice
@@ -23,51 +22,25 @@ from flows.ledger.events import (
     StageCached,
     StageFailed,
 )
-from flows.ledger.home import home, store_root
+from flows.ledger.home import home
 from flows.ledger.machine import hardware, num_slots
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.provenance import git_commit
 from flows.ledger.record import RefreshRecord, after
 from flows.ledger.refreshes import close_interrupted, end_of, ledger_of, new_refresh_id
-from flows.planning.devices import check_devices, on_devices, wanted_slots
-from flows.planning.layout_choice import choose_layouts
-from flows.planning.outside import resolve_outside
-from flows.planning.plan import Plan, PlannedStage, chosen_stages, plan
-from flows.recipe.recipe import load_recipe
+from flows.planning.devices import on_devices, wanted_slots
+from flows.planning.plan import Plan, PlannedStage
 from flows.running.comparison import Bench, Comparison, run_trial
 from flows.running.live_servers import LiveServers
+from flows.running.request import PlannedRefresh, RefreshRequest
 from flows.running.runner import Built, Launcher, run_stage
 from flows.running.slots import HeldSlots, Slots
 from flows.running.stage_observer import Log, StageObserver, describe
-from flows.store.store import Store
 from flows.tracking.tracker import Tracker
 from stages.core.errors import RefreshStoppedError
 
 COMPARISON_CLOSE_TIMEOUT_S = 120.0
 """All of a comparison is shipped at its end."""
-
-
-@dataclass(frozen=True)
-class RefreshRequest:
-    """What a person asks for; JSON-able, so that it can be the parameters of a Prefect deployment."""
-
-    recipe: str
-    overrides: tuple[str, ...] = ()
-    until: str | None = None
-    force: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class PlannedRefresh:
-    """A request, and what it comes to."""
-
-    request: RefreshRequest
-    plan: Plan
-    store: Store
-    notes: tuple[str, ...] = ()
-    """What was decided for the recipe: the layouts that `auto` became."""
-    comparison: Comparison | None = None
-    """What is run for a few steps once the plan's stages are there."""
 
 
 class RefreshRun:
@@ -259,31 +232,6 @@ class RefreshRun:
             error_class = type(error).__name__
             self.append(StageFailed(stage=name, seconds=round(seconds, 2), error=reason, error_class=error_class))
         self.servers.done_with(name)
-
-
-def retry_of(record: RefreshRecord) -> RefreshRequest:
-    """What to ask for so that a refresh goes on where it ended: what it had been forced to build stays built."""
-    built = [name for name, entry in record.stages.items() if entry.state in ("built", "cached")]
-    force = tuple(name for name in record.force if name not in built)
-    return RefreshRequest(str(record.recipe_path), record.overrides, record.until, force)
-
-
-def make_plan(request: RefreshRequest, *, may_be_unreachable: bool = False) -> PlannedRefresh:
-    """What a refresh would run.
-
-    may_be_unreachable: plan as far as possible when a hub does not answer, instead of raising TransientError.
-    Raises what `load_recipe`, `resolve_outside` and `plan` raise, and `ResourceError` when there are too few GPUs.
-    """
-    recipe = load_recipe(Path(request.recipe), request.overrides)
-    store = Store(store_root())
-    unreachable: dict[str, str] = {}
-    chosen = chosen_stages(recipe, request.until)
-    outside = resolve_outside(recipe, chosen, unreachable if may_be_unreachable else None)
-    index = store.index()
-    recipe, choices = choose_layouts(recipe, outside, index)
-    planned = plan(recipe, outside, index, force=request.force, until=request.until, unreachable=unreachable)
-    check_devices(planned)
-    return PlannedRefresh(request, planned, store, tuple(map(str, choices)))
 
 
 def _began(request: RefreshRequest, refresh: str, planned: Plan) -> RefreshBegan:

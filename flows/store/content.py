@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from flows.recipe.version import canonical_json
-from stages.core.contract import Product, StrictModel
+from stages.core.contract import StrictModel
+from stages.core.fields import Product
 
 RECORD_FILE = "record.json"
 PENDING_RECORD_FILE = ".record.json"

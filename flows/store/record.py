@@ -13,7 +13,8 @@ from pydantic import ConfigDict
 
 from flows.recipe.version import Identity, differences
 from flows.store.content import FileEntry
-from stages.core.contract import Product, StrictModel
+from stages.core.contract import StrictModel
+from stages.core.fields import Product
 
 
 class UpstreamEntry(StrictModel):

@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import os
 import time
-import typing
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,34 +26,19 @@ from dataclasses import field as dataclass_field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, JsonValue, PositiveFloat, PositiveInt
+from pydantic import Field, JsonValue, PositiveFloat, PositiveInt
 
 from stages.core.clusters import KubernetesOptions, SlurmOptions
+from stages.core.fields import (
+    OutsideInput,
+    Product,
+    Reference,
+    marked_values,
+    unset_later,
+    without,
+)
 from stages.core.redaction import redact
 from stages.core.strict import StrictModel
-
-Product = Literal["model", "dataset", "server", "scores", "verdict"]
-
-
-@dataclass(frozen=True)
-class Reference:
-    """Marks a field that names another stage, which must produce one of `products`."""
-
-    products: tuple[Product, ...]
-
-
-@dataclass(frozen=True)
-class OutsideInput:
-    """Marks a path outside the store: its content is identity, where it lies is not."""
-
-
-@dataclass(frozen=True)
-class AddedLater:
-    """Marks an optional field whose default does what was done before there was the field.
-
-    At its default it is no part of the identity: artifacts that exist keep their versions.
-    """
-
 
 ModelReference = Annotated[str, Reference(("model",))]
 DatasetReference = Annotated[str, Reference(("dataset",))]
@@ -109,8 +93,8 @@ class StageConfig(StrictModel, ABC):
         """
         skipped = {path for path, _ in marked_values(self, Reference)}
         skipped |= {path for path, _ in marked_values(self, OutsideInput)}
-        skipped |= set(_unset_later(self))
-        return _without(self.model_dump(mode="json", exclude={"execution"}), skipped)
+        skipped |= set(unset_later(self))
+        return without(self.model_dump(mode="json", exclude={"execution"}), skipped)
 
     def resume_identity(self) -> dict[str, JsonValue]:
         """The part of the identity that an interrupted attempt must share for its scratch folder to be of use."""
@@ -134,54 +118,6 @@ class StageConfig(StrictModel, ABC):
         May ask the network. Raises a `StageError` that says what could not be resolved.
         """
         return {}
-
-
-def marked_values(model: BaseModel, marker: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted path and value of every non-None field, at any depth, that is annotated with a `marker` instance.
-
-    Of a tuple, each item: `evaluations.0`.
-    """
-    for name, field in type(model).model_fields.items():
-        value = getattr(model, name)
-        if value is None:
-            continue
-        path = f"{prefix}{name}"
-        if find_marker(field, marker):
-            if isinstance(value, tuple):
-                yield from ((f"{path}.{number}", item) for number, item in enumerate(value))
-            else:
-                yield path, value
-        elif isinstance(value, BaseModel):
-            yield from marked_values(value, marker, f"{path}.")
-
-
-def _unset_later(model: BaseModel, prefix: str = "") -> Iterator[str]:
-    """Dotted paths of fields marked `AddedLater` that have their default, at any depth."""
-    for name, field in type(model).model_fields.items():
-        value = getattr(model, name)
-        if find_marker(field, AddedLater) and value == field.get_default(call_default_factory=True):
-            yield f"{prefix}{name}"
-        elif isinstance(value, BaseModel):
-            yield from _unset_later(value, f"{prefix}{name}.")
-
-
-def find_marker(field: Any, marker: type) -> Any | None:
-    """The `marker` instance in a pydantic field's annotation (also inside `X | None`), or None."""
-    candidates: list[Any] = [*field.metadata]
-    todo = [field.annotation]
-    while todo:
-        annotation = todo.pop()
-        candidates += getattr(annotation, "__metadata__", ())
-        todo += typing.get_args(annotation)
-    return next((candidate for candidate in candidates if isinstance(candidate, marker)), None)
-
-
-def _without(tree: dict[str, Any], paths: set[str], prefix: str = "") -> dict[str, Any]:
-    return {
-        key: _without(value, paths, f"{prefix}{key}.") if isinstance(value, dict) else value
-        for key, value in tree.items()
-        if not {f"{prefix}{key}", f"{prefix}{key}.0"} & paths
-    }
 
 
 # ------------------------------------------------------------------------------------------------ the process's side

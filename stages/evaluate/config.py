@@ -6,7 +6,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, JsonValue, PositiveInt
 
-from stages.core.contract import ModelOrServerReference, OutsidePath, Product, StageConfig
+from stages.core.contract import ModelOrServerReference, OutsidePath, StageConfig
+from stages.core.fields import Product
 from stages.evaluate.harnesses.harness import Evaluation
 from stages.evaluate.harnesses.registry import default_harness
 from stages.serving.config import ServeExecution, ServingConfig

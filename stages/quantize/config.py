@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from stages.core.contract import AddedLater, DatasetReference, ModelReference, Product, StageConfig, StrictModel
+from stages.core.contract import DatasetReference, ModelReference, StageConfig, StrictModel
+from stages.core.fields import AddedLater, Product
 from stages.quantize.registry import METHODS
 from stages.serving.quantization import Quantization
 

@@ -6,7 +6,8 @@ from typing import ClassVar, Literal
 
 from pydantic import JsonValue
 
-from stages.core.contract import ModelReference, Product, StageConfig
+from stages.core.contract import ModelReference, StageConfig
+from stages.core.fields import Product
 from stages.serving.config import BenchmarkConfig, ServeExecution, ServingConfig
 from stages.serving.registry import installed_version
 

@@ -19,7 +19,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from stages.core.contract import AddedLater, Execution, ModelReference, Product, StageConfig
+from stages.core.contract import Execution, ModelReference, StageConfig
+from stages.core.fields import AddedLater, Product
 from stages.core.strict import StrictModel
 from stages.data.config import DataConfig
 from stages.engines.settings import AdamSettings, EngineSettings

@@ -9,7 +9,7 @@ import sys
 import tiny
 
 from flows.cli import run_command
-from flows.running.refresh_run import RefreshRequest
+from flows.running.request import RefreshRequest
 
 if __name__ == "__main__":
     if sys.argv[1] == "--retry":

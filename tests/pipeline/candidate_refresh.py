@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flows.cli import run_command
 from flows.launch import local
-from flows.running.refresh_run import RefreshRequest
+from flows.running.request import RefreshRequest
 from stages.core.contract import StageConfig, StageInput
 from stages.core.supervised import Supervised
 from tests.promotion import write_evaluation, write_model

@@ -6,7 +6,7 @@ from flows.ledger.events import AttemptBegan, FlowRunKnown, PlannedEntry, Refres
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.record import KILLED
 from flows.ledger.refreshes import RunningRefreshes, close_interrupted, end_of, ledger_of, ledgers
-from flows.running.refresh_run import retry_of
+from flows.running.request import retry_of
 from flows.tracking.shipper import _only_shipper, ship_pending
 from stages.core.errors import StoreError
 

@@ -15,7 +15,8 @@ from pydantic import BaseModel, ValidationError
 
 from flows.recipe.problems import models_in
 from flows.recipe.version import differences, identity_of, resume_key_of, version_of
-from stages.core.contract import OutsideInput, Reference, StageConfig, find_marker
+from stages.core.contract import StageConfig
+from stages.core.fields import OutsideInput, Reference, find_marker
 from stages.kinds import KINDS
 
 CALIBRATION = {"dataset": "problems"}

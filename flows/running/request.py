@@ -1,0 +1,64 @@
+"""What a person, a schedule or a retry asks for → what a refresh of it comes to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from flows.ledger.home import store_root
+from flows.ledger.record import RefreshRecord
+from flows.planning.devices import check_devices
+from flows.planning.layout_choice import choose_layouts
+from flows.planning.outside import resolve_outside
+from flows.planning.plan import Plan, chosen_stages, plan
+from flows.recipe.recipe import load_recipe
+from flows.running.comparison import Comparison
+from flows.store.store import Store
+
+
+@dataclass(frozen=True)
+class RefreshRequest:
+    """What a person asks for; JSON-able, so that it can be the parameters of a Prefect deployment."""
+
+    recipe: str
+    overrides: tuple[str, ...] = ()
+    until: str | None = None
+    force: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PlannedRefresh:
+    """A request, and what it comes to."""
+
+    request: RefreshRequest
+    plan: Plan
+    store: Store
+    notes: tuple[str, ...] = ()
+    """What was decided for the recipe: the layouts that `auto` became."""
+    comparison: Comparison | None = None
+    """What is run for a few steps once the plan's stages are there."""
+
+
+def retry_of(record: RefreshRecord) -> RefreshRequest:
+    """What to ask for so that a refresh goes on where it ended: what it had been forced to build stays built."""
+    built = [name for name, entry in record.stages.items() if entry.state in ("built", "cached")]
+    force = tuple(name for name in record.force if name not in built)
+    return RefreshRequest(str(record.recipe_path), record.overrides, record.until, force)
+
+
+def make_plan(request: RefreshRequest, *, may_be_unreachable: bool = False) -> PlannedRefresh:
+    """What a refresh would run.
+
+    may_be_unreachable: plan as far as possible when a hub does not answer, instead of raising TransientError.
+    Raises what `load_recipe`, `resolve_outside` and `plan` raise, and `ResourceError` when there are too few GPUs.
+    """
+    recipe = load_recipe(Path(request.recipe), request.overrides)
+    store = Store(store_root())
+    unreachable: dict[str, str] = {}
+    chosen = chosen_stages(recipe, request.until)
+    outside = resolve_outside(recipe, chosen, unreachable if may_be_unreachable else None)
+    index = store.index()
+    recipe, choices = choose_layouts(recipe, outside, index)
+    planned = plan(recipe, outside, index, force=request.force, until=request.until, unreachable=unreachable)
+    check_devices(planned)
+    return PlannedRefresh(request, planned, store, tuple(map(str, choices)))

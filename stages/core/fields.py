@@ -1,0 +1,81 @@
+"""Marks on the fields of a config, which say what a field's value is part of; and how to find them."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+Product = Literal["model", "dataset", "server", "scores", "verdict"]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Marks a field that names another stage, which must produce one of `products`."""
+
+    products: tuple[Product, ...]
+
+
+@dataclass(frozen=True)
+class OutsideInput:
+    """Marks a path outside the store: its content is identity, where it lies is not."""
+
+
+@dataclass(frozen=True)
+class AddedLater:
+    """Marks an optional field whose default does what was done before there was the field.
+
+    At its default it is no part of the identity: artifacts that exist keep their versions.
+    """
+
+
+def marked_values(model: BaseModel, marker: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted path and value of every non-None field, at any depth, that is annotated with a `marker` instance.
+
+    Of a tuple, each item: `evaluations.0`.
+    """
+    for name, field in type(model).model_fields.items():
+        value = getattr(model, name)
+        if value is None:
+            continue
+        path = f"{prefix}{name}"
+        if find_marker(field, marker):
+            if isinstance(value, tuple):
+                yield from ((f"{path}.{number}", item) for number, item in enumerate(value))
+            else:
+                yield path, value
+        elif isinstance(value, BaseModel):
+            yield from marked_values(value, marker, f"{path}.")
+
+
+def unset_later(model: BaseModel, prefix: str = "") -> Iterator[str]:
+    """Dotted paths of fields marked `AddedLater` that have their default, at any depth."""
+    for name, field in type(model).model_fields.items():
+        value = getattr(model, name)
+        if find_marker(field, AddedLater) and value == field.get_default(call_default_factory=True):
+            yield f"{prefix}{name}"
+        elif isinstance(value, BaseModel):
+            yield from unset_later(value, f"{prefix}{name}.")
+
+
+def find_marker(field: Any, marker: type) -> Any | None:
+    """The `marker` instance in a pydantic field's annotation (also inside `X | None`), or None."""
+    candidates: list[Any] = [*field.metadata]
+    todo = [field.annotation]
+    while todo:
+        annotation = todo.pop()
+        candidates += getattr(annotation, "__metadata__", ())
+        todo += typing.get_args(annotation)
+    return next((candidate for candidate in candidates if isinstance(candidate, marker)), None)
+
+
+def without(tree: dict[str, Any], paths: set[str], prefix: str = "") -> dict[str, Any]:
+    """A dumped config without the fields at these dotted paths."""
+    return {
+        key: without(value, paths, f"{prefix}{key}.") if isinstance(value, dict) else value
+        for key, value in tree.items()
+        if not {f"{prefix}{key}", f"{prefix}{key}.0"} & paths
+    }
