@@ -75,8 +75,8 @@ def complete(artifact: Path, work: Path) -> None:
     with only_one(candidate.name):
         succeeds = (
             verdict.outcome == "promoted"
-            and not registry.was_rolled_back(candidate, record.attempt)
             and not registry.is_champion(candidate, verdict.champion_version)
+            and not registry.was_rolled_back(candidate, record.attempt)
         )
         by = (verdict.champion_version, record.attempt) if succeeds else ()
         registered = registry.register(candidate, *by)
