@@ -15,17 +15,8 @@ from pathlib import Path
 
 from flows.ledger.events import CompareBegan, LayoutMeasured, TrialEnded
 from flows.ledger.record import RefreshRecord
+from stages.train.journal import PER_STEP
 
-PER_STEP = (
-    "step_time_s",
-    "tokens_per_s",
-    "real_tokens_per_s",
-    "tokens_per_s_per_device",
-    "real_tokens_per_s_per_device",
-    "mfu",
-    "data_wait_fraction",
-)
-"""Measured in every step."""
 PROFILED = "communication_fraction"
 """Measured in a step under a profiler, which makes that step slower."""
 SOMETIMES = (PROFILED, "pipeline_bubble_fraction")

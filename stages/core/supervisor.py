@@ -144,7 +144,7 @@ class Supervisor:
         self.lifeline = lifeline
         self.grace_s = grace_s
         self.status: int | None = None
-        self.told_to_stop = False
+        self.stop_requested = False
         self.shared_memory: set[Path] = set()
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans come to us, not to init
         self.wakeup = self._listen()
@@ -154,7 +154,7 @@ class Supervisor:
         """Returns the exit code to end with. No descendant is left by then."""
         began_s = time.monotonic()
         shortest_s, longest_s = SAMPLE_INTERVALS_S
-        while self.status is None and not self.told_to_stop:
+        while self.status is None and not self.stop_requested:
             self._wait(min(longest_s, max(shortest_s, (time.monotonic() - began_s) / SAMPLES_PER_AGE)))
             self.shared_memory |= shared_memory_of(descendants(os.getpid()))
         self._end_descendants()
@@ -171,7 +171,7 @@ class Supervisor:
         return readable
 
     def _stop(self, *_: object) -> None:
-        self.told_to_stop = True
+        self.stop_requested = True
 
     def _start(self, command: list[str]) -> int:
         supervisor = os.getpid()
@@ -194,7 +194,7 @@ class Supervisor:
         if self.wakeup in readable:
             os.read(self.wakeup, 4096)
         if self.lifeline in readable:
-            self.told_to_stop = True
+            self.stop_requested = True
         self._reap()
 
     def _reap(self) -> None:

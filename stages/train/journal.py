@@ -12,7 +12,7 @@ from stages.core.contract import StageContext, is_main_process
 METRICS_FILE = "metrics.jsonl"
 PROGRESS_EVERY_S = 0.5
 MUCH_COMMUNICATION = 0.3
-MEDIAN_OF = (
+PER_STEP = (
     "step_time_s",
     "tokens_per_s",
     "real_tokens_per_s",
@@ -21,6 +21,7 @@ MEDIAN_OF = (
     "mfu",
     "data_wait_fraction",
 )
+"""Measured in every step; a run's final value is the median."""
 
 Metrics = dict[str, float]
 
@@ -74,7 +75,7 @@ class Journal:
             return {}
         steady = self._attempt[min(3, len(self._attempt) - 1) :]
         medians = {
-            name: statistics.median(metrics[name] for metrics in steady) for name in MEDIAN_OF if name in steady[0]
+            name: statistics.median(metrics[name] for metrics in steady) for name in PER_STEP if name in steady[0]
         }
         latest = {name: value for metrics in self._attempt for name, value in metrics.items()}
         return {**latest, **medians}
