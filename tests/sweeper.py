@@ -14,7 +14,7 @@ import uuid
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from stages.core.supervisor import kill_until_gone, marked_processes
+from stages.core.supervisor import end_processes, marked_processes
 
 MARK_VARIABLE = "TESTS_OF_LLM_LIFECYCLE"
 _sweepers = []
@@ -44,7 +44,7 @@ def main(mark: str) -> None:
     for pid in marked_processes(mark):
         command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         print(f"ended what the tests had left: {pid} {command}", file=sys.stderr, flush=True)
-    kill_until_gone(lambda: marked_processes(mark))
+    end_processes(lambda: marked_processes(mark))
 
 
 if __name__ == "__main__":

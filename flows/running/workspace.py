@@ -22,7 +22,7 @@ from flows.store.record import Artifact, Record, UpstreamEntry
 from flows.store.store import Store
 from stages.core.contract import Lease, StageInput, StageResult, StrictModel, Trial
 from stages.core.files import write_atomically
-from stages.core.supervisor import kill_until_gone, marked_processes
+from stages.core.supervisor import end_processes, marked_processes
 
 KEPT = frozenset({SCRATCH_FOLDER, "metrics.jsonl", "events.jsonl", LOG_FILE})
 """What an attempt finds of the one before; all else is removed, lest half of an old artifact get into the new one."""
@@ -59,7 +59,7 @@ def prepare(store: Store, planned: PlannedStage, resolved_inputs: ResolvedInputs
     note = _read_note(work)
     if note and note.token:
         token = note.token
-        kill_until_gone(lambda: marked_processes(token))
+        end_processes(lambda: marked_processes(token))
         cancel_left_over(work)
     if work.exists() and (fresh or note is None or note.digests != resolved_inputs.digests):
         store.remove(work)

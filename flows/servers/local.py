@@ -26,7 +26,7 @@ from flows.ledger.refreshes import RunningRefreshes
 from flows.servers.programs import LOOPBACK, MLFLOW, NO_TELEMETRY, PREFECT, SERVERS, WORKER, ServerProgram
 from flows.servers.records import ServerRecord, read_records, write_records
 from stages.core.errors import ServerError
-from stages.core.supervisor import TOKEN_VARIABLE, kill_until_gone, marked_processes, send
+from stages.core.supervisor import TOKEN_VARIABLE, end_processes, marked_processes, send, wait_for_end
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 15.0
@@ -255,10 +255,8 @@ def _stop(records: Collection[ServerRecord]) -> None:
         return [pid for token in tokens for pid in marked_processes(token)]
 
     send(signal.SIGTERM, remaining())
-    end = time.monotonic() + STOP_TIMEOUT_S
-    while remaining() and time.monotonic() < end:
-        time.sleep(0.1)
-    kill_until_gone(remaining)
+    wait_for_end(remaining, STOP_TIMEOUT_S)
+    end_processes(remaining)
 
 
 def _free_port(reservations: ExitStack, *preferred: int | None) -> int:

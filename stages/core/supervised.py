@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from stages.core import supervisor
-from stages.core.supervisor import TOKEN_VARIABLE, kill_until_gone, marked_processes
+from stages.core.supervisor import TOKEN_VARIABLE, end_processes, marked_processes
 
 PRIVATE_UMASK = 0o077
 
@@ -97,4 +97,4 @@ class Supervised:
             if not self._closed:
                 self._closed = True
                 os.close(self._lifeline)
-                kill_until_gone(lambda: marked_processes(self.token, session=self.pid))
+                end_processes(lambda: marked_processes(self.token, session=self.pid))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import select
 import signal
@@ -67,9 +68,29 @@ def marked_processes(token: str, session: int | None = None) -> list[int]:
 
 def kill_until_gone(find: Callable[[], list[int]], patience_s: float = 10.0) -> None:
     """SIGKILL what `find` returns until it returns nothing: a process may fork while the others are being killed."""
-    end = time.monotonic() + patience_s
-    while (pids := find()) and time.monotonic() < end:
+    deadline_s = time.monotonic() + patience_s
+    while (pids := find()) and time.monotonic() < deadline_s:
         send(signal.SIGKILL, pids)
+        time.sleep(0.02)
+
+
+def end_processes(find: Callable[[], list[int]], shared_memory: Iterable[Path] = ()) -> None:
+    """Kill what `find` returns, Python's resource trackers last, and remove the shared memory they leave.
+
+    A tracker unlinks what processes share by name once these have ended, and knows more of it than a look from outside
+    does; it then ends by itself. shared_memory: what is known of it from earlier looks.
+    """
+    files = {*shared_memory, *shared_memory_of(find())}
+    kill_until_gone(lambda: [pid for pid in find() if not _cleans_up(pid)])
+    wait_for_end(find, CLEANING_S)
+    kill_until_gone(find)
+    remove_shared_memory(files)
+
+
+def wait_for_end(find: Callable[[], list[int]], patience_s: float) -> None:
+    """Return once `find` returns nothing, or after `patience_s`."""
+    deadline_s = time.monotonic() + patience_s
+    while find() and time.monotonic() < deadline_s:
         time.sleep(0.02)
 
 
@@ -158,7 +179,6 @@ class Supervisor:
             self._wait(min(longest_s, max(shortest_s, (time.monotonic() - began_s) / SAMPLES_PER_AGE)))
             self.shared_memory |= shared_memory_of(descendants(os.getpid()))
         self._end_descendants()
-        remove_shared_memory(self.shared_memory)
         return 128 + signal.SIGTERM if self.status is None else self.status
 
     def _listen(self) -> int:
@@ -206,22 +226,13 @@ class Supervisor:
                     self.status = code if code >= 0 else 128 - code
 
     def _end_descendants(self) -> None:
-        """SIGTERM, some grace, SIGKILL; trackers of Python's shared resources last."""
-        left = descendants(os.getpid())
-        self.shared_memory |= shared_memory_of(left)
-        send(signal.SIGTERM, left)
-        self._wait_for_end(self.grace_s)
-        # What cleans up after the others ends by itself when they are gone, and knows what we have not seen.
-        kill_until_gone(lambda: [pid for pid in descendants(os.getpid()) if not _cleans_up(pid)])
-        self._wait_for_end(CLEANING_S)
-        kill_until_gone(lambda: descendants(os.getpid()))
+        """SIGTERM, some grace, SIGKILL."""
+        left = functools.partial(descendants, os.getpid())
+        self.shared_memory |= shared_memory_of(left())
+        send(signal.SIGTERM, left())
+        wait_for_end(left, self.grace_s)
+        end_processes(left, self.shared_memory)
         self._reap()
-
-    def _wait_for_end(self, timeout_s: float) -> None:
-        end = time.monotonic() + timeout_s
-        while descendants(os.getpid()) and time.monotonic() < end:
-            time.sleep(0.02)
-            self._reap()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -123,3 +125,34 @@ def test_a_semaphore_is_found_by_the_process_that_made_it():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert re.fullmatch(r"sem\.mp-\w+\n", done.stdout)
+
+
+def test_a_killed_supervisor_leaves_no_semaphore(start, tmp_path):
+    """Python's resource tracker, which unlinks it, is marked like the others, but must not be killed with them."""
+    code = (
+        "import multiprocessing, os, sys, time; from pathlib import Path\n"
+        "lock = multiprocessing.get_context('spawn').Lock(); Path(sys.argv[1]).write_text(lock._semlock.name)\n"
+        "time.sleep(60)"
+    )
+    told = tmp_path / "name"
+    supervised = start(sys.executable, "-c", code, str(told))
+    end = time.monotonic() + 20
+    while not told.is_file() or not told.read_text():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    trackers = [pid for pid in marked_processes(supervised.token) if "resource_tracker" in command_of(pid)]
+    semaphore = Path(f"/dev/shm/sem.{told.read_text().strip('/')}")
+    assert semaphore.exists()
+    for pid in trackers:
+        os.kill(pid, signal.SIGSTOP)  # as slow as on a busy machine
+
+    os.kill(supervised.pid, signal.SIGKILL)
+    threading.Timer(0.5, lambda: [os.kill(pid, signal.SIGCONT) for pid in trackers]).start()
+    assert end_of(supervised) == -signal.SIGKILL
+
+    assert not semaphore.exists()
+    assert marked_processes(supervised.token) == []
+
+
+def command_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().decode()
