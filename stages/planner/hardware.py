@@ -100,6 +100,14 @@ HARDWARE = {
         Hardware("gb200", 2500, 80, 5000, 184.0, 8000, 152, 72, 900, 50, sustained=0.8),
         Hardware("gb300", 2500, 80, 5000, 276.0, 8000, 152, 72, 900, 100, sustained=0.8),
         Hardware("l40s", 362, 91.6, 733, 44.4, 864, 142, 8, 25, 12.5, sustained=0.75),
+        Hardware("l4", 121, 30.3, 242, 22.5, 300, 58, 8, 25, 12.5),
+        Hardware("a10", 125, 31.2, None, 22.5, 600, 72, 8, 25, 12.5),
+        Hardware("t4", 65, 8.1, None, 14.6, 320, 40, 4, 12.5, 6.25),
+        # GeForce drivers let no device read another's memory: what is sent goes through the host's. The rates of
+        # matrix products are those with sums in fp32, half of what is advertised.
+        Hardware("rtx-3090", 71, 35.6, None, 23.7, 936, 82, 4, 12.5, 1.25),
+        Hardware("rtx-4090", 165, 82.6, 330, 23.6, 1008, 128, 4, 12.5, 1.25),
+        Hardware("rtx-5090", 209.5, 104.8, 419, 31.4, 1792, 170, 4, 25, 1.25),
         # One of an MI250X's two dies, which programs see as a device of its own.
         Hardware("mi250x", 191.5, 47.9, None, 63.9, 1638, 110, 8, 50, 12.5, sustained=0.6),
         Hardware("mi300x", 1307, 163, 2615, 191.5, 5300, 304, 8, 448, 50, sustained=0.6),

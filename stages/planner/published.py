@@ -146,7 +146,7 @@ def _run(cells: Cells) -> PublishedRun:
 def _hardware(cells: Cells) -> Hardware:
     text = cells.text("gpu").lower()
     words = re.sub(r"[^a-z0-9]+", " ", text or "a100").split()
-    matches = [name for name in HARDWARE if name.split("-")[0] in words]
+    matches = [name for name in HARDWARE if set(re.sub(r"-\d+gb$", "", name).split("-")) <= set(words)]
     if not matches:
         raise UnknownRunError(f"gpu {cells.text('gpu')!r} is none of {', '.join(HARDWARE)}")
     sized = [name for name in matches if name.split("-")[-1] in words]

@@ -15,6 +15,12 @@ from stages.planner.local_hardware import cpu_of, hardware_at_hand, named_like, 
         ("NVIDIA H200", "h200"),
         ("NVIDIA B200", "b200"),
         ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA A10", "a10"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA GeForce RTX 3090", "rtx-3090"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 5090", "rtx-5090"),
     ],
 )
 def test_devices_are_known_by_their_names(device, name):
@@ -23,6 +29,7 @@ def test_devices_are_known_by_their_names(device, name):
 
 def test_an_unknown_device_is_described_by_nobody():
     assert named_like("Abacus 3000") is None
+    assert named_like("NVIDIA RTX A6000") is None
     assert hardware_at_hand("Abacus 3000", 1, None) is None
 
 

@@ -116,6 +116,7 @@ def test_an_unknown_device_is_named_by_row_and_costs_no_other_row(tmp_path):
         ("NVIDIA A800-SXM4-80GB", "a800-80gb", 79.2),
         ("AMD Instinct MI300X", "mi300x", 191.5),
         ("8x L40S", "l40s", 44.4),
+        ("8x RTX 4090", "rtx-4090", 23.6),
     ],
 )
 def test_devices_are_understood_as_they_are_written(tmp_path, gpu, name, memory_gib):
