@@ -20,7 +20,7 @@ from flows.cli.compare_commands import calibrate, compare
 from flows.cli.layout_commands import layouts
 from flows.cli.model_commands import champion, rollback
 from flows.cli.notify_commands import notify
-from flows.cli.refresh_commands import retry, runs
+from flows.cli.refresh_commands import logs, retry, runs
 from flows.cli.render_command import render
 from flows.cli.schedule_commands import schedule, schedules
 from flows.cli.server_commands import doctor, down, status, up
@@ -112,7 +112,7 @@ def schema() -> None:
 
 
 COMMANDS = (
-    *(retry, runs, compare, calibrate, layouts, show, adopt, verify, gc, serve, champion, rollback),
+    *(retry, runs, logs, compare, calibrate, layouts, show, adopt, verify, gc, serve, champion, rollback),
     *(schedule, schedules, notify, render, up, down, status, doctor),
 )
 for command in COMMANDS:

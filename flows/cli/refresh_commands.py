@@ -1,4 +1,4 @@
-"""`lifecycle retry` and `runs`: what became of refreshes. Imports only what a command needs."""
+"""`lifecycle retry`, `runs` and `logs`: what became of refreshes. Imports only what a command needs."""
 
 from __future__ import annotations
 
@@ -31,3 +31,15 @@ def runs(recipe: str | None, stage: str | None, limit: int, as_json: bool) -> No
 
     found = listed.stage_runs(recipe=recipe, stage=stage, limit=limit)
     print_json(listed.as_json(found)) if as_json else click.echo(listed.as_text(found))
+
+
+@click.command()
+@click.argument("name", metavar="STAGE|VERSION")
+@click.option("--refresh", metavar="ID", help="Of this refresh (default: the latest that tried to build the stage).")
+@click.option("--follow", "-f", is_flag=True, help="Go on printing until the stage has ended.")
+def logs(name: str, refresh: str | None, follow: bool) -> None:
+    """Print what all processes of a stage have printed, in its latest attempt or for its artifact."""
+    from flows.cli.logs import find_log
+
+    for text in find_log(name, refresh).read(follow):
+        click.echo(text, nl=False)

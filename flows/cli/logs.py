@@ -1,0 +1,77 @@
+"""`lifecycle logs`: what all processes of a stage have printed, from its work folder or artifact. Needs no server."""
+
+from __future__ import annotations
+
+import codecs
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from flows.cli.show import find_artifact, find_refresh
+from flows.ledger.home import store_root
+from flows.ledger.refreshes import Ledger, ledgers
+from flows.store.content import LOG_FILE
+from flows.store.store import Store
+from stages.core.errors import StoreError
+
+POLL_INTERVAL_S = 0.3
+CHUNK_BYTES = 65_536
+
+
+@dataclass(frozen=True)
+class StageLog:
+    """A stage's log, and the attempt that may still be writing it, if a ledger knows of one."""
+
+    folder: Path
+    ledger: Ledger | None = None
+    attempt: str = ""
+
+    def is_growing(self) -> bool:
+        """Whether the attempt runs."""
+        if not self.ledger:
+            return False
+        record = self.ledger.read()
+        return record.attempts[self.attempt].outcome is None and not record.interrupted
+
+    def read(self, follow: bool) -> Iterator[str]:
+        """Its text, in pieces; with `follow`, until the attempt has ended. Raises `StoreError` when it is gone."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        try:
+            # Open before it is asked whether the attempt runs: in the end its folder moves into the store.
+            with (self.folder / LOG_FILE).open("rb") as stream:
+                growing = True
+                while growing:
+                    growing = follow and self.is_growing()
+                    while chunk := stream.read(CHUNK_BYTES):
+                        yield decoder.decode(chunk)
+                    if growing:
+                        time.sleep(POLL_INTERVAL_S)
+        except OSError as error:
+            raise StoreError(
+                f"reading {self.folder / LOG_FILE}: {error.strerror}; `lifecycle gc` or a later try has removed it"
+            ) from error
+
+
+def find_log(name: str, refresh: str | None) -> StageLog:
+    """Of the latest attempt at the stage of this name (in the refresh whose id begins so), or of an artifact.
+
+    Raises `StoreError` when there is neither.
+    """
+    for ledger in _ledgers(refresh):
+        attempts = [attempt for attempt in ledger.read().attempts.values() if attempt.stage == name]
+        if attempts:
+            last = attempts[-1]
+            return StageLog(last.folder or last.work, ledger, last.name)
+    if refresh:
+        raise StoreError(f"looking for the log of {name}: refresh {refresh} has not tried to build it")
+    return StageLog(find_artifact(Store(store_root()).index(), name).folder)
+
+
+def _ledgers(refresh: str | None) -> Iterator[Ledger]:
+    if refresh is None:
+        yield from ledgers()
+    elif ledger := find_refresh(refresh):
+        yield ledger
+    else:
+        raise StoreError(f"looking for refresh {refresh}: there is none of this id; `lifecycle show` lists them")

@@ -1,0 +1,100 @@
+"""`lifecycle logs`: which log it finds, and that following one misses nothing and ends."""
+
+import threading
+import time
+
+import pytest
+
+from flows.cli.logs import find_log
+from flows.ledger.events import AttemptBegan, PlannedEntry, RefreshBegan, RefreshEnded
+from flows.ledger.process_identity import ProcessIdentity
+from flows.ledger.refreshes import end_of, ledger_of
+from stages.core.errors import StoreError
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def begin(home, refresh, number=1, process=None):
+    """A refresh whose stage `sft` runs, in a work folder of its own."""
+    ledger = ledger_of(refresh)
+    work = home / "work" / f"{refresh}-{number}"
+    work.mkdir(parents=True)
+    if number == 1:
+        ledger.append(
+            RefreshBegan(
+                refresh=refresh,
+                recipe="tiny",
+                recipe_path=home / "recipe.yaml",
+                process=process or ProcessIdentity.own(),
+                hardware="1 × abacus",
+                git_commit=None,
+                stages={"sft": PlannedEntry(kind="train", version="0123456789ab")},
+            )
+        )
+    tags = {"recipe": "tiny", "kind": "train", "version": "0123456789ab"}
+    ledger.append(AttemptBegan(stage="sft", number=number, work=work, first_byte=0, params={}, tags=tags))
+    return ledger, work
+
+
+def end(ledger, number, outcome, **fields):
+    ledger.append(end_of(ledger.read().attempts[f"sft-{number}"], outcome, **fields))
+
+
+def test_the_latest_attempt_of_the_latest_refresh_is_read(home):
+    first, work = begin(home, "a-1")
+    (work / "log.txt").write_text("of the first refresh\n")
+    end(first, 1, "failed")
+    second, work = begin(home, "b-1")
+    (work / "log.txt").write_text("the first attempt\n")
+    end(second, 1, "failed")
+    _, work = begin(home, "b-1", number=2)
+    (work / "log.txt").write_text("the second attempt\n")
+
+    assert "".join(find_log("sft", None).read(follow=False)) == "the second attempt\n"
+    assert "".join(find_log("sft", "a-").read(follow=False)) == "of the first refresh\n"
+
+
+def test_following_reads_on_into_the_store_and_ends_with_the_attempt(home):
+    ledger, work = begin(home, "a-1")
+    (work / "log.txt").write_bytes("step 1: ¼".encode()[:-1])  # half a letter is there
+    read = []
+    follower = threading.Thread(target=lambda: read.extend(find_log("sft", None).read(follow=True)))
+    follower.start()
+    while not read:
+        time.sleep(0.01)
+
+    with (work / "log.txt").open("ab") as stream:
+        stream.write("¼".encode()[-1:] + b"\nstep 2\n")
+    work.rename(home / "artifact")
+    end(ledger, 1, "finished", folder=home / "artifact")
+    follower.join(10)
+
+    assert not follower.is_alive()
+    assert "".join(read) == "step 1: ¼\nstep 2\n"
+    assert "".join(find_log("sft", None).read(follow=True)) == "step 1: ¼\nstep 2\n"
+
+
+def test_following_ends_when_the_refresh_was_killed(home):
+    gone = ProcessIdentity.own().model_copy(update={"pid": 2**22 - 1})
+    _, work = begin(home, "a-1", process=gone)
+    (work / "log.txt").write_text("and then\n")
+
+    assert "".join(find_log("sft", None).read(follow=True)) == "and then\n"
+
+
+def test_what_is_not_there_is_named(home):
+    ledger, _ = begin(home, "a-1")
+    ledger.append(RefreshEnded(state="failed", seconds=1.0))
+
+    with pytest.raises(StoreError, match=r"log\.txt: No such file"):
+        list(find_log("sft", None).read(follow=False))
+    with pytest.raises(StoreError, match="refresh a-1 has not tried to build it"):
+        find_log("dpo", "a-1")
+    with pytest.raises(StoreError, match="looking for refresh b-1"):
+        find_log("sft", "b-1")
+    with pytest.raises(StoreError, match="looking for `sftt`"):
+        find_log("sftt", None)
