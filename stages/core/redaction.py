@@ -1,23 +1,34 @@
 """Takes secrets out of texts: values of environment variables that are named like secrets, and passwords in URLs.
 
 A secret reaches a stage only through its environment. Messages are redacted where they are made; logs, which many
-programs write, when their stage has ended. Standard library only.
+programs write, when their stage has ended. A text of any length takes time in proportion to it. Standard library only.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from urllib.parse import quote, unquote
 
 REPLACEMENT = "***"
-MIN_CHARACTERS = 8
+MIN_CHARACTERS = 4
 """Shorter values are no secrets, and are found everywhere."""
+MIN_CHARACTERS_ANYWHERE = 8
+"""Shorter secrets are taken out where they stand alone only: `main` is not looked for in `remainder`."""
 
-_SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|KEY|CREDENTIALS?)$", re.IGNORECASE)
-_URL_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s:@]*:([^/\s@]+)@", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|_PWD|_PASS|KEY|CREDENTIALS?)$", re.IGNORECASE)
+_SWITCHES = frozenset({"true", "false", "none", "null"})
+"""What HF_HUB_DISABLE_IMPLICIT_TOKEN and its like are set to."""
+# Begins at `://` instead of the scheme, and stops at `/`: no character is looked at from two places where it may begin,
+# so the time is linear. The last `@` ends the password: a URL's host has none.
+_URL_PASSWORD = re.compile(r"(://[^/\s:@]*:)([^/\s\"<>]+)@")
+_JSON_STRING = re.compile(r'"[^"\\\n]*(?:\\.[^"\\\n]*)*(?:"|$)(\s*:)?', re.MULTILINE)
+"""A string, and the colon that makes it a key; the last one of a line that a crash has torn may lack its end."""
 _TEXT_SUFFIXES = (".txt", ".log", ".json", ".jsonl")
+_JSON_SUFFIXES = (".json", ".jsonl")
 
 
 def is_secret_name(name: str) -> bool:
@@ -25,30 +36,59 @@ def is_secret_name(name: str) -> bool:
     return bool(_SECRET_NAME.search(name))
 
 
+def holds_url_password(text: str) -> bool:
+    """Whether a URL in `text` has a password."""
+    return bool(_URL_PASSWORD.search(text))
+
+
 def secrets_in(environment: Mapping[str, str]) -> set[str]:
     """Values of variables that are named like secrets, and the passwords in URLs of all others."""
-    named = {value for name, value in environment.items() if is_secret_name(name)}
-    passwords = {found for value in environment.values() for found in _URL_PASSWORD.findall(value)}
-    return {secret for secret in named | passwords if len(secret) >= MIN_CHARACTERS}
+    named = {value.strip() for name, value in environment.items() if is_secret_name(name)}
+    passwords = {password for value in environment.values() for _, password in _URL_PASSWORD.findall(value)}
+    return {one for one in named | passwords if len(one) >= MIN_CHARACTERS and one.lower() not in _SWITCHES}
 
 
 def redact(text: str, secrets: Iterable[str] | None = None) -> str:
-    """`text` without the secrets (default: those of this process's environment) and without any URL's password."""
-    for secret in sorted(secrets_in(os.environ) if secrets is None else secrets, key=len, reverse=True):
-        text = text.replace(secret, REPLACEMENT)
-    return _URL_PASSWORD.sub(lambda match: match[0].replace(f":{match[1]}@", f":{REPLACEMENT}@"), text)
+    """`text` without the secrets (default: those of this process's environment) and without any URL's password.
+
+    A secret is found as it is, and as JSON, Python or a URL spell it.
+    """
+    return _without(text, _spellings(secrets_in(os.environ) if secrets is None else secrets))
 
 
 def redact_files(folder: Path, secrets: Iterable[str]) -> None:
     """Rewrite the texts at the top of a folder that hold a secret: logs, events, results. A log may be open: it stays
-    the same file.
+    the same file. JSON stays JSON: neither keys nor numbers are touched.
     """
-    found = [secret.encode() for secret in secrets]
+    spellings = _spellings(secrets)
     for path in folder.iterdir():
         if path.suffix not in _TEXT_SUFFIXES or path.is_symlink() or not path.is_file():
             continue
-        content = path.read_bytes()
-        if any(secret in content for secret in found):
-            for secret in found:
-                content = content.replace(secret, REPLACEMENT.encode())
-            path.write_bytes(content)
+        text = path.read_bytes().decode(errors="surrogateescape")
+        redacted = _without(text, spellings)
+        if redacted != text and path.suffix in _JSON_SUFFIXES:
+            redacted = _JSON_STRING.sub(lambda match: match[0] if match[1] else _without(match[0], spellings), text)
+        if redacted != text:
+            path.write_bytes(redacted.encode(errors="surrogateescape"))
+
+
+def _spellings(secrets: Iterable[str]) -> list[str]:
+    """Every way in which a secret may be written, the longest first."""
+    found: set[str] = set()
+    for one in secrets:
+        found |= {one, unquote(one), quote(one.encode(errors="surrogateescape"), safe=""), repr(one)[1:-1]}
+        for ensure_ascii in (True, False):
+            escaped = json.dumps(one, ensure_ascii=ensure_ascii)[1:-1]
+            found |= {escaped, json.dumps(escaped)[1:-1]}  # the second: JSON quoted within JSON
+    return sorted(found, key=len, reverse=True)
+
+
+def _without(text: str, spellings: Iterable[str]) -> str:
+    for spelling in spellings:
+        if spelling not in text:
+            continue
+        if len(spelling) >= MIN_CHARACTERS_ANYWHERE:
+            text = text.replace(spelling, REPLACEMENT)
+        else:
+            text = re.sub(rf"(?<![^\W_]){re.escape(spelling)}(?![^\W_])", REPLACEMENT, text)
+    return _URL_PASSWORD.sub(rf"\1{REPLACEMENT}@", text)

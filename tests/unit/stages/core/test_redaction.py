@@ -1,5 +1,8 @@
 """Secrets are taken out of messages and of the files that a stage leaves."""
 
+import json
+import time
+
 import pytest
 
 from stages.core.errors import DownloadError
@@ -28,6 +31,11 @@ def test_an_error_that_quotes_a_secret_does_not_tell_it(monkeypatch, secret):
         ("postgresql+psycopg://u:p@h/d", "postgresql+psycopg://u:***@h/d"),
         ("http://hub:80/a@b", "http://hub:80/a@b"),
         ("at 12:30 write to me@example.org", "at 12:30 write to me@example.org"),
+        ("http://me:p@ss@w:rd@hub/x and redis://:p@ss@hub", "http://me:***@hub/x and redis://:***@hub"),
+        (
+            '{"a": "http://me:secret@hub", "b": "http://hub:80", "c": "me@home"}',
+            '{"a": "http://me:***@hub", "b": "http://hub:80", "c": "me@home"}',
+        ),
     ],
 )
 def test_the_password_of_a_url_is_never_told_even_when_no_variable_holds_it(text, redacted):
@@ -45,3 +53,50 @@ def test_files_are_rewritten_in_place_and_only_those_that_hold_a_secret(tmp_path
     assert (tmp_path / "log.txt").stat().st_ino == inode, "whoever follows the log goes on reading"
     assert (tmp_path / "events.jsonl").stat().st_mtime_ns == untouched
     assert (tmp_path / "weights.safetensors").read_bytes() == b"hf_abcdefgh"
+
+
+@pytest.mark.parametrize(
+    ("secret", "text", "redacted"),
+    [
+        ("hunter2", "DB_PASSWORD=hunter2 is no good: 'hunter2'", "DB_PASSWORD=*** is no good: '***'"),
+        ("main", "main of the remainder: main_", "*** of the remainder: ***_"),
+        ('pa"ss\\wörd', json.dumps({"at": 'pa"ss\\wörd'}), '{"at": "***"}'),
+        ('pa"ss\\wörd', json.dumps({"at": 'pa"ss\\wörd'}, ensure_ascii=False), '{"at": "***"}'),
+        ('pa"ss\\wörd', json.dumps(json.dumps({"at": 'pa"ss\\wörd'})), json.dumps(json.dumps({"at": "***"}))),
+        ("a\nb'\"long", repr({"at": "a\nb'\"long"}), "{'at': '***'}"),
+        ("p@ss/word", "http://me:p%40ss%2Fword@hub and p%40ss%2Fword alone", "http://me:***@hub and *** alone"),
+        ("p%40ss%2Fword", "refused p@ss/word", "refused ***"),
+    ],
+)
+def test_a_secret_is_found_however_short_it_is_and_however_it_is_written(secret, text, redacted):
+    assert redact(text, secrets_in({"DB_PASSWORD": secret})) == redacted
+
+
+def test_switches_that_are_named_like_secrets_hold_none():
+    assert not secrets_in({"HF_HUB_DISABLE_IMPLICIT_TOKEN": "True", "A_KEY": "1", "B_KEY": "none", "C_KEY": "  "})
+
+
+@pytest.mark.parametrize(
+    "piece", ["a", "://a:", "://", "@", "x@", "://u:p@", "hunter2", " hunter2", 'p"w\\', "http://u:aaaa", ":"]
+)
+def test_ten_megabytes_are_redacted_in_seconds(piece):
+    text = piece * (10_000_000 // len(piece))
+    started = time.process_time()
+    redact(text, {"hunter2", 'p"w\\ord-of-mine'})
+    assert time.process_time() - started < 5
+
+
+def test_json_that_holds_a_short_secret_stays_json(tmp_path):
+    rows = [
+        {"event": "warning", "step": 4321, "message": "4321 refused for event"},
+        {"message": "hunter2", "n": [4321]},
+    ]
+    file = tmp_path / "events.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"message": "torn at hunter2')
+    redact_files(tmp_path, secrets_in({"A_KEY": "4321", "B_KEY": "event", "C_PASSWORD": "hunter2"}))
+    *whole, torn = file.read_text().splitlines()
+    assert [json.loads(line) for line in whole] == [
+        {"event": "warning", "step": 4321, "message": "*** refused for ***"},
+        {"message": "***", "n": [4321]},
+    ]
+    assert torn == '{"message": "torn at ***'
