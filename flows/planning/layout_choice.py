@@ -21,25 +21,27 @@ from stages.parallel.layout import AutoLayout
 from stages.planner.hardware import Hardware
 from stages.planner.local_hardware import hardware_at_hand
 from stages.planner.prediction import NUM_ALTERNATIVES
-from stages.planner.search import Candidate, SearchRequest, fitting_layouts
+from stages.planner.search import ENGINES, Candidate, SearchRequest, fitting_layouts
 from stages.train.config import TrainConfig
 
 NUM_SHOWN = 3
+MUCH_FASTER = 0.9
+"""Share of the chosen layout's step time below which another engine's is worth a word: it changes the version."""
 
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """What `auto` became for a stage: the best first, then its alternatives."""
+    """What `auto` became for a stage: the best first, then its alternatives; and what another engine would do."""
 
     stage: str
     candidates: tuple[Candidate, ...]
+    other_engine: Candidate | None = None
+    """Its best layout, where that is much faster."""
 
     def __str__(self) -> str:
-        best, *others = (
-            f"{one.text} ({one.time.step_time_s:.3g} s a step, {one.memory.peak_gib:.1f} GiB)"
-            for one in self.candidates[:NUM_SHOWN]
-        )
-        return f"{self.stage}: layout auto → {best}" + (f"; then {'; '.join(others)}" if others else "")
+        best, *others = map(_described, self.candidates[:NUM_SHOWN])
+        text = f"{self.stage}: layout auto → {best}" + (f"; then {'; '.join(others)}" if others else "")
+        return text + (f"; faster with another `engine`: {_described(self.other_engine)}" if self.other_engine else "")
 
 
 def choose_layouts(recipe: Recipe, outside: Outside, index: Index) -> tuple[Recipe, list[LayoutChoice]]:
@@ -63,18 +65,24 @@ def choose_layouts(recipe: Recipe, outside: Outside, index: Index) -> tuple[Reci
 
 def _choose(name: str, config: TrainConfig, shape: ModelShape) -> LayoutChoice:
     counts = _process_counts(config)
-    requests = (
-        SearchRequest(shape, config.workload, _hardware(name, count), count, (config.engine,)) for count in counts
-    )
+    requests = [SearchRequest(shape, config.workload, _hardware(name, count), count, ENGINES) for count in counts]
     found = [candidate for request in requests for candidate in fitting_layouts(request)]
-    if not found:
+    by_time = sorted(found, key=lambda one: one.time.step_time_s)
+    fastest = [one for one in by_time if one.engine == config.engine]
+    if not fastest:
         processes = f"{counts[0]} processes" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} processes"
+        other = f"; with another `engine`, {_described(by_time[0])} does" if by_time else ""
         raise LayoutError(
-            f"stages.{name}.layout: auto, but no layout of {processes} fits this machine; "
+            f"stages.{name}.layout: auto, but no layout of {processes} fits this machine under {config.engine}{other}; "
             "`lifecycle layouts` says by how much"
         )
-    fastest = sorted(found, key=lambda one: one.time.step_time_s)
-    return LayoutChoice(name, tuple(fastest[: 1 + NUM_ALTERNATIVES]))
+    enough_s = MUCH_FASTER * fastest[0].time.step_time_s
+    much_faster = by_time[0] if by_time[0].time.step_time_s < enough_s else None
+    return LayoutChoice(name, tuple(fastest[: 1 + NUM_ALTERNATIVES]), much_faster)
+
+
+def _described(one: Candidate) -> str:
+    return f"{one.text} ({one.time.step_time_s:.3g} s a step, {one.memory.peak_gib:.1f} GiB)"
 
 
 def _hardware(name: str, processes: int) -> Hardware:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flows.planning.layout_choice import choose_layouts
+from flows.planning.layout_choice import MUCH_FASTER, choose_layouts
 from flows.planning.model_shape import download_of, shape_of_download
 from stages.core.errors import LayoutError, RecipeError
 from stages.hubs.builtin.catalog import BUILTINS
@@ -30,6 +30,19 @@ def test_auto_becomes_the_fastest_layout_that_fits(recipe, store):
     times_s = [one.time.step_time_s for one in choice.candidates]
     assert times_s == sorted(times_s)
     assert str(choice).startswith(f"sft: layout auto → {describe_layout('fsdp', best.layout)} (")
+
+
+def test_a_much_faster_engine_is_named_and_a_slower_one_is_not(recipe, store):
+    choices = {}
+    for engine in ("fsdp", "megatron"):
+        _, (choices[engine],) = choose(recipe(sft={"layout": "auto", "engine": engine, "precision": "fp32"}), store)
+    faster, slower = sorted(choices.values(), key=lambda choice: choice.candidates[0].time.step_time_s)
+    best = faster.candidates[0]
+    assert best.time.step_time_s < MUCH_FASTER * slower.candidates[0].time.step_time_s
+    assert slower.other_engine == best
+    assert f"faster with another `engine`: {best.text} (" in str(slower)
+    assert faster.other_engine is None
+    assert "another" not in str(faster)
 
 
 def test_the_version_is_that_of_the_chosen_layout(recipe, store, make_plan):
