@@ -1,7 +1,8 @@
 """A trained model → a Hugging Face folder, one weight at a time.
 
-Weights arrive as a stream of full tensors under the names of the Transformers model; rank 0 casts them, gives them the
-names and shapes of the original files back and writes shards of at most 5 GB. Everything else (tokenizer, chat
+Weights arrive as a stream of full tensors under the names of the Transformers model; rank 0 casts them (but for those
+that the architecture keeps in fp32), gives them the names and shapes of the original files back and writes shards of at
+most 5 GB. Everything else (tokenizer, chat
 template, generation config) is copied from the model that training started from. The result is compared with it: an
 export that lost or renamed a weight is an error, not a surprise when the model is served.
 """
@@ -23,6 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from stages.core.contract import is_main_process
 from stages.core.errors import ModelError
 from stages.core.files import write_atomically
+from stages.models.kept_precision import dtype_of_weights
 from stages.models.model_folder import follow_file_mask
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -39,7 +41,8 @@ def export_model(
     Raises ModelError when the weights written are not those, by name and shape, that `source` has.
     """
     tied = set(getattr(causal_lm, "all_tied_weights_keys", None) or {})
-    kept = ((name, weight) for name, weight in named_weights if name not in tied)
+    dtype_of = dtype_of_weights(causal_lm, dtype)
+    kept = ((name, _cast(weight, dtype_of(name))) for name, weight in named_weights if name not in tied)
     originals = _originals(causal_lm, kept) if is_main_process() else kept
     write_model(originals, source=source, folder=folder, dtype=dtype, tied=tied)
 
@@ -49,6 +52,7 @@ def write_model(
 ) -> None:
     """Write `folder` from weights that have the names of the original files; those that are `tied` may be lacking.
 
+    The weights have the dtypes that they are written in; `dtype` is that of most, which the config names.
     Collective and raises as `export_model`.
     """
     if not is_main_process():
@@ -58,7 +62,7 @@ def write_model(
     folder.mkdir(parents=True, exist_ok=True)
     writer = _ShardWriter(folder)
     for name, weight in named_weights:
-        writer.add(name, weight.to("cpu", dtype).contiguous())
+        writer.add(name, weight.to("cpu").contiguous())
     writer.finish()
     _copy_companions(source, folder)
     _write_config(source, folder, dtype)
@@ -115,6 +119,11 @@ class _ShardWriter:
 
     def _part(self, index: int) -> Path:
         return self._folder / f"part-{index}.partial"
+
+
+def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """On the CPU; counters and the like are no floating-point numbers, and stay what they are."""
+    return weight.to("cpu", dtype if weight.is_floating_point() else weight.dtype)
 
 
 def _originals(causal_lm: Any, named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from stages.engines.fsdp.gloo import AllToAllReduceScatter
 from stages.engines.fsdp.model import TargetLogProbabilities, transformer_layers
+from stages.models.kept_precision import modules_kept_in_fp32
 from stages.parallel.layout import Layout
 
 COSTLY_OPERATIONS = {
@@ -66,14 +67,19 @@ def apply_recompute(causal_lm: Any, layout: Layout) -> None:
 def apply_fsdp(
     model: TargetLogProbabilities, layers: list[nn.Module], layout: Layout, mesh: DeviceMesh, compute_dtype: torch.dtype
 ) -> None:
-    """Shard each layer, the input embedding unless it is also the head, and the root with all that is left."""
+    """Shard each layer, the input embedding unless it is also the head, and the root with all that is left.
+
+    What the architecture keeps in fp32 is sharded apart, since a group is computed in one dtype.
+    """
     options: dict[str, Any] = {
         "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32),
         "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
         if layout.cpu_offload
         else OffloadPolicy(),
     }
+    for module in modules_kept_in_fp32(model.causal_lm, compute_dtype):
+        fully_shard(module, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), **options)
+    options["mp_policy"] = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     embedding = model.causal_lm.get_input_embeddings()
     separate = [] if embedding.weight is model.causal_lm.get_output_embeddings().weight else [embedding]
     for module in [*separate, *layers]:

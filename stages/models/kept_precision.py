@@ -1,0 +1,54 @@
+"""Which weights of a model stay in fp32 when all others are stored, loaded or computed in half precision.
+
+Transformers says so of each architecture (`_keep_in_fp32_modules`, of those that overflow in fp16, and
+`_keep_in_fp32_modules_strict`). DeepSeek-V3's router, for one, adds a bias to its scores, and sends up to a third of
+the tokens to other experts when that bias was rounded to bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.core_model_loading import build_glob_alternation
+
+from stages.core.errors import ModelError
+
+NUM_NAMED = 3
+
+
+def dtype_of_weights(causal_lm: Any, dtype: torch.dtype) -> Callable[[str], torch.dtype]:
+    """Name of a weight of a Transformers model → the dtype that Transformers loads it in when asked for `dtype`."""
+    patterns = list(causal_lm._get_dtype_plan(dtype))
+    if not patterns:
+        return lambda name: dtype
+    is_kept = build_glob_alternation(patterns)[0].search
+    return lambda name: torch.float32 if is_kept(name) else dtype
+
+
+def modules_kept_in_fp32(causal_lm: Any, dtype: torch.dtype) -> list[nn.Module]:
+    """The largest modules whose parameters are all to be computed in fp32 while the others are in `dtype`.
+
+    Raises ModelError when such a parameter has no module to itself: FSDP2 casts the parameters of a module alike.
+    """
+    dtype_of = dtype_of_weights(causal_lm, dtype)
+    kept = {name for name, _ in causal_lm.named_parameters() if dtype_of(name) != dtype}
+    modules: list[nn.Module] = []
+    todo: list[tuple[str, nn.Module]] = [("", causal_lm)] if kept else []
+    while todo:
+        prefix, module = todo.pop()
+        names = {f"{prefix}{name}" for name, _ in module.named_parameters()}
+        if names and names <= kept:
+            modules.append(module)
+            kept -= names
+        else:
+            todo += [(f"{prefix}{name}.", child) for name, child in module.named_children()]
+    if kept:
+        raise ModelError(
+            f"{type(causal_lm).__name__} keeps {len(kept)} weights in fp32 "
+            f"({', '.join(sorted(kept)[:NUM_NAMED])}) that "
+            "share a module with others, which cannot be computed in bf16 beside them; say `precision: fp32`"
+        )
+    return modules
