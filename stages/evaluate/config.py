@@ -23,7 +23,7 @@ class EvaluateExecution(ServeExecution):
 class EvaluateConfig(StageConfig):
     """Run benchmark tasks against a server: that of a serve stage, or its own for a model."""
 
-    STAGE_VERSION: ClassVar[int] = 1
+    STAGE_VERSION: ClassVar[int] = 2  # the harness's own seeds: other few-shot examples than before
 
     kind: Literal["evaluate"]
     model: ModelOrServerReference
@@ -35,7 +35,9 @@ class EvaluateConfig(StageConfig):
     limit: PositiveInt | None = Field(None, description="Samples of each task; default: all.")
     num_fewshot: int | None = Field(None, ge=0, description="Default: the task's own.")
     apply_chat_template: bool = Field(False, description="Ask as a user of a chat, not as plain text.")
-    seed: int = Field(0, ge=0, description="Of few-shot examples and random numbers.")
+    seed: int | None = Field(
+        None, ge=0, lt=2**32, description="Of few-shot examples and random numbers; default: the harness's own."
+    )
     execution: EvaluateExecution = EvaluateExecution()
 
     @property

@@ -26,14 +26,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a recipe asks of a harness. limit: samples of each task. num_fewshot: None leaves it to the task."""
+    """What a recipe asks of a harness.
+
+    limit: samples of each task. num_fewshot: None leaves it to the task. seed: None leaves it to the harness.
+    """
 
     tasks: tuple[str, ...]
     task_folder: Path | None
     limit: int | None
     num_fewshot: int | None
     apply_chat_template: bool
-    seed: int
+    seed: int | None
     concurrent_requests: int
 
 

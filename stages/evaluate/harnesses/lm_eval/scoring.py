@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from lm_eval.api.model import CacheHook, CachingLM
+from lm_eval.defaults import DEFAULT_MAX_GEN_TOKS, DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.evaluator import evaluate
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 from lm_eval.tasks import TaskManager
@@ -21,7 +22,6 @@ from stages.core.errors import EvaluationError
 from stages.evaluate.harnesses.harness import Evaluation, ServedModel
 from stages.evaluate.harnesses.lm_eval.tasks import TaskSelection
 
-GENERATED_TOKENS_DEFAULT = 256  # lm-eval's, for tasks that do not say
 MAX_TRIES = 3
 
 Report = Callable[[int, int], None]
@@ -29,6 +29,8 @@ Report = Callable[[int, int], None]
 
 class LmEvalModel(LocalCompletionsAPI):
     """A server as lm-eval sees it; token ids are sent, so that prompts arrive as the tokenizer here made them."""
+
+    add_bos_token: bool
 
     def __init__(self, model: ServedModel, evaluation: Evaluation):
         client = model.client
@@ -44,10 +46,10 @@ class LmEvalModel(LocalCompletionsAPI):
             # A chat template writes its own special tokens; without one, the tokenizer adds what its model expects.
             add_bos_token=not evaluation.apply_chat_template,
             max_length=self.context_tokens,
-            max_gen_toks=min(GENERATED_TOKENS_DEFAULT, self.context_tokens // 2),
+            max_gen_toks=min(DEFAULT_MAX_GEN_TOKS, self.context_tokens // 2),
             num_concurrent=evaluation.concurrent_requests,
             max_retries=MAX_TRIES,
-            seed=evaluation.seed,
+            seed=_seed(evaluation, DEFAULT_OTHER_SEED),
         )
         self.num_asked = 0
         self.num_truncated = 0
@@ -64,6 +66,15 @@ class LmEvalModel(LocalCompletionsAPI):
         for prompt, continuation in (request.args for request in requests):
             self._count_if_truncated(prompt + continuation, 0)
         answers: list[tuple[float, bool]] = super().loglikelihood(requests, **options)
+        return answers
+
+    def loglikelihood_rolling(self, requests: list[Any], **options: Any) -> list[float]:
+        """Whole texts go through no chat template: the tokenizer's special tokens are scored with them."""
+        add_bos_token, self.add_bos_token = self.add_bos_token, True
+        try:
+            answers: list[float] = super().loglikelihood_rolling(requests, **options)
+        finally:
+            self.add_bos_token = add_bos_token
         return answers
 
     def _count_if_truncated(self, text: str, generated_tokens: int) -> None:
@@ -100,7 +111,7 @@ def load_tasks(selection: TaskSelection, evaluation: Evaluation) -> dict[str, An
         # A task that says 0 has its examples in the prompt already.
         if own is None or (own != 0 and evaluation.num_fewshot is not None):
             task.set_config(key="num_fewshot", value=evaluation.num_fewshot or 0)
-        task.set_fewshot_seed(seed=evaluation.seed)
+        task.set_fewshot_seed(seed=_seed(evaluation, DEFAULT_OTHER_SEED))
     return loaded
 
 
@@ -113,8 +124,8 @@ def evaluate_tasks(
     errors of the connection pass through.
     """
     _check_room(model, tasks)
-    random.seed(evaluation.seed)
-    np.random.seed(evaluation.seed)
+    random.seed(_seed(evaluation, DEFAULT_RANDOM_SEED))
+    np.random.seed(_seed(evaluation, DEFAULT_OTHER_SEED))
     keeping = CachingLM(model, str(answers))
     model.set_cache_hook(_ReportingHook(keeping, model, report))
     try:
@@ -128,6 +139,11 @@ def evaluate_tasks(
     finally:
         keeping.dbdict.close()
     return results
+
+
+def _seed(evaluation: Evaluation, default: int) -> int:
+    """The recipe's seed for everything; lm-eval's own defaults are not all the same."""
+    return default if evaluation.seed is None else evaluation.seed
 
 
 def _check_room(model: LmEvalModel, tasks: dict[str, Any]) -> None:

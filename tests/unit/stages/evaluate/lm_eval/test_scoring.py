@@ -1,0 +1,194 @@
+"""What a server is asked, against what lm-eval itself asks of it: prompts with examples, and whole texts."""
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+from stages.evaluate.config import EvaluateConfig
+from stages.evaluate.harnesses.harness import Evaluation, ServedModel
+from stages.evaluate.harnesses.lm_eval.scoring import LmEvalModel, evaluate_tasks, load_tasks
+from stages.evaluate.harnesses.lm_eval.tasks import select_tasks
+from stages.serving.client import Client
+from tests.serving import make_model
+
+NUM_DOCUMENTS = 24
+CONTEXT_TOKENS = 1024
+TASK = """
+task: shots
+dataset_path: json
+dataset_kwargs: {data_files: {train: train.jsonl, test: test.jsonl}}
+training_split: train
+fewshot_split: train
+test_split: test
+num_fewshot: 3
+doc_to_text: "Q: {{question}} A:"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["."], max_gen_toks: 4}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+"""
+TEXTS = """
+task: texts
+dataset_path: json
+dataset_kwargs: {data_files: {test: test.jsonl}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{question}} is {{answer}}"
+metric_list: [{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}]
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose tokenizer begins a text with <pad>, and two tasks."""
+    folder = tmp_path_factory.mktemp("scoring")
+    make_model(folder / "model")
+    tokenizer = json.loads((folder / "model" / "tokenizer.json").read_text())
+    begin, text = {"SpecialToken": {"id": "<pad>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [begin, text],
+        "pair": [begin, text],
+        "special_tokens": {"<pad>": {"id": "<pad>", "ids": [0], "tokens": ["<pad>"]}},
+    }
+    (folder / "model" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tasks").mkdir()
+    for split, count in (("train", 60), ("test", NUM_DOCUMENTS)):
+        rows = ({"question": f"{split} {number}", "answer": str(number * 7)} for number in range(count))
+        (folder / "tasks" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "tasks" / "shots.yaml").write_text(TASK)
+    (folder / "tasks" / "texts.yaml").write_text(TEXTS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def causal_lm(folder: Path) -> Qwen3ForCausalLM:
+    return Qwen3ForCausalLM.from_pretrained(folder / "model", dtype="float32").eval()
+
+
+class Asked(ThreadingHTTPServer):
+    """Answers with the log-probabilities of Transformers; `bodies` are the requests that were made."""
+
+    def __init__(self, causal_lm: Qwen3ForCausalLM) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.causal_lm = causal_lm
+        self.bodies: list[dict[str, Any]] = []
+        self.lock = threading.Lock()
+
+    def log_probabilities(self, tokens: list[int]) -> list[float]:
+        with self.lock, torch.no_grad():
+            logits = self.causal_lm(torch.tensor([tokens])).logits[0, :-1]
+        return logits.log_softmax(-1).gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Asked
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.bodies.append(body)
+        [tokens] = body["prompt"]
+        values = [None, *self.server.log_probabilities(tokens), -1.0] if body.get("echo") else []
+        logprobs = {"token_logprobs": values, "top_logprobs": [{"a": 0.0}] * len(values)}
+        answer = json.dumps({"choices": [{"index": 0, "text": "7", "logprobs": logprobs}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(causal_lm: Qwen3ForCausalLM) -> Iterator[Asked]:
+    with Asked(causal_lm) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def evaluation(folder: Path, task: str, **fields: Any) -> Evaluation:
+    tree = {"kind": "evaluate", "model": "sft", "tasks": [task], "task_folder": str(folder / "tasks"), **fields}
+    return EvaluateConfig.model_validate(tree).evaluation
+
+
+def evaluate(folder: Path, server: Asked, asked: Evaluation) -> dict[str, Any]:
+    tasks = load_tasks(select_tasks(asked.tasks, asked.task_folder), asked)
+    client = Client(f"http://127.0.0.1:{server.server_port}", "key", "tiny")
+    model = LmEvalModel(ServedModel(client, folder / "model", CONTEXT_TOKENS, trust_remote_code=False), asked)
+    return evaluate_tasks(model, tasks, asked, folder / f"answers-{id(server)}", lambda *_: None)
+
+
+def prompts(server: Asked, folder: Path) -> list[str]:
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    return sorted(tokenizer.decode(body["prompt"][0], skip_special_tokens=True) for body in server.bodies)
+
+
+def of_lm_eval(folder: Path, server: Asked, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[str]:
+    """The prompts that lm-eval's own entry sends for the same task."""
+    server.bodies.clear()
+    monkeypatch.chdir(folder / "tasks")
+    simple_evaluate(
+        "local-completions",
+        {
+            "base_url": f"http://127.0.0.1:{server.server_port}/v1/completions",
+            "model": "tiny",
+            "tokenizer": str(folder / "model"),
+            "tokenizer_backend": "huggingface",
+            "max_length": CONTEXT_TOKENS,
+            "num_concurrent": 16,
+        },
+        tasks=["shots"],
+        task_manager=TaskManager(include_path=str(folder / "tasks"), include_defaults=False),
+        bootstrap_iters=0,
+        **options,
+    )
+    return prompts(server, folder)
+
+
+@pytest.mark.parametrize("as_chat", [False, True])
+def test_the_prompts_are_those_of_lm_eval_with_its_own_defaults(folder, server, monkeypatch, as_chat) -> None:
+    evaluate(folder, server, evaluation(folder, "shots", apply_chat_template=as_chat))
+    ours = prompts(server, folder)
+    seeds = {body["seed"] for body in server.bodies}
+
+    assert ours == of_lm_eval(folder, server, monkeypatch, apply_chat_template=as_chat)
+    assert len(ours) == NUM_DOCUMENTS
+    assert seeds == {body["seed"] for body in server.bodies}
+
+
+def test_a_seed_of_the_recipe_chooses_the_examples(folder, server, monkeypatch) -> None:
+    evaluate(folder, server, evaluation(folder, "shots", seed=7))
+    ours = prompts(server, folder)
+
+    assert ours == of_lm_eval(folder, server, monkeypatch, fewshot_random_seed=7)
+    assert ours != of_lm_eval(folder, server, monkeypatch)
+
+
+@pytest.mark.parametrize("as_chat", [False, True])
+def test_whole_texts_are_scored_as_lm_eval_scores_them_with_transformers(folder, server, causal_lm, as_chat) -> None:
+    asked = evaluation(folder, "texts", apply_chat_template=as_chat)
+
+    ours = evaluate(folder, server, asked)
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "model")
+    reference = HFLM(causal_lm, tokenizer=tokenizer, max_length=CONTEXT_TOKENS)
+    tasks = load_tasks(select_tasks(asked.tasks, asked.task_folder), replace(asked, apply_chat_template=False))
+    [task] = tasks["tasks"].values()
+    task.build_all_requests(limit=None, rank=0, world_size=1)
+    expected = reference.loglikelihood_rolling(task.instances, disable_tqdm=True)
+    found = [row["resps"][0][0] for row in sorted(ours["samples"]["texts"], key=lambda row: row["doc_id"])]
+    assert found == pytest.approx(expected, abs=1e-3)
