@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -15,11 +16,12 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from stages.core.errors import DataError
 from stages.data.compression import data_stem, format_suffix, open_bytes, open_text
 from stages.data.json_list import JsonList
+from stages.data.json_values import DECODER, NOT_TEXT, flaw_of
 
 BEGINNING_CHARACTERS = 1024
 PARQUET_BATCH_ROWS = 1024
@@ -79,11 +81,16 @@ def find_files(folder: Path, split: str) -> list[Path]:
 
 
 def read_rows(folder: Path, files: list[Path]) -> Iterator[Row | BadRow]:
-    """All rows of `files` in order, named relative to `folder`. Raises DataError for a file that cannot be read on."""
+    """All rows of `files` in order, named relative to `folder`. Raises DataError for a file that cannot be read on.
+
+    What a good row holds can be written as UTF-8 and worked with recursively; what it means is not checked.
+    """
     for path in files:
         name = str(path.relative_to(folder))
         try:
-            yield from READERS[format_suffix(path)](path, name)
+            for row in READERS[format_suffix(path)](path, name):
+                flaw = flaw_of(row.content) if isinstance(row, Row) else None
+                yield BadRow(row.place, flaw) if flaw else row
         except UnicodeDecodeError as error:
             raise DataError(f"{name} is not UTF-8 text ({error.reason} at byte {error.start}); convert it") from error
 
@@ -114,8 +121,11 @@ def _matching(there: list[Path], folder: Path, split: str) -> list[Path]:
 
 
 def _all_files(folder: Path) -> list[Path]:
-    """Every file that is not hidden, nor in a hidden folder."""
-    files = (path for path in folder.rglob("*") if path.is_file())
+    """Every file that is not hidden, nor in a hidden folder. Raises DataError for a name that is not UTF-8."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    for path in files:
+        if NOT_TEXT.search(str(path)):
+            raise DataError(f"the name of the file {os.fsencode(path)!r} is not UTF-8; rename it")
     return sorted(path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts))
 
 
@@ -136,9 +146,11 @@ def _read_json_lines(path: Path, name: str) -> Iterator[Row | BadRow]:
 
 def _parse_line(line: bytes, place: Place) -> Row | BadRow:
     try:
-        return Row(place, json.loads(line.decode("utf-8-sig")))
+        return Row(place, DECODER.decode(line.decode("utf-8-sig")))
     except json.JSONDecodeError as error:
         return BadRow(place, f"is not valid JSON: {error.msg} at column {error.colno}")
+    except RecursionError:
+        return BadRow(place, "is nested too deeply to be read; expected a row")
     except UnicodeDecodeError as error:
         return BadRow(place, f"is not UTF-8 text: {error.reason} at column {error.start + 1}")
 
@@ -160,6 +172,7 @@ def _read_csv(path: Path, name: str) -> Iterator[Row | BadRow]:
     with open_text(path, name) as stream:
         reader = csv.reader(stream, strict=True)
         columns = next(reader, [])
+        _check_columns(columns, name)
         while True:
             place = Place(name, reader.line_num + 1)
             try:
@@ -182,12 +195,35 @@ def _read_parquet(path: Path, name: str) -> Iterator[Row | BadRow]:
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
+            _check_columns(file.schema_arrow.names, name)
             for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS):
-                for content in batch.to_pylist():
+                for row in _rows_of(batch, name, number):
                     number += 1
-                    yield Row(Place(name, number, "row"), content)
-    except pyarrow.ArrowException as error:
+                    yield row
+    except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{name} cannot be read as Parquet after row {number}: {error}; fetch it again") from error
+
+
+def _rows_of(batch: Any, name: str, num_before: int) -> Iterator[Row | BadRow]:
+    """The rows of a pyarrow batch; one by one where Python has no value for what a row holds, to find that row."""
+    try:
+        yield from (Row(Place(name, num_before + at, "row"), row) for at, row in enumerate(batch.to_pylist(), 1))
+        return
+    except (ValueError, OverflowError):
+        pass
+    for at in range(batch.num_rows):
+        place = Place(name, num_before + at + 1, "row")
+        try:
+            yield Row(place, batch.slice(at, 1).to_pylist()[0])
+        except (ValueError, OverflowError) as error:
+            yield BadRow(place, f"holds a value that Python cannot represent: {error}")
+
+
+def _check_columns(columns: list[str], name: str) -> None:
+    """Of two columns of one name, one would be lost."""
+    repeated = sorted({column for column in columns if columns.count(column) > 1})
+    if repeated:
+        raise DataError(f"{name} has more than one column {', '.join(map(repr, repeated))}; rename or remove one")
 
 
 READERS: dict[str, Callable[[Path, str], Iterator[Row | BadRow]]] = {

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from stages.core.errors import DataError
+from stages.data.json_values import DECODER
 
 PIECE_CHARACTERS = 1 << 20
 AHEAD_CHARACTERS = 64
@@ -18,7 +19,6 @@ class JsonList:
     def __init__(self, stream: TextIO, name: str) -> None:
         self._stream = stream
         self._name = name
-        self._decoder = json.JSONDecoder()
         self._text = ""
         self._position = 0
         self._line = 1
@@ -28,7 +28,13 @@ class JsonList:
         """Each element with the line it begins at. Raises DataError that names line and column of what is wrong."""
         self._expect("[")
         if self._next_character() == "]":
-            return
+            self._expect("]")
+        else:
+            yield from self._until_the_bracket()
+        if self._next_character() is not None:
+            raise self._malformed("Extra data after the list", self._position)
+
+    def _until_the_bracket(self) -> Iterator[tuple[int, object]]:
         while True:
             self._next_character()
             line = self._line
@@ -40,7 +46,9 @@ class JsonList:
         """The element at the position. It may be cut off by the end of the text: then read on and try again."""
         while True:
             try:
-                value, end = self._decoder.raw_decode(self._text, self._position)
+                value, end = DECODER.raw_decode(self._text, self._position)
+            except RecursionError as error:
+                raise self._malformed("Nested too deeply to be read", self._position) from error
             except json.JSONDecodeError as error:
                 if not self._read_more():
                     raise self._malformed(error.msg, error.pos) from error

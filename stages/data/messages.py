@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from stages.data.json_values import DECODER, flaw_of
+
 Message = dict[str, Any]
 Tool = dict[str, Any]
 
@@ -169,6 +171,11 @@ def _decoded(value: object) -> object:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        found = DECODER.decode(value)
     except json.JSONDecodeError:
         return value
+    except RecursionError as error:
+        raise RowError("holds JSON text that is nested too deeply to be read") from error
+    if flaw := flaw_of(found):
+        raise RowError(f"{flaw}, within JSON text")
+    return found

@@ -72,15 +72,26 @@ def _walk(folder: Path) -> dict[str, Path]:
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         paths = [Path(parent, name) for name in [*names, *subfolders] if not name.startswith(".")]
         for path in paths:
-            if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
-                raise DownloadError(f"{path} is a link that leads out of {folder}; put a copy there (`cp -rL`)")
+            if path.is_symlink():
+                _check_link(path, folder)
             if not path.is_dir():
                 found[path.relative_to(folder).as_posix()] = path
     return found
 
 
+def _check_link(link: Path, folder: Path) -> None:
+    """A link to a file of the folder is as good as a copy; one to a folder would be left out, or never end."""
+    if not Path(os.path.realpath(link)).is_relative_to(folder.resolve()):
+        raise DownloadError(f"{link} is a link that leads out of {folder}; put a copy there (`cp -rL`)")
+    if link.is_dir() or not link.exists():
+        where = f"to the folder {os.path.realpath(link)}" if link.is_dir() else "that leads nowhere, or to itself"
+        raise DownloadError(f"{link} is a link {where}; remove it, or put a copy there (`cp -rL`)")
+
+
 def _check_readable_file(file: Path, source: Path) -> None:
-    """A pipe or a device would be read forever."""
+    """A pipe or a device would be read forever; a name that is not UTF-8 can stand in no record."""
+    if os.fsencode(file).decode("utf-8", "replace") != str(file):
+        raise DownloadError(f"the name of the file {os.fsencode(file)!r} is not UTF-8; rename it")
     if not stat.S_ISREG(file.stat().st_mode):
         raise DownloadError(f"{file} in file://{source} is not a regular file; remove it")
     if not os.access(file, os.R_OK):

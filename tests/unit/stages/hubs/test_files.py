@@ -72,6 +72,23 @@ def test_links_within_the_folder_are_followed_and_links_out_of_it_refused(
         download(model=f"file://{outside}")
 
 
+@pytest.mark.parametrize(
+    ("target", "word"), [("loop", "leads nowhere, or to itself"), (".", "to the folder"), ("gone", "leads nowhere")]
+)
+def test_links_that_would_leave_something_out_or_never_end_are_refused(
+    outside: Path, download: Download, target: str, word: str
+) -> None:
+    (outside / "loop").symlink_to(target)
+    with pytest.raises(DownloadError, match=rf"loop is a link .*{word}"):
+        download(model=f"file://{outside}")
+
+
+def test_a_name_that_is_not_utf8_is_refused(outside: Path, download: Download) -> None:
+    (outside / os.fsdecode(b"train-\xff.json")).write_text("{}")
+    with pytest.raises(DownloadError, match=r"train-\\xff\.json' is not UTF-8; rename it"):
+        download(model=f"file://{outside}")
+
+
 def test_pipes_are_refused_instead_of_read_forever(outside: Path, download: Download) -> None:
     os.mkfifo(outside / "pipe.json")
     with pytest.raises(DownloadError, match=r"pipe\.json.*not a regular file"):
