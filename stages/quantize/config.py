@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from stages.core.contract import DatasetReference, ModelReference, StageConfig, StrictModel
 from stages.core.fields import AddedLater, Product
@@ -23,9 +26,9 @@ class CalibrationConfig(StrictModel):
     """Rows that show the quantizer what activations look like, and held-out rows that judge it."""
 
     dataset: DatasetReference
-    split: str = Field("train", description="Files of the dataset whose name or folder begins with this.")
+    split: str = Field("train", min_length=1, description="Files of the dataset whose name or folder begins with this.")
     evaluation_split: str | None = Field(
-        None, description="Rows that the KL is measured on; default: rows after these."
+        None, min_length=1, description="Rows that the KL is measured on; default: rows after these."
     )
     num_samples: PositiveInt = Field(128, description="Rows that the quantizer sees.")
     num_evaluation_samples: PositiveInt = Field(128, description="Rows that the KL is measured on.")
@@ -34,7 +37,16 @@ class CalibrationConfig(StrictModel):
         description="Tokens whose predictions the KL is a mean over. assistant: those that training learns from a "
         "conversation; a model that was never trained on the others predicts them at random, quantized or not.",
     )
-    sequence_length: PositiveInt = Field(512, description="Tokens of a row, at most.")
+    sequence_length: int = Field(512, ge=2, description="Tokens of a row, at most.")
+
+    @model_validator(mode="after")
+    def _judged_by_other_rows(self) -> Self:
+        if self.evaluation_split == self.split:
+            raise ValueError(
+                f"`evaluation_split` is `split`, {self.split}: the KL would be measured on calibrated rows; "
+                "remove it, and rows after those are taken, or name another split"
+            )
+        return self
 
 
 class QuantizeConfig(StageConfig):
@@ -55,6 +67,48 @@ class QuantizeConfig(StageConfig):
     tensor_parallel_size: PositiveInt = Field(1, description="That the model will be served at.")
     trust_remote_code: bool = Field(False, description="Run the Python files that come with the model.")
     seed: int = Field(0, ge=0, description="Of the quantizer's random numbers.")
+
+    @field_validator("ignore")
+    @classmethod
+    def _patterns_are_regular_expressions(cls, ignore: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in ignore:
+            if not pattern.removeprefix("re:"):
+                raise ValueError("an empty name or pattern; name a module, such as lm_head")
+            try:
+                re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+            except re.error as error:
+                raise ValueError(f"{pattern} is no regular expression: {error}") from error
+        return ignore
+
+    @field_validator("group_size")
+    @classmethod
+    def _groups_are_even(cls, group_size: int) -> int:
+        if group_size % 2:
+            raise ValueError(
+                f"{group_size} is odd, and no kernel serves odd groups; GPUs serve 32, 64 and 128, CPUs any even size"
+            )
+        return group_size
+
+    @model_validator(mode="after")
+    def _options_of_the_method_only(self) -> Self:
+        """In `config.json` of a stage every field is set, so what has its default counts as unset."""
+        if METHODS[self.method].weights == "int4":
+            return self
+        methods = " and ".join(name for name, entry in METHODS.items() if entry.weights == "int4")
+        for name in ("group_size", "symmetric"):
+            if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"`{name}: {json.dumps(value)}` is an option of {methods}, and `method: {self.method}` has no use "
+                    "for it; remove it"
+                )
+        return self
+
+    def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
+        if stages[self.model].kind == "quantize":
+            yield (
+                f"model: {self.model} is quantized already; expected the model that it is made from, "
+                f"{stages[self.model].references()['model']}"
+            )
 
     @property
     def product(self) -> Product:

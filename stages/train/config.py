@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
@@ -157,6 +158,14 @@ class TrainConfig(MethodOptions):
         return EngineSettings(
             self.layout, self.precision, adam, self.seed, self.execution.hang_timeout_s, self.trust_remote_code
         )
+
+    def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
+        for field, name in self.references().items():
+            if stages[name].kind == "quantize":
+                yield (
+                    f"{field}: {name} is quantized, and quantized weights cannot be trained; expected the model that "
+                    f"it is made from, {stages[name].references()['model']}"
+                )
 
     def resume_identity(self) -> dict[str, JsonValue]:
         """Without engine and layout: a checkpoint of either engine can be loaded by both, under any layout."""

@@ -119,7 +119,8 @@ def quantize(home, name, program=("-m", "stages"), **fields):
     work = home / name
     work.mkdir()
     calibration = {"dataset": "rows", "num_samples": 64, "num_evaluation_samples": 64, "sequence_length": 32}
-    config = {"kind": "quantize", "model": "model", "group_size": GROUP_SIZE, "calibration": calibration, **fields}
+    groups = {"group_size": GROUP_SIZE} if fields["method"] in ("awq", "gptq") else {}
+    config = {"kind": "quantize", "model": "model", "calibration": calibration, **groups, **fields}
     told = StageInput(
         name=name, kind="quantize", version="0" * 12, config=config, cache=home / "cache",
         inputs={"model": home / "model", "rows": home / "rows"},
@@ -267,21 +268,13 @@ def test_a_quantizer_is_its_module_and_a_line_of_the_registry(home):
 def test_shapes_are_judged_as_the_cpu_kernel_of_vllm_judges_them():
     from stages.core.errors import RecipeError
     from stages.models.projections import Projection
-    from stages.quantize.config import QuantizeConfig
+    from stages.serving.quantization import Quantization
     from stages.serving.vllm.servability import check_servable
 
     def judged(input_size, output_size, group_size):
-        config = QuantizeConfig.model_validate(
-            {
-                "kind": "quantize",
-                "model": "m",
-                "method": "gptq",
-                "group_size": group_size,
-                "calibration": {"dataset": "d"},
-            }
-        )
+        quantization = Quantization("gptq", "int4", group_size, symmetric=False, ignore=(), tensor_parallel_size=1)
         try:
-            check_servable([Projection("layers.0.dense", output_size, input_size)], None, config.quantization, "cpu")
+            check_servable([Projection("layers.0.dense", output_size, input_size)], None, quantization, "cpu")
         except RecipeError:
             return False
         return True
