@@ -23,7 +23,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_model(folder: Path, seed: int = 0) -> None:
+def make_model(folder: Path, seed: int = 0, head_dim: int = 32) -> None:
     """A random Qwen3 whose wide weights put its candidates far apart, with one token a printable character."""
     import torch
     from tokenizers import Tokenizer, decoders
@@ -46,7 +46,7 @@ def make_model(folder: Path, seed: int = 0) -> None:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
+        head_dim=head_dim,
         max_position_embeddings=256,
         initializer_range=0.2,
         tie_word_embeddings=True,

@@ -1,7 +1,8 @@
 """A server of "sums" that speaks OpenAI's API: `tiny_openai_server.py MODEL_FOLDER NAME HOST PORT`, key in TINY_KEY.
 
 It answers `What is 1 + 2?` with `3`, and everything else with `?`. Like a real engine it refuses a model that it cannot
-load, with the reason in its log: one whose folder has a file `broken`.
+load, with the reason in its log: one whose folder has a file `broken`; with one that has a file `deadly`, it dies of
+the first request.
 """
 
 import json
@@ -25,6 +26,9 @@ class Handler(BaseHTTPRequestHandler):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if not self.allowed():
             return
+        if (Path(folder) / "deadly").exists():
+            print("tiny: cannot run the model: it has a file `deadly`", flush=True)
+            os._exit(1)
         numbers = re.findall(r"\d+", asked["prompt"])
         text = str(sum(map(int, numbers))) if "+" in asked["prompt"] else "?"
         self.answer({"choices": [{"text": text, "logprobs": {"token_logprobs": [None, -0.5, -0.25]}}]})

@@ -12,7 +12,7 @@ import os
 import secrets
 import socket
 import threading
-import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
@@ -22,8 +22,8 @@ from flows.champion import champions
 from flows.champion.registry import RegisteredVersion, Registry
 from flows.ledger.home import home
 from stages.core.errors import LifecycleError, RefreshStoppedError
-from stages.serving.client import check_server
 from stages.serving.config import ServeExecution
+from stages.serving.lines import say, starting_lines
 from stages.serving.proxy import Backend, Proxy
 from stages.serving.server import API_KEY_VARIABLE, Server, reachable, reserve_port, started_server
 
@@ -95,23 +95,23 @@ class Follower:
             version = await asyncio.to_thread(self._registry.find, self._name, self._alias)
             if version is None or version.number in (serving.version.number, self._failed):
                 return None
-            _say(f"version {version.number} of {self._name} is {self._alias} now; starting its server")
+            say(f"version {version.number} of {self._name} is {self._alias} now; starting its server")
             return await asyncio.to_thread(self._start, version)
         except LifecycleError as error:
             trouble = f"still serving version {serving.version.number} of {self._name}: {error}"
             if trouble != self._last_trouble and not self._stopping.is_set():
-                _say(trouble)
+                say(trouble)
             self._last_trouble = trouble
             return None
 
     async def _hand_over(self, proxy: Proxy, former: Serving, successor: Serving) -> None:
         backend = proxy.switch(Backend(successor.server.url))
-        _say(f"version {successor.version.number} of {self._name} is served")
+        say(f"version {successor.version.number} of {self._name} is served")
         try:
             await backend.drained()
         finally:
             await asyncio.to_thread(former.stack.close)
-        _say(f"version {former.version.number} of {self._name} has answered its last request and was stopped")
+        say(f"version {former.version.number} of {self._name} has answered its last request and was stopped")
 
     def _start(self, version: RegisteredVersion) -> Serving:
         """Start the server of a version and return when it is healthy and answers as it should."""
@@ -124,15 +124,20 @@ class Follower:
             spec = champions.launch_spec(version)
             runtime = folder / f"{label}-{os.getpid()}"
             server = stack.enter_context(started_server(spec, execution, folder / f"{label}.log", runtime))
-            server.wait_until_ready(execution.ready_timeout_s, self._raise_if_stopping)
-            check_server(server.client)
+            title = f"{server.engine.title} for version {version.number}"
+            say(f"starting {title} of {self._name}; its log is {server.log_file}")
+            server.wait_until_ready(execution.ready_timeout_s, self._reporter(title))
+            server.check()
             self._failed = None
             return Serving(version, server, stack.pop_all())
 
-    def _raise_if_stopping(self, _: float) -> None:
-        if self._stopping.is_set():
-            raise RefreshStoppedError("the server was stopped while a new champion was starting")
+    def _reporter(self, title: str) -> Callable[[float], None]:
+        """Tells that a server is starting, until the one that is served is to stop."""
+        tell = starting_lines(title)
 
+        def report(elapsed_s: float) -> None:
+            if self._stopping.is_set():
+                raise RefreshStoppedError("the server was stopped while a new champion was starting")
+            tell(elapsed_s)
 
-def _say(message: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {message}", flush=True)
+        return report

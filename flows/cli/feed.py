@@ -20,6 +20,7 @@ class StageFeed:
         self.done: float | None = None
         self.total: float | None = None
         self.unit = ""
+        self.doing = ""
         self.eta_s: float | None = None
         self.metrics: dict[str, float] = {}
 
@@ -38,6 +39,8 @@ class StageFeed:
     def _note_progress(self, row: dict[str, object]) -> None:
         done, total = row.get("done"), row.get("total")
         if not isinstance(done, int | float) or not isinstance(total, int | float):
+            self.done = self.total = self.eta_s = None
+            self.doing = str(row.get("message", ""))
             return
         now_s = time.monotonic()
         if self._first is None or total != self.total or done < self._first[1]:

@@ -175,9 +175,9 @@ def seconds_text(entry: StageEntry) -> str:
 
 
 def progress_text(feed: StageFeed) -> str:
-    """`120/600 steps, 0:45 left`."""
+    """`120/600 steps, 0:45 left`, or what the stage is at where there is no such count."""
     if feed.done is None or feed.total is None:
-        return ""
+        return feed.doing
     text = f"{feed.done:g}/{feed.total:g} {feed.unit}".rstrip()
     if feed.eta_s is None:
         return text

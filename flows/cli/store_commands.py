@@ -130,8 +130,10 @@ def serve(artifact: str, follow: bool, host: str, port: int | None) -> None:
 def _serve_champions(uri: str, host: str, port: int | None) -> None:
     from flows.champion import champions
     from flows.champion.follow import Follower
+    from stages.serving.lines import say
 
     name, alias = champions.parse(uri)
+    say(f"asking MLflow for {uri}")
     Follower(champions.connect(), name, alias).serve(host, port)
 
 
@@ -141,9 +143,12 @@ def _what_to_serve(name: str) -> list[str]:
     from flows.cli import show as shown
     from flows.ledger.home import store_root
     from flows.store.store import Store
+    from stages.serving.lines import say
 
     if name.startswith(champions.URI_PREFIX):
-        version = champions.find(champions.connect(), *champions.parse(name))
+        parsed = champions.parse(name)
+        say(f"asking MLflow for {name}")
+        version = champions.find(champions.connect(), *parsed)
         spec = champions.launch_spec(version)
         return [str(spec.model), "--name", spec.served_name, "--serving", spec.serving.model_dump_json()]
     found = shown.find_artifact(Store(store_root()).index(), name)

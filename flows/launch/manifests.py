@@ -53,6 +53,8 @@ def _job(order: JobOrder, address: dict[str, str]) -> Manifest:
     pod = {**pod_spec(order, address), "restartPolicy": "Never"}
     spec: Manifest = {
         "backoffLimit": 0,
+        # A pod that is still ending may write to the work folder: no other works there meanwhile.
+        "podReplacementPolicy": "Failed",
         "ttlSecondsAfterFinished": 3600,
         "completions": order.nodes,
         "parallelism": order.nodes,

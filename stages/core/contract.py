@@ -215,6 +215,10 @@ class StageContext:
         """Tell how far the stage is; cheap enough to call every few hundred milliseconds."""
         self._event(StageEvent(time_ms=_now_ms(), event="progress", message=message, done=done, total=total, unit=unit))
 
+    def doing(self, message: str) -> None:
+        """Tell what the stage is at, where nobody knows how long that takes; shown in place of progress."""
+        self._event(StageEvent(time_ms=_now_ms(), event="progress", message=message))
+
     def milestone(self, message: str) -> None:
         """Tell what a person who watches the refresh wants to know."""
         self._event(StageEvent(time_ms=_now_ms(), event="milestone", message=message))

@@ -30,7 +30,7 @@ class Endpoint:
         """Raises ServerError when our own server does not come up."""
         if self.server:
             self.server.wait_until_ready(self.ready_timeout_s)
-            check_server(self.client)
+            self.server.check()
         context_tokens = engine_of(self.spec.engine).context_tokens(self.client)
         return ServedModel(self.client, self.spec.model, context_tokens, self.spec.serving.trust_remote_code)
 

@@ -17,9 +17,9 @@ from pydantic import ValidationError
 
 from stages.core.errors import LifecycleError, RecipeError
 from stages.serve.run import guard
-from stages.serving.client import check_server
 from stages.serving.config import ServeExecution, ServingConfig
 from stages.serving.launch import LaunchSpec
+from stages.serving.lines import say, starting_lines
 from stages.serving.registry import new_launch_spec
 from stages.serving.server import API_KEY_VARIABLE, started_server
 
@@ -52,11 +52,9 @@ def _serve(arguments: argparse.Namespace) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     log_file = folder / f"{spec.served_name}.log"
     with started_server(spec, execution, log_file, folder / f"{spec.served_name}-{os.getpid()}") as server:
-        print(
-            f"starting {server.engine.title} {spec.engine_version} for {spec.model}; its log is {log_file}", flush=True
-        )
-        server.wait_until_ready(execution.ready_timeout_s)
-        check_server(server.client)
+        say(f"starting {server.engine.title} {spec.engine_version} for {spec.model}; its log is {log_file}")
+        server.wait_until_ready(execution.ready_timeout_s, starting_lines(server.engine.title))
+        server.check()
         print(f"serving {spec.served_name} at {server.url}/v1", flush=True)
         if API_KEY_VARIABLE not in os.environ:
             print(f"API key: {server.api_key}", flush=True)

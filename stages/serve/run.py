@@ -15,10 +15,8 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from stages.core.contract import Lease, StageContext, StageResult
-from stages.core.errors import ServerError
 from stages.serve.config import ServeConfig
 from stages.serving.benchmark import measure
-from stages.serving.client import check_server
 from stages.serving.launch import LAUNCH_FILE
 from stages.serving.registry import new_launch_spec
 from stages.serving.server import Server, started_server
@@ -54,15 +52,16 @@ def _bring_up(server: Server, config: ServeConfig, context: StageContext) -> dic
     """Await, check and measure the server; returns the metrics."""
     time_to_ready_s = server.wait_until_ready(
         config.execution.ready_timeout_s,
-        lambda elapsed_s: context.progress(
-            elapsed_s, config.execution.ready_timeout_s, "s", f"starting {server.engine.title}"
-        ),
+        lambda elapsed_s: context.doing(f"starting {server.engine.title}, {elapsed_s:.0f} s"),
     )
     context.milestone(f"{config.model} is served at {server.url} after {time_to_ready_s:.1f} s")
-    check_server(server.client)
+    context.doing("checking its answers")
+    server.check()
     metrics = {"time_to_ready_s": time_to_ready_s}
     if config.benchmark:
-        metrics |= measure(server, config.benchmark, context.work)
+        concurrencies = ", ".join(map(str, config.benchmark.concurrencies))
+        context.doing(f"measuring under {concurrencies} requests at a time")
+        metrics |= measure(server, config.benchmark, context.work, context.warn)
         context.milestone("measured " + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
     return metrics
 
@@ -71,4 +70,4 @@ def guard(server: Server) -> NoReturn:
     """Stay for as long as the server does. Raises ServerError when it ends by itself."""
     while server.alive():
         time.sleep(WATCH_INTERVAL_S)
-    raise ServerError(f"the {server.engine.title} server for {server.spec.served_name} at {server.url} ended by itself")
+    raise server.failure(f"at {server.url} ended by itself")

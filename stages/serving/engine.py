@@ -39,11 +39,16 @@ class Program(Protocol):
 
 @dataclass(frozen=True)
 class LoadResult:
-    """What a load of `concurrency` requests at a time measured: medians in ms, and tokens per second in all."""
+    """What a load of `concurrency` requests at a time measured: medians in ms, and tokens per second in all.
+
+    inter_token_latency_ms: of a request, the mean time to each token after the first. num_output_tokens: of all
+    answers.
+    """
 
     concurrency: int
     num_requests: int
     num_failed: int
+    num_output_tokens: int
     ttft_ms: float
     inter_token_latency_ms: float
     output_tokens_per_s: float

@@ -16,16 +16,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from stages.core.errors import ResourceError, ServerError
+from stages.core.errors import LifecycleError, ResourceError, ServerError
 from stages.core.supervised import Supervised
 from stages.models.model_folder import check_model_folder
-from stages.serving.client import Client
+from stages.serving.client import Client, check_server
 from stages.serving.config import ServeExecution
 from stages.serving.engine import Engine
 from stages.serving.launch import LaunchSpec
 from stages.serving.registry import engine_of
 
 POLL_INTERVAL_S = 0.1
+REPORT_INTERVAL_S = 1.0
 GRACE_S = 10.0
 API_KEY_VARIABLE = "VLLM_API_KEY"
 
@@ -61,18 +62,32 @@ class Server:
         return self.process.alive()
 
     def wait_until_ready(self, timeout_s: float, report: Callable[[float], None] = lambda elapsed_s: None) -> float:
-        """Return the seconds from start to the first healthy answer. `report` is called with the seconds so far.
+        """Return the seconds from start to the first healthy answer. `report` gets the seconds so far, every second.
 
         Raises ServerError with the root cause from the log when the server ends, or is not ready in time.
         """
+        reported_s = 0.0
         while (elapsed_s := time.monotonic() - self.started_s) < timeout_s:
             if not self.alive():
                 raise self.failure("ended before it was ready")
             if self.client.is_healthy():
                 return time.monotonic() - self.started_s
-            report(elapsed_s)
+            if elapsed_s >= reported_s + REPORT_INTERVAL_S:
+                report(reported_s := elapsed_s)
             time.sleep(POLL_INTERVAL_S)
         raise self.failure(f"was not ready within {timeout_s:g} s")
+
+    def check(self) -> None:
+        """Raise ServerError unless it serves our model, generates, and gives finite log-probabilities.
+
+        Some engines start with a model that they cannot run, and die of the first request: their logs say why.
+        """
+        try:
+            check_server(self.client)
+        except LifecycleError as error:
+            if self.client.is_healthy():
+                raise
+            raise self.failure(f"failed at its first request ({error})") from error
 
     def failure(self, what: str) -> ServerError:
         """An error that says what happened to the server and why, by its log."""

@@ -147,6 +147,19 @@ def test_a_server_that_refuses_to_start_says_why(root: Path) -> None:
     assert not list(runtime(root).iterdir())
 
 
+def test_heads_that_vllm_starts_with_but_cannot_run_are_named(root: Path) -> None:
+    make_model(root / "heads" / "model", head_dim=24)
+    config = {"model": "heads", "serving": SERVING, "benchmark": None}
+    work = write_work(root / "of-24", "serve", config, {"heads": root / "heads"})
+
+    with stage_process(work) as process:
+        exit_code, message = failure_of(work, process)
+
+    assert exit_code == ServerError.exit_code
+    assert "Unsupported CPU attention configuration: head_dim=24" in message
+    assert_nothing_left(runtime(root))
+
+
 def test_a_killed_serve_stage_takes_its_server_along(root: Path, fault: Fault) -> None:
     fault.name, fault.stage = "SIGKILL of the stage", "serve"
     with stage_process(serve_work(root, "orphaned")) as process:

@@ -32,8 +32,10 @@ def generate_load(client: Client, spec: LaunchSpec, benchmark: BenchmarkConfig, 
             concurrency=concurrency,
             num_requests=result["num_prompts"],
             num_failed=result["failed"],
+            num_output_tokens=result["total_output_tokens"],
             ttft_ms=float(result["median_ttft_ms"]),
-            inter_token_latency_ms=float(result["median_itl_ms"]),
+            # Not the median time between chunks: chunks that arrive together have none, however slow the tokens were.
+            inter_token_latency_ms=float(result["median_tpot_ms"]),
             output_tokens_per_s=float(result["output_throughput"]),
         )
         for concurrency, result in zip(benchmark.concurrencies, _run(client, arguments, folder), strict=True)

@@ -16,6 +16,7 @@ EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrup
 USAGE = re.compile(r"^(?:vllm|vllm serve|api_server\.py)\S*: error: (.+)")
 GENERIC = (
     "engine core initialization failed",
+    "enginecore encountered an issue",
     "see root cause above",
     "see stack trace for root cause",
     "cancellederror",

@@ -2,6 +2,7 @@
 
 import re
 
+from flows.compare.plots import throughput_plot
 from flows.compare.report import html_report
 from flows.compare.table import as_json, as_text, cells
 
@@ -44,6 +45,13 @@ def test_the_page_has_a_plot_for_all_that_is_known(make_row):
     ]
     assert page.count("<svg") == len(headings)
     assert "on an abacus" in page
+
+
+def test_no_whisker_reaches_below_zero(make_row):
+    drawn = throughput_plot([make_row(100.0, step_time_iqr_s=5.0), make_row(50.0)])
+    ticks = re.findall(r"<!-- (\S+) -->", drawn)
+    assert "0" in ticks
+    assert not [tick for tick in ticks if tick.startswith(("-", "\N{MINUS SIGN}"))]
 
 
 def test_the_page_needs_nothing_from_elsewhere(make_row):

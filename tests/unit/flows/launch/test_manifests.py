@@ -105,6 +105,11 @@ def test_pods_may_as_little_as_possible(manifest):
             }
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_no_pod_takes_the_place_of_one_that_has_not_ended(nodes):
+    assert manifests_of(nodes=nodes, job="indexed_job")[-1]["spec"]["podReplacementPolicy"] == "Failed"
+
+
 def test_secrets_are_named_and_not_held():
     (job,) = manifests_of(environment={"MY_TOKEN": "planted"})
     (container,) = job["spec"]["template"]["spec"]["containers"]

@@ -1,5 +1,6 @@
 """A serving engine is its module and a line of the registry: with those alone, a serve stage runs it."""
 
+import json
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,10 +57,42 @@ def test_it_is_started_checked_measured_leased_and_ended(tiny_engine: TinyEngine
     assert {"time_to_ready_s", "ttft_ms_concurrency_1", "output_tokens_per_s_concurrency_2"} <= result.metrics.keys()
     spec = LaunchSpec.model_validate_json((context.work / LAUNCH_FILE).read_text())
     assert (spec.engine, spec.engine_version) == ("tiny", "1.2")
-    assert "starting Tiny" in (context.work / "events.jsonl").read_text()
+    assert "checking its answers" in (context.work / "events.jsonl").read_text()
     stage.close()
     with pytest.raises(TransientError):
         client.models()
+
+
+def test_what_it_is_at_is_told_without_an_end_that_nobody_knows(tiny_engine: TinyEngine, serve, context) -> None:
+    stage = run(serve(benchmark={"concurrencies": [1]}), context)
+    next(stage)
+    stage.close()
+
+    events = [json.loads(line) for line in (context.work / "events.jsonl").read_text().splitlines()]
+    told = [event for event in events if event["event"] == "progress"]
+    assert told[-1]["message"] == "measuring under 1 requests at a time"
+    assert not any("total" in event for event in told)
+
+
+@pytest.mark.parametrize(("asked", "given"), [(8, 7), (1, 1)])
+def test_a_time_between_tokens_that_were_not_there_is_not_measured(
+    tiny_engine: TinyEngine, serve, context, asked, given
+) -> None:
+    tiny_engine.answer_tokens = given
+    stage = run(serve(benchmark={"concurrencies": [2], "output_tokens": asked}), context)
+    metrics = next(stage).metrics
+    stage.close()
+
+    assert "inter_token_latency_ms_concurrency_2" not in metrics
+    assert {"ttft_ms_concurrency_2", "output_tokens_per_s_concurrency_2"} <= metrics.keys()
+    assert "latency under 2 at a time: not measured" in (context.work / "events.jsonl").read_text()
+
+
+def test_why_it_died_of_its_first_request_is_found_in_its_log(tiny_engine: TinyEngine, serve, context) -> None:
+    (context.inputs["sft"] / "model" / "deadly").touch()
+
+    with pytest.raises(ServerError, match=r"failed at its first request .*: tiny: cannot run the model: it has a file"):
+        next(run(serve(), context))
 
 
 def test_why_it_did_not_start_is_found_in_its_log(tiny_engine: TinyEngine, serve, context) -> None:

@@ -35,6 +35,17 @@ pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
   Value error, User-specified max_model_len (4096) is greater than the derived max_model_len (512).
     For further information visit https://errors.pydantic.dev/2.14/v/value_error
 """
+DEAD_ENGINE = f"""\
+(APIServer pid=9028) INFO 11-22 16:57:07 [launcher.py:195] Route: /v1/completions, Methods: POST
+{PREFIX}EngineCore encountered a fatal error.
+{PREFIX}Traceback (most recent call last):
+{PREFIX}  File "/site-packages/torch/_ops.py", line 1279, in __call__
+{PREFIX}    return self._op(*args, **kwargs)
+{PREFIX}RuntimeError: Unsupported CPU attention configuration: head_dim=24 isa=1
+(APIServer pid=9028) ERROR 11-22 16:57:59 [async_llm.py:906] Traceback (most recent call last):
+(APIServer pid=9028) ERROR 11-22 16:57:59 [async_llm.py:906] EngineDeadError: EngineCore encountered an issue.
+INFO:      - "POST /v1/completions HTTP/1.1" 500 Internal Server Error
+"""
 USAGE = """\
 usage: vllm serve [model_tag] [options]
 vllm serve: error: argument --dtype: invalid choice: 'float99' (choose from 'auto', 'bfloat16')
@@ -46,6 +57,7 @@ vllm serve: error: argument --dtype: invalid choice: 'float99' (choose from 'aut
     [
         (ENGINE_FAILED, "ValueError: No available memory for the cache blocks."),
         (VALIDATION, "max_model_len (4096) is greater than the derived max_model_len (512)."),
+        (DEAD_ENGINE, "RuntimeError: Unsupported CPU attention configuration: head_dim=24"),
         (USAGE, "argument --dtype: invalid choice: 'float99'"),
         (WORDLESS, "line 515, in weight_loader assert loaded_weight.shape[output_dim] == self.org_vocab_size"),
     ],
