@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, JsonValue, PositiveInt
 
 from stages.core.contract import ModelOrServerReference, OutsidePath, StageConfig
-from stages.core.fields import Product
+from stages.core.fields import AddedLater, Product
 from stages.evaluate.harnesses.harness import Evaluation
 from stages.evaluate.harnesses.registry import default_harness
 from stages.serving.config import ServeExecution, ServingConfig
@@ -38,6 +38,9 @@ class EvaluateConfig(StageConfig):
     seed: int | None = Field(
         None, ge=0, lt=2**32, description="Of few-shot examples and random numbers; default: the harness's own."
     )
+    trust_task_code: Annotated[bool, AddedLater()] = Field(
+        False, description="Run the code of `task_folder`: `!function` tags, and Jinja outside a sandbox."
+    )
     execution: EvaluateExecution = EvaluateExecution()
 
     @property
@@ -53,6 +56,13 @@ class EvaluateConfig(StageConfig):
         programs = {f"{harness.name}_version": harness.version(), **installed_version()}
         return {**programs, **harness.resolve_outside(self.evaluation)}
 
+    def custom_code(self) -> tuple[str, ...]:
+        """Code of the recipe's own that the evaluation runs, such as `sums.yaml: !function utils.score`.
+
+        Raises EvaluationError for tasks that do not exist.
+        """
+        return default_harness().custom_code(self.evaluation)
+
     @property
     def evaluation(self) -> Evaluation:
         """What a harness is asked for."""
@@ -63,5 +73,6 @@ class EvaluateConfig(StageConfig):
             num_fewshot=self.num_fewshot,
             apply_chat_template=self.apply_chat_template,
             seed=self.seed,
+            trust_task_code=self.trust_task_code,
             concurrent_requests=self.execution.concurrent_requests,
         )

@@ -37,6 +37,7 @@ class Evaluation:
     num_fewshot: int | None
     apply_chat_template: bool
     seed: int | None
+    trust_task_code: bool
     concurrent_requests: int
 
 
@@ -72,7 +73,13 @@ class Harness(Protocol):
     def resolve_outside(self, evaluation: Evaluation) -> dict[str, JsonValue]:
         """What else decides the scores, such as the commits of datasets. May ask the network.
 
-        Raises EvaluationError for tasks that do not exist, DownloadError or TransientError when a hub gives no answer.
+        Raises EvaluationError for tasks that do not exist, or have code that is not trusted; DownloadError or
+        TransientError when a hub gives no answer.
+        """
+
+    def custom_code(self, evaluation: Evaluation) -> tuple[str, ...]:
+        """What of the task folder is code that the evaluation runs; a description of each piece. Raises EvaluationError
+        for tasks that do not exist.
         """
 
     def prepare(self, evaluation: Evaluation, cache: Path) -> None:

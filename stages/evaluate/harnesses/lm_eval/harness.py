@@ -12,7 +12,7 @@ from pydantic import JsonValue
 from stages.core.contract import StageContext
 from stages.evaluate.harnesses.harness import Evaluation, Results, ServedModel
 from stages.evaluate.harnesses.lm_eval.revisions import check_loaded, resolve_hub_datasets
-from stages.evaluate.harnesses.lm_eval.tasks import select_tasks
+from stages.evaluate.harnesses.lm_eval.tasks import TaskSelection, check_trusted, select_tasks
 
 PROGRESS_EVERY = 10
 KEPT_RESULTS = ("results", "groups", "group_subtasks", "configs", "versions", "n-shot", "higher_is_better", "n-samples")
@@ -28,10 +28,14 @@ class LmEval:
         return version("lm_eval")
 
     def resolve_outside(self, evaluation: Evaluation) -> dict[str, JsonValue]:
-        return resolve_hub_datasets(select_tasks(evaluation.tasks, evaluation.task_folder))
+        return resolve_hub_datasets(_selection(evaluation))
+
+    def custom_code(self, evaluation: Evaluation) -> tuple[str, ...]:
+        folder = select_tasks(evaluation.tasks, evaluation.task_folder).folder
+        return folder.code if folder else ()
 
     def prepare(self, evaluation: Evaluation, cache: Path) -> None:
-        selection = select_tasks(evaluation.tasks, evaluation.task_folder)
+        selection = _selection(evaluation)
         os.environ.setdefault("HF_DATASETS_CACHE", str(cache / "datasets"))
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         if selection.offline:
@@ -46,7 +50,7 @@ class LmEval:
             if num_answered % PROGRESS_EVERY == 0 or num_answered == num_asked:
                 context.progress(num_answered, num_asked, "answers", "evaluating")
 
-        tasks = scoring.load_tasks(select_tasks(evaluation.tasks, evaluation.task_folder), evaluation)
+        tasks = scoring.load_tasks(_selection(evaluation), evaluation)
         check_loaded(tasks["tasks"].values(), context.outside)
         model = scoring.LmEvalModel(await_model(), evaluation)
         answers = context.scratch / f"answers-{context.version}"
@@ -57,3 +61,11 @@ class LmEval:
                 f"{model.context_tokens} tokens with the answer; raise serving.max_model_len, or lower num_fewshot"
             )
         return Results({key: results[key] for key in KEPT_RESULTS if key in results}, results["samples"])
+
+
+def _selection(evaluation: Evaluation) -> TaskSelection:
+    """The tasks, found and trusted. Raises EvaluationError."""
+    selection = select_tasks(evaluation.tasks, evaluation.task_folder)
+    if not evaluation.trust_task_code:
+        check_trusted(selection)
+    return selection

@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import jinja2
+import lm_eval.utils
 import numpy as np
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from lm_eval.api.model import CacheHook, CachingLM
 from lm_eval.defaults import DEFAULT_MAX_GEN_TOKS, DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.evaluator import evaluate
@@ -23,6 +26,8 @@ from stages.evaluate.harnesses.harness import Evaluation, ServedModel
 from stages.evaluate.harnesses.lm_eval.tasks import TaskSelection
 
 MAX_TRIES = 3
+LM_EVAL_JINJA = lm_eval.utils.env
+"""Renders every template of a task, with access to all of Python."""
 
 Report = Callable[[int, int], None]
 
@@ -101,6 +106,7 @@ class _ReportingHook(CacheHook):
 
 def load_tasks(selection: TaskSelection, evaluation: Evaluation) -> dict[str, Any]:
     """The tasks with their datasets, few-shot examples and seeds set up, as `evaluate` takes them."""
+    lm_eval.utils.env = LM_EVAL_JINJA if evaluation.trust_task_code else _sandboxed(LM_EVAL_JINJA)
     folder = selection.folder.path.resolve() if selection.folder else None
     # Task files name their data files relative to the task folder, and `datasets` relative to where we are.
     with contextlib.chdir(folder or Path.cwd()):
@@ -113,6 +119,17 @@ def load_tasks(selection: TaskSelection, evaluation: Evaluation) -> dict[str, An
             task.set_config(key="num_fewshot", value=evaluation.num_fewshot or 0)
         task.set_fewshot_seed(seed=_seed(evaluation, DEFAULT_OTHER_SEED))
     return loaded
+
+
+def _sandboxed(environment: jinja2.Environment) -> ImmutableSandboxedEnvironment:
+    """The same for templates that cannot be trusted: no access to Python's inner attributes, no change of objects."""
+    sandbox = ImmutableSandboxedEnvironment(
+        loader=environment.loader,
+        undefined=environment.undefined,
+        keep_trailing_newline=environment.keep_trailing_newline,
+    )
+    sandbox.filters |= environment.filters
+    return sandbox
 
 
 def evaluate_tasks(

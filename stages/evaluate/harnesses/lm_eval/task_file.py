@@ -1,4 +1,4 @@
-"""One YAML file of lm-eval tasks, read without importing what its `!function` tags name: names, members, datasets."""
+"""One YAML file of lm-eval tasks, read without running what it names: names, members, datasets, code."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import jinja2
 import yaml
 
 FILE_FORMATS = ("json", "csv", "parquet", "text", "arrow")
@@ -67,6 +68,31 @@ def dataset_of(config: dict[str, Any]) -> HubDataset | None:
     if not isinstance(path, str) or path in FILE_FORMATS or not _REPOSITORY.fullmatch(path):
         return None
     return HubDataset(path, (config.get("dataset_kwargs") or {}).get("revision"))
+
+
+def code_in(config: dict[str, Any]) -> Iterator[str]:
+    """What the config would run outside a sandbox: `!function` tags, Jinja that reaches into Python's objects, and
+    metrics that Hugging Face's `evaluate` loads as Python files.
+
+    Jinja that hides what it does is stopped by the sandbox when it is rendered.
+    """
+    metrics = config.get("metric_list")
+    for metric in metrics if isinstance(metrics, list) else ():
+        if isinstance(metric, dict) and (metric.get("hf_evaluate") or "/" in str(metric.get("metric"))):
+            yield f"the metric {metric.get('metric')} of Hugging Face's evaluate"
+    for text in strings_in(config):
+        if isinstance(text, Function):
+            yield f"!function {text}"
+        elif "__" in text and _reaches_into_python(text):
+            yield f"the Jinja {text!r}"
+
+
+def _reaches_into_python(template: str) -> bool:
+    try:
+        parsed = jinja2.Environment(autoescape=True).parse(template)
+    except jinja2.TemplateSyntaxError:
+        return False
+    return any(node.attr.startswith("__") for node in parsed.find_all(jinja2.nodes.Getattr))
 
 
 def strings_in(tree: Any) -> Iterator[str]:

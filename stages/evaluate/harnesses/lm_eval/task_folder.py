@@ -16,6 +16,7 @@ from stages.core.errors import EvaluationError
 from stages.evaluate.harnesses.lm_eval.task_file import (
     Function,
     HubDataset,
+    code_in,
     dataset_of,
     members_of,
     names_of,
@@ -26,14 +27,16 @@ from stages.evaluate.harnesses.lm_eval.task_file import (
 
 @dataclass(frozen=True)
 class TaskFolder:
-    """names: tasks, groups and tags that it defines. What lies elsewhere: the repositories whose samples its tasks
-    take, and the tasks of others that its groups have.
+    """names: tasks, groups and tags that it defines. code: its Python files, and what else its tasks would run.
+
+    What lies elsewhere: the repositories whose samples its tasks take, and the tasks of others that its groups have.
     """
 
     path: Path
     names: frozenset[str] = frozenset()
     hub_datasets: frozenset[HubDataset] = frozenset()
     members_elsewhere: frozenset[str] = frozenset()
+    code: tuple[str, ...] = ()
 
     @property
     def uses_hub(self) -> bool:
@@ -46,11 +49,15 @@ def read_task_folder(path: Path) -> TaskFolder:
     if not path.is_dir():
         raise EvaluationError(f"there is no task folder {path}; expected a folder with YAML files of lm-eval tasks")
     _refuse_links_outside(path)
-    configs = [_read_config(file, path) for file in sorted([*path.rglob("*.yaml"), *path.rglob("*.yml")])]
+    files = sorted([*path.rglob("*.yaml"), *path.rglob("*.yml")])
+    configs = [_read_config(file, path) for file in files]
     names = frozenset(name for config in configs for name in names_of(config))
     members = frozenset(name for config in configs for name in members_of(config))
     datasets = frozenset(dataset for config in configs if (dataset := dataset_of(config)))
-    return TaskFolder(path, names, datasets, members - names)
+    code = [str(file.relative_to(path)) for file in sorted(path.rglob("*.py"))]
+    for file, config in zip(files, configs, strict=True):
+        code += [f"{file.relative_to(path)}: {one}" for one in code_in(config)]
+    return TaskFolder(path, names, datasets, members - names, tuple(code))
 
 
 def _refuse_links_outside(folder: Path) -> None:

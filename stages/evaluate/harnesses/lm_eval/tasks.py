@@ -37,6 +37,15 @@ def select_tasks(names: tuple[str, ...], folder: Path | None) -> TaskSelection:
     return TaskSelection(names, local, needs_builtin=bool(elsewhere) or bool(local and local.uses_hub))
 
 
+def check_trusted(selection: TaskSelection) -> None:
+    """Raise EvaluationError for a task folder with code of its own, which the recipe has not said to trust."""
+    if selection.folder and selection.folder.code:
+        raise EvaluationError(
+            f"the task folder {selection.folder.path} has code that would run with all rights of this user: "
+            f"{'; '.join(selection.folder.code)}. Read it, then say `trust_task_code: true`, or remove it"
+        )
+
+
 def hub_datasets(selection: TaskSelection) -> frozenset[HubDataset]:
     """The repositories of the hub that the selected tasks, and those of the task folder, take their samples from."""
     local = selection.folder or TaskFolder(Path())

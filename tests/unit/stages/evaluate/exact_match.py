@@ -24,6 +24,9 @@ class ExactMatch:
     def resolve_outside(self, evaluation: Evaluation) -> dict[str, JsonValue]:
         return {"letters": "all"}
 
+    def custom_code(self, evaluation: Evaluation) -> tuple[str, ...]:
+        return ()
+
     def prepare(self, evaluation: Evaluation, cache: Path) -> None:
         for task in evaluation.tasks:
             if not _file(evaluation, task).is_file():

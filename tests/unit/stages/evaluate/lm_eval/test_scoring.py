@@ -1,6 +1,8 @@
 """What a server is asked, against what lm-eval itself asks of it: prompts with examples, and whole texts."""
 
 import json
+import re
+import shutil
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -8,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 import torch
 from lm_eval.evaluator import simple_evaluate
@@ -15,8 +18,10 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from stages.core.errors import EvaluationError
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.harnesses.harness import Evaluation, ServedModel
+from stages.evaluate.harnesses.lm_eval.harness import LmEval
 from stages.evaluate.harnesses.lm_eval.scoring import LmEvalModel, evaluate_tasks, load_tasks
 from stages.evaluate.harnesses.lm_eval.tasks import select_tasks
 from stages.serving.client import Client
@@ -70,6 +75,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "tasks" / "shots.yaml").write_text(TASK)
     (folder / "tasks" / "texts.yaml").write_text(TEXTS)
     return folder
+
+
+@pytest.fixture
+def own_tasks(folder: Path) -> Iterator[Path]:
+    """The task folder, for more tasks to be written into; they are gone afterwards."""
+    tasks = folder / "tasks"
+    before = set(tasks.iterdir())
+    yield tasks
+    for path in set(tasks.iterdir()) - before:
+        path.unlink() if path.is_file() else shutil.rmtree(path)
 
 
 @pytest.fixture(scope="module")
@@ -192,3 +207,37 @@ def test_whole_texts_are_scored_as_lm_eval_scores_them_with_transformers(folder,
     expected = reference.loglikelihood_rolling(task.instances, disable_tqdm=True)
     found = [row["resps"][0][0] for row in sorted(ours["samples"]["texts"], key=lambda row: row["doc_id"])]
     assert found == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("doc_to_target: !function own.answer", "own.yaml: !function own.answer"),
+        ('doc_to_target: "{{question.__class__}}"', "own.yaml: the Jinja '{{question.__class__}}'"),
+    ],
+)
+def test_code_of_a_task_asks_for_a_field_of_the_recipe(folder, own_tasks, server, line, code) -> None:
+    (own_tasks / "own.py").write_text("def answer(row):\n    return '7'\n")
+    (own_tasks / "own.yaml").write_text(
+        TASK.replace("task: shots", "task: own").replace('doc_to_target: "{{answer}}"', line)
+    )
+    asked = evaluation(folder, "own", limit=2)
+
+    for check in (lambda: LmEval().prepare(asked, folder / "cache"), lambda: LmEval().resolve_outside(asked)):
+        with pytest.raises(EvaluationError, match=f"has code .*{re.escape(code)}.*say `trust_task_code: true`"):
+            check()
+    trusted = replace(asked, trust_task_code=True)
+    LmEval().prepare(trusted, folder / "cache")
+    assert code in LmEval().custom_code(trusted)
+    assert evaluate(folder, server, trusted)["samples"]["own"][0]["target"] in ("7", "<class 'str'>")
+
+
+def test_jinja_that_hides_what_it_does_is_stopped_by_a_sandbox(folder, own_tasks, server) -> None:
+    (own_tasks / "own.yaml").write_text(
+        TASK.replace("task: shots", "task: own").replace("{{answer}}", "{{ question | attr('__cla' ~ 'ss__') }}")
+    )
+    asked = evaluation(folder, "own", limit=2)
+    assert LmEval().custom_code(asked) == ()
+
+    with pytest.raises(jinja2.exceptions.SecurityError, match="'__class__'"):
+        evaluate(folder, server, asked)

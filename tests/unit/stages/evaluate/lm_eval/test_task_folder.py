@@ -69,11 +69,32 @@ def test_a_link_outside_is_refused(folder: Path) -> None:
         read_task_folder(folder)
 
 
-def test_functions_of_the_folder_are_allowed_and_not_run(folder: Path) -> None:
+def test_functions_of_the_folder_are_known_as_code_and_not_run(folder: Path) -> None:
     (folder / "scoring.py").write_text("raise SystemExit('was imported')\n")
     (folder / "own.yaml").write_text("task: own\nprocess_results: !function scoring.score\n")
 
-    assert "own" in read_task_folder(folder).names
+    found = read_task_folder(folder)
+
+    assert "own" in found.names
+    assert found.code == ("scoring.py", "own.yaml: !function scoring.score")
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ('doc_to_text: "{{question}} {{_id}}"', None),
+        ('doc_to_text: "{{question.strip()[:-1]}} ____."', None),
+        ('doc_to_text: "{{question.__class__.__mro__}}"', "the Jinja '{{question.__class__.__mro__}}'"),
+        ('doc_to_target: ["{% set a = cycler.__init__ %}"]', "the Jinja '{% set a = cycler.__init__ %}'"),
+        ("metric_list: [{metric: exact_match}]", None),
+        ("metric_list: [{metric: bleu, hf_evaluate: true}]", "the metric bleu of Hugging Face's evaluate"),
+        ("metric_list: [{metric: ./own}]", "the metric ./own of Hugging Face's evaluate"),
+    ],
+)
+def test_what_a_task_would_run_outside_a_sandbox_is_known(folder: Path, text: str, code: str | None) -> None:
+    (folder / "own.yaml").write_text(f"task: own\n{text}\n")
+
+    assert read_task_folder(folder).code == ((f"own.yaml: {code}",) if code else ())
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
