@@ -10,7 +10,7 @@ from stages.planner.workload import Precision
 
 @dataclass(frozen=True)
 class AdamSettings:
-    """AdamW (Loshchilov and Hutter 2019); weights decay all alike."""
+    """AdamW (Loshchilov and Hutter 2019)."""
 
     learning_rate: float
     """What the optimizer is made with; every step is given its own."""
@@ -18,6 +18,8 @@ class AdamSettings:
     beta2: float = 0.95
     epsilon: float = 1e-8
     weight_decay: float = 0.0
+    decay_norms_and_biases: bool = False
+    """Whether they decay too; else matrices and embeddings alone do, as Transformers and TRL have it."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from stages.core.contract import Execution, ModelReference, StageConfig
-from stages.core.fields import AddedLater, Product
+from stages.core.fields import AddedLater, Product, without
 from stages.core.strict import StrictModel
 from stages.data.config import DataConfig
 from stages.engines.settings import AdamSettings, EngineSettings
@@ -99,12 +99,19 @@ class TrainConfig(MethodOptions):
     global_batch_size: PositiveInt = Field(description="Packed rows of one optimizer step, over all processes.")
     learning_rate: PositiveFloat = Field(description="Of AdamW, after the warm-up.")
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="Of the learning rate.")
-    warmup_steps: NonNegativeInt = Field(0, description="Steps in which the learning rate grows linearly from 0.")
+    warmup_steps: NonNegativeInt = Field(
+        0,
+        description="The learning rate of step k of these is k shares of the full one; Transformers' is k - 1 shares, "
+        "so that its first step learns nothing. Later steps are the same.",
+    )
     min_learning_rate_fraction: float = Field(0.0, ge=0, le=1, description="Where cosine and linear end.")
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the mean of gradients.")
     adam_beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the mean of squared gradients.")
     adam_epsilon: PositiveFloat = Field(1e-8, description="Added to the denominator of Adam.")
     weight_decay: NonNegativeFloat = Field(0.0, description="Decoupled, as in AdamW.")
+    decay_norms_and_biases: bool = Field(
+        False, description="Whether `weight_decay` shrinks them too; Transformers and TRL leave them alone."
+    )
     max_grad_norm: PositiveFloat | None = Field(1.0, description="Larger gradients are clipped; null: none are.")
     precision: Precision = Field(
         "bf16",
@@ -154,10 +161,22 @@ class TrainConfig(MethodOptions):
     @property
     def engine_settings(self) -> EngineSettings:
         """What the engine needs to know."""
-        adam = AdamSettings(self.learning_rate, self.adam_beta1, self.adam_beta2, self.adam_epsilon, self.weight_decay)
+        adam = AdamSettings(
+            self.learning_rate,
+            self.adam_beta1,
+            self.adam_beta2,
+            self.adam_epsilon,
+            self.weight_decay,
+            self.decay_norms_and_biases,
+        )
         return EngineSettings(
             self.layout, self.precision, adam, self.seed, self.execution.hang_timeout_s, self.trust_remote_code
         )
+
+    def identity(self) -> dict[str, JsonValue]:
+        """Without what weights decay alike, where none decays."""
+        found = super().identity()
+        return found if self.weight_decay else without(found, {"decay_norms_and_biases"})
 
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
         for field, name in self.references().items():

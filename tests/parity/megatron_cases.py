@@ -101,6 +101,11 @@ class Case:
         return "dpo" if self.data == "pairs" else "sft"
 
     @property
+    def everything_decays(self) -> bool:
+        """Norms and biases too: tried with the data of some cases."""
+        return self.data == "single"
+
+    @property
     def name(self) -> str:
         degrees = {key: value for key, value in self.layout.items() if key != "micro_batch_size"}
         words = [key if value is True else f"{key}{value}" for key, value in degrees.items()] or ["plain"]
@@ -216,6 +221,7 @@ def train_config(case: Case) -> dict[str, Any]:
         "learning_rate": LEARNING_RATE,
         "adam_epsilon": EPSILON,
         "weight_decay": WEIGHT_DECAY,
+        "decay_norms_and_biases": case.everything_decays,
         "max_grad_norm": MAX_GRAD_NORM[case.method],
         "precision": "fp32",
         **({"dpo": {"beta": BETA}} if case.method == "dpo" else {}),

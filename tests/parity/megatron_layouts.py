@@ -35,6 +35,7 @@ from tests.parity.megatron_cases import (  # noqa: E402
     global_batches,
     make_models,
 )
+from tests.parity.plain_adam import trainer_parameter_groups  # noqa: E402
 from tests.parity.ranks import Ranks, started_ranks  # noqa: E402
 
 LIMITS = {"log_probability": 1e-5, "loss": 1e-6, "gradient": 1e-6, "grad_norm": 1e-5, "weight": 1e-6}
@@ -120,7 +121,7 @@ def compare(ranks: Ranks, folder: Path, processes: int) -> list[Comparison]:
 def differences(folder: Path, name: str, case: Case) -> dict[str, float]:
     result: dict[str, Any] = torch.load(folder / "results" / f"{name}.pt")
     weights = load_file(folder / "exported" / name / "model.safetensors")
-    expected = train_plainly(folder / "models" / case.model, case.data)
+    expected = train_plainly(folder / "models" / case.model, case.data, case.everything_decays)
     losses = [
         *zip(result["losses"], expected.losses, strict=True),
         (result["evaluation_loss"], expected.evaluation_loss),
@@ -146,7 +147,7 @@ def largest_of_all(found: dict[str, Tensor], expected: dict[str, Tensor]) -> flo
 
 
 @cache
-def train_plainly(folder: Path, data: str) -> Expected:
+def train_plainly(folder: Path, data: str, everything_decays: bool) -> Expected:
     """Document by document, with Transformers' own attention."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     method = "dpo" if data == "pairs" else "sft"
@@ -154,9 +155,9 @@ def train_plainly(folder: Path, data: str) -> Expected:
     with torch.no_grad():
         first = torch.stack([torch.cat([token_values(model, document) for document in row]) for row in batches[0]])
         references = [[values.sum() for values in document_values(model, rows)] for rows in batches]
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), eps=EPSILON, weight_decay=WEIGHT_DECAY
-    )
+    everything = [{"params": list(model.parameters()), "weight_decay": WEIGHT_DECAY}]
+    groups = everything if everything_decays else trainer_parameter_groups(model, WEIGHT_DECAY)
+    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=EPSILON)
     losses, norms, gradients = [], [], {}
     for rows, reference in zip(batches, references, strict=True):
         loss = mean_loss(method, document_values(model, rows), reference)

@@ -18,6 +18,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from tests.parity.plain_adam import trainer_parameter_groups
 from tests.parity.ranks import started_ranks
 
 VOCABULARY = 64
@@ -105,9 +106,8 @@ def plain(models, data):
 
 def train_plainly(folder, data):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), eps=EPSILON, weight_decay=WEIGHT_DECAY
-    )
+    groups = trainer_parameter_groups(model, WEIGHT_DECAY)
+    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=EPSILON)
     losses, grad_norms = [], []
     for rows in data:
         documents = [torch.tensor([document]) for row in rows for document in row]

@@ -20,6 +20,7 @@ from stages.data.batch import Batch
 from stages.engines.engine import LossMeans, StepOutcome
 from stages.engines.export import export_model
 from stages.engines.fsdp.model import load_model
+from stages.engines.fsdp.optimizer import decayed_parameters, parameter_groups
 from stages.engines.fsdp.parallelize import data_parallel_mesh, parallelize
 from stages.engines.fsdp.state import TrainingState
 from stages.engines.loss import Loss
@@ -42,15 +43,15 @@ class FsdpEngine:
             folder, device=device, reads_weights=self.data_rank == 0, trust_remote_code=settings.trust_remote_code
         )
         self.flops = model_flops(self._model.causal_lm)
+        adam = settings.adam
+        decayed = None if adam.decay_norms_and_biases else decayed_parameters(self._model.causal_lm)
         parallelize(self._model, settings.layout, self._mesh, self.compute_dtype)
         self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        adam = settings.adam
         self._optimizer = torch.optim.AdamW(
-            self._parameters,
+            parameter_groups(self._model.causal_lm, adam.weight_decay, decayed),
             lr=adam.learning_rate,
             betas=(adam.beta1, adam.beta2),
             eps=adam.epsilon,
-            weight_decay=adam.weight_decay,
             fused=True,
         )
         self._state = TrainingState(self._model.causal_lm, self._optimizer)

@@ -47,7 +47,7 @@ def wrap_chunks(chunks: Sequence[GPTModel], layout: Layout) -> list[DistributedD
 
 
 class Adam:
-    """AdamW over the parameters of this process's chunks; weight decay on all of them, as in the FSDP engine."""
+    """AdamW over the parameters of this process's chunks; the same ones decay as in the FSDP engine."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], settings: EngineSettings) -> None:
         self._chunks = chunks
@@ -66,9 +66,11 @@ class Adam:
                 use_distributed_optimizer=settings.layout.optimizer_shards > 1,
             ),
             list(chunks),
-            config_overrides={},
+            config_overrides={} if adam.decay_norms_and_biases else None,  # None: Megatron leaves vectors out
             use_gloo_process_groups=False,
         )
+        for group in self.megatron.param_groups:  # Megatron leaves that to its scheduler, which nothing here needs
+            group["weight_decay"] = adam.weight_decay * group["wd_mult"]
         _fuse(self.megatron)
 
     def zero_gradients(self) -> None:

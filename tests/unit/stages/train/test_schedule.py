@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+import torch
+from transformers import get_scheduler
 
 from stages.train.config import TrainConfig
 from stages.train.schedule import learning_rate
@@ -33,6 +35,21 @@ def make_config(schedule, floor=0.0, warmup=WARMUP):
 def test_warm_up_is_linear_and_starts_above_zero(schedule):
     rates = [learning_rate(make_config(schedule), step, NUM_STEPS) for step in range(1, WARMUP + 2)]
     assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 2.0])
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_rates_are_those_of_transformers_whose_warm_up_is_a_step_behind(schedule):
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
+    theirs = get_scheduler(schedule, optimizer, num_warmup_steps=WARMUP, num_training_steps=NUM_STEPS)
+    expected = []
+    for _ in range(NUM_STEPS):
+        expected.append(theirs.get_last_lr()[0])
+        optimizer.step()
+        theirs.step()
+    rates = [learning_rate(make_config(schedule), step, NUM_STEPS) for step in range(1, NUM_STEPS + 1)]
+    assert rates[WARMUP:] == pytest.approx(expected[WARMUP:])
+    assert rates[: WARMUP - 1] == pytest.approx(expected[1:WARMUP])
+    assert expected[0] == 0
 
 
 @pytest.mark.parametrize(("schedule", "middle"), [("cosine", 1.0), ("linear", 1.0), ("constant", 2.0)])

@@ -1,0 +1,16 @@
+"""What decays in plain Transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import Trainer
+
+
+def trainer_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """As `Trainer.create_optimizer` makes them."""
+    decayed = set(Trainer.get_decay_parameter_names(None, model))
+    chosen = [parameter for name, parameter in model.named_parameters() if name in decayed]
+    others = [parameter for name, parameter in model.named_parameters() if name not in decayed]
+    return [{"params": chosen, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
