@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 from stages.core.errors import DataError
+from stages.data.documents import Document
 from stages.data.files import BadRow, find_files, read_rows
-from stages.data.formats import Document, RowReader
+from stages.data.formats import RowReader
 from stages.data.messages import RowError
 from stages.data.templates import Rendered
 from stages.data.tokenizer import DocumentTokenizer, Tokens

@@ -2,30 +2,32 @@
 
 | format              | columns                                                                                      |
 | ------------------- | -------------------------------------------------------------------------------------------- |
-| `messages`          | `messages`: list of {role, content}; maybe `tools`, what the assistant may call              |
-| `sharegpt`          | `conversations`: list of {from, value}; maybe `system`                                       |
+| `messages`          | `messages`: list of {role, content}                                                          |
+| `sharegpt`          | `conversations`: list of {from, value}                                                       |
 | `prompt_completion` | `prompt`, `completion`: two strings, taken as they are, or lists of messages                 |
-| `alpaca`            | `instruction`, `output`, maybe `input`: one turn each                                        |
+| `alpaca`            | `instruction`, `output`, maybe `input`: one turn each; maybe `history`: earlier questions    |
+|                     | and answers                                                                                  |
 | `text`              | `text`: a string, taken as it is                                                             |
 | `preference`        | `chosen`, `rejected`: strings, taken as they are, or lists of messages; maybe `prompt`, which |
 |                     | may also be contained in both                                                                |
 
+Conversations of every format may have `system` and `tools`, what the assistant may call.
 Where some of `prompt`, `completion`, `chosen`, `rejected` are lists and others strings, the strings are messages too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from stages.core.errors import DataError
 from stages.data.config import DataFormat, RowKind
+from stages.data.documents import Conversation, Document, PlainText
 from stages.data.messages import (
     Message,
     RowError,
-    Tool,
     as_messages,
+    decoded,
     kind_of,
     listed,
     make_message,
@@ -34,8 +36,8 @@ from stages.data.messages import (
     parse_text,
     parse_tools,
 )
-
-Columns = dict[str, Any]
+from stages.data.preferences import Columns, read_preference
+from stages.data.row_fields import Unread, check_no_system, check_row, unlearned_turns, with_system
 
 SHAREGPT_ROLES = {
     "system": "system",
@@ -47,31 +49,12 @@ SHAREGPT_ROLES = {
 
 
 @dataclass(frozen=True)
-class Conversation:
-    """Messages to render with a chat template; the first `num_prompt_messages` carry no loss, in whatever role."""
-
-    messages: list[Message]
-    num_prompt_messages: int = 0
-    tools: tuple[Tool, ...] = ()
-
-
-@dataclass(frozen=True)
-class PlainText:
-    """Text taken as it is, loss on the completion; the end-of-text token follows."""
-
-    prompt: str
-    completion: str
-
-
-Document = Conversation | PlainText
-
-
-@dataclass(frozen=True)
 class Format:
-    """The columns that a row must have, and how it is read: one document, or chosen and rejected."""
+    """The columns that a row must and may have, and how it is read: one document, or chosen and rejected."""
 
     columns: tuple[str, ...]
     read: Callable[[Columns], tuple[Document, ...]]
+    optional: tuple[str, ...] = ("system", "tools")
     rows: RowKind = "examples"
 
 
@@ -95,12 +78,14 @@ def choose_format(wanted: DataFormat, first_row: Columns, rows: RowKind) -> Form
 
 
 class RowReader:
-    """Reads the rows of one dataset, all in the same format."""
+    """Reads the rows of one dataset, all in the same format, and all conversations or all plain text."""
 
     def __init__(self, wanted: DataFormat, rows: RowKind) -> None:
         self._wanted = wanted
         self._rows = rows
         self._format: Format | None = None
+        self._is_plain: bool | None = None
+        self.unread = Unread()
 
     def read(self, content: object) -> tuple[Document, ...]:
         """The documents of a row: one, or of a pair the chosen and the rejected.
@@ -114,93 +99,74 @@ class RowReader:
         missing = [column for column in self._format.columns if column not in content]
         if missing:
             raise RowError(f"has no {listed(missing)}; found {listed(content)}")
-        return self._format.read(content)
+        read = self._format.columns + self._format.optional
+        check_row(content, read)
+        documents = self._format.read(content)
+        self._check_form(isinstance(documents[0], PlainText))
+        self.unread.add(content, read)
+        return documents
+
+    def _check_form(self, is_plain: bool) -> None:
+        """One half of a dataset would be learned with the chat template, the other without."""
+        if self._is_plain is None:
+            self._is_plain = is_plain
+        if self._is_plain != is_plain:
+            forms = {True: "plain text", False: "a conversation"}
+            raise RowError(f"is {forms[is_plain]}, but the first row is {forms[self._is_plain]}; expected one form")
 
 
 def _read_messages(row: Columns) -> tuple[Document, ...]:
-    return (Conversation(ordered(parse_messages(row["messages"], "messages")), tools=parse_tools(row)),)
+    return (_conversation(row, parse_messages(row["messages"], "messages"), row["messages"]),)
 
 
 def _read_sharegpt(row: Columns) -> tuple[Document, ...]:
     messages = parse_messages(row["conversations"], "conversations", ("from", "value"), SHAREGPT_ROLES)
-    if row.get("system"):
-        messages = [make_message("system", parse_text(row["system"], "system")), *messages]
-    return (Conversation(ordered(messages)),)
+    return (_conversation(row, messages, row["conversations"]),)
+
+
+def _conversation(row: Columns, messages: list[Message], marked: object, num_prompt_messages: int = 0) -> Conversation:
+    """`marked`: the last messages as the row has them, which may say what is not learned of them."""
+    whole = ordered(with_system(row, messages))
+    num_before = len(whole) - len(marked) if isinstance(marked, list) else 0
+    roles = [message["role"] == "assistant" for message in whole[num_before:]]
+    unlearned = unlearned_turns(marked, roles, num_before) if isinstance(marked, list) else frozenset()
+    num_prompt_messages += len(whole) - len(messages) if num_prompt_messages else 0
+    return Conversation(whole, num_prompt_messages, parse_tools(row), unlearned)
 
 
 def _read_alpaca(row: Columns) -> tuple[Document, ...]:
     question = parse_text(row["instruction"], "instruction")
     if row.get("input") not in (None, ""):
         question += "\n\n" + parse_text(row["input"], "input")
-    return (
-        Conversation([make_message("user", question), make_message("assistant", parse_text(row["output"], "output"))]),
-    )
+    turns = [*_history(row), (question, parse_text(row["output"], "output"))]
+    messages = [
+        make_message(role, text) for turn in turns for role, text in zip(("user", "assistant"), turn, strict=True)
+    ]
+    return (_conversation(row, messages, None),)
+
+
+def _history(row: Columns) -> list[tuple[str, str]]:
+    """Earlier turns: pairs of a question and its answer."""
+    history = decoded(row.get("history"))
+    if history in (None, ""):
+        return []
+    if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
+        raise RowError(f"has {kind_of(history)} in `history`; expected a list of [question, answer]")
+    return [(parse_text(question, "history"), parse_text(answer, "history")) for question, answer in history]
 
 
 def _read_prompt_completion(row: Columns) -> tuple[Document, ...]:
     prompt, completion = row["prompt"], row["completion"]
     if not isinstance(prompt, list) and not isinstance(completion, list):
+        check_no_system(row)
         return (PlainText(parse_text(prompt, "prompt"), parse_text(completion, "completion")),)
     before = as_messages(prompt, "prompt", "user")
     after = as_messages(completion, "completion", "assistant")
-    return (Conversation(ordered(before + after), len(before), parse_tools(row)),)
+    return (_conversation(row, before + after, completion, len(before)),)
 
 
 def _read_text(row: Columns) -> tuple[Document, ...]:
     return (PlainText("", parse_text(row["text"], "text")),)
-
-
-def _read_preference(row: Columns) -> tuple[Document, ...]:
-    if row["chosen"] == row["rejected"]:
-        raise RowError("has the same `chosen` and `rejected`; expected two different answers")
-    if any(isinstance(row.get(column), list) for column in ("prompt", "chosen", "rejected")):
-        return _read_conversational_preference(row)
-    return _read_plain_preference(row)
-
-
-def _read_plain_preference(row: Columns) -> tuple[Document, ...]:
-    chosen, rejected = parse_text(row["chosen"], "chosen"), parse_text(row["rejected"], "rejected")
-    if row.get("prompt") is not None:
-        prompt = parse_text(row["prompt"], "prompt")
-        return PlainText(prompt, chosen), PlainText(prompt, rejected)
-    shared = chosen[: _num_shared(chosen, rejected)]
-    prompt = shared[: max(shared.rfind(" "), shared.rfind("\n")) + 1]
-    if not prompt.strip():
-        raise RowError("has no `prompt`, and `chosen` and `rejected` do not begin with a common one; expected either")
-    chosen, rejected = chosen.removeprefix(prompt), rejected.removeprefix(prompt)
-    return PlainText(prompt, parse_text(chosen, "chosen")), PlainText(prompt, parse_text(rejected, "rejected"))
-
-
-def _read_conversational_preference(row: Columns) -> tuple[Document, ...]:
-    prompt = [] if row.get("prompt") is None else as_messages(row["prompt"], "prompt", "user")
-    chosen, rejected = _answered(prompt, row["chosen"], "chosen"), _answered(prompt, row["rejected"], "rejected")
-    num_shared = _num_shared(chosen, rejected)
-    if num_shared in (len(chosen), len(rejected)):
-        raise RowError("has an answer that the other one goes on from; expected different `chosen` and `rejected`")
-    role = chosen[num_shared]["role"]
-    if role != "assistant":
-        raise RowError(
-            f"has `chosen` and `rejected` that first differ in message {num_shared + 1}, of the role `{role}`; "
-            "expected the same prompt and different answers"
-        )
-    tools = parse_tools(row)
-    return Conversation(chosen, num_shared, tools), Conversation(rejected, num_shared, tools)
-
-
-def _answered(prompt: list[Message], answer: object, column: str) -> list[Message]:
-    """The whole conversation: the answer after the prompt, unless the answer holds the prompt already."""
-    messages = as_messages(answer, column, "assistant")
-    if messages[0]["role"] == "assistant":
-        return ordered(prompt + messages)
-    if any(message not in messages for message in prompt):
-        raise RowError(f"has a `{column}` that begins with another prompt than `prompt`; expected the answer alone")
-    return ordered(messages)
-
-
-def _num_shared(first: Sequence[object], second: Sequence[object]) -> int:
-    """How many elements are the same at the beginning of both."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
 def _describe(formats: dict[str, Format]) -> str:
@@ -211,8 +177,8 @@ FORMATS: dict[str, Format] = {
     "messages": Format(("messages",), _read_messages),
     "sharegpt": Format(("conversations",), _read_sharegpt),
     "prompt_completion": Format(("prompt", "completion"), _read_prompt_completion),
-    "alpaca": Format(("instruction", "output"), _read_alpaca),
-    "text": Format(("text",), _read_text),
-    "preference": Format(("chosen", "rejected"), _read_preference, rows="pairs"),
+    "alpaca": Format(("instruction", "output"), _read_alpaca, ("input", "system", "tools", "history")),
+    "text": Format(("text",), _read_text, ()),
+    "preference": Format(("chosen", "rejected"), read_preference, ("prompt", "system", "tools"), rows="pairs"),
 }
 """In the order in which `auto` tries them: a dataset with `messages` may have a `prompt` or a `text` column as well."""

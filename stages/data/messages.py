@@ -18,6 +18,19 @@ Tool = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
 THOUGHTS = ("reasoning_content", "thinking")
 TOOL_ANSWER_FIELDS = ("name", "tool_call_id")
+MESSAGE_FIELDS = (
+    "role",
+    "content",
+    "from",
+    "value",
+    "loss",
+    "weight",
+    "train",
+    *THOUGHTS,
+    "tool_calls",
+    "tool_call_id",
+)
+"""What is read of a message, of one role or another."""
 
 
 class RowError(ValueError):
@@ -68,7 +81,7 @@ def ordered(messages: list[Message]) -> list[Message]:
 
 def parse_tools(row: dict[str, Any]) -> tuple[Tool, ...]:
     """The definitions in the column `tools`: a list of objects, or the same as JSON text. Raises RowError."""
-    tools = _decoded(row.get("tools"))
+    tools = decoded(row.get("tools"))
     if tools is None or tools == "":
         return ()
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -83,6 +96,21 @@ def parse_text(value: object, column: str) -> str:
     if not value.strip():
         raise RowError(f"has an empty `{column}`; expected text")
     return value
+
+
+def decoded(value: object) -> object:
+    """What a JSON text says; anything else as it is, since both are found in datasets. Raises RowError."""
+    if not isinstance(value, str):
+        return value
+    try:
+        found = DECODER.decode(value)
+    except json.JSONDecodeError:
+        return value
+    except RecursionError as error:
+        raise RowError("holds JSON text that is nested too deeply to be read") from error
+    if flaw := flaw_of(found):
+        raise RowError(f"{flaw}, within JSON text")
+    return found
 
 
 def make_message(role: str, content: str) -> Message:
@@ -145,7 +173,7 @@ def _extras(item: dict[str, Any], role: str, name: str) -> Message:
 
 
 def _tool_calls(value: object, name: str) -> list[dict[str, Any]]:
-    calls = _decoded(value)
+    calls = decoded(value)
     if not isinstance(calls, list):
         raise RowError(f"has {kind_of(calls)} as `tool_calls` of {name}; expected a list")
     return [_tool_call(call, f"tool call {number} of {name}") for number, call in enumerate(calls, 1)]
@@ -156,7 +184,7 @@ def _tool_call(call: object, name: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowError(f"has no function name in {name}; expected {{function: {{name, arguments}}}}")
-    arguments = _decoded(function.get("arguments", {}))
+    arguments = decoded(function.get("arguments", {}))
     if not isinstance(arguments, dict):
         raise RowError(
             f"has {kind_of(arguments)} as `arguments` of {name}; expected an object, or the same as JSON text"
@@ -164,18 +192,3 @@ def _tool_call(call: object, name: str) -> dict[str, Any]:
     assert isinstance(call, dict)
     identifier = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {**identifier, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
-
-
-def _decoded(value: object) -> object:
-    """What a JSON text says; anything else as it is, since both are found in datasets."""
-    if not isinstance(value, str):
-        return value
-    try:
-        found = DECODER.decode(value)
-    except json.JSONDecodeError:
-        return value
-    except RecursionError as error:
-        raise RowError("holds JSON text that is nested too deeply to be read") from error
-    if flaw := flaw_of(found):
-        raise RowError(f"{flaw}, within JSON text")
-    return found

@@ -15,8 +15,9 @@ from stages.data.dataset import PackedDataset, is_complete
 from stages.data.files import find_files
 from stages.data.portion import portions
 from stages.data.preprocessing import BAD_ROWS, Preprocessing, Report
+from stages.data.seen_rows import check_held_out
 
-PREPARATION_VERSION = 2
+PREPARATION_VERSION = 3
 """Raised when the same input would give other tokens, masks or rows than before."""
 
 CACHE_FOLDER = "tokenized"
@@ -78,6 +79,8 @@ def prepare(
     ]
     if is_main_process():
         write_list(bad_rows_file, [dataset.folder / BAD_ROWS for dataset in datasets])
+    if len(datasets) > 1 and (warning := check_held_out(*(dataset.folder for dataset in datasets))):
+        report.warn(warning)
     return PreparedData(datasets[0], datasets[1] if len(datasets) > 1 else None)
 
 

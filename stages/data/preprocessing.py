@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from stages.core.errors import DataError
+from stages.data.answers import AnswerCheck, vocabulary_size
 from stages.data.bad_rows import BadRows
 from stages.data.config import DataConfig, RowKind
 from stages.data.dataset import Description
@@ -23,6 +24,7 @@ from stages.data.formats import RowReader
 from stages.data.messages import RowError
 from stages.data.packing import pack
 from stages.data.portion import Portion
+from stages.data.seen_rows import SeenRows
 from stages.data.templates import Rendered
 from stages.data.tokenizer import DocumentTokenizer
 from stages.data.units import OverLong, Unit, check_learnable
@@ -59,7 +61,7 @@ class Preprocessing:
     def run(self, target: Path) -> None:
         """Fill the empty folder `target`. Raises DataError, ModelError."""
         with (target / BAD_ROWS).open("w", encoding="utf-8") as stream, closing(DatasetWriter(target)) as writer:
-            _Run(self, BadRows(stream), writer).write()
+            _Run(self, BadRows(stream), writer).write(target)
 
 
 class _Run:
@@ -73,15 +75,18 @@ class _Run:
         self._writer = writer
         self._reader = RowReader(config.format, task.rows)
         self._tokenizer = DocumentTokenizer(task.tokenizer_folder, config.chat_template, config.train_on)
+        self._answers = AnswerCheck(self._tokenizer.special_tokens, vocabulary_size(task.tokenizer_folder))
+        self._seen = SeenRows()
         self._over_long = OverLong(config.over_long, config.sequence_length)
         self._num_source_rows = 0
         self._num_tokenized_rows = 0
 
-    def write(self) -> None:
+    def write(self, target: Path) -> None:
         units = self._units()
         for row in pack(units, self._config.sequence_length) if self._config.packing else ([unit] for unit in units):
             self._writer.write_row(row)
         warnings = self._check()
+        self._seen.write(target)
         self._writer.finish(
             Description(
                 sequence_length=self._config.sequence_length,
@@ -115,6 +120,7 @@ class _Run:
         if fitted is None:
             return None
         try:
+            self._answers.check_tokens(fitted)
             check_learnable(fitted, was_truncated=len(fitted) < len(unit))
         except RowError as error:
             self._bad_rows.add(BadRow(place, str(error)))
@@ -132,7 +138,10 @@ class _Run:
                 continue
             try:
                 documents = self._reader.read(row.content)
-                yield row.place, tuple(self._tokenizer.render(document) for document in documents)
+                self._answers.check_text(documents)
+                rendered = tuple(self._tokenizer.render(document) for document in documents)
+                self._seen.add(row.place, documents)
+                yield row.place, rendered
             except RowError as error:
                 self._bad_rows.add(BadRow(row.place, str(error)))
 
@@ -168,6 +177,8 @@ class _Run:
             self._bad_rows.check(config.on_bad_rows, config.max_bad_row_fraction, self._num_source_rows),
             self._over_long.check(self._num_tokenized_rows),
             NO_STOP if self._tokenizer.teaches_to_stop is False else None,
+            self._reader.unread.warning(),
+            *self._seen.warnings(),
         )
         if not self._writer.num_rows:
             raise DataError(f"no {portion.name} rows are left: {'; '.join(filter(None, found))}")

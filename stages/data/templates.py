@@ -17,7 +17,7 @@ import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from stages.core.errors import DataError
-from stages.data.formats import Conversation
+from stages.data.documents import Conversation
 from stages.data.messages import THOUGHTS, Message, RowError, Tool, listed
 
 Span = tuple[int, int]
@@ -63,8 +63,13 @@ class ChatTemplate:
             text, spans = self._render_marked(conversation)
         else:
             text, spans = self._render_prefixes(conversation)
-        num_prompt_turns = _num_turns(conversation.messages[: conversation.num_prompt_messages])
-        return Rendered(text, tuple(spans[num_prompt_turns:]))
+        turns = [number for number, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+        learned = [
+            span
+            for number, span in zip(turns, spans, strict=True)
+            if number >= conversation.num_prompt_messages and number not in conversation.unlearned
+        ]
+        return Rendered(text, tuple(learned))
 
     def render_text(self, conversation: Conversation, *, add_generation_prompt: bool = False) -> str:
         """The text alone. Raises RowError when the template refuses the messages."""

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stages.core.errors import DataError, ModelError
-from stages.data.formats import Document, PlainText
+from stages.data.documents import Document, PlainText
+from stages.data.messages import RowError
 from stages.data.templates import ChatTemplate, Rendered, Span, load_chat_template
 
 
@@ -56,6 +57,11 @@ class DocumentTokenizer:
         return next((token for token in (padding, end_of_text) if token is not None), 0)
 
     @cached_property
+    def special_tokens(self) -> tuple[str, ...]:
+        """How they are written."""
+        return tuple(str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special)
+
+    @cached_property
     def template(self) -> ChatTemplate:
         """Raises DataError when there is none."""
         return load_chat_template(self._tokenizer, self._folder, self._chat_template)
@@ -67,6 +73,8 @@ class DocumentTokenizer:
             begin = 0 if self._train_on == "all" else len(document.prompt)
             return Rendered(text, ((begin, len(text)),), is_plain=True)
         if self._train_on == "all":
+            if document.unlearned:
+                raise RowError("has a turn that is not to be learned, but `train_on: all` learns everything")
             text = self.template.render_text(document)
             rendered = Rendered(text, ((0, len(text)),))
         else:

@@ -9,7 +9,7 @@ import pytest
 from flows.planning.plan import plan
 from flows.recipe.recipe import load_recipe
 from flows.store.record import Index
-from stages.data.formats import Conversation
+from stages.data.documents import Conversation
 from stages.data.templates import ChatTemplate
 from stages.models.projections import Projection
 from stages.serving.vllm.servability import Heads, check_servable

@@ -39,7 +39,7 @@ class Reports:
 def outcome(tmp_path, tokenizer_folder):
     """Files, and the options of a recipe's `data` → the error's text, or the warnings."""
 
-    def find(files, rows="examples", **options):
+    def find(files, rows="examples", tokenizer=tokenizer_folder, **options):
         folder = tmp_path / "dataset"
         folder.mkdir()
         for name, content in files.items():
@@ -54,7 +54,7 @@ def outcome(tmp_path, tokenizer_folder):
             prepare(
                 folder,
                 config,
-                tokenizer_folder,
+                tokenizer,
                 rows=rows,
                 cache=tmp_path / "cache",
                 report=reports,
@@ -158,6 +158,162 @@ UNREADABLE = {
 @pytest.mark.parametrize(("files", "message"), UNREADABLE.values(), ids=UNREADABLE)
 def test_what_cannot_be_read_is_refused_by_place_and_reason(outcome, files, message):
     assert message in outcome(files)
+
+
+def chat(*turns, **columns):
+    """A row whose turns are the user's and the assistant's by turns; a turn may be a whole message."""
+    roles = ("user", "assistant")
+    messages = [
+        turn if isinstance(turn, dict) else {"role": roles[number % 2], "content": turn}
+        for number, turn in enumerate(turns)
+    ]
+    return {"messages": messages, **columns}
+
+
+def lines(*rows):
+    return {"train.jsonl": "\n".join(map(json.dumps, rows))}
+
+
+PREFERRED = {"prompt": "q ", "chosen": "good", "rejected": "bad"}
+IMAGE = "images/cat.png"
+MEANING = {
+    "the row of a bad answer": (lines({"prompt": "a", "completion": "b", "label": False}), "1 has `label: false`"),
+    "the same in CSV": ({"train.csv": "prompt,completion,label\na,b,False\n"}, "train.csv:2 has `label: false`"),
+    "a weight between": (lines(chat("a", {"role": "assistant", "content": "b", "weight": 0.5})), "has 0.5 as `weight`"),
+    "loss on the user": (
+        lines(chat({"role": "user", "content": "a", "loss": True}, "b")),
+        "has `loss: True` in message 1, which is not the assistant's",
+    ),
+    "images": (lines(chat("<image>what?", "b", images=[IMAGE])), "has `images`; only text is learned"),
+    "an image in a message": (
+        lines(chat({"role": "user", "content": "a", "image": IMAGE}, "b")),
+        "has `image` of message 1 of `messages`; only text is learned",
+    ),
+    "options for the template": (
+        lines(chat("a", "b", chat_template_kwargs={"thinking": True})),
+        "has an object as `chat",
+    ),
+    "calls of an old form": (
+        lines(chat("a", {"role": "assistant", "content": "b", "function_call": {"name": "f"}})),
+        "has an object as `function_call` of message 2 of `messages`",
+    ),
+    "two systems": (
+        lines(chat({"role": "system", "content": "x"}, {"role": "user", "content": "a"}, "b", system="y")),
+        "has a column `system` and another system message",
+    ),
+    "a system without messages": (
+        lines({"prompt": "a", "completion": "b", "system": "s"}),
+        "`system` beside plain text",
+    ),
+    "a history that is none": (
+        lines({"instruction": "a", "output": "b", "history": ["x"]}),
+        "in `history`; expected a",
+    ),
+    "two forms": (
+        lines({"prompt": "a", "completion": "b"}, {"prompt": [{"role": "user", "content": "a"}], "completion": "b"}),
+        "train.jsonl:2 is a conversation, but the first row is plain text",
+    ),
+    "another format": (lines(GOOD, {"text": "a b"}), "train.jsonl:2 has no `messages`; found `text`"),
+    "answers of padding": (
+        lines(chat("a", "<pad><pad> <pad>")),
+        "has the answer '<pad><pad> <pad>', nothing but special",
+    ),
+    "answers of the end of text": (lines({"text": "</s>"}), "has the answer '</s>', nothing but special tokens"),
+}
+
+
+@pytest.mark.parametrize(("files", "message"), MEANING.values(), ids=MEANING)
+def test_what_changes_the_meaning_of_a_row_is_refused_by_name(outcome, files, message):
+    assert message in outcome(files)
+
+
+PAIRS = {
+    "white space": ({**PREFERRED, "rejected": " good\n"}, "differ by white space only"),
+    "white space in messages": (
+        {"prompt": [{"role": "user", "content": "q"}], "chosen": "a b", "rejected": "a  b"},
+        "differ by white space only",
+    ),
+    "the prompt twice": ({"prompt": "Why?", "chosen": "Why? So.", "rejected": "Why? No."}, "would be there twice"),
+    "a system beside plain text": ({**PREFERRED, "system": "s"}, "`system` beside plain text"),
+    "padding": ({**PREFERRED, "rejected": "<pad>"}, "nothing but special tokens"),
+    "marked": (
+        {
+            "prompt": "q",
+            "chosen": [{"role": "assistant", "content": "a", "weight": 0}],
+            "rejected": [{"role": "assistant", "content": "b"}],
+        },
+        "has an answer in `chosen` that is marked not to be learned",
+    ),
+}
+
+
+@pytest.mark.parametrize(("row", "message"), PAIRS.values(), ids=PAIRS)
+def test_a_pair_that_teaches_nothing_is_refused(outcome, row, message):
+    assert message in outcome(lines(PREFERRED, row), "pairs")
+
+
+def test_an_answer_that_begins_like_a_short_prompt_does_not_hold_it(outcome):
+    assert outcome(lines({"prompt": "g", "chosen": "good", "rejected": "grim"}, PREFERRED), "pairs") == ""
+
+
+COUNTED = {
+    "repeated rows": (
+        lines(GOOD, OTHER, {**GOOD, "id": 7}),
+        "1 of 3 rows repeat an earlier one, and are learned as often as they are there: train.jsonl:3 is train.jsonl:1",
+    ),
+    "one row": (lines(GOOD), "there is one row only"),
+    "control characters": (lines(GOOD, chat("a", "red \x1b[31m")), "1 of 2 rows hold control characters"),
+    "fields that are not read": (
+        lines({**GOOD, "id": 1}, chat({"role": "user", "content": "c", "name": "Ann"}, "d", id=1, source="web")),
+        "`id` (2 rows), `messages[].name` (1 rows), `source` (1 rows)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("files", "warning"), COUNTED.values(), ids=COUNTED)
+def test_what_is_learned_all_the_same_is_counted(outcome, files, warning):
+    assert warning in outcome(files)
+
+
+def test_pairs_that_contradict_each_other_are_counted(outcome):
+    swapped = {**PREFERRED, "chosen": "bad", "rejected": "good"}
+    found = outcome(lines(PREFERRED, swapped, {**PREFERRED, "prompt": "r "}), "pairs")
+    assert "2 of 3 pairs contradict another, in which the rejected answer is the chosen one: train.jsonl:1" in found
+
+
+def test_held_out_rows_that_are_learned_are_counted(outcome):
+    held_out = {"validation.jsonl": "\n".join(map(json.dumps, [{**GOOD, "id": 3}, chat("x", "y")]))}
+    found = outcome(lines(GOOD, OTHER) | held_out, evaluation_split="validation")
+    assert "1 of 2 held-out rows are among the training rows too: the held-out loss is lower than it should be" in found
+
+
+def test_held_out_rows_that_are_all_learned_are_refused(outcome):
+    files = lines(GOOD, OTHER) | {"validation.jsonl": CHAT}
+    assert "so nothing is held out" in outcome(files, evaluation_split="validation")
+
+
+FINE = {
+    "what is empty says nothing": lines(chat("a", "b", images=[], id=None, system=""), OTHER),
+    "marks that ask for what is done anyway": lines(
+        chat({"role": "user", "content": "a", "loss": False}, {"role": "assistant", "content": "b", "weight": 1}), OTHER
+    ),
+    "turns in a list of rows": {"train.json": f"[{CHAT},\n{json.dumps(OTHER)}]\n"},
+    "a column of dates": {"train.parquet": dated},
+}
+
+
+@pytest.mark.parametrize("files", FINE.values(), ids=FINE)
+def test_what_is_fine_is_said_nothing_of_but_which_columns_are_not_read(outcome, files):
+    assert outcome(files) in ("", "training data: fields that are not read, and teach nothing: `day` (2 rows)")
+
+
+def test_tokens_beyond_the_models_vocabulary_are_refused(outcome, tokenizer_folder, tmp_path):
+    (tmp_path / "model").mkdir()
+    for path in tokenizer_folder.iterdir():
+        (tmp_path / "model" / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "model" / "config.json").write_text('{"vocab_size": 200}')
+    found = outcome(lines(GOOD), tokenizer=tmp_path / "model")
+    assert "train.jsonl:1 has the token 2" in found and "the model's vocabulary ends at 199" in found
 
 
 def test_bad_preference_rows_are_named_too(outcome):

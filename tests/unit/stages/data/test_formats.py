@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from stages.core.errors import DataError
-from stages.data.formats import Conversation, PlainText, RowReader
+from stages.data.documents import Conversation, PlainText
+from stages.data.formats import RowReader
 from stages.data.messages import RowError
 
 
@@ -46,6 +47,29 @@ CHAT = Conversation([user("a"), assistant("b")])
         ({"instruction": "a", "output": "b"}, CHAT),
         ({"instruction": "a", "input": "", "output": "b"}, CHAT),
         ({"instruction": "a", "input": "x", "output": "b"}, Conversation([user("a\n\nx"), assistant("b")])),
+        (
+            {
+                "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}],
+                "tools": '[{"name": "f"}]',
+            },
+            Conversation([user("a"), assistant("b")], tools=({"name": "f"},)),
+        ),
+        (
+            {"instruction": "c", "output": "d", "system": "s", "history": [["a", "b"]]},
+            Conversation([system("s"), user("a"), assistant("b"), user("c"), assistant("d")]),
+        ),
+        (
+            {"messages": [user("a"), assistant("b") | {"loss": False}, user("c"), assistant("d") | {"loss": True}]},
+            Conversation([user("a"), assistant("b"), user("c"), assistant("d")], unlearned=frozenset({1})),
+        ),
+        (
+            {"messages": [user("a"), assistant("b") | {"weight": 0}, user("c"), assistant("d")], "system": "s"},
+            Conversation([system("s"), user("a"), assistant("b"), user("c"), assistant("d")], unlearned=frozenset({2})),
+        ),
+        (
+            {"prompt": "a", "completion": [assistant("b")], "system": "s"},
+            Conversation([system("s"), user("a"), assistant("b")], 2),
+        ),
         ({"prompt": "a", "completion": "b"}, PlainText("a", "b")),
         ({"prompt": [user("a")], "completion": [assistant("b")]}, Conversation([user("a"), assistant("b")], 1)),
         ({"prompt": "a", "completion": [assistant("b")]}, Conversation([user("a"), assistant("b")], 1)),
@@ -67,6 +91,10 @@ PAIR = (Conversation([user("a"), assistant("b")], 1), Conversation([user("a"), a
         ({"prompt": "a", "chosen": [assistant("b")], "rejected": [assistant("c")]}, PAIR),
         ({"prompt": "a", "chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}, PAIR),
         ({"prompt": [user("a")], "chosen": "b", "rejected": "c"}, PAIR),
+        (
+            {"prompt": "a", "chosen": [assistant("b")], "rejected": [assistant("c")], "system": "s"},
+            tuple(Conversation([system("s"), user("a"), assistant(answer)], 2) for answer in "bc"),
+        ),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, (PlainText("a", "b"), PlainText("a", "c"))),
         (
             {"chosen": "Q: a A: no", "rejected": "Q: a A: nope"},

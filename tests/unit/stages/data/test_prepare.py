@@ -105,6 +105,7 @@ def test_the_quickstarts_problems_leave_less_than_one_percent_padding(run, tmp_p
     assert data.training.padding_fraction <= 0.01
     assert data.training.num_documents == 9200
     assert data.evaluation.num_documents == 300
+    assert not run.reports.warnings
 
 
 def test_the_quickstarts_preferences_are_learned_from_the_answer_on(run, tmp_path):
@@ -118,6 +119,7 @@ def test_the_quickstarts_preferences_are_learned_from_the_answer_on(run, tmp_pat
     learned = [batch.targets[batch.document_ids == number] for number in range(batch.num_documents)]
     answers = [tokenizer.decode(targets[targets != IGNORED]).removesuffix("<|im_end|>") for targets in learned]
     rows = map(json.loads, (tmp_path / "data" / "validation.jsonl").read_text().splitlines())
+    assert not run.reports.warnings
     expected = {(row["chosen"][0]["content"], row["rejected"][0]["content"]) for row in rows}
     assert set(zip(answers[::2], answers[1::2], strict=True)) <= expected
 

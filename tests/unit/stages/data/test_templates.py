@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stages.core.errors import DataError
-from stages.data.formats import Conversation, PlainText
+from stages.data.documents import Conversation, PlainText
 from stages.data.messages import RowError
 from stages.data.templates import ChatTemplate
 
@@ -232,3 +232,12 @@ def test_what_a_template_would_leave_out_in_silence_is_a_bad_row(conversation, p
         template.render(conversation)
     with pytest.raises(RowError, match="does not render"):
         template.render_text(conversation)
+
+
+def test_a_turn_that_the_row_leaves_out_is_context(tokenize_with, learned):
+    turns = [("user", "a"), ("assistant", "wrong"), ("user", "b"), ("assistant", "right")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    tokens = tokenize_with(Conversation(messages, unlearned=frozenset({1})))
+    assert learned(tokens) == ["right<|im_end|>"]
+    with pytest.raises(RowError, match="`train_on: all` learns everything"):
+        tokenize_with(Conversation(messages, unlearned=frozenset({1})), train_on="all")

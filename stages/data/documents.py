@@ -1,0 +1,42 @@
+"""What is learned of a row: a conversation that a chat template renders, or plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from stages.data.messages import Message, Tool
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages to render with a chat template; the first `num_prompt_messages` carry no loss, in whatever role.
+
+    Nor do those at the positions `unlearned`, which count from 0: the row says so.
+    """
+
+    messages: list[Message]
+    num_prompt_messages: int = 0
+    tools: tuple[Tool, ...] = ()
+    unlearned: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class PlainText:
+    """Text taken as it is, loss on the completion; the end-of-text token follows."""
+
+    prompt: str
+    completion: str
+
+
+Document = Conversation | PlainText
+
+
+def answers_of(document: Document) -> Iterator[str]:
+    """What is learned of it, as the row says it; tool calls left out."""
+    if isinstance(document, PlainText):
+        yield document.completion
+        return
+    for message in document.messages[document.num_prompt_messages :]:
+        if message["role"] == "assistant" and "tool_calls" not in message:
+            yield message["content"]

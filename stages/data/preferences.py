@@ -1,0 +1,94 @@
+"""A preference row → the chosen and the rejected document; a pair that teaches nothing, or the wrong, is a bad row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from stages.data.documents import Conversation, Document, PlainText
+from stages.data.messages import Message, RowError, as_messages, ordered, parse_text, parse_tools
+from stages.data.row_fields import check_no_system, unlearned_turns, with_system
+
+Columns = dict[str, Any]
+
+
+def read_preference(row: Columns) -> tuple[Document, ...]:
+    """Chosen and rejected. Raises RowError."""
+    if row["chosen"] == row["rejected"]:
+        raise RowError("has the same `chosen` and `rejected`; expected two different answers")
+    if any(isinstance(row.get(column), list) for column in ("prompt", "chosen", "rejected")):
+        return _read_conversations(row)
+    check_no_system(row)
+    return _read_plain(row)
+
+
+def _read_plain(row: Columns) -> tuple[Document, ...]:
+    chosen, rejected = parse_text(row["chosen"], "chosen"), parse_text(row["rejected"], "rejected")
+    _check_difference(chosen.split(), rejected.split())
+    if row.get("prompt") is not None:
+        prompt = parse_text(row["prompt"], "prompt")
+        if _begins_with(chosen, prompt) and _begins_with(rejected, prompt):
+            raise RowError(
+                "has `chosen` and `rejected` that begin with `prompt`, which would be there twice; expected the "
+                "answers alone, or no `prompt`"
+            )
+        return PlainText(prompt, chosen), PlainText(prompt, rejected)
+    shared = chosen[: _num_shared(chosen, rejected)]
+    prompt = shared[: max(shared.rfind(" "), shared.rfind("\n")) + 1]
+    if not prompt.strip():
+        raise RowError("has no `prompt`, and `chosen` and `rejected` do not begin with a common one; expected either")
+    chosen, rejected = chosen.removeprefix(prompt), rejected.removeprefix(prompt)
+    return PlainText(prompt, parse_text(chosen, "chosen")), PlainText(prompt, parse_text(rejected, "rejected"))
+
+
+def _begins_with(answer: str, prompt: str) -> bool:
+    """Whether an answer holds the prompt, and not a longer word that begins so."""
+    answer, prompt = answer.lstrip(), prompt.strip()
+    rest = answer.removeprefix(prompt)
+    return answer != rest and not (prompt[-1].isalnum() and rest[:1].isalnum())
+
+
+def _read_conversations(row: Columns) -> tuple[Document, ...]:
+    prompt = [] if row.get("prompt") is None else as_messages(row["prompt"], "prompt", "user")
+    chosen, rejected = (_answered(row, prompt, column) for column in ("chosen", "rejected"))
+    num_shared = _num_shared(chosen, rejected)
+    if num_shared in (len(chosen), len(rejected)):
+        raise RowError("has an answer that the other one goes on from; expected different `chosen` and `rejected`")
+    role = chosen[num_shared]["role"]
+    if role != "assistant":
+        raise RowError(
+            f"has `chosen` and `rejected` that first differ in message {num_shared + 1}, of the role `{role}`; "
+            "expected the same prompt and different answers"
+        )
+    _check_difference(_words(chosen), _words(rejected))
+    tools = parse_tools(row)
+    return Conversation(chosen, num_shared, tools), Conversation(rejected, num_shared, tools)
+
+
+def _answered(row: Columns, prompt: list[Message], column: str) -> list[Message]:
+    """The whole conversation: the answer after the prompt, unless the answer holds the prompt already."""
+    answer = row[column]
+    messages = as_messages(answer, column, "assistant")
+    roles = [message["role"] == "assistant" for message in messages]
+    if isinstance(answer, list) and len(roles) - 1 in unlearned_turns(answer, roles):
+        raise RowError(f"has an answer in `{column}` that is marked not to be learned; expected two to compare")
+    if messages[0]["role"] == "assistant":
+        messages = prompt + messages
+    elif any(message not in messages for message in prompt):
+        raise RowError(f"has a `{column}` that begins with another prompt than `prompt`; expected the answer alone")
+    return ordered(with_system(row, messages))
+
+
+def _check_difference(chosen: list[Any], rejected: list[Any]) -> None:
+    if chosen == rejected:
+        raise RowError("has `chosen` and `rejected` that differ by white space only; expected two different answers")
+
+
+def _words(messages: list[Message]) -> list[Any]:
+    return [{**message, "content": message["content"].split()} for message in messages]
+
+
+def _num_shared(first: Sequence[object], second: Sequence[object]) -> int:
+    """How many elements are the same at the beginning of both."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))

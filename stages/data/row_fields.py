@@ -1,0 +1,139 @@
+"""Fields of rows and messages that change what a row means: honoured here, or refused by name; never dropped.
+
+| field                                        | what becomes of it                                                    |
+| -------------------------------------------- | --------------------------------------------------------------------- |
+| `loss`, `weight`, `train` of an assistant's  | false or 0: the turn is context, and not learned                      |
+| message                                      |                                                                       |
+| the same of another role                     | false or 0: as it is anyway; else refused                             |
+| `system` of a row                            | the system message                                                    |
+| `label: false`                               | refused: the row of a bad answer, which must not be imitated          |
+| `images`, `videos`, `audios` and the like    | refused: the text alone means something else                          |
+| `chat_template_kwargs`, `function_call`      | refused                                                               |
+
+Whatever else no format reads is counted (`Unread`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from stages.data.messages import (
+    MESSAGE_FIELDS,
+    TOOL_ANSWER_FIELDS,
+    Message,
+    RowError,
+    kind_of,
+    listed,
+    make_message,
+    parse_text,
+)
+
+LEARNED_MARKS = ("loss", "weight", "train")
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+REFUSED = {
+    "chat_template_kwargs": "which no template is given; write what it sets into a template (`chat_template`)",
+    "function_call": "a form of tool calls that is not read; expected `tool_calls`",
+}
+
+
+def check_row(row: dict[str, Any], read: tuple[str, ...]) -> None:
+    """Raises RowError for a field, of the row or a message in one of the columns `read`, that changes what the row
+    means and cannot be honoured.
+    """
+    _check_fields(row, "")
+    for column, number, message in _messages(row, read):
+        _check_fields(message, f" of message {number} of `{column}`")
+    if row.get("label") in (False, "false", "False"):
+        raise RowError(
+            "has `label: false`, so its answer is a bad one, which would be learned; expected good answers alone "
+            "(make pairs of good and bad ones for `method: dpo`, or leave this row out)"
+        )
+
+
+def unlearned_turns(messages: object, is_assistant: list[bool], num_before: int = 0) -> frozenset[int]:
+    """Positions of the messages that a row says are not to be learned; `num_before` others stand before these.
+
+    Raises RowError for a mark that is neither yes nor no, or that asks to learn what another role says.
+    """
+    found = set()
+    assert isinstance(messages, list)
+    for position, (message, is_learnable) in enumerate(zip(messages, is_assistant, strict=True)):
+        for mark in (mark for mark in LEARNED_MARKS if message.get(mark) is not None):
+            value = message[mark]
+            if value not in (0, 1):  # True and False are 1 and 0, to Python too
+                raise RowError(f"has {value!r} as `{mark}` of message {position + 1}; expected true or false, 1 or 0")
+            if value and not is_learnable:
+                raise RowError(
+                    f"has `{mark}: {value}` in message {position + 1}, which is not the assistant's; only the "
+                    "assistant's turns are learned, or everything (`train_on: all`)"
+                )
+            if not value and is_learnable:
+                found.add(num_before + position)
+    return frozenset(found)
+
+
+def with_system(row: dict[str, Any], messages: list[Message]) -> list[Message]:
+    """The messages after what the column `system` says. Raises RowError when they have a system message already."""
+    if not says_something(row.get("system")):
+        return messages
+    system = make_message("system", parse_text(row["system"], "system"))
+    if messages[0]["role"] == "system" and messages[0] != system:
+        raise RowError("has a column `system` and another system message; expected one of the two")
+    return messages if messages[0] == system else [system, *messages]
+
+
+def check_no_system(row: dict[str, Any]) -> None:
+    """Raises RowError for a row of plain text with a system message."""
+    if says_something(row.get("system")):
+        raise RowError("has a column `system` beside plain text, which has no place for it; expected messages")
+
+
+class Unread:
+    """Counts the fields that are not read, over all rows of a dataset."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def add(self, row: dict[str, Any], read: tuple[str, ...]) -> None:
+        """Count those of a row; `read` are the columns that are. Fields that hold nothing do not count."""
+        self._counts.update(name for name, value in row.items() if name not in read and says_something(value))
+        self._counts.update(
+            {
+                f"{column}[].{name}"
+                for column, _, message in _messages(row, read)
+                for name, value in message.items()
+                if name not in MESSAGE_FIELDS and says_something(value)
+                if name not in TOOL_ANSWER_FIELDS or message.get("role") != "tool"
+            }
+        )
+
+    def warning(self) -> str | None:
+        """All of them, once."""
+        if not self._counts:
+            return None
+        fields = ", ".join(f"`{name}` ({count} rows)" for name, count in sorted(self._counts.items()))
+        return f"fields that are not read, and teach nothing: {fields}"
+
+
+def says_something(value: object) -> bool:
+    """Tables have a column in every row: empty where a row has no such thing."""
+    return value is not None and value not in ("", [], {})
+
+
+def _messages(row: dict[str, Any], columns: tuple[str, ...]) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Column, number and content of each message."""
+    for column in columns:
+        for number, item in enumerate(row[column] if isinstance(row.get(column), list) else [], 1):
+            if isinstance(item, dict) and {"role", "from"} & item.keys():
+                yield column, number, item
+
+
+def _check_fields(fields: dict[str, Any], where: str) -> None:
+    media = [name for name in MEDIA if says_something(fields.get(name))]
+    if media:
+        raise RowError(f"has {listed(media)}{where}; only text is learned, which means something else without it")
+    for name, reason in REFUSED.items():
+        if says_something(fields.get(name)):
+            raise RowError(f"has {kind_of(fields[name])} as `{name}`{where}, {reason}")
