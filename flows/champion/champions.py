@@ -10,6 +10,7 @@ from flows.champion.registrations import registrations
 from flows.champion.registry import RegisteredVersion, Registry
 from flows.ledger.home import store_root
 from flows.servers import local as servers
+from flows.servers.key import client_settings, read_key
 from flows.store.record import Artifact
 from flows.store.store import Store
 from stages.core.errors import LifecycleError, ServerError, StoreError
@@ -25,9 +26,10 @@ def connect() -> Registry:
     """The registry of the MLflow that is named, or runs here. Raises ServerError when there is none."""
     if not os.environ.get("MLFLOW_TRACKING_URI"):
         ours = next(one for one in servers.status() if one.name == "mlflow")
-        if not (ours.url and ours.healthy):
+        password = read_key()
+        if not (ours.url and ours.healthy and password):
             raise ServerError("the local MLflow server, which knows the champions, is not running; `lifecycle up`")
-        os.environ["MLFLOW_TRACKING_URI"] = ours.url
+        os.environ |= {"MLFLOW_TRACKING_URI": ours.url, **client_settings(ours.name, password)}
     return Registry()
 
 

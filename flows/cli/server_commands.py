@@ -34,11 +34,18 @@ def down(as_json: bool) -> None:
 
 
 @click.command()
+@click.option("--open", "opened", is_flag=True, help="Open the pages of the local servers in a browser, logged in.")
 @JSON_OPTION
 @click.pass_context
-def status(context: click.Context, as_json: bool) -> None:
+def status(context: click.Context, opened: bool, as_json: bool) -> None:
     """Where the servers are, and whether they answer."""
-    if not _show_status(as_json):
+    answering = _show_status(as_json)
+    if opened:
+        from flows.servers import login
+
+        for line in login.open_pages():
+            click.echo(line, err=as_json)
+    if not answering:
         context.exit(ServerError.exit_code)
 
 

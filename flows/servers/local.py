@@ -10,20 +10,21 @@ import importlib.metadata
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 from filelock import FileLock
 
 from flows.ledger.home import home
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.refreshes import RunningRefreshes
-from flows.servers.programs import LOOPBACK, MLFLOW, NO_TELEMETRY, PREFECT, SERVERS, WORKER, ServerProgram
+from flows.servers.key import client_settings, make_key
+from flows.servers.ports import free_port
+from flows.servers.programs import KEY_VARIABLE, MLFLOW, NO_TELEMETRY, PREFECT, SERVERS, WORKER, ServerProgram
 from flows.servers.records import ServerRecord, read_records, write_records
 from stages.core.errors import ServerError
 from stages.core.supervisor import TOKEN_VARIABLE, end_processes, marked_processes, send, wait_for_end
@@ -52,19 +53,23 @@ class ServerStatus:
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Where the two servers are. `local` are those that run under LIFECYCLE_HOME."""
+    """Where the two servers are. `local` are those that run under LIFECYCLE_HOME, and want its key's `password`."""
 
     prefect_api_url: str
     mlflow_tracking_uri: str
-    local: tuple[str, ...] = ()
+    local: tuple[str, ...]
+    password: str = field(repr=False)
 
     def environment(self) -> dict[str, str]:
         """What Prefect and MLflow clients need in their environment."""
-        return {
+        settings = {
             **NO_TELEMETRY,
             "PREFECT_API_URL": self.prefect_api_url,
             "MLFLOW_TRACKING_URI": self.mlflow_tracking_uri,
         }
+        for server in self.local:
+            settings |= client_settings(server, self.password)
+        return settings
 
 
 def up(*, worker: bool = False) -> Endpoints:
@@ -77,14 +82,19 @@ def up(*, worker: bool = False) -> Endpoints:
         if program.name in named:
             _check_named(program, named[program.name])
     with _lock():
-        records = read_records()
-        missing = [program for program in SERVERS if program.name not in named and not _healthy(program, records)]
-        records |= _start(missing, records)
+        records, password = read_records(), make_key()
+        # One that runs with another key, or without any, as earlier versions started it, is started again.
+        settings = {KEY_VARIABLE: password}
+        ours = [program for program in SERVERS if program.name not in named]
+        records |= _start(
+            [program for program in ours if not _runs_with(program, records, settings)], records, settings
+        )
         urls = {name: record.address for name, record in records.items()}
         endpoints = Endpoints(
             prefect_api_url=named.get("prefect") or urls["prefect"] + PREFECT.client_path,
             mlflow_tracking_uri=named.get("mlflow") or urls["mlflow"] + MLFLOW.client_path,
-            local=tuple(program.name for program in SERVERS if program.name not in named),
+            local=tuple(program.name for program in ours),
+            password=password,
         )
         if worker:
             _start_worker(records, endpoints.environment())
@@ -147,24 +157,23 @@ def _named_answers(program: ServerProgram, url: str) -> bool:
     return answers(url.rstrip("/").removesuffix(program.client_path) + program.health_path)
 
 
-def _healthy(program: ServerProgram, records: Mapping[str, ServerRecord]) -> bool:
+def _runs_with(program: ServerProgram, records: Mapping[str, ServerRecord], settings: Mapping[str, str]) -> bool:
     record = records.get(program.name)
-    return bool(record and record.process.alive() and answers(record.address + program.health_path))
+    as_wanted = bool(record and record.process.alive() and record.settings == _digest(settings))
+    return as_wanted and answers(records[program.name].address + program.health_path)
 
 
 def _start_worker(records: Mapping[str, ServerRecord], settings: Mapping[str, str]) -> None:
     """Start the worker, unless it runs and knows these servers. Refreshes that outlived a dead worker go on."""
-    running = _healthy(WORKER, records)
-    if running and records[WORKER.name].settings == _digest(settings):
-        return
-    dead = WORKER.name in records and not records[WORKER.name].process.alive()
-    _start([WORKER], records, settings, spare_children=dead)
+    if not _runs_with(WORKER, records, settings):
+        dead = WORKER.name in records and not records[WORKER.name].process.alive()
+        _start([WORKER], records, settings, spare_children=dead)
 
 
 def _start(
     programs: list[ServerProgram],
     records: Mapping[str, ServerRecord],
-    settings: Mapping[str, str] | None = None,
+    settings: Mapping[str, str],
     *,
     spare_children: bool = False,
 ) -> dict[str, ServerRecord]:
@@ -176,7 +185,7 @@ def _start(
     try:
         with ExitStack() as reservations:
             for program in programs:
-                started[program.name] = _launch(program, before.get(program.name), settings or {}, reservations)
+                started[program.name] = _launch(program, before.get(program.name), settings, reservations)
                 write_records({**records, **started})
             for program in programs:
                 _await(program, started[program.name])
@@ -193,12 +202,12 @@ def _launch(
     """before: its record of last time; it keeps token and, if possible, port, since others know both."""
     folder = home() / program.name
     folder.mkdir(parents=True, exist_ok=True)
-    port = _free_port(reservations, before.port if before else None, program.preferred_port)
+    port = free_port(reservations, before.port if before else None, program.preferred_port)
     token = before.token if before else os.urandom(16).hex()
     environment = {**_inherited(program), **NO_TELEMETRY, **settings, **program.environment(folder, port)}
     with (folder / "server.log").open("wb") as log:
         process = subprocess.Popen(
-            program.command(folder, port),
+            program.command(port),
             env={**environment, TOKEN_VARIABLE: token},
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -257,22 +266,6 @@ def _stop(records: Collection[ServerRecord]) -> None:
     send(signal.SIGTERM, remaining())
     wait_for_end(remaining, STOP_TIMEOUT_S)
     end_processes(remaining)
-
-
-def _free_port(reservations: ExitStack, *preferred: int | None) -> int:
-    """The first of the preferred ports that is free, else one that the kernel picks.
-
-    Until the reservations are closed, no other `lifecycle up` of this machine gets it: a server takes seconds before it
-    listens, and the other's health check would take it for its own. The name of a socket goes with its process.
-    """
-    for port in (*(port for port in preferred if port), 0):
-        with suppress(OSError), socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((LOOPBACK, port))
-            number = int(probe.getsockname()[1])
-            reservations.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0lifecycle-port-{number}")
-            return number
-    raise ServerError(f"looking for a free port on {LOOPBACK}: there is none; close programs that listen")
 
 
 def _lock() -> FileLock:

@@ -17,13 +17,16 @@ NO_TELEMETRY = {
 PREFECT_DATABASE = "PREFECT_API_DATABASE_CONNECTION_URL"
 MLFLOW_DATABASE = "MLFLOW_BACKEND_STORE_URI"
 """Where a user names databases, such as PostgreSQL's; default: sqlite. Never arguments: they may hold a password."""
+MLFLOW_ARTIFACTS = "MLFLOW_ARTIFACTS_DESTINATION"
+KEY_VARIABLE = "LIFECYCLE_SERVERS_KEY"
+"""Where a server finds the password of the home's key."""
 
 
 @dataclass(frozen=True)
 class ServerProgram:
     """A server or the worker. `variable` is where a user names another server; paths are relative to its address.
 
-    command: (its folder, port) → the command. environment: (its folder, port) → variables.
+    command: its port → the command. environment: (its folder, port) → variables.
     """
 
     name: str
@@ -31,7 +34,7 @@ class ServerProgram:
     preferred_port: int
     health_path: str
     client_path: str
-    command: Callable[[Path, int], list[str]]
+    command: Callable[[int], list[str]]
     environment: Callable[[Path, int], dict[str, str]]
 
     def named(self) -> str | None:
@@ -39,29 +42,39 @@ class ServerProgram:
         return (os.environ.get(self.variable) if self.variable else None) or None
 
 
-def _prefect_command(_: Path, port: int) -> list[str]:
-    return [sys.executable, "-m", "prefect", "server", "start", "--host", LOOPBACK, "--port", str(port)]
+def guarded(name: str) -> Callable[[int], list[str]]:
+    """The command of a server behind its guard, for a port."""
+    return lambda port: [sys.executable, "-m", "flows.servers.guarded", name, str(port)]
 
 
-def _prefect_environment(folder: Path, _: int) -> dict[str, str]:
-    database = os.environ.get(PREFECT_DATABASE) or f"sqlite+aiosqlite:///{folder}/prefect.db"
-    return {"PREFECT_HOME": str(folder), PREFECT_DATABASE: database}
+def origins(port: int) -> str:
+    """What its own pages are called by browsers, for servers that want a list."""
+    return f"http://{LOOPBACK}:{port},http://localhost:{port}"
 
 
-def _mlflow_command(folder: Path, port: int) -> list[str]:
-    program = [sys.executable, "-m", "mlflow", "server", "--host", LOOPBACK, "--port", str(port), "--workers", "1"]
-    return [*program, "--artifacts-destination", str(folder / "artifacts")]
+def _prefect_environment(folder: Path, port: int) -> dict[str, str]:
+    return {
+        "PREFECT_HOME": str(folder),
+        PREFECT_DATABASE: os.environ.get(PREFECT_DATABASE) or f"sqlite+aiosqlite:///{folder}/prefect.db",
+        # Its pages would ask the server on port 4200, which may be another home's.
+        "PREFECT_SERVER_UI_API_URL": f"http://{LOOPBACK}:{port}/api",
+        "PREFECT_UI_URL": f"http://{LOOPBACK}:{port}",  # links in notifications
+        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": origins(port),
+    }
 
 
-def _mlflow_environment(folder: Path, _: int) -> dict[str, str]:
+def _mlflow_environment(folder: Path, port: int) -> dict[str, str]:
     return {
         MLFLOW_DATABASE: os.environ.get(MLFLOW_DATABASE) or f"sqlite:///{folder}/mlflow.db",
+        MLFLOW_ARTIFACTS: str(folder / "artifacts"),
+        "MLFLOW_SERVER_ALLOWED_HOSTS": origins(port).replace("http://", ""),
+        "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": origins(port),
         # Its job runner serves features that need a model provider, and costs seconds at every start.
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
     }
 
 
-def _worker_command(_: Path, __: int) -> list[str]:
+def _worker_command(_: int) -> list[str]:
     return [sys.executable, "-m", "flows.service.worker"]
 
 
@@ -76,8 +89,8 @@ def _worker_environment(folder: Path, port: int) -> dict[str, str]:
 
 
 PREFECT = ServerProgram(
-    "prefect", "PREFECT_API_URL", 4200, "/api/health", "/api", _prefect_command, _prefect_environment
+    "prefect", "PREFECT_API_URL", 4200, "/api/health", "/api", guarded("prefect"), _prefect_environment
 )
-MLFLOW = ServerProgram("mlflow", "MLFLOW_TRACKING_URI", 5000, "/health", "", _mlflow_command, _mlflow_environment)
+MLFLOW = ServerProgram("mlflow", "MLFLOW_TRACKING_URI", 5000, "/health", "", guarded("mlflow"), _mlflow_environment)
 WORKER = ServerProgram("worker", None, 4300, "/health", "", _worker_command, _worker_environment)
 SERVERS = (PREFECT, MLFLOW)

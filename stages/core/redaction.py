@@ -19,7 +19,9 @@ MIN_CHARACTERS = 4
 MIN_CHARACTERS_ANYWHERE = 8
 """Shorter secrets are taken out where they stand alone only: `main` is not looked for in `remainder`."""
 
-_SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|_PWD|_PASS|KEY|CREDENTIALS?)$", re.IGNORECASE)
+_SECRET_NAME = re.compile(
+    r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|_PWD|_PASS|KEY|AUTH_STRING|CREDENTIALS?)$", re.IGNORECASE
+)
 _SWITCHES = frozenset({"true", "false", "none", "null"})
 """What HF_HUB_DISABLE_IMPLICIT_TOKEN and its like are set to."""
 # Begins at `://` instead of the scheme, and stops at `/`: no character is looked at from two places where it may begin,

@@ -1,5 +1,6 @@
 """Refreshes in a home of their own, with real Prefect and MLflow servers; only the stage processes are small."""
 
+import base64
 import json
 import os
 import subprocess
@@ -59,11 +60,18 @@ class Home:
     def servers(self) -> dict[str, Any]:
         return json.loads((self.folder / "servers.json").read_text())["servers"]
 
+    def address(self, server: str) -> str:
+        return f"http://127.0.0.1:{self.servers()[server]['port']}"
+
+    def key(self) -> str:
+        """What servers of this home ask for: NAME:PASSWORD."""
+        return (self.folder / "servers.key").read_text().strip()
+
     def mlflow(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        return request(f"http://127.0.0.1:{self.servers()['mlflow']['port']}/api/2.0/mlflow/{path}", body)
+        return request(f"{self.address('mlflow')}/api/2.0/mlflow/{path}", body, self.key())
 
     def prefect(self, path: str, body: dict[str, Any]) -> Any:
-        return request(f"http://127.0.0.1:{self.servers()['prefect']['port']}/api/{path}", body)
+        return request(f"{self.address('prefect')}/api/{path}", body, self.key())
 
     def attempts(self, stage: str) -> list[dict[str, Any]]:
         """MLflow runs of a stage, oldest first."""
@@ -198,9 +206,11 @@ def states(refresh: dict[str, Any]) -> dict[str, str]:
     return {name: entry["state"] for name, entry in refresh["stages"].items()}
 
 
-def request(url: str, body: dict[str, Any] | None = None) -> Any:
+def request(url: str, body: dict[str, Any] | None = None, key: str | None = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
+    if key:
+        headers["Authorization"] = f"Basic {base64.b64encode(key.encode()).decode()}"
     with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=30) as answer:
         return json.load(answer)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refreshes import request
 
 ROOT = Path(__file__).parents[2]
 LIFECYCLE = Path(sys.executable).with_name("lifecycle")
@@ -36,6 +37,10 @@ class Quickstart:
             [LIFECYCLE, *arguments], cwd=ROOT, env=self.environment, text=True, stdout=subprocess.PIPE, check=True
         )
         return done.stdout
+
+    def mlflow(self, path: str) -> dict[str, Any]:
+        uri = json.loads(self.lifecycle("status", "--json"))["mlflow"]["url"]
+        return request(f"{uri}/api/2.0/mlflow/{path}", key=(self.home / "servers.key").read_text().strip())
 
     def run(self) -> dict[str, Any]:
         return json.loads(self.lifecycle("run", "configs/quickstart.yaml", "--json"))
@@ -103,10 +108,9 @@ def test_server_was_measured(first: dict[str, Any]) -> None:
 
 
 def test_mlflow_holds_a_run_for_each_stage_under_the_refresh(quickstart: Quickstart, first: dict[str, Any]) -> None:
-    uri = json.loads(quickstart.lifecycle("status", "--json"))["mlflow"]["url"]
     parents = set()
     for name, stage in first["stages"].items():
-        run = fetch(f"{uri}/api/2.0/mlflow/runs/get?run_id={stage['mlflow_run_id']}")["run"]
+        run = quickstart.mlflow(f"runs/get?run_id={stage['mlflow_run_id']}")["run"]
         tags = {tag["key"]: tag["value"] for tag in run["data"]["tags"]}
         assert run["info"]["status"] == "FINISHED"
         assert (tags["stage"], tags["version"]) == (name, stage["version"])
@@ -115,12 +119,11 @@ def test_mlflow_holds_a_run_for_each_stage_under_the_refresh(quickstart: Quickst
 
 
 def test_mlflow_shows_layout_and_loss_of_training(quickstart: Quickstart, first: dict[str, Any]) -> None:
-    uri = json.loads(quickstart.lifecycle("status", "--json"))["mlflow"]["url"]
     run_id = first["stages"]["dpo"]["mlflow_run_id"]
-    data = fetch(f"{uri}/api/2.0/mlflow/runs/get?run_id={run_id}")["run"]["data"]
+    data = quickstart.mlflow(f"runs/get?run_id={run_id}")["run"]["data"]
     parameters = {parameter["key"]: parameter["value"] for parameter in data["params"]}
     assert parameters["layout.dp_shard"] == "2"
-    history = fetch(f"{uri}/api/2.0/mlflow/metrics/get-history?run_id={run_id}&metric_key=loss")["metrics"]
+    history = quickstart.mlflow(f"metrics/get-history?run_id={run_id}&metric_key=loss")["metrics"]
     steps = [point["step"] for point in history]
     assert steps == sorted(set(steps))
     assert history[0]["value"] == pytest.approx(0.6931, abs=0.02)

@@ -134,9 +134,10 @@ def test_a_second_recipe_of_the_same_name_is_refused(worker_home, nightly, tmp_p
 
 
 def test_what_prefect_itself_deploys_is_a_schedule_like_ours(worker_home):
-    url = f"http://127.0.0.1:{worker_home.servers()['prefect']['port']}/api"
+    url = f"{worker_home.address('prefect')}/api"
     command = ["-m", "prefect", "deploy", "--prefect-file", "deploy/prefect.yaml", "--all", "--no-prompt"]
     environment = {**worker_home.environment, "PREFECT_API_URL": url, "PWD": str(ROOT)}
+    environment["PREFECT_API_AUTH_STRING"] = worker_home.key()
     done = subprocess.run([sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     listed = json.loads(worker_home.lifecycle("schedules", "--json").stdout)["schedules"]

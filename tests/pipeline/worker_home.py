@@ -35,7 +35,7 @@ class WorkerHome(Home):
 
         def answer() -> list[Any]:
             try:
-                return [request(f"http://127.0.0.1:{self.servers()['prefect']['port']}/api/{path}", body)]
+                return [request(f"{self.address('prefect')}/api/{path}", body, self.key())]
             except urllib.error.HTTPError as error:
                 if error.code != 503:
                     raise

@@ -2,12 +2,12 @@
 
 from contextlib import ExitStack
 
-from flows.servers.local import _free_port
+from flows.servers.ports import free_port
 
 
 def test_a_port_on_which_another_home_starts_a_server_is_left_to_it():
     with ExitStack() as one, ExitStack() as other:
-        port = _free_port(one)
-        assert _free_port(other, port) != port
+        port = free_port(one)
+        assert free_port(other, port) != port
     with ExitStack() as later:
-        assert _free_port(later, port) == port
+        assert free_port(later, port) == port

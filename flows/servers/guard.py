@@ -1,0 +1,80 @@
+"""What stands before a local server: requests for it by another name, of other pages, or without its key are refused.
+
+A web page that somebody has open in a browser can send requests to the loopback, too. Those bear the page's `Origin`;
+one that had its own name resolve to 127.0.0.1 (DNS rebinding) bears that name as `Host`.
+"""
+
+from __future__ import annotations
+
+import base64
+import hmac
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from flows.servers.key import USER
+from flows.servers.programs import LOOPBACK
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+LOGIN_PATH = "/lifecycle-login"
+HEALTH_PATHS = ("/health",)
+LOGIN_PAGE = """<!doctype html><title>llm-lifecycle</title><script>
+// Prefect's pages keep the key so. It comes behind the `#`, which browsers send to no server.
+const key = decodeURIComponent(location.hash.slice(1));
+if (key) localStorage.setItem("prefect-password", btoa(key));
+location.replace(location.origin);
+</script>"""
+
+
+class Guard:
+    """An ASGI application before another one.
+
+    port: where it listens. password: asked for on every path but that of health, by basic authentication; None when the
+    application does so itself.
+    """
+
+    def __init__(self, application: Any, port: int, password: str | None = None):
+        self._application = application
+        self._hosts = {f"{name}:{port}" for name in (LOOPBACK, "localhost")}
+        self._origins = {f"http://{host}" for host in self._hosts}
+        credentials = base64.b64encode(f"{USER}:{password}".encode()).decode()
+        self._authorization = f"Basic {credentials}" if password else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer in the application's place, or let it answer."""
+        refusal = self._refusal(scope) if scope["type"] in ("http", "websocket") else None
+        if refusal and scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        elif refusal:
+            await _answer(send, *refusal)
+        elif scope["type"] == "http" and scope["path"] == LOGIN_PATH:
+            await _answer(send, 200, LOGIN_PAGE, "text/html")
+        else:
+            await self._application(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
+        """Status and message."""
+        found: dict[str, set[str]] = {}
+        for name, value in scope["headers"]:
+            found.setdefault(name.decode("latin-1").lower(), set()).add(value.decode("latin-1"))
+        if not found.get("host", {""}) <= self._hosts:
+            expected = " or ".join(sorted(self._hosts))
+            return 403, f"this server is called {expected} only; forward its port under the same number"
+        if not found.get("origin", set()) <= self._origins:
+            return 403, "pages of other origins may not use this server"
+        if self._authorization is None or scope["path"] in HEALTH_PATHS:
+            return None
+        given = ",".join(found.get("authorization", ()))
+        if not hmac.compare_digest(given.encode(), self._authorization.encode()):
+            return 401, "this server asks for a key: `lifecycle status --open` logs you in"
+        return None
+
+
+async def _answer(send: Send, status: int, text: str, content_type: str = "text/plain") -> None:
+    headers = [(b"content-type", f"{content_type}; charset=utf-8".encode()), (b"cache-control", b"no-store")]
+    if status == 401:
+        headers.append((b"www-authenticate", b'Basic realm="llm-lifecycle"'))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": text.encode()})

@@ -1,0 +1,57 @@
+"""Log a person in to the pages of the local servers: a file that only they can read takes the key to their browser.
+
+A browser is started with the file's name on its command line, which everybody on the machine sees; never with the key.
+"""
+
+from __future__ import annotations
+
+import webbrowser
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+from flows.ledger.home import home
+from flows.servers.guard import LOGIN_PATH
+from flows.servers.key import USER, key_file, open_private, read_key
+from flows.servers.local import status
+from stages.core.errors import ServerError
+
+PAGE = """<!doctype html><meta name="referrer" content="no-referrer"><title>llm-lifecycle</title>
+<script>location.replace("{address}")</script>
+"""
+
+
+def open_pages() -> Iterator[str]:
+    """Open the pages of our servers that answer; says for each what to do where no browser can be started.
+
+    Raises `ServerError` when none of them runs.
+    """
+    password = read_key()
+    found = [one for one in status() if one.ours and one.healthy and one.url and one.name in ADDRESSES]
+    if password is None or not found:
+        raise ServerError("opening the pages of the local servers: none of them runs; `lifecycle up` starts them")
+    for server in found:
+        host = str(server.url).removeprefix("http://")
+        page = _write(home() / server.name / "login.html", ADDRESSES[server.name](host, password))
+        opened = webbrowser.open(page.as_uri())
+        yield f"{server.name}: {'opened' if opened else 'open'} {page.as_uri()}"
+    yield f"a page that asks for a name and a password wants what is in {key_file()}: NAME:PASSWORD"
+
+
+def _prefect_address(host: str, password: str) -> str:
+    return f"http://{host}{LOGIN_PATH}#{quote(f'{USER}:{password}')}"
+
+
+def _mlflow_address(host: str, password: str) -> str:
+    return f"http://{USER}:{quote(password)}@{host}{LOGIN_PATH}"
+
+
+ADDRESSES = {"prefect": _prefect_address, "mlflow": _mlflow_address}
+"""Server → (host and port, password) → where a browser gets logged in."""
+
+
+def _write(page: Path, address: str) -> Path:
+    page.unlink(missing_ok=True)
+    with open_private(page) as stream:
+        stream.write(PAGE.format(address=address))
+    return page

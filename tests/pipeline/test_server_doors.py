@@ -1,0 +1,193 @@
+"""Who gets into the local servers: whoever has the home's key, from the servers' own pages or no page at all."""
+
+import base64
+import http.client
+import json
+import os
+import subprocess
+import time
+import urllib.parse
+from pathlib import Path
+
+import pytest
+from refreshes import LIFECYCLE, Home, request, stage
+
+pytestmark = pytest.mark.timeout(900)
+SERVERS = ("prefect", "mlflow")
+QUESTIONS = {
+    "prefect": [("POST", "/api/deployments/filter", "{}"), ("GET", "/api/admin/version", None)],
+    "mlflow": [
+        ("GET", "/api/2.0/mlflow/experiments/search?max_results=1", None),
+        ("POST", "/api/2.0/mlflow/experiments/create", "{}"),
+        ("GET", "/api/2.0/mlflow-artifacts/artifacts?path=", None),
+        ("PUT", "/api/2.0/mlflow-artifacts/artifacts/planted.txt", "planted"),
+        ("GET", "/", None),
+    ],
+}
+"""Server → what a stranger may try."""
+
+
+@pytest.fixture(scope="module")
+def home(lent_home):
+    return Home(lent_home)
+
+
+def ask(home, server, method="GET", path="/", body=None, key=True, **headers):
+    """Status and body of an answer; `host` replaces the header that names the server."""
+    address = home.address(server).removeprefix("http://")
+    connection = http.client.HTTPConnection(address, timeout=30)
+    connection.putrequest(method, path, skip_host=True)
+    headers = {"host": address, "content-type": "application/json", **headers}
+    if key:
+        headers["authorization"] = f"Basic {base64.b64encode(home.key().encode()).decode()}"
+    for name, value in headers.items():
+        connection.putheader(name.replace("_", "-"), value)
+    data = (body or "").encode()
+    connection.putheader("content-length", str(len(data)))
+    connection.endheaders(data)
+    answer = connection.getresponse()
+    return answer.status, answer.read().decode(errors="replace")
+
+
+CASES = [(server, *question) for server, questions in QUESTIONS.items() for question in questions]
+
+
+@pytest.mark.parametrize(("server", "method", "path", "body"), CASES)
+def test_without_the_key_nothing_is_answered(home, server, method, path, body):
+    assert ask(home, server, method, path, body, key=False)[0] == 401
+    wrong = f"Basic {base64.b64encode(b'lifecycle:wrong').decode()}"
+    assert ask(home, server, method, path, body, key=False, authorization=wrong)[0] == 401
+
+
+@pytest.mark.parametrize(("server", "method", "path", "body"), CASES)
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        {"host": "evil.example"},
+        {"host": "evil.example:4200"},
+        {"origin": "http://evil.example"},
+        {"origin": "null"},
+        {"origin": "http://127.0.0.1:1"},
+    ],
+    ids=lambda headers: "-".join(*headers.items()),
+)
+def test_another_name_or_another_page_is_refused_even_with_the_key(home, server, method, path, body, foreign):
+    assert ask(home, server, method, path, body, **foreign)[0] == 403
+
+
+@pytest.mark.parametrize("server", SERVERS)
+@pytest.mark.parametrize("name", ["127.0.0.1", "localhost"])
+def test_its_own_page_is_answered_by_either_name_and_no_other_may_read_along(home, server, name):
+    own = f"{name}:{home.servers()[server]['port']}"
+    path = {"prefect": "/api/admin/version", "mlflow": "/version"}[server]
+    assert ask(home, server, path=path, host=own, origin=f"http://{own}")[0] == 200
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_health_needs_no_key(home, server):
+    assert ask(home, server, path={"prefect": "/api/health", "mlflow": "/health"}[server], key=False)[0] == 200
+
+
+def test_a_web_socket_of_another_page_is_refused(home):
+    upgrade = {"connection": "Upgrade", "upgrade": "websocket", "sec_websocket_version": "13"}
+    upgrade |= {"sec_websocket_key": base64.b64encode(os.urandom(16)).decode(), "sec_websocket_protocol": "prefect"}
+    path = "/api/events/out"
+    assert ask(home, "prefect", path=path, origin="http://evil.example", **upgrade)[0] == 403
+
+
+def test_the_key_is_its_owners_and_in_no_command_line(home):
+    file = home.folder / "servers.key"
+    assert file.stat().st_mode & 0o777 == 0o600
+    password = home.key().split(":")[1].encode()
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert [command for command in commands if password in command] == []
+    others = [path for path in home.folder.rglob("*") if path.is_file() and path != file]
+    assert [path for path in others if password in path.read_bytes()] == []
+
+
+@pytest.mark.parametrize("planted", ["lifecycle:known-to-others", "nonsense"])
+def test_a_key_that_others_may_know_is_not_used(tmp_path, planted):
+    home = Home(tmp_path / "home")
+    home.folder.mkdir()
+    file = home.folder / "servers.key"
+    file.write_text(planted)
+    file.chmod(0o644 if ":" in planted else 0o600)
+    refused = home.lifecycle("up")
+    assert refused.returncode == 9
+    assert "servers.key" in refused.stderr
+    assert "`lifecycle up` makes a new one" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert not (home.folder / "servers.json").exists()
+
+
+@pytest.fixture(scope="module")
+def second_home(tmp_path_factory):
+    """Another home at the same time, whose servers do not get the usual ports."""
+    home = Home(tmp_path_factory.mktemp("second") / "home")
+    home.folder.mkdir()
+    up = home.lifecycle("up")
+    assert up.returncode == 0, up.stderr
+    yield home
+    assert home.lifecycle("down").returncode == 0
+
+
+def test_the_pages_of_two_homes_at_once_ask_their_own_servers(home, second_home):
+    found = []
+    for one in (home, second_home):
+        status, text = ask(one, "prefect", path="/ui-settings", key=False)
+        settings = json.loads(text)
+        assert (status, settings["auth"], settings["api_url"]) == (200, "BASIC", f"{one.address('prefect')}/api")
+        assert request(f"{settings['api_url']}/admin/version", key=one.key())
+        found.append(settings["api_url"])
+    assert len(set(found)) == 2
+    assert ask(second_home, "prefect", path="/api/admin/version", key=False, authorization=basic(home.key()))[0] == 401
+
+
+def basic(key):
+    return f"Basic {base64.b64encode(key.encode()).decode()}"
+
+
+def test_a_person_is_logged_in_without_the_key_on_a_command_line(second_home, tmp_path):
+    """The browser is a program that notes its arguments; then we do what one does with the file."""
+    browser, noted = tmp_path / "browser", tmp_path / "noted"
+    browser.write_text(f'#!/bin/sh\necho "$@" >> {noted}\n')
+    browser.chmod(0o700)
+    environment = {**second_home.environment, "BROWSER": f"{browser} %s"}
+    done = subprocess.run([LIFECYCLE, "status", "--open"], env=environment, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    end = time.monotonic() + 30
+    while len(addresses := noted.read_text().split() if noted.exists() else []) < 2 and time.monotonic() < end:
+        time.sleep(0.05)
+    password = second_home.key().split(":")[1]
+    assert password not in done.stdout + done.stderr + " ".join(addresses)
+    pages = [Path(urllib.parse.urlsplit(address).path) for address in addresses]
+    assert [page.stat().st_mode & 0o777 for page in pages] == [0o600, 0o600]
+    prefect, mlflow = (urllib.parse.urlsplit(page.read_text().split('"')[-2]) for page in pages)
+    assert (prefect.netloc, urllib.parse.unquote(prefect.fragment)) == (
+        second_home.address("prefect").removeprefix("http://"),
+        second_home.key(),
+    )
+    status, text = ask(second_home, "prefect", path=prefect.path, key=False)
+    assert status == 200
+    assert 'localStorage.setItem("prefect-password", btoa(key))' in text  # where Prefect's own login page puts it
+    assert f"{mlflow.username}:{mlflow.password}" == second_home.key()
+    assert ask(second_home, "mlflow", path=mlflow.path)[0] == 200
+
+
+def test_servers_that_run_without_a_key_are_started_again_with_one(second_home):
+    """As an earlier version left them: the record says nothing of a key."""
+    file = second_home.folder / "servers.json"
+    old = json.loads(file.read_text())
+    for server in SERVERS:
+        old["servers"][server]["settings"] = None
+    file.write_text(json.dumps(old))
+    (second_home.folder / "servers.key").unlink()
+    assert second_home.lifecycle("up").returncode == 0
+    new = second_home.servers()
+    for server in SERVERS:
+        assert new[server]["process"] != old["servers"][server]["process"]
+        assert new[server]["port"] == old["servers"][server]["port"]
+    assert ask(second_home, "prefect", path="/api/admin/version")[0] == 200
+    code, refresh = second_home.run(second_home.recipe("keyed", rows=stage("ok", "keyed")))
+    assert (code, refresh["stages"]["rows"]["state"]) == (0, "built")
+    assert second_home.attempts("rows")
