@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from pydantic import JsonValue
 
 from flows.recipe.recipe import Recipe
-from flows.store.content import hash_path
+from flows.recipe.text import shorten
+from flows.store.content import hash_path, outside_files
 from stages.core.contract import StageConfig
-from stages.core.errors import RecipeError, TransientError
+from stages.core.errors import LifecycleError, RecipeError, TransientError
+from stages.download.config import DownloadConfig
 
 Outside = dict[str, dict[str, JsonValue]]
 """stage name → {field path or name: content hash, revision, …}"""
@@ -26,16 +29,16 @@ def resolve_outside(
     """
     chosen = {name: config for name, config in recipe.stages.items() if stages is None or name in stages}
     paths = {(name, field): path for name, config in chosen.items() for field, path in config.outside_paths().items()}
-    missing = [
-        f"stages.{name}.{field}: there is no file or folder {path}"
-        for (name, field), path in paths.items()
-        if not path.exists()
-    ]
-    if missing:
-        raise RecipeError("\n".join(missing))
+    problems = {f"stages.{name}.{field}": _problem(path) for (name, field), path in paths.items()}
+    if any(problems.values()):
+        raise RecipeError("\n".join(f"{field}: {problem}" for field, problem in problems.items() if problem))
     hashes = {path: hash_path(path) for path in set(paths.values())}
-    with ThreadPoolExecutor() as executor:  # hubs are slow to answer, and slower not to
-        resolved = dict(zip(chosen, executor.map(_resolve, chosen.values()), strict=True))
+    # What lies here is hashed in the thread that hears Ctrl-C; hubs are slow to answer, and slower not to.
+    here = {name: _resolve(name, config) for name, config in chosen.items() if _lies_here(config)}
+    elsewhere = [name for name in chosen if name not in here]
+    with ThreadPoolExecutor() as executor:
+        asked = executor.map(lambda name: _resolve(name, chosen[name]), elsewhere)
+        resolved = here | dict(zip(elsewhere, asked, strict=True))
     outside: Outside = {}
     for name, found in resolved.items():
         if isinstance(found, TransientError):
@@ -49,8 +52,27 @@ def resolve_outside(
     return outside
 
 
-def _resolve(config: StageConfig) -> dict[str, JsonValue] | TransientError:
+def _problem(path: Path) -> str | None:
+    """Why the content of a path cannot be read to its end, if so."""
+    try:
+        if not path.exists():
+            return f"there is no file or folder {path}"
+        special = next((file for file in outside_files(path).values() if not file.is_file()), None)
+    except OSError as error:
+        return f"cannot read {shorten(str(path), 200)}: {error.strerror}"
+    return f"{special} is no regular file; name a file, or a folder of files" if special else None
+
+
+def _lies_here(config: StageConfig) -> bool:
+    return isinstance(config, DownloadConfig) and config.source.hub == "file"
+
+
+def _resolve(name: str, config: StageConfig) -> dict[str, JsonValue] | TransientError:
+    """Raises what `config.resolve_outside` raises, with the stage (and of a download, the field) that it is about."""
+    where = f"stages.{name}.{config.product}" if isinstance(config, DownloadConfig) else f"stages.{name}"
     try:
         return config.resolve_outside()
     except TransientError as error:
-        return error
+        return type(error)(f"{where}: {error}")
+    except LifecycleError as error:
+        raise type(error)(f"{where}: {error}") from error

@@ -13,10 +13,13 @@ from pydantic_core import ErrorDetails
 from flows.recipe.text import closest, show
 from stages.kinds import KINDS
 
+MAX_PROBLEMS = 100
+"""Of an error message: a person reads no more, and to look for what was meant takes its time."""
+
 
 def explain(error: ValidationError, stage: str) -> list[str]:
-    """One sentence for each problem of a stage's config."""
-    return [_sentence(details, f"stages.{stage}") for details in error.errors()]
+    """One sentence for each problem of a stage's config; of very many, for the first."""
+    return [_sentence(details, f"stages.{stage}") for details in error.errors()[:MAX_PROBLEMS]]
 
 
 def _sentence(details: ErrorDetails, stage: str) -> str:

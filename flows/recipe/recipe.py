@@ -11,19 +11,23 @@ import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError, create_model
 
-from flows.recipe.problems import explain, models_in
-from flows.recipe.text import absolute, apply_overrides, closest, non_finite, read_tree, resolve_file_sources, show
+from flows.recipe.overrides import apply_overrides
+from flows.recipe.problems import MAX_PROBLEMS, explain, models_in
+from flows.recipe.text import absolute, closest, non_finite, read_tree, resolve_file_sources, shorten, show
 from stages.core.contract import StageConfig, StrictModel
 from stages.core.errors import LayoutError, RecipeError
 from stages.core.fields import Reference, find_marker
 from stages.kinds import KINDS
 from stages.train.config import LAYOUT_PROBLEM
 
+MAX_STAGES = 256
+MAX_PROBLEM_CHARACTERS = 1000
 NAME_PATTERN = r"[a-z0-9][a-z0-9_-]{0,62}"
 NAME_RULE = "lower-case letters, digits, - and _"
 TOP_LEVEL_FIELDS = ("name", "on_collision", "stages")
@@ -86,6 +90,8 @@ def load_stages(name: str, folder: Path, tree: Mapping[str, Any], problems: Sequ
 
     Raises `RecipeError` that lists every problem, those found before included; `LayoutError` if all are of layouts.
     """
+    if len(tree) > MAX_STAGES:
+        raise RecipeError(f"found {len(tree):,} stages, more than {MAX_STAGES}; split it into several recipes")
     stages: dict[str, StageConfig] = {}
     found, num_of_layouts = [*problems], 0
     for stage, config in tree.items():
@@ -97,15 +103,21 @@ def load_stages(name: str, folder: Path, tree: Mapping[str, Any], problems: Sequ
             num_of_layouts += sum(details["type"] == LAYOUT_PROBLEM for details in error.errors())
         else:
             found += _launch_problems(stage, stages[stage])
-    found += _reference_problems(stages, tree)
+    found += islice(_reference_problems(stages, tree), MAX_PROBLEMS)
     found += [] if found else _cycles(stages)
     if not found:
         found += [f"stages.{name}.{one}" for name, config in stages.items() for one in config.problems_among(stages)]
     if found:
         kind_of_error = LayoutError if num_of_layouts == len(found) else RecipeError
-        count = "1 problem" if len(found) == 1 else f"{len(found)} problems"
-        raise kind_of_error("\n".join([f"the recipe has {count}:", *(f"  {problem}" for problem in found)]))
+        raise kind_of_error(_listed(found))
     return Recipe(name, folder, {stage: stages[stage] for stage in _topological(stages)})
+
+
+def _listed(problems: Sequence[str]) -> str:
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    shown = [f"  {shorten(problem, MAX_PROBLEM_CHARACTERS)}" for problem in problems[:MAX_PROBLEMS]]
+    more = ["  …; mend these first"] if len(problems) > MAX_PROBLEMS else []
+    return "\n".join([f"the recipe has {count}:", *shown, *more])
 
 
 def json_schema() -> dict[str, Any]:
@@ -233,9 +245,10 @@ def _topological(stages: Mapping[str, StageConfig]) -> list[str]:
     order: dict[str, None] = {}
 
     def visit(stage: str) -> None:
-        for upstream in stages[stage].references().values():
-            visit(upstream)
-        order.setdefault(stage)
+        if stage not in order:
+            for upstream in stages[stage].references().values():
+                visit(upstream)
+            order[stage] = None
 
     for stage in stages:
         visit(stage)

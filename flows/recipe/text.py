@@ -11,19 +11,22 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import stat
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from flows.recipe.bounds import MAX_BYTES, check_bounds
 from stages.core.errors import RecipeError
-from stages.core.redaction import is_secret_name
 
 BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
-MAX_RECIPE_BYTES = 1 << 20
-MAX_VALUES = 100_000
+MAX_DIGITS = 100
+MAX_WORDS, MAX_WORD_CHARACTERS = 256, 100
+"""Of what a word is compared with, to say what may have been meant."""
 
 
 class RecipeLoader(BaseLoader):
@@ -33,13 +36,27 @@ class RecipeLoader(BaseLoader):
         seen: dict[str, int] = {}
         for key, _ in node.value:
             line = key.start_mark.line + 1
-            if key.value in seen and isinstance(key, yaml.ScalarNode):
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
                 raise RecipeError(f"line {line}: the key `{key.value}` is already in line {seen[key.value]}")
             seen[str(key.value)] = line
         mapping: dict[Any, Any] = super().construct_mapping(node, deep)
         return mapping
 
+    def construct_number(self, node: yaml.ScalarNode) -> int | float:
+        """Python refuses some long numbers, and takes long for others (`1:00:00:…` is one in YAML 1.1)."""
+        if len(node.value) > MAX_DIGITS:
+            problem = f"found a number of {len(node.value):,} characters, expected at most {MAX_DIGITS}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        try:
+            is_int = node.tag.endswith(":int")
+            number: int | float = self.construct_yaml_int(node) if is_int else self.construct_yaml_float(node)
+        except (ValueError, ArithmeticError) as error:
+            raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from error
+        return number
 
+
+for _type in ("int", "float"):
+    RecipeLoader.add_constructor(f"tag:yaml.org,2002:{_type}", RecipeLoader.construct_number)
 RecipeLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
     for first, resolvers in BaseLoader.yaml_implicit_resolvers.items()
@@ -51,9 +68,9 @@ RecipeLoader.add_implicit_resolver(
 
 def parse_yaml(text: str) -> Any:
     """One YAML document as dicts, lists and values of JSON. Raises `RecipeError` that says in which line."""
+    check_bounds(text, RecipeLoader)
     try:
         tree = yaml.load(text, RecipeLoader)  # noqa: S506 (derives from the safe loader)
-        _check_size(tree)
         # Through JSON and back: aliases become copies of their own, so that an override changes one place only.
         return json.loads(json.dumps(tree))
     except yaml.MarkedYAMLError as error:
@@ -63,32 +80,11 @@ def parse_yaml(text: str) -> Any:
         raise RecipeError(f"not a tree of YAML values: {error}") from error
 
 
-def _check_size(tree: Any) -> None:
-    """Aliases of aliases may stand for billions of values in a few lines. Raises `RecipeError`."""
-    num_values = _num_values(tree, {})
-    if num_values > MAX_VALUES:
-        raise RecipeError(
-            f"its aliases (`*name`) stand for {num_values:,} values, more than {MAX_VALUES:,}; write out what is meant"
-        )
-
-
-def _num_values(tree: Any, known: dict[int, int]) -> int:
-    """How many values a tree has when its aliases are written out. Raises RecursionError when one holds itself."""
-    if not isinstance(tree, dict | list):
-        return 1
-    if id(tree) not in known:
-        children = tree.values() if isinstance(tree, dict) else tree
-        known[id(tree)] = 1 + sum(_num_values(child, known) for child in children)
-    return known[id(tree)]
-
-
 def read_tree(path: Path) -> dict[str, Any]:
     """The recipe file's tree. Raises `RecipeError` when it cannot be read or is not a mapping with `stages`."""
     try:
-        if path.stat().st_size > MAX_RECIPE_BYTES:
-            raise RecipeError(f"it is larger than {MAX_RECIPE_BYTES:,} bytes, which no recipe is")
-        tree = parse_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        tree = parse_yaml(_read_regular_file(path))
+    except (OSError, ValueError) as error:
         raise RecipeError(f"cannot read the recipe {path}: {error}") from error
     except RecipeError as error:
         raise RecipeError(f"{path}: {error}") from error
@@ -97,39 +93,13 @@ def read_tree(path: Path) -> dict[str, Any]:
     return tree
 
 
-def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Put `path=value` overrides into the tree, in order. Returns the problems found."""
-    return [problem for override in overrides for problem in _apply_override(tree, override)]
-
-
-def _apply_override(tree: dict[str, Any], override: str) -> Iterator[str]:
-    path, equals, text = override.partition("=")
-    keys = path.strip().split(".")
-    if not equals or not all(keys):
-        yield f"override `{override}`: expected PATH=VALUE, such as stages.sft.learning_rate=1e-4"
-        return
-    if keys[0] == "stages" and len(keys) > 1 and keys[1] not in tree["stages"]:
-        yield f"override `{override}`: there is no stage `{keys[1]}`{closest(keys[1], tree['stages'])}"
-        return
-    if "environment" in keys and is_secret_name(keys[-1]):
-        yield (
-            f"override `{path}`: a command line can be seen by everyone on the machine; put the value into the recipe, "
-            "or into the environment that `lifecycle` is started in"
-        )
-        return
-    parent = tree
-    for depth, key in enumerate(keys[:-1], 1):
-        if parent.get(key) is None:
-            parent[key] = {}
-        parent = parent[key]
-        if not isinstance(parent, dict):
-            found = f"`{'.'.join(keys[:depth])}` is {show(parent)}"
-            yield f"override `{override}`: {found}, which has no field `{keys[depth]}`; override it as a whole"
-            return
-    try:
-        parent[keys[-1]] = parse_yaml(text)
-    except RecipeError as error:
-        yield f"override `{override}`: {error}"
+def _read_regular_file(path: Path) -> str:
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise RecipeError("it is no regular file; expected a file of YAML text")
+    if found.st_size > MAX_BYTES:
+        raise RecipeError(f"it is larger than {MAX_BYTES:,} bytes, which no recipe is")
+    return path.read_text(encoding="utf-8")
 
 
 def resolve_file_sources(tree: Any, folder: Path) -> Any:
@@ -145,7 +115,7 @@ def resolve_file_sources(tree: Any, folder: Path) -> Any:
 
 def absolute(path: Path, folder: Path) -> Path:
     """The path without `~` and `..`, relative paths starting at `folder`."""
-    return Path(os.path.normpath(folder / path.expanduser()))
+    return Path(os.path.normpath(folder / os.path.expanduser(path)))  # noqa: PTH111 (Path's raises for an unknown user)
 
 
 def non_finite(tree: Any, path: str) -> Iterator[str]:
@@ -161,15 +131,22 @@ def non_finite(tree: Any, path: str) -> Iterator[str]:
 
 
 def closest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean …?` with the closest known word, or what there is to choose from, if anything."""
-    words = list(known)
+    """`; did you mean …?` with the closest known word, or what there is to choose from, if anything.
+
+    A long word is no slip of the pen, and to compare it takes time in proportion to the square of its length.
+    """
+    words = [one for one in islice(known, MAX_WORDS) if len(one) <= MAX_WORD_CHARACTERS]
     if not words:
         return ""
-    found = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
+    found = difflib.get_close_matches(word, words, n=1, cutoff=0.6) if len(word) <= MAX_WORD_CHARACTERS else []
     return f"; did you mean `{found[0]}`?" if found else f"; there are: {', '.join(words)}"
 
 
 def show(value: Any) -> str:
     """A value as YAML would have it, shortened."""
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else f"{text[:57]}…"
+    return shorten(json.dumps(value, ensure_ascii=False), 58)
+
+
+def shorten(text: str, num_characters: int) -> str:
+    """The text, or its beginning."""
+    return text if len(text) <= num_characters else f"{text[: num_characters - 1]}…"

@@ -8,6 +8,7 @@ from pathlib import Path
 from flows.ledger.home import store_root
 from flows.ledger.record import RefreshRecord
 from flows.planning.devices import check_devices
+from flows.planning.gates import check_gates
 from flows.planning.layout_choice import choose_layouts
 from flows.planning.outside import resolve_outside
 from flows.planning.plan import Plan, chosen_stages, plan
@@ -57,6 +58,7 @@ def make_plan(request: RefreshRequest, *, may_be_unreachable: bool = False) -> P
     unreachable: dict[str, str] = {}
     chosen = chosen_stages(recipe, request.until)
     outside = resolve_outside(recipe, chosen, unreachable if may_be_unreachable else None)
+    check_gates(recipe, chosen)
     index = store.index()
     recipe, choices = choose_layouts(recipe, outside, index)
     planned = plan(recipe, outside, index, force=request.force, until=request.until, unreachable=unreachable)

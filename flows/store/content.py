@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 from flows.recipe.version import canonical_json
 from stages.core.contract import StrictModel
 from stages.core.fields import Product
+from stages.core.hashing import sha256_of_files
 
 RECORD_FILE = "record.json"
 PENDING_RECORD_FILE = ".record.json"
@@ -26,6 +29,7 @@ BOOKKEEPING = frozenset({"config.json", "metrics.jsonl", "events.jsonl", "result
 
 CONTENT_FOLDERS: dict[Product, str] = {"model": "model/", "dataset": "data/"}
 HASHING_THREADS = 4
+MAX_OUTSIDE_FILES = 10_000
 
 
 class FileEntry(StrictModel):
@@ -63,16 +67,37 @@ def hash_file(path: Path) -> FileEntry:
 
 def hash_path(path: Path) -> str:
     """sha256 of a file, or over the relative paths and contents of a folder's files; where it lies does not count."""
+    hashes = sha256_of_files(outside_files(path))
+    return _digest(hashes) if path.is_dir() else hashes[path.name]
+
+
+def outside_files(path: Path) -> dict[str, Path]:
+    """Name → path of a file, or of all files of a folder, except what artifacts leave out and compiled Python.
+
+    Raises `OSError` when the folder cannot be read, or holds more files than anything that a recipe names.
+    """
     if not path.is_dir():
-        return hash_file(path).sha256
-    return _digest({name: entry for name, entry in hash_files(path).items() if "__pycache__/" not in name})
+        return {path.name: path}
+    found: dict[str, Path] = {}
+    for parent, _, names in os.walk(path, onerror=_fail):
+        for name in names:
+            relative = Path(parent, name).relative_to(path)
+            if relative.parts[0] not in NOT_OF_THE_ARTIFACT and relative.suffix != ".log":
+                found[relative.as_posix()] = path / relative
+        if len(found) > MAX_OUTSIDE_FILES:
+            raise OSError(errno.EFBIG, f"it holds more than {MAX_OUTSIDE_FILES:,} files; name the folder that is meant")
+    return {name: file for name, file in found.items() if "__pycache__/" not in name}
+
+
+def _fail(error: OSError) -> None:
+    raise error
 
 
 def content_digest(product: Product, files: Files) -> str:
     """sha256 over paths and contents of what dependents read: `model/`, `data/`, or all but the bookkeeping."""
     folder = CONTENT_FOLDERS.get(product, "")
     return _digest(
-        {name: entry for name, entry in files.items() if name.startswith(folder) and name not in BOOKKEEPING}
+        {name: entry.sha256 for name, entry in files.items() if name.startswith(folder) and name not in BOOKKEEPING}
     )
 
 
@@ -94,5 +119,5 @@ def _damage(path: Path, name: str, size: int) -> str | None:
     return None if found == size else f"{name} has {found} bytes instead of {size}"
 
 
-def _digest(files: Files) -> str:
-    return hashlib.sha256(canonical_json({name: entry.sha256 for name, entry in files.items()}).encode()).hexdigest()
+def _digest(hashes: dict[str, str]) -> str:
+    return hashlib.sha256(canonical_json({**hashes}).encode()).hexdigest()

@@ -26,7 +26,7 @@ from dataclasses import field as dataclass_field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, JsonValue, PositiveFloat, PositiveInt
+from pydantic import Field, JsonValue, PositiveFloat, PositiveInt, field_validator
 
 from stages.core.clusters import KubernetesOptions, SlurmOptions
 from stages.core.fields import (
@@ -60,6 +60,18 @@ class Execution(StrictModel):
     environment: dict[str, str] = Field(default_factory=dict, description="Added to the process's environment.")
     slurm: SlurmOptions = Field(SlurmOptions(), description="Only with `launcher: slurm`.")
     kubernetes: KubernetesOptions = Field(KubernetesOptions(), description="Only with `launcher: kubernetes`.")
+
+    @field_validator("environment")
+    @classmethod
+    def _check_environment(cls, environment: dict[str, str]) -> dict[str, str]:
+        for name, value in environment.items():
+            if not name or "=" in name or "\0" in name:
+                raise ValueError(
+                    f"{name!r} is no name of a variable; expected one that is not empty, without = and NUL"
+                )
+            if "\0" in value:
+                raise ValueError(f"the value of {name} holds a NUL, which no variable can")
+        return environment
 
 
 class StageConfig(StrictModel, ABC):

@@ -28,7 +28,7 @@ class EvaluateConfig(StageConfig):
     kind: Literal["evaluate"]
     model: ModelOrServerReference
     serving: ServingConfig | None = Field(None, description="Only for a model; a serve stage brings its own.")
-    tasks: tuple[str, ...] = Field(
+    tasks: tuple[Annotated[str, Field(max_length=256)], ...] = Field(
         min_length=1, description="Names of the harness's tasks, its own or of `task_folder`."
     )
     task_folder: OutsidePath | None = Field(None, description="Folder of local tasks (YAML and JSONL).")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from stages.core.contract import StageContext
 from stages.core.errors import DownloadError
+from stages.core.hashing import sha256_of_files
 from stages.hubs.delivery import Progress, check_disk
 from stages.hubs.hub import Request
 from stages.hubs.selection import select_files
@@ -22,7 +23,11 @@ class Files:
     """Copies from this machine; a revision is a hash over the names and contents of the files that are taken."""
 
     def resolve_revision(self, request: Request) -> str:
-        return hash_files(_requested(request))
+        files = _requested(request)
+        try:
+            return content_hash(sha256_of_files(files).items())
+        except OSError as error:
+            raise DownloadError(f"{request.source} cannot be read: {error}") from error
 
     def deliver(self, request: Request, revision: str, folder: Path, context: StageContext) -> None:
         files = _requested(request)
@@ -50,8 +55,10 @@ def list_files(path: Path) -> dict[str, Path]:
 
     Raises DownloadError when there is nothing, it cannot be read, or a link leads out of the folder.
     """
-    if not path.exists():
+    if not _exists(path):
         raise DownloadError(f"file://{path} does not exist; a relative path starts at the recipe's folder")
+    if path == Path(path.anchor):
+        raise DownloadError(f"file://{path} is all of this machine; name the folder that is meant")
     try:
         found = {path.name: path} if not path.is_dir() else _walk(path)
         for file in found.values():
@@ -61,6 +68,13 @@ def list_files(path: Path) -> dict[str, Path]:
     if not found:
         raise DownloadError(f"file://{path} is an empty folder")
     return dict(sorted(found.items()))
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError as error:
+        raise DownloadError(f"file://{str(path)[:200]} cannot be read: {error.strerror}") from error
 
 
 def _walk(folder: Path) -> dict[str, Path]:

@@ -74,10 +74,26 @@ class PromoteConfig(StageConfig):
                 yield f"evaluations.{number}: {name} evaluates {model}; expected an evaluation of {self.model}"
         if self.server and (model := _model_of(self.server, stages)) != self.model:
             yield f"server: {self.server} serves {model}; expected a server of {self.model}"
+        yield from self._problems_of_baselines(stages)
+        yield from self._problems_of_bounds()
         if self.gates.min_output_tokens_per_s and not self.server:
             yield "gates.min_output_tokens_per_s: nothing measures it; name a serve stage as `server`"
         if self.gates.max_kl_nats_per_token and stages[self.model].kind != "quantize":
             yield f"gates.max_kl_nats_per_token: {self.model} is not quantized, so there is nothing to compare it with"
+
+    def _problems_of_baselines(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
+        for number, name in enumerate(self.baselines):
+            if _model_of(name, stages) == self.model:
+                yield (
+                    f"baselines.{number}: {name} evaluates {self.model}, the candidate itself, so no gate could fail; "
+                    "name an evaluation of another model, or leave `baselines` out to compare with the champion"
+                )
+
+    def _problems_of_bounds(self) -> Iterator[str]:
+        for name, least in self.gates.min_scores.items():
+            largest = self.gates.max_scores.get(name, least)
+            if least > largest:
+                yield f"gates: {name} is to be at least {least:g} and at most {largest:g}, which no score is"
 
 
 def _model_of(stage: str, stages: Mapping[str, StageConfig]) -> str:

@@ -82,6 +82,9 @@ class Harness(Protocol):
         for tasks that do not exist.
         """
 
+    def may_give(self, score: str, evaluation: Evaluation) -> bool:
+        """Whether a task may give the score `TASK.METRIC` or `TASK.FILTER.METRIC`; True where nobody knows before."""
+
     def prepare(self, evaluation: Evaluation, cache: Path) -> None:
         """Check the tasks before anything slow, and set what libraries read when they are imported.
 

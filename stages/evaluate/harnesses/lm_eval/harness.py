@@ -12,6 +12,7 @@ from pydantic import JsonValue
 from stages.core.contract import StageContext
 from stages.evaluate.harnesses.harness import Evaluation, Results, ServedModel
 from stages.evaluate.harnesses.lm_eval.revisions import check_loaded, resolve_hub_datasets
+from stages.evaluate.harnesses.lm_eval.score_names import may_give
 from stages.evaluate.harnesses.lm_eval.tasks import TaskSelection, check_trusted, select_tasks
 
 PROGRESS_EVERY = 10
@@ -33,6 +34,9 @@ class LmEval:
     def custom_code(self, evaluation: Evaluation) -> tuple[str, ...]:
         folder = select_tasks(evaluation.tasks, evaluation.task_folder).folder
         return folder.code if folder else ()
+
+    def may_give(self, score: str, evaluation: Evaluation) -> bool:
+        return may_give(score, evaluation.tasks, evaluation.task_folder)
 
     def prepare(self, evaluation: Evaluation, cache: Path) -> None:
         selection = _selection(evaluation)

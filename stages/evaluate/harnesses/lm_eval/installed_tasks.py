@@ -41,7 +41,19 @@ def mentioned_names() -> Iterable[str]:
 
 def is_installed(name: str) -> bool:
     """Whether lm-eval has a task, group or tag of that name."""
-    return any(True for _ in _defining(name))
+    return any(True for _ in defining(name))
+
+
+def defining(name: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Files whose task, group or tag has that name; for a tag that a template gives, all files beside the template."""
+    for file in _files_by_name().get(name, ()):
+        config = _parsed(file)
+        if name not in names_of(config):
+            continue
+        if isinstance(config.get("task") or config.get("group"), str):
+            yield file, config
+        else:
+            yield from ((path, _parsed(path)) for path in sorted(file.parent.rglob("*.yaml")))
 
 
 def hub_datasets(names: Iterable[str]) -> frozenset[HubDataset]:
@@ -53,22 +65,10 @@ def hub_datasets(names: Iterable[str]) -> frozenset[HubDataset]:
         if name in seen:
             continue
         seen.add(name)
-        for file, config in _defining(name):
+        for file, config in defining(name):
             todo += members_of(config)
             found |= set(_datasets(file, config))
     return frozenset(found)
-
-
-def _defining(name: str) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Files whose task, group or tag has that name; for a tag that a template gives, all files beside the template."""
-    for file in _files_by_name().get(name, ()):
-        config = _parsed(file)
-        if name not in names_of(config):
-            continue
-        if isinstance(config.get("task") or config.get("group"), str):
-            yield file, config
-        else:
-            yield from ((path, _parsed(path)) for path in sorted(file.parent.rglob("*.yaml")))
 
 
 def _datasets(file: Path, config: dict[str, Any]) -> Iterator[HubDataset]:

@@ -27,6 +27,9 @@ class ExactMatch:
     def custom_code(self, evaluation: Evaluation) -> tuple[str, ...]:
         return ()
 
+    def may_give(self, score: str, evaluation: Evaluation) -> bool:
+        return score in [f"{task}.exact_match" for task in evaluation.tasks]
+
     def prepare(self, evaluation: Evaluation, cache: Path) -> None:
         for task in evaluation.tasks:
             if not _file(evaluation, task).is_file():

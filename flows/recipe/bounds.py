@@ -1,0 +1,145 @@
+"""Bounds of YAML text, looked at while it is read and before anything is built of it: size, depth, aliases.
+
+PyYAML builds nodes by recursion, and merges (`<<`) by copying: text of a few bytes may end the process or fill the
+memory. Its events come one after the other, so that reading them takes time in proportion to the text.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from stages.core.errors import RecipeError
+
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 50
+MAX_VALUES = 100_000
+REPLACEMENT_CHARACTER = "\ufffd"
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
+
+
+@dataclass
+class _Collection:
+    """A mapping or list whose end has not come yet; `num_values` counts itself and what is in it, but for keys."""
+
+    anchor: str | None
+    is_mapping: bool
+    num_values: int = 1
+    height: int = 1
+    num_children: int = 0
+    place: str = ""
+    """The last key of a mapping, or how many items of a list were read."""
+
+    def add(self, num_values: int, height: int, text: str | None) -> None:
+        """Count a child; `text` is that of a plain value."""
+        self.num_children += 1
+        is_key = self.is_mapping and self.num_children % 2 == 1
+        if is_key:
+            self.place = text or "?"
+        else:
+            self.num_values += num_values
+            self.height = max(self.height, height + 1)
+        if not self.is_mapping:
+            self.place = str(self.num_children)
+
+
+class _Reader:
+    """Counts what the events of one text stand for."""
+
+    def __init__(self) -> None:
+        self._open = [_Collection(None, is_mapping=False)]
+        self._known: dict[str, tuple[int, int]] = {}
+        self._num_written = 0
+
+    @property
+    def path(self) -> str:
+        """Dotted path of the value that is read; of a long key, its beginning."""
+        return ".".join((one.place or "0")[:60] for one in self._open[1:])
+
+    @property
+    def num_values(self) -> int:
+        """Values of the whole text, aliases written out."""
+        return self._open[0].num_values - 1
+
+    def read(self, event: Any) -> None:
+        """Take in the next event."""
+        if isinstance(event, yaml.CollectionStartEvent):
+            self._open.append(_Collection(event.anchor, isinstance(event, yaml.MappingStartEvent)))
+            self._check_depth(0)
+            self._count_written()
+        elif isinstance(event, yaml.CollectionEndEvent):
+            ended = self._open.pop()
+            self._close(ended.anchor, ended.num_values, ended.height, None)
+        elif isinstance(event, yaml.ScalarEvent):
+            self._count_written()
+            self._close(event.anchor, 1, 1, event.value)
+        elif isinstance(event, yaml.AliasEvent):
+            self._read_alias(event.anchor)
+
+    def _read_alias(self, anchor: str | None) -> None:
+        if any(one.anchor == anchor for one in self._open):
+            raise RecipeError(f"not a tree of YAML values: `*{anchor}` stands inside of what it names")
+        num_values, height = self._known.get(anchor or "", (1, 1))
+        self._check_depth(height)
+        self._close(None, num_values, height, None)
+
+    def _close(self, anchor: str | None, num_values: int, height: int, text: str | None) -> None:
+        if anchor is not None:
+            self._known[anchor] = (num_values, height)
+        self._open[-1].add(num_values, height, text)
+
+    def _check_depth(self, height: int) -> None:
+        if len(self._open) - 1 + height > MAX_DEPTH:
+            raise RecipeError(f"values lie more than {MAX_DEPTH} deep in one another, which nothing in a recipe does")
+
+    def _count_written(self) -> None:
+        self._num_written += 1
+        if self._num_written > 2 * MAX_VALUES:  # keys are written, but no values
+            raise RecipeError(f"it holds more than {MAX_VALUES:,} values, which no recipe does")
+
+
+def check_bounds(text: str, loader: Any) -> None:
+    """Raises `RecipeError` for text that is not valid YAML, too long, too deep, or stands for too much.
+
+    Errors say in which line, and in which field.
+    """
+    if len(text) > MAX_BYTES:
+        raise RecipeError(f"it is longer than {MAX_BYTES:,} characters, which nothing in a recipe is")
+    _check_escapes(text, loader)
+    reader = _Reader()
+    try:
+        for event in yaml.parse(text, loader):
+            reader.read(event)
+    except yaml.MarkedYAMLError as error:
+        raise _invalid(error.problem_mark, error.problem, reader) from error
+    except yaml.YAMLError as error:
+        raise RecipeError(f"not a tree of YAML values: {error}") from error
+    if reader.num_values > MAX_VALUES:
+        raise RecipeError(
+            f"its aliases (`*name`) stand for {reader.num_values:,} values, more than {MAX_VALUES:,}; "
+            "write out what is meant"
+        )
+
+
+def _check_escapes(text: str, loader: Any) -> None:
+    """Halves of a character are found by what they are replaced with: the parser says of them neither field nor line
+    when all text is in one line, as JSON is.
+    """
+    whole = _SURROGATE.sub(lambda _: r"\ufffd", text)
+    reader = _Reader()
+    try:
+        for event in yaml.parse(whole, loader) if whole != text else ():
+            reader.read(event)
+            if REPLACEMENT_CHARACTER in (getattr(event, "value", None) or ""):
+                raise _invalid(event.start_mark, "half a character, \\uD800 to \\uDFFF; write it as it is", reader)
+    except yaml.YAMLError:
+        return  # and that will be told of the text as it is
+
+
+def _invalid(mark: Any, problem: str | None, reader: _Reader) -> RecipeError:
+    line = f"line {mark.line + 1}: " if mark else ""
+    field = f" (in {reader.path})" if reader.path else ""
+    return RecipeError(f"{line}not valid YAML: {problem}{field}")

@@ -1,0 +1,82 @@
+"""Overrides: `path=value` texts put into a recipe's tree, as YAML would have them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from flows.recipe.bounds import MAX_DEPTH
+from flows.recipe.text import closest, parse_yaml, shorten, show
+from stages.core.errors import RecipeError
+from stages.core.redaction import holds_url_password, is_secret_name
+
+
+def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Put `path=value` overrides into the tree, in order. Returns the problems found; none repeats a secret."""
+    return [problem for override in overrides for problem in _apply_override(tree, override)]
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> Iterator[str]:
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys) or len(keys) > MAX_DEPTH:
+        yield f"override {_shown(path)}: expected PATH=VALUE, such as stages.sft.learning_rate=1e-4"
+        return
+    if keys[0] == "stages" and len(keys) > 1 and keys[1] not in tree["stages"]:
+        yield f"override {_shown(path)}: there is no stage {_shown(keys[1])}{closest(keys[1], tree['stages'])}"
+        return
+    try:
+        value = parse_yaml(text)
+    except RecipeError as error:
+        yield f"override {_shown(path)}: {error}"
+        return
+    problem = _refusal(keys, value) or _put(tree, keys, value)
+    if problem:
+        yield f"override {_shown(path)}: {problem}"
+
+
+def _refusal(keys: Sequence[str], value: Any) -> str | None:
+    if keys == ["stages"] and not (isinstance(value, dict) and value):
+        return f"found {show(value)}, expected a non-empty mapping from names to stages"
+    if any(_is_secret(names, leaf) for names, leaf in _leaves(value, tuple(keys))):
+        return (
+            "a command line can be seen by everyone on the machine; put the value into the recipe, "
+            "or into the environment that `lifecycle` is started in"
+        )
+    return None
+
+
+def _is_secret(names: Sequence[str], leaf: Any) -> bool:
+    if isinstance(leaf, str) and holds_url_password(leaf):
+        return True
+    return leaf is not None and "environment" in names[:-1] and is_secret_name(names[-1])
+
+
+def _leaves(tree: Any, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Keys that lead to each value that is neither a mapping nor a list."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _leaves(value, (*names, key))
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from _leaves(value, names)
+    else:
+        yield names, tree
+
+
+def _put(tree: dict[str, Any], keys: Sequence[str], value: Any) -> str | None:
+    """Set the value at the place; returns what is in the way, if anything."""
+    parent = tree
+    for depth, key in enumerate(keys[:-1], 1):
+        if parent.get(key) is None:
+            parent[key] = {}
+        parent = parent[key]
+        if not isinstance(parent, dict):
+            found = f"`{'.'.join(keys[:depth])}` is {show(parent)}"
+            return f"{found}, which has no field {_shown(keys[depth])}; override it as a whole"
+    parent[keys[-1]] = value
+    return None
+
+
+def _shown(text: str) -> str:
+    return f"`{shorten(text, 100)}`"

@@ -1,0 +1,113 @@
+"""sha256 of files that may be large: several at once, heard by Ctrl-C, with progress, and each only once.
+
+What a file hashed to is kept in `<LIFECYCLE_HOME>/cache/hashes.sqlite`, by its path, size, times and inode. A file
+that changed within the last seconds is not kept: a file system's clock may be too coarse to tell its next change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sqlite3
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+CHUNK_BYTES = 1 << 20
+MIN_CACHED_BYTES = 1 << 20
+"""Smaller files are read as fast as they are looked up."""
+SETTLED_S = 2
+THREADS = 4
+REPORT_INTERVAL_S = 5
+GIB = 1 << 30
+
+
+def sha256_of_files(files: Mapping[str, Path]) -> dict[str, str]:
+    """Name → hex digest of each file. Slow ones are reported on stderr. Raises `OSError` when one cannot be read."""
+    job = _Job(sum(path.stat().st_size for path in files.values()))
+    pool = ThreadPoolExecutor(THREADS)
+    try:
+        pending = {name: pool.submit(job.hash, path) for name, path in files.items()}
+        return {name: future.result() for name, future in pending.items()}
+    finally:
+        job.stop()  # otherwise Ctrl-C would wait until the last file is read
+        pool.shutdown(cancel_futures=True)
+
+
+class _Job:
+    """Hashes several files, from several threads, until it is stopped."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self._total_bytes = total_bytes
+        self._done_bytes = 0
+        self._reported_s = time.monotonic()
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def hash(self, path: Path) -> str:
+        """Hex digest; of a stopped job, no matter what."""
+        found = path.stat()
+        if found.st_size < MIN_CACHED_BYTES:
+            return self._read(path)
+        key = f"{str(path.resolve())!r}|{found.st_size}|{found.st_mtime_ns}|{found.st_ctime_ns}|{found.st_ino}"
+        known = _lookup(key)
+        if known:
+            self._count(found.st_size)
+            return known
+        settled = time.time() - max(found.st_mtime, found.st_ctime) > SETTLED_S
+        digest = self._read(path)
+        if settled and not self._stopped.is_set():
+            _keep(key, digest)
+        return digest
+
+    def _read(self, path: Path) -> str:
+        hasher = hashlib.sha256()
+        with path.open("rb") as stream:
+            while not self._stopped.is_set() and (chunk := stream.read(CHUNK_BYTES)):
+                hasher.update(chunk)
+                self._count(len(chunk))
+        return hasher.hexdigest()
+
+    def _count(self, num_bytes: int) -> None:
+        with self._lock:
+            self._done_bytes += num_bytes
+            now_s = time.monotonic()
+            if now_s - self._reported_s >= REPORT_INTERVAL_S:
+                self._reported_s = now_s
+                done, total = self._done_bytes / GIB, self._total_bytes / GIB
+                print(f"hashing files from outside the store: {done:.1f} of {total:.1f} GiB", file=sys.stderr)
+
+
+def _lookup(key: str) -> str | None:
+    with _database() as database:
+        row = database.execute("SELECT sha256 FROM hashes WHERE file = ?", (key,)).fetchone() if database else None
+    return row[0] if row else None
+
+
+def _keep(key: str, digest: str) -> None:
+    with _database() as database:
+        if database:
+            database.execute("INSERT OR REPLACE INTO hashes VALUES (?, ?)", (key, digest))
+            database.commit()
+
+
+@contextmanager
+def _database() -> Iterator[sqlite3.Connection | None]:
+    """None where the home cannot be written: then files are hashed again each time, and that is all."""
+    file = Path(os.environ.get("LIFECYCLE_HOME", ".lifecycle")).absolute() / "cache" / "hashes.sqlite"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        opened = sqlite3.connect(file, timeout=5)
+        opened.execute("CREATE TABLE IF NOT EXISTS hashes (file TEXT PRIMARY KEY, sha256 TEXT NOT NULL)")
+    except (OSError, sqlite3.Error):
+        yield None
+        return
+    with closing(opened):
+        yield opened

@@ -1,0 +1,105 @@
+"""Large files are hashed once, and Ctrl-C is heard while they are."""
+
+import hashlib
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from stages.core import hashing
+from stages.core.hashing import MIN_CACHED_BYTES, sha256_of_files
+
+PROGRAM = """
+import signal, sys
+from pathlib import Path
+from stages.core.hashing import sha256_of_files
+signal.signal(signal.SIGTERM, signal.default_int_handler)
+print("begun", flush=True)
+sha256_of_files({"big": Path(sys.argv[1])})
+print("done", flush=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def large(tmp_path):
+    """A file that was written a minute ago."""
+    path = tmp_path / "large.bin"
+    path.write_bytes(b"a" * MIN_CACHED_BYTES)
+    os.utime(path, (time.time() - 60, time.time() - 60))
+    return path
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """Puts a mark in place of all that is kept. The clock of the file system is as fine as can be."""
+    monkeypatch.setattr(hashing, "SETTLED_S", -1)
+
+    def mark():
+        with sqlite3.connect(tmp_path / "home" / "cache" / "hashes.sqlite") as database:
+            database.execute("UPDATE hashes SET sha256 = 'what was kept'")
+
+    return mark
+
+
+def test_hashes_are_those_of_the_standard_library(tmp_path, large):
+    (tmp_path / "small").write_bytes(b"b")
+    found = sha256_of_files({"x": large, "y": tmp_path / "small"})
+    assert found == {
+        "x": hashlib.sha256(large.read_bytes()).hexdigest(),
+        "y": hashlib.sha256(b"b").hexdigest(),
+    }
+
+
+def test_a_file_that_did_not_change_is_not_read_again(large, kept):
+    sha256_of_files({"x": large})
+    kept()
+    assert sha256_of_files({"other name": large}) == {"other name": "what was kept"}
+
+
+def test_a_changed_file_is_read_again_also_when_size_and_time_are_put_back(large, kept):
+    before = large.stat()
+    sha256_of_files({"x": large})
+    kept()
+    large.write_bytes(b"b" * MIN_CACHED_BYTES)
+    os.utime(large, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert sha256_of_files({"x": large})["x"] == hashlib.sha256(b"b" * MIN_CACHED_BYTES).hexdigest()
+
+
+def test_what_has_just_changed_is_not_kept(large):
+    large.write_bytes(b"b" * MIN_CACHED_BYTES)
+    sha256_of_files({"x": large})
+    assert b"large.bin" not in (Path(os.environ["LIFECYCLE_HOME"]) / "cache" / "hashes.sqlite").read_bytes()
+
+
+def test_a_home_that_cannot_be_written_costs_time_only(large, monkeypatch):
+    monkeypatch.setenv("LIFECYCLE_HOME", str(large / "no folder"))
+    assert sha256_of_files({"x": large})["x"] == hashlib.sha256(large.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_ends_at_once_when_it_is_asked_to(tmp_path, number):
+    huge = tmp_path / "huge"
+    with huge.open("wb") as stream:
+        stream.truncate(1 << 40)
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM, huge], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout and process.stdout.readline() == b"begun\n"
+    time.sleep(0.5)
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=10)
+    assert output == b"" and b"KeyboardInterrupt" in errors
+
+
+def test_what_takes_long_says_how_far_it_is(large, monkeypatch, capsys):
+    monkeypatch.setattr(hashing, "REPORT_INTERVAL_S", 0)
+    sha256_of_files({"x": large})
+    assert "hashing files from outside the store: 0.0 of 0.0 GiB" in capsys.readouterr().err
