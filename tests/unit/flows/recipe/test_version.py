@@ -26,6 +26,7 @@ TRAINING = {
     "data": {"dataset": "problems", "chat_template": "template.jinja"},
     "global_batch_size": 5040,
     "learning_rate": 1e-4,
+    "weight_decay": 0.1,
     "layout": {"dp_shard": 4},
 }
 EXAMPLES: dict[str, list[dict[str, Any]]] = {
