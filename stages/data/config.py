@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from stages.core.contract import DatasetReference, OutsidePath, StrictModel
 
@@ -18,8 +18,10 @@ class DataConfig(StrictModel):
     """Which rows are learned from, and how they become tokens."""
 
     dataset: DatasetReference
-    split: str = Field("train", description="Files of the dataset whose name or folder begins with this.")
-    evaluation_split: str | None = Field(None, description="Held-out split; see also `evaluation_fraction`.")
+    split: str = Field("train", min_length=1, description="Files of the dataset whose name or folder begins with this.")
+    evaluation_split: str | None = Field(
+        None, min_length=1, description="Held-out split; see also `evaluation_fraction`."
+    )
     evaluation_fraction: float = Field(0.0, ge=0, lt=1, description="Share of `split` held out when no split is named.")
     format: DataFormat = Field("auto", description="auto: by the columns of the first row.")
     chat_template: OutsidePath | None = Field(None, description="Jinja file; default: the model's own template.")
@@ -29,3 +31,12 @@ class DataConfig(StrictModel):
     over_long: Literal["truncate", "drop", "fail"] = Field("fail", description="Documents over sequence_length.")
     on_bad_rows: Literal["fail", "drop"] = Field("fail", description="drop: list them and go on without them.")
     max_bad_row_fraction: float = Field(0.01, ge=0, le=1, description="More dropped rows than this is an error.")
+
+    @model_validator(mode="after")
+    def _held_out_rows_are_others(self) -> Self:
+        if self.evaluation_split == self.split:
+            raise ValueError(
+                f"`evaluation_split` is `{self.split}`, like `split`, so that nothing would be held out; name another "
+                "split, or hold out a part of this one (`evaluation_fraction`)"
+            )
+        return self

@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 
 from stages.core.contract import StageContext, StageResult
+from stages.core.errors import DataError
+from stages.data.shards import missing_shards
 from stages.download.config import DownloadConfig
 from stages.hubs.delivery import size_bytes
 from stages.hubs.registry import hub_of
@@ -31,6 +33,8 @@ def run(config: DownloadConfig, context: StageContext) -> StageResult:
     if config.product == "model":
         check_model_folder(folder)
         _warn_of_missing_code(config, context, folder)
+    else:
+        _check_shards(config, context, folder)
     num_files = sum(path.is_file() for path in folder.rglob("*"))
     metrics = {"bytes": size_bytes(folder), "num_files": num_files, "seconds": time.monotonic() - started_s}
     return StageResult(metrics=metrics, tags={"source": str(config.source), "revision": revision})
@@ -43,4 +47,15 @@ def _warn_of_missing_code(config: DownloadConfig, context: StageContext, folder:
         context.warn(
             f"{config.source} brings Python files of its own, which were left out; Transformers may know "
             "the architecture without them. If you trust them, set trust_remote_code: true"
+        )
+
+
+def _check_shards(config: DownloadConfig, context: StageContext, folder: Path) -> None:
+    """Whoever names files, or one file, means those; a folder or repository that lacks some was not written whole."""
+    missing = "; ".join(missing_shards(folder))
+    if missing and (config.files or (config.source.hub == "file" and Path(config.source.name).is_file())):
+        context.warn(f"{config.source}: {missing}, since `files` or the source names these")
+    elif missing:
+        raise DataError(
+            f"{config.source} is not whole: {missing}. Put them there, or name the files that are meant (`files`)"
         )

@@ -24,6 +24,7 @@ from stages.core.contract import Execution, ModelReference, StageConfig
 from stages.core.fields import AddedLater, Product, without
 from stages.core.strict import StrictModel
 from stages.data.config import DataConfig
+from stages.data.formats import FORMATS
 from stages.engines.settings import AdamSettings, EngineSettings
 from stages.parallel.layout import AutoLayout, EngineName, Layout
 from stages.parallel.legality import RunConstraints, layout_errors
@@ -212,6 +213,16 @@ class TrainConfig(MethodOptions):
         if self.learning.rows == "pairs" and self.data.train_on == "all":
             raise ValueError(
                 f"`train_on: all` does not go with `method: {self.method}`, which compares answers; remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _format_suits_the_method(self) -> Self:
+        suitable = [name for name, form in FORMATS.items() if form.rows == self.learning.rows]
+        if self.data.format not in ("auto", *suitable):
+            raise ValueError(
+                f"`data.format: {self.data.format}` has no rows for `method: {self.method}`; expected auto or "
+                f"{' or '.join(suitable)}"
             )
         return self
 

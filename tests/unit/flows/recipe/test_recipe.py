@@ -174,3 +174,30 @@ def test_the_schema_knows_every_field_of_every_kind():
     text = json.dumps(json_schema())
     assert all(word in text for word in ("learning_rate", "group_size", "task_folder", "trust_remote_code", "dp_shard"))
     assert json_schema()["properties"]["stages"]["additionalProperties"]["discriminator"]["propertyName"] == "kind"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.split=''", "stages.tuned.data.split: "),
+        ("data.evaluation_split=''", "stages.tuned.data.evaluation_split: "),
+        ("data.evaluation_split=train", "stages.tuned.data: `evaluation_split` is `train`, like `split`"),
+        (
+            "data.format=preference",
+            "`data.format: preference` has no rows for `method: sft`; expected auto or",
+        ),
+    ],
+)
+def test_data_that_cannot_be_meant_are_refused(problems, override, message):
+    assert message in problems(RECIPE, f"stages.tuned.{override}")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.format=text", "`data.format: text` has no rows for `method: dpo`; expected auto or preference"),
+        ("data.train_on=all", "`train_on: all` does not go with `method: dpo`"),
+    ],
+)
+def test_a_method_that_compares_answers_takes_pairs_only(problems, override, message):
+    assert message in problems(RECIPE.replace("method: sft", "method: dpo"), f"stages.tuned.{override}")

@@ -89,6 +89,24 @@ def test_a_name_that_is_not_utf8_is_refused(outside: Path, download: Download) -
         download(model=f"file://{outside}")
 
 
+def test_a_dataset_that_lacks_shards_is_refused_unless_they_are_named(tmp_path: Path, download: Download) -> None:
+    folder = tmp_path / "source" / "data"
+    folder.mkdir(parents=True)
+    for number in (0, 2):
+        (folder / f"train-{number:05}-of-00003.jsonl").write_text('{"text": "x"}\n')
+    missing = r"of data/train-\*-of-00003\.jsonl, 2 of 3 shards are there; missing: 00001"
+    with pytest.raises(DataError, match=rf"is not whole: {missing}"):
+        download(dataset=f"file://{folder.parent}")
+    download(dataset=f"file://{folder.parent}", files=["data/train-*"])
+    assert "2 of 3 shards are there" in (tmp_path / "events.jsonl").read_text()
+    (folder / "train-00001-of-00003.jsonl").write_text('{"text": "x"}\n')
+    (tmp_path / "events.jsonl").unlink()
+    download(dataset=f"file://{folder.parent}")
+    assert "shards" not in (tmp_path / "events.jsonl").read_text()
+    download(dataset=f"file://{folder}/train-00001-of-00003.jsonl")
+    assert "1 of 3 shards are there; missing: 00000, 00002" in (tmp_path / "events.jsonl").read_text()
+
+
 def test_pipes_are_refused_instead_of_read_forever(outside: Path, download: Download) -> None:
     os.mkfifo(outside / "pipe.json")
     with pytest.raises(DownloadError, match=r"pipe\.json.*not a regular file"):
