@@ -1,4 +1,4 @@
-"""A stage process: `python -m stages WORK_FOLDER`, or the same under torchrun.
+"""A stage process: `python -m stages WORK_FOLDER`, or one of several that `stages/parallel/ranks.py` starts.
 
 Reads `config.json`, runs the stage's kind, writes `result.json` and exits 0; a failure writes `error.json` and exits
 with the code of its error class.

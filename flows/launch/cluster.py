@@ -66,6 +66,7 @@ def order_of(
         nodes=execution.nodes,
         processes=config.processes,
         threads=execution.threads,
+        network_interface=execution.network_interface,
         interruptions_without_progress=execution.retries,
         slurm=execution.slurm,
         kubernetes=execution.kubernetes,

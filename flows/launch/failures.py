@@ -14,11 +14,11 @@ from stages.core.errors import LifecycleError, ResourceError, StageCrashError, T
 
 LOG_TAIL_LINES = 15
 LOG_TAIL_BYTES = 16_384
-TORCHRUN_ROOT_CAUSE = re.compile(
+ROOT_CAUSE = re.compile(
     r"Root Cause \(first observed failure\).*?rank\s*:\s*(?P<rank>\d+).*?exitcode\s*:\s*(?P<code>-?\d+)", re.DOTALL
 )
 
-TORCHRUN_FAILURE = re.compile(r"^ *rank +: (?P<rank>\d+).*?^ *exitcode +: (?P<code>-?\d+)", re.DOTALL | re.MULTILINE)
+RANK_FAILURE = re.compile(r"^ *rank +: (?P<rank>\d+).*?^ *exitcode +: (?P<code>-?\d+)", re.DOTALL | re.MULTILINE)
 
 
 def failure_of(work: Path, name: str, exit_code: int) -> LifecycleError:
@@ -63,15 +63,15 @@ def _left_behind(work: Path) -> StageFailure | None:
 def _how_it_ended(work: Path, exit_code: int) -> str:
     if exit_code < 0:
         return f"ended, because its supervisor was killed by {_signal_name(-exit_code)}"
-    root_causes = list(TORCHRUN_ROOT_CAUSE.finditer(_log_tail(work)))
+    root_causes = list(ROOT_CAUSE.finditer(_log_tail(work)))
     if root_causes:
         return f"ended, because rank {root_causes[-1]['rank']} {_how(int(root_causes[-1]['code']))}"
     return _how(exit_code)
 
 
 def _killed_rank(work: Path) -> str | None:
-    """The rank that a signal ended, if torchrun names one that it did not send itself."""
-    failures = [(found["rank"], int(found["code"])) for found in TORCHRUN_FAILURE.finditer(_log_tail(work))]
+    """The rank that a signal ended, if the log names one that was not asked to end."""
+    failures = [(found["rank"], int(found["code"])) for found in RANK_FAILURE.finditer(_log_tail(work))]
     killed = [(rank, code) for rank, code in failures if code < 0 and code != -signal.SIGTERM]
     return f"rank {killed[-1][0]} {_how(killed[-1][1])}" if killed else None
 

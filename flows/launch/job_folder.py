@@ -46,6 +46,7 @@ class JobOrder(StrictModel):
     nodes: PositiveInt
     processes: PositiveInt
     threads: PositiveInt | None
+    network_interface: str | None = None
     interruptions_without_progress: int
     slurm: SlurmOptions
     kubernetes: KubernetesOptions

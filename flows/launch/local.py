@@ -1,4 +1,4 @@
-"""Local launcher: the processes of a stage on this machine, under the supervisor; several of them by torchrun."""
+"""Local launcher: the processes of a stage on this machine, under the supervisor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ TELEMETRY_OFF = {
 PROGRAMS = {"promote": "flows.champion.promotion"}
 """Kinds that need a program before the stage, which it starts, and one after its commit (`hook.py`). Known by name: the
 program lies above this, and imports mlflow, which takes seconds."""
-SINGLE_NODE = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""Processes of one node are reached by nobody else."""
 EVERYWHERE = {
     **TELEMETRY_OFF,
     "PYTHONUNBUFFERED": "1",
@@ -39,18 +40,16 @@ def start(work: Path, config: StageConfig) -> Supervised:
 
 
 def command(work: Path, config: StageConfig) -> list[str]:
-    """What to run: the stage itself, or torchrun."""
+    """What to run: the stage itself, or what starts it several times."""
     program = [PROGRAMS[config.kind], "judge"] if config.kind in PROGRAMS else ["stages"]
     return on_one_node(["-m", *program, str(work)], config.processes)
 
 
 def on_one_node(stage: list[str], processes: int) -> list[str]:
-    """The command that starts `processes` times `python STAGE`, with a rendezvous on a free port of the loopback."""
+    """The command that starts `processes` times `python STAGE`."""
     if processes == 1:
         return [sys.executable, *stage]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-    torchrun += ["--log-dir=/dev/null"]  # without it, every failure leaves a folder in /tmp
-    return [*torchrun, f"--nproc-per-node={processes}", "--max-restarts=0", *stage]
+    return [sys.executable, "-m", "stages.parallel.ranks", f"--processes={processes}", "--", *stage]
 
 
 def environment(config: StageConfig) -> dict[str, str]:
@@ -59,7 +58,7 @@ def environment(config: StageConfig) -> dict[str, str]:
     return {
         **os.environ,
         **EVERYWHERE,
-        **SINGLE_NODE,
+        **ON_LOOPBACK,
         "PYTHONPATH": python_path,
         "LIFECYCLE_HARDWARE": str(hardware_file()),
         "OMP_NUM_THREADS": str(config.execution.threads or threads_of_each(config.processes)),

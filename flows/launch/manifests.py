@@ -16,7 +16,8 @@ from stages.core.clusters import KubernetesOptions
 Manifest = dict[str, Any]
 
 USER_ID = 1000
-PORT = 29500
+PORTS = range(20_000, 30_000)
+"""Below those that Linux gives out by itself."""
 FIELD_MANAGER = "llm-lifecycle.io/launcher"
 JOB_LABEL = "llm-lifecycle.io/job"
 STAGE_LABEL = "llm-lifecycle.io/stage"
@@ -44,7 +45,7 @@ def job_manifests(order: JobOrder) -> list[Manifest]:
         return [_job(order, {})]
     if order.kubernetes.job == "train_job":
         return [_train_job(order)]
-    address = {"MASTER_ADDR": f"{order.job}-0.{order.job}", "MASTER_PORT": str(PORT)}
+    address = {"MASTER_ADDR": f"{order.job}-0.{order.job}", "MASTER_PORT": str(_port(order))}
     return [_headless_service(order), _job(order, address)]
 
 
@@ -66,13 +67,18 @@ def _job(order: JobOrder, address: dict[str, str]) -> Manifest:
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(order), "spec": spec}
 
 
+def _port(order: JobOrder) -> int:
+    """Another one for each job, by what is random in its name."""
+    return PORTS[int(order.job.rpartition("-")[2], base=16) % len(PORTS)]
+
+
 def _headless_service(order: JobOrder) -> Manifest:
     """Gives pods names, also before they are ready: they wait for one another."""
     spec = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,
         "selector": {JOB_LABEL: order.job},
-        "ports": [{"name": "rendezvous", "port": PORT}],
+        "ports": [{"name": "rendezvous", "port": _port(order)}],
     }
     return {"apiVersion": "v1", "kind": "Service", "metadata": _metadata(order), "spec": spec}
 

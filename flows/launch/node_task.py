@@ -90,23 +90,23 @@ def place_of(environment: Mapping[str, str]) -> Place:
 
 
 def command(order: JobOrder, place: Place | None) -> list[str]:
-    """The stage itself, or torchrun, which meets the other nodes at the first one's address."""
+    """The stage itself, or what starts it several times; all processes meet at the first node's address."""
     if place is None:
         return local.on_one_node(order.stage_command, order.processes)
     return [
-        *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={order.nodes}", f"--node-rank={place.rank}"),
-        *(f"--master-addr={place.address}", f"--master-port={place.port}", f"--nproc-per-node={order.processes}"),
-        *("--max-restarts=0", "--log-dir=/dev/null", *order.stage_command),
+        *(sys.executable, "-m", "stages.parallel.ranks", f"--processes={order.processes}", f"--nodes={order.nodes}"),
+        *(f"--node-rank={place.rank}", f"--address={place.address}", f"--port={place.port}", "--"),
+        *order.stage_command,
     ]
 
 
 def complete(environment: Mapping[str, str], order: JobOrder, place: Place | None) -> dict[str, str]:
-    """The environment with what only the node knows: its cores, and whether all nodes are one machine."""
+    """The environment with what only the node knows: its cores, and on which interface the nodes speak."""
     known = {"OMP_NUM_THREADS": str(order.threads or local.threads_of_each(order.processes))}
-    if place is None:
-        known |= local.SINGLE_NODE
-    elif place.address.startswith("127."):
-        known["GLOO_SOCKET_IFNAME"] = "lo"
+    if place is None or place.address.startswith("127."):
+        known |= local.ON_LOOPBACK
+    elif order.network_interface:
+        known |= dict.fromkeys(local.ON_LOOPBACK, order.network_interface)
     return {**known, **environment}
 
 

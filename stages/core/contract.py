@@ -45,6 +45,8 @@ DatasetReference = Annotated[str, Reference(("dataset",))]
 ModelOrServerReference = Annotated[str, Reference(("model", "server"))]
 ServerReference = Annotated[str, Reference(("server",))]
 ScoresReference = Annotated[str, Reference(("scores",))]
+NetworkInterface = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,14}$")]
+"""As Linux names them."""
 OutsidePath = Annotated[Path, OutsideInput()]
 
 
@@ -53,6 +55,9 @@ class Execution(StrictModel):
 
     launcher: Literal["local", "slurm", "kubernetes"] = Field("local", description="What starts the processes.")
     nodes: PositiveInt = Field(1, description="Machines; more than one only for training on a cluster.")
+    network_interface: NetworkInterface | None = Field(
+        None, description="Of each of several nodes, such as ib0: the processes speak on it alone."
+    )
     threads: PositiveInt | None = Field(None, description="Threads of each process; default: the cores shared evenly.")
     slots: PositiveInt | None = Field(None, description="Device slots held while the stage runs; default: its devices.")
     timeout_s: PositiveFloat | None = Field(None, description="The stage is stopped after this many seconds.")

@@ -4,8 +4,8 @@
 
 LIFELINE is the read end of a pipe whose write end only the starting process holds, so its end means that this process
 is gone. (A parent-death signal alone would fire when the starting *thread* ends, and Prefect runs tasks in threads.)
-Descendants are found by walking /proc: torchrun starts its workers in sessions of their own, where no process group
-reaches them. Exits like the command: with its exit code, or 128 + the signal that killed it.
+Descendants are found by walking /proc: some programs start their workers in sessions of their own, where no process
+group reaches them. Exits like the command: with its exit code, or 128 + the signal that killed it.
 
 `supervised.py` is the starting side. This file uses the standard library only (psutil is out of reach without
 site-packages) and starts in 30 ms.

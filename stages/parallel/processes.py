@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -10,9 +12,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from stages.core.errors import ResourceError, TransientError
+from stages.parallel.ranks import RENDEZVOUS_FILE
+
 USUAL_TIMEOUT = timedelta(minutes=30)
 """Torch's own, of gloo; that of NCCL is 10 minutes."""
 MARGIN = timedelta(minutes=1)
+BACKLOG = 1024
+"""Processes that may ask to be let in at once."""
 
 
 def collective_timeout(hang_timeout_s: float) -> timedelta:
@@ -22,20 +29,53 @@ def collective_timeout(hang_timeout_s: float) -> timedelta:
 
 @contextmanager
 def joined_processes(timeout: timedelta = USUAL_TIMEOUT) -> Iterator[torch.device]:
-    """Join the process group that torchrun's environment describes, or a group of one; yields this process's device.
+    """Join the process group that the environment describes (`ranks.py`), or one alone; yields this process's device.
 
     CPU tensors always have a backend (gloo): checkpoints and offloaded gradients need it on GPUs too.
     """
     device = _device()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    store = _store(rank, world_size, timeout)
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
     try:
         yield device
     finally:
         dist.destroy_process_group()
+
+
+def _store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """Where the processes meet: in a file that only they can open, or at the first of several nodes."""
+    if "RANK" not in os.environ:
+        return dist.HashStore()
+    if RENDEZVOUS_FILE in os.environ:
+        return dist.FileStore(os.environ[RENDEZVOUS_FILE], world_size)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if rank:
+        return dist.TCPStore(address, port, world_size, timeout=timeout)
+    listener = _listener(address, port, timeout).detach()
+    return dist.TCPStore(address, port, world_size, True, timeout, master_listen_fd=listener)
+
+
+def _listener(address: str, port: int, timeout: timedelta) -> socket.socket:
+    """A socket bound to this node's `address` alone; a store that binds its own listens on every interface.
+
+    In Kubernetes, the name service may know the name of a pod only some time after it has started.
+    """
+    deadline_s = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+            return socket.create_server(place[:2], family=family, backlog=BACKLOG)
+        except socket.gaierror as error:
+            if time.monotonic() > deadline_s:
+                raise TransientError(f"finding this node's address {address}: {error.strerror}") from error
+            time.sleep(1)
+        except OSError as error:
+            failed = f"cannot listen on {address}:{port} for the other processes: {error.strerror}"
+            raise ResourceError(
+                f"{failed}; the first node must own that address, and nobody else listen there"
+            ) from error
 
 
 def gathered(value: float) -> list[float]:

@@ -14,7 +14,6 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from scipy.stats import spearmanr
 from workload import ROWS_PER_STEP, SEQUENCE_LENGTH, VOCABULARY, make_model
 
+from flows.launch.local import on_one_node
 from stages.data.batch import IGNORED, Batch
 from stages.engines.engine import Engine
 from stages.models.model_config import read_config, shape_of_config
@@ -99,8 +99,7 @@ def measure(model: Path, rounds: int, steps: int) -> list[list[list[float]]]:
     for turn in range(rounds):
         for processes in NUM_PROCESSES[:: 1 if turn % 2 == 0 else -1]:
             threads = max(1, len(os.sched_getaffinity(0)) // processes)
-            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-            command = [sys.executable, *launcher, __file__, "--group", str(model), "--steps", str(steps)]
+            command = on_one_node([__file__, "--group", str(model), "--steps", str(steps)], processes)
             environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
             subprocess.run(command, env=environment, check=True, stderr=subprocess.DEVNULL)
             for number, seconds in json.loads(result_file(model, processes).read_text()).items():

@@ -102,7 +102,7 @@ def run_stage(root: Path, given: StageInput, threads: int) -> list[dict[str, flo
 
 
 def stage_command(given: StageInput, work: Path) -> list[str]:
-    """One process, or several under torchrun."""
+    """One process, or several."""
     stage = ["-m", "stages", str(work)]
     processes = TrainConfig.model_validate(given.config).processes
     return on_one_node(stage, processes)

@@ -19,6 +19,7 @@ from stages.core.errors import ResourceError, StageCrashError, TransientError
 from stages.core.supervisor import living_processes, marked_processes
 from stages.train import checkpoints
 from stages.train.prediction import PREDICTION_FILE
+from tests.listening import reachable_from_elsewhere
 from tests.train_stage import logged, make_artifacts, make_config, make_context
 
 NUM_STEPS, SAVE_EVERY = 12, 3
@@ -76,6 +77,7 @@ def signalled_after_a_checkpoint(work, artifacts, config, number):
     process = start(work, artifacts, config)
     tiny.eventually((work / "scratch" / "checkpoints" / f"step-{SAVE_EVERY}").exists, "no checkpoint")
     ranks = {rank_of(process, rank) for rank in (0, 1)}
+    assert not reachable_from_elsewhere(marked_processes(process.token))
     os.kill(rank_of(process, 1), number)
     code = end_of(process)
     assert not ranks & set(living_processes())

@@ -15,9 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stages.core.errors import LayoutError, ModelError, ResourceError, TrainingError, TransientError
+from stages.core.supervisor import descendants
 from stages.hubs.builtin import addition_preferences
 from stages.train import checkpoints
 from stages.train.run import run
+from tests.listening import reachable_from_elsewhere
 from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end, start
 
 NUM_STEPS, SAVE_EVERY = 24, 4
@@ -62,7 +64,7 @@ def killed(artifacts, tmp_path_factory):
 
 
 def ranks_of(process):
-    """The processes that torchrun started, by rank."""
+    """The processes of the stage, by rank."""
     return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
@@ -131,11 +133,12 @@ def test_a_rank_that_stops_in_the_reference_pass_ends_the_run_which_says_where_i
     process = start(work, config)
     events = work / "events.jsonl"
     tiny.eventually(lambda: events.exists() and "reference" in events.read_text(), "no reference pass")
+    assert not reachable_from_elsewhere([process.pid, *descendants(process.pid)])
     stopped = ranks_of(process)[1]
     os.kill(stopped, signal.SIGSTOP)
     with fault.timed("detected"):
         tiny.eventually((work / "error.json").exists, "the other rank waits for ever")
-    os.kill(stopped, signal.SIGCONT)  # SIGTERM ends it now; torchrun would kill it in 30 s
+    os.kill(stopped, signal.SIGCONT)  # SIGTERM ends it now; it would be killed in 30 s
     assert process.wait(timeout=120) != 0
     failure = json.loads((work / "error.json").read_text())
     assert failure["error"] == TransientError.__name__

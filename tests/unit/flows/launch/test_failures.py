@@ -33,7 +33,7 @@ def test_every_error_class_comes_back_as_itself(tmp_path, name):
     ("code", "manner"),
     [("-9", r"rank 3 was killed by SIGKILL \(out of memory\?\)"), ("1", "rank 3 exited with 1"), ("-11", "SIGSEGV")],
 )
-def test_torchrun_says_which_rank_died_first(tmp_path, code, manner):
+def test_the_log_says_which_rank_died_first(tmp_path, code, manner):
     (tmp_path / "log.txt").write_text(TORCHRUN_LOG.format(code=1) + TORCHRUN_LOG.format(code=code))
     with pytest.raises(StageCrashError, match=manner):
         raise failure_of(tmp_path, "sft", 1)

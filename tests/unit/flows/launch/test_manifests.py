@@ -105,6 +105,11 @@ def test_pods_may_as_little_as_possible(manifest):
             }
 
 
+def test_jobs_meet_at_ports_that_nobody_knows_before():
+    ports = {manifests_of(nodes=2, job="indexed_job")[0]["spec"]["ports"][0]["port"] for _ in range(20)}
+    assert len(ports) > 15
+
+
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_no_pod_takes_the_place_of_one_that_has_not_ended(nodes):
     assert manifests_of(nodes=nodes, job="indexed_job")[-1]["spec"]["podReplacementPolicy"] == "Failed"
@@ -125,6 +130,7 @@ def test_pods_of_an_indexed_job_find_the_first_of_them():
         entry["name"]: entry.get("value") for entry in job["spec"]["template"]["spec"]["containers"][0]["env"]
     }
     assert environment["MASTER_ADDR"] == f"{name}-0.{service['metadata']['name']}"
+    assert environment["MASTER_PORT"] == str(service["spec"]["ports"][0]["port"])
     assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["selector"].items() <= job["spec"]["template"]["metadata"]["labels"].items()
 

@@ -1,0 +1,54 @@
+"""Which addresses processes listen on, by /proc: for the tests of doors that must be shut."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+LISTENING = "0A"
+
+
+def listening_addresses(pids: Iterable[int]) -> set[str]:
+    """`ADDRESS:PORT` of every TCP socket that one of these processes listens on."""
+    sockets = {inode for pid in pids for inode in _sockets_of(pid)}
+    return {place for inode, place in _listeners() if inode in sockets}
+
+
+def reachable_from_elsewhere(pids: Iterable[int]) -> set[str]:
+    """Those of `listening_addresses` that are not on the loopback."""
+    places = listening_addresses(pids)
+    return {place for place in places if not ipaddress.ip_address(place.rpartition(":")[0]).is_loopback}
+
+
+def _sockets_of(pid: int) -> Iterator[str]:
+    try:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            target = str(descriptor.readlink())
+            if target.startswith("socket:["):
+                yield target[8:-1]
+    except OSError:
+        return  # it has ended, or closed the descriptor
+
+
+def _listeners() -> Iterator[tuple[str, str]]:
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            (
+                _,
+                local,
+                _,
+                state,
+                *_,
+            ) = line.split()
+            if state == LISTENING:
+                yield line.split()[9], _place(local)
+
+
+def _place(local: str) -> str:
+    """The kernel writes addresses as words in the machine's byte order."""
+    address, _, port = local.partition(":")
+    words = [bytes.fromhex(address[start : start + 8])[::-1] for start in range(0, len(address), 8)]
+    found = ipaddress.ip_address(b"".join(words))
+    mapped = getattr(found, "ipv4_mapped", None)
+    return f"{mapped or found}:{int(port, 16)}"
