@@ -6,7 +6,7 @@ import os
 import re
 import sys
 
-from flows.champion.registrations import registrations
+from flows.champion.registrations import only_one, registrations
 from flows.champion.registry import RegisteredVersion, Registry
 from flows.ledger.home import store_root
 from flows.servers import local as servers
@@ -43,8 +43,16 @@ def parse(uri: str) -> tuple[str, str]:
     return found["name"], found["alias"]
 
 
+def mend(registry: Registry, name: str) -> None:
+    """Repair the aliases of a model whose promotion or rollback was killed; waits for one that is under way."""
+    if registry.was_cut_short(name):
+        with only_one(name):
+            registry.mend(name)
+
+
 def find(registry: Registry, name: str, alias: str) -> RegisteredVersion:
-    """The version that an alias points to. Raises StoreError when there is none."""
+    """The version that an alias points to, mended. Raises StoreError when there is none."""
+    mend(registry, name)
     version = registry.find(name, alias)
     if version is None:
         raise StoreError(f"MLflow's registry has no {alias} of {name}; a stage of kind promote makes one")
@@ -79,7 +87,10 @@ def kept_versions() -> frozenset[str]:
     if not noted:
         return frozenset()
     try:
-        pointed_at = connect().pointed_at()
+        registry = connect()
+        for name in {one.name for one in noted}:
+            mend(registry, name)
+        pointed_at = registry.pointed_at()
     except LifecycleError as error:
         print(f"keeping every model that was ever registered, since MLflow cannot be asked: {error}", file=sys.stderr)
         pointed_at = {}

@@ -2,7 +2,8 @@
 
 A registered version points into our store by its tags and holds no weights. Two aliases matter: `champion`, and
 `previous`, whom a rollback brings back. Each alias is moved by one request, `previous` first: a crash at any point
-leaves one valid champion, and doing the same again completes what was begun.
+leaves one valid champion, and doing the same again completes what was begun. Who was champion before is written with
+the new version before any alias moves, so that a move that was cut short, and never done again, can be mended.
 """
 
 from __future__ import annotations
@@ -121,21 +122,46 @@ class Registry:
 
     def rollback(self, name: str) -> RegisteredVersion:
         """Make the previous champion champion again, and the present one `previous`. Raises StoreError without one."""
+        self.mend(name)
         champion, previous = self.find(name), self.find(name, PREVIOUS)
         if champion is None:
             raise StoreError(f"rolling back {name}: MLflow knows no champion of that name; a promotion makes one")
-        if previous and previous.number != champion.number:
-            target: str | None = previous.number
-        else:  # a promotion was cut short between its two moves, or there never was one before
-            target = champion.predecessor
-        if target is None:
+        if previous is None:
             raise StoreError(
                 f"rolling back {name}: version {champion.number} is its first champion, before it was none"
             )
-        self._move(name, target, champion.number)
+        with _explained(f"noting who was champion of {name}"):
+            self._client.set_model_version_tag(name, previous.number, f"{TAG}predecessor", champion.number)
+        self._move(name, previous.number, champion.number)
         restored = self.find(name)
         assert restored
         return restored
+
+    def was_cut_short(self, name: str) -> bool:
+        """Whether a move stopped between its two writes: `previous` is on the champion itself. Or is under way."""
+        from mlflow.exceptions import MlflowException
+
+        with _explained(f"asking for the aliases of {name}"):
+            try:
+                aliases = self._client.get_registered_model(name).aliases
+            except MlflowException as error:
+                if error.error_code in ABSENT:
+                    return False
+                raise
+        return CHAMPION in aliases and aliases[CHAMPION] == aliases.get(PREVIOUS)
+
+    def mend(self, name: str) -> None:
+        """Put `previous` back where it was before a move that was cut short. Call it where no move is under way."""
+        if not self.was_cut_short(name):
+            return
+        champion = self.find(name)
+        assert champion
+        with _explained(f"mending the aliases of {name}"):
+            there = {str(version.version) for version in self._client.search_model_versions(f"name = '{name}'")}
+            if champion.predecessor in there:
+                self._client.set_registered_model_alias(name, PREVIOUS, champion.predecessor)
+            else:
+                self._client.delete_registered_model_alias(name, PREVIOUS)
 
     def pointed_at(self) -> dict[str, frozenset[str]]:
         """Registered model → artifacts (`kind/version`) of its versions that some alias points to, moved by anybody."""

@@ -120,13 +120,15 @@ def run_stage(
     started_s = time.monotonic()
     stop = stop or threading.Event()
     resolved_inputs = _resolve_inputs(planned, upstream)
-    if (built := _find_cached(planned, resolved_inputs, store, started_s)) and not is_pending(built.artifact):
-        return built
     work = store.work_folder(planned.kind, planned.name, planned.resume_key)
+    built = _find_cached(planned, resolved_inputs, store, started_s)
+    if built and not is_pending(built.artifact) and not _has_leftover(planned, work):
+        return built
     with store.lock(planned.kind, planned.resume_key, _Waiting(planned, observer, stop)):
         store.recover(planned.kind, planned.version)
         if built := _find_cached(planned, resolved_inputs, store, started_s):
             if not is_pending(built.artifact):
+                store.remove(work)  # of a forced attempt that was killed
                 return built
             with suppress(OutdatedVerdictError):
                 return _complete(Attempt(planned, work, attempt, False, upstream), built, store, observer, stop)
@@ -180,6 +182,12 @@ def _complete(attempt: Attempt, built: Built, store: Store, observer: Observer, 
     observer.started(attempt)
     observer.ended(Outcome(built.artifact, seconds, result, None))
     return replace(built, state="built", seconds=seconds)
+
+
+def _has_leftover(planned: PlannedStage, work: Path) -> bool:
+    """Whether an attempt at a promotion is under way, or was killed. Nothing in its folder is worth going on with, as
+    the checkpoints of a training stage are."""
+    return planned.kind in hook.PROGRAMS and work.exists()
 
 
 def _find_cached(

@@ -1,7 +1,7 @@
 """A promotion whose hook comes to grief: in place of `flows.champion.promotion`, with the same arguments.
 
 PROMOTION_FAULT says how: `METHOD NUMBER` kills it, as a power cut would, right after the call of this number of a
-method of MLflow's client (0: before the first one); `away` takes MLflow from it.
+method of MLflow's client (0: before the first one); `away` takes MLflow from it; `judge` kills it before the verdict.
 
     python crashing_promotion.py MARK   promotes a candidate; this process dies between the commit and the hook
 """
@@ -49,6 +49,8 @@ def main() -> None:
     fault, _, number = os.environ["PROMOTION_FAULT"].partition(" ")
     if sys.argv[1] == "complete" and fault == "away":
         os.environ["MLFLOW_TRACKING_URI"] = NOWHERE
+    elif fault == "judge":
+        die()
     elif sys.argv[1] == "complete":
         crash_after(fault, int(number))
     promotion.main()

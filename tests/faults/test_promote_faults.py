@@ -3,13 +3,15 @@
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 
+from flows.champion import champions
 from flows.champion.registrations import Registration
-from flows.champion.registry import PREVIOUS, Registry
+from flows.champion.registry import CHAMPION, PREVIOUS, Registry
 from flows.launch import hook, local
 from flows.ledger.home import store_root
 from flows.running.runner import Built, run_stage
@@ -99,8 +101,10 @@ def test_a_crash_leaves_one_valid_champion_and_a_rerun_completes_the_promotion(
     become_champion(registry, "former")
     artifact = cut_short(store, monkeypatch, f"{method} {number}", "SIGKILL")
     moved = (method, number) == ("set_registered_model_alias", 2)
-    champion = registry.find(NAME)
-    assert champion and champion.number == ("2" if moved else "1")
+    champion = champions.find(registry, NAME, CHAMPION)
+    assert champion.number == ("2" if moved else "1")
+    previous = registry.find(NAME, PREVIOUS)
+    assert (previous.number if previous else None) == ("1" if moved else None)
     judged = (artifact / "record.json").read_bytes()
 
     with fault.timed("recovered"):
@@ -138,6 +142,23 @@ def test_a_hook_that_is_run_twice_has_run_once(store, registry, fault):
     hook.mark(built.artifact, "promote")
     assert promote_candidate(store).state == "built"
     assert everything_in(MlflowClient()) == after
+
+
+def test_a_forced_promotion_that_is_killed_leaves_nothing_once_the_recipe_runs_again(
+    store, registry, fault, monkeypatch
+):
+    fault.name, fault.stage = "SIGKILL of a forced promotion", "promote"
+    promote_candidate(store)
+    planned, upstream = offer(store, "candidate", BETTER, max_regression_standard_errors=None)
+    with monkeypatch.context() as faulty:
+        faulty.setitem(local.PROGRAMS, "promote", "tests.faults.crashing_promotion")
+        faulty.setenv("PROMOTION_FAULT", "judge")
+        with pytest.raises(LifecycleError, match="SIGKILL"):
+            run_stage(replace(planned, forced=True), upstream, store, Notes())
+    assert len(list(store.root.glob(".work/promote/*"))) == 1
+    with fault.timed("recovered"):
+        assert promote_candidate(store).state == "cached"
+    assert list(store.root.glob(".work/promote/*")) == []
 
 
 def test_where_another_became_champion_before_the_hook_the_candidate_is_judged_again(

@@ -1,0 +1,39 @@
+"""Thirty promotions and rollbacks killed at random moments: always one champion, and the right one before it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.promotion import own_mlflow
+
+PROGRAM = Path(__file__).with_name("promotion_kills.py")
+SEED, NUM_KILLS = 12, 30
+
+
+def test_whenever_a_promotion_is_killed_there_is_one_champion_and_the_right_previous(tmp_path, fault):
+    fault.name, fault.stage = f"{NUM_KILLS} kills at random moments", "promote"
+    with fault.timed("recovered"):
+        done = subprocess.run(
+            [sys.executable, PROGRAM, str(SEED), str(NUM_KILLS)],
+            env={**os.environ, **own_mlflow(tmp_path)},
+            text=True,
+            capture_output=True,
+        )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+    moves = [json.loads(line) for line in done.stdout.splitlines()]
+    kills = [move for move in moves if "again" not in move]
+    for move in moves:
+        champion, previous = move["before"]
+        versions = {move["after"][0]} - {champion, previous}
+        if move.get("rollback"):
+            assert move["after"] in ([champion, previous], [previous, champion])
+        elif versions:
+            assert move["after"] == [versions.pop(), champion]
+        else:
+            assert move["after"] == [champion, previous]
+            assert "again" not in move
+    assert len(kills) == NUM_KILLS
+    assert {move["after"] == move["before"] for move in kills} == {True, False}
