@@ -65,6 +65,11 @@ def shape_of_config(config: Mapping[str, Any]) -> ModelShape:
     raise ModelError(f"reading the model's config: model_type is {family!r}; sizes are known for {known}")
 
 
+def rotates_by_length(rope_type: str) -> bool:
+    """Whether rotary frequencies of this kind, in Transformers' words, differ between short and long texts."""
+    return "dynamic" in rope_type or rope_type == "longrope"
+
+
 def _rotary(family: str, fields: Mapping[str, Any]) -> ModelShape:
     """Llama and its relatives: rotary positions, RMSNorm, SwiGLU, grouped queries."""
     hidden_size, num_heads = _size(fields, "hidden_size"), _size(fields, "num_heads")

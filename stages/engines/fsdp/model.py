@@ -20,8 +20,12 @@ from stages.core.errors import ModelError
 from stages.data.batch import IGNORED, Batch
 from stages.engines.attention import hidden_states, prepare_attention
 from stages.engines.log_probabilities import LogitsTransform, logits_transform, token_log_probabilities
+from stages.engines.rotary import long_from, rotate_by_document
 
-PROBE_LENGTHS = (5, 3)
+PROBE_LENGTHS = (12, 7)
+"""Tokens of two documents."""
+PROBE_LONG_FROM = 8
+"""Where rotary frequencies depend on the length, only the first of them is a long one."""
 PROBE_TOLERANCE = 1e-3
 """Nats; fp32 kernels differ by some 1e-6, a forgotten scale or soft cap by much more."""
 
@@ -36,10 +40,11 @@ class TargetLogProbabilities(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
         self.transform: LogitsTransform | None = logits_transform(causal_lm.config)
+        rotate_by_document(decoder_of(causal_lm))
 
     def forward(self, batch: Batch) -> Tensor:
         """float32 [rows, sequence], 0 where there is no target."""
-        hidden = hidden_states(self.causal_lm.base_model, batch)
+        hidden = hidden_states(decoder_of(self.causal_lm), batch)
         head = self.causal_lm.get_output_embeddings()
         # FSDP2 hangs its backward hooks on the output, and cannot rely on them when that is a view.
         return token_log_probabilities(hidden, head, batch.targets, self.transform).clone()
@@ -75,6 +80,14 @@ def load_model(
     model = TargetLogProbabilities(causal_lm)
     _check_log_probabilities(model)
     return model
+
+
+def decoder_of(causal_lm: Any) -> Any:
+    """The model without its head."""
+    if causal_lm.base_model is not causal_lm:
+        return causal_lm.base_model
+    embedding = causal_lm.get_input_embeddings()  # Llama 4 names its decoder otherwise than its class says
+    return next(child for child in causal_lm.children() if any(module is embedding for module in child.modules()))
 
 
 def transformer_layers(causal_lm: nn.Module) -> list[nn.Module]:
@@ -125,8 +138,9 @@ def _check_log_probabilities(model: TargetLogProbabilities) -> None:
     positions = torch.cat([torch.arange(length) for length in PROBE_LENGTHS])
     numbers = torch.arange(len(documents)).repeat_interleave(torch.tensor(PROBE_LENGTHS))
     batch = Batch(input_ids[None], targets[None], positions[None], numbers[None], len(documents), PROBE_LENGTHS)
-    found = model(batch)[0]
-    expected = torch.cat([_log_probabilities_alone(causal_lm, document) for document in documents])
+    with long_from(decoder_of(causal_lm), PROBE_LONG_FROM):
+        found = model(batch)[0]
+        expected = torch.cat([_log_probabilities_alone(causal_lm, document) for document in documents])
     difference = (found - expected).abs().max().item()
     if not difference < PROBE_TOLERANCE:
         raise ModelError(

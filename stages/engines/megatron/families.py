@@ -13,7 +13,7 @@ from enum import Enum, auto
 from typing import Any
 
 from stages.core.errors import ModelError
-from stages.models.model_config import shape_of_config
+from stages.models.model_config import rotates_by_length, shape_of_config
 from stages.models.shape import ModelShape
 
 LAYER_PREFIX = "model.layers.{layer}."
@@ -133,6 +133,10 @@ def _peculiarities(config: Mapping[str, Any], shape: ModelShape) -> Iterator[str
     """What the mapping, or Megatron, would silently leave out."""
     if config.get("hidden_act", "silu") != "silu":
         yield f"hidden_act {config['hidden_act']}"
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope_type = str(parameters.get("rope_type") or parameters.get("type"))
+    if rotates_by_length(rope_type):
+        yield f"rope_type {rope_type}, whose angles depend on the length of a document"
     if shape.output_bias:
         yield "attention_bias (on the output projection too)"
     if shape.ffn_bias:

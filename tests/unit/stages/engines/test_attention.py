@@ -14,6 +14,7 @@ from transformers import (
     Gemma2Config,
     GPT2Config,
     GptOssConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
     MistralConfig,
@@ -26,6 +27,7 @@ from stages.core.errors import ModelError
 from stages.data.batch import IGNORED, Batch
 from stages.engines.attention import PACKED_DOCUMENTS, hidden_states, packed_attention, prepare_attention
 from stages.engines.documents import PackedDocuments
+from stages.engines.fsdp.model import decoder_of
 
 CPU = torch.device("cpu")
 SHAPE = {
@@ -56,6 +58,9 @@ PACKED: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 AS_ROWS: dict[str, Callable[[], PreTrainedConfig]] = {
     "position biases": lambda: BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4),
+    "attention in chunks": lambda: Llama4TextConfig(
+        **SHAPE, head_dim=8, intermediate_size_mlp=48, num_local_experts=4, attention_chunk_size=8
+    ),
     "recurrent state": lambda: MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4),
 }
 LENGTHS = [7, 3, 6, 12, 1, 3]
@@ -97,11 +102,13 @@ def test_packed_documents_equal_each_document_alone(kind: str) -> None:
     batch = packed_batch(LENGTHS, ROWS)
 
     model = build((PACKED | AS_ROWS)[kind](), attn_implementation)
-    packed = hidden_states(model.base_model, batch).flatten(0, 1)
+    packed = hidden_states(decoder_of(model), batch).flatten(0, 1)
 
     reference = build((PACKED | AS_ROWS)[kind](), "eager")
     documents = batch.input_ids.flatten().split(LENGTHS)
-    alone = torch.cat([reference.base_model(input_ids=document[None], use_cache=False)[0][0] for document in documents])
+    alone = torch.cat(
+        [decoder_of(reference)(input_ids=document[None], use_cache=False)[0][0] for document in documents]
+    )
 
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
     found, expected = gradients_of(model, packed), gradients_of(reference, alone)

@@ -35,6 +35,8 @@ def test_another_family_is_refused_with_the_list_of_families_and_the_other_engin
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_act": "gelu"}, "hidden_act gelu"),
         ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type dynamic"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type longrope"),
     ],
 )
 def test_what_the_mapping_would_leave_out_is_refused(peculiarity, named):

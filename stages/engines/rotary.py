@@ -1,0 +1,89 @@
+"""Rotary positions whose frequencies depend on how long a text is, for rows in which several texts are packed.
+
+`longrope` (Phi-3) and dynamic NTK take other frequencies for a text beyond the length that the model was first trained
+on. Transformers looks at the longest text of a batch, so that a short document packed beside a long one would be
+rotated as if it were long, and, with dynamic NTK, as if it were the longest seen so far. Here each document gets the
+angles that it has alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stages.models.model_config import rotates_by_length
+
+LENGTH_FIELDS = ("max_position_embeddings", "original_max_position_embeddings")
+"""Of configs and of their `rope_parameters`."""
+
+Angles = tuple[Tensor, Tensor]
+"""Cosines and sines, [rows, sequence, width]."""
+
+
+def rotate_by_document(decoder: nn.Module) -> None:
+    """Have the decoder's rotary embeddings rotate each document as if it were alone; those of fixed frequencies stay.
+
+    Afterwards a document begins wherever a position is 0.
+    """
+    for module in _length_dependent(decoder):
+        module.forward = partial(_by_document, module.forward)
+
+
+@contextmanager
+def long_from(decoder: nn.Module, num_tokens: int) -> Iterator[None]:
+    """Let texts of more than `num_tokens` be long ones in this context, so that a short probe shows what they do.
+
+    The last text in it is to be a short one, which leaves the frequencies as they were.
+    """
+    restore: list[Callable[[], None]] = []
+    for module in _length_dependent(decoder):
+        kept = {name: getattr(module, name) for name in ("original_max_seq_len", "max_seq_len_cached")}
+        restore.append(partial(module.__dict__.update, kept))
+        module.__dict__.update(dict.fromkeys(kept, num_tokens))
+        for fields in (vars(module.config), *_parameters_of_kinds(module.config.rope_parameters)):
+            lengths = {name: fields[name] for name in LENGTH_FIELDS if fields.get(name)}
+            restore.append(partial(fields.update, lengths))
+            fields.update(dict.fromkeys(lengths, num_tokens))
+    try:
+        yield
+    finally:
+        for undo in reversed(restore):
+            undo()
+
+
+def _length_dependent(decoder: nn.Module) -> list[Any]:
+    return [module for module in decoder.modules() if any(map(rotates_by_length, _rope_types(module)))]
+
+
+def _rope_types(module: nn.Module) -> list[str]:
+    """One, or one for each kind of layer; none of what is no rotary embedding."""
+    found = getattr(module, "rope_type", None)
+    return [found] if isinstance(found, str) else list(found.values()) if isinstance(found, Mapping) else []
+
+
+def _parameters_of_kinds(parameters: dict[str, Any]) -> list[dict[str, Any]]:
+    return [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+
+
+def _by_document(
+    forward: Callable[..., Angles], like: Tensor, position_ids: Tensor, *kind: Any, **kinds: Any
+) -> Angles:
+    """Angles for `position_ids` [rows, sequence]; `kind` is of the layers that ask, where there are several."""
+    positions = position_ids.flatten()
+    starts = (positions == 0).nonzero().squeeze(1)
+    lengths = torch.diff(starts, append=starts.new_tensor([len(positions)]))
+    lengths_by_token = lengths.repeat_interleave(lengths)
+    cosines = sines = positions.new_empty(0)
+    for length in lengths.unique().tolist():
+        forward(like, positions.new_zeros(1, 1), *kind, **kinds)  # forgets what longer texts before have left
+        found = forward(like, torch.arange(length, device=positions.device)[None], *kind, **kinds)
+        if not cosines.numel():
+            cosines, sines = (angles.new_empty(len(positions), angles.shape[-1]) for angles in found)
+        tokens = (lengths_by_token == length).nonzero().squeeze(1)
+        cosines[tokens], sines[tokens] = (angles[0, positions[tokens]] for angles in found)
+    return cosines.view(*position_ids.shape, -1), sines.view(*position_ids.shape, -1)
