@@ -8,7 +8,10 @@ from typing import Any
 from flows.recipe.bounds import MAX_DEPTH
 from flows.recipe.text import closest, parse_yaml, shorten, show
 from stages.core.errors import RecipeError
-from stages.core.redaction import holds_url_password, is_secret_name
+from stages.core.redaction import holds_url_password
+
+ENVIRONMENT = ("execution", "environment")
+"""Where a stage keeps its variables."""
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
@@ -49,7 +52,8 @@ def _refusal(keys: Sequence[str], value: Any) -> str | None:
 def _is_secret(names: Sequence[str], leaf: Any) -> bool:
     if isinstance(leaf, str) and holds_url_password(leaf):
         return True
-    return leaf is not None and "environment" in names[:-1] and is_secret_name(names[-1])
+    # Any variable of a stage: its name need not tell, and refreshes and schedules record their overrides.
+    return leaf is not None and tuple(names[2:4]) == ENVIRONMENT and len(names) > 4
 
 
 def _leaves(tree: Any, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -29,6 +29,7 @@ from flows.ledger.refreshes import RunningRefreshes, ledger_of
 from flows.planning.devices import wanted_slots
 from flows.planning.plan import Plan
 from flows.recipe.recipe import Recipe, load_recipe
+from flows.running.parameters import check_parameters
 from flows.running.refresh_run import RefreshRun
 from flows.running.request import RefreshRequest, make_plan, retry_of
 from flows.running.slots import Slots
@@ -40,11 +41,14 @@ def start_when_due(request: RefreshRequest) -> RefreshRun | State[Any]:
     """Begin the refresh of this flow run, once the recipe's `on_collision` allows it; or say why it is left out.
 
     A retry goes on in the ledger of the refresh that failed. Whatever the recipe stands on is resolved when it starts.
-    Raises what `make_plan` raises.
+    Raises what `check_parameters` and `make_plan` raise.
     """
     name = str(runtime.flow_run.name)
     ledger = ledger_of(name)
-    request = retry_of(ledger.read()) if ledger.exists() else request
+    if ledger.exists():
+        request = retry_of(ledger.read())
+    else:
+        check_parameters(request)
     recipe = load_recipe(Path(request.recipe), request.overrides)
     running = RunningRefreshes()
     waited = False

@@ -27,6 +27,7 @@ from prefect.tasks import Task, exponential_backoff
 
 from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import ledger_of, new_refresh_id
+from flows.recipe.recipe import load_recipe
 from flows.running.comparison import Comparison
 from flows.running.due import start_when_due
 from flows.running.refresh_run import RefreshRun
@@ -117,8 +118,14 @@ def _run(run: RefreshRun) -> State[Any]:
 
 def _flow_run_name() -> str:
     """The refresh is named like its flow run; a retry keeps the name, and so goes on in the same record."""
-    name = runtime.flow_run.name
-    return name if ledger_of(name).exists() else new_refresh_id(Path(runtime.flow_run.parameters["recipe"]).stem)
+    name, parameters = str(runtime.flow_run.name), runtime.flow_run.parameters
+    if ledger_of(name).exists():
+        return name
+    path = Path(parameters["recipe"])
+    try:
+        return new_refresh_id(load_recipe(path, parameters["overrides"]).name)
+    except LifecycleError:  # the flow says what is wrong with it
+        return new_refresh_id(path.stem)
 
 
 def _run_stages(run: RefreshRun) -> None:

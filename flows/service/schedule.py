@@ -5,7 +5,9 @@ A schedule has the name of its recipe. Prefect keeps it; what the recipe says is
 
 from __future__ import annotations
 
+import asyncio
 import difflib
+import re
 import time
 from dataclasses import dataclass
 from datetime import datetime
@@ -27,13 +29,18 @@ from prefect.client.schemas.objects import StateType
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.client.schemas.sorting import FlowRunSort
+from prefect.server.schemas.schedules import CronSchedule as PlannedCron
 from pydantic import ValidationError
 
 from flows.recipe.recipe import load_recipe
 from flows.recipe.text import closest
 from flows.running.flow_runs import deploy, find_deployment, prefect_client
+from flows.running.parameters import check_parameters
+from flows.running.request import RefreshRequest
 from stages.core.errors import RecipeError
 
+NUM_FIELDS = 5
+RANDOM = re.compile(r"(^|\s)R", re.IGNORECASE)
 SCHEDULE_TAG = "lifecycle-schedule"
 PLANNING_TIMEOUT_S = 20.0
 
@@ -64,6 +71,7 @@ class ScheduleSpec:
 def schedule_spec(recipe: Path, cron: str, timezone: str, overrides: tuple[str, ...] = ()) -> ScheduleSpec:
     """Check what is to be scheduled; asks no server. Raises `RecipeError`."""
     name = load_recipe(recipe, overrides).name
+    check_parameters(RefreshRequest(str(recipe), overrides))
     return ScheduleSpec(name, recipe.absolute(), overrides, _cron_schedule(name, cron, timezone))
 
 
@@ -113,11 +121,20 @@ def _cron_schedule(name: str, cron: str, timezone: str) -> CronSchedule:
         alike = difflib.get_close_matches(timezone, available_timezones(), n=1)
         remedy = f"expected a name such as Europe/Berlin{closest(timezone, alike)}"
         raise RecipeError(f"scheduling {name}: there is no time zone `{timezone}`; {remedy}") from error
+    expected = "expected minute, hour, day of month, month and day of week, such as `0 3 * * *`"
+    # Six fields, which Prefect takes, begin with a minute and end with a second; R is a time that it draws.
+    if RANDOM.search(cron) or (len(cron.split()) != NUM_FIELDS and not cron.startswith("@")):
+        raise RecipeError(f"scheduling {name}: `{cron}` is no cron expression; {expected}")
     try:
-        return CronSchedule(cron=cron, timezone=timezone)
+        found = CronSchedule(cron=cron, timezone=timezone)
     except ValidationError as error:
-        expected = "expected minute, hour, day of month, month and day of week, such as `0 3 * * *`"
         raise RecipeError(f"scheduling {name}: `{cron}` is no cron expression; {expected}") from error
+    try:
+        asyncio.run(PlannedCron(cron=cron, timezone=timezone).get_dates(1))
+    except ValueError as error:
+        remedy = "no year has such a day; change the day of month or the month"
+        raise RecipeError(f"scheduling {name}: `{cron}` is never due: {remedy}") from error
+    return found
 
 
 def _find_or_explain(client: SyncPrefectClient, name: str) -> DeploymentResponse:

@@ -61,6 +61,29 @@ def test_a_wrong_override_fails_with_our_words_before_anything_runs(worker_home,
     assert not (worker_home.folder / "refreshes" / refused["name"]).exists()
 
 
+def test_the_form_cannot_choose_what_runs(worker_home, nightly, tmp_path):
+    changes = {
+        f"stages.sft.execution.environment.BASH_ENV={tmp_path}": "put the value into the recipe",
+        "stages.sft.execution.launcher=slurm": "only the recipe says where a stage runs",
+        "stages.rows.dataset=file:///etc": "names a file outside the recipe's folder",
+    }
+    for change, reason in changes.items():
+        refused = worker_home.run_now("nightly", overrides=[change])
+        assert refused["state"]["type"] == "FAILED"
+        assert reason in refused["state"]["message"]
+    assert not (worker_home.folder / "ledger" / refused["name"]).exists()
+
+
+def test_a_refresh_is_called_after_its_recipe_however_it_was_started(worker_home, tmp_path):
+    recipe = worker_home.write("by-file", {"rows": stage("ok", "called")})
+    recipe = recipe.rename(recipe.with_name("another-file.yaml"))
+    worker_home.schedule(recipe)
+    scheduled = worker_home.run_now("by-file")
+    assert scheduled["name"].startswith("by-file-2")
+    assert worker_home.run(recipe)[1]["refresh"].startswith("by-file-2")
+    assert worker_home.lifecycle("schedules", "remove", "by-file").returncode == 0
+
+
 def test_missed_runs_do_not_pile_up(worker_home, nightly):
     """Runs that were due while everything was down, by the dates in Prefect's own database."""
     database = worker_home.folder / "prefect" / "prefect.db"

@@ -1,5 +1,7 @@
 """What may be scheduled, and when; no server is asked."""
 
+import re
+
 import pytest
 
 from flows.service.schedule import schedule_spec
@@ -20,10 +22,25 @@ def test_a_schedule_has_the_name_of_its_recipe(recipe, monkeypatch):
     assert (spec.when.cron, spec.when.timezone) == ("0 3 * * *", "Europe/Berlin")
 
 
-@pytest.mark.parametrize("cron", ["99 3 * * *", "every night", "0 3 * *", "H 3 * * *", ""])
+@pytest.mark.parametrize(
+    "cron", ["99 3 * * *", "every night", "0 3 * *", "H 3 * * *", "", "0 3 * * * *", "0 3 * * * * *", "R 3 * * *"]
+)
 def test_a_bad_cron_expression_is_said_with_what_is_expected(recipe, cron):
     with pytest.raises(RecipeError, match=r"scheduling nightly: `.*` is no cron expression; expected minute, hour"):
         schedule_spec(recipe, cron, "UTC")
+
+
+@pytest.mark.parametrize("cron", ["0 3 31 2 *", "0 3 30 2 *", "0 3 31 4,6,9,11 *"])
+def test_a_day_that_never_comes_is_said(recipe, cron):
+    with pytest.raises(
+        RecipeError, match=f"scheduling nightly: `{re.escape(cron)}` is never due: no year has such a day"
+    ):
+        schedule_spec(recipe, cron, "UTC")
+
+
+@pytest.mark.parametrize("cron", ["0 3 29 2 *", "@daily", "*/15 8-18 * * MON-FRI", "0 3 31 * *"])
+def test_days_that_come_in_some_years_or_months_are_taken(recipe, cron):
+    assert schedule_spec(recipe, cron, "UTC").when.cron == cron
 
 
 @pytest.mark.parametrize(("timezone", "close"), [("Europe/Berlni", "did you mean `Europe/Berlin`"), ("../etc", "")])
@@ -37,3 +54,8 @@ def test_a_recipe_is_checked_with_its_overrides(recipe):
         schedule_spec(recipe, "0 3 * * *", "UTC", ("stages.row.kind=train",))
     with pytest.raises(RecipeError, match=r"cannot read the recipe .*nowhere\.yaml"):
         schedule_spec(recipe.with_name("nowhere.yaml"), "0 3 * * *", "UTC")
+
+
+def test_a_schedule_may_not_override_what_only_a_recipe_says(recipe):
+    with pytest.raises(RecipeError, match=r"rows\.execution\.launcher: only the recipe says where a stage runs"):
+        schedule_spec(recipe, "0 3 * * *", "UTC", ("stages.rows.execution.launcher=slurm",))
