@@ -7,6 +7,7 @@ from pathlib import Path
 
 from flows.ledger.home import store_root
 from flows.ledger.record import RefreshRecord
+from flows.planning.changes import with_changes
 from flows.planning.devices import check_devices
 from flows.planning.gates import check_gates
 from flows.planning.layout_choice import choose_layouts
@@ -63,4 +64,4 @@ def make_plan(request: RefreshRequest, *, may_be_unreachable: bool = False) -> P
     recipe, choices = choose_layouts(recipe, outside, index)
     planned = plan(recipe, outside, index, force=request.force, until=request.until, unreachable=unreachable)
     check_devices(planned)
-    return PlannedRefresh(request, planned, store, tuple(map(str, choices)))
+    return PlannedRefresh(request, with_changes(planned, index), store, tuple(map(str, choices)))

@@ -35,6 +35,7 @@ from stages.core.fields import (
     Reference,
     marked_values,
     unset_later,
+    values_named,
     without,
 )
 from stages.core.redaction import redact
@@ -128,6 +129,11 @@ class StageConfig(StrictModel, ABC):
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
         """What is wrong between this stage and the others of its recipe, beyond what `Reference` says; one a line."""
         return iter(())
+
+    def custom_code(self) -> tuple[str, ...]:
+        """Code from outside that the stage runs or keeps since the recipe says so, such as `serving.trust_…`."""
+        trusted = (path for path, value in values_named(self, "trust_remote_code") if value)
+        return tuple(f"{path}: Python files that come with the model" for path in trusted)
 
     def resolve_outside(self) -> dict[str, JsonValue]:
         """What else outside the store decides the content: resolved revisions, versions of programs.

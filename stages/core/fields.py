@@ -51,6 +51,16 @@ def marked_values(model: BaseModel, marker: type, prefix: str = "") -> Iterator[
             yield from marked_values(value, marker, f"{path}.")
 
 
+def values_named(model: BaseModel, field: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted path and value of every field of this name, at any depth."""
+    for name in type(model).model_fields:
+        value = getattr(model, name)
+        if name == field:
+            yield f"{prefix}{name}", value
+        elif isinstance(value, BaseModel):
+            yield from values_named(value, field, f"{prefix}{name}.")
+
+
 def unset_later(model: BaseModel, prefix: str = "") -> Iterator[str]:
     """Dotted paths of fields marked `AddedLater` that have their default, at any depth."""
     for name, field in type(model).model_fields.items():

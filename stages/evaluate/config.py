@@ -57,11 +57,11 @@ class EvaluateConfig(StageConfig):
         return {**programs, **harness.resolve_outside(self.evaluation)}
 
     def custom_code(self) -> tuple[str, ...]:
-        """Code of the recipe's own that the evaluation runs, such as `sums.yaml: !function utils.score`.
+        """Also that of the recipe's own tasks, such as `sums.yaml: !function utils.score`.
 
         Raises EvaluationError for tasks that do not exist.
         """
-        return default_harness().custom_code(self.evaluation)
+        return (*super().custom_code(), *default_harness().custom_code(self.evaluation))
 
     @property
     def evaluation(self) -> Evaluation:

@@ -204,3 +204,11 @@ def test_a_field_that_was_added_later_is_no_part_of_the_identity_until_it_is_set
     assert default == stated
     assert "evaluate_on" not in default
     assert other == {**default, "evaluate_on": "assistant"}
+
+
+def test_what_one_side_leaves_out_and_the_other_has_unset_is_no_difference():
+    promote = EXAMPLES["promote"][0]
+    upstream = {**UPSTREAM, "served": "c" * 12}
+    served = identity_of(KINDS["promote"].model_validate({**promote, "server": "served"}), upstream, {})
+    alone = identity_of(KINDS["promote"].model_validate(promote), upstream, {})
+    assert [str(difference) for difference in differences(served, alone)] == [f"version of server {'c' * 12} → none"]
