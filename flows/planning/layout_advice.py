@@ -12,6 +12,7 @@ from flows.ledger.home import hardware_file, store_root
 from flows.planning.model_shape import download_of, shape_of_download
 from flows.planning.outside import resolve_outside
 from flows.planning.plan import chosen_stages
+from flows.planning.stored import find_stored
 from flows.recipe.recipe import load_recipe
 from flows.recipe.text import closest
 from flows.store.store import Store
@@ -164,8 +165,10 @@ def _of_recipe(path: Path, stage: str | None) -> tuple[ModelShape, Workload]:
     if not trained or (stage and stage not in trained):
         raise RecipeError(f"{path}: looking for the train stage {stage or 'any'}; found {', '.join(trained) or 'none'}")
     name = stage or next(iter(trained))
-    outside = resolve_outside(recipe, chosen_stages(recipe, name), unreachable={})
-    shape = shape_of_download(recipe, download_of(recipe, name), outside, Store(store_root()).index())
+    chosen, index = chosen_stages(recipe, name), Store(store_root()).index()
+    recipe, _ = find_stored(recipe, chosen, index)
+    outside = resolve_outside(recipe, chosen, unreachable={})
+    shape = shape_of_download(recipe, download_of(recipe, name), outside, index)
     return shape, trained[name].workload
 
 
