@@ -82,6 +82,11 @@ class PackedDataset:
         return self.about.num_documents
 
     @property
+    def longest_document(self) -> int:
+        """Tokens of the longest."""
+        return int(np.diff(self._document_starts).max())
+
+    @property
     def num_tokens(self) -> int:
         """Real tokens, without padding."""
         return self.about.num_tokens

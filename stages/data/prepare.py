@@ -42,6 +42,11 @@ class PreparedData:
     evaluation: PackedDataset | None
     """The held-out rows, when the config names a split or a fraction."""
 
+    @property
+    def longest_document(self) -> int:
+        """Tokens of the longest document of all."""
+        return max(dataset.longest_document for dataset in (self.training, self.evaluation) if dataset)
+
 
 def prepare(
     folder: Path,

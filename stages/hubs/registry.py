@@ -14,7 +14,8 @@ from stages.core.errors import ModelError
 from stages.hubs.builtin.catalog import parse_builtin
 from stages.hubs.hub import Hub
 from stages.hubs.source import Product, Source, parse_champion, parse_path, parse_repository, parse_stored
-from stages.models.model_config import CONFIG_FILE, parse_config
+from stages.models.json_object import parse_json_object
+from stages.models.model_config import CONFIG_FILE
 
 
 @dataclass(frozen=True)
@@ -76,4 +77,4 @@ def read_model_config(source: Source, revision: str) -> dict[str, Any]:
         raise ModelError(
             f"looking for the model's sizes: {source} has no {CONFIG_FILE}; expected a Hugging Face model folder"
         )
-    return parse_config(text, f"{CONFIG_FILE} of {source}")
+    return parse_json_object(text, f"{CONFIG_FILE} of {source}")

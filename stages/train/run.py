@@ -20,7 +20,7 @@ from stages.parallel.devices import Peak, device_peak
 from stages.parallel.layout import describe_layout
 from stages.parallel.processes import collective_timeout, joined_processes
 from stages.train.batches import BatchSource
-from stages.train.check_model import check_model
+from stages.train.check_model import check_lengths, check_model
 from stages.train.checkpoints import Checkpoints, check_free_disk
 from stages.train.config import TrainConfig
 from stages.train.journal import Journal
@@ -45,9 +45,11 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
     hide_unused_packages()
     model_folder = context.inputs[config.model] / "model"
     _check_world_size(config)
-    check_model_folder(model_folder)
+    for unusual in check_model_folder(model_folder):
+        context.warn(unusual)
     shape = check_model(config, context, model_folder)
     data = _prepare_data(config, context, model_folder)
+    check_lengths(data.longest_document, context, model_folder)
     with joined_processes(collective_timeout(config.execution.hang_timeout_s)) as device:
         prediction = predict_run(config, context, shape, device)
         with (
