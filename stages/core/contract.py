@@ -11,7 +11,8 @@ only) and has a function `run(config, context) -> StageResult` (in `stages/<kind
     error.json      out  the error class and message of a failed stage (`StageFailure`)
     scratch/             kept across retries (checkpoints), removed when the artifact is committed
 
-Everything else in the folder is the artifact: a model lies in `model/` (a Hugging Face folder), a dataset in `data/`.
+Everything else in the folder is the artifact: a model lies in `model/` (a Hugging Face folder), an adapter in
+`adapter/` (PEFT's files), a dataset in `data/`.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from stages.core.fields import (
 from stages.core.redaction import redact
 from stages.core.strict import StrictModel
 
+AdapterReference = Annotated[str, Reference(("adapter",))]
 ModelReference = Annotated[str, Reference(("model",))]
 DatasetReference = Annotated[str, Reference(("dataset",))]
 ModelOrServerReference = Annotated[str, Reference(("model", "server"))]

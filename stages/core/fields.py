@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-Product = Literal["model", "dataset", "server", "scores", "verdict"]
+Product = Literal["model", "adapter", "dataset", "server", "scores", "verdict"]
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from stages.adapters.config import AdapterConfig
 from stages.core.contract import Execution, ModelReference, StageConfig
 from stages.core.fields import AddedLater, Product, without
 from stages.core.strict import StrictModel
@@ -84,13 +85,19 @@ else:
 
 
 class TrainConfig(MethodOptions):
-    """Training of a model by one of the methods (→ `model/`); the options of each are a field of its name."""
+    """Training of a model by one of the methods (→ `model/`); the options of each are a field of its name.
+
+    With `adapter:` the model is frozen and low-rank weights beside it learn (→ `adapter/`).
+    """
 
     STAGE_VERSION: ClassVar[int] = 1
 
     kind: Literal["train"]
     method: MethodName = Field(description="What is learned; its options are the field of its name.")
     model: ModelReference
+    adapter: Annotated[AdapterConfig | None, AddedLater()] = Field(
+        None, description="Low-rank weights that learn beside the frozen model; default: the model itself learns."
+    )
     data: DataConfig
     engine: EngineName = Field("fsdp", description="What does the parallelism.")
     layout: LayoutOrAuto = Field(Layout(), description="auto: what the planner finds best for the machine at hand.")
@@ -126,7 +133,7 @@ class TrainConfig(MethodOptions):
 
     @property
     def product(self) -> Product:
-        return "model"
+        return "adapter" if self.adapter else "model"
 
     @property
     def processes(self) -> int:
@@ -141,7 +148,13 @@ class TrainConfig(MethodOptions):
     def workload(self) -> Workload:
         """What the planner compares layouts for; `epochs` are of a dataset whose tokens are not counted yet."""
         needs_reference = self.learning.needs_reference
-        workload = Workload(self.data.sequence_length, self.global_batch_size, self.precision, needs_reference)
+        workload = Workload(
+            self.data.sequence_length,
+            self.global_batch_size,
+            self.precision,
+            needs_reference,
+            lora_rank=self.adapter.rank if self.adapter else None,
+        )
         return replace(workload, total_tokens=self.steps * workload.tokens_per_step) if self.steps else workload
 
     @property
@@ -171,7 +184,13 @@ class TrainConfig(MethodOptions):
             self.decay_norms_and_biases,
         )
         return EngineSettings(
-            self.layout, self.precision, adam, self.seed, self.execution.hang_timeout_s, self.trust_remote_code
+            self.layout,
+            self.precision,
+            adam,
+            self.seed,
+            self.execution.hang_timeout_s,
+            self.trust_remote_code,
+            self.adapter,
         )
 
     def identity(self) -> dict[str, JsonValue]:
@@ -230,6 +249,12 @@ class TrainConfig(MethodOptions):
     def _fp8_only_with_megatron(self) -> Self:
         if self.precision == "fp8" and self.engine != "megatron":
             raise ValueError("`precision: fp8` needs `engine: megatron`; choose it, or say `precision: bf16`")
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_only_with_fsdp(self) -> Self:
+        if self.adapter and self.engine != "fsdp":
+            raise ValueError(f"`adapter` needs `engine: fsdp`, found {self.engine}; change it, or remove `adapter`")
         return self
 
     @model_validator(mode="after")

@@ -14,6 +14,7 @@ from stages.core.errors import LayoutError
 from stages.data.dataset import PackedDataset
 from stages.data.prepare import PreparedData, prepare
 from stages.engines.engine import Engine, LossMeans
+from stages.engines.recorded import record_log_probabilities
 from stages.models.model_folder import check_model_folder
 from stages.models.shape import ModelShape
 from stages.parallel.devices import Peak, device_peak
@@ -62,9 +63,12 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
             peak_memory_metrics = peak_memory(engine.device, every_rank=True)
             if context.trial is None:
                 watchdog.begins("writing the model")
-                engine.export(context.work / "model", getattr(torch, config.export_dtype))
+                engine.export(context.work / config.product, getattr(torch, config.export_dtype))
+                record_log_probabilities(
+                    engine, data.evaluation or data.training, config.layout.micro_batch_size, context.work
+                )
     if is_main_process() and context.trial is None:
-        _use_own_template(config, context.work / "model")
+        _use_own_template(config, context.work / config.product)
         plot_loss(training_run.journal.rows, context.work / LOSS_PLOT)
     return _result(training_run, data, evaluation, peak_memory_metrics, prediction)
 
