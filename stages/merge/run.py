@@ -23,6 +23,7 @@ from stages.engines.recorded import differences_from_record
 from stages.merge.config import MergeConfig
 from stages.models.model_config import read_config
 from stages.models.model_folder import check_model_folder
+from stages.models.weight_files import weight_paths
 
 NUM_NAMED = 5
 
@@ -67,7 +68,7 @@ class _Merging:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Name in the base's files → tensor in the base's dtype."""
-        for path in sorted(self._base.glob("*.safetensors")):
+        for path in weight_paths(self._base):
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118
                     layer = name.removesuffix(".weight")

@@ -59,6 +59,13 @@ class StoredTensor:
         return not (bits[:BLOCK_BYTES] << 1).any() and not (bits << 1).any()  # without the sign: there is a -0
 
 
+def weight_paths(folder: Path) -> list[Path]:
+    """The files that Transformers reads: those that the index names, or the single one. Others are not the model's."""
+    index = folder / WEIGHTS_INDEX
+    names = set(read_json_object(index)["weight_map"].values()) if index.is_file() else {WEIGHTS_FILE}
+    return sorted(folder / name for name in names)
+
+
 def check_index(folder: Path, tensors: Mapping[str, Iterable[StoredTensor]]) -> set[str]:
     """The files that the index names. Raises ModelError unless it lists exactly the tensors of the folder's files."""
     index = folder / WEIGHTS_INDEX

@@ -21,7 +21,7 @@ from stages.adapters.lora import add_adapter, store_frozen_weights
 from stages.core.contract import is_main_process
 from stages.data.batch import Batch
 from stages.engines.engine import LossMeans, StepOutcome
-from stages.engines.export import export_model
+from stages.engines.export import check_exportable, export_model
 from stages.engines.fsdp.model import load_model
 from stages.engines.fsdp.optimizer import decayed_parameters, parameter_groups
 from stages.engines.fsdp.parallelize import data_parallel_mesh, parallelize
@@ -45,6 +45,8 @@ class FsdpEngine:
         self._model = load_model(
             folder, device=device, reads_weights=self.data_rank == 0, trust_remote_code=settings.trust_remote_code
         )
+        if not settings.adapter:
+            check_exportable(self._model.causal_lm, folder)
         self._adapter = (
             add_adapter(self._model.causal_lm, settings.adapter, settings.seed) if settings.adapter else None
         )
