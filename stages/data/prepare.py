@@ -17,15 +17,25 @@ from stages.data.portion import portions
 from stages.data.preprocessing import BAD_ROWS, Preprocessing, Report
 from stages.data.seen_rows import check_held_out
 
-PREPARATION_VERSION = 3
+PREPARATION_VERSION = 4
 """Raised when the same input would give other tokens, masks or rows than before."""
 
 CACHE_FOLDER = "tokenized"
-TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model")
+TOKENIZER_FILES = (
+    "config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+)
 TEMPLATE_FILES = ("chat_template*",)
 OPTIONS = {
     "format",
+    "template_date",
     "train_on",
+    "turns",
     "sequence_length",
     "packing",
     "over_long",

@@ -38,6 +38,9 @@ NO_STOP = (
 )
 
 
+RenderedRow = tuple[Place, list[tuple[Rendered, ...]]]
+
+
 class Report(Protocol):
     """Where preparation reports what it does; a `StageContext` is one."""
 
@@ -74,7 +77,13 @@ class _Run:
         self._bad_rows = bad_rows
         self._writer = writer
         self._reader = RowReader(config.format, task.rows)
-        self._tokenizer = DocumentTokenizer(task.tokenizer_folder, config.chat_template, config.train_on)
+        self._tokenizer = DocumentTokenizer(
+            task.tokenizer_folder,
+            config.chat_template,
+            config.train_on,
+            turns=config.turns,
+            template_date=config.template_date,
+        )
         self._answers = AnswerCheck(self._tokenizer.special_tokens, vocabulary_size(task.tokenizer_folder))
         self._seen = SeenRows()
         self._over_long = OverLong(config.over_long, config.sequence_length)
@@ -98,7 +107,7 @@ class _Run:
                 num_target_tokens=self._writer.num_target_tokens,
                 num_source_rows=self._num_source_rows,
                 num_bad_rows=self._bad_rows.num_rows,
-                num_over_long=self._over_long.num_units,
+                num_over_long=self._over_long.num_over_long,
                 warnings=warnings,
             )
         )
@@ -108,27 +117,28 @@ class _Run:
         for chunk in _chunks(self._rendered()):
             if self._bad_rows.num_rows and self._config.on_bad_rows == "fail":
                 continue  # it will fail: only look for further bad rows, which is much faster
-            tokens = iter(self._tokenizer.encode([document for _, documents in chunk for document in documents]))
-            for place, documents in chunk:
-                unit = self._fitted(Unit(tuple(islice(tokens, len(documents)))), place)
-                if unit is not None:
-                    yield unit
+            texts = [document for _, units in chunk for unit in units for document in unit]
+            tokens = iter(self._tokenizer.encode(texts))
+            for place, units in chunk:
+                yield from self._fitted([Unit(tuple(islice(tokens, len(unit)))) for unit in units], place)
 
-    def _fitted(self, unit: Unit, place: Place) -> Unit | None:
+    def _fitted(self, units: list[Unit], place: Place) -> list[Unit]:
+        """What is left of a row's units. One that teaches nothing makes the row a bad one."""
         self._num_tokenized_rows += 1
-        fitted = self._over_long.fit(unit, place)
-        if fitted is None:
-            return None
+        found = []
         try:
-            self._answers.check_tokens(fitted)
-            check_learnable(fitted, was_truncated=len(fitted) < len(unit))
+            for unit in units:
+                if (fitted := self._over_long.fit(unit, place)) is not None:
+                    self._answers.check_tokens(fitted)
+                    check_learnable(fitted, was_truncated=len(fitted) < len(unit))
+                    found.append(fitted)
         except RowError as error:
             self._bad_rows.add(BadRow(place, str(error)))
-            return None
-        return fitted
+            return []
+        return found
 
-    def _rendered(self) -> Iterator[tuple[Place, tuple[Rendered, ...]]]:
-        """Where each good row stands, and its documents as text."""
+    def _rendered(self) -> Iterator[RenderedRow]:
+        """Where each good row stands, and its units as text."""
         task = self._task
         rows = self._watched(read_rows(task.folder, task.files))
         for row in task.portion.select(rows):
@@ -139,7 +149,7 @@ class _Run:
             try:
                 documents = self._reader.read(row.content)
                 self._answers.check_text(documents)
-                rendered = tuple(self._tokenizer.render(document) for document in documents)
+                rendered = self._tokenizer.render_units(documents)
                 self._seen.add(row.place, documents)
                 yield row.place, rendered
             except RowError as error:
@@ -177,6 +187,7 @@ class _Run:
             self._bad_rows.check(config.on_bad_rows, config.max_bad_row_fraction, self._num_source_rows),
             self._over_long.check(self._num_tokenized_rows),
             NO_STOP if self._tokenizer.teaches_to_stop is False else None,
+            *self._tokenizer.warnings(),
             self._reader.unread.warning(),
             *self._seen.warnings(),
         )
@@ -185,8 +196,6 @@ class _Run:
         return tuple(filter(None, found))
 
 
-def _chunks(
-    rendered: Iterator[tuple[Place, tuple[Rendered, ...]]],
-) -> Iterator[list[tuple[Place, tuple[Rendered, ...]]]]:
+def _chunks(rendered: Iterator[RenderedRow]) -> Iterator[list[RenderedRow]]:
     while chunk := list(islice(rendered, CHUNK_ROWS)):
         yield chunk

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import date
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stages.core.errors import DataError, ModelError
+from stages.data.config import DEFAULT_DATE
 from stages.data.documents import Document, PlainText
 from stages.data.messages import RowError
 from stages.data.templates import ChatTemplate, Rendered, Span, load_chat_template
@@ -38,11 +40,21 @@ class Tokens:
 class DocumentTokenizer:
     """Renders and tokenizes documents; conversations need a chat template, the recipe's or the tokenizer's."""
 
-    def __init__(self, folder: Path, chat_template: Path | None, train_on: Literal["assistant", "all"]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        chat_template: Path | None,
+        train_on: Literal["assistant", "all"],
+        *,
+        turns: Literal["together", "separately"] = "together",
+        template_date: date = DEFAULT_DATE,
+    ) -> None:
         """`folder` is a model artifact's `model/`. Raises ModelError when there is no usable tokenizer."""
         self._folder = folder
         self._chat_template = chat_template
         self._train_on = train_on
+        self._turns = turns
+        self._template_date = template_date
         self._tokenizer = _load(folder)
         self._backend = self._tokenizer.backend_tokenizer
         self._backend.no_truncation()
@@ -64,21 +76,51 @@ class DocumentTokenizer:
     @cached_property
     def template(self) -> ChatTemplate:
         """Raises DataError when there is none."""
-        return load_chat_template(self._tokenizer, self._folder, self._chat_template)
+        return load_chat_template(self._tokenizer, self._folder, self._chat_template, self._template_date)
+
+    def render_units(self, documents: Sequence[Document]) -> list[tuple[Rendered, ...]]:
+        """The texts of a row, those of a unit together: a preference pair is one, of a conversation each text is one.
+
+        Raises as `render` does.
+        """
+        if len(documents) > 1:
+            return [tuple(self.render(document) for document in documents)]
+        (document,) = documents
+        if isinstance(document, PlainText) or self._train_on == "all":
+            return [(self.render(document),)]
+        return [(self._noted(rendered),) for rendered in self.template.documents(document, self._turns)]
 
     def render(self, document: Document) -> Rendered:
-        """The document's text. Raises RowError, or DataError for a missing or unsuitable chat template."""
+        """The document as one text. Raises RowError, also when what is learned of it takes several, and DataError for a
+        missing or unsuitable chat template.
+        """
         if isinstance(document, PlainText):
             text = document.prompt + document.completion
             begin = 0 if self._train_on == "all" else len(document.prompt)
             return Rendered(text, ((begin, len(text)),), is_plain=True)
-        if self._train_on == "all":
-            if document.unlearned:
-                raise RowError("has a turn that is not to be learned, but `train_on: all` learns everything")
-            text = self.template.render_text(document)
-            rendered = Rendered(text, ((0, len(text)),))
-        else:
-            rendered = self.template.render(document)
+        if self._train_on == "assistant":
+            return self._noted(self.template.render(document))
+        if document.unlearned:
+            raise RowError("has a turn that is not to be learned, but `train_on: all` learns everything")
+        text = self.template.render_text(document)
+        return self._noted(Rendered(text, ((0, len(text)),)))
+
+    def warnings(self) -> Iterator[str]:
+        """What the template did to the documents so far that is not to be seen in them."""
+        if "template" not in self.__dict__:
+            return
+        if self.template.num_dropped_thoughts:
+            yield (
+                f"{self.template.num_dropped_thoughts} turns are learned without their thoughts, which the chat "
+                "template drops once others follow; `turns: separately` learns them"
+            )
+        if self.template.wrote_date and self._template_date == DEFAULT_DATE:
+            yield (
+                f"the chat template writes the current date, for which {DEFAULT_DATE} stands in every run; "
+                "`template_date` names another"
+            )
+
+    def _noted(self, rendered: Rendered) -> Rendered:
         if self.teaches_to_stop is None:
             self.teaches_to_stop = self.template.ends_turns(rendered)
         return rendered
