@@ -27,7 +27,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 PREFIX = "base_model.model."
 NUM_NAMED = 5
-COMPANIONS = ("tokenizer", "chat_template", "special_tokens", "added_tokens", "vocab", "merges")
+COMPANIONS = ("tokenizer", "chat_template", "special_tokens", "added_tokens", "vocab", "merges", "trained_on")
 UNKNOWN = {"use_dora": False, "bias": "none", "modules_to_save": None, "lora_bias": False, "target_parameters": None}
 """Fields of PEFT's config that a merge by B A alone would get wrong, and the values at which it does not."""
 

@@ -28,7 +28,10 @@ ARRAYS: dict[str, type[np.generic]] = {
 
 
 class Description(StrictModel):
-    """`about.json`: what a folder of packed documents holds, and what was left out of it."""
+    """`about.json`: what a folder of packed documents holds, and what was left out of it.
+
+    conversations: whether they were rendered by a chat template.
+    """
 
     sequence_length: PositiveInt
     packing: bool
@@ -40,6 +43,7 @@ class Description(StrictModel):
     num_source_rows: PositiveInt
     num_bad_rows: NonNegativeInt
     num_over_long: NonNegativeInt
+    conversations: bool
     warnings: tuple[str, ...]
 
 

@@ -108,6 +108,7 @@ class _Run:
                 num_source_rows=self._num_source_rows,
                 num_bad_rows=self._bad_rows.num_rows,
                 num_over_long=self._over_long.num_over_long,
+                conversations=self._tokenizer.teaches_to_stop is not None,
                 warnings=warnings,
             )
         )

@@ -34,7 +34,11 @@ class EvaluateConfig(StageConfig):
     task_folder: OutsidePath | None = Field(None, description="Folder of local tasks (YAML and JSONL).")
     limit: PositiveInt | None = Field(None, description="Samples of each task; default: all.")
     num_fewshot: int | None = Field(None, ge=0, description="Default: the task's own.")
-    apply_chat_template: bool = Field(False, description="Ask as a user of a chat, not as plain text.")
+    apply_chat_template: bool | None = Field(
+        None,
+        description="Ask as a user of a chat, not as plain text; default: as the model was trained last, if that was "
+        "here, else if it has a template.",
+    )
     seed: int | None = Field(
         None, ge=0, lt=2**32, description="Of few-shot examples and random numbers; default: the harness's own."
     )
@@ -65,13 +69,13 @@ class EvaluateConfig(StageConfig):
 
     @property
     def evaluation(self) -> Evaluation:
-        """What a harness is asked for."""
+        """What a harness is asked for; as a chat only if the config says so."""
         return Evaluation(
             tasks=self.tasks,
             task_folder=self.task_folder,
             limit=self.limit,
             num_fewshot=self.num_fewshot,
-            apply_chat_template=self.apply_chat_template,
+            apply_chat_template=bool(self.apply_chat_template),
             seed=self.seed,
             trust_task_code=self.trust_task_code,
             concurrent_requests=self.execution.concurrent_requests,

@@ -126,6 +126,11 @@ class TrainConfig(MethodOptions):
         description="bf16: parameters and activations in bfloat16, reduction and master weights in fp32. fp8: so too, "
         "but layers multiply in 8 bits (megatron, on GPUs with Transformer Engine).",
     )
+    keep: Annotated[Literal["last", "best"], AddedLater()] = Field(
+        "last",
+        description="Which weights are written: those of the last step, or of the step with the lowest held-out loss "
+        "among those evaluated (execution.evaluate_every_steps, which is identity then).",
+    )
     export_dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="Of the written weights.")
     trust_remote_code: bool = Field(False, description="Run the Python files that come with the model.")
     seed: NonNegativeInt = Field(0, description="Of the order of rows and of dropout.")
@@ -194,8 +199,10 @@ class TrainConfig(MethodOptions):
         )
 
     def identity(self) -> dict[str, JsonValue]:
-        """Without what weights decay alike, where none decays."""
+        """Without what weights decay alike, where none decays; with the steps that the best one is chosen among."""
         found = super().identity()
+        if self.keep == "best":
+            found["evaluate_every_steps"] = self.execution.evaluate_every_steps
         return found if self.weight_decay else without(found, {"decay_norms_and_biases"})
 
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
@@ -242,6 +249,16 @@ class TrainConfig(MethodOptions):
             raise ValueError(
                 f"`data.format: {self.data.format}` has no rows for `method: {self.method}`; expected auto or "
                 f"{' or '.join(suitable)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _best_is_chosen_among_several(self) -> Self:
+        held_out = self.data.evaluation_split or self.data.evaluation_fraction
+        if self.keep == "best" and not (held_out and self.execution.evaluate_every_steps):
+            raise ValueError(
+                "`keep: best` chooses by the held-out loss of several steps; name held-out rows "
+                "(`data.evaluation_split` or `data.evaluation_fraction`) and `execution.evaluate_every_steps`"
             )
         return self
 

@@ -17,6 +17,7 @@ from stages.engines.engine import Engine, LossMeans
 from stages.engines.recorded import record_log_probabilities
 from stages.models.model_folder import check_model_folder
 from stages.models.shape import ModelShape
+from stages.models.trained_on import note_trained_on
 from stages.parallel.devices import Peak, device_peak
 from stages.parallel.layout import describe_layout
 from stages.parallel.processes import collective_timeout, joined_processes
@@ -68,7 +69,7 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
                     engine, data.evaluation or data.training, config.layout.micro_batch_size, context.work
                 )
     if is_main_process() and context.trial is None:
-        _use_own_template(config, context.work / config.product)
+        _note_use(config, data, context.work / config.product)
         plot_loss(training_run.journal.rows, context.work / LOSS_PLOT)
     return _result(training_run, data, evaluation, peak_memory_metrics, prediction)
 
@@ -167,8 +168,9 @@ def _peak(engine: Engine, config: TrainConfig) -> Peak | None:
     return device_peak(engine.device, engine.compute_dtype)
 
 
-def _use_own_template(config: TrainConfig, folder: Path) -> None:
+def _note_use(config: TrainConfig, data: PreparedData, folder: Path) -> None:
     """What was trained with is what the model is to be used with."""
+    note_trained_on(folder, conversations=data.training.about.conversations)
     if config.data.chat_template:
         shutil.copyfile(config.data.chat_template, folder / "chat_template.jinja")
 
