@@ -62,7 +62,9 @@ class RefreshRun:
         self.ledger = ledger_of(refresh)
         self.tracker = Tracker(self.ledger)
         self.slots = Slots(home() / "slots", num_slots())
-        self.servers = LiveServers({stage.name: stage.upstream for stage in self.plan.stages.values()})
+        # A promotion reads what its server measured, and asks it nothing; the device may be needed meanwhile.
+        asking = (stage for stage in self.plan.stages.values() if stage.config.product != "verdict")
+        self.servers = LiveServers({stage.name: stage.upstream for stage in asking})
         self._lock = threading.Lock()
         self._started_s = time.monotonic()
         earlier = self.ledger.read() if self.ledger.exists() else None
