@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flows.launch import local
 from stages.core.contract import StageInput, StageResult
-from stages.models.trained_on import trained_on_conversations
+from stages.models.trained_on import TRAINED_ON_FILE, trained_on_conversations
 from stages.train.run import run
 from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end, start
 
@@ -184,7 +184,7 @@ def test_the_exported_folder_is_loaded_by_transformers_in_the_dtype_asked_for(sf
     assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
     assert AutoTokenizer.from_pretrained(folder).chat_template
     names = {path.name for path in (artifacts["base"] / "model").iterdir()}
-    assert {path.name for path in folder.iterdir()} == names
+    assert {path.name for path in folder.iterdir()} == names | {TRAINED_ON_FILE}
 
 
 def test_the_first_dpo_loss_is_ln_2(dpo):
