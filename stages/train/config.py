@@ -47,8 +47,9 @@ class TrainExecution(Execution):
     checkpoints_kept: PositiveInt = Field(2, description="Older ones are removed.")
     hang_timeout_s: PositiveFloat = Field(
         3600,
-        description="A step that takes longer, with what is saved and evaluated after it, ends the attempt; so does a "
-        "micro-batch of the reference, and reading or writing the model.",
+        description="A step that takes longer ends the attempt; so does what is saved or evaluated after it, a "
+        "micro-batch of the reference, and reading or writing the model. After five steps, one that takes over three "
+        "times the longest of the last ones (and 30 s) does, too.",
     )
     measure_matmul_rate: bool = Field(True, description="On a CPU, measure the peak that MFU is relative to.")
 

@@ -79,7 +79,7 @@ def train(run: TrainingRun) -> LossMeans | None:
     steps = range(done_steps + 1, run.last_step + 1)
     with closing(prefetched(lambda step: _load_share(run, step), steps)) as shares:
         for step in steps:
-            run.watchdog.begins(f"step {step}")
+            run.watchdog.begins_step(step)
             is_profiled = run.engine.num_devices > 1 and is_main_process() and step == done_steps + PROFILED_STEP
             _train_one_step(run, step, shares.__next__, is_profiled)
         run.watchdog.begins("the last checkpoint and the evaluation")
@@ -105,6 +105,7 @@ def _train_one_step(run: TrainingRun, step: int, next_share: Callable[[], Share]
     rate = learning_rate(run.config, step, run.num_steps)
     torch.manual_seed(_step_seed(run, step))
     outcome, update_s, communication = _update(run, share, rate, is_profiled)
+    run.watchdog.has_stepped()
     _stop_if_diverged(run, step, outcome)
     _save_if_due(run, step)
     evaluation = _evaluate_if_due(run, step)
@@ -147,6 +148,7 @@ def _stop_if_diverged(run: TrainingRun, step: int, outcome: StepOutcome) -> None
 def _save_if_due(run: TrainingRun, step: int) -> None:
     run.checkpoints.poll()
     if run.trial is None and (step % run.checkpoint_every_steps == 0 or step == run.num_steps):
+        run.watchdog.begins(f"the checkpoint of step {step}")
         run.checkpoints.save(step)
 
 
@@ -154,6 +156,7 @@ def _evaluate_if_due(run: TrainingRun, step: int) -> dict[str, float]:
     every_steps = run.config.execution.evaluate_every_steps
     if not every_steps or step % every_steps or step == run.num_steps:
         return {}
+    run.watchdog.begins(f"the evaluation after step {step}")
     means = evaluate(run)
     if means:
         _save_if_best(run, step, means.loss)

@@ -56,7 +56,9 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
         prediction = predict_run(config, context, shape, device)
         with (
             explained_out_of_memory(config, prediction.metrics.get("predicted_memory_gib")),
-            Watchdog(context.work, config.execution.hang_timeout_s) as watchdog,
+            Watchdog(
+                context.work, config.execution.hang_timeout_s, learns_step_times=not config.layout.compile
+            ) as watchdog,  # a step with a new shape may be compiled, which takes as long as many steps
         ):
             engine = _build_engine(config, model_folder, shape, device)
             training_run = _assemble(config, context, engine, data, model_folder, watchdog)
