@@ -15,6 +15,9 @@ DataFormat = Literal["auto", "messages", "prompt_completion", "alpaca", "sharegp
 RowKind = Literal["examples", "pairs"]
 """What a row is to the method that learns from it: one text to imitate, or a chosen and a rejected answer."""
 
+SpecialTokensPolicy = Literal["text", "refuse", "allow"]
+"""What becomes of special tokens within what people wrote."""
+
 DEFAULT_DATE = date(2026, 1, 1)
 """Of templates that write the current date: any will do, but the same in every run."""
 
@@ -38,6 +41,10 @@ class DataConfig(StrictModel):
         "together",
         description="separately: where a template drops the thoughts of earlier turns, each turn is learned with its "
         "thoughts, in a document that ends with it.",
+    )
+    special_tokens_in_content: Annotated[SpecialTokensPolicy, AddedLater()] = Field(
+        "text",
+        description="What `<|im_end|>` in a question or an answer is. text: text; refuse: a bad row; allow: the token.",
     )
     sequence_length: PositiveInt = Field(2048, description="Tokens of a packed row.")
     packing: bool = Field(True, description="Several documents in a row; attention does not cross their borders.")

@@ -17,7 +17,7 @@ from stages.data.portion import portions
 from stages.data.preprocessing import BAD_ROWS, Preprocessing, Report
 from stages.data.seen_rows import check_held_out
 
-PREPARATION_VERSION = 4
+PREPARATION_VERSION = 5
 """Raised when the same input would give other tokens, masks or rows than before."""
 
 CACHE_FOLDER = "tokenized"
@@ -37,6 +37,7 @@ OPTIONS = {
     "train_on",
     "turns",
     "sequence_length",
+    "special_tokens_in_content",
     "packing",
     "over_long",
     "on_bad_rows",

@@ -83,6 +83,7 @@ class _Run:
             config.train_on,
             turns=config.turns,
             template_date=config.template_date,
+            special_tokens_in_content=config.special_tokens_in_content,
         )
         self._answers = AnswerCheck(self._tokenizer.special_tokens, vocabulary_size(task.tokenizer_folder))
         self._seen = SeenRows()

@@ -41,6 +41,8 @@ class Rendered:
     spans: tuple[Span, ...]
     is_plain: bool = False
     """Without a template: the tokenizer's own special tokens go around it."""
+    is_shielded: bool = False
+    """What people wrote has special tokens, which `SpecialTokens` shields in `text`."""
 
 
 class _RefusalError(RowError):

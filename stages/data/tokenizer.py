@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property
 from pathlib import Path
@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stages.core.errors import DataError, ModelError
-from stages.data.config import DEFAULT_DATE
-from stages.data.documents import Document, PlainText
+from stages.data.config import DEFAULT_DATE, SpecialTokensPolicy
+from stages.data.documents import Conversation, Document, PlainText
 from stages.data.messages import RowError
+from stages.data.special_tokens import SpecialTokens
 from stages.data.templates import ChatTemplate, Rendered, Span, load_chat_template
 
 
@@ -48,6 +49,7 @@ class DocumentTokenizer:
         *,
         turns: Literal["together", "separately"] = "together",
         template_date: date = DEFAULT_DATE,
+        special_tokens_in_content: SpecialTokensPolicy = "text",
     ) -> None:
         """`folder` is a model artifact's `model/`. Raises ModelError when there is no usable tokenizer."""
         self._folder = folder
@@ -59,6 +61,7 @@ class DocumentTokenizer:
         self._backend = self._tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
+        self._content = SpecialTokens(self._backend, special_tokens_in_content)
         self.teaches_to_stop: bool | None = None
         """Whether the assistant's turns end with a special token; None before the first conversation was rendered."""
 
@@ -88,25 +91,29 @@ class DocumentTokenizer:
         (document,) = documents
         if isinstance(document, PlainText) or self._train_on == "all":
             return [(self.render(document),)]
-        return [(self._noted(rendered),) for rendered in self.template.documents(document, self._turns)]
+        shielded = self._shielded(document)
+        texts = self.template.documents(shielded, self._turns)
+        return [(self._noted(text, is_shielded=shielded is not document),) for text in texts]
 
     def render(self, document: Document) -> Rendered:
         """The document as one text. Raises RowError, also when what is learned of it takes several, and DataError for a
         missing or unsuitable chat template.
         """
         if isinstance(document, PlainText):
-            text = document.prompt + document.completion
-            begin = 0 if self._train_on == "all" else len(document.prompt)
-            return Rendered(text, ((begin, len(text)),), is_plain=True)
+            return self._render_plain(self._unframed(document))
+        shielded = self._shielded(document)
+        is_shielded = shielded is not document
         if self._train_on == "assistant":
-            return self._noted(self.template.render(document))
-        if document.unlearned:
+            return self._noted(self.template.render(shielded), is_shielded=is_shielded)
+        if shielded.unlearned:
             raise RowError("has a turn that is not to be learned, but `train_on: all` learns everything")
-        text = self.template.render_text(document)
-        return self._noted(Rendered(text, ((0, len(text)),)))
+        text = self.template.render_text(shielded)
+        return self._noted(Rendered(text, ((0, len(text)),)), is_shielded=is_shielded)
 
     def warnings(self) -> Iterator[str]:
         """What the template did to the documents so far that is not to be seen in them."""
+        if warning := self._content.warning():
+            yield warning
         if "template" not in self.__dict__:
             return
         if self.template.num_dropped_thoughts:
@@ -120,19 +127,48 @@ class DocumentTokenizer:
                 "`template_date` names another"
             )
 
-    def _noted(self, rendered: Rendered) -> Rendered:
-        if self.teaches_to_stop is None:
-            self.teaches_to_stop = self.template.ends_turns(rendered)
-        return rendered
-
     def encode(self, documents: Sequence[Rendered]) -> list[Tokens]:
         """Tokenize many at once (in parallel threads). Raises DataError for plain text without an end-of-text token."""
-        encodings = self._backend.encode_batch([document.text for document in documents], add_special_tokens=False)
-        return [self._tokens(encoding, document) for encoding, document in zip(encodings, documents, strict=True)]
+        texts = ["" if document.is_shielded else document.text for document in documents]
+        encodings = self._backend.encode_batch(texts, add_special_tokens=False)
+        return [
+            self._tokens(*self._content.encode(document.text), document)
+            if document.is_shielded
+            else self._tokens(encoding.ids, encoding.offsets, document)
+            for encoding, document in zip(encodings, documents, strict=True)
+        ]
 
-    def _tokens(self, encoding: Any, document: Rendered) -> Tokens:
-        ids = np.array(encoding.ids, np.int32)
-        loss = _loss_mask(encoding.offsets, document.spans)
+    def _noted(self, rendered: Rendered, *, is_shielded: bool) -> Rendered:
+        if self.teaches_to_stop is None:
+            self.teaches_to_stop = self.template.ends_turns(rendered)
+        return replace(rendered, is_shielded=is_shielded)
+
+    def _shielded(self, conversation: Conversation) -> Conversation:
+        """The conversation itself when nothing in it needs a shield."""
+        parts = [conversation.messages, conversation.tools]
+        found = self._content.shield(parts)
+        return conversation if found is parts else replace(conversation, messages=found[0], tools=tuple(found[1]))
+
+    def _render_plain(self, document: PlainText) -> Rendered:
+        parts = [document.prompt, document.completion]
+        prompt, completion = shielded = self._content.shield(parts)
+        begin = 0 if self._train_on == "all" else len(prompt)
+        text = prompt + completion
+        return Rendered(text, ((begin, len(text)),), is_plain=True, is_shielded=shielded is not parts)
+
+    def _unframed(self, text: PlainText) -> PlainText:
+        """Without the special tokens that are put around it, where the text has them written out already."""
+        prompt, completion = text.prompt, text.completion
+        begin, end = self._tokenizer.bos_token, self._tokenizer.eos_token
+        if end and completion.rstrip().endswith(end):
+            completion = completion.rstrip().removesuffix(end)
+        if begin and (prompt or completion).startswith(begin) and self._tokenizer.bos_token_id in self._frame[0]:
+            prompt, completion = (prompt.removeprefix(begin), completion) if prompt else ("", completion[len(begin) :])
+        return PlainText(prompt, completion)
+
+    def _tokens(self, token_ids: list[int], offsets: list[Span], document: Rendered) -> Tokens:
+        ids = np.array(token_ids, np.int32)
+        loss = _loss_mask(offsets, document.spans)
         if document.is_plain:
             begin, end = self._frame
             ids = np.concatenate([begin, ids, end])
