@@ -87,6 +87,8 @@ class StageConfig(StrictModel, ABC):
 
     STAGE_VERSION: ClassVar[int]
     """Raised when the same config would give another artifact than before."""
+    HAS_CHECK: ClassVar[bool] = False
+    """Whether `stages/<kind>/check.py` finds what is wrong with its inputs before it is its turn."""
 
     kind: str
     execution: Execution = Execution()
@@ -95,6 +97,11 @@ class StageConfig(StrictModel, ABC):
     @abstractmethod
     def product(self) -> Product:
         """What stages that refer to this one may use it as."""
+
+    @property
+    def own_chat_template(self) -> Path | None:
+        """What the model that it makes is used with, where that is not the template of the model it starts from."""
+        return None
 
     @property
     def processes(self) -> int:

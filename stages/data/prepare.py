@@ -79,7 +79,7 @@ def prepare(
     ResourceError for a full disk.
     """
     datasets = [
-        _prepare(
+        prepare_portion(
             Preprocessing(
                 portion,
                 folder,
@@ -100,7 +100,8 @@ def prepare(
     return PreparedData(datasets[0], datasets[1] if len(datasets) > 1 else None)
 
 
-def _prepare(task: Preprocessing, cache: Path) -> PackedDataset:
+def prepare_portion(task: Preprocessing, cache: Path) -> PackedDataset:
+    """One portion of what `prepare` prepares; `cache` is the folder of tokenized data."""
     with full_disk_named("writing tokenized data", cache):
         dataset = PackedDataset(cached_folder(cache, _key(task), is_complete, task.run))
     for warning in dataset.about.warnings:

@@ -41,10 +41,15 @@ NO_STOP = (
 RenderedRow = tuple[Place, list[tuple[Rendered, ...]]]
 
 
+class OutOfTimeError(Exception):
+    """Raised by a `Report` to end a preparation."""
+
+
 class Report(Protocol):
     """Where preparation reports what it does; a `StageContext` is one."""
 
-    def progress(self, done: float, total: float, unit: str, message: str = "") -> None: ...
+    def progress(self, done: float, total: float, unit: str, message: str = "") -> None:
+        """May raise OutOfTimeError: then what was found so far is judged, and the error raised on."""
 
     def warn(self, message: str) -> None: ...
 
@@ -93,8 +98,12 @@ class _Run:
 
     def write(self, target: Path) -> None:
         units = self._units()
-        for row in pack(units, self._config.sequence_length) if self._config.packing else ([unit] for unit in units):
-            self._writer.write_row(row)
+        try:
+            for row in pack(units, self._config.sequence_length) if self._config.packing else ([one] for one in units):
+                self._writer.write_row(row)
+        except OutOfTimeError:
+            self._check_so_far()
+            raise
         warnings = self._check()
         self._seen.write(target)
         self._writer.finish(
@@ -175,6 +184,13 @@ class _Run:
             before[str(path.relative_to(self._task.folder))] = total
             total += num_places(path)
         return before, total
+
+    def _check_so_far(self) -> None:
+        """Raises DataError for what rows that follow cannot make good."""
+        if self._config.on_bad_rows == "fail":
+            self._bad_rows.check("fail", 0.0, self._num_source_rows)
+        if self._config.over_long == "fail":
+            self._over_long.check(self._num_tokenized_rows)
 
     def _check(self) -> tuple[str, ...]:
         """What to warn of. Raises DataError for what the recipe does not allow, or when nothing is left."""

@@ -24,6 +24,7 @@ class EvaluateConfig(StageConfig):
     """Run benchmark tasks against a server: that of a serve stage, or its own for a model."""
 
     STAGE_VERSION: ClassVar[int] = 2  # the harness's own seeds: other few-shot examples than before
+    HAS_CHECK: ClassVar[bool] = True
 
     kind: Literal["evaluate"]
     model: ModelOrServerReference

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from stages.core.contract import StageContext, StageResult
 from stages.core.errors import EvaluationError, LifecycleError, TransientError
+from stages.evaluate.check import check_chat_template
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.endpoint import Endpoint, endpoint_for
 from stages.evaluate.harnesses.harness import Harness, Results
@@ -65,11 +66,8 @@ def _ask_as_chat(config: EvaluateConfig, model: Path, context: StageContext) -> 
             f"apply_chat_template is {str(as_chat).lower()}, but the model was trained on "
             f"{'conversations' if trained else 'plain text'}: its scores may be far too low"
         )
-    if as_chat and not has_chat_template(model):
-        raise EvaluationError(
-            f"the questions are to be those of a chat, but {model} has no chat template (chat_template.jinja, or in "
-            "tokenizer_config.json); say `apply_chat_template: false`, or evaluate a model that has one"
-        )
+    if as_chat:
+        check_chat_template(model)
     return as_chat
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -92,6 +93,7 @@ class TrainConfig(MethodOptions):
     """
 
     STAGE_VERSION: ClassVar[int] = 1
+    HAS_CHECK: ClassVar[bool] = True
 
     kind: Literal["train"]
     method: MethodName = Field(description="What is learned; its options are the field of its name.")
@@ -140,6 +142,10 @@ class TrainConfig(MethodOptions):
     @property
     def product(self) -> Product:
         return "adapter" if self.adapter else "model"
+
+    @property
+    def own_chat_template(self) -> Path | None:
+        return self.data.chat_template
 
     @property
     def processes(self) -> int:
