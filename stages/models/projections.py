@@ -13,7 +13,9 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-EMBEDDINGS = re.compile(r"(embed_tokens|wte|wpe|word_embeddings|embed_in|tok_embeddings|position_embeddings)$")
+EMBEDDINGS = re.compile(
+    r"(embed_tokens|wte|wpe|word_embeddings|embed_in|tok_embeddings|embed_positions|position_embeddings)$"
+)
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -22,6 +24,9 @@ FUSED = (
 """Layers of the same input that serving engines load as one matrix."""
 COLUMN_PARALLEL = {name for names in FUSED for name in names} | {"qkv_proj", "gate_up_proj", "fc1", "c_fc"}
 ROW_PARALLEL = {"o_proj", "down_proj", "out_proj", "w2", "fc2", "dense_4h_to_h", "c_proj"}
+
+EXPERTS = r"re:.*\.experts\."
+"""All layers of experts, as a pattern for `matches`."""
 
 
 class Split(Enum):

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from stages.core.errors import ModelError
 from stages.quantize.samples import batches_of_one_length
 
 BATCH_TOKENS = 4096
@@ -101,9 +102,22 @@ def measure_divergence(
 
 def _load(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
     accelerator = torch.accelerator.current_accelerator()
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype="auto" if accelerator else torch.float32, trust_remote_code=trust_remote_code
+    model, found = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype="auto" if accelerator else torch.float32,
+        trust_remote_code=trust_remote_code,
+        output_loading_info=True,
     )
+    if missing := sorted(found["missing_keys"]):
+        raise ModelError(
+            f"Transformers finds no weights for {', '.join(missing[:NUM_WORST])} in {folder} and would make them up; "
+            "choose another method, or leave these layers out with `ignore`"
+        )
+    if not accelerator:
+        # Transformers leaves experts that it unpacked, and what is beside them, in the dtype of the file.
+        for parameter in model.parameters():
+            if parameter.dtype is torch.bfloat16 or parameter.dtype is torch.float16:
+                parameter.data = parameter.data.float()
     return model.to(accelerator or "cpu").eval()
 
 

@@ -11,32 +11,34 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from compressed_tensors import ModelCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.utils import patch_attr
 from llmcompressor import oneshot
-from llmcompressor.modifiers import Modifier
-from llmcompressor.modifiers.gptq import GPTQModifier
-from llmcompressor.modifiers.quantization import QuantizationModifier
-from llmcompressor.modifiers.transform.awq import AWQModifier
-from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
+from llmcompressor.modeling.moe.context import moe_calibration_context
+from llmcompressor.modeling.moe.linearize import linearize_moe
+from llmcompressor.modeling.offset_norm import norm_calibration_context
 from llmcompressor.pipelines.cache import IntermediatesCache
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from stages.core.errors import ModelError
 from stages.core.files import write_atomically
+from stages.models.kept_precision import dtype_of_weights
 from stages.models.model_folder import follow_file_mask
+from stages.quantize.layers import linear_layers, name_experts_as_stored, quantized_layers
+from stages.quantize.modifiers import make_modifiers
 from stages.quantize.samples import batches_of_one_length
+from stages.quantize.scaling import Scaling, find_scalings
+from stages.quantize.written import check_written
 from stages.serving.quantization import Quantization
 
 CALIBRATION_BATCH_TOKENS = 8192
-SMOOTHING_STRENGTH = 0.8
-"""Of activations against weights: what SmoothQuant's authors use for models of many outliers."""
 
 
 def quantize(
@@ -54,42 +56,45 @@ def quantize(
     # On a CPU in float32: bfloat16 products of small matrices took eight times as long there, and AWQ needs thousands.
     dtype = "auto" if torch.accelerator.is_available() else torch.float32
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=trust_remote_code)
+    layers, quantized = linear_layers(model), quantized_layers(model, quantization)
+    ignored = {name: layer.name for name, layer in layers.items() if name not in quantized}
     batches = [
         {"input_ids": batch, "attention_mask": torch.ones_like(batch)}
         for batch in batches_of_one_length(samples, CALIBRATION_BATCH_TOKENS)
     ]
-    with _report_layers(model, report), _without_pinned_memory():
-        oneshot(model=model, recipe=_modifiers(quantization), dataset=DataLoader(batches, batch_size=None))
-    _save(model, source, target)
+    if any(layer.is_expert for layer in quantized.values()):
+        name_experts_as_stored(model)
+        linearize_moe(model)
+    modifiers = make_modifiers(quantization, list(ignored), _scalings(model, quantization, batches, set(quantized)))
+    with _report_layers(model, report), _without_pinned_memory(), _experts_as_they_are():
+        oneshot(model=model, recipe=modifiers, dataset=DataLoader(batches, batch_size=None))
+    _save(model, source, target, {*ignored, *ignored.values()})
+    check_written(target, {layer.name for layer in quantized.values()})
 
 
-def _modifiers(quantization: Quantization) -> list[Modifier]:
-    ignore = list(quantization.ignore)
-    groups = {"group_0": _four_bit_groups(quantization)}
-    match quantization.method:
-        case "awq":
-            # "both": half of the grid weighs activations alone, as AWQ was published, half the weights as well.
-            return [AWQModifier(duo_scaling="both"), QuantizationModifier(config_groups=groups, ignore=ignore)]
-        case "gptq":
-            return [GPTQModifier(config_groups=groups, ignore=ignore)]
-        case "int8":
-            smoothing = SmoothQuantModifier(smoothing_strength=SMOOTHING_STRENGTH, ignore=ignore)
-            return [smoothing, GPTQModifier(scheme="W8A8", ignore=ignore)]
-        case "fp8":
-            return [QuantizationModifier(scheme="FP8_DYNAMIC", ignore=ignore)]
-        case unknown:
-            raise AssertionError(f"the registry names {unknown} as a method of llm-compressor")
+def _scalings(
+    model: PreTrainedModel, quantization: Quantization, batches: list[dict[str, torch.Tensor]], quantized: set[str]
+) -> list[Scaling]:
+    """What AWQ and int8's smoothing scale. Raises ModelError when AWQ, which is nothing else, finds nothing."""
+    if quantization.method not in ("awq", "int8"):
+        return []
+    with norm_calibration_context(model), moe_calibration_context():
+        found = find_scalings(model.eval(), batches[0]["input_ids"], quantized)
+    scaled = {name for scaling in found for name in scaling.readers} & quantized
+    if quantization.method == "awq" and not scaled:
+        raise ModelError(
+            f"awq scales a layer against the one before it, and {type(model).__name__} has no two layers that may be "
+            "scaled without changing what it computes; choose method gptq, int8 or fp8"
+        )
+    print(f"the inputs of {len(scaled)} of {len(quantized)} layers can be scaled")
+    return found
 
 
-def _four_bit_groups(quantization: Quantization) -> QuantizationScheme:
-    weights = QuantizationArgs(
-        num_bits=4,
-        type="int",
-        strategy="group",
-        group_size=quantization.group_size,
-        symmetric=quantization.symmetric,
-    )
-    return QuantizationScheme(targets=["Linear"], weights=weights)
+@contextmanager
+def _experts_as_they_are() -> Iterator[None]:
+    """llm-compressor takes all experts apart, also those that are not to be quantized, and cannot write them then."""
+    with patch_attr(sys.modules[oneshot.__module__], "get_non_linearized_moes", lambda _: []):
+        yield
 
 
 @contextmanager
@@ -120,15 +125,16 @@ def _report_layers(model: PreTrainedModel, report: Callable[[int, int], None]) -
         hook.remove()
 
 
-def _save(model: PreTrainedModel, source: Path, target: Path) -> None:
+def _save(model: PreTrainedModel, source: Path, target: Path, ignored: set[str]) -> None:
     dtype = _serving_dtype(source)
     ModelCompressor.from_pretrained_model(model).compress_model(model)
-    for tensor in (*model.parameters(), *model.buffers()):
+    dtype_of = dtype_of_weights(model, dtype)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.dtype is torch.float32:
-            tensor.data = tensor.data.to(dtype)
+            tensor.data = tensor.data.to(dtype_of(name))
     shutil.rmtree(target, ignore_errors=True)
     model.save_pretrained(target, max_shard_size="5GB")
-    _set_dtype(target / "config.json", dtype)
+    _complete_config(target / "config.json", dtype, ignored)
     _copy_companions(source, target)
     for path in target.glob("*.safetensors"):
         follow_file_mask(path)
@@ -142,12 +148,17 @@ def _serving_dtype(source: Path) -> torch.dtype:
     return torch.float16 if name == "float16" else torch.bfloat16
 
 
-def _set_dtype(path: Path, dtype: torch.dtype) -> None:
-    """llm-compressor writes the source's config, which may say float32; vLLM computes in what it says."""
+def _complete_config(path: Path, dtype: torch.dtype, ignored: set[str]) -> None:
+    """llm-compressor writes the source's config, which may say float32; vLLM computes in what it says.
+
+    ignored: layers that were left alone, as Transformers names them in memory and as files do, which vLLM goes by.
+    """
     config = json.loads(path.read_text())
     for part in (config, config.get("text_config", {})):
         part.pop("torch_dtype", None)
         part["dtype"] = str(dtype).removeprefix("torch.")
+    quantization = config.get("quantization_config", {})
+    quantization["ignore"] = sorted({*quantization.get("ignore", ()), *ignored})
     write_atomically(path, json.dumps(config, indent=2))
 
 

@@ -1,7 +1,7 @@
 """The quantize stage: a model and calibration rows → a smaller model that can be served, and how much it lost.
 
-Everything that can be wrong with the recipe or the model is found from file headers first; then the method's quantizer
-works, and what it wrote is read back and judged by its KL divergence from the original.
+Everything that can be wrong with the recipe or the model is found without a weight being read; then the method's
+quantizer works, and what it wrote is read back and judged by its KL divergence from the original.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stages.core.contract import StageContext, StageResult
-from stages.core.errors import GateError, ModelError, RecipeError
+from stages.core.errors import GateError, LifecycleError, ModelError, RecipeError
 from stages.models.model_folder import check_model_folder
 from stages.models.projections import read_projections
 from stages.quantize.config import QuantizeConfig
@@ -32,35 +35,49 @@ def run(config: QuantizeConfig, context: StageContext) -> StageResult:
     # Before tqdm is imported, which reads this once: bars would fill the log, and progress is reported by events.
     os.environ["TQDM_DISABLE"] = "1"
     source, target = context.inputs[config.model] / "model", context.work / "model"
-    num_layers = _check(source, config)
+    _check_headers(source, config)
+    layers = _check_modules(source, config)
     for caveat in default_engine().caveats(config.quantization):
         context.warn(caveat)
     samples = read_samples(context.inputs[config.calibration.dataset] / "data", source, config.calibration)
     context.milestone(
-        f"quantizing {num_layers} layers with {config.method}, calibrated with "
-        f"{sum(map(len, samples.calibration))} tokens of {len(samples.calibration)} rows"
+        f"quantizing {layers.num_quantized} layers with {config.method}, calibrated with "
+        f"{sum(map(len, samples.calibration))} tokens of {len(samples.calibration)} rows; "
+        f"they hold {layers.fraction_of_weights:.0%} of the weights"
     )
-    quantizer_of(config.method)(
-        source,
-        target,
-        config.quantization,
-        samples.calibration,
-        seed=config.seed,
-        trust_remote_code=config.trust_remote_code,
-        report=lambda done, total: context.progress(done, total, "layers", "calibrating"),
-    )
+    with _library_errors_explained(f"quantizing {layers.model_class} with {config.method}"):
+        quantizer_of(config.method)(
+            source,
+            target,
+            config.quantization,
+            samples.calibration,
+            seed=config.seed,
+            trust_remote_code=config.trust_remote_code,
+            report=lambda done, total: context.progress(done, total, "layers", "calibrating"),
+        )
     before, after = _mebibytes(source), _mebibytes(target)
     context.milestone(f"wrote the quantized model: {before:.1f} → {after:.1f} MiB")
-    divergence = _compare(source, target, samples, config, context)
+    with _library_errors_explained(f"reading the quantized {layers.model_class} back with Transformers"):
+        divergence = _compare(source, target, samples, config, context)
     sizes = {"size_before_mib": before, "size_after_mib": after, "compression": before / after}
     metrics = {**divergence.metrics(), **sizes}
     context.log_metrics(0, metrics)
     _judge(metrics["kl_nats_per_token"], config.max_kl, divergence.worst_in_words(source))
-    return StageResult(metrics=metrics, tags={"method": config.method, "group_size": str(config.group_size)})
+    groups = {"group_size": str(config.group_size)} if config.quantization.weights == "int4" else {}
+    return StageResult(metrics=metrics, tags={"method": config.method, **groups})
 
 
-def _check(source: Path, config: QuantizeConfig) -> int:
-    """Number of layers to quantize. Raises ModelError or RecipeError for what cannot work, within milliseconds."""
+@dataclass(frozen=True)
+class _Layers:
+    """What is about to be quantized."""
+
+    model_class: str
+    num_quantized: int
+    fraction_of_weights: float
+
+
+def _check_headers(source: Path, config: QuantizeConfig) -> None:
+    """Raise ModelError or RecipeError for what cannot work by config and file headers, within milliseconds."""
     check_model_folder(source)
     model_config = json.loads((source / "config.json").read_text())
     if already := model_config.get("quantization_config"):
@@ -69,13 +86,40 @@ def _check(source: Path, config: QuantizeConfig) -> int:
             "quantize the model that it was made from"
         )
     projections = read_projections(source)
-    layers = config.quantization.layers(projections)
-    if not layers:
+    if not config.quantization.layers(projections):
         raise RecipeError(
             f"there is nothing to quantize: `ignore` matches all {len(projections)} linear layers of the model"
         )
     default_engine().check_loadable(model_config, projections, config.quantization)
-    return len(layers)
+
+
+def _check_modules(source: Path, config: QuantizeConfig) -> _Layers:
+    """What to quantize. Raises ModelError or RecipeError for what the model's modules do not allow, within seconds."""
+    import torch  # which takes as long: what file headers say comes first
+
+    from stages.quantize.layers import build_without_weights, check_quantizable, quantized_layers
+
+    model = build_without_weights(source, trust_remote_code=config.trust_remote_code)
+    check_quantizable(model, config.quantization, config.ignore)
+    quantized = quantized_layers(model, config.quantization)
+    num_weights = sum(layer.output_size * layer.input_size for layer in quantized.values())
+    return _Layers(type(model).__name__, len(quantized), num_weights / sum(map(torch.numel, model.parameters())))
+
+
+@contextmanager
+def _library_errors_explained(doing: str) -> Iterator[None]:
+    """llm-compressor and Transformers say in many ways that they do not know a model of this kind."""
+    try:
+        yield
+    except (LifecycleError, OSError, MemoryError, AssertionError):
+        raise
+    except Exception as error:
+        if "out of memory" in str(error).lower():
+            raise
+        raise ModelError(
+            f"{doing} failed: {type(error).__name__}: {error}; choose another method, or leave the layers that it "
+            "fails at out with `ignore`"
+        ) from error
 
 
 def _compare(source: Path, target: Path, samples: Samples, config: QuantizeConfig, context: StageContext) -> Divergence:

@@ -73,7 +73,7 @@ def test_a_layer_that_could_not_be_served_is_named(run, fault):
 
 
 def test_ranks_among_which_it_cannot_be_split_are_named(run):
-    said = run(method="int8", tensor_parallel_size=3)
+    said = run(method="int8", group_size=128, tensor_parallel_size=3)
     assert "2 query and 1 key heads cannot be divided between 3 ranks" in said
 
 

@@ -49,7 +49,7 @@ class Vllm:
         self, model_config: dict[str, Any], projections: list[Projection], quantization: Quantization
     ) -> None:
         heads, device = servability.Heads.of(model_config), servability.serving_device()
-        servability.check_servable(projections, heads, quantization, device)
+        servability.check_servable(projections, heads, quantization, device, servability.cpu_flags())
 
     def caveats(self, quantization: Quantization) -> list[str]:
         return servability.caveats(quantization, servability.serving_device(), servability.cpu_flags())

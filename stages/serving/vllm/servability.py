@@ -7,7 +7,9 @@ The rules are those of the kernels that vLLM 0.32 selects, on the kind of device
 - 4 bits on a CPU (`CPUWNA16`): even groups, a rank's inputs and (fused) outputs in multiples of 32;
 - 4 bits on CUDA: groups of 32, 64 or 128 (Marlin, which pads all else itself; 256 falls back to Triton), and for
   experts of a mixture a hidden size in multiples of 128;
-- 8 bits: cutlass, oneDNN or a fallback of theirs takes any shape.
+- 8 bits: cutlass, oneDNN or a fallback of theirs takes any shape;
+- experts of a mixture on a CPU: int4 and int8 need AMX and shapes in multiples of 32, int4 no zero points and another
+  group size than 32; fp8 is served in blocks of 128 only, which no method of ours writes.
 
 `caveats` says what does not show in shapes: what a CPU of this kind does to the served model.
 """
@@ -17,13 +19,13 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from stages.core.errors import RecipeError
-from stages.models.projections import Projection, Split
+from stages.models.projections import EXPERTS, Projection, Split
 from stages.serving.quantization import Quantization
 
 Device = Literal["cpu", "cuda"]
@@ -73,12 +75,22 @@ def serving_device() -> Device:
 
 
 def check_servable(
-    projections: list[Projection], heads: Heads | None, quantization: Quantization, device: Device
+    projections: list[Projection],
+    heads: Heads | None,
+    quantization: Quantization,
+    device: Device,
+    flags: Collection[str] = (),
 ) -> None:
-    """Raise RecipeError when vLLM could not serve the result, saying which layers, why and what to change."""
-    problems = list(_problems(projections, heads, quantization, device))
-    if problems:
-        raise RecipeError(_explain(problems, _advice(projections, heads, quantization, device), quantization, device))
+    """Raise RecipeError when vLLM could not serve the result, saying which layers, why and what to change.
+
+    flags: instruction sets of the CPU that is to serve it.
+    """
+
+    def problems_of(changed: Quantization) -> list[Problem]:
+        return list(_problems(projections, heads, changed, device, flags))
+
+    if problems := problems_of(quantization):
+        raise RecipeError(_explain(problems, _advice(projections, quantization, problems_of), quantization, device))
 
 
 def caveats(quantization: Quantization, device: Device, cpu_flags: set[str]) -> list[str]:
@@ -103,13 +115,47 @@ def cpu_flags() -> set[str]:
 
 
 def _problems(
-    projections: list[Projection], heads: Heads | None, quantization: Quantization, device: Device
+    projections: list[Projection],
+    heads: Heads | None,
+    quantization: Quantization,
+    device: Device,
+    flags: Collection[str],
 ) -> Iterator[Problem]:
     layers = quantization.layers(projections)
     yield from _split_evenly(layers, heads, quantization.tensor_parallel_size)
     yield from _quantized_together(projections, layers)
     if quantization.weights == "int4":
         yield from _four_bit_shapes(layers, heads, quantization, device)
+    yield from _experts(layers, quantization, device, flags)
+
+
+def _experts(
+    layers: list[Projection], quantization: Quantization, device: Device, flags: Collection[str]
+) -> Iterator[Problem]:
+    reason = _unread_by_transformers(quantization)
+    if device == "cpu":
+        reason = reason or _no_cpu_kernel(quantization, flags)
+    if reason:
+        yield from (Problem(layer.name, reason) for layer in layers if layer.is_expert)
+
+
+def _unread_by_transformers(quantization: Quantization) -> str | None:
+    """What Transformers 5.17 does not read of quantized experts, though vLLM does on CUDA."""
+    if quantization.weights == "int8":
+        return "Transformers reads no int8 experts, and the KL is measured with it"
+    if quantization.weights == "int4" and not quantization.symmetric:
+        return "Transformers reads no zero points of experts, and the KL is measured with it"
+    return None
+
+
+def _no_cpu_kernel(quantization: Quantization, flags: Collection[str]) -> str | None:
+    if quantization.weights == "fp8":
+        return "vLLM has no kernel for fp8 experts on a CPU"
+    if "amx_tile" not in flags:
+        return "vLLM serves quantized experts on CPUs with AMX only, which this one lacks"
+    if quantization.group_size == 32:
+        return "vLLM serves experts with a group_size of 32 on no CPU"
+    return None
 
 
 def _split_evenly(layers: list[Projection], heads: Heads | None, ranks: int) -> Iterator[Problem]:
@@ -144,10 +190,6 @@ def _four_bit_shapes(
                 yield Problem(layer.name, f"a rank's input of {input_size} is no multiple of group_size {group_size}")
             if output_size % PACKED:
                 yield Problem(layer.name, f"a rank's output of {output_size} is no multiple of {PACKED}")
-            if layer.is_expert and not quantization.symmetric:
-                yield Problem(
-                    layer.name, "Transformers reads no zero points of experts, and the KL is measured with it"
-                )
             yield from _kernel_limits(layer, input_size, sum(outputs), group_size, device)
 
 
@@ -188,19 +230,33 @@ def _by_fused_name(layers: list[Projection]) -> dict[str, list[Projection]]:
     return groups
 
 
-def _advice(projections: list[Projection], heads: Heads | None, quantization: Quantization, device: Device) -> str:
+def _advice(
+    projections: list[Projection], quantization: Quantization, problems_of: Callable[[Quantization], list[Problem]]
+) -> str:
     """The smallest change that helps: another group size, another layer left alone, fewer ranks."""
-    for change in CHANGES:
-        if not any(_problems(projections, heads, replace(quantization, **change), device)):
+    for change in CHANGES if quantization.weights == "int4" else ():
+        if not problems_of(replace(quantization, **change)):
             return "set " + " and ".join(f"{name}: {json.dumps(value)}" for name, value in change.items())
-    blamed = {problem.layer for problem in _problems(projections, heads, quantization, device)}
-    fused = {layer.fused_name.rpartition(".")[2] for layer in projections if layer.name in blamed}
+    blamed = {problem.layer for problem in problems_of(quantization)}
+    blamed_layers = [layer for layer in projections if layer.name in blamed]
+    if blamed_layers and all(layer.is_expert for layer in blamed_layers):
+        return _advice_for_experts(quantization, problems_of)
+    fused = {layer.fused_name.rpartition(".")[2] for layer in blamed_layers}
     suffixes = sorted({suffix for names in fused for suffix in names.split("+")})
     pattern = rf"re:.*\.({'|'.join(suffixes)})$"
     ignoring = replace(quantization, ignore=(*quantization.ignore, pattern))
-    if suffixes and not any(_problems(projections, heads, ignoring, device)):
+    if suffixes and not problems_of(ignoring):
         return f"add '{pattern}' to ignore"
     return "choose a tensor_parallel_size that divides the model, or method int8 or fp8"
+
+
+def _advice_for_experts(quantization: Quantization, problems_of: Callable[[Quantization], list[Problem]]) -> str:
+    """Beside unquantized experts Transformers reads fp8 alone."""
+    fp8 = replace(quantization, method="fp8", weights="fp8")
+    if not problems_of(fp8):
+        return "choose method fp8"
+    ignoring = f"add '{EXPERTS}' to ignore"
+    return ignoring if quantization.weights == "fp8" else f"choose method fp8 and {ignoring}"
 
 
 def _explain(problems: list[Problem], advice: str, quantization: Quantization, device: Device) -> str:
@@ -211,10 +267,11 @@ def _explain(problems: list[Problem], advice: str, quantization: Quantization, d
         f"  {layers[0]}{f' and {len(layers) - 1} more' if layers[1:] else ''}: {reason}"
         for reason, layers in layers_by_reason.items()
     ]
+    groups = f" with group_size {quantization.group_size}" if quantization.weights == "int4" else ""
     return "\n".join(
         [
-            f"{quantization.method} with group_size {quantization.group_size} would give a model that vLLM cannot "
-            f"serve on {device} at tensor_parallel_size {quantization.tensor_parallel_size}:",
+            f"{quantization.method}{groups} would give a model that vLLM cannot serve on {device} "
+            f"at tensor_parallel_size {quantization.tensor_parallel_size}:",
             *lines,
             f"To mend it, {advice}.",
         ]

@@ -155,3 +155,44 @@ def test_what_a_cpu_does_to_the_served_model_is_told(method, flags, warned):
     found = caveats(make_quantization(method=method), "cpu", flags)
     assert [warned in caveat for caveat in found] == [True] * bool(warned)
     assert not caveats(make_quantization(method=method), "cuda", flags)
+
+
+EXPERTS = [
+    Projection(f"model.layers.0.block_sparse_moe.experts.{number}.{name}", 2048, 2048)
+    for number in range(2)
+    for name in ("w1", "w2", "w3")
+]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_int8_experts_are_not_read_back(device):
+    message = complaint(LLAMA_3_8B, device, layers=EXPERTS, method="int8")
+    assert "experts.0.w1 and 5 more: Transformers reads no int8 experts" in message
+    advice = "choose method fp8" if device == "cuda" else r"choose method fp8 and add 're:.*\.experts\.' to ignore"
+    assert f"To mend it, {advice}." in message
+
+
+def test_a_cpu_has_no_kernel_for_fp8_experts_and_serves_them_unquantized():
+    layers = [*EXPERTS, *make_layers(**LLAMA_3_8B, num_layers=1)]
+    message = complaint(LLAMA_3_8B, "cpu", layers=layers, method="fp8")
+    assert "fp8 would give a model that vLLM cannot serve on cpu" in message
+    assert "vLLM has no kernel for fp8 experts on a CPU" in message
+    assert r"To mend it, add 're:.*\.experts\.' to ignore." in message
+    check(LLAMA_3_8B, "cpu", layers=layers, method="fp8", ignore=("lm_head", r"re:.*\.experts\."))
+    check(LLAMA_3_8B, "cuda", layers=layers, method="fp8")
+
+
+@pytest.mark.parametrize(("flags", "group_size", "reason"), [
+    ((), 64, "on CPUs with AMX only, which this one lacks"),
+    (("avx512f", "avx512_vnni"), 64, "on CPUs with AMX only, which this one lacks"),
+    (("amx_tile",), 32, "experts with a group_size of 32 on no CPU"),
+    (("amx_tile",), 64, None),
+])  # fmt: skip
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_four_bit_experts_are_served_on_cpus_with_amx(method, flags, group_size, reason):
+    quantization = make_quantization(method=method, symmetric=True, group_size=group_size)
+    if not reason:
+        check_servable(EXPERTS, None, quantization, "cpu", flags)
+        return
+    with pytest.raises(RecipeError, match=reason):
+        check_servable(EXPERTS, None, quantization, "cpu", flags)

@@ -1,0 +1,208 @@
+"""The linear layers of a Transformers model, by their names in memory and in files, and which of them are quantized.
+
+The two names differ: Transformers renames modules as it reads a file, and merges the experts of a layer into one
+tensor, which a quantizer takes apart again. Servers and Transformers read a quantized layer by its name in files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from llmcompressor.modeling.moe.linearize import get_non_linearized_moes
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    revert_weight_conversion,
+)
+from transformers.pytorch_utils import Conv1D
+
+from stages.core.errors import ModelError, RecipeError
+from stages.models.projections import EXPERTS, Projection, matches
+from stages.serving.quantization import Quantization
+
+EXPERT_SOURCE = re.compile(r"experts\.\*\.(\w+)\.weight$")
+"""One expert's layer in a file, as Transformers' mapping of names has it."""
+MERGED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
+"""What Transformers merges the experts of a layer into, and the layers of one expert in it, in order."""
+NUM_NAMED = 3
+
+
+def build_without_weights(folder: Path, *, trust_remote_code: bool) -> PreTrainedModel:
+    """The modules of a model folder, on the meta device: no weight is read. Raises ModelError when there is no such."""
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise ModelError(
+            f"Transformers cannot build the model that {folder / 'config.json'} describes: "
+            f"{type(error).__name__}: {error}; expected a causal language model that it knows"
+        ) from error
+    return model
+
+
+def linear_layers(model: PreTrainedModel) -> dict[str, Projection]:
+    """Name in memory, experts taken apart, → the layer by its name in files. Without experts that files hold merged."""
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    found = {name: _stored(model, name, *module.weight.shape) for name, module in linear.items()}
+    stored_as = expert_names(model)
+    for name, experts in get_non_linearized_moes(model) if stored_as else ():
+        num_experts, hidden_size, inner_size = experts.down_proj.shape
+        for part in stored_as:
+            shape = (hidden_size, inner_size) if part == "down_proj" else (inner_size, hidden_size)
+            for number in range(num_experts):
+                expert = _stored(model, f"{name}.{number}", *shape)
+                found[f"{name}.{number}.{part}"] = Projection(f"{expert.name}.{stored_as[part]}", *shape)
+    return found
+
+
+def expert_names(model: PreTrainedModel) -> dict[str, str]:
+    """`gate_proj`, `up_proj` and `down_proj` → what files call this layer of an expert (Mixtral: `w1`, `w3`, `w2`).
+
+    Empty where files hold the experts of a layer as one tensor, and where there are no experts.
+    """
+    found: dict[str, str] = {}
+    for conversion in weight_conversions(model):
+        if merges_experts(conversion):
+            parts = MERGED_EXPERTS[conversion.target_patterns[0].rpartition(".")[2]]
+            sources = [EXPERT_SOURCE.search(source) for source in conversion.source_patterns]
+            found |= {part: source[1] for part, source in zip(parts, sources, strict=True) if source}
+    return found
+
+
+def merges_experts(conversion: WeightTransform) -> bool:
+    """Whether this is how the experts of a layer become one tensor."""
+    merged = conversion.target_patterns[0].rpartition(".")[2]
+    separate = all(EXPERT_SOURCE.search(source) for source in conversion.source_patterns)
+    return isinstance(conversion, WeightConverter) and merged in MERGED_EXPERTS and separate
+
+
+def name_experts_as_stored(model: PreTrainedModel) -> None:
+    """Before experts are taken apart: let `save_pretrained` write each layer of theirs by the name that files have."""
+    renamings = [
+        WeightRenaming(rf"\.experts\.(\d+)\.{stored}\.", rf".experts.\1.{name}.")
+        for name, stored in expert_names(model).items()
+        if name != stored
+    ]
+    others = [conversion for conversion in weight_conversions(model) if not merges_experts(conversion)]
+    model._weight_conversions = [*others, *renamings]
+
+
+def weight_conversions(model: PreTrainedModel) -> list[WeightTransform]:
+    """How Transformers gets from names in files to names in memory: as the model was read, or would be."""
+    found: list[WeightTransform] | None = getattr(model, "_weight_conversions", None)
+    return get_model_conversion_mapping(model, add_legacy=False) if found is None else found
+
+
+def quantized_layers(model: PreTrainedModel, quantization: Quantization) -> dict[str, Projection]:
+    """Those of `linear_layers` that `ignore` leaves, which knows a layer by either of its names; and no router."""
+    ignore = (*quantization.ignore, *_routers(model))
+    if "lm_head" in ignore:
+        ignore = (*ignore, *_output_layer(model))
+    layers = linear_layers(model)
+    return {name: layer for name, layer in layers.items() if not matches(name, ignore) | matches(layer.name, ignore)}
+
+
+def check_quantizable(model: PreTrainedModel, quantization: Quantization, patterns: tuple[str, ...]) -> None:
+    """Raise an error for what this model's modules do not allow, before anything slow.
+
+    patterns: what the recipe says of `ignore`.
+    """
+    _check_patterns(model, patterns)
+    layers = quantized_layers(model, quantization)
+    if unpacked := [*_transposed_layers(model, quantization), *_derived_layers(model, layers)]:
+        classes = sorted({type(model.get_submodule(name)).__name__ for name in unpacked})
+        raise ModelError(
+            f"{type(model).__name__} cannot be quantized: {len(unpacked)} of its layers ({_some(unpacked)}) are of the "
+            f"class {', '.join(classes)}, and quantizers and servers take torch's own Linear alone; expected a model "
+            "of another family, or layers like these in `ignore`"
+        )
+    _check_experts(model, quantization, layers)
+    if not layers:
+        raise RecipeError(
+            f"there is nothing to quantize: `ignore` matches all {len(linear_layers(model))} linear layers of the model"
+        )
+    tied = model.config.get_text_config().tie_word_embeddings
+    if tied and (shared := set(layers) & set(_output_layer(model))):
+        raise RecipeError(
+            f"{_some(sorted(shared))} has the weights of the embedding, so it cannot be quantized alone; add it to "
+            "`ignore`"
+        )
+
+
+def _transposed_layers(model: PreTrainedModel, quantization: Quantization) -> list[str]:
+    """GPT-2's: the quantizer passes them over without a word."""
+    found = [name for name, module in model.named_modules() if isinstance(module, Conv1D)]
+    return [name for name in found if not matches(name, quantization.ignore)]
+
+
+def _derived_layers(model: PreTrainedModel, layers: dict[str, Projection]) -> list[str]:
+    """Of classes derived from Linear, such as Falcon's: compressed-tensors writes their weights as they are."""
+    modules = dict(model.named_modules())
+    return [name for name in layers if name in modules and type(modules[name]) is not nn.Linear]
+
+
+def _check_patterns(model: PreTrainedModel, patterns: tuple[str, ...]) -> None:
+    """A pattern that matches nothing is a slip; `lm_head` alone is meant for models that have none as well."""
+    layers = linear_layers(model)
+    names = (
+        {name for name, _ in (*model.named_modules(), *model.named_parameters())}
+        | set(layers)
+        | {layer.name for layer in layers.values()}
+    )
+    for pattern in patterns:
+        if pattern != "lm_head" and not any(matches(name, (pattern,)) for name in names):
+            raise RecipeError(
+                f"`ignore`: {pattern} matches no module of {type(model).__name__}; its linear layers are named like "
+                f"{_some(sorted(layers))}, and a pattern begins with `re:`"
+            )
+
+
+def _check_experts(model: PreTrainedModel, quantization: Quantization, layers: dict[str, Projection]) -> None:
+    """Transformers must be able to read them back, which it does for some forms."""
+    experts = [name for name, _ in get_non_linearized_moes(model)]
+    merged = not expert_names(model)
+    if merged and (named := [name for name in experts if not matches(f"{name}.", quantization.ignore)]):
+        raise ModelError(
+            f"{type(model).__name__} cannot be quantized whole: its files hold all experts of a layer in one tensor "
+            f"({_some(named)}), and Transformers reads no quantized ones of that form; "
+            rf"to quantize the other layers, add '{EXPERTS}' to `ignore`"
+        )
+    left_out = [name for name in experts if not any(layer.startswith(f"{name}.") for layer in layers)]
+    if not merged and left_out and quantization.weights != "fp8":
+        raise RecipeError(
+            f"`ignore` leaves out the experts of {type(model).__name__} ({_some(left_out)}), and beside layers of "
+            f"{quantization.method} Transformers reads no unquantized experts; choose method fp8, or quantize them too"
+        )
+
+
+def _routers(model: PreTrainedModel) -> Iterator[str]:
+    """Layers beside experts with an output for each: what they are called differs by architecture."""
+    for name, experts in get_non_linearized_moes(model):
+        beside, num_experts = name.rpartition(".")[0], len(experts.down_proj)
+        for child, module in model.get_submodule(beside).named_modules(prefix=beside):
+            if isinstance(module, nn.Linear) and module.out_features == num_experts:
+                yield child
+
+
+def _stored(model: PreTrainedModel, name: str, output_size: int, input_size: int) -> Projection:
+    """A layer by its name in files."""
+    (stored,) = revert_weight_conversion(model, {f"{name}.weight": torch.empty(0, device="meta")})
+    return Projection(stored.removesuffix(".weight"), output_size, input_size)
+
+
+def _output_layer(model: Any) -> Iterator[str]:
+    output = model.get_output_embeddings()
+    return (name for name, module in model.named_modules() if module is output and isinstance(module, nn.Linear))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join([*names[:NUM_NAMED], *(["…"] if names[NUM_NAMED:] else [])])

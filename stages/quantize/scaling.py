@@ -1,0 +1,179 @@
+"""Which layers of a model may be scaled against each other without changing what it computes, found by running it.
+
+AWQ and SmoothQuant divide the outputs of one layer, channel by channel, by what they multiply the weights after it
+with: a norm and the layers that read it, or the last product before another. Which these are differs by architecture
+(post-norms feed no layer, some norms add 1 to their weights, a router reads beside the experts), and tables of names
+are silent about what they lack. So a few tokens show what reads what, and each pair is tried: powers of two are exact
+in floating point, so the module around a pair gives the very same numbers if and only if the pair may be scaled.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+PROBE_TOKENS = 8
+POWERS_OF_TWO = torch.tensor([0.5, 1.0, 2.0, 4.0, 0.25])
+"""A period that divides no size of a head: each channel of one has another factor than that of the next."""
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """source: a norm, or a linear layer whose last outputs are read. readers: all that reads them. scope: a module that
+    holds both and was called. By name.
+    """
+
+    source: str
+    readers: tuple[str, ...]
+    scope: str
+    of_norm: bool
+
+
+@dataclass
+class _Calls:
+    """What one forward pass showed, by module name; tensors are kept, so that a place in memory means one of them."""
+
+    arguments: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+
+
+def find_scalings(model: nn.Module, tokens: Tensor, quantized: set[str]) -> list[Scaling]:
+    """Those whose readers are in part to be `quantized` (names): norms first, and of a reader only one.
+
+    tokens: int64 [1, tokens], of which a few are used.
+    """
+    calls = _watch(model, tokens[:1, :PROBE_TOKENS])
+    found: dict[tuple[str, ...], Scaling] = {}
+    for scaling in (*_after_norms(model, calls, quantized), *_after_layers(model, calls, quantized)):
+        if scaling.readers not in found and _is_exact(model, [scaling], scaling.scope, calls):
+            found[scaling.readers] = scaling
+    scalings = list(found.values())
+    if _is_exact(model, scalings, "", calls):
+        return scalings
+    # Something outside a scope reads a source too, such as a later layer that shares keys and values.
+    return [scaling for scaling in scalings if _is_exact(model, [scaling], "", calls)]
+
+
+@torch.no_grad()
+def _watch(model: nn.Module, tokens: Tensor) -> _Calls:
+    calls, handles = _Calls(), list[RemovableHandle]()
+
+    def keep(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        calls.arguments[name] = (args, kwargs)
+        calls.order.append(name)
+        if isinstance(output, Tensor):
+            calls.outputs[name] = output
+
+    for name, module in model.named_modules():
+        hook = lambda _, args, kwargs, output, name=name: keep(name, args, kwargs, output)  # noqa: E731
+        handles.append(module.register_forward_hook(hook, with_kwargs=True))
+    model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return calls
+
+
+def _after_norms(model: nn.Module, calls: _Calls, quantized: set[str]) -> Iterator[Scaling]:
+    """A norm has a weight a channel; what reads it has a matrix and is given the same place in memory."""
+    modules, readers = dict(model.named_modules()), defaultdict[int, list[str]](list)
+    for name in calls.order:
+        if (given := _input_of(calls, name)) is not None and _dims(modules[name]) == 2:
+            readers[given.data_ptr()].append(name)
+    for name in calls.order:
+        if _dims(modules[name]) != 1 or name not in calls.outputs:
+            continue
+        reading = tuple(readers[calls.outputs[name].data_ptr()])
+        widths = {modules[reader].weight.shape[1] for reader in reading}
+        if quantized & set(reading) and widths == {len(modules[name].weight)}:
+            yield Scaling(name, reading, _scope(calls, (name, *reading)), of_norm=True)
+
+
+def _after_layers(model: nn.Module, calls: _Calls, quantized: set[str]) -> Iterator[Scaling]:
+    """The layers before one in the same module that are as wide as its input, or wider with the fitting part last."""
+    modules = dict(model.named_modules())
+    siblings = defaultdict[str, list[str]](list)
+    for name in calls.order:
+        module = modules[name]
+        if not isinstance(module, nn.Linear):
+            continue
+        parent = name.rpartition(".")[0]
+        for source in reversed(siblings[parent]) if name in quantized else ():
+            outputs, bias = modules[source].weight.shape[0], modules[source].bias
+            if outputs == module.in_features or (outputs > module.in_features and bias is None):
+                yield Scaling(source, (name,), _scope(calls, (source, name)), of_norm=False)
+        siblings[parent].append(name)
+
+
+@torch.no_grad()
+def _is_exact(model: nn.Module, scalings: list[Scaling], scope: str, calls: _Calls) -> bool:
+    """Whether a module computes the same numbers when these are scaled by powers of two."""
+    module = model.get_submodule(scope)
+    args, kwargs = calls.arguments[scope]
+    before = _tensors(module(*args, **kwargs))
+    with ExitStack() as stack:
+        for scaling in scalings:
+            stack.enter_context(_scaled(model, scaling))
+        after = _tensors(module(*args, **kwargs))
+    return all(map(torch.equal, before, after))
+
+
+@contextmanager
+def _scaled(model: nn.Module, scaling: Scaling) -> Iterator[None]:
+    source = model.get_submodule(scaling.source)
+    readers = [model.get_submodule(name) for name in scaling.readers]
+    num_channels = readers[0].weight.shape[1]
+    scales = POWERS_OF_TWO.repeat(-(-num_channels // len(POWERS_OF_TWO)))[:num_channels].to(readers[0].weight)
+    kept = [(tensor, tensor.clone()) for tensor in _parameters(source, *readers)]
+    try:
+        for tensor in _parameters(source):
+            tensor[-num_channels:].div_(scales if tensor.ndim == 1 else scales.unsqueeze(1))
+        for reader in readers:
+            reader.weight.mul_(scales)
+        yield
+    finally:
+        for tensor, original in kept:
+            tensor.copy_(original)
+
+
+def _parameters(source: nn.Module, *readers: nn.Module) -> Iterator[Tensor]:
+    """What scaling changes: weight and bias of the source, weights of the readers."""
+    yield source.weight
+    if isinstance(getattr(source, "bias", None), Tensor):
+        yield source.bias
+    yield from (reader.weight for reader in readers)
+
+
+def _scope(calls: _Calls, names: tuple[str, ...]) -> str:
+    """The smallest module around all of these that was called, in which none of them is the module itself."""
+    parts = [name.split(".")[:-1] for name in names]
+    common: list[str] = []
+    for level in zip(*parts, strict=False):
+        if len(set(level)) > 1:
+            break
+        common.append(level[0])
+    while ".".join(common) not in calls.arguments:
+        common.pop()
+    return ".".join(common)
+
+
+def _input_of(calls: _Calls, name: str) -> Tensor | None:
+    args, kwargs = calls.arguments[name]
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+
+
+def _dims(module: nn.Module) -> int:
+    weight = getattr(module, "weight", None)
+    return weight.ndim if isinstance(weight, Tensor) and not isinstance(module, nn.Embedding) else 0
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]

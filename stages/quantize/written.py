@@ -1,0 +1,47 @@
+"""Whether a folder in compressed-tensors' format holds the layers quantized that were to be, by its files alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from safetensors import safe_open
+
+from stages.core.errors import ModelError
+
+PACKED_TYPES = {"I32", "I8", "F8_E4M3"}
+"""Of a quantized layer's weights: eight 4-bit numbers in an int32, or 8 bits each."""
+NUM_NAMED = 3
+
+
+def quantized_in_files(folder: Path) -> set[str]:
+    """Names of the layers whose weights are packed and have scales beside them."""
+    types = dict[str, str]()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="np") as weights:
+            types |= {key: weights.get_slice(key).get_dtype() for key in weights.keys()}  # noqa: SIM118 – no mapping
+    packed = {key for key, found in types.items() if found in PACKED_TYPES}
+    return {
+        key.removesuffix(".weight_scale")
+        for key in types
+        if key.endswith(".weight_scale") and packed & {key.replace("_scale", suffix) for suffix in ("", "_packed")}
+    }
+
+
+def check_written(folder: Path, expected: set[str]) -> None:
+    """Raise ModelError unless just these layers (names in files) are quantized, and the config says that they are."""
+    found = quantized_in_files(folder)
+    if missing := sorted(expected - found):
+        raise ModelError(
+            f"the quantizer wrote {len(found & expected)} of {len(expected)} layers quantized; it left out "
+            f"{', '.join(missing[:NUM_NAMED])}; add them to `ignore`, or choose another method"
+        )
+    if unexpected := sorted(found - expected):
+        raise ModelError(
+            f"the quantizer wrote {len(unexpected)} layers quantized that were to be left alone: "
+            f"{', '.join(unexpected[:NUM_NAMED])}; choose another method"
+        )
+    if not json.loads((folder / "config.json").read_text()).get("quantization_config", {}).get("quant_method"):
+        raise ModelError(
+            f"the quantizer wrote no `quantization_config` into {folder / 'config.json'}: no server can read it"
+        )
