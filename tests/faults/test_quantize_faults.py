@@ -31,8 +31,8 @@ def model(tmp_path):
     shapes = {"self_attn.q_proj": (64, 64), "self_attn.k_proj": (32, 64), "self_attn.v_proj": (32, 64),
               "self_attn.o_proj": (64, 64), "mlp.gate_proj": (96, 64), "mlp.up_proj": (96, 64),
               "mlp.down_proj": (64, 96)}  # fmt: skip
-    layers = {f"model.layers.0.{name}.weight": np.zeros(shape, np.float16) for name, shape in shapes.items()}
-    save_file({"model.embed_tokens.weight": np.zeros((32, 64), np.float16), **layers}, folder / "model.safetensors")
+    layers = {f"model.layers.0.{name}.weight": np.ones(shape, np.float16) for name, shape in shapes.items()}
+    save_file({"model.embed_tokens.weight": np.ones((32, 64), np.float16), **layers}, folder / "model.safetensors")
     write_config(folder)
     (folder / "tokenizer.json").write_text("{}")
     return folder
