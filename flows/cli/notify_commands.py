@@ -40,6 +40,15 @@ def list_notifications(as_json: bool) -> None:
 @notify.command()
 @click.argument("channel", type=CHANNELS)
 @JSON_OPTION
+def test(channel: Any, as_json: bool) -> None:
+    """Send a channel a test notification, and say whether it went out."""
+    _notifications().send_test(channel)
+    print_json({"sent": channel}) if as_json else click.echo(f"a test notification went out by {channel}")
+
+
+@notify.command()
+@click.argument("channel", type=CHANNELS)
+@JSON_OPTION
 def remove(channel: str, as_json: bool) -> None:
     """Stop notifying a channel."""
     _notifications().remove(channel)

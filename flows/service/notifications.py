@@ -6,21 +6,26 @@ they are taken from the environment, and Prefect keeps them encrypted.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import httpx
+from apprise import Apprise
 from prefect.automations import Automation
+from prefect.blocks.abstract import NotificationBlock, NotificationError
 from prefect.blocks.core import Block
-from prefect.blocks.notifications import AppriseNotificationBlock, CustomWebhookNotificationBlock, SlackWebhook
+from prefect.blocks.notifications import CustomWebhookNotificationBlock, SlackWebhook
 from prefect.events.actions import SendNotification
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture, ResourceSpecification
 
 from flows.recipe.text import closest
 from flows.running.flow_runs import prefect_client
 from flows.running.refresh import refresh
-from stages.core.errors import RecipeError
+from stages.core.errors import RecipeError, ServerError
+from stages.core.redaction import redact
 
 Channel = Literal["webhook", "slack", "email"]
 Occasion = Literal["failed", "not-promoted", "promoted"]
@@ -35,9 +40,20 @@ SCHEMES: dict[Channel, tuple[str, ...]] = {
     "slack": ("https://hooks.slack.com/services/",),
     "email": ("mailto://", "mailtos://"),
 }
+BLOCKS: dict[Channel, type[Block]] = {
+    "webhook": CustomWebhookNotificationBlock,
+    "slack": SlackWebhook,
+    # Prefect has no block for e-mail by SMTP. Addresses that are not Slack's, this one hands to Apprise as they are.
+    "email": SlackWebhook,
+}
+FORMS: dict[Channel, str] = {
+    "slack": "https://hooks.slack.com/services/T…/B…/…",
+    "email": "mailto://USER:PASSWORD@HOST?to=ADDRESS, with &from=ADDRESS if the host is a number",
+}
 PREFIX = "lifecycle-notify-"
 SUBJECT = "{{ flow_run.name }}: {{ flow_run.state.name }}"
-BODY = "{{ flow_run.state.message }}\n{{ flow_run|ui_url }}"
+LINK = "{% if flow_run|ui_url %}\nPrefect: {{ flow_run|ui_url }}{% endif %}"  # a server of others may not know it
+BODY = "{{ flow_run.state.message }}" + LINK
 
 
 @dataclass(frozen=True)
@@ -90,6 +106,25 @@ def remove(channel: str) -> None:
                 client.delete_block_document(action.block_document_id)
 
 
+def send_test(channel: Channel) -> None:
+    """Notify a channel from here, now. Raises `RecipeError` when it is not notified, `ServerError` when that fails."""
+    with prefect_client() as client:
+        if not client.read_automations_by_name(PREFIX + channel):
+            raise RecipeError(f"there are no notifications by {channel}; `lifecycle notify add {channel}` adds them")
+    block = BLOCKS[channel].load(PREFIX + channel, _sync=True)
+    assert isinstance(block, NotificationBlock)
+    try:
+        with block.raise_on_failure():
+            block.notify(subject="llm-lifecycle: a test", body="Notifications of refreshes come this way.", _sync=True)
+    except httpx.HTTPStatusError as error:  # its message holds the address
+        raise ServerError(f"notifying by {channel}: the webhook answered {error.response.status_code}") from None
+    except httpx.HTTPError as error:
+        raise ServerError(f"notifying by {channel}: the webhook does not answer: {type(error).__name__}") from None
+    except NotificationError as error:
+        said = redact(error.log.strip()) or "it was not sent, and nothing says why"
+        raise ServerError(f"notifying by {channel}: {said}; correct the address with `lifecycle notify add`") from None
+
+
 def _address(channel: Channel, variable: str) -> str:
     address = os.environ.get(variable)
     expected = " or ".join(f"{scheme}…" for scheme in SCHEMES[channel])
@@ -99,14 +134,21 @@ def _address(channel: Channel, variable: str) -> str:
         )
     if not address.startswith(SCHEMES[channel]):
         raise RecipeError(f"notifying by {channel}: what {variable} holds does not begin with {expected}")
+    if BLOCKS[channel] is SlackWebhook and not _is_read_by_apprise(address):
+        remedy = f"expected {FORMS[channel]}"
+        raise RecipeError(f"notifying by {channel}: what {variable} holds is no whole address; {remedy}")
     return address
 
 
+def _is_read_by_apprise(address: str) -> bool:
+    """Whether the library that sends it can make something of it; Prefect would say so only when it should send."""
+    logging.getLogger("apprise").setLevel(logging.CRITICAL)
+    return bool(Apprise().add(address))
+
+
 def _block(channel: Channel, address: str) -> Block:
-    if channel == "slack":
+    if BLOCKS[channel] is SlackWebhook:
         return SlackWebhook(url=address)
-    if channel == "email":
-        return AppriseNotificationBlock(url=address)
     return CustomWebhookNotificationBlock(
         name="llm-lifecycle",
         url="{{address}}",

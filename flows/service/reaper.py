@@ -21,7 +21,7 @@ from prefect.states import Crashed
 
 from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import RunningRefreshes, close_interrupted, ledger_of
-from flows.running.refresh import COMPARE, final_state, refresh
+from flows.running.refresh import COMPARE, announce, final_state, refresh
 
 
 class Reaper:
@@ -56,7 +56,8 @@ def _set_end(client: SyncPrefectClient, flow_run: FlowRun) -> None:
     """Leave the flow run alone while its process lives, and when it has begun another try."""
     record = ledger_of(flow_run.name).read()
     if not record.process.alive() and record.prefect_run_count in (None, flow_run.run_count):
-        client.set_flow_run_state(flow_run.id, _end_of(record), force=True)
+        state = announce(str(flow_run.id), _end_of(record))
+        client.set_flow_run_state(flow_run.id, state, force=True)
 
 
 def _end_of(record: RefreshRecord) -> State[Any]:

@@ -206,13 +206,15 @@ def states(refresh: dict[str, Any]) -> dict[str, str]:
     return {name: entry["state"] for name, entry in refresh["stages"].items()}
 
 
-def request(url: str, body: dict[str, Any] | None = None, key: str | None = None) -> Any:
+def request(url: str, body: Any = None, key: str | None = None, method: str | None = None) -> Any:
+    """What a server answers to a GET, or to a POST of a body."""
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
     if key:
         headers["Authorization"] = f"Basic {base64.b64encode(key.encode()).decode()}"
-    with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=30) as answer:
-        return json.load(answer)
+    with urllib.request.urlopen(urllib.request.Request(url, data, headers, method=method), timeout=30) as answer:
+        text = answer.read()
+    return json.loads(text) if text else None
 
 
 def eventually(condition: Callable[[], Any]) -> Any:

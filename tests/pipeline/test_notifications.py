@@ -1,11 +1,16 @@
 """Whoever asked for it is told how refreshes end, by Prefect's automations; the receiver is a real HTTP server."""
 
+import base64
 import json
+import re
+import socketserver
 import threading
+import urllib.error
+from email import message_from_bytes, policy
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from refreshes import eventually, stage
+from refreshes import eventually, request, stage
 
 pytestmark = pytest.mark.timeout(900)
 VARIABLE = "ADDRESS_OF_RECEIVER"
@@ -47,12 +52,106 @@ def test_a_webhook_is_told_of_a_failure_and_of_nothing_else(worker_home, receive
     _, failed = worker_home.run(worker_home.recipe("fails", rows=stage("known_error", "fails")))
     eventually(lambda: received)
     assert [message["subject"] for message in received] == [f"{failed['refresh']}: Failed"]
-    assert "failed: rows" in received[0]["body"]
+    reason, link = received[0]["body"].split("failed: rows", 1)[1].split("Prefect: ")
+    assert "rows: DataError: " in reason  # in which stage, and why
+    assert "MLflow: http" in reason
+    (flow_run,) = worker_home.prefect("flow_runs/filter", {"flow_runs": {"name": {"any_": [failed["refresh"]]}}})
+    assert link.startswith(worker_home.address("prefect"))
+    assert link.endswith(flow_run["id"])
+
+    received.clear()
+    tested = worker_home.lifecycle("notify", "test", "webhook")
+    assert tested.returncode == 0, tested.stderr
+    assert [message["subject"] for message in received] == ["llm-lifecycle: a test"]
 
     assert worker_home.lifecycle("notify", "remove", "webhook").returncode == 0
     assert json.loads(worker_home.lifecycle("notify", "list", "--json").stdout)["notifications"] == []
     told = [path for path in worker_home.folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
     assert told == []
+
+
+@pytest.fixture
+def post_office():
+    """A mail server that wants a password: its port, and the letters that it got, with who sent them."""
+    letters = []
+
+    class Office(socketserver.StreamRequestHandler):
+        def say(self, text):
+            self.wfile.write(f"{text}\r\n".encode())
+
+        def handle(self):
+            self.say("220 here")
+            user, data = None, b""
+            while line := self.rfile.readline():
+                word = line.split()[0].upper() if line.split() else b""
+                if word == b"EHLO":
+                    self.say("250-here")
+                    self.say("250 AUTH PLAIN")
+                elif word == b"AUTH":
+                    user = base64.b64decode(line.split()[2]).decode().split("\0")[1:]
+                    self.say("235 come in")
+                elif word == b"DATA":
+                    self.say("354 go on")
+                    while (line := self.rfile.readline()) != b".\r\n":
+                        data += line
+                    letters.append((user, message_from_bytes(data, policy=policy.default)))
+                    self.say("250 sent")
+                elif word == b"QUIT":
+                    self.say("221 bye")
+                    return
+                else:
+                    self.say("250 fine")
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Office) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_address[1], letters
+        server.shutdown()
+        thread.join()
+
+
+def test_a_letter_is_sent_to_the_address_of_the_readme(worker_home, post_office, monkeypatch):
+    port, letters = post_office
+    monkeypatch.setitem(worker_home.environment, VARIABLE, f"mailto://me:{SECRET}@localhost:{port}?to=you@example.org")
+    added = worker_home.lifecycle("notify", "add", "email", "--url-from", VARIABLE)
+    assert added.returncode == 0, added.stderr
+    assert worker_home.lifecycle("notify", "test", "email").returncode == 0
+    (user, letter) = letters.pop()
+    assert (user, letter["Subject"]) == (["me", SECRET], "llm-lifecycle: a test")
+    assert "you@example.org" in letter["To"]
+
+    _, failed = worker_home.run(worker_home.recipe("fails-by-letter", rows=stage("known_error", "by-letter")))
+    eventually(lambda: letters)
+    assert letters[0][1]["Subject"] == f"{failed['refresh']}: Failed"
+    assert "failed: rows" in letters[0][1].as_string()
+    assert_told_to_nobody_else(worker_home)
+    assert worker_home.lifecycle("notify", "remove", "email").returncode == 0
+
+
+def assert_told_to_nobody_else(home):
+    """Prefect's API gives the key's owner the secrets of notifications; others must not even ask."""
+    question = {"block_documents": {}, "include_secrets": True}
+    assert SECRET in json.dumps(home.prefect("block_documents/filter", question))
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        request(f"{home.address('prefect')}/api/block_documents/filter", question)
+
+
+def test_a_test_that_does_not_arrive_is_said_without_the_address(worker_home, monkeypatch):
+    for channel, address in (
+        ("webhook", f"http://127.0.0.1:9/{SECRET}"),
+        ("email", f"mailto://me:{SECRET}@localhost:9?to=a@b.org"),
+    ):
+        monkeypatch.setitem(worker_home.environment, VARIABLE, address)
+        assert worker_home.lifecycle("notify", "add", channel, "--url-from", VARIABLE).returncode == 0
+        said = worker_home.lifecycle("notify", "test", channel)
+        assert said.returncode == 9, said.stderr
+        assert re.search(f"ServerError: notifying by {channel}: .", said.stderr)
+        assert "Traceback" not in said.stderr
+        assert SECRET not in said.stdout + said.stderr
+        assert worker_home.lifecycle("notify", "remove", channel).returncode == 0
+    unknown = worker_home.lifecycle("notify", "test", "slack")
+    assert unknown.returncode == 3
+    assert "`lifecycle notify add slack` adds them" in unknown.stderr
 
 
 def test_an_address_of_another_kind_is_refused_without_showing_it(worker_home, monkeypatch):
@@ -61,5 +160,14 @@ def test_an_address_of_another_kind_is_refused_without_showing_it(worker_home, m
     assert refused.returncode == 3
     assert "does not begin with https://hooks.slack.com/services/…" in refused.stderr
     assert SECRET not in refused.stderr
+    for channel, address in (
+        ("email", f"mailto://me:{SECRET}@127.0.0.1"),
+        ("slack", "https://hooks.slack.com/services/T1"),
+    ):
+        monkeypatch.setitem(worker_home.environment, VARIABLE, address)
+        refused = worker_home.lifecycle("notify", "add", channel, "--url-from", VARIABLE)
+        assert refused.returncode == 3
+        assert f"what {VARIABLE} holds is no whole address; expected " in refused.stderr
+        assert SECRET not in refused.stderr
     unset = worker_home.lifecycle("notify", "add", "email", "--url-from", "NOT_SET_ANYWHERE")
     assert "the environment variable NOT_SET_ANYWHERE is not set" in unset.stderr

@@ -168,3 +168,41 @@ def test_what_prefect_itself_deploys_is_a_schedule_like_ours(worker_home):
     assert (found["cron"], found["recipe"]) == ("0 3 * * *", str(ROOT / "configs" / "quickstart.yaml"))
     other = worker_home.write("deployed", {"rows": stage("ok", "deployed")})
     assert worker_home.run_now("quickstart", recipe=str(other))["state"]["type"] == "COMPLETED"
+
+
+def test_named_states_are_ends_to_the_automation_against_zombies(worker_home, nightly):
+    """The automation of Prefect's manual, with seconds in place of minutes; a heartbeat was the last sign of life."""
+    ends = ["heartbeat", "Completed", "Failed", "Cancelled", "Crashed"]
+    zombies = {
+        "name": "zombies",
+        "trigger": {
+            "type": "event",
+            "after": ["prefect.flow-run.heartbeat"],
+            "expect": [f"prefect.flow-run.{end}" for end in ends],
+            "match": {"prefect.resource.id": ["prefect.flow-run.*"]},
+            "for_each": ["prefect.resource.id"],
+            "posture": "Proactive",
+            "threshold": 1,
+            "within": 15,
+        },
+        "actions": [{"type": "change-flow-run-state", "state": "CRASHED", "message": "no heartbeat"}],
+    }
+    automation = worker_home.prefect("automations/", zombies)["id"]
+    worker_home.schedule(worker_home.write("mortal", {"mortal": stage("wait", "mortal")}, on_collision="skip"))
+    runs = {"Completed": worker_home.start_now("mortal")}
+    release = worker_home.work("mortal", "scratch/ready").with_name("release")
+    runs["Skipped"] = worker_home.start_now("mortal")
+    for flow_run in runs.values():
+        worker_home.heartbeat(flow_run)
+    worker_home.ended(runs["Skipped"])
+    release.touch()
+    worker_home.ended(runs["Completed"])
+    runs["Cached"] = worker_home.start_now("mortal")
+    worker_home.heartbeat(runs["Cached"])
+    worker_home.ended(runs["Cached"])
+    zombie = worker_home.start_now("mortal", state="PENDING")  # which nobody takes up
+    worker_home.heartbeat(zombie)
+    assert worker_home.ended(zombie, num_tries=0)["state"]["name"] == "Crashed"
+    assert {worker_home.flow_run(run)["state"]["name"]: run for run in runs.values()} == runs
+    worker_home.prefect(f"automations/{automation}", method="DELETE")
+    assert worker_home.lifecycle("schedules", "remove", "mortal").returncode == 0

@@ -4,6 +4,8 @@ import json
 import os
 import signal
 import urllib.error
+import uuid
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +32,12 @@ class WorkerHome(Home):
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)["schedules"][0]
 
-    def prefect(self, path: str, body: dict[str, Any] | None = None) -> Any:
+    def prefect(self, path: str, body: Any = None, method: str | None = None) -> Any:
         """Asks again while Prefect's database is locked, which it says with 503."""
 
         def answer() -> list[Any]:
             try:
-                return [request(f"{self.address('prefect')}/api/{path}", body, self.key())]
+                return [request(f"{self.address('prefect')}/api/{path}", body, self.key(), method)]
             except urllib.error.HTTPError as error:
                 if error.code != 503:
                     raise
@@ -46,10 +48,10 @@ class WorkerHome(Home):
     def deployment(self, name: str) -> dict[str, Any]:
         return self.prefect(f"deployments/name/refresh/{name}")
 
-    def start_now(self, name: str, **parameters: Any) -> str:
+    def start_now(self, name: str, state: str = "SCHEDULED", **parameters: Any) -> str:
         """What the form in Prefect's UI does: run a deployment now, with other parameters; returns the flow run."""
         deployment = self.deployment(name)
-        body = {"parameters": {**deployment["parameters"], **parameters}, "state": {"type": "SCHEDULED"}}
+        body = {"parameters": {**deployment["parameters"], **parameters}, "state": {"type": state}}
         return self.prefect(f"deployments/{deployment['id']}/create_flow_run", body)["id"]
 
     def press_retry(self, flow_run: str) -> None:
@@ -57,6 +59,16 @@ class WorkerHome(Home):
         state = {"type": "SCHEDULED", "name": "AwaitingRetry", "message": "Retried from the UI"}
         answer = self.prefect(f"flow_runs/{flow_run}/set_state", {"state": state})
         assert answer["status"] == "ACCEPT", answer
+
+    def heartbeat(self, flow_run: str) -> None:
+        """A sign of life, as the processes of flow runs give when they are asked to."""
+        event = {
+            "id": str(uuid.uuid4()),
+            "event": "prefect.flow-run.heartbeat",
+            "occurred": datetime.now(UTC).isoformat(),
+            "resource": {"prefect.resource.id": f"prefect.flow-run.{flow_run}"},
+        }
+        self.prefect("events", [event])
 
     def flow_run(self, flow_run: str) -> dict[str, Any]:
         return self.prefect(f"flow_runs/{flow_run}")

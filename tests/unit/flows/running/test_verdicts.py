@@ -1,0 +1,86 @@
+"""What a refresh says of itself to those who are notified."""
+
+import pytest
+
+from flows.ledger.events import (
+    AttemptBegan,
+    AttemptEnded,
+    PlannedEntry,
+    RefreshBegan,
+    RefreshEnded,
+    StageFailed,
+)
+from flows.ledger.process_identity import ProcessIdentity
+from flows.ledger.record import fold
+from flows.running.refresh import final_state
+from stages.promote.verdict import TABLE_FILE, VERDICT_FILE, Verdict
+
+MISSED = "regression of sums.exact_match (standard errors) 6.514 > 2, missed by 4.514"
+
+
+@pytest.fixture
+def judged(tmp_path, monkeypatch):
+    """The record of a refresh whose promotion came out so."""
+    monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
+
+    def judged(outcome, missed=()):
+        verdict = Verdict(
+            outcome=outcome, name="adder", champion_version="1", against="champion (version 1)", missed=missed
+        )
+        (tmp_path / VERDICT_FILE).write_text(verdict.model_dump_json())
+        (tmp_path / TABLE_FILE).write_text("| gate |")
+        state = "not_promoted" if missed else "completed"
+        return fold(
+            [
+                *began(tmp_path, "scores", "promote"),
+                *built(tmp_path, "scores", {"sums.exact_match": 0.6, "sums.exact_match_stderr": 0.04}),
+                *built(tmp_path, "promote", {}, verdict=outcome),
+                RefreshEnded(state=state, seconds=30.0),
+            ]
+        )
+
+    return judged
+
+
+def began(folder, *stages):
+    kinds = {"scores": "evaluate", "promote": "promote", "rows": "download"}
+    yield RefreshBegan(
+        refresh="nightly-1",
+        recipe="nightly",
+        recipe_path=folder / "nightly.yaml",
+        process=ProcessIdentity.own(),
+        hardware="1 × abacus",
+        git_commit=None,
+        stages={name: PlannedEntry(kind=kinds[name], version="0123456789ab") for name in stages},
+    )
+
+
+def built(folder, stage, metrics, **tags):
+    yield AttemptBegan(stage=stage, number=1, work=folder, first_byte=0, params={}, tags={})
+    ended = {"stage": stage, "number": 1, "folder": folder, "last_byte": 0, "metrics": metrics, "tags": tags}
+    yield AttemptEnded(outcome="finished", **ended)
+
+
+def test_a_missed_gate_is_said_with_its_amount_and_the_scores_and_the_run_is_completed(judged):
+    state = final_state(judged("not promoted", (MISSED,)))
+    assert (state.type.value, state.name) == ("COMPLETED", "NotPromoted")
+    assert state.message.splitlines() == [
+        f"adder: not promoted; {MISSED}; compared with champion (version 1)",
+        "scores: sums.exact_match 0.6",
+        "2 stages in 30.0 s",
+    ]
+
+
+def test_a_promotion_is_said_with_its_scores(judged):
+    state = final_state(judged("promoted"))
+    assert (state.type.value, state.name) == ("COMPLETED", "Promoted")
+    assert state.message.startswith("adder: promoted; compared with champion (version 1)\nscores: sums.exact_match 0.6")
+
+
+def test_a_failure_is_said_with_its_stage_and_reason(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
+    failed = StageFailed(stage="rows", seconds=1.0, error="the hub is gone", error_class="DownloadError")
+    ended = RefreshEnded(state="failed", seconds=2.0, error="failed: rows")
+    state = final_state(fold([*began(tmp_path, "rows"), failed, ended]))
+    assert state.type.value == "FAILED"
+    assert state.message.splitlines()[:2] == ["failed: rows", "rows: DownloadError: the hub is gone"]
