@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ def examine() -> list[Finding]:
     checks: tuple[Callable[[], list[Finding]], ...] = (
         _python,
         _cores_and_memory,
+        _home,
         _disk,
         _shared_memory,
         _gpus,
@@ -87,8 +89,23 @@ def _cores_and_memory() -> list[Finding]:
     ]
 
 
+def _home() -> list[Finding]:
+    """Tried out: neither its mode nor its owner tells of a file system that is mounted read-only."""
+    try:
+        with tempfile.TemporaryFile(dir=_existing()):
+            return [Finding("home", "ok", str(home()))]
+    except OSError as error:
+        remedy = "set LIFECYCLE_HOME to a folder that you may write to"
+        return [Finding("home", "missing", f"{home()} cannot be written to: {error.strerror}", remedy)]
+
+
+def _existing() -> Path:
+    """The home, or as much of its path as is there."""
+    return next(folder for folder in (home(), *home().parents) if folder.exists())
+
+
 def _disk() -> list[Finding]:
-    existing = next(folder for folder in (home(), *home().parents) if folder.exists())
+    existing = _existing()
     free_gib = shutil.disk_usage(existing).free / 2**30
     found = f"{free_gib:.1f} GiB free in {home()}"
     if free_gib >= SMALLEST_DISK_GIB:

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+
+from stages.core.errors import ResourceError
+
+REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT)
 
 
 def home() -> Path:
     """The folder of the store, the local servers and the ledgers of refreshes. It need not exist yet."""
     return Path(os.environ.get("LIFECYCLE_HOME", ".lifecycle")).absolute()
+
+
+def unusable(error: BaseException) -> ResourceError | None:
+    """What to say when the system refused to read or write below the home; None for any other error."""
+    if not (isinstance(error, OSError) and error.errno in REFUSALS and isinstance(error.filename, str)):
+        return None
+    if not Path(error.filename).absolute().is_relative_to(home()):
+        return None
+    remedy = "set LIFECYCLE_HOME to a folder that you may write to, or mend that one (see `lifecycle doctor`)"
+    return ResourceError(f"using {error.filename}, below LIFECYCLE_HOME: {error.strerror}; {remedy}")
 
 
 def store_root() -> Path:

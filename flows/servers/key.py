@@ -27,7 +27,7 @@ def read_key() -> str | None:
         with path.open(encoding="ascii") as stream:
             mode = os.fstat(stream.fileno()).st_mode
             text = stream.read().strip()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
         raise ServerError(f"reading the key of the local servers, {path}: {error}; {_REMEDY}") from error

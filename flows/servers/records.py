@@ -41,7 +41,7 @@ def read_records() -> dict[str, ServerRecord]:
     path = home() / "servers.json"
     try:
         return dict(ServerRecords.model_validate_json(path.read_text()).servers)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except ValidationError as error:
         raise StoreError(f"reading {path}: {error}; remove it, and stop servers left over by hand") from error
