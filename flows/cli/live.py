@@ -22,8 +22,15 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 INTERVAL_S = 0.25
-STATE_STYLES = {"running": "bold cyan", "built": "green", "cached": "blue", "failed": "bold red", "waiting": "dim"}
-ENDED = ("built", "cached", "failed")
+STATE_STYLES = {
+    "running": "bold cyan",
+    "built": "green",
+    "cached": "blue",
+    "failed": "bold red",
+    "cancelled": "yellow",
+    "waiting": "dim",
+}
+ENDED = ("built", "cached", "failed", "cancelled")
 SHOWN_METRICS = 3
 SHOWN_CHARACTERS = 120
 """Of a reason, while a comparison runs; its end shows more."""
@@ -146,6 +153,8 @@ def summary(entry: StageEntry) -> str:
         return f"running  ({entry.reason})" if entry.reason else "running"
     if entry.state == "failed":
         return f"failed after {entry.seconds:.1f} s: {entry.error_class}: {entry.error}"
+    if entry.state == "cancelled":
+        return f"cancelled after {entry.seconds:.1f} s"
     return f"{entry.state:<8} {seconds_text(entry):>9}  {metrics_text(headline(entry))}".rstrip()
 
 

@@ -6,6 +6,7 @@ Everything beyond click is imported by the command that needs it, so that `lifec
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import traceback
@@ -123,6 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of `lifecycle`: exits with the code of the error class; no user's mistake shows a traceback."""
     arguments = sys.argv[1:] if arguments is None else arguments
     os.umask(0o077)  # stores, logs and databases are their owner's
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no process below leaves its memory, with keys in it, on a disk
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts background programs deaf to the first
         signal.signal(number, signal.default_int_handler)
     try:
@@ -134,11 +136,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (KeyboardInterrupt, click.Abort):
         code = _fail("RefreshStoppedError", "stopped", RefreshStoppedError.exit_code, arguments)
     except Exception as error:
-        click.echo(redact(traceback.format_exc()), err=True)
-        code = _fail(
-            type(error).__name__, redact(f"internal error, please report it: {error}"), INTERNAL_ERROR, arguments
-        )
+        code = _fail_unexpectedly(error, arguments)
     sys.exit(code or 0)
+
+
+def _fail_unexpectedly(error: Exception, arguments: Sequence[str]) -> int:
+    """A home that cannot be used is found wherever it is used first; all else is a mistake of ours."""
+    from flows.ledger.home import unusable
+
+    if expected := unusable(error):
+        return _fail(type(expected).__name__, str(expected), expected.exit_code, arguments)
+    click.echo(redact(traceback.format_exc()), err=True)
+    message = redact(f"internal error, please report it: {error}")
+    return _fail(type(error).__name__, message, INTERNAL_ERROR, arguments)
 
 
 def _fail(error_class: str, message: str, code: int, arguments: Sequence[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from typing import Any
@@ -107,6 +108,7 @@ def ready_servers(*, worker: bool = False) -> servers.Endpoints:
 
 
 def _run_flow(request: RefreshRequest, run: RefreshRun, retried: RefreshRecord | None) -> None:
+    logging.raiseExceptions = False  # Prefect's log handler writes to the terminal when its server is away
     from prefect.flow_engine import run_flow
 
     from flows.running.flow_runs import begin_again, begin_by_hand

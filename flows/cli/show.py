@@ -34,7 +34,6 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             "version": None if stage.name in plan.unknown else stage.version,
             "action": stage.action,
             "reason": plan.unknown.get(stage.name, stage.reason),
-            "custom_code": list(stage.config.custom_code()),
             "differences": [
                 {"field": difference.field, "old": difference.old, "new": difference.new}
                 for difference in stage.differences
@@ -52,11 +51,6 @@ def plan_as_text(plan: Plan) -> str:
         f"{stage.name:<{width}}  {stage.kind:<9} {_version_in(plan, stage)}  {stage.action:<6}  "
         f"{plan.unknown.get(stage.name, stage.reason)}"
         for stage in plan.stages.values()
-    ]
-    lines += [
-        f"{stage.name} runs code from outside: {code}"
-        for stage in plan.stages.values()
-        for code in stage.config.custom_code()
     ]
     will_run = sum(stage.action == "run" for stage in plan.stages.values())
     return "\n".join([*lines, f"{will_run} of {len(plan.stages)} stages will run"])
@@ -154,7 +148,7 @@ def refresh_as_text(record: RefreshRecord) -> str:
     for name, entry in record.stages.items():
         metrics = metrics_text(headline(entry))
         lines.append(
-            f"  {name:<20} {entry.kind:<9} {entry.version}  {entry.state:<8} {entry.seconds:8.1f} s  {metrics}".rstrip()
+            f"  {name:<20} {entry.kind:<9} {entry.version}  {entry.state:<9} {entry.seconds:8.1f} s  {metrics}".rstrip()
         )
         if entry.error:
             lines.append(f"    {entry.error_class or 'error'}: {entry.error}")
@@ -207,13 +201,8 @@ def state_of(record: RefreshRecord) -> str:
 
 
 def _config(artifact: Artifact) -> dict[str, Any]:
-    """What identifies it; of a download also where it came from, which does not."""
-    record = artifact.record
-    config = record.identity.get("config")
-    shown: dict[str, Any] = dict(config) if isinstance(config, dict) else {}
-    if record.kind == "download" and "source" in record.tags:
-        shown[record.product] = record.tags["source"]
-    return shown
+    config = artifact.record.identity.get("config")
+    return dict(config) if isinstance(config, dict) else {}
 
 
 def _counts(record: RefreshRecord) -> str:

@@ -9,6 +9,7 @@ job ends all processes of the stage.
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import threading
@@ -38,6 +39,7 @@ class Place:
 def main() -> int:
     """Run this node's share of the stage; returns the exit code."""
     os.umask(0o077)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # as on the machine that asked for this
     folder = JobFolder(Path(sys.argv[1]))
     order = folder.order()
     assert order, f"no order in {folder.path}"

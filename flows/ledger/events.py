@@ -15,7 +15,8 @@ from pydantic import Field, TypeAdapter
 from flows.ledger.process_identity import ProcessIdentity
 from stages.core.contract import StrictModel
 
-Outcome = Literal["finished", "failed", "killed"]
+Outcome = Literal["finished", "failed", "cancelled", "killed"]
+"""`cancelled`: on request; `killed`: its process died before it could say how it ended."""
 RefreshState = Literal["running", "completed", "not_promoted", "failed", "cancelled"]
 
 

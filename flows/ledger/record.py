@@ -28,9 +28,11 @@ from flows.ledger.events import (
 from flows.ledger.process_identity import ProcessIdentity
 from stages.core.contract import StageResult
 
-StageState = Literal["waiting", "running", "built", "cached", "failed", "skipped"]
+StageState = Literal["waiting", "running", "built", "cached", "failed", "cancelled", "skipped"]
 StageEvent = AttemptBegan | AttemptEnded | StageWaits | StageCached | StageFailed
 STATES: dict[str, StageState] = {"stage_waits": "waiting", "stage_cached": "cached", "stage_failed": "failed"}
+STOPPED = ("RefreshStoppedError", "KeyboardInterrupt")
+"""Errors of what was stopped on request; earlier versions called an attempt that ended so killed."""
 """What an event makes of its stage."""
 KILLED = "its process was killed"
 """The error of a refresh that could not say itself how it ended."""
@@ -199,7 +201,8 @@ def _after_stage(record: RefreshRecord, event: StageEvent) -> RefreshRecord:
             return _attempt_ended(record, event)
         case StageWaits() | StageCached() | StageFailed():
             said = {"work": None, "error": None, "error_class": None, **_said(event)}
-            return _with_entry(record, said.pop("stage"), state=STATES[event.event], **said)
+            state = "cancelled" if said["error_class"] in STOPPED else STATES[event.event]
+            return _with_entry(record, said.pop("stage"), state=state, **said)
 
 
 def final_result(folder: Path) -> StageResult:
@@ -228,12 +231,13 @@ def _attempt_ended(record: RefreshRecord, event: AttemptEnded) -> RefreshRecord:
     attempt = record.attempts[f"{event.stage}-{event.number}"]
     if attempt.outcome:
         return record
+    outcome: Outcome = "cancelled" if event.error_class in STOPPED else event.outcome
     ended = replace(
         attempt,
         folder=event.folder,
         last_byte=event.last_byte,
         ended_ms=event.time_ms,
-        outcome=event.outcome,
+        outcome=outcome,
         metrics={**event.metrics, "stage_time_s": event.seconds} if event.outcome == "finished" else {},
         tags={**attempt.tags, **event.tags},
         files=event.files,
@@ -242,7 +246,7 @@ def _attempt_ended(record: RefreshRecord, event: AttemptEnded) -> RefreshRecord:
     record = replace(record, attempts={**record.attempts, ended.name: ended})
     said = {"seconds": round(event.seconds, 2), "error": event.error, "error_class": event.error_class, "work": None}
     if event.outcome != "finished":
-        return _with_entry(record, event.stage, state="failed", **said)
+        return _with_entry(record, event.stage, state="cancelled" if outcome == "cancelled" else "failed", **said)
     result = StageResult(metrics=event.metrics, tags=event.tags, files=list(event.files))
     return _with_entry(record, event.stage, state="built", artifact=event.folder, built=result, **said)
 

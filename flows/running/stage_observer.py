@@ -72,7 +72,7 @@ class StageObserver:
             AttemptEnded(
                 stage=self._stage,
                 number=self._began.number,
-                outcome="finished" if outcome.result else "killed" if stopped else "failed",
+                outcome="finished" if outcome.result else "cancelled" if stopped else "failed",
                 folder=outcome.folder,
                 last_byte=metrics_size(outcome.folder),
                 seconds=outcome.seconds,

@@ -58,7 +58,7 @@ CLIENT_ENVIRONMENT = {
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
 RUN_STATUS = {"completed": "FINISHED", "not_promoted": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
-ATTEMPT_STATUS = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
+ATTEMPT_STATUS = {"finished": "FINISHED", "failed": "FAILED", "cancelled": "KILLED", "killed": "KILLED"}
 
 
 class Shipper:

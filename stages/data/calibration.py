@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from stages.core.errors import DataError
+from stages.data.documents import Document
 from stages.data.files import BadRow, find_files, read_rows
 from stages.data.formats import RowReader
 from stages.data.messages import RowError
@@ -49,6 +50,7 @@ def _texts(folder: Path, split: str, tokenizer: DocumentTokenizer) -> Iterator[R
             continue
         reader = reader or RowReader("auto", "pairs" if {"chosen", "rejected"} <= row.content.keys() else "examples")
         try:
-            yield tokenizer.render_units(reader.read(row.content)[:1])[-1][0]  # the longest text of a conversation
+            document: Document = reader.read(row.content)[0]
+            yield tokenizer.render(document)
         except RowError:
             continue

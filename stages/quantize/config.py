@@ -53,7 +53,6 @@ class QuantizeConfig(StageConfig):
     """Quantize a model (→ `model/`)."""
 
     STAGE_VERSION: ClassVar[int] = 1
-    HAS_CHECK: ClassVar[bool] = True
 
     kind: Literal["quantize"]
     model: ModelReference

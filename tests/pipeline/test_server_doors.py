@@ -10,7 +10,8 @@ import urllib.parse
 from pathlib import Path
 
 import pytest
-from refreshes import LIFECYCLE, Home, request, stage
+from refreshes import LIFECYCLE, PATIENCE_S, Home, request, stage
+from worker_home import STAND_IN
 
 pytestmark = pytest.mark.timeout(900)
 SERVERS = ("prefect", "mlflow")
@@ -191,3 +192,16 @@ def test_servers_that_run_without_a_key_are_started_again_with_one(second_home):
     code, refresh = second_home.run(second_home.recipe("keyed", rows=stage("ok", "keyed")))
     assert (code, refresh["stages"]["rows"]["state"]) == (0, "built")
     assert second_home.attempts("rows")
+
+
+def test_servers_that_are_stopped_during_a_run_leave_its_terminal_alone(second_home):
+    steps = {"TINY_STEP_SECONDS": "0.5", "PYTHONPATH": str(STAND_IN)}
+    recipe = second_home.recipe("undisturbed", rows=stage("steps", "undisturbed", **steps))
+    refresh = second_home.lifecycle_beside("run", str(recipe))
+    second_home.work("rows", "scratch/step")
+    assert second_home.lifecycle("down").returncode == 0
+    _, said = refresh.communicate(timeout=PATIENCE_S)
+    assert refresh.returncode == 0
+    assert "Traceback" not in said
+    assert "Error logging to API" not in said
+    assert len(said.splitlines()) <= 4, said  # where the servers are, and that Prefect does not know the end

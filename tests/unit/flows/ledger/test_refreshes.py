@@ -2,7 +2,8 @@
 
 import pytest
 
-from flows.ledger.events import AttemptBegan, FlowRunKnown, PlannedEntry, RefreshBegan, RefreshEnded
+from flows.cli.live import summary
+from flows.ledger.events import AttemptBegan, FlowRunKnown, PlannedEntry, RefreshBegan, RefreshEnded, StageFailed
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.record import KILLED
 from flows.ledger.refreshes import RunningRefreshes, close_interrupted, end_of, ledger_of, ledgers
@@ -115,6 +116,21 @@ def test_a_killed_refresh_is_closed_and_what_it_had_not_done_is_skipped(begin, h
     ended = closed.attempts["sft-1"]
     assert (ended.outcome, ended.last_byte) == ("killed", len('{"step": 1}\n'))
     assert close_interrupted() == []
+
+
+@pytest.mark.parametrize("outcome", ["cancelled", "killed"])
+def test_what_was_stopped_on_request_is_cancelled_everywhere(begin, home, outcome):
+    """Earlier versions wrote `killed`; a process that died is another matter."""
+    ledger = begin("stopped", "rows", "sft")
+    ended = end_of(attempt(ledger, home, "rows"), outcome, error="it was stopped", error_class="RefreshStoppedError")
+    ledger.append(ended)
+    waited = {"error": "it was waiting", "error_class": "RefreshStoppedError"}
+    ledger.append(StageFailed(stage="sft", seconds=0.0, **waited))
+    ledger.append(RefreshEnded(state="cancelled", seconds=1.0))
+    record = ledger.read()
+    assert {name: entry.state for name, entry in record.stages.items()} == {"rows": "cancelled", "sft": "cancelled"}
+    assert (record.state, record.attempts["rows-1"].outcome) == ("cancelled", "cancelled")
+    assert "cancelled after" in summary(record.stages["rows"])
 
 
 def test_whoever_closes_a_refresh_too_late_changes_nothing(begin, home):
