@@ -6,6 +6,8 @@ from the store when it is there, else from the source itself, or a table of publ
 
 from __future__ import annotations
 
+from typing import Any
+
 from flows.planning.outside import Outside
 from flows.recipe.recipe import Recipe
 from flows.recipe.version import identity_of, version_of
@@ -35,14 +37,31 @@ def shape_of_download(recipe: Recipe, name: str, outside: Outside, index: Index)
     outside: of the stages that the train stage stands on, from `resolve_outside`.
     Raises DownloadError or ModelError when it cannot be read, or is of a kind that the planner does not know.
     """
-    config = recipe.stages[name]
-    assert isinstance(config, DownloadConfig)
+    found = config_of_download(recipe, name, outside, index)
+    if found is not None:
+        return shape_of_config(found)
+    source = str(_download(recipe, name).model)
+    known = known_model(source)
+    if known is None:
+        raise TransientError(f"reading the sizes of {source}: its hub does not answer, and no table has it")
+    return known
+
+
+def config_of_download(recipe: Recipe, name: str, outside: Outside, index: Index) -> dict[str, Any] | None:
+    """The `config.json` of the model that a stage downloads; None when its hub has not answered.
+
+    Raises DownloadError or ModelError when it cannot be read.
+    """
+    config = _download(recipe, name)
     artifact = index.find(config.kind, version_of(identity_of(config, {}, outside[name])))
     if artifact and not artifact.damage:
-        return shape_of_config(read_config(artifact.folder / "model"))
+        return read_config(artifact.folder / "model")
     if "revision" in outside[name]:
-        return shape_of_config(read_model_config(config.source, str(outside[name]["revision"])))
-    known = known_model(str(config.model))
-    if known is None:
-        raise TransientError(f"reading the sizes of {config.model}: its hub does not answer, and no table has it")
-    return known
+        return read_model_config(config.source, str(outside[name]["revision"]))
+    return None
+
+
+def _download(recipe: Recipe, name: str) -> DownloadConfig:
+    config = recipe.stages[name]
+    assert isinstance(config, DownloadConfig)
+    return config

@@ -12,6 +12,7 @@ from flows.planning.gates import check_gates
 from flows.planning.layout_choice import choose_layouts
 from flows.planning.outside import resolve_outside
 from flows.planning.plan import Plan, chosen_stages, plan
+from flows.planning.serving import check_serving
 from flows.recipe.recipe import load_recipe
 from flows.running.comparison import Comparison
 from flows.store.store import Store
@@ -60,6 +61,7 @@ def make_plan(request: RefreshRequest, *, may_be_unreachable: bool = False) -> P
     outside = resolve_outside(recipe, chosen, unreachable if may_be_unreachable else None)
     check_gates(recipe, chosen)
     index = store.index()
+    check_serving(recipe, chosen, outside, index)
     recipe, choices = choose_layouts(recipe, outside, index)
     planned = plan(recipe, outside, index, force=request.force, until=request.until, unreachable=unreachable)
     check_devices(planned)

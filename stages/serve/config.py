@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import JsonValue
+from pydantic import JsonValue, model_validator
 
 from stages.core.contract import ModelReference, StageConfig
 from stages.core.fields import Product
@@ -22,6 +22,16 @@ class ServeConfig(StageConfig):
     serving: ServingConfig = ServingConfig()
     benchmark: BenchmarkConfig | None = BenchmarkConfig()
     execution: ServeExecution = ServeExecution()
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> ServeConfig:
+        longest = self.serving.max_model_len
+        if self.benchmark and longest and self.benchmark.tokens > longest:
+            raise ValueError(
+                f"benchmark: input_tokens and output_tokens are {self.benchmark.tokens} together, more than "
+                f"serving.max_model_len, {longest}; lower them, or raise that"
+            )
+        return self
 
     @property
     def product(self) -> Product:

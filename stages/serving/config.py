@@ -26,15 +26,22 @@ class ServingConfig(StrictModel):
 class BenchmarkConfig(StrictModel):
     """Load that is put on the server."""
 
-    concurrencies: tuple[PositiveInt, ...] = Field((1, 8), description="Requests at a time; each is measured.")
+    concurrencies: tuple[PositiveInt, ...] = Field(
+        (1, 8), min_length=1, description="Requests at a time; each is measured."
+    )
     requests_per_concurrency: PositiveInt = Field(8, description="Requests sent for each unit of concurrency.")
     input_tokens: PositiveInt = Field(128, description="Of each prompt.")
     output_tokens: PositiveInt = Field(64, description="Of each answer.")
+
+    @property
+    def tokens(self) -> int:
+        """Of a prompt and its answer together."""
+        return self.input_tokens + self.output_tokens
 
 
 class ServeExecution(Execution):
     """Where the server listens and how long it may take to start."""
 
-    host: str = Field("127.0.0.1", description="Address to listen on.")
+    host: str = Field("127.0.0.1", pattern=r"^[A-Za-z0-9:][A-Za-z0-9.:%_-]*$", description="Address to listen on.")
     port: int | None = Field(None, ge=1, le=65535, description="Default: a free one.")
     ready_timeout_s: PositiveFloat = Field(600, description="How long the server may take to start.")

@@ -1,0 +1,101 @@
+"""A server that could not start, or not hold its benchmark, is refused when the refresh is planned."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from flows.running.request import RefreshRequest, make_plan
+from stages.core.errors import RecipeError
+
+CONFIGS = Path(__file__).parents[4] / "configs"
+POSITIONS = 2048
+"""Of `builtin/qwen3-1m`."""
+
+
+@pytest.fixture
+def plan(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path / "home"))
+
+    def run(stage="serve", model=None, **fields):
+        base = {"kind": "download", "model": f"file://{model}" if model else "builtin/qwen3-1m"}
+        kind = {"kind": "serve"} if stage == "serve" else {"kind": "evaluate", "tasks": ["addition"]}
+        task_folder = {} if stage == "serve" else {"task_folder": str(CONFIGS / "tasks")}
+        tree = {"base": base, stage: {**kind, **task_folder, "model": "base", **fields}}
+        path = tmp_path / "recipe.yaml"
+        path.write_text(json.dumps({"stages": tree}))
+        return make_plan(RefreshRequest(str(path)))
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("stage", "host"),
+    [("serve", "203.0.113.1"), ("serve", "2001:db8::1"), ("serve", "no-such-host.invalid"), ("scores", "203.0.113.1")],
+)
+def test_a_host_of_another_machine(plan, stage, host):
+    with pytest.raises(RecipeError, match=rf"stages\.{stage}\.execution\.host: cannot listen on {host}"):
+        plan(stage, execution={"host": host})
+
+
+@pytest.mark.parametrize("host", ["-1", "--uds=/tmp/x", "a b", ""])
+def test_a_host_that_is_none(plan, host):
+    with pytest.raises(RecipeError, match=r"execution\.host"):
+        plan(execution={"host": host})
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost", socket.gethostname()])
+def test_hosts_of_this_machine(plan, host):
+    assert plan(execution={"host": host})
+
+
+def test_the_host_of_a_clusters_node_is_not_this_machines(plan):
+    assert plan("scores", execution={"host": "203.0.113.1", "launcher": "slurm"})
+
+
+@pytest.mark.parametrize("stage", ["serve", "scores"])
+def test_more_tokens_than_the_model_has_positions(plan, stage):
+    told = rf"stages\.{stage}\.serving\.max_model_len: {POSITIONS + 1}, but the model has {POSITIONS} positions"
+    with pytest.raises(RecipeError, match=told):
+        plan(stage, serving={"max_model_len": POSITIONS + 1})
+    assert plan(stage, serving={"max_model_len": POSITIONS})
+
+
+def test_more_tokens_are_allowed_where_vllm_is_told_so(plan):
+    allowed = {"environment": {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}}
+    assert plan(serving={"max_model_len": POSITIONS + 1}, execution=allowed)
+
+
+def test_a_benchmark_that_is_longer_than_the_server_or_the_model(plan):
+    long = {"input_tokens": POSITIONS, "output_tokens": 13}
+    with pytest.raises(RecipeError, match=r"are 2061 together, but the model has 2048 positions"):
+        plan(serving={}, benchmark=long)
+    with pytest.raises(RecipeError, match=r"are 2061 together, more than serving\.max_model_len, 256"):
+        plan(serving={"max_model_len": 256}, benchmark=long)
+
+
+def test_a_benchmark_of_nothing(plan):
+    with pytest.raises(RecipeError, match=r"benchmark\.concurrencies"):
+        plan(benchmark={"concurrencies": []})
+
+
+@pytest.mark.parametrize(
+    ("rope", "positions"),
+    [
+        ({"rope_type": "linear", "factor": 4.0}, 400),
+        ({"rope_type": "dynamic", "factor": 2.0}, 200),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
+        ({"rope_type": "llama3", "factor": 8.0}, 100),
+        ({"rope_type": "longrope", "factor": 8.0}, 100),
+        (None, 100),
+    ],
+)
+def test_rotary_embeddings_stretch_it_as_they_do_in_vllm(plan, tmp_path, rope, positions):
+    model = tmp_path / "model"
+    model.mkdir()
+    config = {"model_type": "llama", "max_position_embeddings": 100, "rope_scaling": rope}
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "model.safetensors").touch()
+    with pytest.raises(RecipeError, match=f"but the model has {positions} positions"):
+        plan(model=model, serving={"max_model_len": positions + 1}, benchmark=None)
