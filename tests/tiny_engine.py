@@ -14,6 +14,7 @@ from stages.serving.client import Client
 from stages.serving.config import BenchmarkConfig, ServingConfig
 from stages.serving.engine import LoadResult
 from stages.serving.launch import LaunchSpec
+from stages.serving.proxy import EngineAddress
 from stages.serving.quantization import Quantization
 
 PROGRAM = Path(__file__).with_name("tiny_openai_server.py")
@@ -24,8 +25,8 @@ class TinyProgram:
     command: Path = PROGRAM
     version: str = "1.2"
 
-    def server_command(self, spec: LaunchSpec, host: str, port: int) -> list[str]:
-        return [sys.executable, str(self.command), str(spec.model), spec.served_name, host, str(port)]
+    def server_command(self, spec: LaunchSpec, address: EngineAddress) -> list[str]:
+        return [sys.executable, str(self.command), str(spec.model), spec.served_name, "127.0.0.1", str(address.port)]
 
     def server_environment(self, serving: ServingConfig, api_key: str) -> dict[str, str]:
         return {**os.environ, "TINY_KEY": api_key}
@@ -37,6 +38,7 @@ class TinyEngine:
     installation = "it is part of the tests"
     settings: dict[str, str] = {}  # noqa: RUF012
     waiting_requests_metric = "tiny_waiting"
+    listens_on_sockets = False
     answer_tokens: int | None = None
     """Of each answer under load; None: as many as were asked for."""
 

@@ -24,6 +24,8 @@ FROM python:3.11-slim-bookworm
 # vLLM compiles kernels at the first start.
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ libnuma1 && rm -rf /var/lib/apt/lists/*
 COPY --from=built /opt/serve /opt/serve
+# The proxy that stands before the engine in a pod.
+COPY stages /opt/lifecycle/stages
 ENV PATH=/opt/serve/bin:$PATH DO_NOT_TRACK=1 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
 RUN useradd --uid 1000 --create-home serve
 USER 1000:1000

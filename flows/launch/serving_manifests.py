@@ -1,4 +1,7 @@
-"""A served model in Kubernetes: Deployment, Service and HorizontalPodAutoscaler, as trees. Pure."""
+"""A served model in Kubernetes: Deployment, Service, NetworkPolicy and HorizontalPodAutoscaler, as trees. Pure.
+
+A pod is an engine that listens on a Unix socket, and the proxy, which asks for the key and alone has a port.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,22 @@ from stages.core.contract import StageConfig
 from stages.core.errors import RecipeError
 from stages.serve.config import ServeConfig
 from stages.serving.launch import LaunchSpec
+from stages.serving.proxy import API_KEY_VARIABLE, EngineAddress
 from stages.serving.registry import default_engine
-from stages.serving.server import API_KEY_VARIABLE
 
 PORT = 8000
+SOCKET = Path("/run/engine/engine.sock")
+PROXY_CODE = "/opt/lifecycle"
+"""Where the image (`deploy/docker/serve.Dockerfile`) has the package `stages`, for the proxy."""
+IS_HEALTHY = """
+import socket, sys
+engine = socket.socket(socket.AF_UNIX)
+engine.settimeout(5)
+engine.connect(sys.argv[1])
+engine.sendall(b"GET /health HTTP/1.0\\r\\n\\r\\n")
+sys.exit(b" 200 " not in engine.recv(64))
+"""
+"""Starts in a fraction of a second, in any engine's image."""
 SERVE_LABEL = "llm-lifecycle.io/serve"
 WAITING_REQUESTS_PER_REPLICA = 4
 """More waiting requests than this, on average, and another replica is started."""
@@ -64,10 +79,18 @@ def serving_manifests(
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
         "template": template,
     }
+    policy = {
+        "podSelector": {"matchLabels": {SERVE_LABEL: name}},
+        "policyTypes": ["Ingress", "Egress"],
+        # The proxy's port, for pods of the namespace. A server asks nobody anything: no egress.
+        "ingress": [{"from": [{"podSelector": {}}], "ports": [{"protocol": "TCP", "port": "http"}]}],
+        "egress": [],
+    }
     service = {"selector": {SERVE_LABEL: name}, "ports": [{"name": "http", "port": PORT, "targetPort": "http"}]}
     return [
         {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata, "spec": deployment},
         {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": service},
+        {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": metadata, "spec": policy},
         {
             "apiVersion": "autoscaling/v2",
             "kind": "HorizontalPodAutoscaler",
@@ -86,21 +109,35 @@ def _pod(name: str, model: Path, home: Path, config: ServeConfig) -> Manifest:
         model=model, served_name=name, serving=config.serving, engine=engine.name, engine_version=program.version
     )
     environment = {**engine.settings, "HOME": "/tmp"}  # noqa: S108 (a volume)
+    mounts = [*volume_mounts(home, read_only=True), {"name": "engine", "mountPath": str(SOCKET.parent)}]
     container = {
         "name": engine.name,
         "image": asked.image,
-        "command": program.server_command(spec, "0.0.0.0", PORT),  # noqa: S104 (behind a Service, with a key)
+        "command": program.server_command(spec, EngineAddress(SOCKET)),
         "env": [
             *({"name": variable, "value": value} for variable, value in environment.items()),
             *environment_by_reference(asked.secrets),
         ],
-        "ports": [{"name": "http", "containerPort": PORT}],
         "startupProbe": _probe(failures=round(config.execution.ready_timeout_s / 10)),
         "readinessProbe": _probe(failures=2),
         "livenessProbe": _probe(failures=6),
         "resources": resources(asked, cores=1),
         "securityContext": CONTAINER_SECURITY,
-        "volumeMounts": volume_mounts(home, read_only=True),
+        "volumeMounts": mounts,
+    }
+    proxy = {
+        "name": "proxy",
+        "image": asked.image,
+        "command": ["python", "-m", "stages.serving.proxy_program", str(SOCKET), str(PORT)],
+        "env": [
+            {"name": "PYTHONPATH", "value": PROXY_CODE},
+            *environment_by_reference({API_KEY_VARIABLE: asked.secrets[API_KEY_VARIABLE]}),
+        ],
+        "ports": [{"name": "http", "containerPort": PORT}],
+        "readinessProbe": {"tcpSocket": {"port": "http"}, "periodSeconds": 10, "failureThreshold": 2},
+        "resources": {"requests": {"cpu": "1", "memory": "256Mi"}, "limits": {"memory": "1Gi"}},
+        "securityContext": CONTAINER_SECURITY,
+        "volumeMounts": [{"name": "engine", "mountPath": str(SOCKET.parent)}],
     }
     return {
         "serviceAccountName": asked.service_account,
@@ -109,14 +146,16 @@ def _pod(name: str, model: Path, home: Path, config: ServeConfig) -> Manifest:
         # Requests that are being answered are answered to the end.
         "terminationGracePeriodSeconds": 120,
         "securityContext": POD_SECURITY,
-        "containers": [container],
+        "containers": [container, proxy],
         "nodeSelector": asked.node_selector,
-        "volumes": volumes(asked),
+        "volumes": [*volumes(asked), {"name": "engine", "emptyDir": {}}],
     }
 
 
 def _probe(failures: int) -> Manifest:
-    return {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 10, "failureThreshold": failures}
+    """Asks the engine, at its socket: kubelet has no key for the proxy."""
+    command = ["python", "-I", "-S", "-c", IS_HEALTHY, str(SOCKET)]
+    return {"exec": {"command": command}, "timeoutSeconds": 6, "periodSeconds": 10, "failureThreshold": failures}
 
 
 def _autoscaler(name: str, asked: KubernetesOptions, replicas: Replicas) -> Manifest:

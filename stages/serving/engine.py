@@ -1,8 +1,9 @@
 """What a serving engine does: find its program, start it, explain its death, and say what it can load.
 
 One room an engine, one line in `registry.py`. An engine lives in an environment of its own and is never imported: its
-program is started and spoken to over HTTP. It answers `/health`, `/v1/models` and `/v1/completions` as OpenAI's
-clients expect, log-probabilities included, and takes the bearer token that its environment gives it.
+program is started and spoken to over HTTP, through a proxy (`proxy.py`) that alone reaches it. It answers `/health`,
+`/metrics`, `/v1/models` and `/v1/completions` as OpenAI's clients expect, log-probabilities included, and takes the
+bearer token that its environment gives it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from stages.serving.config import BenchmarkConfig, ServingConfig
 from stages.serving.launch import LaunchSpec
 from stages.serving.quantization import Quantization
 
-if TYPE_CHECKING:
-    from stages.serving.client import Client  # its HTTP imports would slow every plan
+if TYPE_CHECKING:  # their HTTP imports would slow every plan
+    from stages.serving.client import Client
+    from stages.serving.proxy import EngineAddress
 
 
 class Program(Protocol):
@@ -30,8 +32,8 @@ class Program(Protocol):
     @property
     def version(self) -> str: ...
 
-    def server_command(self, spec: LaunchSpec, host: str, port: int) -> list[str]:
-        """The command line of a server. The API key is not in it: it travels in the environment."""
+    def server_command(self, spec: LaunchSpec, address: EngineAddress) -> list[str]:
+        """The command line of a server that listens at `address` alone; the API key travels in the environment."""
 
     def server_environment(self, serving: ServingConfig, api_key: str) -> dict[str, str]:
         """The whole environment of a server, whose working folder will be a temporary one of its own."""
@@ -57,6 +59,7 @@ class LoadResult:
 class Engine(Protocol):
     """name: in records and metrics, `NAME_version` among them. title: in messages. installation: what to do when it is
     missing. settings: environment variables of every server. waiting_requests_metric: of its `/metrics`.
+    listens_on_sockets: whether it can listen on a Unix socket; one that cannot gets a port of the loopback.
     """
 
     @property
@@ -69,6 +72,9 @@ class Engine(Protocol):
     def settings(self) -> Mapping[str, str]: ...
     @property
     def waiting_requests_metric(self) -> str: ...
+
+    @property
+    def listens_on_sockets(self) -> bool: ...
 
     def find_program(self) -> Program:
         """The installed program. Raises ResourceError, with how to get one, when there is none."""

@@ -1,116 +1,206 @@
-"""A reverse proxy in front of one server at a time, which may be exchanged while requests are under way.
+"""The proxy in front of every server: the only door to an engine, whichever it is.
 
-An ASGI application: every request goes to the backend that is current when it arrives, and stays with it to its end,
-streamed answers included. Keys are checked by the backend. Which backend is current is for others to decide.
+Engines guard some of their routes with a key, and leave others open: vLLM's own key guards `/v1` only. So an engine
+listens where only the proxy is (`EngineAddress`), and the proxy, on the address that people are given, asks for the key
+on every path, passes on the routes of `ROUTES` alone, and bounds the size, the number and the time of requests.
+Answers pass as they are made. The engine behind it may be exchanged while requests are under way.
+
+It imports nothing of ours: in Kubernetes it runs in the engine's image (`proxy_program.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import hmac
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
-import httpx
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+import aiohttp
+from aiohttp import web
+from multidict import CIMultiDict
+from yarl import URL
 
+ROUTES = {
+    "/v1/models": "GET",
+    "/v1/completions": "POST",
+    "/v1/chat/completions": "POST",
+    "/health": "GET",
+    "/metrics": "GET",
+}
+"""Path → method. What else an engine answers (vLLM: `/collective_rpc`, `/tokenize`, …) never leaves its socket."""
+MAX_BODY_BYTES = 32 * 2**20
+MAX_REQUESTS = 1024
+"""Under way at a time."""
+API_KEY_VARIABLE = "VLLM_API_KEY"
+BODY_TIMEOUT_S = 60.0
+REQUEST_TIMEOUT_S = 3600.0
 CONNECT_TIMEOUT_S = 10.0
-HOP_BY_HOP_HEADERS = frozenset(
+NOT_PASSED_ON = frozenset(
     {
         "connection",
         "keep-alive",
         "proxy-authenticate",
         "proxy-authorization",
+        "proxy-connection",
         "te",
         "trailer",
         "transfer-encoding",
         "upgrade",
+        *("host", "date", "server", "origin", "expect"),
     }
 )
-"""Headers of one connection, which are not passed on (RFC 9110, section 7.6.1)."""
-OWN_HEADERS = HOP_BY_HOP_HEADERS | {"host", "date", "server"}
+"""Headers of one connection (RFC 9110, section 7.6.1), and of one server: without an origin, engines allow none."""
+
+
+@dataclass(frozen=True)
+class EngineAddress:
+    """Where an engine listens: on a Unix socket in a private folder, or on a port of the loopback."""
+
+    socket: Path | None = None
+    port: int | None = None
+
+    def connector(self) -> aiohttp.BaseConnector:
+        """Connections are not used again: one that the engine is about to close would lose a request."""
+        if self.socket:
+            return aiohttp.UnixConnector(str(self.socket), force_close=True, limit=0)
+        return aiohttp.TCPConnector(force_close=True, limit=0)
+
+    @property
+    def url(self) -> URL:
+        return URL(f"http://127.0.0.1:{self.port}" if self.port else "http://engine")
 
 
 class Backend:
-    """A server behind the proxy. url: without `/v1`."""
+    """An engine behind the proxy, and how many requests it has."""
 
-    def __init__(self, url: str):
-        self.url = url
-        self._num_requests = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    @contextmanager
-    def request(self) -> Iterator[None]:
-        """Count a request from its arrival to the last byte of its answer."""
-        self._num_requests += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self._num_requests -= 1
-            if not self._num_requests:
-                self._idle.set()
-
-    async def drained(self) -> None:
-        """Return when no request is under way."""
-        await self._idle.wait()
+    def __init__(self, address: EngineAddress):
+        self.address = address
+        self.num_requests = 0
+        self.idle = threading.Event()
+        self.idle.set()
 
 
 class Proxy:
-    """The ASGI application."""
+    """Answers requests, in the thread of one event loop; the other methods may be called from any thread."""
 
-    def __init__(self, backend: Backend):
-        self._backend = backend
-        # Connections are not used again: one that the backend is about to close would lose a request.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-        self._client = httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False)
-        self._client.headers.clear()
+    def __init__(self, address: EngineAddress, api_key: str):
+        self._backend = Backend(address)
+        self._bearer = f"Bearer {api_key}".encode()
+        self._num_requests = 0
+        self._lock = threading.Lock()
+        self._sessions: dict[Backend, aiohttp.ClientSession] = {}
 
-    def switch(self, backend: Backend) -> Backend:
-        """Send requests to `backend` from now on; returns the one before, which may still have some."""
-        before, self._backend = self._backend, backend
+    def switch(self, address: EngineAddress) -> Backend:
+        """Send requests to another engine from now on; returns the one before, which may still have some."""
+        with self._lock:
+            before, self._backend = self._backend, Backend(address)
         return before
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        if scope["type"] != "http":
-            return
-        backend = self._backend
-        with backend.request(), suppress(ClientDisconnect):
-            asked = await self._asked(Request(scope, receive), backend)
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request. Cancelled when the client goes away, which ends the engine's work on it too."""
+        refusal = self._refusal(request)
+        if refusal:
+            return refusal
+        with self._under_way() as backend:
             try:
-                answer = await self._client.send(asked, stream=True)
-            except httpx.TransportError as error:
-                await _unreachable(error)(scope, receive, send)
-                return
-            try:
-                await _passed_on(answer)(scope, receive, send)
-            finally:
-                await answer.aclose()
+                async with asyncio.timeout(BODY_TIMEOUT_S):
+                    body = await _body(request)
+            except TimeoutError:
+                return _error(408, f"the request's body did not arrive within {BODY_TIMEOUT_S:g} s")
+            if body is None:
+                return _error(413, f"the request is larger than {MAX_BODY_BYTES} bytes")
+            return await self._passed_on(request, body, backend)
 
-    async def _asked(self, request: Request, backend: Backend) -> httpx.Request:
-        """The request as the backend gets it."""
-        url = httpx.URL(backend.url).copy_with(raw_path=_raw_path(request.scope))
-        headers = [(name, value) for name, value in request.headers.items() if name not in OWN_HEADERS]
-        return self._client.build_request(request.method, url, headers=headers, content=await request.body())
+    async def close(self) -> None:
+        """Close what is open to engines."""
+        for session in self._sessions.values():
+            await session.close()
+
+    def _refusal(self, request: web.BaseRequest) -> web.Response | None:
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(given, self._bearer):
+            return _error(401, "the API key is missing or wrong; send it as a bearer token")
+        path = request.raw_path.partition("?")[0]  # as it is passed on: an engine may decode it in another way
+        if path not in ROUTES:
+            return _error(404, f"there is no {path}; there are {', '.join(ROUTES)}")
+        if request.method != ROUTES[path]:
+            return _error(405, f"{path} takes {ROUTES[path]} only", {"Allow": ROUTES[path]})
+        if (request.content_length or 0) > MAX_BODY_BYTES:
+            return _error(413, f"the request is larger than {MAX_BODY_BYTES} bytes")
+        if self._num_requests >= MAX_REQUESTS:
+            return _error(429, f"{MAX_REQUESTS} requests are under way; try again later", {"Retry-After": "1"})
+        return None
+
+    @contextmanager
+    def _under_way(self) -> Iterator[Backend]:
+        """Count a request, with the engine that has it, from its arrival to the last byte of its answer."""
+        with self._lock:
+            backend = self._backend
+            backend.num_requests += 1
+            backend.idle.clear()
+            self._num_requests += 1
+        try:
+            yield backend
+        finally:
+            with self._lock:
+                self._num_requests -= 1
+                backend.num_requests -= 1
+                if not backend.num_requests:
+                    backend.idle.set()
+
+    async def _passed_on(self, request: web.BaseRequest, body: bytes, backend: Backend) -> web.StreamResponse:
+        url = backend.address.url.join(URL(request.raw_path, encoded=True))
+        response: web.StreamResponse | None = None
+        try:
+            async with self._session(backend).request(
+                request.method, url, headers=_passed(request.headers), data=body, allow_redirects=False
+            ) as answer:
+                response = web.StreamResponse(
+                    status=answer.status, reason=answer.reason, headers=_passed(answer.headers)
+                )
+                await response.prepare(request)
+                async for chunk in answer.content.iter_any():
+                    await response.write(chunk)
+                await response.write_eof()
+                return response
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            if response is None:
+                return _error(502, f"the model server does not answer: {type(error).__name__}")
+            if request.transport:  # The answer was cut off: so is what the client gets.
+                request.transport.abort()
+            return response
+
+    def _session(self, backend: Backend) -> aiohttp.ClientSession:
+        if backend not in self._sessions:
+            self._sessions[backend] = aiohttp.ClientSession(
+                connector=backend.address.connector(),
+                timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S),
+                skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+                auto_decompress=False,
+            )
+        return self._sessions[backend]
 
 
-def _raw_path(scope: Scope) -> bytes:
-    """Path and query as they were sent."""
-    path: bytes = scope["raw_path"]
-    query: bytes = scope["query_string"]
-    return path + b"?" + query if query else path
+async def _body(request: web.BaseRequest) -> bytes | None:
+    """What was sent; None when it is too much."""
+    parts, size = [], 0
+    async for part in request.content.iter_any():
+        size += len(part)
+        if size > MAX_BODY_BYTES:
+            return None
+        parts.append(part)
+    return b"".join(parts)
 
 
-def _passed_on(answer: httpx.Response) -> Response:
-    response = StreamingResponse(answer.aiter_raw(), answer.status_code)
-    response.raw_headers = [pair for pair in answer.headers.raw if pair[0].decode().lower() not in OWN_HEADERS]
-    return response
+def _passed(headers: Mapping[str, str]) -> CIMultiDict[str]:
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in NOT_PASSED_ON)
 
 
-def _unreachable(error: httpx.TransportError) -> Response:
-    message = f"the model server does not answer: {type(error).__name__}"
-    return JSONResponse({"error": {"message": message, "type": "BadGatewayError", "code": 502}}, 502)
+def _error(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
+    """As OpenAI's clients expect errors."""
+    return web.json_response(
+        {"error": {"message": message, "type": "ProxyError", "code": status}}, status=status, headers=headers
+    )

@@ -23,20 +23,26 @@ from stages.serving.client import Client, check_server
 from stages.serving.config import ServeExecution
 from stages.serving.engine import Engine
 from stages.serving.launch import LaunchSpec
+from stages.serving.listening import listening
+from stages.serving.proxy import API_KEY_VARIABLE, EngineAddress, Proxy
 from stages.serving.registry import engine_of
 
 POLL_INTERVAL_S = 0.1
 REPORT_INTERVAL_S = 1.0
 GRACE_S = 10.0
-API_KEY_VARIABLE = "VLLM_API_KEY"
+SOCKET_NAME = "engine.sock"
 
 
 @dataclass
 class Server:
-    """A server that was started; `wait_until_ready` before the first request."""
+    """A server that was started; `wait_until_ready` before the first request.
+
+    client: speaks to the proxy. address: of the engine itself, for another proxy of this process.
+    """
 
     client: Client
     engine: Engine
+    address: EngineAddress
     spec: LaunchSpec
     log_file: Path
     process: Supervised
@@ -101,10 +107,11 @@ class Server:
 
 @contextlib.contextmanager
 def started_server(spec: LaunchSpec, execution: ServeExecution, log_file: Path, runtime: Path) -> Iterator[Server]:
-    """Start `spec.engine` for `spec.model`; on leaving, no process, port or temporary file of it is left.
+    """Start `spec.engine` for `spec.model`, and a proxy on the address that `execution` names, the only way to it.
 
-    log_file: receives all that the server prints. runtime: a folder for its sockets and temporary files, emptied
-    first and removed in the end. The API key is VLLM_API_KEY of our environment, or a new one.
+    On leaving, no process, port or temporary file of them is left. log_file: receives all that the engine prints.
+    runtime: a folder for its socket and temporary files, emptied first and removed in the end. The API key is
+    VLLM_API_KEY of our environment, or a new one.
 
     Raises at once, before anything slow: ModelError for a missing or damaged folder, ResourceError when the port is
     taken or the engine is not installed.
@@ -112,16 +119,21 @@ def started_server(spec: LaunchSpec, execution: ServeExecution, log_file: Path, 
     check_model_folder(spec.model)
     engine = engine_of(spec.engine)
     program = engine.find_program()
-    with reserve_port(execution.host, execution.port) as reservation, _emptied(runtime):
-        port = reservation.getsockname()[1]
-        client = Client(f"http://{reachable(execution.host)}:{port}", api_key(), spec.served_name)
-        command = program.server_command(spec, execution.host, port)
+    with (
+        reserve_port(execution.host, execution.port) as public,
+        _emptied(runtime),
+        _engine_address(engine, runtime) as (inside, outside),
+    ):
+        url = f"http://{reachable(execution.host)}:{public.getsockname()[1]}"
+        client = Client(url, api_key(), spec.served_name)
+        command = program.server_command(spec, inside)
         # Servers leave files in their temporary folder even after a clean stop.
         environment = {**program.server_environment(spec.serving, client.api_key), "TMPDIR": str(runtime.resolve())}
         with log_file.open("wb") as output:
             process = Supervised(command, environment=environment, output=output, folder=runtime, grace_s=GRACE_S)
         try:
-            yield Server(client, engine, spec, log_file, process, time.monotonic())
+            with listening(Proxy(outside, client.api_key), public):
+                yield Server(client, engine, outside, spec, log_file, process, time.monotonic())
         finally:
             process.stop()
 
@@ -133,13 +145,31 @@ def api_key() -> str:
 
 @contextlib.contextmanager
 def _emptied(folder: Path) -> Iterator[None]:
-    """`folder`, without what a killed predecessor left there; removed in the end."""
+    """`folder`, without what a killed predecessor left there, for this user alone; removed in the end."""
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, mode=0o700)
     try:
         yield
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _engine_address(engine: Engine, runtime: Path) -> Iterator[tuple[EngineAddress, EngineAddress]]:
+    """Where the engine listens: as the engine, which runs in `runtime`, is to name it, and as we do.
+
+    The path of a socket may have 107 bytes, so both name it relative to the folder.
+    """
+    if not engine.listens_on_sockets:
+        with reserve_port("127.0.0.1", None) as reservation:
+            address = EngineAddress(port=reservation.getsockname()[1])
+            yield address, address
+        return
+    folder = os.open(runtime, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield EngineAddress(Path(SOCKET_NAME)), EngineAddress(Path(f"/proc/self/fd/{folder}") / SOCKET_NAME)
+    finally:
+        os.close(folder)
 
 
 def last_lines(log: str, num_lines: int = 5) -> str:

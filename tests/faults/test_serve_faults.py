@@ -17,6 +17,7 @@ from stages.core.errors import ModelError, ResourceError, ServerError, Transient
 from stages.serving.config import ServeExecution, ServingConfig
 from stages.serving.launch import LaunchSpec
 from stages.serving.server import started_server
+from tests.listening import listening_addresses
 from tests.serving import (
     SERVING,
     kill,
@@ -75,9 +76,10 @@ def processes_by_role(folder: Path) -> dict[str, int]:
     return found
 
 
-def port_of(pid: int) -> int:
-    command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    return int(command[command.index(b"--port") + 1])
+def port_of(stage: int) -> int:
+    """Where its proxy listens."""
+    (address,) = listening_addresses([stage])
+    return int(address.rpartition(":")[2])
 
 
 def failure_of(work: Path, process: subprocess.Popen[bytes]) -> tuple[int, str]:
@@ -164,7 +166,7 @@ def test_a_killed_serve_stage_takes_its_server_along(root: Path, fault: Fault) -
     fault.name, fault.stage = "SIGKILL of the stage", "serve"
     with stage_process(serve_work(root, "orphaned")) as process:
         wait_for(lambda: "engine" in processes_by_role(runtime(root)), what="the engine")
-        port = port_of(processes_by_role(runtime(root))["server"])
+        port = port_of(process.pid)
         with fault.timed("detected"):
             process.kill()
             assert_nothing_left(runtime(root), port)

@@ -3,16 +3,20 @@
 import json
 import os
 import signal
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from stages.core.contract import StageResult
+from stages.core.supervisor import descendants
 from stages.evaluate.harnesses.lm_eval.tasks import select_tasks
 from stages.serving.client import Client
+from tests.listening import listening_addresses, reachable_from_elsewhere
 from tests.serving import (
     API_KEY,
     SERVING,
@@ -134,6 +138,28 @@ def test_the_key_opens_the_server_and_is_written_nowhere(served: Served, root: P
     assert not any(API_KEY in path.read_text(errors="replace") for path in root.rglob("*") if path.is_file())
     commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if os.access(path, os.R_OK)]
     assert not any(API_KEY.encode() in command for command in commands)
+
+
+def test_the_proxy_is_the_only_door(served: Served, root: Path) -> None:
+    stage = served.result.lease.pid
+    assert listening_addresses([stage]) == {served.client.url.removeprefix("http://")}
+    assert not reachable_from_elsewhere([stage, *descendants(stage)])
+    (engine,) = (root / "cache" / "servers").glob("*/engine.sock")
+    assert stat.S_IMODE(engine.parent.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/models", "/invocations", "/tokenize", "/server_info"])
+def test_nothing_is_answered_without_the_key(served: Served, path: str) -> None:
+    assert httpx.get(f"{served.client.url}{path}").status_code == 401
+
+
+def test_metrics_are_a_route_and_what_develops_vllm_is_none(served: Served) -> None:
+    key = {"Authorization": f"Bearer {API_KEY}", "Origin": "http://elsewhere"}
+    metrics = httpx.get(f"{served.client.url}/metrics", headers=key)
+    assert "vllm:num_requests_waiting" in metrics.text
+    assert not [name for name in metrics.headers if name.startswith("access-control")]
+    for path in ("/invocations", "/tokenize", "/collective_rpc", "/reset_prefix_cache"):
+        assert httpx.post(f"{served.client.url}{path}", headers=key, json={}).status_code == 404
 
 
 def test_generated_answers_and_scores_are_those_of_transformers(root: Path, served: Served, reference: Any) -> None:

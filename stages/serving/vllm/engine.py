@@ -27,6 +27,7 @@ class Vllm:
     installation = "make environments, or set LIFECYCLE_VLLM to the vllm program"
     settings = QUIET
     waiting_requests_metric = "vllm:num_requests_waiting"
+    listens_on_sockets = True
 
     def find_program(self) -> VllmProgram:
         return find_vllm()

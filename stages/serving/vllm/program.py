@@ -12,10 +12,14 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from stages.core.errors import ResourceError
 from stages.serving.config import ServingConfig
 from stages.serving.launch import LaunchSpec
+
+if TYPE_CHECKING:
+    from stages.serving.proxy import EngineAddress  # its HTTP imports would slow every plan
 
 BYTES_PER_GIB = 2**30
 CPU_KV_CACHE_GIB = 4.0
@@ -27,6 +31,9 @@ QUIET = {
     "TOKENIZERS_PARALLELISM": "false",
     "PYTHONUNBUFFERED": "1",
 }
+
+LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""Where the processes of a server, all on one machine, reach one another."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +49,10 @@ class VllmProgram:
         """Whether this is a build for CPUs; it serves there even when the machine has a GPU."""
         return "cpu" in self.version
 
-    def server_command(self, spec: LaunchSpec, host: str, port: int) -> list[str]:
+    def server_command(self, spec: LaunchSpec, address: EngineAddress) -> list[str]:
         serving = spec.serving
         command = [str(self.command), "serve", str(spec.model), "--served-model-name", spec.served_name]
-        command += ["--host", host, "--port", str(port), "--dtype", serving.dtype]
+        command += ["--uds", str(address.socket), "--dtype", serving.dtype]
         command += ["--tensor-parallel-size", str(serving.tensor_parallel_size)]
         if serving.max_model_len:
             command += ["--max-model-len", str(serving.max_model_len)]
@@ -67,6 +74,8 @@ class VllmProgram:
         inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
         # Sockets get names relative to the working folder, since their paths may not be longer than 107 bytes.
         environment = {**inherited, **QUIET, "VLLM_API_KEY": api_key, "VLLM_RPC_BASE_PATH": "."}
+        for variable, value in LOOPBACK.items():
+            environment.setdefault(variable, value)
         if self.runs_on_cpu:
             environment.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
             # Threads that spin while they wait make a server ten times slower on cores that others use too.

@@ -1,5 +1,8 @@
 """Manifests are what Kubernetes' and Kubeflow's published schemas say, and as restricted as they can be."""
 
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import kubernetes_validate
@@ -136,12 +139,41 @@ def test_pods_of_an_indexed_job_find_the_first_of_them():
 
 
 def test_a_server_rolls_over_without_a_gap_and_has_a_key():
-    deployment, service, autoscaler = served(gpus_per_node=1)
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    deployment, service, _, autoscaler = served(gpus_per_node=1)
+    engine, proxy = deployment["spec"]["template"]["spec"]["containers"]
     assert deployment["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
-    assert any(entry["name"] == "VLLM_API_KEY" and "valueFrom" in entry for entry in container["env"])
+    for container in (engine, proxy):
+        assert any(entry["name"] == "VLLM_API_KEY" and "valueFrom" in entry for entry in container["env"])
     assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"]
     assert autoscaler["spec"]["metrics"][0]["pods"]["metric"]["name"] == "vllm:num_requests_waiting"
+
+
+def test_the_proxy_alone_is_reached_and_a_server_reaches_nobody():
+    deployment, service, policy, _ = served()
+    engine, proxy = deployment["spec"]["template"]["spec"]["containers"]
+    assert "ports" not in engine
+    assert not {"--host", "--port"} & set(engine["command"])
+    assert engine["command"][engine["command"].index("--uds") + 1] == proxy["command"][-2]
+    assert proxy["ports"] == [{"name": "http", "containerPort": 8000}]
+    assert service["spec"]["ports"][0]["targetPort"] == "http"
+    assert policy["spec"]["podSelector"]["matchLabels"] == deployment["spec"]["selector"]["matchLabels"]
+    assert [rule["ports"] for rule in policy["spec"]["ingress"]] == [[{"protocol": "TCP", "port": "http"}]]
+    assert policy["spec"]["egress"] == []
+
+
+@pytest.mark.parametrize(("status", "healthy"), [("200 OK", True), ("503 Service Unavailable", False), (None, False)])
+def test_a_probe_asks_the_engine_at_its_socket(tmp_path, status, healthy):
+    probe = served()[0]["spec"]["template"]["spec"]["containers"][0]["livenessProbe"]["exec"]["command"]
+    command = [sys.executable, *probe[1:-1], str(tmp_path / "engine.sock")]
+    with socket.socket(socket.AF_UNIX) as engine:
+        engine.bind(str(tmp_path / "engine.sock"))
+        engine.listen()
+        asked = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        connection, _ = engine.accept()
+        assert connection.recv(100).startswith(b"GET /health HTTP/1.0\r\n\r\n")
+        connection.sendall(f"HTTP/1.1 {status}\r\n\r\n".encode() if status else b"")
+        connection.close()
+        assert (asked.wait(10) == 0) is healthy
 
 
 def test_a_server_without_a_key_is_refused():

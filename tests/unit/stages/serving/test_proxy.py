@@ -1,9 +1,13 @@
-"""The proxy: what it passes on, and that an exchange of backends neither cuts nor misplaces a request."""
+"""The proxy: what it passes on and refuses, its bounds, and that an exchange of engines loses no request."""
 
 import asyncio
+import itertools
+import json
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
 
 import httpx
 import pytest
@@ -13,114 +17,275 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from stages.serving.proxy import Backend, Proxy
+from stages.serving import listening as listening_module
+from stages.serving import proxy as proxy_module
+from stages.serving.listening import listening
+from stages.serving.proxy import ROUTES, EngineAddress, Proxy
 
 PATIENCE_S = 30.0
+KEY = "key"
+COMPLETIONS = "/v1/completions"
 
 
 class Model:
-    """A backend: `/echo` tells what arrived, `/stream` answers in two parts, the second when it is told to."""
+    """An engine: `/v1/completions` tells what arrived, chats are answered in two parts, the second when it is told to;
+    everything else is answered by `secret`, whoever asks."""
 
     def __init__(self, name: str):
         self.name = name
         self.go_on = asyncio.Event()
-        routes = [Route("/echo", self.echo, methods=["GET", "POST"]), Route("/stream", self.stream)]
+        self.left_alone = asyncio.Event()
+        self.num_asked = 0
+        routes = [
+            Route(COMPLETIONS, self.echo, methods=["GET", "POST"]),
+            Route("/v1/chat/completions", self.stream, methods=["POST"]),
+            Route("/{path:path}", self.secret, methods=["GET", "POST", "OPTIONS"]),
+        ]
         self.application = Starlette(routes=routes)
 
     async def echo(self, request: Request) -> Response:
+        self.num_asked += 1
         body = (await request.body()).decode()
         told = {"name": self.name, "query": request.url.query, "body": body, "key": request.headers["authorization"]}
+        told["origin"] = request.headers.get("origin")
         return JSONResponse(told, status_code=418, headers={"x-model": self.name})
+
+    async def secret(self, request: Request) -> Response:
+        self.num_asked += 1
+        return Response("secret")
 
     async def stream(self, _: Request) -> Response:
         async def parts() -> AsyncIterator[bytes]:
-            yield f"{self.name} begins".encode()
-            await self.go_on.wait()
-            yield f", {self.name} ends".encode()
+            try:
+                yield f"{self.name} begins".encode()
+                await self.go_on.wait()
+                yield f", {self.name} ends".encode()
+            except asyncio.CancelledError:
+                self.left_alone.set()
+                raise
 
         return StreamingResponse(parts())
 
 
 @asynccontextmanager
-async def listening(application: object) -> AsyncIterator[str]:
-    """The address of an ASGI application on a free port."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        server = uvicorn.Server(uvicorn.Config(application, lifespan="off", log_level="error"))
-        served = asyncio.create_task(server.serve(sockets=[free]))
+async def engine_on(path: Path, model: Model) -> AsyncIterator[EngineAddress]:
+    """The address of an engine that listens on a Unix socket."""
+    with socket.socket(socket.AF_UNIX) as inside:
+        inside.bind(str(path))
+        server = uvicorn.Server(uvicorn.Config(model.application, lifespan="off", log_level="error"))
+        served = asyncio.create_task(server.serve(sockets=[inside]))
         try:
-            yield f"http://127.0.0.1:{free.getsockname()[1]}"
+            yield EngineAddress(socket=path)
         finally:
             server.should_exit = True
+            model.go_on.set()
             await served
 
 
-Trial = Callable[[Model, Model, Backend, Backend, Proxy, httpx.AsyncClient], Awaitable[None]]
+Trial = Callable[[Model, Model, EngineAddress, Proxy, httpx.AsyncClient], Awaitable[None]]
 
 
-def in_front_of_two(trial: Trial) -> None:
-    """Run a trial with a client of a proxy in front of `old`; `new` waits for its turn."""
+@pytest.fixture
+def in_front_of_two(tmp_path) -> Callable[[Trial], None]:
+    """Runs a trial with a client of a proxy in front of `old`; `new`, at the address, waits for its turn."""
 
-    async def run() -> None:
+    async def run(trial: Trial) -> None:
         old, new = Model("old"), Model("new")
-        async with listening(old.application) as old_url, listening(new.application) as new_url:
-            behind, next_behind = Backend(old_url), Backend(new_url)
-            proxy = Proxy(behind)
-            headers = {"authorization": "Bearer key"}
-            async with listening(proxy) as url, httpx.AsyncClient(base_url=url, headers=headers) as client:
-                await asyncio.wait_for(trial(old, new, behind, next_behind, proxy, client), PATIENCE_S)
+        async with engine_on(tmp_path / "old", old) as behind, engine_on(tmp_path / "new", new) as next_behind:
+            proxy = Proxy(behind, KEY)
+            public = socket.socket()
+            public.bind(("127.0.0.1", 0))
+            headers = {"authorization": f"Bearer {KEY}"}
+            url = f"http://127.0.0.1:{public.getsockname()[1]}"
+            with ExitStack() as stack:
+                stack.enter_context(listening(proxy, public))
+                async with httpx.AsyncClient(base_url=url, headers=headers) as client:
+                    await asyncio.wait_for(trial(old, new, next_behind, proxy, client), PATIENCE_S)
 
-    asyncio.run(run())
+    return lambda trial: asyncio.run(run(trial))
 
 
-def test_requests_and_answers_pass_unchanged():
-    async def trial(old, new, behind, next_behind, proxy, client):
-        answer = await client.post("/echo?a=1&b=%2F", content="question")
+async def eventually(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def test_requests_and_answers_pass_unchanged(in_front_of_two):
+    async def trial(old, new, next_behind, proxy, client):
+        answer = await client.post(f"{COMPLETIONS}?a=1&b=%2F", content="question", headers={"origin": "http://evil"})
         assert answer.status_code == 418
         assert answer.headers["x-model"] == "old"
-        assert answer.json() == {"name": "old", "query": "a=1&b=%2F", "body": "question", "key": "Bearer key"}
+        told = {"name": "old", "query": "a=1&b=%2F", "body": "question", "key": "Bearer key", "origin": None}
+        assert answer.json() == told
 
     in_front_of_two(trial)
 
 
-def test_a_stream_arrives_as_it_is_made_and_stays_with_its_backend_while_others_go_to_the_next():
-    async def trial(old, new, behind, next_behind, proxy, client):
-        async with client.stream("GET", "/stream") as answer:
+def test_a_stream_arrives_as_it_is_made_and_stays_with_its_engine_while_others_go_to_the_next(in_front_of_two):
+    async def trial(old, new, next_behind, proxy, client):
+        async with client.stream("POST", "/v1/chat/completions") as answer:
             parts = answer.aiter_text()
             assert await anext(parts) == "old begins"
-            assert proxy.switch(next_behind) is behind
-            drained = asyncio.create_task(behind.drained())
-            assert (await client.get("/echo")).json()["name"] == "new"
-            assert not drained.done()
+            before = proxy.switch(next_behind)
+            assert (await client.post(COMPLETIONS)).json()["name"] == "new"
+            assert not before.idle.is_set()
             old.go_on.set()
             assert await anext(parts) == ", old ends"
-        await drained
+        await eventually(before.idle.is_set)
 
     in_front_of_two(trial)
 
 
-def test_a_client_that_goes_away_leaves_nothing_to_wait_for():
-    async def trial(old, new, behind, next_behind, proxy, client):
-        async with client.stream("GET", "/stream") as answer:
+def test_a_client_that_goes_away_leaves_nothing_to_wait_for_and_the_engine_hears_of_it(in_front_of_two):
+    async def trial(old, new, next_behind, proxy, client):
+        async with client.stream("POST", "/v1/chat/completions") as answer:
             await anext(answer.aiter_text())
+        await old.left_alone.wait()
+        await eventually(proxy.switch(next_behind).idle.is_set)
+
+    in_front_of_two(trial)
+
+
+def test_an_engine_that_is_away_is_told_of(in_front_of_two, tmp_path):
+    async def trial(old, new, next_behind, proxy, client):
+        for address in (EngineAddress(port=9), EngineAddress(socket=tmp_path / "nobody")):
+            proxy.switch(address)
+            answer = await client.post(COMPLETIONS)
+            assert answer.status_code == 502
+            assert "does not answer" in answer.json()["error"]["message"]
+
+    in_front_of_two(trial)
+
+
+def test_a_route_takes_its_own_method_only(in_front_of_two):
+    async def trial(old, new, next_behind, proxy, client):
+        for method in ("PUT", "DELETE", "GET", "OPTIONS"):
+            assert (await client.request(method, COMPLETIONS)).status_code == 405
+        assert old.num_asked == 0
+
+    in_front_of_two(trial)
+
+
+OPEN_IN_VLLM = ["/collective_rpc", "/tokenize", "/server_info", "/invocations", "/reset_prefix_cache", "/", "/docs"]
+IN_DISGUISE = ["/v1/models/../../tokenize", "/v1%2Fmodels", "//v1/models", "/v1/models/"]
+
+
+def test_what_is_no_route_stays_inside_even_with_the_key(in_front_of_two):
+    async def trial(old, new, next_behind, proxy, client):
+        for method, path in itertools.product(("GET", "POST"), [*OPEN_IN_VLLM, *IN_DISGUISE]):
+            answer = await raw_answer(client, f"{method} {path} HTTP/1.1", f"Authorization: Bearer {KEY}")
+            assert answer.startswith((b"HTTP/1.1 404", b"HTTP/1.1 405", b"HTTP/1.1 400"))
+        assert old.num_asked == 0
+
+    in_front_of_two(trial)
+
+
+async def raw_answer(client: httpx.AsyncClient, *head: str) -> bytes:
+    """What is answered to a request of these lines."""
+    reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+    writer.write(("\r\n".join([*head, "Host: x", "Connection: close", "", ""])).encode())
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
+WRONG_KEYS = [None, "", "Bearer", "Bearer other", "Basic key", "bearer key", "Bearer keykey", "Bearer ke"]
+
+
+def test_every_path_asks_for_the_key(in_front_of_two):
+    async def trial(old, new, next_behind, proxy, client):
+        client.headers.pop("authorization")
+        for path, given in itertools.product([*ROUTES, *OPEN_IN_VLLM], WRONG_KEYS):
+            headers = {} if given is None else {"authorization": given}
+            assert (await client.request(ROUTES.get(path, "GET"), path, headers=headers)).status_code == 401
+        assert old.num_asked == 0
+
+    in_front_of_two(trial)
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_request_that_is_too_large_is_refused(in_front_of_two, monkeypatch, announced):
+    monkeypatch.setattr(proxy_module, "MAX_BODY_BYTES", 1000)
+
+    async def parts() -> AsyncIterator[bytes]:
+        for _ in range(11):
+            yield b"x" * 100
+
+    async def trial(old, new, next_behind, proxy, client):
+        answer = await client.post(COMPLETIONS, content=b"x" * 1100 if announced else parts())
+        assert answer.status_code == 413
+        assert old.num_asked == 0
+        assert (await client.post(COMPLETIONS, content=b"x" * 1000)).status_code == 418
+
+    in_front_of_two(trial)
+
+
+def test_requests_beyond_the_bound_are_told_to_come_again(in_front_of_two, monkeypatch):
+    monkeypatch.setattr(proxy_module, "MAX_REQUESTS", 2)
+
+    async def trial(old, new, next_behind, proxy, client):
+        under_way = [asyncio.create_task(client.post("/v1/chat/completions")) for _ in range(2)]
+        await eventually(lambda: proxy._num_requests == 2)
+        answer = await client.post(COMPLETIONS)
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
         old.go_on.set()
-        await behind.drained()
+        assert {(await one).status_code for one in under_way} == {200}
+        assert (await client.post(COMPLETIONS)).status_code == 418
 
     in_front_of_two(trial)
 
 
-def test_a_backend_that_is_away_is_told_of():
-    async def trial(old, new, behind, next_behind, proxy, client):
-        proxy.switch(Backend("http://127.0.0.1:9"))
-        answer = await client.get("/echo")
-        assert answer.status_code == 502
-        assert "does not answer" in answer.json()["error"]["message"]
+def test_an_answer_that_takes_too_long_is_cut_off(in_front_of_two, monkeypatch):
+    monkeypatch.setattr(proxy_module, "REQUEST_TIMEOUT_S", 0.3)
+
+    async def trial(old, new, next_behind, proxy, client):
+        with pytest.raises(httpx.TransportError):
+            await client.post("/v1/chat/completions")
+        await old.left_alone.wait()
 
     in_front_of_two(trial)
 
 
-@pytest.mark.parametrize("method", ["PUT", "DELETE"])
-def test_refusals_are_the_backends(method):
-    async def trial(old, new, behind, next_behind, proxy, client):
-        assert (await client.request(method, "/echo")).status_code == 405
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"])
+def test_a_connection_that_asks_for_nothing_is_closed(in_front_of_two, monkeypatch, sent):
+    monkeypatch.setattr(listening_module, "IDLE_TIMEOUT_S", 0.3)
+
+    async def trial(old, new, next_behind, proxy, client):
+        reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+        writer.write(sent)
+        await reader.read()
+        writer.close()
+
+    in_front_of_two(trial)
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(in_front_of_two, monkeypatch):
+    monkeypatch.setattr(proxy_module, "BODY_TIMEOUT_S", 0.3)
+
+    async def trial(old, new, next_behind, proxy, client):
+        head = [f"POST {COMPLETIONS} HTTP/1.1", f"Authorization: Bearer {KEY}", "Content-Length: 5"]
+        began_s = time.monotonic()
+        assert (await raw_answer(client, *head)).startswith(b"HTTP/1.1 408")
+        assert time.monotonic() - began_s < 10
+
+    in_front_of_two(trial)
+
+
+def test_connections_beyond_the_bound_are_closed(in_front_of_two, monkeypatch):
+    monkeypatch.setattr(listening_module, "MAX_CONNECTIONS", 3)
+
+    async def trial(old, new, next_behind, proxy, client):
+        host, port = client.base_url.host, client.base_url.port
+        held = [await asyncio.open_connection(host, port) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        reader, writer = await asyncio.open_connection(host, port)
+        with pytest.raises(ConnectionError):
+            writer.write(b"x")
+            assert await reader.read()
+            raise AssertionError("it was answered")
+        for _, one in [*held, (reader, writer)]:
+            one.close()
+        await asyncio.sleep(0.1)
+        assert (await client.post(COMPLETIONS, content=json.dumps({}))).status_code == 418
 
     in_front_of_two(trial)

@@ -6,8 +6,10 @@ import pytest
 
 from stages.serving.config import ServingConfig
 from stages.serving.launch import LaunchSpec
+from stages.serving.proxy import EngineAddress
 from stages.serving.vllm.program import VllmProgram
 
+SOCKET = EngineAddress(Path("engine.sock"))
 ON_CPU = VllmProgram(Path("/env/bin/vllm"), Path("/env/bin/python"), "0.32.0+cpu")
 ON_GPU = VllmProgram(Path("/env/bin/vllm"), Path("/env/bin/python"), "0.32.0")
 
@@ -32,7 +34,7 @@ def test_everything_the_recipe_says_reaches_the_command() -> None:
         trust_remote_code=True,
     )
 
-    command = ON_GPU.server_command(told, "127.0.0.1", 8123)
+    command = ON_GPU.server_command(told, SOCKET)
 
     assert command[:3] == ["/env/bin/vllm", "serve", "/models/m"]
     assert option(command, "--dtype") == "bfloat16"
@@ -44,21 +46,21 @@ def test_everything_the_recipe_says_reaches_the_command() -> None:
 
 
 def test_nothing_is_said_that_the_recipe_does_not_say() -> None:
-    command = ON_GPU.server_command(spec(), "127.0.0.1", 8123)
+    command = ON_GPU.server_command(spec(), SOCKET)
 
     assert not {"--trust-remote-code", "--enforce-eager", "--max-model-len", "--kv-cache-memory-bytes"} & set(command)
 
 
 def test_a_server_on_a_cpu_leaves_memory_to_others() -> None:
-    command = ON_CPU.server_command(spec(), "127.0.0.1", 8123)
+    command = ON_CPU.server_command(spec(), SOCKET)
 
     assert option(command, "--kv-cache-memory-bytes") == str(4 * 2**30)
 
 
 def test_a_single_worker_on_a_cpu_lives_in_the_engine() -> None:
-    assert "uni" in ON_CPU.server_command(spec(), "127.0.0.1", 8123)
-    assert "uni" not in ON_CPU.server_command(spec(tensor_parallel_size=2), "127.0.0.1", 8123)
-    assert "uni" not in ON_GPU.server_command(spec(), "127.0.0.1", 8123)
+    assert "uni" in ON_CPU.server_command(spec(), SOCKET)
+    assert "uni" not in ON_CPU.server_command(spec(tensor_parallel_size=2), SOCKET)
+    assert "uni" not in ON_GPU.server_command(spec(), SOCKET)
 
 
 def test_settings_for_cpus_stay_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,8 +76,20 @@ def test_settings_for_cpus_stay_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None
     assert not {"TORCHDYNAMO_DISABLE", "OMP_WAIT_POLICY", "VLLM_ENABLE_V1_MULTIPROCESSING"} & set(eager_on_gpu)
 
 
+@pytest.mark.parametrize("program", [ON_CPU, ON_GPU])
+def test_a_server_listens_on_its_socket_and_its_processes_on_the_loopback(program: VllmProgram, monkeypatch) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP"):
+        monkeypatch.delenv(name, raising=False)
+    command, environment = program.server_command(spec(), SOCKET), program.server_environment(ServingConfig(), "key")
+
+    assert option(command, "--uds") == "engine.sock"
+    assert not {"--host", "--port"} & set(command)
+    assert environment["VLLM_HOST_IP"] == "127.0.0.1"
+    assert {environment["GLOO_SOCKET_IFNAME"], environment["NCCL_SOCKET_IFNAME"]} == {"lo"}
+
+
 def test_the_key_travels_in_the_environment_only() -> None:
-    command = ON_CPU.server_command(spec(), "127.0.0.1", 8123)
+    command = ON_CPU.server_command(spec(), SOCKET)
 
     assert ON_CPU.server_environment(ServingConfig(), "sk-secret")["VLLM_API_KEY"] == "sk-secret"
     assert "--api-key" not in command

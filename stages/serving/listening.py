@@ -1,0 +1,82 @@
+"""Runs the proxy of a server: a thread that answers on a socket until the server that it stands before is ended.
+
+A thread, so that whatever ends this process ends the proxy, and no process, port or socket is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from aiohttp import web
+
+from stages.core.errors import ResourceError
+from stages.serving.proxy import Proxy
+
+MAX_CONNECTIONS = 2048
+IDLE_TIMEOUT_S = 60.0
+"""A connection that sends nothing, or no whole request, is closed."""
+LINGER_S = 2.0
+"""What a refused client goes on sending is read so long, or it might not see why it was refused."""
+
+
+@contextmanager
+def listening(proxy: Proxy, public: socket.socket, last_answers_s: float = 1.0) -> Iterator[None]:
+    """Answer on `public`, a bound socket, which is closed in the end; then, answers under way get some more seconds.
+
+    Raises ResourceError when somebody else listens there.
+    """
+    try:
+        public.listen(MAX_CONNECTIONS)
+    except OSError as error:  # a port that two have reserved is given to the first that listens
+        place = ":".join(map(str, public.getsockname()[:2]))
+        raise ResourceError(f"cannot listen on {place}: {error.strerror}; choose another port") from error
+    loop = asyncio.new_event_loop()
+    stop, ready = asyncio.Event(), threading.Event()
+    answering = _answer_until(stop, ready, proxy, public, last_answers_s)
+    thread = threading.Thread(target=loop.run_until_complete, args=(answering,), name="proxy", daemon=True)
+    thread.start()
+    try:
+        ready.wait()
+        yield
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+        loop.close()
+
+
+async def _answer_until(
+    stop: asyncio.Event, ready: threading.Event, proxy: Proxy, public: socket.socket, last_answers_s: float
+) -> None:
+    server = web.Server(
+        proxy.answer,
+        handler_cancellation=True,
+        access_log=None,
+        auto_decompress=False,
+        keepalive_timeout=IDLE_TIMEOUT_S,
+        lingering_time=LINGER_S,
+    )
+
+    def connection() -> asyncio.BaseProtocol:
+        return server() if len(server.connections) < MAX_CONNECTIONS else _Refused()
+
+    listener = await asyncio.get_running_loop().create_server(connection, sock=public, backlog=MAX_CONNECTIONS)
+    try:
+        ready.set()
+        await stop.wait()
+    finally:
+        listener.close()
+        server.pre_shutdown()
+        await server.shutdown(last_answers_s)
+        await proxy.close()
+
+
+class _Refused(asyncio.Protocol):
+    """A connection too many."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.abort()

@@ -1,0 +1,32 @@
+"""The proxy as a program, for the pod of a server: `python -m stages.serving.proxy_program SOCKET PORT`.
+
+It answers on every address of the pod, until SIGTERM; the engine listens on SOCKET. The API key is VLLM_API_KEY.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+
+from stages.serving.listening import listening
+from stages.serving.proxy import API_KEY_VARIABLE, EngineAddress, Proxy
+
+LAST_ANSWERS_TIMEOUT_S = 100.0
+
+
+def main() -> None:
+    """Answer until SIGTERM; then, answers under way are given to the end."""
+    address = EngineAddress(Path(sys.argv[1]))
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    public = socket.create_server(("0.0.0.0", int(sys.argv[2])))  # noqa: S104 (a pod's; asks for the key)
+    with listening(Proxy(address, os.environ[API_KEY_VARIABLE]), public, LAST_ANSWERS_TIMEOUT_S):
+        stop.wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""The proxy of a pod, in the environment of vLLM's image, which has none of ours but the folder `stages`."""
+
+import os
+import signal
+import subprocess
+import threading
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from socketserver import ThreadingUnixStreamServer
+
+import httpx
+
+from stages.serving.vllm.program import find_vllm
+from tests.serving import wait_for
+from tests.slurm_cluster import free_ports
+
+ROOT = Path(__file__).parents[4]
+
+
+class Engine(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"models")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_it_stands_before_an_engine_until_it_is_asked_to_end(tmp_path):
+    port = free_ports(1)[0]
+    command = [find_vllm().python, "-m", "stages.serving.proxy_program", tmp_path / "engine.sock", str(port)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_API_KEY": "key"}
+    with (
+        ThreadingUnixStreamServer(str(tmp_path / "engine.sock"), Engine) as engine,
+        subprocess.Popen(command, env=environment, cwd=tmp_path) as process,
+    ):
+        threading.Thread(target=engine.serve_forever, daemon=True).start()
+        try:
+            wait_for(lambda: answer(port, "wrong") is not None, timeout_s=60)
+            assert answer(port, "wrong").status_code == 401
+            assert answer(port, "key").text == "models"
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(10) == 0
+        finally:
+            process.kill()
+            engine.shutdown()
+    assert answer(port, "key") is None
+
+
+def answer(port: int, key: str) -> httpx.Response | None:
+    """What is answered; None when nobody listens."""
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/v1/models", headers={"Authorization": f"Bearer {key}"})
+    except httpx.ConnectError:
+        return None
