@@ -174,6 +174,8 @@ def _launch_problems(stage: str, config: StageConfig) -> Iterator[str]:
         yield f"{path}.nodes: found {execution.nodes}, but the local launcher has one node only"
     elif execution.nodes > 1 and config.kind != "train":
         yield f"{path}.nodes: found {execution.nodes}, but only a train stage spreads over nodes"
+    if execution.network_interface and execution.nodes == 1:
+        yield f"{path}.network_interface: found {execution.network_interface}, but processes of one node use none"
     if execution.launcher != "local" and config.product == "server":
         yield (
             f"{path}.launcher: found {execution.launcher}, but a server answers on its own machine only; "

@@ -22,8 +22,8 @@ from stages.core.supervisor import die_with_parent
 
 RENDEZVOUS_FILE = "LIFECYCLE_RENDEZVOUS_FILE"
 POLL_INTERVAL_S = 0.05
-GRACE_S = 30.0
-"""Between SIGTERM and SIGKILL: time for a checkpoint to be completed."""
+GRACE_S = 5.0
+"""Between SIGTERM and SIGKILL: a death is to be seen within 10 s, also where others wait for the dead one."""
 
 
 @dataclass

@@ -1,7 +1,10 @@
 """What clusters say of a job that ended, and what that means for the stage."""
 
+from pathlib import Path
+
 import pytest
 
+from flows.launch import node_task
 from flows.launch.cluster import MACHINES_OWN, order_of
 from flows.launch.job_folder import JobEnd, JobFolder
 from flows.launch.job_outcome import Failed, Finished, Interrupted, Running, Waiting
@@ -9,7 +12,8 @@ from flows.launch.kubernetes_outcome import outcome as kubernetes_outcome
 from flows.launch.slurm_client import JobView, parse_job
 from flows.launch.slurm_jobs import outcome as slurm_outcome
 from flows.launch.slurm_jobs import sbatch_arguments
-from stages.core.errors import ResourceError, StageCrashError, StageTimeoutError
+from flows.recipe.recipe import load_stages
+from stages.core.errors import RecipeError, ResourceError, StageCrashError, StageTimeoutError
 from stages.kinds import KINDS
 
 PRINTED = (
@@ -20,11 +24,16 @@ PRINTED = (
 
 @pytest.fixture
 def order(tmp_path):
+    return order_for(tmp_path)
+
+
+def order_for(tmp_path, **more):
     execution = {
         "launcher": "slurm",
         "nodes": 2,
         "threads": 3,
         "slurm": {"partition": "gpu", "time_limit": "1-00:00:00", "gpus_per_node": 4, "options": ["--constraint=h100"]},
+        **more,
     }
     tree = {"kind": "train", "method": "sft", "model": "base", "data": {"dataset": "rows"}, "learning_rate": 1e-4}
     tree |= {"global_batch_size": 8, "layout": {"dp_shard": 8}, "execution": execution}
@@ -87,6 +96,23 @@ def test_sbatch_is_asked_for_what_the_recipe_says_and_handed_no_environment(orde
     )
     assert {"--partition=gpu", "--time=1-00:00:00", "--constraint=h100", "--signal=B:TERM@60"} <= set(arguments)
     assert f"--output={order.work.parent}/50%%/log.txt" in arguments
+
+
+@pytest.mark.parametrize(
+    ("address", "named", "expected"),
+    [("10.0.0.1", "ib0", "ib0"), ("10.0.0.1", None, None), ("127.0.0.1", "ib0", "lo"), ("127.0.0.1", None, "lo")],
+)
+def test_processes_of_several_nodes_speak_on_the_interface_that_is_named(tmp_path, address, named, expected):
+    order = order_for(tmp_path, network_interface=named)
+    environment = node_task.complete({}, order, node_task.Place(0, address, "29999"))
+    assert environment.get("GLOO_SOCKET_IFNAME") == environment.get("NCCL_SOCKET_IFNAME") == expected
+
+
+def test_an_interface_of_one_node_is_refused():
+    execution = {"launcher": "slurm", "network_interface": "ib0"}
+    tree = {"base": {"kind": "download", "model": "builtin/qwen3-1m", "execution": execution}}
+    with pytest.raises(RecipeError, match=r"execution\.network_interface: found ib0, but processes of one"):
+        load_stages("one", Path("/"), tree)
 
 
 @pytest.mark.parametrize("option", ["--wrap=rm", "--export=ALL", "-p gpu", "--output=/tmp/x", "--x y"])
