@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import signal
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -51,8 +50,6 @@ class Follower:
     def serve(self, host: str, port: int | None) -> None:
         """Raises StoreError when there is no champion, ResourceError for a taken port, ServerError for a server that
         does not start, or ends by itself."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.default_int_handler)
         version = champions.find(self._registry, self._name, self._alias)
         new_key = API_KEY_VARIABLE not in os.environ
         key = os.environ.setdefault(API_KEY_VARIABLE, secrets.token_urlsafe(32))

@@ -29,7 +29,7 @@ from stages.serving.registry import engine_of
 
 POLL_INTERVAL_S = 0.1
 REPORT_INTERVAL_S = 1.0
-GRACE_S = 10.0
+GRACE_S = 5.0
 SOCKET_NAME = "engine.sock"
 
 
