@@ -1,8 +1,8 @@
 """A server of "sums" that speaks OpenAI's API: `tiny_openai_server.py MODEL_FOLDER NAME HOST PORT`, key in TINY_KEY.
 
-It answers `What is 1 + 2?` with `3`, and everything else with `?`. Like a real engine it refuses a model that it cannot
-load, with the reason in its log: one whose folder has a file `broken`; with one that has a file `deadly`, it dies of
-the first request.
+It answers `What is 1 + 2?` with `3`, and everything else with `?`; in a chat, with the sum of all
+that was said. Like a real engine it refuses a model that it cannot load, with the reason in its log: one whose folder
+has a file `broken`; with one that has a file `deadly`, it dies of the first request.
 """
 
 import json
@@ -29,9 +29,25 @@ class Handler(BaseHTTPRequestHandler):
         if (Path(folder) / "deadly").exists():
             print("tiny: cannot run the model: it has a file `deadly`", flush=True)
             os._exit(1)
+        if "messages" in asked:
+            self.chat(asked["messages"])
+            return
         numbers = re.findall(r"\d+", asked["prompt"])
         text = str(sum(map(int, numbers))) if "+" in asked["prompt"] else "?"
         self.answer({"choices": [{"text": text, "logprobs": {"token_logprobs": [None, -0.5, -0.25]}}]})
+
+    def chat(self, messages: list[dict[str, str]]) -> None:
+        """Streams the sum of all numbers that were ever said, in two parts; refuses what has no number."""
+        if not re.search(r"\d", messages[-1]["content"]):
+            self.send_error(400, "no number")
+            return
+        numbers = [int(number) for message in messages for number in re.findall(r"\d+", message["content"])]
+        self.send_response(200)
+        self.end_headers()
+        for part in ("it is ", str(sum(numbers))):
+            event = json.dumps({"choices": [{"delta": {"content": part}}]})
+            self.wfile.write(f"data: {event}\n\n".encode())
+        self.wfile.write(b"data: [DONE]\n\n")
 
     def allowed(self) -> bool:
         right = self.headers["Authorization"] == f"Bearer {os.environ['TINY_KEY']}"

@@ -25,7 +25,7 @@ from flows.cli.refresh_commands import logs, retry, runs
 from flows.cli.render_command import render
 from flows.cli.schedule_commands import schedule, schedules
 from flows.cli.server_commands import doctor, down, status, up
-from flows.cli.store_commands import adopt, gc, serve, show, verify
+from flows.cli.store_commands import adopt, chat, gc, serve, show, verify
 from stages.core.errors import INTERNAL_ERROR, USAGE_ERROR, LifecycleError, RefreshStoppedError, error_classes
 from stages.core.redaction import redact
 
@@ -113,7 +113,7 @@ def schema() -> None:
 
 
 COMMANDS = (
-    *(retry, runs, logs, compare, calibrate, layouts, show, adopt, verify, gc, serve, champion, rollback),
+    *(retry, runs, logs, compare, calibrate, layouts, show, adopt, verify, gc, serve, chat, champion, rollback),
     *(schedule, schedules, notify, render, up, down, status, doctor),
 )
 for command in COMMANDS:

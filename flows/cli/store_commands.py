@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import click
 
@@ -121,10 +122,24 @@ def serve(artifact: str, follow: bool, host: str, port: int | None) -> None:
     if follow:
         _serve_champions(artifact, host, port)
         return
-    options = ["--host", host, *(["--port", str(port)] if port else [])]
+    _become_server(artifact, ["--host", host, *(["--port", str(port)] if port else [])])
+
+
+@click.command()
+@click.argument("artifact", metavar="ARTIFACT|models:/NAME@ALIAS")
+def chat(artifact: str) -> None:
+    """Talk to a model in the terminal: an artifact, what a serve stage served, or a champion.
+
+    Its server is started first, and ends with the conversation (Ctrl-D). `/new` begins another one.
+    """
+    _become_server(artifact, ["--chat"])
+
+
+def _become_server(artifact: str, options: list[str]) -> NoReturn:
+    """The server's guardian takes this process's place."""
     command = [sys.executable, "-m", "stages.serve", *_what_to_serve(artifact), *options]
     sys.stdout.flush()
-    os.execv(sys.executable, command)  # noqa: S606 (no shell; the server's guardian takes this process's place)
+    os.execv(sys.executable, command)  # noqa: S606 (no shell)
 
 
 def _serve_champions(uri: str, host: str, port: int | None) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from stages.core.errors import LifecycleError, RecipeError
+from stages.serve.chat import chat
 from stages.serve.run import guard
 from stages.serving.config import ServeExecution, ServingConfig
 from stages.serving.launch import LaunchSpec
@@ -42,6 +43,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--name", help="the model's name in requests; default: the folder's name")
     parser.add_argument("--host", default=ServeExecution().host, help="default: this machine only")
     parser.add_argument("--port", type=int, help="default: a free one")
+    parser.add_argument("--chat", action="store_true", help="talk to it here; its end is the server's")
     parser.add_argument("--serving", default="{}", help="`serving` block of a recipe, as JSON")
     return parser.parse_args()
 
@@ -58,7 +60,10 @@ def _serve(arguments: argparse.Namespace) -> None:
         print(f"serving {spec.served_name} at {server.url}/v1", flush=True)
         if API_KEY_VARIABLE not in os.environ:
             print(f"API key: {server.api_key}", flush=True)
-        guard(server)
+        if arguments.chat:
+            chat(server.client)
+        else:
+            guard(server)
 
 
 def _read(arguments: argparse.Namespace) -> tuple[LaunchSpec, ServeExecution]:

@@ -7,6 +7,8 @@ import json
 import math
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +16,8 @@ from stages.core.errors import ServerError, TransientError
 
 SMOKE_PROMPT = "1"
 SMOKE_TOKENS = 2
+EVENT = b"data:"
+END_OF_EVENTS = b"[DONE]"
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,19 @@ class Client:
         choice = self.complete(token_ids, max_tokens=1, echo=True, logprobs=1)
         return [float(value) for value in choice["logprobs"]["token_logprobs"][1 : len(token_ids)]]
 
+    def chat(self, messages: list[dict[str, str]]) -> Iterator[str]:
+        """The answer to a conversation, in parts as the model makes them."""
+        body = {"model": self.model, "messages": messages, "stream": True}
+        with self._opened("/v1/chat/completions", body) as answer:
+            for line in answer:
+                event = line.removeprefix(EVENT).strip()
+                if not line.startswith(EVENT) or event == END_OF_EVENTS:
+                    continue
+                content = json.loads(event)
+                if "error" in content:
+                    raise ServerError(f"{self.url} broke its answer off: {content['error']}")
+                yield from (part for choice in content["choices"] if (part := choice["delta"].get("content")))
+
     def counter(self, name: str) -> float:
         """Sum over the samples of a counter in `/metrics`, such as `vllm:request_success_total`."""
         lines = self._request("/metrics").decode().splitlines()
@@ -66,13 +83,19 @@ class Client:
             raise ServerError(f"{self.url}{path} answered with something else than JSON: {answer[:200]!r}") from error
 
     def _request(self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None) -> bytes:
+        with self._opened(path, body, timeout_s) as response:
+            content: bytes = response.read()
+            return content
+
+    @contextmanager
+    def _opened(self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None) -> Iterator[Any]:
+        """The response, to be read."""
         headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, headers)  # noqa: S310 (our own http:// address)
         try:
             with urllib.request.urlopen(request, timeout=timeout_s or self.timeout_s) as response:  # noqa: S310
-                content: bytes = response.read()
-                return content
+                yield response
         except urllib.error.HTTPError as error:
             raise ServerError(f"{self.url}{path} answered {error.code}: {error.read()[:500]!r}") from error
         except (OSError, http.client.HTTPException) as error:
