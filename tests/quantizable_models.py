@@ -25,7 +25,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "cohere": SIZES,
     "nemotron": SIZES,
     "qwen3_moe": {**SIZES, **EXPERTS, "head_dim": 32, "num_experts": 4},
-    "mixtral": {**SIZES, "num_experts_per_tok": 2, "num_local_experts": 4},
+    "mixtral": {**SIZES, "head_dim": 32, "num_experts_per_tok": 2, "num_local_experts": 4},
     "phimoe": {**SIZES, "num_experts_per_tok": 2, "num_local_experts": 4},
     "glm4_moe": {**SIZES, **EXPERTS, **GROUPS, "head_dim": 32},
     "gpt_oss": {**SIZES, "num_experts_per_tok": 2, "head_dim": 32, "num_local_experts": 4, "intermediate_size": 64},

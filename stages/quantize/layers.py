@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from llmcompressor.modeling.moe.linearize import get_non_linearized_moes
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -54,7 +53,7 @@ def linear_layers(model: PreTrainedModel) -> dict[str, Projection]:
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     found = {name: _stored(model, name, *module.weight.shape) for name, module in linear.items()}
     stored_as = expert_names(model)
-    for name, experts in get_non_linearized_moes(model) if stored_as else ():
+    for name, experts in _expert_modules(model) if stored_as else ():
         num_experts, hidden_size, inner_size = experts.down_proj.shape
         for part in stored_as:
             shape = (hidden_size, inner_size) if part == "down_proj" else (inner_size, hidden_size)
@@ -168,7 +167,7 @@ def _check_patterns(model: PreTrainedModel, patterns: tuple[str, ...]) -> None:
 
 def _check_experts(model: PreTrainedModel, quantization: Quantization, layers: dict[str, Projection]) -> None:
     """Transformers must be able to read them back, which it does for some forms."""
-    experts = [name for name, _ in get_non_linearized_moes(model)]
+    experts = [name for name, _ in _expert_modules(model)]
     merged = not expert_names(model)
     if merged and (named := [name for name in experts if not matches(f"{name}.", quantization.ignore)]):
         raise ModelError(
@@ -184,9 +183,19 @@ def _check_experts(model: PreTrainedModel, quantization: Quantization, layers: d
         )
 
 
+def _expert_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    """Those that hold all experts of a layer as tensors of three dimensions, by name."""
+    if not any(parameter.ndim == 3 for parameter in model.parameters()):
+        return []
+    from llmcompressor.modeling.moe.linearize import get_non_linearized_moes  # takes seconds to import
+
+    found: list[tuple[str, nn.Module]] = get_non_linearized_moes(model)
+    return found
+
+
 def _routers(model: PreTrainedModel) -> Iterator[str]:
     """Layers beside experts with an output for each: what they are called differs by architecture."""
-    for name, experts in get_non_linearized_moes(model):
+    for name, experts in _expert_modules(model):
         beside, num_experts = name.rpartition(".")[0], len(experts.down_proj)
         for child, module in model.get_submodule(beside).named_modules(prefix=beside):
             if isinstance(module, nn.Linear) and module.out_features == num_experts:

@@ -6,19 +6,16 @@ quantizer works, and what it wrote is read back and judged by its KL divergence 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stages.core.contract import StageContext, StageResult
-from stages.core.errors import GateError, LifecycleError, ModelError, RecipeError
-from stages.models.model_folder import check_model_folder
-from stages.models.projections import read_projections
+from stages.core.errors import GateError, LifecycleError, ModelError
+from stages.quantize.check_model import check_headers, check_modules
 from stages.quantize.config import QuantizeConfig
 from stages.quantize.registry import quantizer_of
 from stages.quantize.samples import Samples, read_samples
@@ -35,13 +32,13 @@ def run(config: QuantizeConfig, context: StageContext) -> StageResult:
     # Before tqdm is imported, which reads this once: bars would fill the log, and progress is reported by events.
     os.environ["TQDM_DISABLE"] = "1"
     source, target = context.inputs[config.model] / "model", context.work / "model"
-    _check_headers(source, config)
-    layers = _check_modules(source, config)
+    check_headers(source, config)
+    layers = check_modules(source, config)
     for caveat in default_engine().caveats(config.quantization):
         context.warn(caveat)
     samples = read_samples(context.inputs[config.calibration.dataset] / "data", source, config.calibration)
     context.milestone(
-        f"quantizing {layers.num_quantized} layers with {config.method}, calibrated with "
+        f"quantizing {layers.num_layers} layers with {config.method}, calibrated with "
         f"{sum(map(len, samples.calibration))} tokens of {len(samples.calibration)} rows; "
         f"they hold {layers.fraction_of_weights:.0%} of the weights"
     )
@@ -65,45 +62,6 @@ def run(config: QuantizeConfig, context: StageContext) -> StageResult:
     _judge(metrics["kl_nats_per_token"], config.max_kl, divergence.worst_in_words(source))
     groups = {"group_size": str(config.group_size)} if config.quantization.weights == "int4" else {}
     return StageResult(metrics=metrics, tags={"method": config.method, **groups})
-
-
-@dataclass(frozen=True)
-class _Layers:
-    """What is about to be quantized."""
-
-    model_class: str
-    num_quantized: int
-    fraction_of_weights: float
-
-
-def _check_headers(source: Path, config: QuantizeConfig) -> None:
-    """Raise ModelError or RecipeError for what cannot work by config and file headers, within milliseconds."""
-    check_model_folder(source)
-    model_config = json.loads((source / "config.json").read_text())
-    if already := model_config.get("quantization_config"):
-        raise ModelError(
-            f"{source} is quantized already ({already.get('quant_method', 'unknown method')}); "
-            "quantize the model that it was made from"
-        )
-    projections = read_projections(source)
-    if not config.quantization.layers(projections):
-        raise RecipeError(
-            f"there is nothing to quantize: `ignore` matches all {len(projections)} linear layers of the model"
-        )
-    default_engine().check_loadable(model_config, projections, config.quantization)
-
-
-def _check_modules(source: Path, config: QuantizeConfig) -> _Layers:
-    """What to quantize. Raises ModelError or RecipeError for what the model's modules do not allow, within seconds."""
-    import torch  # which takes as long: what file headers say comes first
-
-    from stages.quantize.layers import build_without_weights, check_quantizable, quantized_layers
-
-    model = build_without_weights(source, trust_remote_code=config.trust_remote_code)
-    check_quantizable(model, config.quantization, config.ignore)
-    quantized = quantized_layers(model, config.quantization)
-    num_weights = sum(layer.output_size * layer.input_size for layer in quantized.values())
-    return _Layers(type(model).__name__, len(quantized), num_weights / sum(map(torch.numel, model.parameters())))
 
 
 @contextmanager
