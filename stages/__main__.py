@@ -14,7 +14,8 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from stages.core.contract import StageContext, StageFailure, StageInput, StageResult, is_main_process
+from stages.check.config import CheckConfig
+from stages.core.contract import StageConfig, StageContext, StageFailure, StageInput, StageResult, is_main_process
 from stages.core.errors import INTERNAL_ERROR, LifecycleError, full_disk_named
 from stages.core.files import write_atomically
 from stages.core.redaction import redact
@@ -45,7 +46,8 @@ def run_stage(work: Path) -> None:
     """Run the stage that `config.json` describes and write its `result.json`."""
     stage_input = StageInput.model_validate_json((work / "config.json").read_text())
     run = importlib.import_module(f"stages.{stage_input.kind}.run").run
-    config = KINDS[stage_input.kind].model_validate(stage_input.config)
+    kind: type[StageConfig] = CheckConfig if stage_input.kind == "check" else KINDS[stage_input.kind]
+    config = kind.model_validate(stage_input.config)
     context = StageContext(
         work,
         stage_input.name,

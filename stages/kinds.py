@@ -5,6 +5,7 @@ from __future__ import annotations
 from stages.core.contract import StageConfig
 from stages.download.config import DownloadConfig
 from stages.evaluate.config import EvaluateConfig
+from stages.merge.config import MergeConfig
 from stages.promote.config import PromoteConfig
 from stages.quantize.config import QuantizeConfig
 from stages.serve.config import ServeConfig
@@ -13,6 +14,7 @@ from stages.train.config import TrainConfig
 KINDS: dict[str, type[StageConfig]] = {
     "download": DownloadConfig,
     "train": TrainConfig,
+    "merge": MergeConfig,
     "quantize": QuantizeConfig,
     "serve": ServeConfig,
     "evaluate": EvaluateConfig,

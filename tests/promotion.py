@@ -14,6 +14,7 @@ from flows.running.runner import Built, run_stage
 from flows.store.content import content_digest, hash_files
 from flows.store.record import Record, UpstreamEntry
 from flows.store.store import Store
+from stages.core.contract import StageInput
 from tests.faults.tiny import Notes
 
 ROOT = Path(__file__).parents[1]
@@ -46,6 +47,21 @@ def write_evaluation(folder: Path, answers: Sequence[float], *, prompt: str = "p
     (folder / "scores.json").write_text(json.dumps(scores))
     (folder / "samples" / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "result.json").write_text(json.dumps({"metrics": {SCORE: mean}}))
+
+
+def write_question(folder: Path, planned: PlannedStage, upstream: Mapping[str, Built]) -> None:
+    """The `config.json` of an evaluation."""
+    inputs = {name: upstream[name].artifact for name in planned.ancestors}
+    told = StageInput(
+        name=planned.name,
+        kind=planned.kind,
+        version=planned.version,
+        config=planned.config.model_dump(mode="json"),
+        inputs=inputs,
+        outside=planned.identity["outside"],
+        cache=folder,
+    )
+    (folder / "config.json").write_text(told.model_dump_json())
 
 
 def write_model(folder: Path, content: str) -> None:

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from flows.champion.evaluate_again import evaluate_alike
 from flows.champion.registrations import Registration, only_one
 from flows.champion.registry import CHAMPION, PREVIOUS, RegisteredVersion, Registry
 from flows.ledger.home import store_root
@@ -25,10 +26,11 @@ from flows.store.store import Store, read_artifact
 from flows.tracking.cursor import run_id_of
 from stages.__main__ import fail
 from stages.core.contract import StageContext, StageInput, StageResult
-from stages.core.errors import INTERNAL_ERROR, LifecycleError, StoreError, full_disk_named
+from stages.core.errors import INTERNAL_ERROR, EvaluationError, LifecycleError, StoreError, full_disk_named
 from stages.core.files import write_atomically
 from stages.core.supervisor import die_with_parent
 from stages.promote.config import PromoteConfig
+from stages.promote.paired import compare
 from stages.promote.verdict import CHAMPION_FILE, VERDICT_FILE, Champion, Standing, Verdict
 
 
@@ -50,13 +52,13 @@ def main() -> None:
 def judge(work: Path) -> None:
     """Write who is champion into the stage's work folder, and go on as its process.
 
-    Raises what `Registry` raises, StoreError for a missing artifact.
+    A champion that was asked something else than the candidate is evaluated first. Raises what `Registry` raises,
+    StoreError for a missing artifact, and what that evaluation raises.
     """
     stage_input = StageInput.model_validate_json((work / "config.json").read_bytes())
     config = PromoteConfig.model_validate(stage_input.config)
     champion = Registry().find(config.name)
-    candidate_digest = _record(stage_input.inputs[config.model]).digest
-    standing = Standing(champion=_champion(champion, candidate_digest, config) if champion else None)
+    standing = Standing(champion=_champion(champion, stage_input, config, work) if champion else None)
     write_atomically(work / CHAMPION_FILE, standing.model_dump_json(indent=2))
     os.execv(sys.executable, [sys.executable, "-m", "stages", str(work)])  # noqa: S606 (no shell)
 
@@ -89,23 +91,28 @@ def complete(artifact: Path, work: Path) -> None:
     write_atomically(work / "result.json", result.model_dump_json(indent=2))
 
 
-def _champion(champion: RegisteredVersion, candidate_digest: str, config: PromoteConfig) -> Champion:
-    same_model = champion.registration.digest == candidate_digest
+def _champion(champion: RegisteredVersion, stage_input: StageInput, config: PromoteConfig, work: Path) -> Champion:
+    same_model = champion.registration.digest == _record(stage_input.inputs[config.model]).digest
     needed = not (same_model or config.baselines or config.gates.max_regression_standard_errors is None)
-    evaluations = champion.registration.evaluations if needed else ()
-    folders = _find_evaluations(evaluations, f"version {champion.number} of {champion.name}, its champion,")
+    folders: list[Path] = []
+    if needed:
+        evaluations = [stage_input.inputs[name] for name in config.evaluations]
+        context = StageContext(work, stage_input.name, stage_input.version, {}, {}, stage_input.cache)
+        folders = _comparable(champion, evaluations, context)
     return Champion(version=champion.number, same_model=same_model, evaluations=tuple(folders))
 
 
-def _find_evaluations(keys: Sequence[str], whose: str) -> list[Path]:
+def _comparable(champion: RegisteredVersion, candidate: Sequence[Path], context: StageContext) -> list[Path]:
+    """The champion's evaluations; new ones where the candidate was asked something else, or they are gone."""
     store = Store(store_root())
-    found = {key: store.find(*key.split("/")) for key in keys}
-    if missing := [key for key, artifact in found.items() if artifact is None]:
-        raise StoreError(
-            f"{whose} was evaluated as {', '.join(missing)}, which is not in {store.root}; name evaluations to compare "
-            "with as `baselines`, or set gates.max_regression_standard_errors to null for once"
-        )
-    return [artifact.folder for artifact in found.values() if artifact]
+    found = [store.find(*key.split("/")) for key in champion.registration.evaluations]
+    folders = [artifact.folder for artifact in found if artifact]
+    try:
+        compare(candidate, folders)
+    except EvaluationError as reason:
+        context.milestone(f"the champion, version {champion.number}, is evaluated as the candidate was: {reason}")
+        return evaluate_alike(candidate, champion, context)
+    return folders
 
 
 def _candidate(name: str, promotion: Record) -> Registration:

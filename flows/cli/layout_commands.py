@@ -23,7 +23,7 @@ from flows.cli.answers import JSON_OPTION, print_json
 @click.option("--tokens", type=float, help="Tokens of the whole training; default: the recipe's, if it counts steps.")
 @click.option("--engine", type=click.Choice(["fsdp", "megatron"]), help="Default: both.")
 @click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Layouts to show.")
-@click.option("--explain", metavar="LAYOUT", help='Only this one, in full: "tp=4,pp=2,micro_batch_size=2".')
+@click.option("--explain", metavar="LAYOUT", help='Only this one, in full: "dp_shard=2 tp=4 pp=2".')
 @click.option("--predict", type=click.Path(path_type=Path), metavar="CSV", help="Predict the runs of a table instead.")
 @click.option("--out", type=click.Path(path_type=Path), metavar="CSV", help="Where the table with predictions goes.")
 @JSON_OPTION

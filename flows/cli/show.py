@@ -34,6 +34,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             "version": None if stage.name in plan.unknown else stage.version,
             "action": stage.action,
             "reason": plan.unknown.get(stage.name, stage.reason),
+            "custom_code": list(stage.config.custom_code()),
             "differences": [
                 {"field": difference.field, "old": difference.old, "new": difference.new}
                 for difference in stage.differences
@@ -51,6 +52,11 @@ def plan_as_text(plan: Plan) -> str:
         f"{stage.name:<{width}}  {stage.kind:<9} {_version_in(plan, stage)}  {stage.action:<6}  "
         f"{plan.unknown.get(stage.name, stage.reason)}"
         for stage in plan.stages.values()
+    ]
+    lines += [
+        f"{stage.name} runs code from outside: {code}"
+        for stage in plan.stages.values()
+        for code in stage.config.custom_code()
     ]
     will_run = sum(stage.action == "run" for stage in plan.stages.values())
     return "\n".join([*lines, f"{will_run} of {len(plan.stages)} stages will run"])
@@ -201,8 +207,13 @@ def state_of(record: RefreshRecord) -> str:
 
 
 def _config(artifact: Artifact) -> dict[str, Any]:
-    config = artifact.record.identity.get("config")
-    return dict(config) if isinstance(config, dict) else {}
+    """What identifies it; of a download also where it came from, which does not."""
+    record = artifact.record
+    config = record.identity.get("config")
+    shown: dict[str, Any] = dict(config) if isinstance(config, dict) else {}
+    if record.kind == "download" and "source" in record.tags:
+        shown[record.product] = record.tags["source"]
+    return shown
 
 
 def _counts(record: RefreshRecord) -> str:

@@ -1,15 +1,14 @@
 """Layouts as one line of text, `fsdp dp_shard=2 micro_batch_size=4` → the stage's config under that layout. Pure.
 
-A line says what a recipe would say under `engine:` and `layout:`; what it leaves out has the default of a layout, not
-the value of the recipe, so that a line means the same for every recipe. It may also say `global_batch_size`, for weak
-scaling. A line that is misspelt stops a comparison before it starts; one that cannot work with the stage's batch is a
-row of it, with the reason. How long a layout takes, and whether the model fits it, is found out by running it.
+What a line leaves out has the default of a layout, not the value of the recipe, so that a line means the same for every
+recipe (`flows/planning/layout_text.py`). It may also say `global_batch_size`, for weak scaling. A line that is misspelt
+stops a comparison before it starts; one that cannot work with the stage's batch is a row of it, with the reason. How
+long a layout takes, and whether the model fits it, is found out by running it.
 """
 
 from __future__ import annotations
 
 import json
-import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +16,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from flows.recipe.text import closest, parse_yaml, show
+from flows.planning.layout_text import engine_and_fields, line_problems
+from flows.recipe.text import show
 from stages.core.errors import RecipeError
 from stages.parallel.layout import Layout, describe_layout
 from stages.train.config import LAYOUT_PROBLEM, TrainConfig
 
 BATCH_FIELD = "global_batch_size"
-ENGINES = typing.get_args(TrainConfig.model_fields["engine"].annotation)
 KEYS = (*Layout.model_fields, BATCH_FIELD)
 
 
@@ -50,7 +49,7 @@ def read_layouts(texts: Sequence[str], stage: TrainConfig) -> tuple[list[TrainCo
     refused: list[RefusedLayout] = []
     problems: list[str] = []
     for line in lines:
-        found = [*_key_problems(line)]
+        found = [*line_problems(line, KEYS)]
         try:
             configs += [] if found else [_with_layout(stage, line)]
         except ValidationError as error:
@@ -83,19 +82,6 @@ def _lines(text: str) -> Iterator[str]:
             yield layout
 
 
-def _key_problems(line: str) -> Iterator[str]:
-    engine, *pairs = line.split() or [""]
-    if engine not in ENGINES:
-        yield f"found `{engine}`, which is no engine and no file{closest(engine, ENGINES)}"
-    keys = [pair.partition("=")[0] for pair in pairs]
-    for pair, key in zip(pairs, keys, strict=True):
-        if key not in KEYS:
-            yield f"unknown key `{key}`{closest(key, KEYS)}"
-        elif not pair.partition("=")[2]:
-            yield f"found `{pair}`, expected KEY=VALUE, such as dp_shard=2"
-    yield from (f"`{key}` is said twice" for key in KEYS if keys.count(key) > 1)
-
-
 def _with_layout(stage: TrainConfig, line: str) -> TrainConfig:
     engine, layout, batch = _said(stage, line)
     tree: dict[str, Any] = stage.model_dump(mode="json", exclude={"layout": True, "execution": {"processes"}})
@@ -104,8 +90,7 @@ def _with_layout(stage: TrainConfig, line: str) -> TrainConfig:
 
 
 def _said(stage: TrainConfig, line: str) -> tuple[str, dict[str, Any], Any]:
-    engine, *pairs = line.split()
-    values = {key: parse_yaml(text) for key, _, text in (pair.partition("=") for pair in pairs)}
+    engine, values = engine_and_fields(line)
     batch = values.pop(BATCH_FIELD, stage.global_batch_size)
     return engine, values, batch
 

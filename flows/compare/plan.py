@@ -14,6 +14,7 @@ from flows.ledger.home import store_root
 from flows.planning.layout_choice import choose_layouts
 from flows.planning.outside import resolve_outside
 from flows.planning.plan import Plan, PlannedStage, chosen_stages, plan
+from flows.planning.stored import find_stored
 from flows.recipe.recipe import load_recipe
 from flows.recipe.version import identity_of, resume_key_of, version_of
 from flows.running.comparison import Comparison
@@ -49,8 +50,9 @@ def plan_comparison(request: ComparisonRequest) -> PlannedRefresh:
         raise RecipeError(f"comparing layouts of {request.stage}: it is a {stage.kind} stage, expected a train stage")
     configs, refused = read_layouts(request.layouts, stage)
     store = Store(store_root())
-    outside = resolve_outside(recipe, chosen)
     index = store.index()
+    recipe, _ = find_stored(recipe, chosen, index)
+    outside = resolve_outside(recipe, chosen)
     recipe, _ = choose_layouts(recipe, outside, index)
     upstream = plan(recipe, outside, index, until=request.stage).stages
     measured = upstream.pop(request.stage)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import re
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from flows.ledger.home import hardware_file, store_root
+from flows.planning.layout_text import engine_and_fields, line_problems
 from flows.planning.model_shape import download_of, shape_of_download
 from flows.planning.outside import resolve_outside
 from flows.planning.plan import chosen_stages
+from flows.planning.stored import find_stored
 from flows.recipe.recipe import load_recipe
-from flows.recipe.text import closest
 from flows.store.store import Store
 from stages.core.errors import LayoutError, ModelError, RecipeError
 from stages.models.known_models import known_model
@@ -104,36 +105,29 @@ def explained(request: SearchRequest, text: str) -> Explained:
     constraints, shape = request.constraints, request.shape
     if errors := [*layout_errors(engine, layout, constraints), *model_errors(engine, layout, shape)]:
         raise LayoutError("\n".join([f"the layout {text!r} cannot work:", *(f"  {error}" for error in errors)]))
-    warnings = tuple(layout_warnings(engine, layout, constraints, shape))
-    return Explained(request, estimate(request, engine, layout), warnings)
+    warnings = [*layout_warnings(engine, layout, constraints, shape)]
+    if layout.tp > 1 and not layout.sequence_parallel:
+        warnings += ["layout: tp without sequence_parallel keeps the whole of norms and dropout on every rank"]
+    return Explained(request, estimate(request, engine, layout), tuple(warnings))
 
 
 def parse_layout(text: str, num_gpus: int) -> tuple[EngineName, Layout]:
-    """`tp=4,pp=2,micro_batch_size=2`, with `megatron` or `fsdp` before it where the fields leave that open.
-
-    What is left of the GPUs is data parallelism, sharded; tensor parallelism brings sequence parallelism along.
-    """
-    words = [word.removeprefix("engine=") for word in re.split(r"[,\s]+", text.strip()) if word]
-    fields = dict(_field(word) for word in words if word not in ENGINES)
-    if "tp" in fields and fields["tp"] != "1":
-        fields.setdefault("sequence_parallel", "true")
+    """A line such as `tp=4 pp=2 micro_batch_size=2`. Raises LayoutError, also for one that does not use all GPUs."""
+    if problems := [*line_problems(text, Layout.model_fields)]:
+        raise LayoutError(f"reading the layout {text!r}: {'; '.join(problems)}")
+    engine, fields = engine_and_fields(text)
     try:
-        layout = Layout.model_validate_strings(fields)
+        layout = Layout.model_validate_json(json.dumps(fields), strict=True)
     except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        raise LayoutError(f"reading the layout {text!r}: {problems}") from error
-    if "dp_shard" not in fields and num_gpus % layout.world_size == 0:
-        layout = layout.model_copy(update={"dp_shard": num_gpus // layout.world_size})
-    needs_megatron = max(layout.tp, layout.pp, layout.cp, layout.ep) > 1
-    return "megatron" if "megatron" in words or (needs_megatron and "fsdp" not in words) else "fsdp", layout
-
-
-def _field(word: str) -> tuple[str, str]:
-    name, _, value = word.partition("=")
-    if name not in Layout.model_fields or not value:
-        hint = closest(name, Layout.model_fields)
-        raise LayoutError(f"reading a layout: found {word!r}, expected an engine or FIELD=VALUE such as tp=2{hint}")
-    return name, value
+        found = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise LayoutError(f"reading the layout {text!r}: {found}") from error
+    if layout.world_size != num_gpus:
+        left, rest = divmod(num_gpus, layout.world_size // layout.dp_shard)
+        remedy = (
+            f"write dp_shard={left}, or --gpus {layout.world_size}" if left and not rest else "change one of the two"
+        )
+        raise LayoutError(f"the layout {text!r} is of {layout.world_size} processes, for {num_gpus} GPUs; {remedy}")
+    return engine, layout
 
 
 def _hardware(options: LayoutOptions) -> Hardware:
@@ -164,8 +158,10 @@ def _of_recipe(path: Path, stage: str | None) -> tuple[ModelShape, Workload]:
     if not trained or (stage and stage not in trained):
         raise RecipeError(f"{path}: looking for the train stage {stage or 'any'}; found {', '.join(trained) or 'none'}")
     name = stage or next(iter(trained))
-    outside = resolve_outside(recipe, chosen_stages(recipe, name), unreachable={})
-    shape = shape_of_download(recipe, download_of(recipe, name), outside, Store(store_root()).index())
+    chosen, index = chosen_stages(recipe, name), Store(store_root()).index()
+    recipe, _ = find_stored(recipe, chosen, index)
+    outside = resolve_outside(recipe, chosen, unreachable={})
+    shape = shape_of_download(recipe, download_of(recipe, name), outside, index)
     return shape, trained[name].workload
 
 

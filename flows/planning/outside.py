@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Collection, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,8 +13,9 @@ from flows.recipe.recipe import Recipe
 from flows.recipe.text import shorten
 from flows.store.content import hash_path, outside_files
 from stages.core.contract import StageConfig
-from stages.core.errors import LifecycleError, RecipeError, TransientError
+from stages.core.errors import EvaluationError, LifecycleError, RecipeError, TransientError
 from stages.download.config import DownloadConfig
+from stages.evaluate.config import EvaluateConfig
 
 Outside = dict[str, dict[str, JsonValue]]
 """stage name → {field path or name: content hash, revision, …}"""
@@ -34,10 +36,10 @@ def resolve_outside(
         raise RecipeError("\n".join(f"{field}: {problem}" for field, problem in problems.items() if problem))
     hashes = {path: hash_path(path) for path in set(paths.values())}
     # What lies here is hashed in the thread that hears Ctrl-C; hubs are slow to answer, and slower not to.
-    here = {name: _resolve(name, config) for name, config in chosen.items() if _lies_here(config)}
+    here = {name: _resolve(recipe, name) for name, config in chosen.items() if _lies_here(config)}
     elsewhere = [name for name in chosen if name not in here]
     with ThreadPoolExecutor() as executor:
-        asked = executor.map(lambda name: _resolve(name, chosen[name]), elsewhere)
+        asked = executor.map(lambda name: _resolve(recipe, name), elsewhere)
         resolved = here | dict(zip(elsewhere, asked, strict=True))
     outside: Outside = {}
     for name, found in resolved.items():
@@ -67,12 +69,27 @@ def _lies_here(config: StageConfig) -> bool:
     return isinstance(config, DownloadConfig) and config.source.hub == "file"
 
 
-def _resolve(name: str, config: StageConfig) -> dict[str, JsonValue] | TransientError:
+def _resolve(recipe: Recipe, name: str) -> dict[str, JsonValue] | TransientError:
     """Raises what `config.resolve_outside` raises, with the stage (and of a download, the field) that it is about."""
+    config = recipe.stages[name]
     where = f"stages.{name}.{config.product}" if isinstance(config, DownloadConfig) else f"stages.{name}"
     try:
         return config.resolve_outside()
     except TransientError as error:
         return type(error)(f"{where}: {error}")
+    except EvaluationError as error:
+        raise EvaluationError(f"{where}: {_of_a_file_beside(recipe, config) or error}") from error
     except LifecycleError as error:
         raise type(error)(f"{where}: {error}") from error
+
+
+def _of_a_file_beside(recipe: Recipe, config: StageConfig) -> str | None:
+    """What to say of a task that is unknown, while a file of its name lies where nobody looks for it."""
+    if not isinstance(config, EvaluateConfig):
+        return None
+    for task in config.tasks:
+        for file in (found for place in ("", "*/") for found in recipe.folder.glob(f"{place}{glob.escape(task)}.y*ml")):
+            if config.task_folder is None or not file.is_relative_to(config.task_folder):
+                folder = file.parent.relative_to(recipe.folder)
+                return f"the task {task} is in {file}, where it is not looked for; write `task_folder: {folder}`"
+    return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -15,6 +15,21 @@ from stages.kinds import KINDS
 
 MAX_PROBLEMS = 100
 """Of an error message: a person reads no more, and to look for what was meant takes its time."""
+
+OF_OTHERS = {
+    "max_length": "sequence_length",
+    "max_seq_length": "sequence_length",
+    "max_seq_len": "sequence_length",
+    "seq_len": "sequence_length",
+    "max_steps": "steps",
+    "num_train_epochs": "epochs",
+    "per_device_train_batch_size": "micro_batch_size",
+    "train_batch_size": "global_batch_size",
+    "batch_size": "global_batch_size",
+    "gradient_checkpointing": "recompute",
+    "bf16": "precision",
+}
+"""What Transformers, TRL and others call a field → what it is called here."""
 
 
 def explain(error: ValidationError, stage: str) -> list[str]:
@@ -33,8 +48,7 @@ def _sentence(details: ErrorDetails, stage: str) -> str:
             tag = str(details.get("ctx", {}).get("tag"))
             return f"{path}.kind: found `{tag}`, which is no kind of stage{closest(tag, KINDS)}"
         case "extra_forbidden":
-            known = _fields(KINDS[str(kind)], location[:-1])
-            return f"{path}: unknown field (value {show(details['input'])}){closest(str(location[-1]), known)}"
+            return f"{path}: unknown field (value {show(details['input'])}){_meant(KINDS[str(kind)], location)}"
         case "missing":
             return f"{path}: missing; it has no default"
         case "layout":
@@ -55,6 +69,22 @@ def _close_literal(details: ErrorDetails) -> str:
     allowed = re.findall(r"'([^']+)'", details["msg"])
     hint = closest(str(details["input"]), allowed)
     return hint if "did you mean" in hint else ""
+
+
+def _meant(model: type[BaseModel], location: Sequence[int | str]) -> str:
+    """The field of another block that has this very name, or the closest of this block."""
+    name = str(location[-1])
+    elsewhere = [path for path in _paths(model) if path.rpartition(".")[2] == OF_OTHERS.get(name, name)]
+    if elsewhere:
+        return f"; did you mean `{' or '.join(elsewhere[:3])}`?"
+    return closest(name, _fields(model, location[:-1]))
+
+
+def _paths(model: type[BaseModel], above: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield f"{above}{name}"
+        for inner in models_in(field.annotation):
+            yield from _paths(inner, f"{above}{name}.")
 
 
 def _fields(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:

@@ -207,8 +207,10 @@ def _reference_problem(
     if target not in tree:
         return f"there is no stage `{target}`{closest(target, tree)}"
     if target in stages and stages[target].product not in reference.products:
-        found = f"refers to {target}, which produces a {stages[target].product}"
-        return f"{found}; expected a {' or '.join(reference.products)}"
+        product, expected = stages[target].product, " or ".join(reference.products)
+        found, expected = (f"an {text}" if text[0] == "a" else f"a {text}" for text in (product, expected))
+        hint = "; a stage of `kind: merge` makes a model of it" if product == "adapter" else ""
+        return f"refers to {target}, which produces {found}; expected {expected}{hint}"
     return None
 
 

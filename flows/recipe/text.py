@@ -133,12 +133,15 @@ def non_finite(tree: Any, path: str) -> Iterator[str]:
 def closest(word: str, known: Iterable[str]) -> str:
     """`; did you mean …?` with the closest known word, or what there is to choose from, if anything.
 
+    A word of first letters is as close as can be: `lr` means `learning_rate`.
     A long word is no slip of the pen, and to compare it takes time in proportion to the square of its length.
     """
     words = [one for one in islice(known, MAX_WORDS) if len(one) <= MAX_WORD_CHARACTERS]
     if not words:
         return ""
-    found = difflib.get_close_matches(word, words, n=1, cutoff=0.6) if len(word) <= MAX_WORD_CHARACTERS else []
+    found = [one for one in words if word == "".join(part[:1] for part in one.split("_")) and "_" in one]
+    if not found and len(word) <= MAX_WORD_CHARACTERS:
+        found = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
     return f"; did you mean `{found[0]}`?" if found else f"; there are: {', '.join(words)}"
 
 

@@ -52,13 +52,16 @@ def canonical_json(value: JsonValue) -> str:
 
 
 def differences(old: Identity, new: Identity) -> list[Difference]:
-    """Field by field, sorted by field. Fields of the config bear their recipe path, others say what they are."""
+    """Field by field, sorted by field. Fields of the config bear their recipe path, others say what they are.
+
+    A field that one side leaves out and the other has unset is told as neither.
+    """
     before, after = dict(_flatten(old)), dict(_flatten(new))
     fields = sorted(before.keys() | after.keys())
     return [
         Difference(field, before.get(field), after.get(field))
         for field in fields
-        if (field in before, before.get(field)) != (field in after, after.get(field))
+        if before.get(field) != after.get(field)
     ]
 
 

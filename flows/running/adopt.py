@@ -10,12 +10,11 @@ from typing import Literal
 
 from flows.planning.outside import resolve_outside
 from flows.planning.plan import plan
+from flows.planning.stored import ADOPTED_RECIPE
 from flows.recipe.recipe import load_stages
 from flows.running.runner import Built, Observer, run_stage
 from flows.store.store import Store
 from stages.core.errors import StoreError
-
-RECIPE_NAME = "adopted"
 
 
 def adopt(store: Store, path: Path, product: Literal["model", "dataset"], name: str, observer: Observer) -> Built:
@@ -27,6 +26,6 @@ def adopt(store: Store, path: Path, product: Literal["model", "dataset"], name: 
     path = path.absolute()
     if path.resolve().is_relative_to(store.root.resolve()):
         raise StoreError(f"cannot adopt {path}: it lies in the store already")
-    recipe = load_stages(RECIPE_NAME, path.parent, {name: {"kind": "download", product: f"file://{path}"}})
+    recipe = load_stages(ADOPTED_RECIPE, path.parent, {name: {"kind": "download", product: f"file://{path}"}})
     planned = plan(recipe, resolve_outside(recipe), store.index())
     return run_stage(planned.stages[name], {}, store, observer)

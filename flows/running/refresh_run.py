@@ -36,8 +36,10 @@ from flows.running.request import PlannedRefresh, RefreshRequest
 from flows.running.runner import Built, Launcher, run_stage
 from flows.running.slots import HeldSlots, Slots
 from flows.running.stage_observer import Log, StageObserver, describe
+from flows.running.validation import input_problems
 from flows.tracking.tracker import Tracker
-from stages.core.errors import RefreshStoppedError
+from stages.check.config import InputProblem
+from stages.core.errors import LifecycleError, RefreshStoppedError, error_classes
 
 COMPARISON_CLOSE_TIMEOUT_S = 120.0
 """All of a comparison is shipped at its end."""
@@ -62,7 +64,9 @@ class RefreshRun:
         self.ledger = ledger_of(refresh)
         self.tracker = Tracker(self.ledger)
         self.slots = Slots(home() / "slots", num_slots())
-        self.servers = LiveServers({stage.name: stage.upstream for stage in self.plan.stages.values()})
+        # A promotion reads what its server measured, and asks it nothing; the device may be needed meanwhile.
+        asking = (stage for stage in self.plan.stages.values() if stage.config.product != "verdict")
+        self.servers = LiveServers({stage.name: stage.upstream for stage in asking})
         self._lock = threading.Lock()
         self._started_s = time.monotonic()
         earlier = self.ledger.read() if self.ledger.exists() else None
@@ -99,6 +103,33 @@ class RefreshRun:
             held.release()
         self.servers.done_with(name)
         return built
+
+    def check_inputs(self, log: Log) -> None:
+        """Look for what is wrong with the inputs of all stages that will run, as far as these are there by now.
+
+        Raises the error of the first stage that cannot work; each of them is noted as failed. A check that is itself
+        cut short is no reason to stop: stages check their inputs when their turn comes.
+        """
+        started_s = time.monotonic()
+        folder = self.ledger.folder / "check"
+        problems: dict[str, list[InputProblem]] = {}
+        try:
+            for one in input_problems(self.plan.stages, self.built, self.store, folder, self._launch, self.stop):
+                problems.setdefault(one.stage, []).append(one)
+        except RefreshStoppedError:
+            raise
+        except LifecycleError as error:
+            log.warning(f"inputs could not be checked before their stages' turns: {error}")
+        found = {name: _as_error(of_stage) for name, of_stage in problems.items()}
+        for name, problem in found.items():
+            self._note_failure(name, problem, time.monotonic() - started_s)
+        for problem in found.values():
+            raise problem
+
+    @property
+    def has_inputs_to_check(self) -> bool:
+        """Whether a stage will run that can tell beforehand what is wrong with its inputs."""
+        return any(stage.config.HAS_CHECK and stage.action == "run" for stage in self.plan.stages.values())
 
     @contextmanager
     def whole_machine(self) -> Iterator[list[int]]:
@@ -232,6 +263,11 @@ class RefreshRun:
             error_class = type(error).__name__
             self.append(StageFailed(stage=name, seconds=round(seconds, 2), error=reason, error_class=error_class))
         self.servers.done_with(name)
+
+
+def _as_error(problems: Sequence[InputProblem]) -> LifecycleError:
+    lines = [f"stages.{one.stage}.{one.field}: {one.message}" for one in problems]
+    return error_classes()[problems[0].error]("\n".join(lines))
 
 
 def _began(request: RefreshRequest, refresh: str, planned: Plan) -> RefreshBegan:

@@ -7,12 +7,14 @@ from pathlib import Path
 
 from flows.ledger.home import store_root
 from flows.ledger.record import RefreshRecord
+from flows.planning.changes import with_changes
 from flows.planning.devices import check_devices
 from flows.planning.gates import check_gates
 from flows.planning.layout_choice import choose_layouts
 from flows.planning.outside import resolve_outside
 from flows.planning.plan import Plan, chosen_stages, plan
 from flows.planning.serving import check_serving
+from flows.planning.stored import find_stored
 from flows.recipe.recipe import load_recipe
 from flows.running.comparison import Comparison
 from flows.store.store import Store
@@ -58,11 +60,12 @@ def make_plan(request: RefreshRequest, *, may_be_unreachable: bool = False) -> P
     store = Store(store_root())
     unreachable: dict[str, str] = {}
     chosen = chosen_stages(recipe, request.until)
+    index = store.index()
+    recipe, notes = find_stored(recipe, chosen, index)
     outside = resolve_outside(recipe, chosen, unreachable if may_be_unreachable else None)
     check_gates(recipe, chosen)
-    index = store.index()
     check_serving(recipe, chosen, outside, index)
     recipe, choices = choose_layouts(recipe, outside, index)
     planned = plan(recipe, outside, index, force=request.force, until=request.until, unreachable=unreachable)
     check_devices(planned)
-    return PlannedRefresh(request, planned, store, tuple(map(str, choices)))
+    return PlannedRefresh(request, with_changes(planned, index), store, (*notes, *map(str, choices)))

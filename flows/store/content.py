@@ -27,7 +27,7 @@ NOT_OF_THE_ARTIFACT = frozenset(
 BOOKKEEPING = frozenset({"config.json", "metrics.jsonl", "events.jsonl", "result.json"})
 """What the contract puts beside the content of an artifact: it says how it was built, and differs each time."""
 
-CONTENT_FOLDERS: dict[Product, str] = {"model": "model/", "dataset": "data/"}
+CONTENT_FOLDERS: dict[Product, str] = {"model": "model/", "adapter": "adapter/", "dataset": "data/"}
 HASHING_THREADS = 4
 MAX_OUTSIDE_FILES = 10_000
 
@@ -94,7 +94,7 @@ def _fail(error: OSError) -> None:
 
 
 def content_digest(product: Product, files: Files) -> str:
-    """sha256 over paths and contents of what dependents read: `model/`, `data/`, or all but the bookkeeping."""
+    """sha256 over paths and contents of what dependents read: `model/`, `adapter/`, `data/`, or all but the records."""
     folder = CONTENT_FOLDERS.get(product, "")
     return _digest(
         {name: entry.sha256 for name, entry in files.items() if name.startswith(folder) and name not in BOOKKEEPING}

@@ -12,11 +12,18 @@ from typing import Any
 from flows.planning.plan import PlannedStage
 from stages.core.contract import Execution
 from stages.core.redaction import redact
+from stages.download.config import DownloadConfig
 
 
 def params_of(planned: PlannedStage) -> dict[str, str]:
-    """The identity config and the outside inputs, flattened: `layout.dp_shard` → `2`."""
+    """The identity config and the outside inputs, flattened: `layout.dp_shard` → `2`.
+
+    Of a download, the source as the recipe has it: a path is no identity, but what a person looks for.
+    """
+    config = planned.config
     tree = {**_mapping(planned.identity.get("config")), **_mapping(planned.identity.get("outside"))}
+    if isinstance(config, DownloadConfig):
+        tree[config.product] = str(config.source)
     return {name: redact(value) for name, value in flatten(tree).items()}
 
 

@@ -11,7 +11,8 @@ only) and has a function `run(config, context) -> StageResult` (in `stages/<kind
     error.json      out  the error class and message of a failed stage (`StageFailure`)
     scratch/             kept across retries (checkpoints), removed when the artifact is committed
 
-Everything else in the folder is the artifact: a model lies in `model/` (a Hugging Face folder), a dataset in `data/`.
+Everything else in the folder is the artifact: a model lies in `model/` (a Hugging Face folder), an adapter in
+`adapter/` (PEFT's files), a dataset in `data/`.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ from stages.core.fields import (
     Reference,
     marked_values,
     unset_later,
+    values_named,
     without,
 )
 from stages.core.redaction import redact
 from stages.core.strict import StrictModel
 
+AdapterReference = Annotated[str, Reference(("adapter",))]
 ModelReference = Annotated[str, Reference(("model",))]
 DatasetReference = Annotated[str, Reference(("dataset",))]
 ModelOrServerReference = Annotated[str, Reference(("model", "server"))]
@@ -84,6 +87,8 @@ class StageConfig(StrictModel, ABC):
 
     STAGE_VERSION: ClassVar[int]
     """Raised when the same config would give another artifact than before."""
+    HAS_CHECK: ClassVar[bool] = False
+    """Whether `stages/<kind>/check.py` finds what is wrong with its inputs before it is its turn."""
 
     kind: str
     execution: Execution = Execution()
@@ -92,6 +97,11 @@ class StageConfig(StrictModel, ABC):
     @abstractmethod
     def product(self) -> Product:
         """What stages that refer to this one may use it as."""
+
+    @property
+    def own_chat_template(self) -> Path | None:
+        """What the model that it makes is used with, where that is not the template of the model it starts from."""
+        return None
 
     @property
     def processes(self) -> int:
@@ -128,6 +138,11 @@ class StageConfig(StrictModel, ABC):
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
         """What is wrong between this stage and the others of its recipe, beyond what `Reference` says; one a line."""
         return iter(())
+
+    def custom_code(self) -> tuple[str, ...]:
+        """Code from outside that the stage runs or keeps since the recipe says so, such as `serving.trust_…`."""
+        trusted = (path for path, value in values_named(self, "trust_remote_code") if value)
+        return tuple(f"{path}: Python files that come with the model" for path in trusted)
 
     def resolve_outside(self) -> dict[str, JsonValue]:
         """What else outside the store decides the content: resolved revisions, versions of programs.

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-Product = Literal["model", "dataset", "server", "scores", "verdict"]
+Product = Literal["model", "adapter", "dataset", "server", "scores", "verdict"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,16 @@ def marked_values(model: BaseModel, marker: type, prefix: str = "") -> Iterator[
                 yield path, value
         elif isinstance(value, BaseModel):
             yield from marked_values(value, marker, f"{path}.")
+
+
+def values_named(model: BaseModel, field: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted path and value of every field of this name, at any depth."""
+    for name in type(model).model_fields:
+        value = getattr(model, name)
+        if name == field:
+            yield f"{prefix}{name}", value
+        elif isinstance(value, BaseModel):
+            yield from values_named(value, field, f"{prefix}{name}.")
 
 
 def unset_later(model: BaseModel, prefix: str = "") -> Iterator[str]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Literal
 
 from stages.core.errors import DataError
-from stages.data.documents import Document
 from stages.data.files import BadRow, find_files, read_rows
 from stages.data.formats import RowReader
 from stages.data.messages import RowError
@@ -50,7 +49,6 @@ def _texts(folder: Path, split: str, tokenizer: DocumentTokenizer) -> Iterator[R
             continue
         reader = reader or RowReader("auto", "pairs" if {"chosen", "rejected"} <= row.content.keys() else "examples")
         try:
-            document: Document = reader.read(row.content)[0]
-            yield tokenizer.render(document)
+            yield tokenizer.render_units(reader.read(row.content)[:1])[-1][0]  # the longest text of a conversation
         except RowError:
             continue

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from datetime import date
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
 from stages.core.contract import DatasetReference, OutsidePath, StrictModel
+from stages.core.fields import AddedLater
 
 DataFormat = Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt", "text", "preference"]
 
 RowKind = Literal["examples", "pairs"]
 """What a row is to the method that learns from it: one text to imitate, or a chosen and a rejected answer."""
+
+SpecialTokensPolicy = Literal["text", "refuse", "allow"]
+"""What becomes of special tokens within what people wrote."""
+
+DEFAULT_DATE = date(2026, 1, 1)
+"""Of templates that write the current date: any will do, but the same in every run."""
 
 
 class DataConfig(StrictModel):
@@ -25,7 +33,19 @@ class DataConfig(StrictModel):
     evaluation_fraction: float = Field(0.0, ge=0, lt=1, description="Share of `split` held out when no split is named.")
     format: DataFormat = Field("auto", description="auto: by the columns of the first row.")
     chat_template: OutsidePath | None = Field(None, description="Jinja file; default: the model's own template.")
+    template_date: Annotated[date, AddedLater()] = Field(
+        DEFAULT_DATE, description="What a template that writes the current date (`strftime_now`) takes for it."
+    )
     train_on: Literal["assistant", "all"] = Field("assistant", description="Tokens that carry loss.")
+    turns: Annotated[Literal["together", "separately"], AddedLater()] = Field(
+        "together",
+        description="separately: where a template drops the thoughts of earlier turns, each turn is learned with its "
+        "thoughts, in a document that ends with it.",
+    )
+    special_tokens_in_content: Annotated[SpecialTokensPolicy, AddedLater()] = Field(
+        "text",
+        description="What `<|im_end|>` in a question or an answer is. text: text; refuse: a bad row; allow: the token.",
+    )
     sequence_length: PositiveInt = Field(2048, description="Tokens of a packed row.")
     packing: bool = Field(True, description="Several documents in a row; attention does not cross their borders.")
     over_long: Literal["truncate", "drop", "fail"] = Field("fail", description="Documents over sequence_length.")

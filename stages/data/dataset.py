@@ -28,7 +28,10 @@ ARRAYS: dict[str, type[np.generic]] = {
 
 
 class Description(StrictModel):
-    """`about.json`: what a folder of packed documents holds, and what was left out of it."""
+    """`about.json`: what a folder of packed documents holds, and what was left out of it.
+
+    conversations: whether they were rendered by a chat template.
+    """
 
     sequence_length: PositiveInt
     packing: bool
@@ -40,6 +43,7 @@ class Description(StrictModel):
     num_source_rows: PositiveInt
     num_bad_rows: NonNegativeInt
     num_over_long: NonNegativeInt
+    conversations: bool
     warnings: tuple[str, ...]
 
 
@@ -80,6 +84,11 @@ class PackedDataset:
     def num_documents(self) -> int:
         """Documents in all rows; a preference pair is two."""
         return self.about.num_documents
+
+    @property
+    def longest_document(self) -> int:
+        """Tokens of the longest."""
+        return int(np.diff(self._document_starts).max())
 
     @property
     def num_tokens(self) -> int:

@@ -17,16 +17,27 @@ from stages.data.portion import portions
 from stages.data.preprocessing import BAD_ROWS, Preprocessing, Report
 from stages.data.seen_rows import check_held_out
 
-PREPARATION_VERSION = 3
+PREPARATION_VERSION = 5
 """Raised when the same input would give other tokens, masks or rows than before."""
 
 CACHE_FOLDER = "tokenized"
-TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model")
+TOKENIZER_FILES = (
+    "config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+)
 TEMPLATE_FILES = ("chat_template*",)
 OPTIONS = {
     "format",
+    "template_date",
     "train_on",
+    "turns",
     "sequence_length",
+    "special_tokens_in_content",
     "packing",
     "over_long",
     "on_bad_rows",
@@ -41,6 +52,11 @@ class PreparedData:
     training: PackedDataset
     evaluation: PackedDataset | None
     """The held-out rows, when the config names a split or a fraction."""
+
+    @property
+    def longest_document(self) -> int:
+        """Tokens of the longest document of all."""
+        return max(dataset.longest_document for dataset in (self.training, self.evaluation) if dataset)
 
 
 def prepare(
@@ -63,7 +79,7 @@ def prepare(
     ResourceError for a full disk.
     """
     datasets = [
-        _prepare(
+        prepare_portion(
             Preprocessing(
                 portion,
                 folder,
@@ -84,7 +100,8 @@ def prepare(
     return PreparedData(datasets[0], datasets[1] if len(datasets) > 1 else None)
 
 
-def _prepare(task: Preprocessing, cache: Path) -> PackedDataset:
+def prepare_portion(task: Preprocessing, cache: Path) -> PackedDataset:
+    """One portion of what `prepare` prepares; `cache` is the folder of tokenized data."""
     with full_disk_named("writing tokenized data", cache):
         dataset = PackedDataset(cached_folder(cache, _key(task), is_complete, task.run))
     for warning in dataset.about.warnings:

@@ -38,10 +38,18 @@ NO_STOP = (
 )
 
 
+RenderedRow = tuple[Place, list[tuple[Rendered, ...]]]
+
+
+class OutOfTimeError(Exception):
+    """Raised by a `Report` to end a preparation."""
+
+
 class Report(Protocol):
     """Where preparation reports what it does; a `StageContext` is one."""
 
-    def progress(self, done: float, total: float, unit: str, message: str = "") -> None: ...
+    def progress(self, done: float, total: float, unit: str, message: str = "") -> None:
+        """May raise OutOfTimeError: then what was found so far is judged, and the error raised on."""
 
     def warn(self, message: str) -> None: ...
 
@@ -74,7 +82,14 @@ class _Run:
         self._bad_rows = bad_rows
         self._writer = writer
         self._reader = RowReader(config.format, task.rows)
-        self._tokenizer = DocumentTokenizer(task.tokenizer_folder, config.chat_template, config.train_on)
+        self._tokenizer = DocumentTokenizer(
+            task.tokenizer_folder,
+            config.chat_template,
+            config.train_on,
+            turns=config.turns,
+            template_date=config.template_date,
+            special_tokens_in_content=config.special_tokens_in_content,
+        )
         self._answers = AnswerCheck(self._tokenizer.special_tokens, vocabulary_size(task.tokenizer_folder))
         self._seen = SeenRows()
         self._over_long = OverLong(config.over_long, config.sequence_length)
@@ -83,8 +98,12 @@ class _Run:
 
     def write(self, target: Path) -> None:
         units = self._units()
-        for row in pack(units, self._config.sequence_length) if self._config.packing else ([unit] for unit in units):
-            self._writer.write_row(row)
+        try:
+            for row in pack(units, self._config.sequence_length) if self._config.packing else ([one] for one in units):
+                self._writer.write_row(row)
+        except OutOfTimeError:
+            self._check_so_far()
+            raise
         warnings = self._check()
         self._seen.write(target)
         self._writer.finish(
@@ -98,7 +117,8 @@ class _Run:
                 num_target_tokens=self._writer.num_target_tokens,
                 num_source_rows=self._num_source_rows,
                 num_bad_rows=self._bad_rows.num_rows,
-                num_over_long=self._over_long.num_units,
+                num_over_long=self._over_long.num_over_long,
+                conversations=self._tokenizer.teaches_to_stop is not None,
                 warnings=warnings,
             )
         )
@@ -108,27 +128,28 @@ class _Run:
         for chunk in _chunks(self._rendered()):
             if self._bad_rows.num_rows and self._config.on_bad_rows == "fail":
                 continue  # it will fail: only look for further bad rows, which is much faster
-            tokens = iter(self._tokenizer.encode([document for _, documents in chunk for document in documents]))
-            for place, documents in chunk:
-                unit = self._fitted(Unit(tuple(islice(tokens, len(documents)))), place)
-                if unit is not None:
-                    yield unit
+            texts = [document for _, units in chunk for unit in units for document in unit]
+            tokens = iter(self._tokenizer.encode(texts))
+            for place, units in chunk:
+                yield from self._fitted([Unit(tuple(islice(tokens, len(unit)))) for unit in units], place)
 
-    def _fitted(self, unit: Unit, place: Place) -> Unit | None:
+    def _fitted(self, units: list[Unit], place: Place) -> list[Unit]:
+        """What is left of a row's units. One that teaches nothing makes the row a bad one."""
         self._num_tokenized_rows += 1
-        fitted = self._over_long.fit(unit, place)
-        if fitted is None:
-            return None
+        found = []
         try:
-            self._answers.check_tokens(fitted)
-            check_learnable(fitted, was_truncated=len(fitted) < len(unit))
+            for unit in units:
+                if (fitted := self._over_long.fit(unit, place)) is not None:
+                    self._answers.check_tokens(fitted)
+                    check_learnable(fitted, was_truncated=len(fitted) < len(unit))
+                    found.append(fitted)
         except RowError as error:
             self._bad_rows.add(BadRow(place, str(error)))
-            return None
-        return fitted
+            return []
+        return found
 
-    def _rendered(self) -> Iterator[tuple[Place, tuple[Rendered, ...]]]:
-        """Where each good row stands, and its documents as text."""
+    def _rendered(self) -> Iterator[RenderedRow]:
+        """Where each good row stands, and its units as text."""
         task = self._task
         rows = self._watched(read_rows(task.folder, task.files))
         for row in task.portion.select(rows):
@@ -139,7 +160,7 @@ class _Run:
             try:
                 documents = self._reader.read(row.content)
                 self._answers.check_text(documents)
-                rendered = tuple(self._tokenizer.render(document) for document in documents)
+                rendered = self._tokenizer.render_units(documents)
                 self._seen.add(row.place, documents)
                 yield row.place, rendered
             except RowError as error:
@@ -164,6 +185,13 @@ class _Run:
             total += num_places(path)
         return before, total
 
+    def _check_so_far(self) -> None:
+        """Raises DataError for what rows that follow cannot make good."""
+        if self._config.on_bad_rows == "fail":
+            self._bad_rows.check("fail", 0.0, self._num_source_rows)
+        if self._config.over_long == "fail":
+            self._over_long.check(self._num_tokenized_rows)
+
     def _check(self) -> tuple[str, ...]:
         """What to warn of. Raises DataError for what the recipe does not allow, or when nothing is left."""
         config, portion = self._config, self._task.portion
@@ -177,6 +205,7 @@ class _Run:
             self._bad_rows.check(config.on_bad_rows, config.max_bad_row_fraction, self._num_source_rows),
             self._over_long.check(self._num_tokenized_rows),
             NO_STOP if self._tokenizer.teaches_to_stop is False else None,
+            *self._tokenizer.warnings(),
             self._reader.unread.warning(),
             *self._seen.warnings(),
         )
@@ -185,8 +214,6 @@ class _Run:
         return tuple(filter(None, found))
 
 
-def _chunks(
-    rendered: Iterator[tuple[Place, tuple[Rendered, ...]]],
-) -> Iterator[list[tuple[Place, tuple[Rendered, ...]]]]:
+def _chunks(rendered: Iterator[RenderedRow]) -> Iterator[list[RenderedRow]]:
     while chunk := list(islice(rendered, CHUNK_ROWS)):
         yield chunk

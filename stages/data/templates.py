@@ -1,29 +1,36 @@
 """A conversation → its text under a chat template, and which characters of it the assistant said.
 
-Templates that mark the assistant's part with `{% generation %}` are believed. For all others a turn begins where the
-prompt before it ends (the messages so far, with the generation prompt) and ends where the conversation up to and
-including it ends; both must be beginnings of the whole text, which is checked. What ends the turn is learned too.
+Templates that mark the assistant's part with `{% generation %}` are believed, all others are asked turn by turn
+(`turns`). Before the first conversation is learned from, one with known words proves that a template's masks hold what
+the assistant says and nothing that others say.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from datetime import date
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from stages.core.errors import DataError
+from stages.data.config import DEFAULT_DATE
 from stages.data.documents import Conversation
-from stages.data.messages import THOUGHTS, Message, RowError, Tool, listed
-
-Span = tuple[int, int]
-"""Begin and end, in characters."""
+from stages.data.messages import THOUGHTS, Message, RowError, Tool, listed, make_message
+from stages.data.sandbox import Sandbox, Span, TemplateLimitError
+from stages.data.turns import Document, Turns, UnclearTurnsError, split_thoughts
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+MISTAKES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""What Jinja lets through when a template does what its messages do not allow."""
+
+PROBES = (("system", "user", "assistant", "user", "assistant"), ("user", "assistant", "user", "assistant"))
+PROBE_CALL = {"id": "call00001", "type": "function", "function": {"name": "qprobe", "arguments": {"qkey": True}}}
 
 
 @dataclass(frozen=True)
@@ -34,151 +41,209 @@ class Rendered:
     spans: tuple[Span, ...]
     is_plain: bool = False
     """Without a template: the tokenizer's own special tokens go around it."""
+    is_shielded: bool = False
+    """What people wrote has special tokens, which `SpecialTokens` shields in `text`."""
+
+
+class _RefusalError(RowError):
+    """The template itself refuses the messages, or cannot render them."""
 
 
 class ChatTemplate:
     """Renders conversations with one Jinja template."""
 
-    def __init__(self, source: str, special_tokens: dict[str, str], markers: Sequence[str], name: str) -> None:
+    def __init__(
+        self,
+        source: str,
+        special_tokens: dict[str, str],
+        markers: Sequence[str],
+        name: str,
+        today: date = DEFAULT_DATE,
+    ) -> None:
         """`special_tokens` are the template's variables (`bos_token`, …), `markers` the strings of all special tokens,
-        `name` is what errors call the template. Raises DataError for a template that is not Jinja.
+        `name` is what errors call the template, `today` what it takes for the date. Raises DataError for a template
+        that is not Jinja.
         """
         self._source = source
         self._variables = special_tokens
         self._markers = tuple(markers)
         self._name = name
+        self._writes_think = "</think>" in source or "<think>" in source
         self._has_generation_marks = bool(GENERATION_MARK.search(source))
+        self.num_dropped_thoughts = 0
+        """Turns learned so far without the thoughts that the data have for them."""
         try:
-            render_jinja_template([], chat_template=source)
+            self._sandbox = Sandbox(source, today)
         except jinja2.TemplateSyntaxError as error:
             raise DataError(f"{name} is not a Jinja template: {error.message} in line {error.lineno}") from error
 
-    def render(self, conversation: Conversation) -> Rendered:
-        """The text, with loss on what the assistant says after the prompt.
+    @property
+    def wrote_date(self) -> bool:
+        """Whether a text so far has the date in it."""
+        return self._sandbox.wrote_date
 
-        Raises RowError when the template refuses the messages, DataError when it does not show the assistant's turns.
+    def documents(
+        self, conversation: Conversation, turns: Literal["together", "separately"] = "together"
+    ) -> tuple[Rendered, ...]:
+        """The texts to learn from, with loss on what the assistant says after the prompt; the whole one last.
+
+        More than one where the template rewrites earlier turns, each turn being learned once. `turns: separately`: also
+        where it only drops their thoughts. Raises RowError when the template refuses the messages, leaves a part of
+        them out or does not show the assistant's turns, DataError when it never does that or runs out of its limits.
         """
-        self._check_support(conversation)
-        if self._has_generation_marks:
-            text, spans = self._render_marked(conversation)
-        else:
-            text, spans = self._render_prefixes(conversation)
-        turns = [number for number, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-        learned = [
-            span
-            for number, span in zip(turns, spans, strict=True)
-            if number >= conversation.num_prompt_messages and number not in conversation.unlearned
-        ]
-        return Rendered(text, tuple(learned))
+        _ = self._proof
+        documents = self._documents(conversation, together=turns == "together")
+        self.num_dropped_thoughts += sum(document.num_dropped_thoughts for document in documents)
+        return tuple(Rendered(document.text, document.spans) for document in documents)
+
+    def render(self, conversation: Conversation) -> Rendered:
+        """The one text to learn from. Raises as `documents` does, and RowError when there are several."""
+        *others, whole = self.documents(conversation)
+        if others:
+            raise RowError(
+                f"has earlier turns after the prompt that {self._name} writes otherwise once others follow; expected "
+                "one answer of the assistant, as its last message"
+            )
+        return whole
 
     def render_text(self, conversation: Conversation, *, add_generation_prompt: bool = False) -> str:
         """The text alone. Raises RowError when the template refuses the messages."""
-        self._check_support(conversation)
-        return self._text(conversation.messages, conversation.tools, add_generation_prompt=add_generation_prompt)
+        messages = self._known(conversation)
+        return self._text(messages, conversation.tools, add_generation_prompt=add_generation_prompt)
 
     def ends_turns(self, rendered: Rendered) -> bool:
         """Whether what is learned of each turn ends with a special token, so that a model learns to stop."""
         return all(rendered.text[begin:end].rstrip().endswith(self._markers) for begin, end in rendered.spans)
 
-    def _check_support(self, conversation: Conversation) -> None:
-        """A template that does not know of a part leaves it out in silence."""
-        parts = {field for message in conversation.messages for field in (*THOUGHTS, "tool_calls") if field in message}
+    @cached_property
+    def _proof(self) -> None:
+        """Raises DataError for a template whose masks are wrong already for messages of plain words."""
+        for roles in PROBES:
+            words = [f"q{role}{number}" for number, role in enumerate(roles)]
+            probe = Conversation([make_message(role, word) for role, word in zip(roles, words, strict=True)])
+            try:
+                documents = self._documents(probe, together=True)
+            except _RefusalError:
+                continue
+            except UnclearTurnsError as error:
+                if "system" in roles:
+                    continue  # rows that have one are refused one by one
+                raise DataError(error.cause) from error
+            learned = "\n".join(document.text[begin:end] for document in documents for begin, end in document.spans)
+            if wrong := [word for word in words if learned.count(word) != word.startswith("qassistant")]:
+                raise DataError(
+                    f"the mask of {self._name} is wrong in {', '.join(wrong)}: of a conversation of "
+                    f"{', '.join(words)} it learns {learned!r}. Mend it, or give another one (`chat_template`)."
+                )
+
+    def _documents(self, conversation: Conversation, *, together: bool) -> list[Document]:
+        messages = self._known(conversation)
+        if self._has_generation_marks:
+            return self._marked(messages, conversation, together=together)
+
+        def write(messages: list[Message], **options: bool) -> str:
+            return self._text(messages, conversation.tools, **options)
+
+        turns = Turns(write, messages, self._markers, self._name, together=together, writes_think=self._writes_think)
+        return turns.documents(_learned_turns(conversation))
+
+    def _marked(self, messages: list[Message], conversation: Conversation, *, together: bool) -> list[Document]:
+        """As the marks say. Not together: turns whose thoughts the whole text drops, each at the end of a text."""
+        text, spans = self._marked_spans(messages, conversation.tools)
+        found: list[Document] = []
+        whole: list[Span] = []
+        num_dropped = 0
+        for number in _learned_turns(conversation):
+            span = spans[number]
+            thoughts, _ = split_thoughts(messages[number])
+            is_dropped = thoughts.strip() not in text[slice(*span)]
+            if is_dropped and not together:
+                own_text, own_spans = self._marked_spans(messages[: number + 1], conversation.tools)
+                found.append(Document(own_text, (own_spans[number],), 0))
+            else:
+                whole.append(span)
+                num_dropped += is_dropped
+        return [*found, Document(text, tuple(whole), num_dropped)] if whole or not found else found
+
+    def _marked_spans(self, messages: list[Message], tools: tuple[Tool, ...]) -> tuple[str, dict[int, Span]]:
+        """The text, and where each of the assistant's messages lies in it, by its position."""
+        text, marked = self._run(messages, tools)
+        spans: list[Span] = []
+        for begin, end in marked:
+            if spans and spans[-1][1] == begin:
+                begin = spans.pop()[0]  # two blocks of one turn
+            spans.append((begin, end))
+        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        if len(spans) != len(turns):
+            raise UnclearTurnsError(
+                f"{self._name} marks {len(spans)} assistant turns with {{% generation %}} in a conversation that has "
+                f"{len(turns)}; mend the template, or remove the marks"
+            )
+        return text, dict(zip(turns, spans, strict=True))
+
+    def _known(self, conversation: Conversation) -> list[Message]:
+        """The messages as this template takes them. Raises RowError for parts that it would leave out in silence."""
+        messages = conversation.messages
+        parts = {field for message in messages for field in (*THOUGHTS, "tool_calls") if field in message}
         parts |= {"tools"} if conversation.tools else set()
-        parts |= {"tool"} if any(message["role"] == "tool" for message in conversation.messages) else set()
-        unknown = sorted(part for part in parts if not re.search(rf"\b{part}\b", self._source))
+        parts |= {"tool"} if any(message["role"] == "tool" for message in messages) else set()
+        unknown = {part for part in parts if not re.search(rf"\b{part}\b", self._source)}
+        known_thoughts = [field for field in THOUGHTS if re.search(rf"\b{field}\b", self._source)]
+        if known_thoughts or self._writes_think:
+            unknown -= set(THOUGHTS)
         if unknown:
             raise RowError(
-                f"has {listed(unknown)}, which {self._name} does not render; expected messages of text alone, or a "
-                "template (`chat_template`) that knows them"
+                f"has {listed(sorted(unknown))}, which {self._name} does not render; expected messages of text alone, "
+                "or a template (`chat_template`) that knows them"
             )
+        if known_thoughts:
+            messages = [_renamed(message, known_thoughts) for message in messages]
+        return [self._call_form(message) for message in messages] if "tool_calls" in parts else messages
 
-    def _render_marked(self, conversation: Conversation) -> tuple[str, list[Span]]:
-        messages = conversation.messages
-        texts, marked = self._jinja(messages, conversation.tools, return_assistant_tokens_mask=True)
-        spans = [(begin, end) for begin, end in marked[0]]
-        if len(spans) != _num_turns(messages):
-            raise DataError(
-                f"{self._name} marks {len(spans)} assistant turns with {{% generation %}} in a conversation that has "
-                f"{_num_turns(messages)}; mend the template, or remove the marks"
-            )
-        return texts[0], spans
+    def _call_form(self, message: Message) -> Message:
+        return _with_calls_as(message, *self._form) if "tool_calls" in message else message
 
-    def _render_prefixes(self, conversation: Conversation) -> tuple[str, list[Span]]:
-        text = self._text(conversation.messages, conversation.tools)
-        conversation = self._without_dropped_thoughts(conversation, text)
-        spans = []
-        for number, message in enumerate(conversation.messages):
-            if message["role"] == "assistant":
-                spans.append(self._turn(text, conversation, number))
-        return text, spans
+    @cached_property
+    def _form(self) -> tuple[bool, bool]:
+        """Whether this template wants arguments of calls as JSON text, and null where a call comes without text.
 
-    def _without_dropped_thoughts(self, conversation: Conversation, text: str) -> Conversation:
-        """The same without thoughts that the whole text does not have, if it needs none of them.
-
-        A template that drops the thoughts before the last question shows them in a beginning that ends before it.
+        Found by trying, on a call of its own: some put the arguments into a string and fail, or write Python.
         """
-        messages = [
-            {key: value for key, value in message.items() if key not in THOUGHTS or value.strip() in text}
-            for message in conversation.messages
-        ]
-        if messages != conversation.messages and self._text(messages, conversation.tools) == text:
-            return replace(conversation, messages=messages)
-        return conversation
-
-    def _turn(self, text: str, conversation: Conversation, number: int) -> Span:
-        """Where message `number`, an assistant's, lies in the whole text."""
-        messages, tools = conversation.messages, conversation.tools
-        before = self._text(messages[:number], tools, add_generation_prompt=True)
-        if not text.startswith(before):
-            raise self._not_a_prefix(before, text, number)
-        if number == len(messages) - 1:
-            return len(before), self._without_blank_end(text, len(before))
-        upto = self._text(messages[: number + 1], tools)
-        if text.startswith(upto):
-            return len(before), self._without_blank_end(upto, len(before))
-        return len(before), self._marked_end(text, len(before), upto, number)
-
-    def _without_blank_end(self, text: str, begin: int) -> int:
-        """The end of a turn that ends with `text`: line breaks after its last special token are never generated."""
-        stripped = text.rstrip()
-        return len(stripped) if len(stripped) > begin and stripped.endswith(self._markers) else len(text)
-
-    def _marked_end(self, text: str, begin: int, upto: str, number: int) -> int:
-        """The end of a turn that is written otherwise when it is the last (models that think drop their old thoughts).
-
-        The special token that ends it as the last one ends it here, too.
-        """
-        stripped = upto.rstrip()
-        marker = next((marker for marker in self._markers if stripped.endswith(marker)), None)
-        position = -1 if marker is None else text.find(marker, begin)
-        if marker is None or position < 0:
-            raise self._not_a_prefix(upto, text, number)
-        return position + len(marker)
-
-    def _not_a_prefix(self, before: str, text: str, number: int) -> DataError:
-        shared = next((i for i, pair in enumerate(zip(before, text, strict=False)) if pair[0] != pair[1]), len(text))
-        return DataError(
-            f"{self._name} does not show which tokens the assistant says: rendered up to message {number + 1}, the "
-            f"conversation reads …{before[shared : shared + 60]!r} where the whole one reads "
-            f"…{text[shared : shared + 60]!r}. Give a template (`chat_template`) that puts the assistant's part into "
-            "{% generation %} … {% endgeneration %}, or learn everything (`train_on: all`)."
+        question, call = (
+            make_message("user", "qprobe"),
+            {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]},
         )
+        for form in ((False, False), (True, False), (False, True), (True, True)):
+            try:
+                text, _ = self._run([question, _with_calls_as(call, *form)], ())
+            except RowError:
+                continue
+            if text.count("qprobe") > 1 and "qkey" in text and "{'qkey'" not in text and '\\"qkey' not in text:
+                return form
+        return False, False
 
-    def _text(self, messages: list[Message], tools: tuple[Tool, ...], *, add_generation_prompt: bool = False) -> str:
-        texts, _ = self._jinja(messages, tools, add_generation_prompt=add_generation_prompt)
-        return texts[0]
+    def _text(self, messages: list[Message], tools: tuple[Tool, ...], **options: bool) -> str:
+        return self._run(messages, tools, **options)[0]
 
-    def _jinja(
-        self, messages: list[Message], tools: tuple[Tool, ...], **options: Any
-    ) -> tuple[list[str], list[list[Span]]]:
-        options |= self._variables
+    def _run(self, messages: list[Message], tools: tuple[Tool, ...], **options: bool) -> tuple[str, list[Span]]:
+        variables: dict[str, Any] = {"messages": messages, "tools": list(tools) or None, "documents": None}
+        variables |= {"add_generation_prompt": False, **options, **self._variables}
         try:
-            return render_jinja_template([messages], list(tools) or None, chat_template=self._source, **options)
+            return self._sandbox.run(variables)
+        except TemplateLimitError as error:
+            raise DataError(f"{self._name} {error}; mend it, or give another one (`chat_template`)") from error
         except jinja2.TemplateError as error:
-            raise RowError(f"is refused by {self._name}: {error}; expected messages that it can render") from error
+            raise _RefusalError(f"is refused by {self._name}: {error}; expected messages that it can render") from error
+        except MISTAKES as error:
+            raise _RefusalError(
+                f"cannot be rendered by {self._name}: {type(error).__name__}: {error}; expected messages that it can "
+                "render"
+            ) from error
 
 
-def load_chat_template(tokenizer: Any, tokenizer_folder: Path, recipe_template: Path | None) -> ChatTemplate:
+def load_chat_template(
+    tokenizer: Any, tokenizer_folder: Path, recipe_template: Path | None, today: date = DEFAULT_DATE
+) -> ChatTemplate:
     """The recipe's template, or the tokenizer's own. Raises DataError when there is none."""
     special_tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     markers = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
@@ -193,8 +258,38 @@ def load_chat_template(tokenizer: Any, tokenizer_folder: Path, recipe_template: 
             f"the data are conversations, but the tokenizer in {tokenizer_folder} has no chat template. Name a Jinja "
             "file in the recipe (`data: {chat_template: chatml.jinja}`), or use a model that has one."
         )
-    return ChatTemplate(source, special_tokens, markers, name)
+    return ChatTemplate(source, special_tokens, markers, name, today)
 
 
-def _num_turns(messages: list[Message]) -> int:
-    return sum(message["role"] == "assistant" for message in messages)
+def _learned_turns(conversation: Conversation) -> list[int]:
+    """Positions of the messages that carry loss."""
+    return [
+        number
+        for number, message in enumerate(conversation.messages)
+        if message["role"] == "assistant"
+        and number >= conversation.num_prompt_messages
+        and number not in conversation.unlearned
+    ]
+
+
+def _renamed(message: Message, known_thoughts: list[str]) -> Message:
+    """Thoughts under the name that the template knows."""
+    return {
+        known_thoughts[0] if key in THOUGHTS and key not in known_thoughts else key: value
+        for key, value in message.items()
+    }
+
+
+def _with_calls_as(message: Message, arguments_as_text: bool, empty_as_null: bool) -> Message:
+    calls = message["tool_calls"]
+    if arguments_as_text:
+        calls = [
+            {**call, "function": {**call["function"], "arguments": _as_json(call["function"]["arguments"])}}
+            for call in calls
+        ]
+    content = None if empty_as_null and not message["content"] else message["content"]
+    return {**message, "content": content, "tool_calls": calls}
+
+
+def _as_json(arguments: object) -> str:
+    return json.dumps(arguments, ensure_ascii=False)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -13,8 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stages.core.errors import DataError, ModelError
-from stages.data.documents import Document, PlainText
+from stages.data.config import DEFAULT_DATE, SpecialTokensPolicy
+from stages.data.documents import Conversation, Document, PlainText
 from stages.data.messages import RowError
+from stages.data.special_tokens import SpecialTokens
 from stages.data.templates import ChatTemplate, Rendered, Span, load_chat_template
 
 
@@ -38,15 +41,27 @@ class Tokens:
 class DocumentTokenizer:
     """Renders and tokenizes documents; conversations need a chat template, the recipe's or the tokenizer's."""
 
-    def __init__(self, folder: Path, chat_template: Path | None, train_on: Literal["assistant", "all"]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        chat_template: Path | None,
+        train_on: Literal["assistant", "all"],
+        *,
+        turns: Literal["together", "separately"] = "together",
+        template_date: date = DEFAULT_DATE,
+        special_tokens_in_content: SpecialTokensPolicy = "text",
+    ) -> None:
         """`folder` is a model artifact's `model/`. Raises ModelError when there is no usable tokenizer."""
         self._folder = folder
         self._chat_template = chat_template
         self._train_on = train_on
+        self._turns = turns
+        self._template_date = template_date
         self._tokenizer = _load(folder)
         self._backend = self._tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
+        self._content = SpecialTokens(self._backend, special_tokens_in_content)
         self.teaches_to_stop: bool | None = None
         """Whether the assistant's turns end with a special token; None before the first conversation was rendered."""
 
@@ -64,33 +79,96 @@ class DocumentTokenizer:
     @cached_property
     def template(self) -> ChatTemplate:
         """Raises DataError when there is none."""
-        return load_chat_template(self._tokenizer, self._folder, self._chat_template)
+        return load_chat_template(self._tokenizer, self._folder, self._chat_template, self._template_date)
+
+    def render_units(self, documents: Sequence[Document]) -> list[tuple[Rendered, ...]]:
+        """The texts of a row, those of a unit together: a preference pair is one, of a conversation each text is one.
+
+        Raises as `render` does.
+        """
+        if len(documents) > 1:
+            return [tuple(self.render(document) for document in documents)]
+        (document,) = documents
+        if isinstance(document, PlainText) or self._train_on == "all":
+            return [(self.render(document),)]
+        shielded = self._shielded(document)
+        texts = self.template.documents(shielded, self._turns)
+        return [(self._noted(text, is_shielded=shielded is not document),) for text in texts]
 
     def render(self, document: Document) -> Rendered:
-        """The document's text. Raises RowError, or DataError for a missing or unsuitable chat template."""
+        """The document as one text. Raises RowError, also when what is learned of it takes several, and DataError for a
+        missing or unsuitable chat template.
+        """
         if isinstance(document, PlainText):
-            text = document.prompt + document.completion
-            begin = 0 if self._train_on == "all" else len(document.prompt)
-            return Rendered(text, ((begin, len(text)),), is_plain=True)
-        if self._train_on == "all":
-            if document.unlearned:
-                raise RowError("has a turn that is not to be learned, but `train_on: all` learns everything")
-            text = self.template.render_text(document)
-            rendered = Rendered(text, ((0, len(text)),))
-        else:
-            rendered = self.template.render(document)
-        if self.teaches_to_stop is None:
-            self.teaches_to_stop = self.template.ends_turns(rendered)
-        return rendered
+            return self._render_plain(self._unframed(document))
+        shielded = self._shielded(document)
+        is_shielded = shielded is not document
+        if self._train_on == "assistant":
+            return self._noted(self.template.render(shielded), is_shielded=is_shielded)
+        if shielded.unlearned:
+            raise RowError("has a turn that is not to be learned, but `train_on: all` learns everything")
+        text = self.template.render_text(shielded)
+        return self._noted(Rendered(text, ((0, len(text)),)), is_shielded=is_shielded)
+
+    def warnings(self) -> Iterator[str]:
+        """What the template did to the documents so far that is not to be seen in them."""
+        if warning := self._content.warning():
+            yield warning
+        if "template" not in self.__dict__:
+            return
+        if self.template.num_dropped_thoughts:
+            yield (
+                f"{self.template.num_dropped_thoughts} turns are learned without their thoughts, which the chat "
+                "template drops once others follow; `turns: separately` learns them"
+            )
+        if self.template.wrote_date and self._template_date == DEFAULT_DATE:
+            yield (
+                f"the chat template writes the current date, for which {DEFAULT_DATE} stands in every run; "
+                "`template_date` names another"
+            )
 
     def encode(self, documents: Sequence[Rendered]) -> list[Tokens]:
         """Tokenize many at once (in parallel threads). Raises DataError for plain text without an end-of-text token."""
-        encodings = self._backend.encode_batch([document.text for document in documents], add_special_tokens=False)
-        return [self._tokens(encoding, document) for encoding, document in zip(encodings, documents, strict=True)]
+        texts = ["" if document.is_shielded else document.text for document in documents]
+        encodings = self._backend.encode_batch(texts, add_special_tokens=False)
+        return [
+            self._tokens(*self._content.encode(document.text), document)
+            if document.is_shielded
+            else self._tokens(encoding.ids, encoding.offsets, document)
+            for encoding, document in zip(encodings, documents, strict=True)
+        ]
 
-    def _tokens(self, encoding: Any, document: Rendered) -> Tokens:
-        ids = np.array(encoding.ids, np.int32)
-        loss = _loss_mask(encoding.offsets, document.spans)
+    def _noted(self, rendered: Rendered, *, is_shielded: bool) -> Rendered:
+        if self.teaches_to_stop is None:
+            self.teaches_to_stop = self.template.ends_turns(rendered)
+        return replace(rendered, is_shielded=is_shielded)
+
+    def _shielded(self, conversation: Conversation) -> Conversation:
+        """The conversation itself when nothing in it needs a shield."""
+        parts = [conversation.messages, conversation.tools]
+        found = self._content.shield(parts)
+        return conversation if found is parts else replace(conversation, messages=found[0], tools=tuple(found[1]))
+
+    def _render_plain(self, document: PlainText) -> Rendered:
+        parts = [document.prompt, document.completion]
+        prompt, completion = shielded = self._content.shield(parts)
+        begin = 0 if self._train_on == "all" else len(prompt)
+        text = prompt + completion
+        return Rendered(text, ((begin, len(text)),), is_plain=True, is_shielded=shielded is not parts)
+
+    def _unframed(self, text: PlainText) -> PlainText:
+        """Without the special tokens that are put around it, where the text has them written out already."""
+        prompt, completion = text.prompt, text.completion
+        begin, end = self._tokenizer.bos_token, self._tokenizer.eos_token
+        if end and completion.rstrip().endswith(end):
+            completion = completion.rstrip().removesuffix(end)
+        if begin and (prompt or completion).startswith(begin) and self._tokenizer.bos_token_id in self._frame[0]:
+            prompt, completion = (prompt.removeprefix(begin), completion) if prompt else ("", completion[len(begin) :])
+        return PlainText(prompt, completion)
+
+    def _tokens(self, token_ids: list[int], offsets: list[Span], document: Rendered) -> Tokens:
+        ids = np.array(token_ids, np.int32)
+        loss = _loss_mask(offsets, document.spans)
         if document.is_plain:
             begin, end = self._frame
             ids = np.concatenate([begin, ids, end])

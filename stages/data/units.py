@@ -31,34 +31,39 @@ class OverLong:
 
     policy: Literal["truncate", "drop", "fail"]
     sequence_length: int
-    num_units: int = 0
+    num_over_long: int = 0
     longest_tokens: int = 0
     named: list[str] = field(default_factory=list)
+    num_kept: int = 0
+    _last_place: Place | None = None
 
     def fit(self, unit: Unit, place: Place) -> Unit | None:
         """The unit, or its beginning, or None when it is left out."""
         if len(unit) <= self.sequence_length:
+            self.num_kept += 1
             return unit
-        self.num_units += 1
         self.longest_tokens = max(self.longest_tokens, len(unit))
-        if len(self.named) < NUM_NAMED:
-            self.named.append(f"{place} ({len(unit)} tokens)")
+        if place != self._last_place:  # a row of several units counts once
+            self._last_place = place
+            self.num_over_long += 1
+            if len(self.named) < NUM_NAMED:
+                self.named.append(f"{place} ({len(unit)} tokens)")
         return self._truncated(unit) if self.policy == "truncate" else None
 
     def check(self, num_rows: int) -> str | None:
         """What to warn of, once all rows were seen. Raises DataError when `policy` does not allow what was found."""
-        if not self.num_units:
+        if not self.num_over_long:
             return None
         found = (
-            f"{self.num_units} of {num_rows} rows have more than sequence_length {self.sequence_length} tokens, "
+            f"{self.num_over_long} of {num_rows} rows have more than sequence_length {self.sequence_length} tokens, "
             f"up to {self.longest_tokens}"
         )
         if self.policy == "fail":
             raise DataError(
-                f"{found}: {', '.join(self.named)}{', …' if self.num_units > len(self.named) else ''}. Raise "
+                f"{found}: {', '.join(self.named)}{', …' if self.num_over_long > len(self.named) else ''}. Raise "
                 "`sequence_length`, or say `over_long: truncate` or `over_long: drop`."
             )
-        if self.policy == "drop" and self.num_units == num_rows:
+        if self.policy == "drop" and self.num_over_long == num_rows and not self.num_kept:
             raise DataError(f"{found}, and `over_long: drop` leaves nothing to learn from. Raise `sequence_length`.")
         return f"{found}: {'their ends were cut off' if self.policy == 'truncate' else 'they were left out'}"
 

@@ -31,7 +31,8 @@ def run(config: DownloadConfig, context: StageContext) -> StageResult:
     shutil.rmtree(folder, ignore_errors=True)
     hub_of(config.source).deliver(config.request, revision, folder, context)
     if config.product == "model":
-        check_model_folder(folder)
+        for unusual in check_model_folder(folder):
+            context.warn(f"{config.source}: {unusual}")
         _warn_of_missing_code(config, context, folder)
     else:
         _check_shards(config, context, folder)

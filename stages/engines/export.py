@@ -4,12 +4,14 @@ Weights arrive as a stream of full tensors under the names of the Transformers m
 that the architecture keeps in fp32), gives them the names and shapes of the original files back and writes shards of at
 most 5 GB. Everything else (tokenizer, chat
 template, generation config) is copied from the model that training started from. The result is compared with it: an
-export that lost or renamed a weight is an error, not a surprise when the model is served.
+export that lost or renamed a weight is an error, not a surprise when the model is served. `check_exportable` finds that
+out before training.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -26,9 +28,14 @@ from stages.core.errors import ModelError
 from stages.core.files import write_atomically
 from stages.models.kept_precision import dtype_of_weights
 from stages.models.model_folder import follow_file_mask
+from stages.models.weight_files import weight_paths
 
 MAX_SHARD_BYTES = 5 * 10**9
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
+
+OLD_BUFFERS = r"rotary_emb\.inv_freq$"
+"""Weights in old files that follow from the config."""
+NUM_NAMED = 3
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -40,18 +47,52 @@ def export_model(
 
     Raises ModelError when the weights written are not those, by name and shape, that `source` has.
     """
-    tied = set(getattr(causal_lm, "all_tied_weights_keys", None) or {})
+    tied = _tied(causal_lm)
     dtype_of = dtype_of_weights(causal_lm, dtype)
     kept = ((name, _cast(weight, dtype_of(name))) for name, weight in named_weights if name not in tied)
-    originals = _originals(causal_lm, kept) if is_main_process() else kept
-    write_model(originals, source=source, folder=folder, dtype=dtype, tied=tied)
+    originals = _originals(causal_lm, kept, source) if is_main_process() else kept
+    write_model(originals, source=source, folder=folder, dtype=dtype, tied=tied, carried=_ignored(causal_lm))
+
+
+def check_exportable(causal_lm: Any, source: Path) -> None:
+    """Raise ModelError unless `export_model` will write the weights that `source` has: before training, not after."""
+    tied = _tied(causal_lm)
+    empty = (
+        (name, torch.empty_like(weight, device="meta"))
+        for name, weight in causal_lm.state_dict().items()
+        if name not in tied
+    )
+    written = {name: tuple(weight.shape) for name, weight in _originals(causal_lm, empty, source)}
+    expected = weight_shapes(source)
+    is_carried = _ignored(causal_lm).search
+    needed = {name: shape for name, shape in expected.items() if name not in tied and not is_carried(name)}
+    unknown = sorted(name for name in needed if name not in written)
+    if unknown:
+        raise ModelError(
+            f"{source} holds {len(unknown)} weights that {type(causal_lm).__name__} does not have with this "
+            f"config.json ({', '.join(unknown[:NUM_NAMED])}), so they would not be trained and be lost; config.json "
+            "may say fewer layers than there are, or the files be of another model"
+        )
+    different = sorted(name for name, shape in written.items() if expected.get(name) != shape)
+    if different:
+        raise ModelError(
+            f"{len(different)} weights of {type(causal_lm).__name__} cannot be written as they were read from {source} "
+            f"({', '.join(different[:NUM_NAMED])}); this architecture is not exported rightly, so it is not trained"
+        )
 
 
 def write_model(
-    named_weights: Iterable[tuple[str, Tensor]], *, source: Path, folder: Path, dtype: torch.dtype, tied: set[str]
+    named_weights: Iterable[tuple[str, Tensor]],
+    *,
+    source: Path,
+    folder: Path,
+    dtype: torch.dtype,
+    tied: set[str],
+    carried: re.Pattern[str] | None = None,
 ) -> None:
     """Write `folder` from weights that have the names of the original files; those that are `tied` may be lacking.
 
+    Weights of `source` whose names match `carried`, and which are not among them, are copied as they are.
     The weights have the dtypes that they are written in; `dtype` is that of most, which the config names.
     Collective and raises as `export_model`.
     """
@@ -63,6 +104,9 @@ def write_model(
     writer = _ShardWriter(folder)
     for name, weight in named_weights:
         writer.add(name, weight.to("cpu").contiguous())
+    if carried is not None:
+        for name, weight in _carried(source, carried, writer.names):
+            writer.add(name, weight)
     writer.finish()
     _copy_companions(source, folder)
     _write_config(source, folder, dtype)
@@ -72,7 +116,7 @@ def write_model(
 def weight_shapes(folder: Path) -> Shapes:
     """Name → shape of every tensor in a model folder, from the headers alone."""
     shapes: Shapes = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in weight_paths(folder):
         with safe_open(path, framework="pt") as weights:
             shapes |= {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
     return shapes
@@ -87,6 +131,11 @@ class _ShardWriter:
         self._pending_bytes = 0
         self._total_bytes = 0
         self._shards: list[list[str]] = []
+
+    @property
+    def names(self) -> set[str]:
+        """Of all weights so far."""
+        return {*self._pending, *(name for shard in self._shards for name in shard)}
 
     def add(self, name: str, weight: Tensor) -> None:
         """Take a CPU tensor; may write a shard."""
@@ -121,15 +170,36 @@ class _ShardWriter:
         return self._folder / f"part-{index}.partial"
 
 
+def _tied(causal_lm: Any) -> set[str]:
+    return set(getattr(causal_lm, "all_tied_weights_keys", None) or {})
+
+
+def _ignored(causal_lm: Any) -> re.Pattern[str]:
+    """Names of weights that Transformers says it leaves in the files: the layers that predict several tokens, say."""
+    return re.compile("|".join([OLD_BUFFERS, *(getattr(causal_lm, "_keys_to_ignore_on_load_unexpected", None) or ())]))
+
+
+def _carried(source: Path, carried: re.Pattern[str], written: set[str]) -> Iterator[tuple[str, Tensor]]:
+    for path in weight_paths(source):
+        with safe_open(path, framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118
+                if name not in written and carried.search(name):
+                    yield name, weights.get_tensor(name)
+
+
 def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """On the CPU; counters and the like are no floating-point numbers, and stay what they are."""
     return weight.to("cpu", dtype if weight.is_floating_point() else weight.dtype)
 
 
-def _originals(causal_lm: Any, named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Under the names and in the shapes that the files had."""
+def _originals(
+    causal_lm: Any, named_weights: Iterable[tuple[str, Tensor]], source: Path
+) -> Iterator[tuple[str, Tensor]]:
+    """Under the names and in the shapes that the files have. They may be of the model without its head (GPT-2's)."""
+    names, prefix = weight_shapes(source).keys(), f"{causal_lm.base_model_prefix}."
     for group in _groups(named_weights):
-        yield from revert_weight_conversion(causal_lm, group).items()
+        for name, weight in revert_weight_conversion(causal_lm, group).items():
+            yield name if name in names or name.removeprefix(prefix) not in names else name.removeprefix(prefix), weight
 
 
 def _groups(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:

@@ -101,22 +101,26 @@ class _LogProbabilities(torch.autograd.Function):
         selected, weight, bias, positions, targets, kept = ctx.saved_tensors
         gradient = gradients[0].index_select(0, positions)
         sum_dtype = weight.dtype if len(ctx.chunks) <= 1 else torch.float32
-        weight_gradient = torch.zeros_like(weight, dtype=sum_dtype)
-        bias_gradient = None if bias is None else torch.zeros_like(bias, dtype=sum_dtype)
+        _, learns_weight, learns_bias, *_ = ctx.needs_input_grad
+        weight_gradient = torch.zeros_like(weight, dtype=sum_dtype) if learns_weight else None
+        bias_gradient = torch.zeros_like(bias, dtype=sum_dtype) if learns_bias else None
         selected_gradient = torch.empty_like(selected)
         for chunk in ctx.chunks:
             output_gradient = _output_gradient(
                 kept, selected[chunk], weight, bias, targets[chunk], gradient[chunk], ctx.transform
             )
             selected_gradient[chunk] = output_gradient @ weight
-            weight_gradient += output_gradient.T @ selected[chunk]
+            if weight_gradient is not None:
+                weight_gradient += output_gradient.T @ selected[chunk]
             if bias_gradient is not None:
                 bias_gradient += output_gradient.sum(0)
         hidden_gradient = selected.new_zeros(ctx.num_tokens, selected.shape[1])
         hidden_gradient.index_copy_(0, positions, selected_gradient)
+        if weight_gradient is not None:
+            weight_gradient = weight_gradient.to(weight.dtype)
         if bias_gradient is not None:
             bias_gradient = bias_gradient.to(bias.dtype)
-        return hidden_gradient, weight_gradient.to(weight.dtype), bias_gradient, None, None, None
+        return hidden_gradient, weight_gradient, bias_gradient, None, None, None
 
 
 def _head_output(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stages.adapters.config import AdapterConfig
 from stages.parallel.layout import Layout
 from stages.planner.workload import Precision
 
@@ -34,3 +35,5 @@ class EngineSettings:
     """When the stage ends an attempt that hangs; collectives wait longer."""
     trust_remote_code: bool = False
     """Whether code that came with the model may be run."""
+    adapter: AdapterConfig | None = None
+    """What learns beside the frozen model; None: the model itself learns."""

@@ -24,6 +24,7 @@ class EvaluateConfig(StageConfig):
     """Run benchmark tasks against a server: that of a serve stage, or its own for a model."""
 
     STAGE_VERSION: ClassVar[int] = 2  # the harness's own seeds: other few-shot examples than before
+    HAS_CHECK: ClassVar[bool] = True
 
     kind: Literal["evaluate"]
     model: ModelOrServerReference
@@ -34,7 +35,11 @@ class EvaluateConfig(StageConfig):
     task_folder: OutsidePath | None = Field(None, description="Folder of local tasks (YAML and JSONL).")
     limit: PositiveInt | None = Field(None, description="Samples of each task; default: all.")
     num_fewshot: int | None = Field(None, ge=0, description="Default: the task's own.")
-    apply_chat_template: bool = Field(False, description="Ask as a user of a chat, not as plain text.")
+    apply_chat_template: bool | None = Field(
+        None,
+        description="Ask as a user of a chat, not as plain text; default: as the model was trained last, if that was "
+        "here, else if it has a template.",
+    )
     seed: int | None = Field(
         None, ge=0, lt=2**32, description="Of few-shot examples and random numbers; default: the harness's own."
     )
@@ -57,21 +62,21 @@ class EvaluateConfig(StageConfig):
         return {**programs, **harness.resolve_outside(self.evaluation)}
 
     def custom_code(self) -> tuple[str, ...]:
-        """Code of the recipe's own that the evaluation runs, such as `sums.yaml: !function utils.score`.
+        """Also that of the recipe's own tasks, such as `sums.yaml: !function utils.score`.
 
         Raises EvaluationError for tasks that do not exist.
         """
-        return default_harness().custom_code(self.evaluation)
+        return (*super().custom_code(), *default_harness().custom_code(self.evaluation))
 
     @property
     def evaluation(self) -> Evaluation:
-        """What a harness is asked for."""
+        """What a harness is asked for; as a chat only if the config says so."""
         return Evaluation(
             tasks=self.tasks,
             task_folder=self.task_folder,
             limit=self.limit,
             num_fewshot=self.num_fewshot,
-            apply_chat_template=self.apply_chat_template,
+            apply_chat_template=bool(self.apply_chat_template),
             seed=self.seed,
             trust_task_code=self.trust_task_code,
             concurrent_requests=self.execution.concurrent_requests,

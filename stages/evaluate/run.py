@@ -12,15 +12,18 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from stages.core.contract import StageContext, StageResult
 from stages.core.errors import EvaluationError, LifecycleError, TransientError
+from stages.evaluate.check import check_chat_template
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.endpoint import Endpoint, endpoint_for
 from stages.evaluate.harnesses.harness import Harness, Results
 from stages.evaluate.harnesses.registry import default_harness
-from stages.evaluate.scores import score_metrics
+from stages.evaluate.scores import score_metrics, zero_scores
+from stages.models.trained_on import has_chat_template, trained_on_conversations
 
 
 def run(config: EvaluateConfig, context: StageContext) -> StageResult:
@@ -31,8 +34,7 @@ def run(config: EvaluateConfig, context: StageContext) -> StageResult:
     harness, evaluation = default_harness(), config.evaluation
     harness.prepare(evaluation, context.cache)
     with endpoint_for(config, context) as endpoint:
-        if config.apply_chat_template:
-            _check_chat_template(endpoint.spec.model)
+        evaluation = replace(evaluation, apply_chat_template=_ask_as_chat(config, endpoint.spec.model, context))
         with _named_failures(harness, config, endpoint):
             results = harness.evaluate(evaluation, context, endpoint.await_model)
     files = _write(context.work, results)
@@ -42,18 +44,31 @@ def run(config: EvaluateConfig, context: StageContext) -> StageResult:
             f"{harness.title} gave no scores for {', '.join(config.tasks)}; see {context.work / files[0]}"
         )
     context.milestone(", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+    for name in zero_scores(results.scores):
+        context.warn(
+            f"{name} is 0: no answer was right; read some in samples/. Is the model asked as it was trained "
+            "(apply_chat_template, the task's prompt), and does it end an answer where the task expects it?"
+        )
     tags = {**endpoint.spec.version_tag, f"{harness.name}_version": harness.version()}
     return StageResult(metrics=metrics, tags=tags, files=files)
 
 
-def _check_chat_template(model: Path) -> None:
-    tokenizer_config = model / "tokenizer_config.json"
-    in_config = tokenizer_config.is_file() and json.loads(tokenizer_config.read_text()).get("chat_template")
-    if not in_config and not (model / "chat_template.jinja").is_file():
-        raise EvaluationError(
-            f"apply_chat_template is on, but {model} has no chat template (chat_template.jinja, or in "
-            "tokenizer_config.json); switch it off, or evaluate a model that has one"
+def _ask_as_chat(config: EvaluateConfig, model: Path, context: StageContext) -> bool:
+    """As the recipe says, else as the model was trained. Raises EvaluationError for a chat without a template."""
+    trained, asked = trained_on_conversations(model), config.apply_chat_template
+    expected = has_chat_template(model) if trained is None else trained
+    as_chat = expected if asked is None else asked
+    if asked is None:
+        why = "as it has a chat template or not" if trained is None else "as the model was trained"
+        context.milestone(f"asking {'as a user of a chat' if as_chat else 'in plain text'}, {why}")
+    elif trained is not None and trained != as_chat:
+        context.warn(
+            f"apply_chat_template is {str(as_chat).lower()}, but the model was trained on "
+            f"{'conversations' if trained else 'plain text'}: its scores may be far too low"
         )
+    if as_chat:
+        check_chat_template(model)
+    return as_chat
 
 
 @contextlib.contextmanager

@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 NO_FILTER = "none"
+
+
+def zero_scores(scores: Mapping[str, Any]) -> list[str]:
+    """Names of the scores that are 0 where higher is better: most often the model does not know the prompt.
+
+    scores: what a harness gives (`harnesses/harness.py`).
+    """
+    names: list[str] = []
+    for task, values in scores["results"].items():
+        directions = scores["higher_is_better"].get(task, {})
+        means = {key: value for key, value in values.items() if not key.partition(",")[0].endswith("_stderr")}
+        zeros = {key: 0.0 for key, value in means.items() if value == 0 and directions.get(key.partition(",")[0], True)}
+        names += score_metrics({task: zeros})
+    return names
 
 
 def score_metrics(results: dict[str, dict[str, Any]]) -> dict[str, float]:

@@ -23,14 +23,14 @@ class Files:
     """Copies from this machine; a revision is a hash over the names and contents of the files that are taken."""
 
     def resolve_revision(self, request: Request) -> str:
-        files = _requested(request)
+        files = requested_files(request)
         try:
             return content_hash(sha256_of_files(files).items())
         except OSError as error:
             raise DownloadError(f"{request.source} cannot be read: {error}") from error
 
     def deliver(self, request: Request, revision: str, folder: Path, context: StageContext) -> None:
-        files = _requested(request)
+        files = requested_files(request)
         total_bytes = sum(path.stat().st_size for path in files.values())
         check_disk(context.work, total_bytes)
         copy_files(files, folder, Progress(context, total_bytes).add)
@@ -45,7 +45,8 @@ class Files:
 HUB = Files()
 
 
-def _requested(request: Request) -> dict[str, Path]:
+def requested_files(request: Request) -> dict[str, Path]:
+    """Name → path of each file that a request takes. Raises DownloadError."""
     files = list_files(Path(request.source.name))
     return {name: files[name] for name in select_files(request, list(files))}
 

@@ -13,8 +13,9 @@ from typing import Any
 from stages.core.errors import ModelError
 from stages.hubs.builtin.catalog import parse_builtin
 from stages.hubs.hub import Hub
-from stages.hubs.source import Product, Source, parse_path, parse_repository
-from stages.models.model_config import CONFIG_FILE, parse_config
+from stages.hubs.source import Product, Source, parse_champion, parse_path, parse_repository, parse_stored
+from stages.models.json_object import parse_json_object
+from stages.models.model_config import CONFIG_FILE
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class HubEntry:
     form: str
     parse: Callable[[str, str, Product], Source]
     module: str
+    products: tuple[Product, ...] = ("model", "dataset")
 
 
 HUBS: dict[str, HubEntry] = {
@@ -33,6 +35,9 @@ HUBS: dict[str, HubEntry] = {
         "modelscope://", "{datasets}org/name[@revision]", parse_repository, "stages.hubs.modelscope"
     ),
     "file": HubEntry("file://", "PATH", parse_path, "stages.hubs.files"),
+    "store": HubEntry("store://", "STAGE[-VERSION]", parse_stored, "stages.hubs.stored"),
+    "adopted": HubEntry("adopted:", "NAME", parse_stored, "stages.hubs.stored"),
+    "models": HubEntry("models:/", "NAME@ALIAS", parse_champion, "stages.hubs.stored", ("model",)),
     "builtin": HubEntry("builtin/", "NAME", parse_builtin, "stages.hubs.builtin.hub"),
 }
 
@@ -51,7 +56,8 @@ def parse_source(text: str, product: Product) -> Source:
 def forms(product: Product) -> str:
     """How sources are written, in words."""
     datasets = "datasets/" if product == "dataset" else ""
-    written = [f"{entry.prefix}{entry.form.format(datasets=datasets)}" for entry in HUBS.values()]
+    entries = [entry for entry in HUBS.values() if product in entry.products]
+    written = [f"{entry.prefix}{entry.form.format(datasets=datasets)}" for entry in entries]
     return f"{', '.join(written[:-1])} or {written[-1]}"
 
 
@@ -71,4 +77,4 @@ def read_model_config(source: Source, revision: str) -> dict[str, Any]:
         raise ModelError(
             f"looking for the model's sizes: {source} has no {CONFIG_FILE}; expected a Hugging Face model folder"
         )
-    return parse_config(text, f"{CONFIG_FILE} of {source}")
+    return parse_json_object(text, f"{CONFIG_FILE} of {source}")

@@ -55,3 +55,18 @@ def parse_path(hub: str, rest: str, product: Product) -> Source:
     if not rest:
         raise ValueError(f"{hub}:// needs a path, absolute or relative to the recipe")
     return Source(hub, product, rest, f"{hub}://")
+
+
+def parse_stored(hub: str, rest: str, product: Product) -> Source:
+    """The name of a stage, with its version or without; of an adopted artifact, its name."""
+    if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", rest):
+        raise ValueError(f"{rest!r} is no name of an artifact")
+    place = {"store": "store://", "adopted": "adopted:"}[hub]
+    return Source(hub, product, rest, f"{place}{rest}")
+
+
+def parse_champion(hub: str, rest: str, product: Product) -> Source:
+    """`NAME@ALIAS` of a registered model."""
+    if product != "model" or not re.fullmatch(r"[^/@]+@[^/@]+", rest):
+        raise ValueError(f"models:/{rest} is no registered {product}")
+    return Source(hub, product, rest, f"models:/{rest}")

@@ -7,6 +7,7 @@ multiplied by, plus the two matrix products of attention (Chowdhery et al. 2022,
     forward = 2 × (parameters of all layers × tokens + parameters of the head × tokens with a target)
               + Σ layers 2 × heads × (query-key width + value width) × attended pairs
     training = 3 × forward        (the gradients of inputs and of weights cost one forward each)
+               - 2 × frozen parameters × tokens     (which get none)
 
 It differs from PaLM's formula where that counts work which need not be done: causal attention attends to n (n + 1) / 2
 pairs of a document of n tokens, not n² (as in Dao 2023, FlashAttention-2, section 4.1), packed documents do not attend
@@ -38,6 +39,9 @@ class ModelFlops:
     """Parameters outside the head that a token is multiplied by (of routed experts: the mean share)."""
     head_parameters: int
     attention: tuple[AttentionWork, ...]
+    frozen_layer_parameters: float = 0
+    """Of `layer_parameters`, those that do not learn."""
+    is_head_frozen: bool = False
 
     def forward(self, document_lengths: Iterable[int], num_targets: int) -> float:
         """FLOPs of a forward pass over documents of these lengths (without padding), `num_targets` with logits."""
@@ -50,7 +54,10 @@ class ModelFlops:
 
     def training(self, document_lengths: Iterable[int], num_targets: int) -> float:
         """FLOPs of a forward and a backward pass."""
-        return TRAINING_OVER_FORWARD * self.forward(document_lengths, num_targets)
+        lengths = list(document_lengths)
+        frozen = self.frozen_layer_parameters * sum(lengths)
+        frozen += self.head_parameters * num_targets if self.is_head_frozen else 0
+        return TRAINING_OVER_FORWARD * self.forward(lengths, num_targets) - 2 * frozen
 
 
 def attended_pairs(num_tokens: int, window_tokens: int | None = None) -> int:

@@ -5,17 +5,19 @@ Each process reads a model's config once, and passes the shape on.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from stages.core.errors import ModelError
+from stages.models.json_object import read_json_object
 from stages.models.shape import ModelShape
 
 CONFIG_FILE = "config.json"
 ROTARY_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 GPT_FAMILIES = ("gpt2", "opt", "bloom", "mpt")
+LEARNED_POSITIONS = ("gpt2", "opt", "gpt_neo", "gpt_bigcode", "biogpt", "xglm", "openai-gpt")
+"""Families with a table of positions: a text that is longer cannot be read at all."""
 OPT_POSITION_OFFSET = 2
 """OPT keeps two unused rows in its table of positions."""
 
@@ -33,20 +35,7 @@ SPELLINGS = {
 
 def read_config(path: Path) -> dict[str, Any]:
     """A config, or that of a model folder. Raises ModelError when it is no JSON object."""
-    file = path / CONFIG_FILE if path.is_dir() else path
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ModelError(f"reading {file}: {error}; expected a Hugging Face {CONFIG_FILE}") from error
-    return parse_config(text, str(file))
-
-
-def parse_config(text: str, where: str) -> dict[str, Any]:
-    """The text of a config that was read from `where`. Raises ModelError when it is no JSON object."""
-    try:
-        return dict(json.loads(text))
-    except (ValueError, TypeError) as error:
-        raise ModelError(f"reading {where}: {error}; expected a Hugging Face {CONFIG_FILE}") from error
+    return read_json_object(path / CONFIG_FILE if path.is_dir() else path)
 
 
 def shape_of_config(config: Mapping[str, Any]) -> ModelShape:
@@ -63,6 +52,12 @@ def shape_of_config(config: Mapping[str, Any]) -> ModelShape:
         return _gpt(family, fields)
     known = ", ".join((*ROTARY_FAMILIES, *GPT_FAMILIES))
     raise ModelError(f"reading the model's config: model_type is {family!r}; sizes are known for {known}")
+
+
+def max_positions(config: Mapping[str, Any]) -> int | None:
+    """Tokens of the longest text that a model with this config was made for; None where it does not say."""
+    text = config.get("text_config")
+    return _optional({**config, **text} if isinstance(text, Mapping) else config, "max_positions")
 
 
 def rotates_by_length(rope_type: str) -> bool:

@@ -18,11 +18,14 @@ def model_flops(model: Any) -> ModelFlops:
     head = model.get_output_embeddings().weight
     lookups = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     expert_share = _routed_share(config)
-    layer_parameters = 0.0
+    layer_parameters = frozen_parameters = 0.0
     for name, parameter in model.named_parameters():
         if parameter.ndim >= 2 and parameter is not head and id(parameter) not in lookups:
-            layer_parameters += parameter.numel() * (expert_share if ".experts." in name else 1.0)
-    return ModelFlops(layer_parameters, head.numel(), _attention_work(config))
+            seen = parameter.numel() * (expert_share if ".experts." in name else 1.0)
+            layer_parameters += seen
+            frozen_parameters += 0.0 if parameter.requires_grad else seen
+    attention = _attention_work(config)
+    return ModelFlops(layer_parameters, head.numel(), attention, frozen_parameters, not head.requires_grad)
 
 
 def _routed_share(config: Any) -> float:

@@ -6,14 +6,14 @@ In: the artifacts that the recipe names, and `champion.json`, which says who is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from stages.core.contract import StageContext, StageResult
 from stages.core.files import write_atomically
 from stages.promote.config import PromoteConfig
 from stages.promote.gates import Gate, Measurements, judge
-from stages.promote.paired import Difference, compare
+from stages.promote.paired import Difference, compare, read_scores
 from stages.promote.verdict import (
     CHAMPION_FILE,
     TABLE_FILE,
@@ -44,9 +44,12 @@ def run(config: PromoteConfig, context: StageContext) -> StageResult:
         champion_version=standing.champion.version if standing.champion else None,
         against=against,
         missed=tuple(gate_sentence(gate) for gate in gates if not gate.holds),
+        warnings=tuple(_warnings(config, context, against, measured)),
     )
     write_atomically(context.work / VERDICT_FILE, verdict.model_dump_json(indent=2))
     write_atomically(context.work / TABLE_FILE, markdown(verdict, gates, differences) + "\n")
+    for warning in verdict.warnings:
+        context.warn(warning)
     context.milestone("; ".join([f"{config.name}: {verdict.outcome}", *verdict.missed]))
     metrics = {"gates_missed": float(len(verdict.missed)), "size_mib": measured.size_mib}
     return StageResult(
@@ -73,6 +76,20 @@ def _outcome(champion: Champion | None, gates: Sequence[Gate]) -> Outcome:
     if champion and champion.same_model:
         return "already champion"
     return "promoted" if all(gate.holds for gate in gates) else "not promoted"
+
+
+def _warnings(
+    config: PromoteConfig, context: StageContext, against: str | None, measured: Measurements
+) -> Iterator[str]:
+    """What lets a model become champion that is of no use."""
+    if against is None and not (config.gates.min_scores or config.gates.max_scores):
+        scores = ", ".join(f"{name} {value:.4g}" for name, value in measured.scores.items() if "_stderr" not in name)
+        yield (
+            f"nothing asks for a score: no model to compare with, and neither gates.min_scores nor max_scores; {scores}"
+        )
+    for name, score in read_scores(_folders(context, config.evaluations)).items():
+        if score.higher_is_better and not any(score.values.values()):
+            yield f"{name} is 0: no answer was right; is the model asked as it was trained (apply_chat_template)?"
 
 
 def _measurements(config: PromoteConfig, context: StageContext, differences: Sequence[Difference]) -> Measurements:

@@ -35,13 +35,14 @@ class Standing(StrictModel):
 
 
 class Verdict(StrictModel):
-    """`verdict.json`. `against`: what the candidate was compared with."""
+    """`verdict.json`. `against`: what the candidate was compared with. `warnings`: of what no gate looks at."""
 
     outcome: Outcome
     name: str
     champion_version: str | None
     against: str | None
     missed: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
 
 
 def gate_sentence(gate: Gate) -> str:
@@ -51,7 +52,9 @@ def gate_sentence(gate: Gate) -> str:
 
 def markdown(verdict: Verdict, gates: Sequence[Gate], differences: Sequence[Difference]) -> str:
     """Outcome, gates and comparison as tables."""
-    return "\n".join([f"# {verdict.name}: {verdict.outcome}", "", *_gate_rows(gates), *_rows(verdict, differences)])
+    warnings = [line for warning in verdict.warnings for line in (f"**Warning:** {warning}", "")]
+    head = [f"# {verdict.name}: {verdict.outcome}", "", *warnings]
+    return "\n".join([*head, *_gate_rows(gates), *_rows(verdict, differences)])
 
 
 def _gate_rows(gates: Sequence[Gate]) -> Iterator[str]:

@@ -53,6 +53,7 @@ class QuantizeConfig(StageConfig):
     """Quantize a model (→ `model/`)."""
 
     STAGE_VERSION: ClassVar[int] = 1
+    HAS_CHECK: ClassVar[bool] = True
 
     kind: Literal["quantize"]
     model: ModelReference

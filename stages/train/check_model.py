@@ -10,10 +10,28 @@ from pathlib import Path
 from stages.core.contract import StageContext
 from stages.core.errors import LayoutError, ModelError
 from stages.engines.megatron.families import check_supported
-from stages.models.model_config import read_config, shape_of_config
+from stages.models.config_check import check_unquantized
+from stages.models.model_config import LEARNED_POSITIONS, max_positions, read_config, shape_of_config
 from stages.models.shape import ModelShape
 from stages.parallel.legality import layout_warnings, model_errors
 from stages.train.config import TrainConfig
+
+
+def check_lengths(longest: int, context: StageContext, model_folder: Path) -> None:
+    """Compare the longest document (tokens) with the positions that the model has.
+
+    Raises ModelError when they are a table that is too short; what was only never trained becomes a warning.
+    """
+    model_config = read_config(model_folder)
+    limit = max_positions(model_config)
+    if limit is None or longest <= limit:
+        return
+    found = f"the longest document has {longest} tokens, and the model's config says {limit} positions"
+    if model_config.get("model_type") in LEARNED_POSITIONS:
+        raise ModelError(
+            f"{found}, which are a table; lower data.sequence_length, with `over_long: truncate` or `drop`"
+        )
+    context.warn(f"{found}: it was not trained on longer texts")
 
 
 def check_model(config: TrainConfig, context: StageContext, model_folder: Path) -> ModelShape | None:
@@ -23,6 +41,12 @@ def check_model(config: TrainConfig, context: StageContext, model_folder: Path) 
     What is only unwise becomes a warning.
     """
     model_config = read_config(model_folder)
+    check_unquantized(model_config, str(model_folder))
+    if model_config.get("auto_map") and not config.trust_remote_code:
+        context.warn(
+            "the model's config names Python files of its own (auto_map), which are not run: Transformers' own code "
+            "for its model_type is. If you trust them, set trust_remote_code: true"
+        )
     if config.engine == "megatron":
         shape = check_supported(model_config)
         if errors := "; ".join(model_errors(config.engine, config.layout, shape)):

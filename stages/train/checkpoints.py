@@ -40,6 +40,9 @@ class Checkpoints:
         self._engine = engine
         self._kept = kept
         self._writing: _Write | None = None
+        self._last_saved = 0
+        self.best_step = 0
+        """Its checkpoint stays until the end."""
         folder.mkdir(parents=True, exist_ok=True)
 
     def save(self, step: int) -> None:
@@ -50,6 +53,13 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
             check_free_disk(self._folder, self._engine.checkpoint_bytes, f"checkpoint of step {step}")
         self._writing = _Write(step, self._engine.save(partial))
+        self._last_saved = step
+
+    def save_best(self, step: int) -> None:
+        """Have a checkpoint of this step, just done, that outlives later ones."""
+        self.best_step = step
+        if self._last_saved != step:
+            self.save(step)
 
     def poll(self) -> None:
         """Complete the checkpoint that is being written, if its files are all there. Cheap: call it at every step."""
@@ -64,16 +74,21 @@ class Checkpoints:
         writing.done.result()
         if is_main_process():
             complete_checkpoint(self._partial(writing.step), self._folder / f"step-{writing.step}")
-            for _, folder in complete_checkpoints(self._folder)[self._kept :]:
-                shutil.rmtree(folder)
+            for step, folder in complete_checkpoints(self._folder)[self._kept :]:
+                if step != self.best_step:
+                    shutil.rmtree(folder)
 
     def load_latest(self) -> int:
         """Load the latest whole checkpoint; returns its step, 0 when there is none."""
         found = complete_checkpoints(self._folder) if is_main_process() else []
         step = int(self._engine.broadcast_from_rank0(found[0][0] if found else 0))
         if step:
-            self._engine.load(self._folder / f"step-{step}")
+            self.load(step)
         return step
+
+    def load(self, step: int) -> None:
+        """Load a whole checkpoint, of which every process must be told the same step."""
+        self._engine.load(self._folder / f"step-{step}")
 
     def _partial(self, step: int) -> Path:
         return self._folder / f"partial-step-{step}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -20,6 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from stages.adapters.config import AdapterConfig
 from stages.core.contract import Execution, ModelReference, StageConfig
 from stages.core.fields import AddedLater, Product, without
 from stages.core.strict import StrictModel
@@ -46,8 +48,9 @@ class TrainExecution(Execution):
     checkpoints_kept: PositiveInt = Field(2, description="Older ones are removed.")
     hang_timeout_s: PositiveFloat = Field(
         3600,
-        description="A step that takes longer, with what is saved and evaluated after it, ends the attempt; so does a "
-        "micro-batch of the reference, and reading or writing the model.",
+        description="A step that takes longer ends the attempt; so does what is saved or evaluated after it, a "
+        "micro-batch of the reference, and reading or writing the model. After five steps, one that takes over three "
+        "times the longest of the last ones (and 30 s) does, too.",
     )
     measure_matmul_rate: bool = Field(True, description="On a CPU, measure the peak that MFU is relative to.")
 
@@ -84,13 +87,20 @@ else:
 
 
 class TrainConfig(MethodOptions):
-    """Training of a model by one of the methods (→ `model/`); the options of each are a field of its name."""
+    """Training of a model by one of the methods (→ `model/`); the options of each are a field of its name.
+
+    With `adapter:` the model is frozen and low-rank weights beside it learn (→ `adapter/`).
+    """
 
     STAGE_VERSION: ClassVar[int] = 1
+    HAS_CHECK: ClassVar[bool] = True
 
     kind: Literal["train"]
     method: MethodName = Field(description="What is learned; its options are the field of its name.")
     model: ModelReference
+    adapter: Annotated[AdapterConfig | None, AddedLater()] = Field(
+        None, description="Low-rank weights that learn beside the frozen model; default: the model itself learns."
+    )
     data: DataConfig
     engine: EngineName = Field("fsdp", description="What does the parallelism.")
     layout: LayoutOrAuto = Field(Layout(), description="auto: what the planner finds best for the machine at hand.")
@@ -119,6 +129,11 @@ class TrainConfig(MethodOptions):
         description="bf16: parameters and activations in bfloat16, reduction and master weights in fp32. fp8: so too, "
         "but layers multiply in 8 bits (megatron, on GPUs with Transformer Engine).",
     )
+    keep: Annotated[Literal["last", "best"], AddedLater()] = Field(
+        "last",
+        description="Which weights are written: those of the last step, or of the step with the lowest held-out loss "
+        "among those evaluated (execution.evaluate_every_steps, which is identity then).",
+    )
     export_dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="Of the written weights.")
     trust_remote_code: bool = Field(False, description="Run the Python files that come with the model.")
     seed: NonNegativeInt = Field(0, description="Of the order of rows and of dropout.")
@@ -126,7 +141,11 @@ class TrainConfig(MethodOptions):
 
     @property
     def product(self) -> Product:
-        return "model"
+        return "adapter" if self.adapter else "model"
+
+    @property
+    def own_chat_template(self) -> Path | None:
+        return self.data.chat_template
 
     @property
     def processes(self) -> int:
@@ -141,7 +160,13 @@ class TrainConfig(MethodOptions):
     def workload(self) -> Workload:
         """What the planner compares layouts for; `epochs` are of a dataset whose tokens are not counted yet."""
         needs_reference = self.learning.needs_reference
-        workload = Workload(self.data.sequence_length, self.global_batch_size, self.precision, needs_reference)
+        workload = Workload(
+            self.data.sequence_length,
+            self.global_batch_size,
+            self.precision,
+            needs_reference,
+            lora_rank=self.adapter.rank if self.adapter else None,
+        )
         return replace(workload, total_tokens=self.steps * workload.tokens_per_step) if self.steps else workload
 
     @property
@@ -171,12 +196,20 @@ class TrainConfig(MethodOptions):
             self.decay_norms_and_biases,
         )
         return EngineSettings(
-            self.layout, self.precision, adam, self.seed, self.execution.hang_timeout_s, self.trust_remote_code
+            self.layout,
+            self.precision,
+            adam,
+            self.seed,
+            self.execution.hang_timeout_s,
+            self.trust_remote_code,
+            self.adapter,
         )
 
     def identity(self) -> dict[str, JsonValue]:
-        """Without what weights decay alike, where none decays."""
+        """Without what weights decay alike, where none decays; with the steps that the best one is chosen among."""
         found = super().identity()
+        if self.keep == "best":
+            found["evaluate_every_steps"] = self.execution.evaluate_every_steps
         return found if self.weight_decay else without(found, {"decay_norms_and_biases"})
 
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
@@ -227,9 +260,25 @@ class TrainConfig(MethodOptions):
         return self
 
     @model_validator(mode="after")
+    def _best_is_chosen_among_several(self) -> Self:
+        held_out = self.data.evaluation_split or self.data.evaluation_fraction
+        if self.keep == "best" and not (held_out and self.execution.evaluate_every_steps):
+            raise ValueError(
+                "`keep: best` chooses by the held-out loss of several steps; name held-out rows "
+                "(`data.evaluation_split` or `data.evaluation_fraction`) and `execution.evaluate_every_steps`"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _fp8_only_with_megatron(self) -> Self:
         if self.precision == "fp8" and self.engine != "megatron":
             raise ValueError("`precision: fp8` needs `engine: megatron`; choose it, or say `precision: bf16`")
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_only_with_fsdp(self) -> Self:
+        if self.adapter and self.engine != "fsdp":
+            raise ValueError(f"`adapter` needs `engine: fsdp`, found {self.engine}; change it, or remove `adapter`")
         return self
 
     @model_validator(mode="after")

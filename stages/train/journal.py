@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from pathlib import Path
@@ -64,6 +65,15 @@ class Journal:
         if step == self._num_steps or now_s - self._last_progress_s > PROGRESS_EVERY_S:
             self._context.progress(step, self._num_steps, "steps", f"loss {loss:.4f}{self._rate()}")
             self._last_progress_s = now_s
+
+    def lowest_evaluation(self, upto_step: int) -> tuple[float, int]:
+        """Lowest held-out loss so far, and its step, the first one of several; before an evaluation, (inf, 0)."""
+        rows = (row for row in self.rows if row["step"] <= upto_step and "evaluation_loss" in row)
+        return min(((row["evaluation_loss"], int(row["step"])) for row in rows), default=(math.inf, 0))
+
+    def warn(self, message: str) -> None:
+        """Report what should be looked at."""
+        self._context.warn(message)
 
     def milestone(self, message: str) -> None:
         """Report something worth knowing."""

@@ -34,6 +34,10 @@ PROFILED_STEP = 3
 """Step of an attempt, counted from 1, in which collectives are timed: late enough to be like the others."""
 
 
+RISEN = 1.02
+"""A held-out loss of more than so many times the lowest has risen; less comes of the noise of few rows."""
+
+
 @dataclass(frozen=True)
 class TrainingRun:
     """Everything a run is made of."""
@@ -71,15 +75,16 @@ def train(run: TrainingRun) -> LossMeans | None:
     done_steps = run.checkpoints.load_latest()
     if done_steps:
         run.journal.milestone(f"continuing from the checkpoint of step {done_steps}")
+        _, run.checkpoints.best_step = run.journal.lowest_evaluation(done_steps)
     steps = range(done_steps + 1, run.last_step + 1)
     with closing(prefetched(lambda step: _load_share(run, step), steps)) as shares:
         for step in steps:
-            run.watchdog.begins(f"step {step}")
+            run.watchdog.begins_step(step)
             is_profiled = run.engine.num_devices > 1 and is_main_process() and step == done_steps + PROFILED_STEP
             _train_one_step(run, step, shares.__next__, is_profiled)
         run.watchdog.begins("the last checkpoint and the evaluation")
         run.checkpoints.wait()
-        return evaluate(run)
+        return _choose_weights(run, evaluate(run))
 
 
 def evaluate(run: TrainingRun) -> LossMeans | None:
@@ -100,6 +105,7 @@ def _train_one_step(run: TrainingRun, step: int, next_share: Callable[[], Share]
     rate = learning_rate(run.config, step, run.num_steps)
     torch.manual_seed(_step_seed(run, step))
     outcome, update_s, communication = _update(run, share, rate, is_profiled)
+    run.watchdog.has_stepped()
     _stop_if_diverged(run, step, outcome)
     _save_if_due(run, step)
     evaluation = _evaluate_if_due(run, step)
@@ -142,6 +148,7 @@ def _stop_if_diverged(run: TrainingRun, step: int, outcome: StepOutcome) -> None
 def _save_if_due(run: TrainingRun, step: int) -> None:
     run.checkpoints.poll()
     if run.trial is None and (step % run.checkpoint_every_steps == 0 or step == run.num_steps):
+        run.watchdog.begins(f"the checkpoint of step {step}")
         run.checkpoints.save(step)
 
 
@@ -149,8 +156,34 @@ def _evaluate_if_due(run: TrainingRun, step: int) -> dict[str, float]:
     every_steps = run.config.execution.evaluate_every_steps
     if not every_steps or step % every_steps or step == run.num_steps:
         return {}
+    run.watchdog.begins(f"the evaluation after step {step}")
     means = evaluate(run)
+    if means:
+        _save_if_best(run, step, means.loss)
     return evaluation_metrics(means) if means else {}
+
+
+def _save_if_best(run: TrainingRun, step: int, loss: float) -> None:
+    lowest, _ = run.journal.lowest_evaluation(step - 1)
+    if run.config.keep == "best" and run.trial is None and run.engine.broadcast_from_rank0(loss < lowest):
+        run.checkpoints.save_best(step)
+
+
+def _choose_weights(run: TrainingRun, final: LossMeans | None) -> LossMeans | None:
+    """Go back to the best step if the recipe wants it, else warn where the held-out loss has risen again; returns the
+    evaluation of the weights that are left."""
+    lowest, step = run.journal.lowest_evaluation(run.last_step)
+    if final is None or final.loss <= lowest or run.trial:
+        return final
+    compared = f"the held-out loss is {final.loss:.4g} after the last step, and was {lowest:.4g} at step {step}"
+    if run.config.keep == "best":
+        run.journal.milestone(f"{compared}: keeping that step's weights")
+        run.watchdog.begins(f"the checkpoint of step {step}")
+        run.checkpoints.load(int(run.engine.broadcast_from_rank0(step)))
+        return evaluate(run)
+    if final.loss > lowest * RISEN:
+        run.journal.warn(f"{compared}: it has risen again. Train for fewer steps, or say `keep: best`")
+    return final
 
 
 def evaluation_metrics(means: LossMeans) -> dict[str, float]:

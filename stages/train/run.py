@@ -14,13 +14,15 @@ from stages.core.errors import LayoutError
 from stages.data.dataset import PackedDataset
 from stages.data.prepare import PreparedData, prepare
 from stages.engines.engine import Engine, LossMeans
+from stages.engines.recorded import record_log_probabilities
 from stages.models.model_folder import check_model_folder
 from stages.models.shape import ModelShape
+from stages.models.trained_on import note_trained_on
 from stages.parallel.devices import Peak, device_peak
 from stages.parallel.layout import describe_layout
 from stages.parallel.processes import collective_timeout, joined_processes
 from stages.train.batches import BatchSource
-from stages.train.check_model import check_model
+from stages.train.check_model import check_lengths, check_model
 from stages.train.checkpoints import Checkpoints, check_free_disk
 from stages.train.config import TrainConfig
 from stages.train.journal import Journal
@@ -45,14 +47,18 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
     hide_unused_packages()
     model_folder = context.inputs[config.model] / "model"
     _check_world_size(config)
-    check_model_folder(model_folder)
+    for unusual in check_model_folder(model_folder):
+        context.warn(unusual)
     shape = check_model(config, context, model_folder)
     data = _prepare_data(config, context, model_folder)
+    check_lengths(data.longest_document, context, model_folder)
     with joined_processes(collective_timeout(config.execution.hang_timeout_s)) as device:
         prediction = predict_run(config, context, shape, device)
         with (
             explained_out_of_memory(config, prediction.metrics.get("predicted_memory_gib")),
-            Watchdog(context.work, config.execution.hang_timeout_s) as watchdog,
+            Watchdog(
+                context.work, config.execution.hang_timeout_s, learns_step_times=not config.layout.compile
+            ) as watchdog,  # a step with a new shape may be compiled, which takes as long as many steps
         ):
             engine = _build_engine(config, model_folder, shape, device)
             training_run = _assemble(config, context, engine, data, model_folder, watchdog)
@@ -60,9 +66,12 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
             peak_memory_metrics = peak_memory(engine.device, every_rank=True)
             if context.trial is None:
                 watchdog.begins("writing the model")
-                engine.export(context.work / "model", getattr(torch, config.export_dtype))
+                engine.export(context.work / config.product, getattr(torch, config.export_dtype))
+                record_log_probabilities(
+                    engine, data.evaluation or data.training, config.layout.micro_batch_size, context.work
+                )
     if is_main_process() and context.trial is None:
-        _use_own_template(config, context.work / "model")
+        _note_use(config, data, context.work / config.product)
         plot_loss(training_run.journal.rows, context.work / LOSS_PLOT)
     return _result(training_run, data, evaluation, peak_memory_metrics, prediction)
 
@@ -161,8 +170,9 @@ def _peak(engine: Engine, config: TrainConfig) -> Peak | None:
     return device_peak(engine.device, engine.compute_dtype)
 
 
-def _use_own_template(config: TrainConfig, folder: Path) -> None:
+def _note_use(config: TrainConfig, data: PreparedData, folder: Path) -> None:
     """What was trained with is what the model is to be used with."""
+    note_trained_on(folder, conversations=data.training.about.conversations)
     if config.data.chat_template:
         shutil.copyfile(config.data.chat_template, folder / "chat_template.jinja")
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from pathlib import Path
 from types import TracebackType
 
@@ -22,16 +23,30 @@ from stages.core.files import write_atomically
 
 GRACE_S = 5.0
 """Between the stacks and the end: the first process that ends takes the others along."""
+LOOK_EVERY_S = 1.0
+"""What begins next may have less time than what it follows."""
 STDERR = 2
+STEP_TIMES = 3
+"""A step that takes so many times the longest of the last ones hangs."""
+LEAST_STEP_LIMIT_S = 30.0
+"""Short steps may well be held up for seconds, by a busy machine or a slow disk."""
+KNOWN_AFTER_STEPS, REMEMBERED_STEPS = 5, 50
+"""The first steps of an attempt also choose kernels, make buffers, open files."""
 
 
 class Watchdog:
-    """A thread that expects `begins` to be called again before `timeout_s` have passed, while in its context."""
+    """A thread that expects what was begun last to be followed by something else in time, while in its context.
 
-    def __init__(self, work: Path, timeout_s: float) -> None:
+    Everything has `timeout_s`; a step, once step times are known, three times the longest of the last steps.
+    """
+
+    def __init__(self, work: Path, timeout_s: float, *, learns_step_times: bool = True) -> None:
         self._work = work
         self._timeout_s = timeout_s
+        self._learns_step_times = learns_step_times
+        self._step_times_s: deque[float] = deque(maxlen=REMEMBERED_STEPS)
         self._doing = ""
+        self._began_s = 0.0
         self._deadline_s = 0.0
         self._ended = threading.Event()
 
@@ -45,21 +60,39 @@ class Watchdog:
 
     def begins(self, doing: str) -> None:
         """Say what is done from now on, and allow it its time."""
-        self._doing = doing
-        self._deadline_s = time.monotonic() + self._timeout_s
+        self._begins(doing, self._timeout_s, "execution.hang_timeout_s")
+
+    def begins_step(self, step: int) -> None:
+        """Say that a step is done from now on, and allow it the time that steps take."""
+        limit_s = self._timeout_s
+        if self._learns_step_times and len(self._step_times_s) >= KNOWN_AFTER_STEPS:
+            limit_s = min(limit_s, max(LEAST_STEP_LIMIT_S, STEP_TIMES * max(self._step_times_s)))
+        if limit_s < self._timeout_s:
+            self._begins(f"step {step}", limit_s, f"{STEP_TIMES} step times, at least {LEAST_STEP_LIMIT_S:g} s")
+        else:
+            self.begins(f"step {step}")
+
+    def has_stepped(self) -> None:
+        """Say that the step is done, whatever is yet to be written of it, and remember how long it took."""
+        self._step_times_s.append(time.monotonic() - self._began_s)
+
+    def _begins(self, doing: str, limit_s: float, why: str) -> None:
+        self._doing = f"{doing} has taken more than {limit_s:g} s ({why})"
+        self._began_s = time.monotonic()
+        self._deadline_s = self._began_s + limit_s
 
     def _watch(self) -> None:
-        while not self._ended.wait(max(0.0, self._deadline_s - time.monotonic())):
+        while not self._ended.wait(min(LOOK_EVERY_S, max(0.0, self._deadline_s - time.monotonic()))):
             if time.monotonic() >= self._deadline_s:
                 self._give_up()
 
     def _give_up(self) -> None:
         rank = os.environ.get("RANK", "0")
-        message = f"{self._doing} has taken more than {self._timeout_s:g} s (execution.hang_timeout_s)"
+        message, deadline_s = self._doing, self._deadline_s
         # One write, so that the stacks of several processes do not mingle.
         os.write(STDERR, f"rank {rank}: {message}; its threads:\n{stacks()}\n".encode())
-        if self._ended.wait(GRACE_S):
-            return
+        if self._ended.wait(GRACE_S) or self._deadline_s != deadline_s:
+            return  # it was slow, or the process was stopped for a while, and goes on
         advice = "the stacks of all processes are in the log; the next attempt goes on from the last checkpoint"
         failure = StageFailure(error=TransientError.__name__, message=f"rank {rank}: {message}: {advice}")
         if not (self._work / "error.json").exists():

@@ -163,4 +163,13 @@ def silent():
     """Exits with 0, but leaves no result."""
 
 
-globals()[os.environ["TINY"]]()
+def check():
+    """In place of the check of other stages' inputs: nothing is wrong with what tiny stages write."""
+    (WORK / "problems.json").write_text("[]")
+    result()
+
+
+if json.loads((WORK / "config.json").read_text())["kind"] == "check":
+    check()
+else:
+    globals()[os.environ["TINY"]]()

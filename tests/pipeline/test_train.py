@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flows.launch import local
 from stages.core.contract import StageInput, StageResult
+from stages.models.trained_on import TRAINED_ON_FILE, trained_on_conversations
 from stages.train.run import run
 from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end, start
 
@@ -78,6 +79,54 @@ def test_sft_learns(sft):
     assert read_result(sft).metrics["evaluation_loss"] < 0.6 * rows[0]["loss"]
 
 
+@pytest.fixture(scope="module")
+def few_rows(artifacts, tmp_path_factory):
+    """The same artifacts, but with so few problems that what is learned from them soon harms the held-out ones."""
+    folder = tmp_path_factory.mktemp("few")
+    (folder / "data").mkdir()
+    for split, num_rows in (("train", 8), ("validation", 40)):
+        lines = (artifacts["problems"] / "data" / f"{split}.jsonl").read_text().splitlines(keepends=True)
+        (folder / "data" / f"{split}.jsonl").write_text("".join(lines[:num_rows]))
+    return {**artifacts, "problems": folder}
+
+
+def overfitted(work, few_rows, keep):
+    """Loss at evaluated steps, the result, and the warnings of a stage that learns few rows by heart."""
+    config = make_config(
+        steps=60,
+        learning_rate=1e-2,
+        keep=keep,
+        execution={"evaluate_every_steps": 5, "checkpoint_every_steps": 20, "checkpoints_kept": 1},
+    )
+    make_context(work, few_rows, config)
+    run_to_end(work, config)
+    losses = {row["step"]: row["evaluation_loss"] for row in logged(work) if "evaluation_loss" in row}
+    events = [json.loads(line) for line in (work / "events.jsonl").read_text().splitlines()]
+    return losses, read_result(work).metrics, [event["message"] for event in events if event["event"] == "warning"]
+
+
+def test_the_weights_of_the_best_step_are_kept_where_the_recipe_says_so(few_rows, tmp_path):
+    losses, metrics, warnings = overfitted(tmp_path / "best", few_rows, "best")
+    best = min(losses.values())
+    assert metrics["evaluation_loss"] == pytest.approx(best, rel=1e-6)
+    assert warnings == []
+    again = make_config(steps=1, learning_rate=1e-12, execution={"log_every_steps": 1})
+    make_context(tmp_path / "again", {**few_rows, "base": tmp_path / "best"}, again)
+    run_to_end(tmp_path / "again", again)
+    assert read_result(tmp_path / "again").metrics["evaluation_loss"] == pytest.approx(best, rel=1e-4)
+
+
+def test_a_held_out_loss_that_rises_again_is_warned_of(few_rows, tmp_path):
+    losses, metrics, [warning] = overfitted(tmp_path / "last", few_rows, "last")
+    step = min(losses, key=losses.get)
+    assert metrics["evaluation_loss"] > min(losses.values())
+    assert f"was {losses[step]:.4g} at step {step}: it has risen again" in warning
+
+
+def test_what_was_learned_from_conversations_is_to_be_asked_as_a_chat(sft, dpo):
+    assert [trained_on_conversations(work / "model") for work in (sft, dpo)] == [True, True]
+
+
 def test_sft_logs_the_steps_that_were_asked_for(sft):
     rows = logged(sft)
     assert [row["step"] for row in rows] == [1, *range(2, NUM_SFT_STEPS + 1, 2)]
@@ -135,7 +184,7 @@ def test_the_exported_folder_is_loaded_by_transformers_in_the_dtype_asked_for(sf
     assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
     assert AutoTokenizer.from_pretrained(folder).chat_template
     names = {path.name for path in (artifacts["base"] / "model").iterdir()}
-    assert {path.name for path in folder.iterdir()} == names
+    assert {path.name for path in folder.iterdir()} == names | {TRAINED_ON_FILE}
 
 
 def test_the_first_dpo_loss_is_ln_2(dpo):

@@ -16,9 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from stages.adapters.files import write_adapter
+from stages.adapters.lora import add_adapter, store_frozen_weights
+from stages.core.contract import is_main_process
 from stages.data.batch import Batch
 from stages.engines.engine import LossMeans, StepOutcome
-from stages.engines.export import export_model
+from stages.engines.export import check_exportable, export_model
 from stages.engines.fsdp.model import load_model
 from stages.engines.fsdp.optimizer import decayed_parameters, parameter_groups
 from stages.engines.fsdp.parallelize import data_parallel_mesh, parallelize
@@ -42,6 +45,13 @@ class FsdpEngine:
         self._model = load_model(
             folder, device=device, reads_weights=self.data_rank == 0, trust_remote_code=settings.trust_remote_code
         )
+        if not settings.adapter:
+            check_exportable(self._model.causal_lm, folder)
+        self._adapter = (
+            add_adapter(self._model.causal_lm, settings.adapter, settings.seed) if settings.adapter else None
+        )
+        if self._adapter:
+            store_frozen_weights(self._model.causal_lm, self.compute_dtype)
         self.flops = model_flops(self._model.causal_lm)
         adam = settings.adam
         decayed = None if adam.decay_norms_and_biases else decayed_parameters(self._model.causal_lm)
@@ -112,11 +122,17 @@ class FsdpEngine:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """fp32 weights and Adam's two moments."""
-        return 3 * 4 * sum(parameter.numel() for parameter in self._model.parameters())
+        """fp32 weights that learn, and Adam's two moments of them."""
+        return 3 * 4 * sum(parameter.numel() for parameter in self._parameters)
 
     def export(self, folder: Path, dtype: torch.dtype) -> None:
         """One weight at a time is gathered; rank 0 writes."""
+        if self._adapter:
+            parameters = self._model.causal_lm.named_parameters()
+            factors = {name: _full_tensor(one.detach()).cpu() for name, one in parameters if one.requires_grad}
+            if is_main_process():
+                write_adapter(folder, factors, self._adapter.to_dict(), self._folder, dtype)
+            return
         named_weights = ((name, _full_tensor(value)) for name, value in self._model.causal_lm.state_dict().items())
         export_model(self._model.causal_lm, named_weights, source=self._folder, folder=folder, dtype=dtype)
 

@@ -16,11 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
 
-from stages.core.errors import ModelError
+from stages.core.errors import LifecycleError, ModelError
 from stages.data.batch import IGNORED, Batch
 from stages.engines.attention import hidden_states, prepare_attention
 from stages.engines.log_probabilities import LogitsTransform, logits_transform, token_log_probabilities
 from stages.engines.rotary import long_from, rotate_by_document
+from stages.models.loaded_weights import check_finite
 
 PROBE_LENGTHS = (12, 7)
 """Tokens of two documents."""
@@ -74,11 +75,18 @@ def load_model(
             **source,
             **build,
         )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        raise ModelError(f"loading {folder} as a causal language model: {error}") from error
-    _check_complete(folder, found)
-    model = TargetLogProbabilities(causal_lm)
-    _check_log_probabilities(model)
+        _check_complete(folder, found)
+        _check_tied(folder, causal_lm)
+        check_finite(folder, causal_lm.named_parameters())
+        model = TargetLogProbabilities(causal_lm)
+        _check_log_probabilities(model)
+    except (LifecycleError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever a folder that was never tried makes Transformers raise
+        raise ModelError(
+            f"loading {folder} as a causal language model: {type(error).__name__}: {error}; fetch the model again, or "
+            "take one that Transformers can run"
+        ) from error
     return model
 
 
@@ -125,6 +133,16 @@ def _check_complete(folder: Path, found: dict[str, Any]) -> None:
         raise ModelError(
             f"loading {folder}: {len(missing)} weights are missing and {len(mismatched)} have another shape than "
             f"config.json says ({', '.join([*missing, *mismatched][:5])}); fetch or save the model again"
+        )
+
+
+def _check_tied(folder: Path, causal_lm: Any) -> None:
+    """Transformers leaves a head that is in the files untied, whatever the config says; serving engines do not."""
+    is_tied = causal_lm.get_output_embeddings().weight is causal_lm.get_input_embeddings().weight
+    if causal_lm._tied_weights_keys and causal_lm.config.get_text_config().tie_word_embeddings and not is_tied:
+        raise ModelError(
+            f"loading {folder}: its config says `tie_word_embeddings: true`, or leaves it at that, but the files hold "
+            "a head that is not the embedding; say false in config.json, or remove the head from the files"
         )
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from stages.models.stored_tensors import check_stored
 
@@ -39,7 +39,11 @@ class TrainingState:
         check_stored(folder, {key: tuple(tensor.shape) for key, tensor in flatten_state_dict(wanted)[0].items()})
         dcp.load(wanted, checkpoint_id=folder, process_group=self._group)
         set_state_dict(
-            self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+            self._model,
+            self._optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=StateDictOptions(strict=False),  # a base that is frozen is in no checkpoint
         )
 
     def _untied(self, weights: dict[str, Any]) -> dict[str, Any]:
@@ -48,5 +52,6 @@ class TrainingState:
         return {name: weight for name, weight in weights.items() if name not in tied}
 
     def _state(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self._model, self._optimizer)
+        options = StateDictOptions(ignore_frozen_params=True)
+        model, optimizer = get_state_dict(self._model, self._optimizer, options=options)
         return {"model": model, "optimizer": optimizer}

@@ -19,13 +19,14 @@ from safetensors import safe_open
 from torch import Tensor
 
 from stages.core.errors import ModelError
-from stages.engines.export import write_model
+from stages.engines.export import OLD_BUFFERS, write_model
 from stages.engines.megatron.families import HEAD
 from stages.engines.megatron.parts import Key, Part, local_parts
+from stages.models.loaded_weights import check_finite
 from stages.models.shape import ModelShape
+from stages.models.weight_files import weight_paths
 
-NOT_NEEDED = re.compile(r".*\.rotary_emb\.inv_freq")
-"""Weights in old files that follow from the config."""
+NOT_NEEDED = re.compile(OLD_BUFFERS)
 NUM_NAMED = 5
 """Weights that an error names."""
 
@@ -43,6 +44,7 @@ def load_weights(chunks: Sequence[GPTModel], folder: Path, model: ModelShape) ->
             parameter.data.zero_()  # rows of padding
             for piece in part.pieces(model):
                 parameter.data[piece.of_parameter()].copy_(files.read(piece.weight, piece.of_weight()))
+        check_finite(folder, ((" and ".join(part.weight_names()), parameter) for part, parameter in parts))
 
 
 def export_weights(
@@ -50,7 +52,8 @@ def export_weights(
 ) -> None:
     """Write a Hugging Face folder; see `stages.engines.export`. Collective; rank 0 writes."""
     tied = {HEAD} if model.tied_embeddings else set()
-    write_model(named_weights(chunks, model, dtype), source=source, folder=folder, dtype=dtype, tied=tied)
+    weights = named_weights(chunks, model, dtype)
+    write_model(weights, source=source, folder=folder, dtype=dtype, tied=tied, carried=NOT_NEEDED)
 
 
 def named_weights(chunks: Sequence[GPTModel], model: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -78,7 +81,7 @@ class WeightFiles:
         self._slices: dict[str, Any] = {}
 
     def __enter__(self) -> WeightFiles:
-        for path in sorted(self.folder.glob("*.safetensors")):
+        for path in weight_paths(self.folder):
             file = self._stack.enter_context(safe_open(path, framework="pt"))
             self._slices |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         return self
@@ -116,7 +119,7 @@ def _check_files(files: WeightFiles, parts: Iterable[Part], model: ModelShape) -
 
 
 def _may_be_left(name: str, model: ModelShape) -> bool:
-    return (name == HEAD and model.tied_embeddings) or NOT_NEEDED.fullmatch(name) is not None
+    return (name == HEAD and model.tied_embeddings) or NOT_NEEDED.search(name) is not None
 
 
 def _parts_of_all(chunks: Sequence[GPTModel], model: ModelShape) -> list[list[tuple[int, Part]]]:

@@ -14,7 +14,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from stages.hubs.builtin.addition import split_problems
-from stages.models.model_folder import WEIGHTS_FILE, follow_file_mask
+from stages.models.model_folder import follow_file_mask
+from stages.models.weight_files import WEIGHTS_FILE
 
 SEED = 0
 VOCABULARY_SIZE = 288

@@ -8,8 +8,10 @@ import json
 import pytest
 
 from flows.cli.main import main
+from flows.compare.layouts import read_layouts
 from flows.planning.layout_advice import parse_layout
 from stages.core.errors import DataError, LayoutError, ModelError, RecipeError
+from tests.unit.flows.compare.test_layouts import make_stage
 
 CONFIG = {
     "model_type": "llama",
@@ -120,7 +122,7 @@ def test_a_table_is_predicted(layouts, tmp_path):
         (("--gpus", 7, "--engine", "fsdp"), LayoutError, "nearest number that has one: 8"),
         (("--gpus", 8, "--explain", "tpp=2"), LayoutError, "did you mean `tp`"),
         (("--gpus", 8, "--explain", "tp=0"), LayoutError, "tp"),
-        (("--gpus", 8, "--explain", "tp=3"), LayoutError, "32 attention heads"),
+        (("--gpus", 3, "--explain", "tp=3"), LayoutError, "32 attention heads"),
     ],
 )
 def test_what_cannot_be_meant_is_named(layouts, config, arguments, error, words):
@@ -151,8 +153,25 @@ def test_without_a_model_the_usage_is_shown(layouts):
     assert layouts()[0] == 2
 
 
-def test_a_layout_in_words_is_read_with_what_follows_from_it():
-    engine, layout = parse_layout("tp=2 pp=2", 8)
-    assert (engine, layout.dp_shard, layout.sequence_parallel) == ("megatron", 2, True)
-    assert parse_layout("megatron dp_replicate=8 dp_shard=1", 8)[0] == "megatron"
-    assert parse_layout("recompute=full", 8)[1].dp_shard == 8
+@pytest.mark.parametrize(
+    "line", ["tp=4", "tp=2 pp=2", "dp_shard=4", "recompute=full dp_replicate=4", "tp=2,cp=2,sequence_parallel=true"]
+)
+def test_a_line_means_the_same_layout_as_in_a_comparison(line):
+    stage = make_stage(data={"dataset": "problems", "sequence_length": 512})
+    ((config,), _) = read_layouts([line], stage)
+    assert parse_layout(line, 4) == (config.engine, config.layout)
+
+
+def test_the_engine_is_that_of_the_line_or_of_its_fields():
+    assert parse_layout("megatron dp_replicate=8", 8)[0] == "megatron"
+    assert parse_layout("tp=2 pp=2 dp_shard=2", 8)[0] == "megatron"
+    assert parse_layout("dp_shard=8 tp=1", 8)[0] == "fsdp"
+
+
+@pytest.mark.parametrize(
+    ("line", "remedy"),
+    [("tp=4", "write dp_shard=2, or --gpus 4"), ("recompute=full", "write dp_shard=8"), ("tp=3", "change one of")],
+)
+def test_a_layout_that_does_not_use_all_gpus_is_told_what_to_write(line, remedy):
+    with pytest.raises(LayoutError, match=f"processes, for 8 GPUs; {remedy}"):
+        parse_layout(line, 8)

@@ -108,6 +108,11 @@ def test_an_override_changes_one_place_of_an_aliased_value(load):
         ("    kind: quantize\n", "", "stages.quantized.kind: missing; there are: download, train"),
         ("model: base", "model: bas", "stages.tuned.model: there is no stage `bas`; did you mean `base`?"),
         ("model: base", "model: problems", "stages.tuned.model: refers to problems, which produces a dataset;"),
+        (
+            "method: sft\n    model: base",
+            "method: sft\n    adapter: {}\n    model: base",
+            "refers to tuned, which produces an adapter; expected a model; a stage of `kind: merge` makes",
+        ),
         ("model: served, tasks", "model: problems, tasks", "produces a dataset; expected a model or server"),
         ("dataset: problems}\n    global", "dataset: base}\n    global", "stages.tuned.data.dataset: refers to base"),
         ("model: base", "model: quantized", "tuned → quantized → tuned"),

@@ -95,6 +95,12 @@ def test_a_parameter_is_not_left_out_for_a_word_in_its_name_but_a_secret_value_i
     assert "hunter2-and-more" not in str(params)
 
 
+def test_the_parameter_of_a_source_has_its_path(tmp_path):
+    stage = planned_training(tmp_path)["base"]
+    config = stage.config.model_copy(update={"model": "file:///models/mine"})
+    assert params_of(replace(stage, config=config))["model"] == "file:///models/mine"
+
+
 def test_tags_name_engine_layout_launcher_and_upstream_versions(tmp_path):
     stages = planned_training(tmp_path, dp_shard=2)
     tags = tags_of(stages["sft"])

@@ -50,6 +50,7 @@ def write(folder, rows=ROWS, packing=True, sequence_length=SEQUENCE):
                 num_source_rows=len(rows),
                 num_bad_rows=0,
                 num_over_long=0,
+                conversations=False,
                 warnings=(),
                 **counts,
             )

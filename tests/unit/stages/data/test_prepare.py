@@ -141,6 +141,8 @@ def test_preparing_again_finds_the_same_and_reads_nothing(run, write_rows):
         {"sequence_length": 128},
         {"packing": False},
         {"train_on": "all"},
+        {"turns": "separately"},
+        {"template_date": "2025-03-09"},
         {"over_long": "drop"},
         {"on_bad_rows": "drop"},
         {"evaluation_fraction": 0.5},
@@ -265,3 +267,49 @@ def test_a_model_folder_without_a_tokenizer_is_an_error(run, write_rows, tmp_pat
     (tmp_path / "model").mkdir()
     with pytest.raises(ModelError, match=r"the tokenizer in .*model cannot be loaded"):
         run(write_rows(CHATS), tokenizer=tmp_path / "model")
+
+
+LAST_ENDS_OTHERWISE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content }}"
+    "{{ '</s>' if loop.last and not add_generation_prompt else '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def turns(number):
+    return {
+        "messages": chat(f"ask{number}", f"say{number}")["messages"] + chat(f"and{number}", f"more{number}")["messages"]
+    }
+
+
+def test_a_conversation_may_become_several_documents(run, write_rows, make_tokenizer, read_ids):
+    data = run(write_rows([turns(number) for number in range(9)]), tokenizer=make_tokenizer(LAST_ENDS_OTHERWISE))
+    assert sorted(text for _, text in documents(data.training, read_ids)) == sorted(
+        f"{word}{number}</s>" for number in range(9) for word in ("say", "more")
+    )
+
+
+def test_an_over_long_conversation_counts_once_and_keeps_what_fits(run, write_rows, make_tokenizer, read_ids):
+    tokenizer = make_tokenizer(LAST_ENDS_OTHERWISE)
+    options = {"tokenizer": tokenizer, "over_long": "drop", "sequence_length": 40}
+    data = run(write_rows([turns(number) for number in range(9)]), **options)
+    assert {text[:3] for _, text in documents(data.training, read_ids)} == {"say"}
+    assert "9 of 9 rows have more than sequence_length 40" in run.reports.warnings[0]
+
+
+def test_the_date_is_part_of_the_entry_and_the_default_one_is_warned_of(run, write_rows, make_tokenizer, read_ids):
+    dated = "{{ strftime_now('%d %b %Y') }}{% for message in messages %}{{ message.content + '<|eot|>' }}{% endfor %}"
+    folder, tokenizer = write_rows(CHATS), make_tokenizer(dated)
+    first = run(folder, tokenizer=tokenizer)
+    assert all(text.startswith("01 Jan 2026") for text, _ in documents(first.training, read_ids))
+    assert "writes the current date, for which 2026-01-01 stands" in run.reports.warnings[0]
+    second = run(folder, tokenizer=tokenizer, template_date="2025-03-09")
+    assert all(text.startswith("09 Mar 2025") for text, _ in documents(second.training, read_ids))
+    assert len(run.reports.warnings) == 1
+
+
+def test_another_config_of_the_model_is_another_entry(run, write_rows, make_tokenizer):
+    folder, tokenizer = write_rows(CHATS), make_tokenizer()
+    first = run(folder, tokenizer=tokenizer).training.key
+    (tokenizer / "config.json").write_text('{"model_type": "llama"}')
+    assert run(folder, tokenizer=tokenizer).training.key != first

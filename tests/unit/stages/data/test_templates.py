@@ -241,3 +241,126 @@ def test_a_turn_that_the_row_leaves_out_is_context(tokenize_with, learned):
     assert learned(tokens) == ["right<|im_end|>"]
     with pytest.raises(RowError, match="`train_on: all` learns everything"):
         tokenize_with(Conversation(messages, unlearned=frozenset({1})), train_on="all")
+
+
+def template_of(source):
+    return ChatTemplate(source, {"eos_token": "</s>"}, ["<|im_end|>", "<|end|>", "</s>"], "the model's chat template")
+
+
+SAYS = "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+ASKS = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+CHAT = chat("ask1", "say1", "ask2", "say2")
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (  # the roles are swapped
+            "{% for message in messages %}{% set role = 'user' if message.role == 'assistant' else 'assistant' %}"
+            "{{ '<|im_start|>' + role + '\n' + message.content + '<|im_end|>\n' }}{% endfor %}" + ASKS,
+            r"the model's chat template does not show which tokens the assistant says",
+        ),
+        (  # one mark from the first word to the last
+            "{% for message in messages %}{% generation %}" + SAYS + "{% endgeneration %}{% endfor %}",
+            r"the model's chat template marks 1 assistant turns .* that has 2",
+        ),
+        (  # marks around the wrong messages
+            "{% for message in messages %}{% if message.role == 'user' %}{% generation %}"
+            + SAYS
+            + "{% endgeneration %}{% else %}"
+            + SAYS
+            + "{% endif %}{% endfor %}",
+            r"mask of the model's chat template is wrong in quser1, qassistant2, quser3, qassistant4",
+        ),
+        (  # the question again behind the answer
+            "{% for message in messages %}"
+            + SAYS
+            + "{% if loop.last and message.role == 'assistant' %}{{ messages[-2].content }}{% endif %}{% endfor %}"
+            + ASKS,
+            r"mask of the model's chat template is wrong in quser1, quser3",
+        ),
+    ],
+    ids=["swapped", "all marked", "wrong marks", "question repeated"],
+)
+def test_a_template_whose_mask_cannot_be_proved_is_refused_by_name(source, reason):
+    with pytest.raises(DataError, match=reason):
+        template_of(source).documents(CHAT)
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": True}}}
+CALLING = Conversation([{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "{{ call.function.name + '(' + call.function.arguments + ')' }}",
+        "{{ call.function.name }}({{ call.function.arguments }})",
+        "{{ call.function.name }}({{ call.function.arguments | tojson }})",
+        "{% if message.content is none %}{{ call.function.name }}({{ call.function.arguments | tojson }}){% endif %}",
+    ],
+    ids=["joined", "printed", "dumped", "only without text"],
+)
+def test_arguments_of_calls_are_given_as_the_template_takes_them(call):
+    source = (
+        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{{ message.content or '' }}"
+        "{% for call in message.tool_calls or [] %}" + call + "{% endfor %}<|im_end|>\n{% endfor %}" + ASKS
+    )
+    (document,) = template_of(source).documents(CALLING)
+    assert learned(document) == ['add({"a": true})<|im_end|>']
+
+
+@pytest.mark.parametrize(
+    ("calls", "message", "part"),
+    [
+        ("{{ message.tool_calls[0].function | tojson }}", {"tool_calls": [CALL, CALL]}, "tool call 2"),
+        ("{{ message.tool_calls | tojson }}", {"content": "I add.", "tool_calls": [CALL]}, "content"),
+        ("{{ message.content or message.tool_calls | tojson }}", {"content": "x", "tool_calls": [CALL]}, "tool call 1"),
+    ],
+    ids=["second call", "text beside a call", "call beside text"],
+)
+def test_what_a_template_leaves_out_of_a_turn_is_a_bad_row(calls, message, part):
+    source = (
+        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+        "{% if message.tool_calls %}"
+        + calls
+        + "{% else %}{{ message.content }}{% endif %}<|im_end|>\n{% endfor %}"
+        + ASKS
+    )
+    turn = {"role": "assistant", "content": ""} | message
+    with pytest.raises(RowError, match=rf"has `{part}` in message 2, which the model's chat template leaves out"):
+        template_of(source).documents(Conversation([{"role": "user", "content": "a"}, turn]))
+
+
+def test_a_document_a_turn_where_the_template_ends_the_last_one_otherwise():
+    source = (
+        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content }}"
+        "{{ '</s>' if loop.last and not add_generation_prompt else '<|end|>' }}{% endfor %}" + ASKS
+    )
+    documents = template_of(source).documents(CHAT)
+    assert [learned(document) for document in documents] == [["say1</s>"], ["say2</s>"]]
+    with pytest.raises(RowError, match="has earlier turns after the prompt"):
+        template_of(source).render(CHAT)
+    assert learned(template_of(source).render(chat("ask1", "say1", "ask2", "say2", prompt=3))) == ["say2</s>"]
+
+
+def test_thoughts_of_earlier_turns_are_counted_or_learned_each_in_a_document_of_its_own():
+    conversation = Conversation(
+        [*USING_TOOLS, {"role": "user", "content": "And?"}, {"role": "assistant", "content": "4"}]
+    )
+    template = ChatTemplate(TOOLS, {}, ["<|im_end|>"], "the template")
+    (document,) = template.documents(conversation)
+    assert "I add." not in document.text
+    assert template.num_dropped_thoughts == 1
+    first, last = template.documents(conversation, "separately")
+    assert learned(first)[0].startswith("<think>I add.</think>")
+    assert learned(first)[1:] + learned(last) == ["It is 3.<|im_end|>", "4<|im_end|>"]
+    assert template.num_dropped_thoughts == 1
+
+
+def test_no_turn_to_learn_is_a_document_without_loss():
+    (document,) = template_of("{% for message in messages %}" + SAYS + "{% endfor %}" + ASKS).documents(
+        Conversation(CHAT.messages, unlearned=frozenset({1, 3}))
+    )
+    assert document.spans == ()
+    assert "say2" in document.text

@@ -16,7 +16,7 @@ from stages.models.model_folder import check_model_folder
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     (tmp_path / "tokenizer.json").write_text("{}")
-    save_file({"a": np.zeros((4, 8), np.float32), "b": np.ones(3, np.int64)}, tmp_path / "model.safetensors")
+    save_file({"a": np.ones((4, 8), np.float32), "b": np.ones(3, np.int64)}, tmp_path / "model.safetensors")
     return tmp_path
 
 

@@ -70,3 +70,23 @@ def test_without_a_gate_on_regression_the_champion_need_not_be_comparable(judge)
 def test_a_champion_of_other_samples_is_no_measure(judge):
     with pytest.raises(EvaluationError, match="expected at least 2"):
         judge(GOOD, champion=[1.0])
+
+
+def test_a_first_champion_that_nothing_asks_for_a_score_is_warned_of(judge):
+    _, verdict, work = judge(WORSE)
+    [warning] = verdict.warnings
+    assert warning.startswith("nothing asks for a score: no model to compare with")
+    assert warning.endswith("sums.exact_match 0.6")
+    assert f"**Warning:** {warning}" in (work / "verdict.md").read_text()
+    assert f'"warning", "message": "{warning}"' in (work / "events.jsonl").read_text()
+
+
+def test_a_candidate_that_answers_nothing_right_is_warned_of(judge):
+    _, verdict, _ = judge([0.0] * 20, champion=[0.0] * 20)
+    assert (verdict.outcome, len(verdict.warnings)) == ("promoted", 1)
+    assert verdict.warnings[0].startswith("sums.exact_match is 0")
+
+
+def test_a_candidate_that_gates_ask_for_scores_is_not_warned_of(judge):
+    _, verdict, _ = judge(GOOD, gates={"min_scores": {"sums.exact_match": 0.8}})
+    assert verdict.warnings == ()

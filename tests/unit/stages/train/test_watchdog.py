@@ -6,8 +6,11 @@ import json
 import subprocess
 import sys
 import threading
+import time
+from types import SimpleNamespace
 
 from stages.core.errors import TransientError
+from stages.train import watchdog
 from stages.train.watchdog import Watchdog, stacks
 
 HANGING = """
@@ -25,8 +28,60 @@ with watchdog.Watchdog(Path(sys.argv[1]), timeout_s=0.2) as watching:
 """
 
 
-def run_hanging(work):
-    return subprocess.run([sys.executable, "-c", HANGING, str(work)], capture_output=True, text=True, timeout=120)
+HANGING_AFTER_STEPS = """
+import sys, threading
+from pathlib import Path
+from stages.train import watchdog
+
+watchdog.GRACE_S, watchdog.LEAST_STEP_LIMIT_S = 0.1, 0.2
+with watchdog.Watchdog(Path(sys.argv[1]), timeout_s=3600) as watching:
+    for step in range(1, watchdog.KNOWN_AFTER_STEPS + 2):
+        watching.begins_step(step)
+        if step <= watchdog.KNOWN_AFTER_STEPS:
+            watching.has_stepped()
+    threading.Event().wait()
+"""
+
+
+def run_hanging(work, program=HANGING):
+    return subprocess.run([sys.executable, "-c", program, str(work)], capture_output=True, text=True, timeout=120)
+
+
+def test_once_steps_are_known_one_that_takes_three_times_as_long_hangs(tmp_path):
+    ended = run_hanging(tmp_path, HANGING_AFTER_STEPS)
+    assert ended.returncode == TransientError.exit_code
+    assert "step 6 has taken more than 0.2 s (3 step times, at least 0.2 s)" in ended.stderr
+
+
+def test_the_limit_of_a_step_follows_the_longest_of_the_last(tmp_path, monkeypatch):
+    now_s = [0.0]
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    watching = Watchdog(tmp_path, timeout_s=500.0)
+    for step, took_s in enumerate([200.0, 10.0, 20.0, 15.0, 10.0], 1):
+        watching.begins_step(step)
+        assert watching._deadline_s == now_s[0] + 500.0
+        now_s[0] += took_s
+        watching.has_stepped()
+    for step in range(6, 6 + watchdog.REMEMBERED_STEPS):
+        watching.begins_step(step)
+        assert watching._deadline_s == now_s[0] + 500.0 or step > 6  # three times 200 s is more than the limit
+        now_s[0] += 20.0
+        watching.has_stepped()
+    watching.begins_step(100)
+    assert watching._deadline_s == now_s[0] + 60.0
+    watching.begins("the evaluation")
+    assert watching._deadline_s == now_s[0] + 500.0
+
+
+def test_what_goes_on_while_stacks_are_written_was_only_slow(tmp_path, monkeypatch):
+    monkeypatch.setattr(watchdog, "GRACE_S", 1.0)
+    with Watchdog(tmp_path, timeout_s=0.2) as watching:
+        watching.begins("step 1")
+        time.sleep(0.6)  # past the limit, within the grace
+        watching._timeout_s = 60.0
+        watching.begins("step 2")
+        time.sleep(1.0)
+    assert not (tmp_path / "error.json").exists()
 
 
 def test_a_step_without_end_ends_the_process_with_its_stacks(tmp_path):

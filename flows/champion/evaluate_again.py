@@ -1,0 +1,89 @@
+"""Evaluates a champion as its challenger was, when the two were not asked the same: a task, a prompt, a limit changed.
+
+In: the candidate's evaluations, and the champion's model in the store. Out: evaluate artifacts of the champion, built
+now or found: the next candidate that is asked the same finds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from flows.champion.champions import artifact_of
+from flows.champion.registry import CHAMPION, RegisteredVersion
+from flows.ledger.home import home, store_root
+from flows.ledger.machine import num_slots
+from flows.planning.devices import on_devices, wanted_slots
+from flows.planning.plan import PlannedStage
+from flows.recipe.version import identity_of, resume_key_of, version_of
+from flows.running.runner import Attempt, Built, Outcome, run_stage
+from flows.running.slots import Slots
+from flows.store.store import Store
+from stages.core.contract import StageContext, StageInput
+from stages.evaluate.config import EvaluateConfig
+from stages.serving.launch import LAUNCH_FILE, LaunchSpec
+
+
+def evaluate_alike(candidate: Sequence[Path], champion: RegisteredVersion, context: StageContext) -> list[Path]:
+    """Artifacts of the champion, asked as the `candidate` evaluations were. Holds slots of this machine meanwhile.
+
+    Raises StoreError when the champion's model is not in the store, and what an evaluate stage raises.
+    """
+    model = artifact_of(champion, champion.registration.model)
+    record = model.record
+    built = Built(CHAMPION, record.kind, record.version, "cached", 0.0, model.folder, record)
+    planned = [_planned(folder, built, recipe=champion.name) for folder in candidate]
+    return [_evaluate(one, built, context) for one in planned]
+
+
+def _planned(candidate: Path, champion: Built, recipe: str) -> PlannedStage:
+    """The candidate's evaluation, with the champion's model in its place, served as the candidate is."""
+    asked = StageInput.model_validate_json((candidate / "config.json").read_bytes())
+    config = EvaluateConfig.model_validate(asked.config)
+    launch = asked.inputs[config.model] / LAUNCH_FILE
+    serving = LaunchSpec.model_validate_json(launch.read_bytes()).serving if launch.is_file() else config.serving
+    config = config.model_copy(update={"model": CHAMPION, "serving": serving})
+    identity = identity_of(config, {CHAMPION: champion.version}, asked.outside)
+    return PlannedStage(
+        recipe=recipe,
+        name=f"{asked.name}-{CHAMPION}",
+        kind=config.kind,
+        version=version_of(identity),
+        resume_key=resume_key_of(config, {CHAMPION: champion.version}, asked.outside),
+        identity=identity,
+        config=config,
+        upstream=(CHAMPION,),
+        ancestors=(CHAMPION,),
+        action="run",
+        reason="the candidate was asked something else",
+    )
+
+
+def _evaluate(planned: PlannedStage, champion: Built, context: StageContext) -> Path:
+    slots = Slots(home() / "slots", num_slots())
+    held = slots.acquire(wanted_slots(planned.config, slots.count), lambda: None)
+    try:
+        planned = on_devices(planned, held.numbers)
+        return run_stage(planned, {CHAMPION: champion}, Store(store_root()), _Teller(context)).artifact
+    finally:
+        held.release()
+
+
+class _Teller:
+    """Tells of the evaluation what belongs among the events of the promotion."""
+
+    def __init__(self, context: StageContext) -> None:
+        self._context = context
+
+    def waiting(self) -> None:
+        self._context.milestone("another refresh is evaluating the champion")
+
+    def started(self, attempt: Attempt) -> None:
+        self._context.milestone(f"evaluating the champion; its log is {attempt.work / 'log.txt'}")
+
+    def tick(self) -> None:
+        pass
+
+    def ended(self, outcome: Outcome) -> None:
+        if outcome.result:
+            self._context.milestone(f"evaluated the champion in {outcome.seconds:.0f} s: {outcome.folder.name}")

@@ -1,0 +1,53 @@
+"""A layout as one line of text, for every command that takes one: `megatron tp=2 dp_shard=4` → engine and fields.
+
+A line says what a recipe would say under `engine:` and `layout:`, and means the same everywhere: what it leaves out has
+the default of a layout. Only the engine may be left out, where the fields say which it is.
+"""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from flows.recipe.text import closest, parse_yaml
+from stages.parallel.layout import EngineName
+from stages.parallel.legality import FIELDS_OF_ONE_ENGINE
+
+ENGINES: tuple[EngineName, ...] = typing.get_args(EngineName)
+LEFT_OUT = (1, False)
+"""What a degree of Megatron may be said to be under another engine."""
+
+
+def line_problems(line: str, keys: Collection[str]) -> Iterator[str]:
+    """What is misspelt in a line whose keys must be among `keys`."""
+    words = _words(line)
+    if not words or ("=" not in words[0] and words[0] not in (*ENGINES, *keys)):
+        engine = words[0] if words else ""
+        yield f"found `{engine}`, which is no engine and no file{closest(engine, ENGINES)}"
+        words = words[1:]
+    pairs = [word for word in words if word not in ENGINES]
+    if len(words) - len(pairs) > 1:
+        yield f"it names {len(words) - len(pairs)} engines; expected one"
+    names = [pair.partition("=")[0] for pair in pairs]
+    for pair, name in zip(pairs, names, strict=True):
+        if name not in keys:
+            yield f"unknown key `{name}`{closest(name, keys)}"
+        elif not pair.partition("=")[2]:
+            yield f"found `{pair}`, expected KEY=VALUE, such as dp_shard=2"
+    yield from (f"`{name}` is said twice" for name in keys if names.count(name) > 1)
+
+
+def engine_and_fields(line: str) -> tuple[EngineName, dict[str, Any]]:
+    """Of a line without problems. Values are as YAML reads them, and yet to be validated."""
+    words = _words(line)
+    pairs = [word.partition("=") for word in words if word not in ENGINES]
+    fields = {name: parse_yaml(text) for name, _, text in pairs}
+    named = next((engine for engine in ENGINES if engine in words), None)
+    of_megatron = [name for name in FIELDS_OF_ONE_ENGINE["megatron"] if fields.get(name, 1) not in LEFT_OUT]
+    return named or ("megatron" if of_megatron else "fsdp"), fields
+
+
+def _words(line: str) -> list[str]:
+    return [word.removeprefix("engine=") for word in re.split(r"[,\s]+", line.strip()) if word]

@@ -1,0 +1,72 @@
+"""Sources that name what this pipeline has made or adopted → the folder in the store that they mean now.
+
+`store://sft`, `store://sft-0123456789ab`, `adopted:NAME` and `models:/NAME@champion` stand where `file://PATH` could,
+and become one before outside inputs are resolved: their content is identity, as that of other files is.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Collection
+from dataclasses import replace
+
+from flows.recipe.recipe import Recipe
+from flows.recipe.text import closest
+from flows.store.content import CONTENT_FOLDERS
+from flows.store.record import Artifact, Index
+from stages.core.errors import INTERNAL_ERROR, RecipeError, ServerError, error_classes
+from stages.download.config import DownloadConfig
+from stages.hubs.source import Source
+
+ADOPTED_RECIPE = "adopted"
+CHAMPION_PROGRAM = "flows.champion.key"
+"""Known by name, as that of the promotion: it lies above this, and imports mlflow, which takes seconds."""
+
+
+def find_stored(recipe: Recipe, chosen: Collection[str], index: Index) -> tuple[Recipe, list[str]]:
+    """The recipe with folders of the store in place of such sources of these stages, and a sentence for each.
+
+    Raises `RecipeError` with stage and field for what is not in the store, and what asking for the champion raises.
+    """
+    stages, notes = dict(recipe.stages), []
+    for name in chosen:
+        config = recipe.stages[name]
+        if not isinstance(config, DownloadConfig) or config.source.hub not in ("store", "adopted", "models"):
+            continue
+        try:
+            artifact = _find(config.source, index)
+        except RecipeError as error:
+            raise RecipeError(f"stages.{name}.{config.product}: {error}") from error
+        folder = artifact.folder / CONTENT_FOLDERS[config.product]
+        stages[name] = config.model_copy(update={config.product: f"file://{folder}"})
+        notes.append(
+            f"{name}: {config.source} is {artifact.folder.name}, built {artifact.record.finished:%Y-%m-%d %H:%M}"
+        )
+    return replace(recipe, stages=stages), notes
+
+
+def _find(source: Source, index: Index) -> Artifact:
+    artifacts = [one for one in index.artifacts if one.record.product == source.product and not one.damage]
+    if source.hub == "models":
+        key = _champion(str(source))
+        found = [one for one in artifacts if f"{one.record.kind}/{one.record.version}" == key]
+    else:
+        of_recipe = [one for one in artifacts if source.hub == "store" or one.record.recipe == ADOPTED_RECIPE]
+        found = [one for one in of_recipe if source.name in (one.record.stage, one.folder.name)]
+        artifacts = of_recipe
+    if not found:
+        known = {one.record.stage for one in artifacts}
+        raise RecipeError(f"looking for {source}: the store has no such {source.product}{closest(source.name, known)}")
+    return max(found, key=lambda one: one.record.finished)
+
+
+def _champion(uri: str) -> str:
+    """`KIND/VERSION` of the model that an alias points to. Raises the error of the program that asks MLflow."""
+    done = subprocess.run([sys.executable, "-m", CHAMPION_PROGRAM, uri], capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return str(json.loads(done.stdout)["model"])
+    kinds = {error.exit_code: error for error in error_classes().values() if error.exit_code != INTERNAL_ERROR}
+    reason = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    raise kinds.get(done.returncode, ServerError)(f"asking for {uri}: {reason[-1]}")

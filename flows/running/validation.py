@@ -1,0 +1,122 @@
+"""What is wrong with the inputs of stages that will run, found once the downloads are there, before any training.
+
+A process like a stage's looks (`stages/check`): the orchestrator reads no data. What it does not find, because there
+was no time or because another stage has yet to make the data, the stage itself finds when its turn comes.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from pathlib import Path
+
+from flows.launch.stage_process import watch
+from flows.planning.plan import PlannedStage
+from flows.running.runner import Built, Launcher
+from flows.store.store import Store
+from stages.check.config import PROBLEMS, PROBLEMS_FILE, CheckConfig, InputProblem
+from stages.core.contract import Execution, StageInput
+from stages.core.files import write_atomically
+
+TIMEOUT_S = 300.0
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
+
+
+def input_problems(
+    stages: Mapping[str, PlannedStage],
+    built: Mapping[str, Built],
+    store: Store,
+    folder: Path,
+    launch: Launcher,
+    stop: threading.Event,
+) -> Iterator[InputProblem]:
+    """Problems of the stages that will run and whose inputs are there, or can be told from what is.
+
+    folder: for the work of the check; gone afterwards.
+    Raises what `watch` raises when the check itself fails or is stopped.
+    """
+    waiting = [stage for stage in stages.values() if stage.config.HAS_CHECK and _will_run(stage, built)]
+    inputs = [one for stage in waiting if (one := _stage_input(stage, stages, built, store, folder))]
+
+    def environment(stage_input: StageInput) -> list[tuple[str, str]]:
+        return sorted(stages[stage_input.name].config.execution.environment.items())
+
+    try:
+        for variables, group in groupby(sorted(inputs, key=environment), key=environment):
+            execution = Execution(environment=dict(variables), timeout_s=TIMEOUT_S)
+            config = CheckConfig(stages=tuple(group), execution=execution)
+            yield from _run(config, store, folder, launch, stop)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _will_run(stage: PlannedStage, built: Mapping[str, Built]) -> bool:
+    return stage.action == "run" and stage.name not in built
+
+
+def _run(
+    config: CheckConfig, store: Store, folder: Path, launch: Launcher, stop: threading.Event
+) -> tuple[InputProblem, ...]:
+    work = folder / "work"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    planned = PlannedStage(
+        "", "the check of inputs", config.kind, "", "", {}, config, upstream=(), ancestors=(), action="run", reason=""
+    )
+    cache = store.make_folder(store.cache_folder(config.kind))
+    dumped = config.model_dump(mode="json", exclude={"execution"})
+    stage_input = StageInput(name=planned.name, kind=config.kind, version="", config=dumped, inputs={}, cache=cache)
+    write_atomically(work / "config.json", stage_input.model_dump_json(indent=2))
+    watch(launch(work, config), planned, work, lambda: None, stop)
+    return PROBLEMS.validate_json((work / PROBLEMS_FILE).read_bytes())
+
+
+def _stage_input(
+    stage: PlannedStage, stages: Mapping[str, PlannedStage], built: Mapping[str, Built], store: Store, folder: Path
+) -> StageInput | None:
+    """None while data that the stage needs is not made, nor a model from which its own will be made."""
+    inputs = {}
+    for name in stage.upstream:
+        if name in built:
+            inputs[name] = built[name].artifact
+        elif made_from := _made_from(name, stages, built, folder):
+            inputs[name] = made_from
+        else:
+            return None
+    return StageInput(
+        name=stage.name,
+        kind=stage.kind,
+        version=stage.version,
+        config=stage.config.model_dump(mode="json", exclude={"execution": {"environment"}}),
+        inputs=inputs,
+        cache=store.make_folder(store.cache_folder(stage.kind)),
+    )
+
+
+def _made_from(name: str, stages: Mapping[str, PlannedStage], built: Mapping[str, Built], folder: Path) -> Path | None:
+    """A model's or server's nearest ancestor that is there: it has the same tokenizer, and, but for stages on the way
+    that bring a template of their own, the same chat template.
+    """
+    template: Path | None = None
+    ancestor: str | None = name
+    while ancestor and ancestor not in built:
+        config = stages[ancestor].config
+        template = template or config.own_chat_template
+        ancestor = config.references().get("adapter", config.references().get("model"))
+    if ancestor is None or not template:
+        return built[ancestor].artifact if ancestor else None
+    return _with_template(built[ancestor].artifact, template, folder / "models" / name)
+
+
+def _with_template(artifact: Path, template: Path, folder: Path) -> Path:
+    """The artifact of a model, but for its template; links all else."""
+    model = folder / "model"
+    if not model.exists():
+        model.mkdir(parents=True)
+        for path in (artifact / "model").iterdir():
+            if path.name != CHAT_TEMPLATE_FILE:
+                (model / path.name).symlink_to(path)
+        shutil.copyfile(template, model / CHAT_TEMPLATE_FILE)
+    return folder

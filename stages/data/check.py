@@ -1,0 +1,86 @@
+"""Data that a stage will be trained on hours later → what is wrong with it, found in seconds.
+
+It is prepared as the stage will, into the same cache. What takes longer than there is time for is left to the stage:
+then the rows that were seen are checked, and no more.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from stages.core.errors import DataError, LifecycleError, ModelError
+from stages.data.config import DataConfig, RowKind
+from stages.data.files import find_files
+from stages.data.portion import portions
+from stages.data.prepare import CACHE_FOLDER, prepare_portion
+from stages.data.preprocessing import OutOfTimeError, Preprocessing
+from stages.data.seen_rows import check_held_out
+from stages.data.tokenizer import DocumentTokenizer
+
+SECONDS = 20.0
+"""For a split; a split that is larger than these bytes cannot be done by then, and hashing it for the cache is slow."""
+LARGE_BYTES = 1 << 30
+
+
+class Deadline:
+    """A `Report` that ends the preparation when the time is over. Warnings are the stage's."""
+
+    def __init__(self, seconds: float) -> None:
+        self._ends_s = time.monotonic() + seconds
+
+    def progress(self, done: float, total: float, unit: str, message: str = "") -> None:
+        if time.monotonic() > self._ends_s:
+            raise OutOfTimeError
+
+    def warn(self, message: str) -> None:
+        pass
+
+
+def data_problems(
+    folder: Path, config: DataConfig, tokenizer_folder: Path, *, rows: RowKind, cache: Path
+) -> Iterator[tuple[str, LifecycleError]]:
+    """Field of `config` and error, of all that the first seconds of `prepare` with the same arguments show."""
+    problems = [*_missing_splits(folder, config), *_bad_template(config, tokenizer_folder)]
+    yield from problems
+    if problems:
+        return
+    prepared = []
+    for portion in portions(config):
+        files = find_files(folder, portion.split)
+        task = Preprocessing(portion, folder, files, config, tokenizer_folder, rows, Deadline(SECONDS))
+        try:
+            with suppress(OutOfTimeError):
+                prepared.append(_prepared(task, cache / CACHE_FOLDER))
+        except (DataError, ModelError) as error:
+            yield "dataset", type(error)(f"{portion.name} rows: {error}")
+    try:
+        _ = len(prepared) > 1 and check_held_out(*prepared)
+    except DataError as error:
+        yield "evaluation_split", error
+
+
+def _prepared(task: Preprocessing, cache: Path) -> Path:
+    if sum(path.stat().st_size for path in task.files) <= LARGE_BYTES:
+        return prepare_portion(task, cache).folder
+    with tempfile.TemporaryDirectory() as scratch:
+        task.run(Path(scratch))
+    raise OutOfTimeError
+
+
+def _missing_splits(folder: Path, config: DataConfig) -> Iterator[tuple[str, LifecycleError]]:
+    for field, split in (("split", config.split), ("evaluation_split", config.evaluation_split)):
+        try:
+            _ = split and find_files(folder, split)
+        except DataError as error:
+            yield field, error
+
+
+def _bad_template(config: DataConfig, tokenizer_folder: Path) -> Iterator[tuple[str, LifecycleError]]:
+    try:
+        _ = config.chat_template and DocumentTokenizer(tokenizer_folder, config.chat_template, config.train_on).template
+    except (DataError, ModelError) as error:
+        yield "chat_template", error

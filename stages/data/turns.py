@@ -1,0 +1,258 @@
+"""Which characters of a rendered conversation the assistant said: proved by what the template writes, or refused.
+
+A turn is learned as the model will be asked for it. The messages before it, rendered with the generation prompt, must
+be the beginning of the text that ends with the turn; what follows there is the turn. In a longer conversation it must
+stand with the same words. Where a template rewrites what went before (drops thoughts, ends the last turn otherwise,
+moves the system prompt), a conversation becomes several documents: each turn in the longest that still shows it so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from stages.data.messages import THOUGHTS, Message, RowError, listed
+from stages.data.sandbox import Span
+
+Write = Callable[..., str]
+"""(messages, add_generation_prompt, **variables of the template) → text. Raises RowError."""
+
+OPENED_THOUGHTS = re.compile(r"<think>(\s*)\Z")
+CLOSED_THOUGHTS = re.compile(r"</think>\s*\Z")
+EMPTY_THOUGHTS = re.compile(r"\A\s*(<think>)?\s*</think>\s*")
+THOUGHTS_FIRST = re.compile(r"\A\s*<think>.*?</think>(?P<gap>\s*)", re.DOTALL)
+INLINE_THOUGHTS = re.compile(r"\A\s*(?:<think>)?(?P<thoughts>.*?)</think>(?P<answer>.*)\Z", re.DOTALL)
+SWITCHES = ("enable_thinking", "thinking")
+"""What templates call the variable that asks for thoughts, or for none."""
+
+
+class UnclearTurnsError(RowError):
+    """It cannot be proved which tokens the assistant says. `cause` is a sentence of its own."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(f"cannot be learned from: {cause}")
+        self.cause = cause
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text, and what the assistant says in it that is learned from it."""
+
+    text: str
+    spans: tuple[Span, ...]
+    num_dropped_thoughts: int
+    """Turns that are learned without thoughts that the conversation has for them."""
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """A turn as the end of a text; it begins at `begin`, with the template's `variables`."""
+
+    text: str
+    begin: int
+    variables: dict[str, bool]
+
+
+class Turns:
+    """The assistant's turns of one conversation."""
+
+    def __init__(
+        self,
+        write: Write,
+        messages: Sequence[Message],
+        markers: tuple[str, ...],
+        name: str,
+        *,
+        together: bool,
+        writes_think: bool,
+    ) -> None:
+        """`markers`: all special tokens. `name`: what errors call the template. `together`: a turn may be learned
+        without its thoughts where the template drops them from earlier turns, rather than in a document of its own.
+        `writes_think`: the template knows thoughts as what `<think>` and `</think>` enclose.
+        """
+        self._write = write
+        self._messages = list(messages)
+        self._markers = markers
+        self._name = name
+        self._together = together
+        self._writes_think = writes_think
+        self._only_markers = re.compile(rf"(?:\s|{'|'.join(map(re.escape, markers)) or '(?!)'})*\Z")
+
+    def documents(self, learned_turns: Sequence[int]) -> list[Document]:
+        """Each of the messages at `learned_turns`, all the assistant's, is learned in exactly one of the documents.
+
+        The longest comes last. Raises RowError when it cannot be proved where a turn lies, or the template leaves a
+        part of it out.
+        """
+        remaining = list(learned_turns)
+        if not remaining:
+            return [Document(self._write(self._messages), (), 0)]
+        found: list[Document] = []
+        while remaining:
+            *earlier, last = remaining
+            turn = self._as_last(last)
+            shown = self._shown_messages(turn, last)
+            spans = {number: self._within(turn, shown, number) for number in earlier}
+            learned = {number: span for number, span in spans.items() if span is not None}
+            learned[last] = (turn.begin, self._end(turn.text, turn.begin))
+            dropped = [number for number, span in learned.items() if not self._has_thoughts(number, turn.text, span)]
+            found.insert(0, Document(turn.text, tuple(learned.values()), len(dropped)))
+            remaining = [number for number in earlier if number not in learned]
+        return found
+
+    def _as_last(self, number: int) -> _Turn:
+        """The turn in the text that ends with it: as the template writes it by default, or when asked for thoughts,
+        or for none, as the turn has some or not; or else behind the prompt, with its thoughts as models write them.
+        """
+        messages = self._messages[: number + 1]
+        thoughts, _ = split_thoughts(messages[-1])
+        built: list[_Turn] = []
+        for variables in ({}, dict.fromkeys(SWITCHES, bool(thoughts))):
+            before = self._write(messages[:-1], add_generation_prompt=True, **variables)
+            text = self._write(messages, **variables)
+            if text.startswith(before) and _shows(thoughts, text[len(before) :], messages[-1]):
+                built = [_Turn(text, len(before), variables)]
+                break
+            if self._writes_think and (turn := _with_own_thoughts(before, text, thoughts, variables)):
+                built.append(turn)
+        turn = built[0] if built else self._behind_its_prompt(messages)
+        self._check_shown(messages, turn)
+        return turn
+
+    def _behind_its_prompt(self, messages: list[Message]) -> _Turn:
+        """The turn as it reads after a plainer history, put behind the prompt that the model really gets.
+
+        Some templates show a system prompt, or thoughts beside a call, in a prompt and not in what came of it.
+        """
+        plain = [*map(_plain, messages[messages[0]["role"] == "system" : -1])]
+        start = self._write(plain, add_generation_prompt=True)
+        text = self._write([*plain, messages[-1]])
+        thoughts, _ = split_thoughts(messages[-1])
+        if not text.startswith(start) or not _shows(thoughts, text[len(start) :], messages[-1]):
+            raise self._not_a_prefix(messages)
+        before = self._write(messages[:-1], add_generation_prompt=True)
+        return _Turn(before + text[len(start) :], len(before), {})
+
+    def _shown_messages(self, turn: _Turn, last: int) -> list[Message]:
+        """The same without thoughts that the text does not have, if it needs none of them.
+
+        A template that drops the thoughts before the last question shows them in a beginning that ends before it.
+        """
+        messages = self._messages[: last + 1]
+        reduced = [
+            {key: value for key, value in message.items() if key not in THOUGHTS or value.strip() in turn.text}
+            for message in messages
+        ]
+        if self._together and reduced != messages and self._write(reduced, **turn.variables) == turn.text:
+            return reduced
+        return messages
+
+    def _within(self, turn: _Turn, messages: list[Message], number: int) -> Span | None:
+        """Where an earlier turn lies in the text that ends with `turn`, if it stands there as it would as the last."""
+        before = self._write(messages[:number], add_generation_prompt=True, **turn.variables)
+        if not turn.text.startswith(before):
+            return None
+        own = self._write(messages[: number + 1], **turn.variables)
+        if not own.startswith(before):
+            return None
+        span = len(before), len(before) + self._num_shared(own[len(before) :], turn.text[len(before) :])
+        if span[0] == span[1] or not (self._together or self._has_thoughts(number, turn.text, span)):
+            return None
+        self._check_shown(messages[: number + 1], _Turn(own, len(before), turn.variables))
+        return span
+
+    def _num_shared(self, own: str, rest: str) -> int:
+        """How much of `rest` is a turn that reads `own` where it is the last; 0 when that is not certain."""
+        if rest.startswith(own):
+            return self._end(own, 0)
+        shared = next((i for i, pair in enumerate(zip(own, rest, strict=False)) if pair[0] != pair[1]), len(rest))
+        ends = [own.rfind(marker, 0, shared) + len(marker) for marker in self._markers if marker in own[:shared]]
+        if ends and self._only_markers.match(own, max(ends)):
+            return max(ends)  # the rest ends the text, not the turn
+        head = THOUGHTS_FIRST.match(own) if self._together else None
+        starts = range(head.start("gap"), head.end() + 1) if head else ()
+        answers = (own[start:] for start in starts if own[start:].strip())
+        return next((self._end(answer, 0) for answer in answers if rest.startswith(answer)), 0)
+
+    def _end(self, text: str, begin: int) -> int:
+        """The end of a turn that ends with `text`: line breaks after its last special token are never generated."""
+        stripped = text.rstrip()
+        return len(stripped) if len(stripped) > begin and stripped.endswith(self._markers) else len(text)
+
+    def _has_thoughts(self, number: int, text: str, span: Span) -> bool:
+        thoughts, _ = split_thoughts(self._messages[number])
+        return _shows(thoughts, text[slice(*span)], self._messages[number])
+
+    def _check_shown(self, messages: list[Message], turn: _Turn) -> None:
+        """Raises RowError for text or calls of the last message that its rendering does not have."""
+        *before, message = messages
+        _, answer = split_thoughts(message)
+        calls = message.get("tool_calls", [])
+        if not calls and answer.strip() in turn.text[turn.begin :]:
+            return
+        probe = {**message, "content": "qprobetext" if answer.strip() else message["content"]}
+        names = {f"qprobecall{number}": call for number, call in enumerate(calls, 1)}
+        if calls:
+            probe["tool_calls"] = [
+                {**call, "function": {**call["function"], "name": name}} for name, call in names.items()
+            ]
+        text = self._write([*before, probe], **turn.variables)
+        parts = {"qprobetext": "content"} if answer.strip() else {}
+        parts |= {name: f"tool call {number}" for number, name in enumerate(names, 1)}
+        if missing := [part for probe_text, part in parts.items() if probe_text not in text]:
+            raise RowError(
+                f"has {listed(missing)} in message {len(messages)}, which {self._name} leaves out; expected what it "
+                "shows, or a template (`chat_template`) that shows this too"
+            )
+
+    def _not_a_prefix(self, messages: list[Message]) -> RowError:
+        before = self._write(messages[:-1], add_generation_prompt=True)
+        text = self._write(messages)
+        if text.startswith(before):
+            return RowError(f"has thoughts in message {len(messages)}, which {self._name} leaves out; expected none")
+        shared = next((i for i, pair in enumerate(zip(before, text, strict=False)) if pair[0] != pair[1]), len(text))
+        return UnclearTurnsError(
+            f"{self._name} does not show which tokens the assistant says: rendered up to message {len(messages)}, "
+            f"the prompt reads …{before[shared : shared + 60]!r} where the conversation reads "
+            f"…{text[shared : shared + 60]!r}. Give a template (`chat_template`) that puts the assistant's part into "
+            "{% generation %} … {% endgeneration %}, or learn everything (`train_on: all`)."
+        )
+
+
+def _with_own_thoughts(before: str, text: str, thoughts: str, variables: dict[str, bool]) -> _Turn | None:
+    """The turn behind its prompt, for templates that ask for thoughts and drop them from what was said.
+
+    As these models write them: where the prompt opens `<think>`, the thoughts, `</think>`, the answer.
+    """
+    opened = OPENED_THOUGHTS.search(before)
+    base = before[: opened.start()] if opened else before
+    if not text.startswith(base) or not (opened or thoughts.strip()) or CLOSED_THOUGHTS.search(before):
+        return None
+    gap = opened[1] if opened else "\n"
+    opening = "" if opened else f"<think>{gap}"
+    answer = EMPTY_THOUGHTS.sub("", text[len(base) :]).lstrip("\n")
+    return _Turn(f"{before}{opening}{thoughts.strip()}{gap}</think>{gap * 2}{answer}", len(before), variables)
+
+
+def split_thoughts(message: Message) -> tuple[str, str]:
+    """What the assistant thinks, in a field or before `</think>` in its text, and what it answers."""
+    content: str = message["content"] or ""  # null beside calls
+    for field in THOUGHTS:
+        if field in message:
+            return message[field], content
+    inline = INLINE_THOUGHTS.match(content)
+    return (inline["thoughts"], inline["answer"]) if inline else ("", content)
+
+
+def _plain(message: Message) -> Message:
+    """Without thoughts, and without text beside calls."""
+    _, answer = split_thoughts(message)
+    plain = {key: value for key, value in message.items() if key not in THOUGHTS}
+    return {**plain, "content": "" if "tool_calls" in message else answer}
+
+
+def _shows(thoughts: str, said: str, message: Message) -> bool:
+    thoughts = thoughts.strip()
+    _, answer = split_thoughts(message)
+    return not thoughts or said.count(thoughts) > answer.count(thoughts)

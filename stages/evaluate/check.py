@@ -1,0 +1,35 @@
+"""What is wrong with the tasks of an evaluation, and with asking a model as a chat, before the model is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from stages.core.contract import StageInput
+from stages.core.errors import EvaluationError, LifecycleError
+from stages.evaluate.config import EvaluateConfig
+from stages.evaluate.harnesses.registry import default_harness
+from stages.models.trained_on import has_chat_template
+
+
+def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
+    """Dotted field and error."""
+    config = EvaluateConfig.model_validate(stage_input.config)
+    try:
+        default_harness().prepare(config.evaluation, stage_input.cache)
+    except LifecycleError as error:
+        yield "tasks", error
+    try:
+        if config.apply_chat_template:
+            check_chat_template(stage_input.inputs[config.model] / "model")
+    except LifecycleError as error:
+        yield "apply_chat_template", error
+
+
+def check_chat_template(model: Path) -> None:
+    """Raises EvaluationError for a model folder that has none."""
+    if not has_chat_template(model):
+        raise EvaluationError(
+            f"the questions are to be those of a chat, but {model} has no chat template (chat_template.jinja, or in "
+            "tokenizer_config.json); say `apply_chat_template: false`, or evaluate a model that has one"
+        )

@@ -1,0 +1,35 @@
+"""`store://`, `adopted:` and `models:/`: what is in the store already.
+
+Which folder they mean is found when a refresh is planned (`flows/planning/stored.py`), and from then on they are
+`file://` sources; nobody else asks this hub.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NoReturn
+
+from stages.core.contract import StageContext
+from stages.core.errors import DownloadError
+from stages.hubs.hub import Request
+from stages.hubs.source import Source
+
+
+class Stored:
+    """Refuses by name."""
+
+    def resolve_revision(self, request: Request) -> str:
+        _refuse(request.source)
+
+    def deliver(self, request: Request, revision: str, folder: Path, context: StageContext) -> None:
+        _refuse(request.source)
+
+    def read_file(self, source: Source, revision: str, name: str) -> str | None:
+        _refuse(source)
+
+
+HUB = Stored()
+
+
+def _refuse(source: Source) -> NoReturn:
+    raise DownloadError(f"{source} means a folder only where a recipe is planned; name the folder, file://PATH")

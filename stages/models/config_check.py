@@ -1,0 +1,100 @@
+"""What makes no sense in a model's `config.json`, whatever the architecture, before anything is built from it. Pure.
+
+Transformers meets such values with an AssertionError deep in a layer, or not at all. What an architecture asks for
+beyond this is for Transformers to say, and what the planner asks for is for `model_config`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeGuard
+
+from stages.core.errors import ModelError
+
+SIZES = {
+    "num_hidden_layers", "n_layer", "n_layers", "hidden_size", "n_embd", "d_model", "num_attention_heads", "n_head",
+    "n_heads", "vocab_size",
+}  # fmt: skip
+"""Positive whole numbers in every config that has them."""
+OPTIONAL_SIZES = {
+    "num_key_value_heads", "head_dim", "intermediate_size", "ffn_dim", "n_inner", "max_position_embeddings",
+    "n_positions", "num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size",
+}  # fmt: skip
+"""So are these, but null means a default, and some architectures have a list, one for each layer."""
+DTYPES = {"float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "half", "float", "double"}
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+NUM_NAMED = 5
+
+
+def check_config(config: Mapping[str, Any], where: str) -> None:
+    """Raise ModelError, naming every field and its value, unless the config read from `where` can be a model's."""
+    problems = list(_problems(config))
+    text = config.get("text_config")
+    if isinstance(text, Mapping):
+        problems += [f"text_config.{problem}" for problem in _problems(text)]
+    if problems:
+        more = f" and {len(problems) - NUM_NAMED} more" if len(problems) > NUM_NAMED else ""
+        raise ModelError(f"{where}: {'; '.join(problems[:NUM_NAMED])}{more}; mend this file or fetch it again")
+
+
+def check_generation_config(generation: Mapping[str, Any], config: Mapping[str, Any], where: str) -> None:
+    """Raise ModelError when the tokens that end an answer are not in the model's vocabulary."""
+    if problems := list(_token_ids(generation, vocabulary_size(config))):
+        raise ModelError(f"{where}: {'; '.join(problems)}; mend this file or fetch it again")
+
+
+def check_unquantized(config: Mapping[str, Any], where: str) -> None:
+    """Raise ModelError for a model whose weights are quantized: they cannot be learned, nor quantized again."""
+    if is_quantized(config):
+        found = config.get("quantization_config") or config.get("compression_config")
+        method = found.get("quant_method", "unknown method") if isinstance(found, Mapping) else found
+        raise ModelError(f"{where} is quantized already ({method}); take the model that it was made from")
+
+
+def is_quantized(config: Mapping[str, Any]) -> bool:
+    """Whether the weights are stored as something else than plain floating-point numbers."""
+    return bool(config.get("quantization_config") or config.get("compression_config"))
+
+
+def vocabulary_size(config: Mapping[str, Any]) -> int | None:
+    """Rows of the embedding; None where the config does not say."""
+    text = config.get("text_config")
+    size = text.get("vocab_size") if isinstance(text, Mapping) else config.get("vocab_size")
+    return size if _is_size(size) else None
+
+
+def _problems(config: Mapping[str, Any]) -> Iterator[str]:
+    for name in ("model_type", "architectures"):
+        value, expected = config.get(name), (str if name == "model_type" else list)
+        if value is not None and not isinstance(value, expected):
+            yield f"{name} is {value!r}, expected a {'name' if expected is str else 'list of names'}"
+    for name in sorted(SIZES & config.keys()):
+        if not _is_size(config[name]):
+            yield f"{name} is {config[name]!r}, expected a positive whole number"
+    for name in sorted(OPTIONAL_SIZES & config.keys()):
+        values = config[name] if isinstance(config[name], list) else [config[name]]
+        if not all(value is None or _is_size(value) for value in values):
+            yield f"{name} is {config[name]!r}, expected a positive whole number"
+    heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if _is_size(heads) and _is_size(groups) and heads % groups:
+        yield f"num_attention_heads {heads} is not divisible by num_key_value_heads {groups}"
+    for name in ("dtype", "torch_dtype"):
+        value = config.get(name)
+        if isinstance(value, str) and value.removeprefix("torch.") not in DTYPES:
+            yield f"{name} is {value!r}, expected one of {', '.join(sorted(DTYPES))}"
+    yield from _token_ids(config, vocabulary_size(config))
+
+
+def _token_ids(config: Mapping[str, Any], size: int | None) -> Iterator[str]:
+    for name in TOKEN_IDS:
+        for token in config[name] if isinstance(config.get(name), list) else [config.get(name)]:
+            if token is None or (name == "pad_token_id" and token == -1):
+                continue  # -1 stands for none in old Llama models
+            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+                yield f"{name} is {token!r}, expected a token's number"
+            elif size is not None and token >= size:
+                yield f"{name} {token} is beyond the vocabulary of {size} tokens"
+
+
+def _is_size(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

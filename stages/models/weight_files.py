@@ -1,0 +1,157 @@
+"""The safetensors files of a model folder, by their headers and a few of their bytes (no torch, milliseconds).
+
+Refused is what Transformers would load without a word although it cannot be what was trained: files that no index
+lists, weights that are integers or all zero, a head that the config says is the embedding, but is not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from stages.core.errors import ModelError
+from stages.models.json_object import read_json_object
+from stages.models.projections import EMBEDDINGS
+
+WEIGHTS_FILE = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+MATRICES = (".weight", "_proj")
+"""How names of what must be numbers with a fraction end; buffers of other names may be counters and masks."""
+HEADS = ("lm_head.weight", "embed_out.weight")
+NUM_BLOCKS, BLOCK_BYTES = 16, 4096
+"""Of a tensor that is looked into."""
+NUM_NAMED = 3
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file."""
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    """Its first byte in the file."""
+    end: int
+
+    def sample(self) -> NDArray[np.uint8]:
+        """Some of its bytes, evenly spread: those of equal tensors are equal."""
+        blocks = np.linspace(self.start, max(self.start, self.end - BLOCK_BYTES), NUM_BLOCKS).astype(np.int64)
+        content = np.memmap(self.file, np.uint8, "r")
+        return np.concatenate([content[block : min(block + BLOCK_BYTES, self.end)] for block in blocks])
+
+    def is_zero(self) -> bool:
+        """Whether every element is. Reads all of it only when its first bytes are."""
+        if self.dtype not in FLOAT_BYTES:
+            return False
+        content = np.memmap(self.file, np.uint8, "r")[self.start : self.end]
+        bits = content.view(f"u{FLOAT_BYTES[self.dtype]}")
+        return not (bits[:BLOCK_BYTES] << 1).any() and not (bits << 1).any()  # without the sign: there is a -0
+
+
+def weight_paths(folder: Path) -> list[Path]:
+    """The files that Transformers reads: those that the index names, or the single one. Others are not the model's."""
+    index = folder / WEIGHTS_INDEX
+    names = set(read_json_object(index)["weight_map"].values()) if index.is_file() else {WEIGHTS_FILE}
+    return sorted(folder / name for name in names)
+
+
+def check_index(folder: Path, tensors: Mapping[str, Iterable[StoredTensor]]) -> set[str]:
+    """The files that the index names. Raises ModelError unless it lists exactly the tensors of the folder's files."""
+    index = folder / WEIGHTS_INDEX
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{index} has no `weight_map` (tensor → file); fetch or save it again")
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str) or file not in tensors:
+            raise ModelError(f"{index} says that {tensor} is in {file}, which is missing; fetch that file")
+        if tensor not in {stored.name for stored in tensors[file]}:
+            raise ModelError(f"{index} says that {tensor} is in {file}, but it is not: the two are of different models")
+    listed = set(weight_map.values())
+    if WEIGHTS_FILE in tensors and listed != {WEIGHTS_FILE}:
+        raise ModelError(
+            f"{folder} has both {WEIGHTS_FILE} and {WEIGHTS_INDEX}, two models of which only one is meant; remove one"
+        )
+    unlisted = [
+        f"{stored.name} in {file}"
+        for file, found in tensors.items()
+        if fnmatch(file, "model*.safetensors")
+        for stored in found
+        if weight_map.get(stored.name) != file
+    ]
+    if unlisted:
+        raise ModelError(
+            f"{index} does not list {len(unlisted)} tensors that the files hold "
+            f"({', '.join(unlisted[:NUM_NAMED])}), so they would not be loaded; fetch or save the model again"
+        )
+    return listed
+
+
+def read_tensors(path: Path) -> list[StoredTensor]:
+    """What a file holds. Raises ModelError unless its header agrees with its size, or when it is empty."""
+    try:
+        with safe_open(path, framework="np"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise ModelError(
+            f"{path} is damaged or incomplete ({path.stat().st_size} bytes): {error}; fetch or save this file again"
+        ) from error
+    with path.open("rb") as stream:
+        header_bytes = int.from_bytes(stream.read(8), "little")
+        header: dict[str, Any] = json.loads(stream.read(header_bytes))
+    header.pop("__metadata__", None)
+    if not header:
+        raise ModelError(f"{path} holds no tensors; fetch or save this file again")
+    first = 8 + header_bytes
+    return [
+        StoredTensor(path, name, about["dtype"], tuple(about["shape"]), *(first + at for at in about["data_offsets"]))
+        for name, about in header.items()
+    ]
+
+
+def check_values(tensors: list[StoredTensor], config: Mapping[str, Any]) -> Iterator[str]:
+    """What is unusual about the weights of a model that is not quantized.
+
+    Raises ModelError for integers, for weights that are all zero, and for a tied head that is not the embedding.
+    """
+    integers = [
+        f"{one.name} as {one.dtype}" for one in tensors if one.name.endswith(MATRICES) and one.dtype not in FLOAT_BYTES
+    ]
+    if integers:
+        raise ModelError(
+            f"{tensors[0].file.parent} holds {len(integers)} weights that are no plain floating-point numbers "
+            f"({', '.join(integers[:NUM_NAMED])}), and its config.json says nothing of a quantization, so they would "
+            "be read for what they are not; take the model that it was made from"
+        )
+    matrices = [one for one in tensors if len(one.shape) > 1 and one.end > one.start]
+    zeros = [one.name for one in matrices if one.is_zero()]
+    if matrices and len(zeros) == len(matrices):
+        raise ModelError(f"all weights in {tensors[0].file.parent} are zero; fetch or save the model again")
+    _check_tied(tensors, config)
+    if zeros:
+        yield f"{len(zeros)} of {len(matrices)} matrices hold zeros only ({', '.join(zeros[:NUM_NAMED])})"
+
+
+def _check_tied(tensors: list[StoredTensor], config: Mapping[str, Any]) -> None:
+    text = config.get("text_config")
+    fields = {**config, **text} if isinstance(text, Mapping) else config
+    head = next((one for one in tensors if one.name.endswith(HEADS)), None)
+    if head is None or fields.get("tie_word_embeddings") is not True:
+        return
+    for one in tensors:
+        is_embedding = EMBEDDINGS.search(one.name.removesuffix(".weight")) and one.shape == head.shape
+        if is_embedding and not np.array_equal(one.sample(), head.sample()):
+            raise ModelError(
+                f"{head.file.parent}: config.json says `tie_word_embeddings: true`, but {head.name} is not {one.name}, "
+                "and one of them would be lost; say false there, or remove the head from the files"
+            )

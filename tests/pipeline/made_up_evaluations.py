@@ -1,0 +1,42 @@
+"""Promotions as they are, but for the evaluations that they start, which are made up.
+
+In place of `flows.champion.promotion`, with the same arguments; `made_up_evaluations.py WORK` is such an evaluation.
+"""
+
+import sys
+from pathlib import Path
+
+from flows.champion import promotion
+from flows.launch import local
+from stages.core.contract import StageInput
+from tests.promotion import write_evaluation
+
+RIGHT = 60
+"""Answers of 100 that a champion gives when it is evaluated again."""
+
+
+def prompt_of(config: dict[str, object]) -> str:
+    return f"{config['num_fewshot']} examples"
+
+
+def main() -> None:
+    command = local.command
+
+    def made_up(work, config):
+        return [sys.executable, __file__, str(work)] if config.kind == "evaluate" else command(work, config)
+
+    local.command = made_up
+    promotion.main()
+
+
+def evaluate(work: Path) -> None:
+    told = StageInput.model_validate_json((work / "config.json").read_bytes())
+    assert (told.inputs["champion"] / "model" / "model.safetensors").is_file()
+    write_evaluation(work, [1.0] * RIGHT + [0.0] * (100 - RIGHT), prompt=prompt_of(told.config))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2:
+        evaluate(Path(sys.argv[1]))
+    else:
+        main()

@@ -1,0 +1,157 @@
+"""An adapter from its training to the merged model, as stages: what they leave, what they check, what they refuse."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import signal
+import time
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import AutoModelForCausalLM
+
+from stages.core.contract import StageContext, StageResult
+from stages.core.errors import GateError, ModelError
+from stages.merge.config import MergeConfig
+from stages.merge.run import run as merge
+from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end, start
+
+ADAPTER = {"rank": 8, "alpha": 16}
+NUM_DPO_STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory):
+    """Those of `make_artifacts`, and `sft`: a model that knows a little."""
+    artifacts = make_artifacts(tmp_path_factory.mktemp("artifacts"))
+    work = tmp_path_factory.mktemp("sft") / "sft-0123456789ab"
+    config = make_config(steps=30, warmup_steps=5)
+    make_context(work, artifacts, config)
+    run_to_end(work, config)
+    return {**artifacts, "sft": work}
+
+
+@pytest.fixture(scope="module")
+def dpo(artifacts, tmp_path_factory):
+    """Work folder of a DPO stage of two processes, which trains an adapter beside what SFT made."""
+    work = tmp_path_factory.mktemp("dpo") / "dpo-0123456789ab"
+    config = dpo_config()
+    make_context(work, artifacts, config)
+    run_to_end(work, config)
+    return work
+
+
+def dpo_config(**fields):
+    return make_config(
+        "dpo",
+        model="sft",
+        adapter=ADAPTER,
+        steps=NUM_DPO_STEPS,
+        layout={"dp_shard": 2, "micro_batch_size": 2},
+        execution={"checkpoint_every_steps": 4},
+        **fields,
+    )
+
+
+def merged(inputs, work, **fields):
+    """What the merge stage says of `sft` and `dpo`."""
+    work.mkdir(parents=True)
+    config = MergeConfig.model_validate({"kind": "merge", "model": "sft", "adapter": "dpo", **fields})
+    return merge(config, StageContext(work, "merged", "0" * 12, inputs, {}, work))
+
+
+def test_dpo_begins_at_its_base_and_learns(dpo):
+    rows = logged(dpo)
+    assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert rows[-1]["loss"] < 0.95 * math.log(2)
+
+
+def test_the_artifact_is_the_adapter_alone(dpo, artifacts):
+    assert not (dpo / "model").exists()
+    weights = load_file(dpo / "adapter" / "adapter_model.safetensors")
+    base = load_file(artifacts["sft"] / "model" / "model.safetensors")
+    assert sum(one.numel() for one in weights.values()) < 0.2 * sum(one.numel() for one in base.values())
+    assert json.loads((dpo / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == (
+        artifacts["sft"].name
+    )
+
+
+def test_checkpoints_hold_the_adapter_and_nothing_of_its_base(dpo):
+    (checkpoint,) = (dpo / "scratch" / "checkpoints").glob("step-12")
+    tensors = [name for name in FileSystemReader(checkpoint).read_metadata().state_dict_metadata if "layers" in name]
+    assert len(tensors) == 4 * len(load_file(dpo / "adapter" / "adapter_model.safetensors"))  # two moments, a step
+    assert all(".lora_" in name for name in tensors)
+
+
+def test_merged_it_gives_what_training_gave_and_what_peft_gives(dpo, artifacts, tmp_path):
+    inputs = {**artifacts, "dpo": dpo}
+    result = merged(inputs, tmp_path / "merged", max_difference=1e-5)
+    assert result.metrics["max_abs_logprob_difference"] < 1e-5
+    assert result.metrics["changed_fraction"] > 0.9
+
+    base = AutoModelForCausalLM.from_pretrained(artifacts["sft"] / "model", dtype=torch.float32)
+    expected = peft.PeftModel.from_pretrained(base, dpo / "adapter").merge_and_unload().state_dict()
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged" / "model", dtype=torch.float32).state_dict()
+    assert max((found[name] - expected[name]).abs().max().item() for name in expected) < 1e-6
+
+
+def test_a_killed_training_goes_on_to_the_same_adapter(dpo, artifacts, tmp_path):
+    work, config = tmp_path / "dpo-0123456789ab", dpo_config()
+    make_context(work, artifacts, config)
+    process = start(work, config)
+    end = time.monotonic() + 200
+    while not (work / "scratch" / "checkpoints" / "step-4").exists():
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    process.wait(60)
+    run_to_end(work, config)
+
+    expected, found = (load_file(one / "adapter" / "adapter_model.safetensors") for one in (dpo, work))
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+def test_files_that_do_not_belong_together_are_refused(dpo, artifacts, tmp_path):
+    other = shutil.copytree(artifacts["sft"], tmp_path / "sft-00000other00")
+    with pytest.raises(ModelError, match="into sft-00000other00: it was trained on sft-0123456789ab"):
+        merged({"sft": other, "dpo": dpo}, tmp_path / "1")
+
+    damaged = shutil.copytree(dpo, tmp_path / "damaged")
+    weights = damaged / "adapter" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ModelError, match=r"reading the adapter in .*train it again"):
+        merged({**artifacts, "dpo": damaged}, tmp_path / "2")
+
+    changed = shutil.copytree(dpo, tmp_path / "changed")
+    weights = changed / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    name = next(name for name in tensors if ".lora_B." in name)
+    save_file({**tensors, name.replace("lora_B", "lora_C"): tensors[name].clone()}, weights)
+    with pytest.raises(ModelError, match=r"lora_C.*unexpected or without a partner"):
+        merged({**artifacts, "dpo": changed}, tmp_path / "3")
+
+    save_file({**tensors, name: 2 * tensors[name]}, weights)
+    with pytest.raises(GateError, match="another log-probability than training did"):
+        merged({**artifacts, "dpo": changed}, tmp_path / "4", max_difference=1e-5)
+
+
+def test_a_layer_whose_change_the_rounding_takes_away_is_an_error(dpo, artifacts, tmp_path):
+    half = shutil.copytree(artifacts["sft"], tmp_path / artifacts["sft"].name)
+    weights = half / "model" / "model.safetensors"
+    save_file({name: one.bfloat16() for name, one in load_file(weights).items()}, weights, metadata={"format": "pt"})
+    small = shutil.copytree(dpo, tmp_path / "small")
+    factors = small / "adapter" / "adapter_model.safetensors"
+    save_file({name: 1e-6 * one if "lora_B" in name else one for name, one in load_file(factors).items()}, factors)
+
+    with pytest.raises(ModelError, match="are as they were after rounding"):
+        merged({**artifacts, "sft": half, "dpo": small}, tmp_path / "merged")
+
+
+def test_what_the_stage_says_is_logged(dpo):
+    result = StageResult.model_validate_json((dpo / "result.json").read_text())
+    assert result.metrics["evaluation_loss"] < math.log(2)

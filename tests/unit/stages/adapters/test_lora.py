@@ -1,0 +1,119 @@
+"""Where an adapter goes, and what is refused, with the names that there are."""
+
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
+
+from stages.adapters.config import AdapterConfig
+from stages.adapters.files import read_adapter, write_adapter
+from stages.adapters.lora import adapted_layers, add_adapter, store_frozen_weights
+from stages.core.errors import ModelError
+from stages.models.transformers_flops import model_flops
+
+SIZES = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
+PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def make_model(**fields):
+    torch.manual_seed(0)
+    config = Qwen3Config(**{**SIZES, "num_key_value_heads": 1, "intermediate_size": 24, **fields})
+    return AutoModelForCausalLM.from_config(config)
+
+
+def adapted(model=None, **fields):
+    model = model or make_model()
+    add_adapter(model, AdapterConfig(rank=4, **fields), seed=0)
+    return model
+
+
+def ends(model):
+    return {name.rpartition(".")[2] for name in adapted_layers(model)}
+
+
+def test_all_linear_is_every_layer_but_the_head():
+    model = adapted(make_model(tie_word_embeddings=False))
+    assert ends(model) == PROJECTIONS
+    assert len(adapted_layers(model)) == 2 * len(PROJECTIONS)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"target_modules": ("q_proj", "v_proj")}, {"q_proj", "v_proj"}),
+        ({"target_modules": r".*\.mlp\..*_proj"}, {"gate_proj", "up_proj", "down_proj"}),
+        ({"exclude_modules": ("gate_proj",)}, PROJECTIONS - {"gate_proj"}),
+    ],
+)
+def test_layers_are_chosen_by_name(fields, expected):
+    assert ends(adapted(**fields)) == expected
+
+
+def test_layers_are_chosen_by_number():
+    model = adapted(layers_to_transform=(1,), target_modules=("q_proj",))
+    assert list(adapted_layers(model)) == ["model.layers.1.self_attn.q_proj"]
+
+
+def test_only_the_adapter_learns_and_the_base_keeps_the_precision_of_its_computation():
+    model = adapted()
+    store_frozen_weights(model, torch.bfloat16)
+    learning = {name: one.dtype for name, one in model.named_parameters() if one.requires_grad}
+    assert all(".lora_" in name for name in learning)
+    assert set(learning.values()) == {torch.float32}
+    assert {one.dtype for one in model.parameters() if not one.requires_grad} == {torch.bfloat16}
+
+
+def test_it_is_the_base_until_it_learns_and_its_seed_decides_what_it_starts_from():
+    tokens = torch.arange(8)[None]
+    assert torch.equal(adapted()(tokens).logits, make_model()(tokens).logits)
+    first, same = (adapted().get_submodule("model.layers.0.mlp.up_proj").lora_A.default.weight for _ in range(2))
+    other = make_model()
+    add_adapter(other, AdapterConfig(rank=4), seed=1)
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other.get_submodule("model.layers.0.mlp.up_proj").lora_A.default.weight)
+
+
+def test_frozen_weights_have_no_gradient_to_count():
+    lengths, base, model = [5, 3], model_flops(make_model()), adapted()
+    flops = model_flops(model)
+    learning = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    whole = 3 * (base.forward(lengths, 6) + 2 * learning * 8)
+    frozen = base.layer_parameters * 8 + base.head_parameters * 6
+    assert flops.training(lengths, 6) == whole - 2 * frozen
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"target_modules": ("q_prok",)}, "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"),
+        ({"target_modules": ("lm_head",)}, "adapts lm_head: only linear layers between the embedding and the head"),
+        ({"target_modules": ("embed_tokens",)}, r"adapts model\.embed_tokens"),
+        ({"rank": 12}, r"rank is 12, more than the width of model\.layers\.0\.self_attn\.k_proj \(8\)"),
+    ],
+)
+def test_what_cannot_be_adapted_is_refused_by_name(fields, message):
+    with pytest.raises(ModelError, match=message):
+        add_adapter(make_model(), AdapterConfig.model_validate({"rank": 4, **fields}), seed=0)
+
+
+@pytest.mark.parametrize("value", [0.0, math.nan])
+def test_an_adapter_that_learned_nothing_is_not_written(tmp_path, value):
+    model = adapted(target_modules=("q_proj", "v_proj"))
+    factors = {name: torch.ones_like(one) for name, one in model.named_parameters() if one.requires_grad}
+    write_adapter(tmp_path / "good", factors, model.peft_config["default"].to_dict(), tmp_path, torch.float32)
+    assert len(read_adapter(tmp_path / "good").factors) == 4
+
+    broken = next(name for name in factors if ".lora_B." in name)
+    factors[broken] = torch.full_like(factors[broken], value)
+    with pytest.raises(ModelError, match=r"of 4 factors B .*layers\.0\.self_attn\.q_proj\.lora_B"):
+        write_adapter(tmp_path / "bad", factors, model.peft_config["default"].to_dict(), tmp_path, torch.float32)
+    assert not (tmp_path / "bad").exists()
+
+
+def test_transposed_weights_are_changed_transposed(tmp_path):
+    model = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2))
+    lora = add_adapter(model, AdapterConfig(rank=2, target_modules=("c_fc",)), seed=0)
+    factors = {name: torch.ones_like(one) for name, one in model.named_parameters() if one.requires_grad}
+    write_adapter(tmp_path / "adapter", factors, lora.to_dict(), tmp_path, torch.float32)
+    assert read_adapter(tmp_path / "adapter").change("transformer.h.0.mlp.c_fc").shape == (16, 64)

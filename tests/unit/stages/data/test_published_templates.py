@@ -1,0 +1,151 @@
+"""Masks under the chat templates of published models, held by words that only one turn has.
+
+The oracle knows the words, and by hand what stands before a turn and what ends it; it asks nothing of the code.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from stages.data.formats import Conversation
+from stages.data.messages import RowError
+from stages.data.templates import ChatTemplate
+from tests.unit.stages.data.chat_templates import MARKERS, published, trl_template
+
+TEMPLATES = published()
+
+
+def user(number):
+    return {"role": "user", "content": f"ask{number}"}
+
+
+def says(number, thinks=False, inline=False):
+    if inline:
+        return {"role": "assistant", "content": f"<think>\nmull{number}\n</think>\n\nsay{number}"}
+    return {"role": "assistant", "content": f"say{number}"} | ({"reasoning_content": f"mull{number}"} if thinks else {})
+
+
+def calls(*numbers, text="", thinks=False):
+    made = [
+        {
+            "id": f"call{number:05}",
+            "type": "function",
+            "function": {"name": f"say{number}call", "arguments": {"x": f"say{number}argument"}},
+        }
+        for number in numbers
+    ]
+    thoughts = {"reasoning_content": f"mull{numbers[0]}"} if thinks else {}
+    return {"role": "assistant", "content": text, "tool_calls": made} | thoughts
+
+
+def gives(number):
+    return {"role": "tool", "content": f"give{number}", "name": f"call{number}", "tool_call_id": f"call{number:05}"}
+
+
+SYSTEM = {"role": "system", "content": "rule1"}
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "define1",
+        "description": "define2",
+        "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "define3"}}},
+    },
+}
+CONVERSATIONS = {
+    "one": ([user(1), says(1)], ""),
+    "two": ([user(1), says(1), user(2), says(2)], ""),
+    "four": ([message for number in (1, 2, 3, 4) for message in (user(number), says(number))], ""),
+    "system": ([SYSTEM, user(1), says(1)], "system"),
+    "system and two": ([SYSTEM, user(1), says(1), user(2), says(2)], "system"),
+    "thoughts": ([user(1), says(1, thinks=True)], "thoughts"),
+    "thoughts in the text": ([user(1), says(1, inline=True)], ""),
+    "thoughts twice": ([user(1), says(1, thinks=True), user(2), says(2, thinks=True)], "thoughts"),
+    "thoughts in both texts": ([user(1), says(1, inline=True), user(2), says(2, inline=True)], ""),
+    "thoughts, then none": ([user(1), says(1, thinks=True), user(2), says(2)], "thoughts"),
+    "none, then thoughts": ([user(1), says(1), user(2), says(2, thinks=True)], "thoughts"),
+    "call": ([user(1), calls(1), gives(1), says(2)], "calls"),
+    "call of a definition": ([user(1), calls(1), gives(1), says(2)], "tools calls"),
+    "calls twice": (
+        [user(1), calls(1), gives(1), says(2), user(2), calls(3), gives(3), says(4)],
+        "tools calls again",
+    ),
+    "parallel calls": ([user(1), calls(1, 2), gives(1), gives(2), says(3)], "tools calls parallel"),
+    "text beside a call": ([user(1), calls(1, text="say0"), gives(1), says(2)], "tools calls beside"),
+    "thoughts before a call": ([user(1), calls(1, thinks=True), gives(1), says(2, thinks=True)], "calls thoughts"),
+}
+
+
+def chat_template(template):
+    return ChatTemplate(template.source, dict(template.special_tokens), MARKERS, "the template")
+
+
+def learn(template, conversation, turns="together"):
+    messages, features = CONVERSATIONS[conversation]
+    return template.documents(Conversation(messages, tools=(ADD,) if "tools" in features else ()), turns)
+
+
+def words(*texts):
+    """Those that one message has; a call's name may be written twice."""
+    found = re.findall(r"(?:ask|say|mull|rule|give|define)\d\w*", "\n".join(texts))
+    return [word for number, word in enumerate(found) if not (word.endswith("call") and word in found[:number])]
+
+
+@pytest.mark.parametrize("turns", ["together", "separately"])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_each_turn_is_learned_once_and_nothing_that_others_say(name, turns):
+    template = TEMPLATES[name]
+    chat = chat_template(template)
+    for conversation, (messages, features) in CONVERSATIONS.items():
+        if set(features.split()) & set(template.lacks.split()):
+            with pytest.raises(RowError):
+                learn(chat, conversation, turns)
+            continue
+        num_dropped_before = chat.num_dropped_thoughts
+        documents = learn(chat, conversation, turns)
+        spans = [(document.text, *span) for document in documents for span in document.spans]
+        learned = [text[begin:end] for text, begin, end in spans]
+        said = [word for word in words(str(messages)) if word.startswith(("say", "mull"))]
+        missing = set(said) - set(words(*learned))
+        assert sorted(words(*learned)) == sorted({*said} - missing), conversation
+        assert all(word.startswith("mull") for word in missing), conversation
+        assert len(missing) == chat.num_dropped_thoughts - num_dropped_before, conversation
+        assert not (missing and turns == "separately"), conversation
+        assert all(text[:begin].endswith(template.before) for text, begin, _ in spans), (conversation, spans)
+        assert all(text.rstrip().endswith(template.end) for text in learned), (conversation, learned)
+
+
+REWRITTEN = re.compile("deepseek|qwq|mistral-0.3|gptoss|nemotron|smollm|granite|lfm2_2_5|llama3_2|gemma4|muse")
+"""What is learned differs from what the template writes by default, or the template writes today's date."""
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if not REWRITTEN.match(name)])
+def test_the_last_document_is_what_transformers_renders(name):
+    template = TEMPLATES[name]
+    chat = chat_template(template)
+    for conversation, (messages, features) in CONVERSATIONS.items():
+        if not set(features.split()) & set(template.lacks.split()):
+            tools = [ADD] if "tools" in features else None
+            expected, _ = render_jinja_template(
+                [messages], tools, chat_template=template.source, **dict(template.special_tokens)
+            )
+            assert learn(chat, conversation)[-1].text == expected[0], conversation
+
+
+@pytest.mark.parametrize("name", ["phi3", "phi3_5", "llama3", "gemma", "gemma3", "cohere", "cohere2", "qwen2_5"])
+def test_masks_are_those_of_trls_training_templates(name):
+    template = TEMPLATES[name]
+    for conversation in ("one", "two", "four"):
+        (document,) = learn(chat_template(template), conversation)
+        texts, spans = render_jinja_template(
+            [CONVERSATIONS[conversation][0]],
+            chat_template=trl_template(f"{name}_training"),
+            return_assistant_tokens_mask=True,
+            **dict(template.special_tokens),
+        )
+        marked = "".join(texts[0][begin:end] for begin, end in spans[0])
+        assert texts[0] == document.text
+        learned = "".join(document.text[begin:end] for begin, end in document.spans)
+        assert "".join(learned.split()) == "".join(marked.split())

@@ -1,0 +1,196 @@
+"""Model folders that cannot be meant, each with the sentence that refuses it: made from a sound one by one change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from stages.core.errors import ModelError
+from stages.models.config_check import check_unquantized
+from stages.models.json_object import read_json_object
+from stages.models.model_folder import check_model_folder
+
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 2,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 10,
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+    "dtype": "bfloat16",
+}
+EMBEDDING, LAYER, HEAD = "model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight"
+Change = Callable[[Path], None]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer(10)))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "t2"}))
+    generator = np.random.default_rng(0)
+    shapes = {EMBEDDING: (10, 8), LAYER: (16, 8), HEAD: (10, 8)}
+    weights = {name: generator.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def tokenizer(num_tokens: int, added: dict[str, int] | None = None) -> dict[str, Any]:
+    vocabulary = {f"t{number}": number for number in range(num_tokens)}
+    return {
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+        "added_tokens": [{"content": token, "id": number} for token, number in (added or {}).items()],
+    }
+
+
+def config(**fields: Any) -> Change:
+    return lambda folder: (folder / "config.json").write_text(json.dumps({**CONFIG, **fields})) and None
+
+
+def text(name: str, content: str | bytes) -> Change:
+    data = content.encode() if isinstance(content, str) else content
+    return lambda folder: (folder / name).write_bytes(data) and None
+
+
+def weights(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Change:
+    def rewrite(folder: Path) -> None:
+        found = load_file(folder / "model.safetensors")
+        (folder / "model.safetensors").unlink()
+        save_file(change(found), folder / "model.safetensors")
+
+    return rewrite
+
+
+def sharded(**changes: Any) -> Change:
+    """Two shards and their index, the latter with `changes` to `weight_map`: None takes an entry out."""
+
+    def rewrite(folder: Path) -> None:
+        found = load_file(folder / "model.safetensors")
+        (folder / "model.safetensors").unlink()
+        files = {EMBEDDING: "model-1.safetensors", LAYER: "model-2.safetensors", HEAD: "model-2.safetensors"}
+        for file in sorted(set(files.values())):
+            save_file({name: found[name] for name in found if files[name] == file}, folder / file)
+        kept = {name: file for name, file in {**files, **changes}.items() if file is not None}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": kept}))
+
+    return rewrite
+
+
+def both(folder: Path) -> None:
+    content = (folder / "model.safetensors").read_bytes()
+    sharded()(folder)
+    (folder / "model.safetensors").write_bytes(content)
+
+
+REFUSED: dict[str, tuple[Change, str]] = {
+    "index is a list": (text("model.safetensors.index.json", "[]"), "index.json holds a JSON list, not an object"),
+    "index of lists": (
+        text("model.safetensors.index.json", '{"weight_map": {"a": ["b"]}}'), r"a is in \['b'\], which is missing",
+    ),
+    "weight_map is a list": (text("model.safetensors.index.json", '{"weight_map": []}'), "has no `weight_map`"),
+    "index lists too few": (sharded(**{HEAD: None}), r"does not list 1 tensors .*lm_head\.weight in model-2"),
+    "index and single file": (both, r"has both model\.safetensors and model\.safetensors\.index\.json"),
+    "config is UTF-16": (text("config.json", json.dumps(CONFIG).encode("utf-16")), "UTF-8: 'utf-8' codec"),
+    "config is nested deeply": (text("config.json", '{"a":' * 100_000), "nested too deeply"),
+    "config is a list": (text("config.json", "[]"), "holds a JSON list"),
+    "layers -1": (config(num_hidden_layers=-1), "num_hidden_layers is -1, expected a positive whole number"),
+    "layers in quotes": (config(num_hidden_layers="4"), "num_hidden_layers is '4', expected"),
+    "hidden null": (config(hidden_size=None), "hidden_size is None, expected"),
+    "heads 0": (config(num_attention_heads=0), "num_attention_heads is 0, expected"),
+    "heads true": (config(num_attention_heads=True), "num_attention_heads is True, expected"),
+    "groups that do not divide": (config(num_key_value_heads=3), "4 is not divisible by num_key_value_heads 3"),
+    "type is a list": (config(model_type=["llama"]), r"model_type is \['llama'\], expected a name"),
+    "architectures is a text": (config(architectures="Llama"), "architectures is 'Llama', expected a list"),
+    "padding beyond": (config(pad_token_id=10), "pad_token_id 10 is beyond the vocabulary of 10 tokens"),
+    "end beyond": (config(eos_token_id=[2, 99]), "eos_token_id 99 is beyond the vocabulary"),
+    "end is a text": (config(eos_token_id="</s>"), "eos_token_id is '</s>', expected a token's number"),
+    "end of answers beyond": (
+        text("generation_config.json", '{"eos_token_id": 10}'), r"generation_config\.json: eos_token_id 10 is beyond",
+    ),
+    "unknown dtype": (config(dtype="float13"), "dtype is 'float13', expected one of bfloat16"),
+    "bad text_config": (config(text_config={"hidden_size": 0}), r"text_config\.hidden_size is 0"),
+    "all zero": (
+        weights(lambda found: {name: 0 * value for name, value in found.items()}), "all weights in .* are zero",
+    ),
+    "integers": (
+        weights(lambda found: {**found, LAYER: found[LAYER].astype(np.int8)}),
+        r"holds 1 weights that are no plain floating-point numbers \(model\.layers.*as I8\)",
+    ),
+    "untied head under a tied config": (
+        config(tie_word_embeddings=True), r"`tie_word_embeddings: true`, but lm_head\.weight is not model\.embed",
+    ),
+    "tokens beyond": (
+        text("tokenizer.json", json.dumps(tokenizer(12))),
+        "has 2 tokens beyond the model's vocabulary of 10 .*'t10' is 10",
+    ),
+    "end token beyond": (
+        text("tokenizer.json", json.dumps(tokenizer(2, {"t2": 11}))), "has 1 tokens beyond .*'t2' is 11",
+    ),
+    "tokenizer is UTF-16": (text("tokenizer.json", "{}".encode("utf-16")), r"tokenizer\.json cannot be read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_is_refused_with_a_sentence_that_names_what_is_wrong(folder: Path, case: str) -> None:
+    change, message = REFUSED[case]
+    check_model_folder(folder)
+    change(folder)
+    with pytest.raises(ModelError, match=message) as refused:
+        check_model_folder(folder)
+    assert str(folder) in str(refused.value)
+
+
+SOUND: dict[str, Change] = {
+    "shards": sharded(),
+    "a tied head that is the embedding": lambda folder: (
+        [
+            change(folder)
+            for change in (config(tie_word_embeddings=True), weights(lambda found: {**found, HEAD: found[EMBEDDING]}))
+        ]
+        and None
+    ),
+    "no padding, as old Llama models say it": config(pad_token_id=-1),
+    "defaults that are null": config(num_key_value_heads=None, head_dim=None, eos_token_id=None),
+    "a width for each layer": config(intermediate_size=[16, 24]),
+    "masks and counters": weights(lambda found: {**found, "attn.bias": np.ones((1, 1, 4, 4), np.uint8)}),
+    "quantized": lambda folder: (
+        [
+            change(folder)
+            for change in (
+                config(quantization_config={"quant_method": "compressed-tensors"}),
+                weights(lambda found: {**found, LAYER: found[LAYER].astype(np.int8)}),
+            )
+        ]
+        and None
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SOUND)
+def test_what_is_sound_has_nothing_unusual(folder: Path, case: str) -> None:
+    SOUND[case](folder)
+    assert check_model_folder(folder) == []
+
+
+def test_what_is_only_unusual_is_said(folder: Path) -> None:
+    weights(lambda found: {**found, LAYER: 0 * found[LAYER]})(folder)
+    text("tokenizer.json", json.dumps(tokenizer(10, {"<image>": 10})))(folder)
+    zeros, tokens = check_model_folder(folder)
+    assert "1 of 3 matrices hold zeros only (model.layers.0.mlp.up_proj.weight)" in zeros
+    assert "1 added tokens beyond the model's vocabulary of 10 ('<image>' is 10)" in tokens
+
+
+def test_a_quantized_model_is_refused_where_weights_are_learned(folder: Path) -> None:
+    config(quantization_config={"quant_method": "gptq"})(folder)
+    with pytest.raises(ModelError, match=r"quantized already \(gptq\); take the model that it was made from"):
+        check_unquantized(read_json_object(folder / "config.json"), str(folder))
