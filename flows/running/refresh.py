@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from prefect import Flow, flow, get_run_logger, runtime, task
+from prefect import Flow, allow_failure, flow, get_run_logger, runtime, task
 from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
@@ -54,6 +54,12 @@ def build_stage(name: str, run: RefreshRun) -> State[Any]:
     built = run.build(name, runtime.task_run.run_count, get_run_logger())
     state = "Cached" if built.state == "cached" else "Completed"
     return Completed(name=state, message=f"{built.kind} {built.version} in {built.artifact}")
+
+
+@task(cache_policy=NO_CACHE, persist_result=False, retries=0)
+def check_inputs(run: RefreshRun) -> None:
+    """Check data, splits, tasks and templates of the whole recipe, before any training."""
+    run.check_inputs(get_run_logger())
 
 
 @task(cache_policy=NO_CACHE, persist_result=False, retries=0)
@@ -132,15 +138,28 @@ def _flow_run_name() -> str:
 
 
 def _run_stages(run: RefreshRun) -> None:
-    """Start every stage as soon as its upstream stages are done; a failed one stops only its dependents."""
-    with ThreadPoolTaskRunner(max_workers=len(run.plan.stages)) as runner:
+    """Start every stage as soon as its upstream stages are done; a failed one stops only its dependents.
+
+    Between downloads and all else, inputs are checked: a stage that cannot work is known before others train for it.
+    """
+    with ThreadPoolTaskRunner(max_workers=len(run.plan.stages) + 1) as runner:
         futures: dict[str, PrefectFuture[Any]] = {}
-        for name, stage in run.plan.stages.items():
-            retries = stage.config.execution.retries
+
+        def submit(name: str, wait_for: list[Any]) -> None:
+            retries = run.plan.stages[name].config.execution.retries
             one = build_stage.with_options(retries=retries, retry_delay_seconds=exponential_backoff(RETRY_BASE_S))
-            upstream = [futures[other] for other in stage.upstream]
-            futures[name] = runner.submit(one, {"name": name, "run": run}, wait_for=upstream)
-        for future in futures.values():
+            futures[name] = runner.submit(one, {"name": name, "run": run}, wait_for=wait_for)
+
+        stages = run.plan.stages
+        for name in (name for name, stage in stages.items() if not stage.upstream):
+            submit(name, [])
+        checked = []
+        if run.has_inputs_to_check:
+            downloads = [allow_failure(future) for future in futures.values()]
+            checked = [runner.submit(check_inputs, {"run": run}, wait_for=downloads)]
+        for name in (name for name, stage in stages.items() if stage.upstream):
+            submit(name, [*checked, *(futures[other] for other in stages[name].upstream)])
+        for future in (*checked, *futures.values()):
             future.wait()
 
 

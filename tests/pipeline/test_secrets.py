@@ -18,7 +18,19 @@ from tests.serving import SERVING
 pytestmark = pytest.mark.timeout(900)
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 SAMPLE_INTERVAL_S = 0.1
-PLACES = ("HF_TOKEN", "VLLM_API_KEY", "MLFLOW_TRACKING_PASSWORD", "MIRROR_PASSWORD", "OWN_SECRET")
+PLACES = (
+    "HF_TOKEN",
+    "VLLM_API_KEY",
+    "MLFLOW_TRACKING_PASSWORD",
+    "MIRROR_PASSWORD",  # in a URL of a recipe
+    "OWN_SECRET",  # in the text of an exception, and in a log
+    "ROW_KEY",  # in a row of a dataset that is refused
+    "UNNAMED",  # in a variable of a recipe, whose name does not tell
+    "WEBHOOK",  # in the address of a notification
+    "SET_TOKEN",  # in a mapping by `--set`
+    "SET_URL",  # in a URL by `--set`
+)
+IN_THE_ENVIRONMENT = PLACES[:3]
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +55,8 @@ def recipe(home, hub, planted):
     """Stages of every kind that sees a secret, and three that fail while they have one in their hands."""
     rows = home.folder.parent / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{a}+1=", "completion": f"{a + 1}"}) + "\n" for a in range(64)))
+    odd = home.folder.parent / "odd.jsonl"
+    odd.write_text(json.dumps({"messages": [{"role": planted["ROW_KEY"], "content": "mine"}]}) + "\n")
     told = {"OWN_SECRET": planted["OWN_SECRET"], "PYTHONPATH": str(STAND_IN)}
     mirror = hub.url.replace("://", f"://me:{planted['MIRROR_PASSWORD']}@")
     stages = {
@@ -58,7 +72,22 @@ def recipe(home, hub, planted):
             "learning_rate": 1e-3,
             "precision": "fp32",
             "export_dtype": "float32",
-            "execution": {"environment": {"OWN_SECRET": planted["OWN_SECRET"]}},
+            "execution": {"environment": {"OWN_SECRET": planted["OWN_SECRET"], "MY_SETTING": planted["UNNAMED"]}},
+        },
+        "odd": {
+            "kind": "download",
+            "dataset": f"file://{odd}",
+            "execution": {"environment": {"ROW_KEY": planted["ROW_KEY"]}},
+        },
+        "refused": {
+            "kind": "train",
+            "method": "sft",
+            "model": "base",
+            "data": {"dataset": "odd", "sequence_length": 32},
+            "steps": 1,
+            "global_batch_size": 1,
+            "learning_rate": 1e-3,
+            "execution": {"environment": {"ROW_KEY": planted["ROW_KEY"]}},
         },
         "scores": {**after("sft"), "serving": SERVING, "limit": 4, "execution": {}},
         "mirrored": {
@@ -78,19 +107,47 @@ def recipe(home, hub, planted):
 def seen(tmp_path_factory, hub, planted):
     """The home after a scheduled refresh, its record, what was shown of it, and the command lines of all processes."""
     home = WorkerHome(tmp_path_factory.mktemp("secrets") / "home")
-    home.environment |= {name: planted[name] for name in PLACES[:3]}
+    home.environment |= {name: planted[name] for name in IN_THE_ENVIRONMENT}
+    home.environment["HOOK"] = f"http://127.0.0.1:9/{planted['WEBHOOK']}"
     home.environment |= {"HF_ENDPOINT": hub.url, "MLFLOW_TRACKING_USERNAME": "me"}
+    path = recipe(home, hub, planted)
     with command_lines() as commands:
-        home.schedule(recipe(home, hub, planted))
+        home.schedule(path)
+        shown = [home.lifecycle("notify", "add", "webhook", "--url-from", "HOOK")]
         flow_run = home.run_now("secrets")
-        shown = [home.lifecycle(*words) for words in (("runs", "--json"), ("show",), ("status",))]
+        shown += [home.lifecycle(*words) for words in (("runs", "--json"), ("show",), ("status",))]
+        shown += [home.lifecycle("notify", *words) for words in (("list",), ("test", "webhook"))]
+    # Whoever gives a secret so has shown it already; it is in these command lines, and must get no further.
+    for override in overrides(planted):
+        refused = [home.lifecycle(word, str(path), "--set", override) for word in ("run", "plan")]
+        refused.append(home.lifecycle("schedule", str(path), "--cron", "0 3 * * *", "--set", override))
+        assert [done.returncode for done in refused] == [3, 3, 3]
+        shown += refused
+    answered = [json.dumps(answer) for answer in everything(home)]
     yield (
         home,
         home.record(flow_run),
-        [home.logs(flow_run["id"]), *(done.stdout + done.stderr for done in shown)],
+        [home.logs(flow_run["id"]), *answered, *(done.stdout + done.stderr for done in shown)],
         commands,
     )
     assert home.lifecycle("down").returncode == 0
+
+
+def overrides(planted):
+    return (
+        f"stages.sft.execution.environment={{HUB_TOKEN: {planted['SET_TOKEN']}}}",
+        f"stages.base.model=https://me:{planted['SET_URL']}@example.org/model",
+    )
+
+
+def everything(home):
+    """What Prefect's and MLflow's APIs tell the owner of the key."""
+    for kind in ("flow_runs", "task_runs", "deployments", "artifacts", "logs", "events", "automations", "flows"):
+        yield home.prefect(f"{kind}/filter", {})
+    yield home.prefect("block_documents/filter", {})
+    runs = {"experiment_ids": ["0", "1"], "max_results": 1000}
+    yield home.mlflow("runs/search", runs)
+    yield home.mlflow("registered-models/search?max_results=100")
 
 
 @contextmanager
@@ -117,9 +174,9 @@ def command_lines():
 
 def test_the_secrets_were_in_use(seen, hub):
     _, refresh, _, commands = seen
-    expected = dict.fromkeys(("base", "rows", "sft", "scores"), "built")
+    expected = dict.fromkeys(("base", "rows", "odd", "sft", "scores"), "built")
     found = {name: entry.state for name, entry in refresh.stages.items()}
-    assert found == expected | dict.fromkeys(("mirrored", "explained", "dead"), "failed"), refresh
+    assert found == expected | dict.fromkeys(("mirrored", "explained", "dead", "refused"), "failed"), refresh
     assert any(request.headers.get("Authorization", "").startswith("Bearer planted") for request in hub.requests)
     assert any(b"serve" in command and b"--served-model-name" in command for command in commands)
 
@@ -129,11 +186,13 @@ def test_failures_name_the_place_of_a_secret_but_not_the_secret(seen):
     assert "://me:***@127.0.0.1" in errors["mirrored"]
     assert errors["explained"] == "the server refused ***"
     assert "it was *** that it tried" in errors["dead"]
+    assert "***" in errors["refused"]
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_secret_is_in_no_file_and_no_database(seen, planted, place):
     files = [path for path in seen[0].folder.rglob("*") if path.is_file() and not path.is_symlink()]
+    files = [path for path in files if not path.is_relative_to(seen[1].stages["odd"].artifact / "data")]  # a row
     assert {"prefect.db", "mlflow.db", "server.log", "record.json"} <= {path.name for path in files}
     assert [path for path in files if planted[place].encode() in path.read_bytes()] == []
 
@@ -150,3 +209,11 @@ def test_nothing_in_the_home_may_be_read_by_others(seen):
     home = seen[0].folder
     readable = {path: oct(path.lstat().st_mode) for path in (home, *home.rglob("*")) if not path.is_symlink()}
     assert {path: mode for path, mode in readable.items() if not re.search("00$", mode)} == {}
+
+
+def test_no_process_may_leave_its_memory_on_the_disk(seen):
+    limits = {
+        name: Path(f"/proc/{one['process']['pid']}/limits").read_text() for name, one in seen[0].servers().items()
+    }
+    found = {name: re.search(r"Max core file size +(\S+) +(\S+)", text).groups() for name, text in limits.items()}
+    assert found == dict.fromkeys(("prefect", "mlflow", "worker"), ("0", "0"))

@@ -1,0 +1,151 @@
+"""What is wrong with the inputs of later stages is found before any stage trains, by a process like a stage's."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import time
+from datetime import UTC, datetime
+
+import pytest
+
+from flows.cli.show import refresh_as_text
+from flows.launch import choice
+from flows.planning.plan import plan
+from flows.recipe.recipe import load_stages
+from flows.running.refresh_run import RefreshRun
+from flows.running.request import PlannedRefresh, RefreshRequest
+from flows.running.runner import Built
+from flows.store.record import Record
+from flows.store.store import Store
+from stages.core.errors import DataError
+from stages.hubs.builtin import qwen3
+
+CHAT = {"messages": [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]}
+PAIR = {"prompt": "1 + 1 = ", "chosen": "2", "rejected": "3"}
+LEARNING = {"kind": "train", "global_batch_size": 4, "learning_rate": 1e-3, "steps": 1000}
+TREE = {
+    "base": {"kind": "download", "model": "builtin/qwen3-1m"},
+    "chats": {"kind": "download", "dataset": "builtin/addition"},
+    "pairs": {"kind": "download", "dataset": "builtin/addition-preferences"},
+    "sft": {**LEARNING, "method": "sft", "model": "base", "data": {"dataset": "chats"}},
+    "dpo": {**LEARNING, "method": "dpo", "model": "sft", "data": {"dataset": "pairs"}},
+    "int8": {"kind": "quantize", "model": "dpo", "method": "int8", "calibration": {"dataset": "chats"}},
+    "scores": {"kind": "evaluate", "model": "int8", "tasks": ["addition"], "task_folder": "configs/tasks"},
+}
+ROWS = {
+    "chats": [{"messages": [{**CHAT["messages"][0], "content": f"{n}?"}, CHAT["messages"][1]]} for n in range(200)],
+    "pairs": [{**PAIR, "prompt": f"{n} = "} for n in range(20)],
+}
+
+
+def write_rows(folder, rows, split="train"):
+    (folder / "data").mkdir(parents=True, exist_ok=True)
+    (folder / "data" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def artifacts(tmp_path):
+    """Of the downloads: a model, and good data."""
+    (tmp_path / "base" / "model").mkdir(parents=True)
+    qwen3.make(tmp_path / "base" / "model")
+    for name, rows in ROWS.items():
+        write_rows(tmp_path / name, rows)
+    return {name: tmp_path / name for name in ("base", "chats", "pairs")}
+
+
+@pytest.fixture
+def refresh_of(tmp_path, monkeypatch, artifacts, request):
+    """A refresh whose downloads are done; keyword arguments change fields of stages."""
+    monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def make(launch=choice.start, **changes):
+        tree = {name: {**fields, **changes.get(name, {})} for name, fields in TREE.items()}
+        recipe = load_stages("small", request.config.rootpath, tree)
+        store = Store(tmp_path / "store")
+        planned = plan(recipe, {name: {} for name in recipe.stages}, store.index())
+        run = RefreshRun(PlannedRefresh(RefreshRequest("small.yaml"), planned, store), launch=launch)
+        run.built.update({name: built(planned.stages[name], folder) for name, folder in artifacts.items()})
+        return run
+
+    return make
+
+
+def built(planned, folder):
+    now = datetime.now(UTC)
+    record = Record(
+        recipe="small",
+        stage=planned.name,
+        kind=planned.kind,
+        product=planned.config.product,
+        version=planned.version,
+        identity=planned.identity,
+        upstream={},
+        digest="0" * 64,
+        files={},
+        tags={},
+        started=now,
+        finished=now,
+        seconds=0.0,
+        packages={},
+        git_commit=None,
+    )
+    return Built(planned.name, planned.kind, planned.version, "built", 0.0, folder, record)
+
+
+def test_everything_wrong_is_said_by_stage_and_field_before_anything_trains(refresh_of, artifacts, tmp_path):
+    write_rows(artifacts["pairs"], [*ROWS["pairs"], {**PAIR, "rejected": "2"}])
+    template = tmp_path / "broken.jinja"
+    template.write_text("{% for message in")
+    run = refresh_of(
+        sft={"data": {"dataset": "chats", "evaluation_split": "test"}},
+        int8={"calibration": {"dataset": "chats", "split": "calibration"}},
+        scores={"apply_chat_template": True, "tasks": ["additoin"]},
+    )
+    started_s = time.monotonic()
+    with pytest.raises(DataError, match=r"stages\.sft\.data\.evaluation_split: no files of the split 'test'"):
+        run.check_inputs(logging.getLogger())
+    assert time.monotonic() - started_s < 60
+    entries = {name: entry for name, entry in run.record.stages.items() if entry.state == "failed"}
+    assert entries.keys() == {"sft", "dpo", "int8", "scores"}
+    assert "stages.dpo.data.dataset: training rows: 1 of 21 rows cannot be learned from:" in entries["dpo"].error
+    assert "train.jsonl:21 has the same `chosen` and `rejected`" in entries["dpo"].error
+    assert "stages.int8.calibration: no files of the split 'calibration'" in entries["int8"].error
+    assert "did you mean addition" in entries["scores"].error
+    assert entries["scores"].error_class == "EvaluationError"
+    record = run.finish()
+    assert (record.state, record.error) == ("failed", "failed: sft, dpo, int8, scores")
+    assert "stages.dpo.data.dataset" in refresh_as_text(record)
+    assert not (run.ledger.folder / "check").exists()
+
+
+def test_good_inputs_pass_and_what_was_prepared_is_found_by_the_stage(refresh_of, tmp_path):
+    run = refresh_of()
+    run.check_inputs(logging.getLogger())
+    assert {entry.state for entry in run.record.stages.values()} == {"waiting"}
+    assert len([*run.store.cache_folder("train").glob("tokenized/*/about.json")]) == 2
+
+
+def test_a_check_that_dies_stops_nothing(refresh_of, caplog):
+    def killed(work, config):
+        process = choice.start(work, config)
+        os.kill(process.pid, signal.SIGKILL)
+        return process
+
+    run = refresh_of(launch=killed)
+    run.check_inputs(logging.getLogger())
+    assert "inputs could not be checked before their stages' turns" in caplog.text
+    assert {entry.state for entry in run.record.stages.values()} == {"waiting"}
+
+
+def test_nothing_is_checked_for_stages_that_do_not_run_or_whose_data_is_not_made(refresh_of):
+    def launch(work, config):
+        raise AssertionError("there is nothing to check")
+
+    run = refresh_of(launch=launch)
+    for name in ("base", "chats", "pairs"):
+        del run.built[name]
+    run.check_inputs(logging.getLogger())
