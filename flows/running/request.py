@@ -11,6 +11,7 @@ from flows.planning.changes import with_changes
 from flows.planning.devices import check_devices
 from flows.planning.gates import check_gates
 from flows.planning.layout_choice import choose_layouts
+from flows.planning.model_check import check_models
 from flows.planning.outside import resolve_outside
 from flows.planning.plan import Plan, chosen_stages, plan
 from flows.planning.serving import check_serving
@@ -66,6 +67,7 @@ def make_plan(request: RefreshRequest, *, may_be_unreachable: bool = False) -> P
     check_gates(recipe, chosen)
     check_serving(recipe, chosen, outside, index)
     recipe, choices = choose_layouts(recipe, outside, index)
+    unusual = check_models(recipe, outside, index)
     planned = plan(recipe, outside, index, force=request.force, until=request.until, unreachable=unreachable)
     check_devices(planned)
-    return PlannedRefresh(request, with_changes(planned, index), store, (*notes, *map(str, choices)))
+    return PlannedRefresh(request, with_changes(planned, index), store, (*notes, *map(str, choices), *unusual))

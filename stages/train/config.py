@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import (
     Field,
     JsonValue,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -33,6 +32,7 @@ from stages.parallel.legality import RunConstraints, layout_errors
 from stages.planner.workload import Precision, Workload
 from stages.train.methods.method import Method
 from stages.train.methods.registry import METHODS
+from stages.train.numbers import Denominator, Epochs, Rate, Seed
 
 LAYOUT_PROBLEM = "layout"
 """Type of the validation errors about a layout."""
@@ -106,9 +106,9 @@ class TrainConfig(MethodOptions):
     layout: LayoutOrAuto = Field(Layout(), description="auto: what the planner finds best for the machine at hand.")
 
     steps: PositiveInt | None = Field(None, description="Optimizer steps; else `epochs` counts.")
-    epochs: PositiveFloat = Field(1.0, description="Passes over the training data.")
+    epochs: Epochs = Field(1.0, description="Passes over the training data.")
     global_batch_size: PositiveInt = Field(description="Packed rows of one optimizer step, over all processes.")
-    learning_rate: PositiveFloat = Field(description="Of AdamW, after the warm-up.")
+    learning_rate: Rate = Field(description="Of AdamW, after the warm-up.")
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="Of the learning rate.")
     warmup_steps: NonNegativeInt = Field(
         0,
@@ -118,12 +118,12 @@ class TrainConfig(MethodOptions):
     min_learning_rate_fraction: float = Field(0.0, ge=0, le=1, description="Where cosine and linear end.")
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the mean of gradients.")
     adam_beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the mean of squared gradients.")
-    adam_epsilon: PositiveFloat = Field(1e-8, description="Added to the denominator of Adam.")
-    weight_decay: NonNegativeFloat = Field(0.0, description="Decoupled, as in AdamW.")
+    adam_epsilon: Denominator = Field(1e-8, description="Added to the denominator of Adam.")
+    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False, description="Decoupled, as in AdamW.")
     decay_norms_and_biases: bool = Field(
         False, description="Whether `weight_decay` shrinks them too; Transformers and TRL leave them alone."
     )
-    max_grad_norm: PositiveFloat | None = Field(1.0, description="Larger gradients are clipped; null: none are.")
+    max_grad_norm: Rate | None = Field(1.0, description="Larger gradients are clipped; null: none are.")
     precision: Precision = Field(
         "bf16",
         description="bf16: parameters and activations in bfloat16, reduction and master weights in fp32. fp8: so too, "
@@ -136,7 +136,7 @@ class TrainConfig(MethodOptions):
     )
     export_dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="Of the written weights.")
     trust_remote_code: bool = Field(False, description="Run the Python files that come with the model.")
-    seed: NonNegativeInt = Field(0, description="Of the order of rows and of dropout.")
+    seed: Seed = Field(0, description="Of the order of rows and of dropout.")
     execution: TrainExecution = TrainExecution()
 
     @property
@@ -256,6 +256,20 @@ class TrainConfig(MethodOptions):
             raise ValueError(
                 f"`data.format: {self.data.format}` has no rows for `method: {self.method}`; expected auto or "
                 f"{' or '.join(suitable)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _numbers_go_together(self) -> Self:
+        if self.steps is not None and self.warmup_steps > self.steps:
+            raise ValueError(
+                f"`warmup_steps: {self.warmup_steps}` is more than `steps: {self.steps}`, so `learning_rate` would "
+                "never be reached; lower it"
+            )
+        if self.weight_decay * self.learning_rate >= 1:
+            raise ValueError(
+                f"`weight_decay: {self.weight_decay:g}` × `learning_rate: {self.learning_rate:g}` is what a step takes "
+                "off each weight, as a share of it; expected less than 1"
             )
         return self
 

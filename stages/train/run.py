@@ -135,6 +135,10 @@ def _assemble(
         config.seed,
     )
     num_steps = config.steps or math.ceil(config.epochs * len(data.training) / config.global_batch_size)
+    if config.warmup_steps > num_steps:
+        context.warn(
+            f"warmup_steps {config.warmup_steps} is more than the {num_steps} steps: learning_rate is not reached"
+        )
     last_step = trial.steps if trial else num_steps
     num_steps = max(num_steps, last_step)
     training_rows = sorted({row for step in range(1, last_step + 1) for row in order.global_batch(step)})

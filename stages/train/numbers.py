@@ -1,0 +1,16 @@
+"""Numbers that a training stage can be given: what would vanish in fp32, or overflow a generator, is refused."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+Rate = Annotated[float, Field(ge=1e-12, allow_inf_nan=False)]
+"""Of learning, or of clipping: a weight of 0.01 in fp32 has no room for a smaller change."""
+Denominator = Annotated[float, Field(ge=1e-30, allow_inf_nan=False)]
+"""Added to what fp32 can hold."""
+Epochs = Annotated[float, Field(ge=1e-4, allow_inf_nan=False)]
+"""Fewer are a mistake: `steps` says how few optimizer steps are meant."""
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
+"""What generators of random numbers take."""

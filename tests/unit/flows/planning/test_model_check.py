@@ -1,0 +1,103 @@
+"""What a model on this machine does not allow is said when a refresh is planned, for every stage at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from flows.planning.model_check import check_models
+from flows.planning.outside import resolve_outside
+from flows.recipe.recipe import Recipe
+from flows.store.store import Store
+from stages.core.errors import RecipeError
+
+MakeRecipe = Callable[..., Recipe]
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 16,
+    "max_position_embeddings": 512,
+}
+MEGATRON = {"engine": "megatron", "data": {"dataset": "problems", "sequence_length": 512}}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    (folder / "tokenizer.json").write_text("{}")
+    save_file({"model.embed_tokens.weight": np.ones((16, 8), np.float32)}, folder / "model.safetensors")
+    return folder
+
+
+def check(recipe: Recipe, store: Store) -> list[str]:
+    outside = resolve_outside(recipe, [name for name in recipe.stages if name != "awq"])
+    return check_models(recipe, outside, store.index())
+
+
+def of_folder(recipe: MakeRecipe, model: Path, **sft: Any) -> Recipe:
+    return recipe(base={"model": f"file://{model}"}, sft=sft)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ({"tp": 3}, r"stages\.sft\.layout: .*tp 3 does not divide the model's 4 attention heads"),
+        ({"pp": 100}, r"stages\.sft\.layout: .*100 chunks of layers, but the model has only 2 layers"),
+        ({"dp_shard": 2, "ep": 2}, r"stages\.sft\.layout: .*spread experts, but llama has none"),
+    ],
+)
+def test_a_layout_that_the_model_does_not_allow(
+    recipe: MakeRecipe, store: Store, model: Path, layout: dict[str, int], message: str
+) -> None:
+    with pytest.raises(RecipeError, match=message):
+        check(of_folder(recipe, model, **MEGATRON, layout=layout), store)
+
+
+def test_a_builtin_model_is_known_before_it_is_made(recipe: MakeRecipe, store: Store) -> None:
+    with pytest.raises(RecipeError, match=r"stages\.sft\.layout: .*pp 100"):
+        check(recipe(sft={**MEGATRON, "layout": {"pp": 100}}), store)
+
+
+def test_a_sequence_beyond_the_models_positions_is_said(recipe: MakeRecipe, store: Store, model: Path) -> None:
+    assert check(of_folder(recipe, model, data={"dataset": "problems", "sequence_length": 512}), store) == []
+    (note,) = check(of_folder(recipe, model, data={"dataset": "problems", "sequence_length": 513}), store)
+    assert note.startswith("sft: data.sequence_length 513 is beyond the 512 positions of file://")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": -1}, r"stages\.sft\.model: .*num_hidden_layers is -1"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"stages\.sft\.model: .*quantized already \(awq\)"),
+        ({"pad_token_id": 16}, r"stages\.sft\.model: .*pad_token_id 16 is beyond"),
+    ],
+)
+def test_a_model_that_cannot_be_trained(
+    recipe: MakeRecipe, store: Store, model: Path, changes: dict[str, Any], message: str
+) -> None:
+    (model / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+    with pytest.raises(RecipeError, match=message):
+        check(of_folder(recipe, model), store)
+
+
+def test_damaged_files_of_a_local_model(recipe: MakeRecipe, store: Store, model: Path) -> None:
+    (model / "model.safetensors").write_bytes(b"cut off")
+    with pytest.raises(RecipeError, match=r"stages\.sft\.model: .*damaged or incomplete"):
+        check(of_folder(recipe, model), store)
+
+
+def test_a_source_that_did_not_answer_is_left_to_its_download(recipe: MakeRecipe, store: Store) -> None:
+    unanswered = recipe(base={"model": "hf://org/name"})
+    assert check_models(unanswered, {"base": {}, "problems": {}, "sft": {}}, store.index()) == []
