@@ -174,8 +174,14 @@ def headline(entry: StageEntry) -> dict[str, float]:
 
 def metrics_text(metrics: dict[str, float]) -> str:
     """`loss 0.0123  tokens_per_s 8,012`."""
-    texts = {name: f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}" for name, value in metrics.items()}
+    texts = {name: _metric_text(name, value) for name, value in metrics.items()}
     return "  ".join(f"{name} {text}" for name, text in texts.items())
+
+
+def _metric_text(name: str, value: float) -> str:
+    if name == "mfu":
+        return f"{value:.1%}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def seconds_text(entry: StageEntry) -> str:

@@ -67,5 +67,8 @@ def attended_pairs(num_tokens: int, window_tokens: int | None = None) -> int:
 
 
 def model_flops_utilization(flops: float, seconds: float, peak_flops_per_s: float, num_devices: int = 1) -> float:
-    """Model FLOPs done, over those that the devices could have done at their dense peak in that time."""
-    return flops / (seconds * peak_flops_per_s * num_devices)
+    """Model FLOPs done, over those that the devices could have done at their dense peak in that time; at most 1.
+
+    Where the peak was measured, on a machine that others used too, a step may exceed it: then it was the peak.
+    """
+    return min(1.0, flops / (seconds * peak_flops_per_s * num_devices))

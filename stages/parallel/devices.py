@@ -58,9 +58,14 @@ class Peak:
 
 
 def device_peak(device: torch.device, dtype: torch.dtype) -> Peak | None:
-    """Peak for matrix products in `dtype`; None for an accelerator that is not in the table."""
+    """Peak for matrix products in `dtype`; None for an accelerator that is not in the table.
+
+    A CPU without units for `dtype` multiplies larger matrices of it in fp32, and small ones a hundred times slower: its
+    peak is the better of the two.
+    """
     if device.type == "cpu":
-        return Peak(measured_matmul_rate(dtype), f"CPU, {torch.get_num_threads()} threads", "measured")
+        rate = max(measured_matmul_rate(one) for one in {dtype, torch.float32})
+        return Peak(rate, f"CPU, {torch.get_num_threads()} threads", "measured")
     name = torch.cuda.get_device_name(device)
     flops_per_s = data_sheet_peak(name, dtype, torch.backends.cuda.matmul.allow_tf32)
     return Peak(flops_per_s, name, "data sheet") if flops_per_s else None

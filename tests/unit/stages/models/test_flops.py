@@ -87,3 +87,7 @@ def test_the_head_is_counted_where_there_are_targets() -> None:
 
 def test_utilization_is_relative_to_all_devices() -> None:
     assert model_flops_utilization(flops=8e12, seconds=2.0, peak_flops_per_s=4e12, num_devices=2) == pytest.approx(0.5)
+
+
+def test_a_measured_peak_that_is_exceeded_was_the_peak() -> None:
+    assert model_flops_utilization(flops=3e12, seconds=1.0, peak_flops_per_s=1e12) == 1.0

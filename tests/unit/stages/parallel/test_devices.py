@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -47,3 +50,19 @@ def test_the_rate_of_a_cpu_is_measured_and_says_so() -> None:
     torch.ones(128, 128) @ torch.ones(128, 128)
     rate_of_one_product = 2 * 128**3 / (time.perf_counter() - start)
     assert peak.flops_per_s > 0.1 * rate_of_one_product
+
+
+def test_a_cpu_without_units_for_bf16_has_the_peak_of_the_way_it_takes_instead() -> None:
+    program = (
+        "import torch; from stages.parallel.devices import device_peak, measured_matmul_rate as rate\n"
+        "torch.set_num_threads(1)\n"
+        "peak = device_peak(torch.device('cpu'), torch.bfloat16).flops_per_s\n"
+        "print(peak / rate(torch.float32), peak / rate(torch.bfloat16))"
+    )
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    of_fp32, of_bf16 = map(float, result.stdout.split())
+    assert of_fp32 > 0.5  # measured twice, on a machine that others use
+    assert of_bf16 > 0.5
