@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 from stages.core.errors import DataError
-from stages.data.files import BadRow, find_files, read_rows
+from stages.data.files import BadRow, Place, find_files, read_rows
 from stages.data.formats import RowReader
-from stages.data.messages import RowError
+from stages.data.messages import RowError, kind_of
 from stages.data.templates import Rendered
 from stages.data.tokenizer import DocumentTokenizer, Tokens
 
@@ -25,16 +25,18 @@ def calibration_samples(
     train_on: Literal["assistant", "all"],
     num_skipped: int = 0,
     chat_template: Path | None = None,
+    passed_over: dict[Place, str] | None = None,
 ) -> list[Tokens]:
     """The first `num_samples` good rows after `num_skipped` others, each cut to `sequence_length`.
 
     train_on: the tokens that their masks mark. Conversations are rendered with the chat template, the model's or the
-    one given; of preference pairs the chosen one counts. Bad rows are passed over. There may be fewer than asked for.
+    one given; of preference pairs the chosen one counts. There may be fewer than asked for.
+    passed_over: takes place and reason of bad rows, which are left out.
 
     Raises DataError when there are none, ModelError for a folder without a usable tokenizer.
     """
     tokenizer = DocumentTokenizer(tokenizer_folder, chat_template, train_on)
-    texts = _texts(folder, split, tokenizer)
+    texts = _texts(folder, split, tokenizer, {} if passed_over is None else passed_over)
     wanted = list(islice(texts, num_skipped, num_skipped + num_samples))
     if not wanted:
         after = f" after the first {num_skipped}" if num_skipped else ""
@@ -42,13 +44,14 @@ def calibration_samples(
     return [tokens.cut(sequence_length) for tokens in tokenizer.encode(wanted)]
 
 
-def _texts(folder: Path, split: str, tokenizer: DocumentTokenizer) -> Iterator[Rendered]:
+def _texts(folder: Path, split: str, tokenizer: DocumentTokenizer, passed_over: dict[Place, str]) -> Iterator[Rendered]:
     reader: RowReader | None = None
     for row in read_rows(folder, find_files(folder, split)):
         if isinstance(row, BadRow) or not isinstance(row.content, dict):
+            passed_over[row.place] = row.reason if isinstance(row, BadRow) else f"is {kind_of(row.content)}, no row"
             continue
         reader = reader or RowReader("auto", "pairs" if {"chosen", "rejected"} <= row.content.keys() else "examples")
         try:
             yield tokenizer.render_units(reader.read(row.content)[:1])[-1][0]  # the longest text of a conversation
-        except RowError:
-            continue
+        except RowError as error:
+            passed_over[row.place] = str(error)

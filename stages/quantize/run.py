@@ -36,7 +36,8 @@ def run(config: QuantizeConfig, context: StageContext) -> StageResult:
     layers = check_modules(source, config)
     for caveat in default_engine().caveats(config.quantization):
         context.warn(caveat)
-    samples = read_samples(context.inputs[config.calibration.dataset] / "data", source, config.calibration)
+    data = context.inputs[config.calibration.dataset] / "data"
+    samples = read_samples(data, source, config.calibration, context.warn)
     context.milestone(
         f"quantizing {layers.num_layers} layers with {config.method}, calibrated with "
         f"{sum(map(len, samples.calibration))} tokens of {len(samples.calibration)} rows; "

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,8 @@ from stages.quantize.config import CalibrationConfig
 
 if TYPE_CHECKING:
     import torch
+
+    from stages.data.files import Place
 
 
 @dataclass(frozen=True)
@@ -27,15 +30,23 @@ class Samples:
     evaluated: list[list[bool]]
 
 
-def read_samples(data: Path, tokenizer_folder: Path, config: CalibrationConfig) -> Samples:
+def read_samples(data: Path, tokenizer_folder: Path, config: CalibrationConfig, warn: Callable[[str], None]) -> Samples:
     """Render and tokenize rows as training does; without `evaluation_split`, those after the calibration rows judge.
 
+    warn: takes how many bad rows were left out, and the first of them.
     Raises DataError when either kind has no usable rows.
     """
     from stages.data.calibration import calibration_samples
 
+    passed_over: dict[Place, str] = {}
     calibration = calibration_samples(
-        data, config.split, tokenizer_folder, config.num_samples, config.sequence_length, train_on="all"
+        data,
+        config.split,
+        tokenizer_folder,
+        config.num_samples,
+        config.sequence_length,
+        train_on="all",
+        passed_over=passed_over,
     )
     evaluation = calibration_samples(
         data,
@@ -45,7 +56,10 @@ def read_samples(data: Path, tokenizer_folder: Path, config: CalibrationConfig) 
         config.sequence_length,
         train_on=config.evaluate_on,
         num_skipped=0 if config.evaluation_split else len(calibration),
+        passed_over=passed_over,
     )
+    for place, reason in islice(passed_over.items(), 1):
+        warn(f"{len(passed_over)} bad rows of {config.dataset} are passed over: {place} {reason}")
     predicted = [sample for sample in evaluation if sample.loss.any()]
     if not predicted:
         raise DataError(

@@ -6,6 +6,8 @@ import pytest
 
 from stages.core.errors import DataError
 from stages.data.calibration import calibration_samples
+from stages.quantize.config import CalibrationConfig
+from stages.quantize.samples import read_samples
 
 
 def chat(number):
@@ -45,3 +47,12 @@ def test_no_usable_row_is_an_error(write_rows, tokenizer_folder):
     folder = write_rows([chat(0)])
     with pytest.raises(DataError, match="no usable rows after the first 1 to calibrate with"):
         calibration_samples(folder, "train", tokenizer_folder, 2, 4, train_on="all", num_skipped=1)
+
+
+def test_bad_rows_are_left_out_and_counted(write_rows, tokenizer_folder):
+    folder = write_rows([chat(0), "text", {"messages": []}, *(chat(number) for number in range(1, 20))])
+    config = CalibrationConfig(dataset="rows", num_samples=4, num_evaluation_samples=4)
+    warnings = []
+    samples = read_samples(folder, tokenizer_folder, config, warnings.append)
+    assert (len(samples.calibration), len(samples.evaluation)) == (4, 4)
+    assert warnings == ["2 bad rows of rows are passed over: train.jsonl:2 is a string, no row"]

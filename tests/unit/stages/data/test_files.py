@@ -10,6 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from stages.core.errors import DataError
+from stages.data import files
 from stages.data.files import BadRow, Place, Row, find_files, num_places, read_rows
 
 ROWS = [{"text": "one"}, {"text": "two\nlines, and a comma"}, {"text": "drei 😀"}]
@@ -181,3 +182,11 @@ def test_a_compressed_file_that_was_cut_off_or_is_no_such_file_is_an_error(tmp_p
         packed.write_bytes(damaged)
         with pytest.raises(DataError, match=rf"{packed.name} cannot be decompressed to its end: .*fetch it again"):
             list(read_rows(tmp_path, [packed]))
+
+
+def test_the_lines_of_a_large_file_are_told_from_its_beginning(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "BLOCK_BYTES", 10)
+    monkeypatch.setattr(files, "SAMPLED_BYTES", 100)
+    (tmp_path / "train.jsonl").write_text('{"a": 1}\n' * 100)
+    assert 95 <= num_places(tmp_path / "train.jsonl") <= 105
+    assert num_places(compress(tmp_path / "train.jsonl", "gzip")) == 101

@@ -1,0 +1,88 @@
+"""What a stage would say of its data when its turn comes is said in seconds, also of data that take longer."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from stages.data import check
+from stages.data.check import data_problems
+from stages.data.config import DataConfig
+
+CHATS = [
+    {"messages": [{"role": "user", "content": f"{number}?"}, {"role": "assistant", "content": f"{number}!"}]}
+    for number in range(1500)
+]
+
+
+@pytest.fixture
+def problems(tmp_path, tokenizer_folder):
+    """Options of a recipe's `data` → field and message of everything wrong."""
+
+    def find(folder, tokenizer=tokenizer_folder, **options):
+        config = DataConfig(dataset="data", **{"sequence_length": 256, **options})
+        found = data_problems(folder, config, tokenizer, rows="examples", cache=tmp_path / "cache")
+        return [(field, str(error)) for field, error in found]
+
+    return find
+
+
+def test_good_data_have_no_problems_and_are_prepared(problems, write_rows, tmp_path):
+    assert problems(write_rows(CHATS), evaluation_fraction=0.1) == []
+    assert len([*(tmp_path / "cache" / "tokenized").glob("*/about.json")]) == 2
+
+
+def test_every_missing_split_is_named(problems, write_rows):
+    fields = [field for field, _ in problems(write_rows(CHATS), split="a", evaluation_split="b")]
+    assert fields == ["split", "evaluation_split"]
+
+
+def test_a_template_that_is_none_is_named_by_its_field(problems, write_rows, tmp_path):
+    (tmp_path / "broken.jinja").write_text("{% for")
+    ((field, message),) = problems(write_rows(CHATS), chat_template=tmp_path / "broken.jinja")
+    assert field == "chat_template"
+    assert "is not a Jinja template" in message
+
+
+def test_rows_that_do_not_fit_are_found_before_training(problems, write_rows):
+    long = {"messages": [CHATS[0]["messages"][0], {"role": "assistant", "content": "x" * 300}]}
+    ((field, message),) = problems(write_rows([*CHATS[:3], long]))
+    assert field == "dataset"
+    assert "1 of 4 rows have more than sequence_length 256 tokens" in message
+
+
+def test_both_portions_are_looked_at(problems, write_rows):
+    write_rows([{"messages": []}], "test.jsonl")
+    found = problems(write_rows([*CHATS[:3], "text"]), evaluation_split="test")
+    assert [message.split(" rows")[0] for _, message in found] == ["training", "evaluation"]
+
+
+def test_held_out_rows_that_are_learned_are_found(problems, write_rows):
+    write_rows(CHATS[:3], "test.jsonl")
+    ((field, message),) = problems(write_rows(CHATS), evaluation_split="test")
+    assert field == "evaluation_split"
+    assert "3 of 3 held-out rows are among the training rows too" in message
+
+
+@pytest.mark.parametrize("limit", ["SECONDS", "LARGE_BYTES"])
+def test_of_data_that_take_too_long_the_first_rows_are_judged(problems, write_rows, monkeypatch, tmp_path, limit):
+    monkeypatch.setattr(check, "SECONDS", -1.0)
+    if limit == "LARGE_BYTES":
+        monkeypatch.setattr(check, "LARGE_BYTES", 0)
+    folder = write_rows(CHATS)
+    assert problems(folder) == []
+    assert not [*tmp_path.glob("cache/tokenized/*/about.json")]
+    path = folder / "train.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(['{"messages": []}', *lines]))
+    ((field, message),) = problems(folder)
+    assert (field, "train.jsonl:1 has an empty list" in message) == ("dataset", True)
+    path.write_text("\n".join([*lines, '{"messages": []}']))
+    assert json.loads(path.read_text().splitlines()[-1]) == {"messages": []}
+    assert problems(folder) == []
+
+
+def test_rows_that_the_recipe_drops_are_not_judged_by_the_first_of_them(problems, write_rows, monkeypatch):
+    monkeypatch.setattr(check, "SECONDS", -1.0)
+    assert problems(write_rows([{"messages": []}, *CHATS]), on_bad_rows="drop") == []
