@@ -56,6 +56,10 @@ class SpecialTokens:
             raise RowError("has characters of Unicode's last private plane beside special tokens; expected either")
         return self._shielded(value)
 
+    def is_shielded(self, text: str) -> bool:
+        """Whether something in it is shielded; for texts that carry no note of it."""
+        return bool(self.counts and PRIVATE.search(text))
+
     def encode(self, text: str) -> tuple[list[int], list[Span]]:
         """Token ids and offsets of a text; what is shielded in it is encoded as text, other special tokens as such."""
         backend, numbers = self._swapped_backend

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from lm_eval.models.openai_completions import LocalCompletionsAPI
 from lm_eval.tasks import TaskManager
 
 from stages.core.errors import EvaluationError
+from stages.data.special_tokens import SpecialTokens
 from stages.evaluate.harnesses.harness import Evaluation, ServedModel
 from stages.evaluate.harnesses.lm_eval.tasks import TaskSelection
 
@@ -58,6 +59,28 @@ class LmEvalModel(LocalCompletionsAPI):
         )
         self.num_asked = 0
         self.num_truncated = 0
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)  # those without one encode all as text themselves
+        self.content = SpecialTokens(backend, "text") if backend else None
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """As lm-eval does it, but that what a task says ends no turn, as in training: it is text, whatever it holds."""
+        shielded = self.content.shield(chat_history) if self.content else chat_history
+        text: str = super().apply_chat_template(shielded, add_generation_prompt)
+        return text
+
+    def tok_encode(
+        self, string: str | Sequence[str], left_truncate_len: int | None = None, **options: Any
+    ) -> list[Any]:
+        """A list of token ids for a text, a list of such lists for several."""
+        tokens: list[Any]
+        texts = [string] if isinstance(string, str) else string
+        if not self.content or not any(map(self.content.is_shielded, texts)):
+            tokens = super().tok_encode(string, left_truncate_len, **options)
+        elif isinstance(string, str):
+            tokens = self.content.encode(string)[0][-(left_truncate_len or 0) :]
+        else:
+            tokens = [self.tok_encode(text, left_truncate_len, **options) for text in texts]
+        return tokens
 
     def generate_until(self, requests: list[Any], **options: Any) -> list[str]:
         self.num_asked += len(requests)
