@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import date
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from stages.core.contract import DatasetReference, OutsidePath, StrictModel
 from stages.core.fields import AddedLater
@@ -22,6 +22,11 @@ DEFAULT_DATE = date(2026, 1, 1)
 """Of templates that write the current date: any will do, but the same in every run."""
 
 
+def _as_date(value: object) -> object:
+    """YAML has dates, JSON has them as text."""
+    return date.fromisoformat(value) if isinstance(value, str) else value
+
+
 class DataConfig(StrictModel):
     """Which rows are learned from, and how they become tokens."""
 
@@ -33,7 +38,7 @@ class DataConfig(StrictModel):
     evaluation_fraction: float = Field(0.0, ge=0, lt=1, description="Share of `split` held out when no split is named.")
     format: DataFormat = Field("auto", description="auto: by the columns of the first row.")
     chat_template: OutsidePath | None = Field(None, description="Jinja file; default: the model's own template.")
-    template_date: Annotated[date, AddedLater()] = Field(
+    template_date: Annotated[date, BeforeValidator(_as_date), AddedLater()] = Field(
         DEFAULT_DATE, description="What a template that writes the current date (`strftime_now`) takes for it."
     )
     train_on: Literal["assistant", "all"] = Field("assistant", description="Tokens that carry loss.")
