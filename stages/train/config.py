@@ -32,7 +32,7 @@ from stages.parallel.legality import RunConstraints, layout_errors
 from stages.planner.workload import Precision, Workload
 from stages.train.methods.method import Method
 from stages.train.methods.registry import METHODS
-from stages.train.numbers import Denominator, Epochs, Rate, Seed
+from stages.train.numbers import Denominator, Epochs, Rate, Seed, contradiction
 
 LAYOUT_PROBLEM = "layout"
 """Type of the validation errors about a layout."""
@@ -261,16 +261,8 @@ class TrainConfig(MethodOptions):
 
     @model_validator(mode="after")
     def _numbers_go_together(self) -> Self:
-        if self.steps is not None and self.warmup_steps > self.steps:
-            raise ValueError(
-                f"`warmup_steps: {self.warmup_steps}` is more than `steps: {self.steps}`, so `learning_rate` would "
-                "never be reached; lower it"
-            )
-        if self.weight_decay * self.learning_rate >= 1:
-            raise ValueError(
-                f"`weight_decay: {self.weight_decay:g}` × `learning_rate: {self.learning_rate:g}` is what a step takes "
-                "off each weight, as a share of it; expected less than 1"
-            )
+        if found := contradiction(self.steps, self.warmup_steps, self.learning_rate, self.weight_decay):
+            raise ValueError(found)
         return self
 
     @model_validator(mode="after")

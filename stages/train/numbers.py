@@ -14,3 +14,18 @@ Epochs = Annotated[float, Field(ge=1e-4, allow_inf_nan=False)]
 """Fewer are a mistake: `steps` says how few optimizer steps are meant."""
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 """What generators of random numbers take."""
+
+
+def contradiction(steps: int | None, warmup_steps: int, learning_rate: float, weight_decay: float) -> str | None:
+    """What cannot be meant of numbers that are each allowed."""
+    if steps is not None and warmup_steps > steps:
+        return (
+            f"`warmup_steps: {warmup_steps}` is more than `steps: {steps}`, so `learning_rate` would never be reached; "
+            "lower it"
+        )
+    if weight_decay * learning_rate >= 1:
+        return (
+            f"`weight_decay: {weight_decay:g}` × `learning_rate: {learning_rate:g}` is what a step takes off each "
+            "weight, as a share of it; expected less than 1"
+        )
+    return None

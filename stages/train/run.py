@@ -15,8 +15,10 @@ from stages.data.dataset import PackedDataset
 from stages.data.prepare import PreparedData, prepare
 from stages.engines.engine import Engine, LossMeans
 from stages.engines.recorded import record_log_probabilities
+from stages.models.model_config import read_config
 from stages.models.model_folder import check_model_folder
 from stages.models.shape import ModelShape
+from stages.models.tokenizer_probe import check_tokenizer
 from stages.models.trained_on import note_trained_on
 from stages.parallel.devices import Peak, device_peak
 from stages.parallel.layout import describe_layout
@@ -47,7 +49,8 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
     hide_unused_packages()
     model_folder = context.inputs[config.model] / "model"
     _check_world_size(config)
-    for unusual in check_model_folder(model_folder):
+    tokenizer_notes = check_tokenizer(model_folder, read_config(model_folder))
+    for unusual in [*check_model_folder(model_folder), *tokenizer_notes]:
         context.warn(unusual)
     shape = check_model(config, context, model_folder)
     data = _prepare_data(config, context, model_folder)

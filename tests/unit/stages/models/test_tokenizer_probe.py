@@ -1,0 +1,62 @@
+"""A tokenizer that loses texts is refused by name, made from a sound one by one change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages.core.errors import ModelError
+from stages.hubs.builtin.qwen3 import make_tokenizer
+from stages.models.tokenizer_probe import check_tokenizer
+
+CONFIG = {"vocab_size": 288}
+Content = dict[str, Any]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def change(folder: Path, name: str, fields: Callable[[Content], Content]) -> None:
+    path = folder / name
+    path.write_text(json.dumps(fields(json.loads(path.read_text()))))
+
+
+def drops(content: Content) -> Content:
+    return {**content, "normalizer": {"type": "Replace", "pattern": {"Regex": ".*"}, "content": ""}}
+
+
+def cuts(content: Content) -> Content:
+    pattern = {"Regex": "^(.{60}).*"}
+    return {**content, "normalizer": {"type": "Replace", "pattern": pattern, "content": "short"}}
+
+
+@pytest.mark.parametrize(("damage", "message"), [(drops, "makes no tokens of"), (cuts, "cuts texts: 50 times")])
+def test_a_tokenizer_that_loses_texts(folder: Path, damage: Callable[[Content], Content], message: str) -> None:
+    assert list(check_tokenizer(folder, CONFIG)) == []
+    change(folder, "tokenizer.json", damage)
+    with pytest.raises(ModelError, match=message):
+        list(check_tokenizer(folder, CONFIG))
+
+
+def test_tokens_that_the_model_lacks(folder: Path) -> None:
+    with pytest.raises(ModelError, match="beyond the model's vocabulary of 16"):
+        list(check_tokenizer(folder, {"vocab_size": 16}))
+
+
+def test_a_damaged_one(folder: Path) -> None:
+    change(folder, "tokenizer.json", lambda content: {**content, "model": {"type": "no such thing"}})
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        list(check_tokenizer(folder, CONFIG))
+
+
+def test_one_without_an_end_of_text_token_is_said(folder: Path) -> None:
+    change(folder, "tokenizer_config.json", lambda content: {**content, "eos_token": None})
+    (note,) = check_tokenizer(folder, CONFIG)
+    assert "no end-of-text token (`eos_token`)" in note
