@@ -17,6 +17,7 @@ from flows.ledger.home import home
 from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import close_interrupted, ledgers
 from flows.recipe.text import closest
+from flows.running.outcome import in_words
 from flows.running.refresh_run import RefreshRun
 from flows.running.request import RefreshRequest, make_plan, retry_of
 from flows.running.runner import Launcher
@@ -177,4 +178,6 @@ def closing_words(record: RefreshRecord) -> str:
     if record.error:
         words += f" ({record.error})"
     tables = verdict_tables(record).values() if record.state == "not_promoted" else ()
-    return "\n".join([*tables, words, f"lifecycle show {record.refresh}"])
+    goes_on = record.state in ("failed", "cancelled") and not record.comparison
+    hint = [f"to go on where it stopped: lifecycle retry {record.refresh}"] if goes_on else []
+    return "\n".join([*tables, words, *in_words(record), *hint, f"lifecycle show {record.refresh}"])

@@ -14,6 +14,7 @@ from flows.ledger.record import RefreshRecord, StageEntry, final_result
 from flows.ledger.refreshes import Ledger, ledgers
 from flows.planning.plan import Plan, PlannedStage
 from flows.recipe.text import closest
+from flows.running.outcome import in_words
 from flows.store.record import Artifact, Index
 from flows.tracking.cursor import run_id_of
 from flows.tracking.labels import flatten
@@ -160,7 +161,7 @@ def refresh_as_text(record: RefreshRecord) -> str:
             lines.append(f"    {entry.error_class or 'error'}: {entry.error}")
     if record.comparison:
         lines.append(as_text(rows_of(record)))
-    return "\n".join(lines)
+    return "\n".join([*lines, *in_words(record)])
 
 
 def artifact_as_json(artifact: Artifact) -> dict[str, Any]:

@@ -31,11 +31,12 @@ from flows.ledger.refreshes import ledger_of, new_refresh_id
 from flows.recipe.recipe import load_recipe
 from flows.running.comparison import Comparison
 from flows.running.due import start_when_due
+from flows.running.outcome import scores_of
 from flows.running.refresh_run import RefreshRun
 from flows.running.request import RefreshRequest
 from flows.running.verdicts import summary, verdict_tables
 from flows.servers.local import answers
-from flows.tracking.cursor import page_of
+from flows.tracking.cursor import page_of, run_page_of
 from stages.core.errors import LifecycleError, RefreshStoppedError, TransientError
 
 RETRY_BASE_S = 1.0
@@ -194,7 +195,16 @@ def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
 def _publish(record: RefreshRecord, comparison: Comparison | None) -> None:
     """Leave the stages, and where their metrics are, on the flow run's page."""
     rows = [
-        {"stage": name, "kind": entry.kind, "version": entry.version, "state": entry.state, "seconds": entry.seconds}
+        {
+            "stage": name,
+            "kind": entry.kind,
+            "version": entry.version,
+            "state": entry.state,
+            "seconds": entry.seconds,
+            "scores": scores_of(record, name),
+            "MLflow": run_page_of(entry.attempt) or "",
+            "artifact": str(entry.artifact or ""),
+        }
         for name, entry in record.stages.items()
     ]
     create_table_artifact(key="stages", table=rows, description=f"Stages of {record.refresh}")

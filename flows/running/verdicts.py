@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flows.ledger.record import RefreshRecord
+from flows.running.outcome import warnings_of
 from flows.tracking.cursor import page_of
 from stages.promote.verdict import TABLE_FILE, VERDICT_FILE, Verdict
 
@@ -20,7 +21,7 @@ def verdict_tables(record: RefreshRecord) -> dict[str, str]:
 
 
 def summary(record: RefreshRecord) -> str:
-    """What became of candidates and by how much, their scores, why stages failed, and the page in MLflow; lines."""
+    """What became of candidates and by how much, scores, why stages failed, warnings, the page in MLflow; lines."""
     lines = [record.error] if record.error else []
     lines += [_verdict_sentence(folder) for _, folder in _verdict_folders(record)]
     lines += _score_sentences(record)
@@ -29,6 +30,7 @@ def summary(record: RefreshRecord) -> str:
         for name, entry in record.stages.items()
         if entry.state == "failed"
     ]
+    lines += [f"warning: {warning}" for warning in warnings_of(record)]
     lines.append(f"{len(record.stages)} stages in {record.seconds:.1f} s")
     page = page_of(record.refresh)
     return "\n".join([*lines, *([f"MLflow: {page}"] if page else [])])

@@ -47,6 +47,12 @@ def read_records() -> dict[str, ServerRecord]:
         raise StoreError(f"reading {path}: {error}; remove it, and stop servers left over by hand") from error
 
 
+def address_of(name: str) -> str | None:
+    """Of a server that we started and whose process lives."""
+    record = read_records().get(name)
+    return record.address if record and record.process.alive() else None
+
+
 def write_records(records: Mapping[str, ServerRecord]) -> None:
     """Replace them all."""
     write_atomically(home() / "servers.json", ServerRecords(servers=dict(records)).model_dump_json(indent=1))

@@ -1,0 +1,61 @@
+"""What a person wants to know of a refresh that ended: warnings, scores, and where to look."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+
+from flows.ledger.record import RefreshRecord
+from flows.ledger.refreshes import REPORT_FILE, ledger_of
+from flows.servers.records import address_of
+from flows.tracking.cursor import page_of
+from stages.promote.verdict import TABLE_FILE
+
+FLOW_RUN = "/runs/flow-run/"
+
+
+def warnings_of(record: RefreshRecord) -> list[str]:
+    """`STAGE: message` of what the stages that were built in this refresh warned of, each once."""
+    found = (
+        f"{name}: {event['message']}"
+        for name, entry in record.stages.items()
+        if entry.state == "built" and entry.artifact and (entry.artifact / "events.jsonl").is_file()
+        for event in map(json.loads, (entry.artifact / "events.jsonl").read_text(encoding="utf-8").splitlines())
+        if event["event"] == "warning"
+    )
+    return list(dict.fromkeys(found))
+
+
+def scores_of(record: RefreshRecord, stage: str) -> str:
+    """Of an evaluation, without standard errors: `addition.exact_match 0.98`; empty for other stages."""
+    entry = record.stages[stage]
+    metrics = entry.metrics if entry.kind == "evaluate" else {}
+    return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if not name.endswith("_stderr"))
+
+
+def links_of(record: RefreshRecord) -> dict[str, str]:
+    """Pages of the refresh: in Prefect and in MLflow while these are known, and its reports as files."""
+    links = dict(_pages(record))
+    report = ledger_of(record.refresh).folder / REPORT_FILE
+    if report.exists():
+        links["report"] = str(report)
+    tables = {name: entry.artifact / TABLE_FILE for name, entry in record.stages.items() if entry.artifact}
+    return links | {f"verdict of {name}": str(table) for name, table in tables.items() if table.exists()}
+
+
+def in_words(record: RefreshRecord) -> list[str]:
+    """A line each: scores, warnings, links."""
+    return [
+        *(f"{name}: {scores}" for name in record.stages if (scores := scores_of(record, name))),
+        *(f"warning: {warning}" for warning in warnings_of(record)),
+        *(f"{name}: {link}" for name, link in links_of(record).items()),
+    ]
+
+
+def _pages(record: RefreshRecord) -> Iterator[tuple[str, str]]:
+    prefect = os.environ.get("PREFECT_API_URL", "").rstrip("/").removesuffix("/api") or address_of("prefect")
+    if prefect and record.prefect_flow_run_id:
+        yield "flow run", f"{prefect}{FLOW_RUN}{record.prefect_flow_run_id}"
+    if page := page_of(record.refresh):
+        yield "MLflow", page
