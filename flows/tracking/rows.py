@@ -13,6 +13,7 @@ from flows.tracking.cursor import RUN_LINK
 
 COMPARISON_IDENTITY = "lifecycle.comparison"
 """Tag of a comparison's run in MLflow: `COMPARISON`, and of its layouts' runs `COMPARISON/NUMBER`."""
+CURVES = ("loss", "evaluation_loss")
 NOT_METRICS = ("step", "time_ms")
 REFUSED = re.compile(r"[^\w\-. :/]", re.ASCII)
 
@@ -124,14 +125,21 @@ def stage_tags(record: RefreshRecord, runs: Mapping[str, str | None]) -> dict[st
     }
 
 
-def stage_metrics(record: RefreshRecord) -> dict[str, float]:
-    """`NAME.METRIC` → final metric, cached stages included, so that refreshes can be compared."""
-    return {
-        f"{name}.{metric}": value
-        for name, entry in record.stages.items()
-        for metric, value in entry.metrics.items()
-        if entry.state in ("built", "cached")
-    }
+def stage_rows(record: RefreshRecord, ended_ms: int) -> list[MetricRow]:
+    """`NAME.METRIC` of every stage: final metrics, cached stages included, so that refreshes can be compared; and, of
+    those built in this refresh, the whole curves of losses, of which a resumed attempt has only its part.
+    """
+    rows = []
+    for name, entry in record.stages.items():
+        if entry.state not in ("built", "cached"):
+            continue
+        file = entry.artifact / "metrics.jsonl" if entry.state == "built" and entry.artifact else None
+        curve = [row for batch in batches(file, 0, None, 1000) for row in batch.rows] if file and file.exists() else []
+        last_step = max((row.step for row in curve), default=0)
+        final = [MetricRow(acceptable(metric), value, ended_ms, last_step) for metric, value in entry.metrics.items()]
+        losses = [row for row in curve if row.name in CURVES]
+        rows += [replace(row, name=f"{name}.{row.name}") for row in [*losses, *final]]
+    return rows
 
 
 def note(record: RefreshRecord, runs: Mapping[str, str | None], experiment: str) -> str:

@@ -36,7 +36,7 @@ from flows.tracking.rows import (
     note,
     parent_params,
     parent_tags,
-    stage_metrics,
+    stage_rows,
     stage_tags,
     trial_rows,
 )
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 EXPERIMENT = "llm-lifecycle"
+EXPERIMENT_KIND = {"mlflow.experimentKind": "custom_model_development"}
+"""Has MLflow's pages open the experiment on its runs: by default they guess, and showed an empty list of traces."""
 INTERVAL_S = 0.5
 RETRY_INTERVAL_S = 5.0
 LONGEST_TROUBLE = 300
@@ -193,9 +195,9 @@ class Shipper:
     def _finish_parent(self, record: RefreshRecord, parent: str) -> None:
         assert self.shipped.experiment_id
         ended_ms = record.started_ms + round(1000 * record.seconds)
-        metrics = {} if record.comparison else {**stage_metrics(record), "seconds": record.seconds}
-        rows = [MetricRow(acceptable(name), value, ended_ms, 0) for name, value in metrics.items()]
-        log_metrics(self.client, parent, rows)
+        if not record.comparison:
+            rows = [*stage_rows(record, ended_ms), MetricRow("seconds", record.seconds, ended_ms, 0)]
+            log_metrics(self.client, parent, rows)
         runs = {name: run_id_of(entry.attempt) for name, entry in record.stages.items()}
         notes = note(record, runs, self.shipped.experiment_id)
         folder = self.ledger.folder
@@ -262,7 +264,12 @@ def experiment_id(client: MlflowClient) -> str:
 
     with contextlib.suppress(MlflowException):
         found = client.get_experiment_by_name(EXPERIMENT)
-        return str(found.experiment_id if found else client.create_experiment(EXPERIMENT))
+        if found and EXPERIMENT_KIND.items() <= found.tags.items():
+            return str(found.experiment_id)
+        identity = str(found.experiment_id if found else client.create_experiment(EXPERIMENT))
+        for name, value in EXPERIMENT_KIND.items():
+            client.set_experiment_tag(identity, name, value)
+        return identity
     return str(client.get_experiment_by_name(EXPERIMENT).experiment_id)
 
 
