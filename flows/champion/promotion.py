@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from flows.champion.description import data_of, describe, scores_of
 from flows.champion.evaluate_again import evaluate_alike
 from flows.champion.registrations import Registration, only_one
 from flows.champion.registry import CHAMPION, PREVIOUS, RegisteredVersion, Registry
@@ -119,14 +120,20 @@ def _candidate(name: str, promotion: Record) -> Registration:
     """What a promotion was about, from the record of its artifact."""
     upstream = promotion.upstream
     model, server = upstream["model"], upstream.get("server")
-    built = Store(store_root()).find(model.kind, model.version)
+    store = Store(store_root())
+    built = store.find(model.kind, model.version)
+    evaluations = [entry for field, entry in upstream.items() if field.startswith("evaluations.")]
+    scores, data = scores_of(store, evaluations), data_of(store, model)
     return Registration(
         name=name,
         model=_key(model),
         digest=model.digest,
-        evaluations=tuple(_key(entry) for field, entry in upstream.items() if field.startswith("evaluations.")),
+        evaluations=tuple(map(_key, evaluations)),
         server=_key(server) if server else None,
         mlflow_run_id=(run_id_of(built.record.attempt) or built.record.mlflow_run_id) if built else None,
+        description=describe(promotion, scores, data),
+        scores=scores,
+        data=tuple(data),
     )
 
 

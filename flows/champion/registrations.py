@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from filelock import FileLock
+from pydantic import Field
 
 from flows.ledger.home import home
 from stages.core.contract import StrictModel
@@ -15,7 +16,10 @@ from stages.core.files import write_atomically
 
 
 class Registration(StrictModel):
-    """A candidate or champion: its artifacts as `kind/version`. `digest`: of the model's content."""
+    """A candidate or champion: its artifacts as `kind/version`. `digest`: of the model's content.
+
+    description, scores, data: for people who look at MLflow's registry.
+    """
 
     name: str
     model: str
@@ -23,6 +27,9 @@ class Registration(StrictModel):
     evaluations: tuple[str, ...]
     server: str | None = None
     mlflow_run_id: str | None = None
+    description: str = ""
+    scores: dict[str, float] = Field(default_factory=dict)
+    data: tuple[str, ...] = ()
 
     @property
     def artifacts(self) -> frozenset[str]:

@@ -86,6 +86,8 @@ class Registry:
             tags = _tags(registration, predecessor=predecessor, promotion=promotion)
             for tag, value in tags.items():
                 self._client.set_model_version_tag(registration.name, number, tag, value)
+            if registration.description:
+                self._client.update_model_version(registration.name, number, registration.description)
         return RegisteredVersion(registration, number, predecessor, promotion)
 
     def was_rolled_back(self, candidate: Registration, promotion: str | None) -> bool:
@@ -225,6 +227,8 @@ def _tags(registration: Registration, **more: str | None) -> dict[str, str]:
         "digest": registration.digest,
         "evaluations": ",".join(registration.evaluations),
         "server": registration.server,
+        "data": "; ".join(registration.data),
+        **{f"score.{name}": f"{value:.6g}" for name, value in registration.scores.items()},
         **more,
     }
     return {f"{TAG}{name}": value for name, value in tags.items() if value}

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
 
 from flows.champion.registry import Registry
 from flows.launch import local
@@ -72,6 +73,14 @@ def test_a_champion_that_was_asked_something_else_is_evaluated_as_the_candidate_
     assert any(
         "evaluated as the candidate was" in message and "differs in its prompt" in message for message in told(second)
     )
+
+
+def test_a_registered_version_says_its_scores_and_where_it_came_from(store):
+    promote(store, "first", 90, num_fewshot=0)
+    version = MlflowClient().get_model_version_by_alias(NAME, "champion")
+    assert version.tags["lifecycle.score.sums.exact_match"] == "0.9"
+    assert "**Scores**: sums.exact_match 0.9" in version.description
+    assert "`model-" in version.description
 
 
 def test_it_is_asked_once_for_all_candidates_that_are_asked_the_same(store):
