@@ -26,6 +26,7 @@ RELATIVE = ("relative_tokens_per_s", "loss_difference")
 def rows_of_runs(runs: Sequence[LoggedRun], *, allow_mixed: bool) -> list[Row]:
     """A row for each run of a train stage that has a layout, and metrics or an error.
 
+    Runs that are mixed are grouped by refresh, stage and method, which their rows name; differences are within a group.
     Raises RecipeError when there is none, or when they are not alike and `allow_mixed` is not set.
     """
     chosen = [run for run in runs if _is_training(run)]
@@ -38,8 +39,15 @@ def rows_of_runs(runs: Sequence[LoggedRun], *, allow_mixed: bool) -> list[Row]:
             f"the {len(chosen)} runs found differ in more than their layouts:\n{shown}\n"
             "narrow them down, such as --where \"tags.hardware = '…'\", or say --allow-mixed"
         )
-    batches = {run.params[BATCH_FIELD] for run in chosen}
-    return with_differences([_row(run, names_batch=len(batches) > 1) for run in sorted(chosen, key=_place)])
+    names_batch = len({run.params[BATCH_FIELD] for run in chosen}) > 1
+    groups: dict[str, list[LoggedRun]] = {}
+    for run in sorted(chosen, key=_place):
+        groups.setdefault(_work(run) if differing else "", []).append(run)
+    rows = []
+    for work, members in groups.items():
+        shown = f"{work}: " if len(groups) > 1 else ""
+        rows += with_differences([_row(run, shown, names_batch) for run in members])
+    return rows
 
 
 def _is_training(run: LoggedRun) -> bool:
@@ -59,20 +67,26 @@ def _listed(values: Mapping[str, int]) -> str:
     return ", ".join(shown) + (f" and {len(values) - SHOWN_VALUES} more" if len(values) > SHOWN_VALUES else "")
 
 
+def _work(run: LoggedRun) -> str:
+    """`REFRESH STAGE METHOD`, as far as they are known."""
+    refresh = run.tags.get("refresh") or run.tags.get("comparison")
+    return " ".join(filter(None, [refresh, run.tags.get("stage"), run.params.get("method")]))
+
+
 def _place(run: LoggedRun) -> tuple[str, int]:
     """Runs of a comparison in the order of its layouts; others before them, as they are."""
     comparison, _, number = run.tags.get(COMPARISON_IDENTITY, "").partition("/")
     return comparison, int(number or 0)
 
 
-def _row(run: LoggedRun, names_batch: bool) -> Row:
+def _row(run: LoggedRun, work: str, names_batch: bool) -> Row:
     layout = {name: run.params[f"layout.{name}"] for name in Layout.model_fields if f"layout.{name}" in run.params}
     default = Layout().model_dump(mode="json")
     said = " ".join(f"{name}={value}" for name, value in layout.items() if value != str(default[name]))
     batch = f" {BATCH_FIELD}={run.params[BATCH_FIELD]}" if names_batch else ""
     failed = run.status == "FAILED"
     return Row(
-        text=f"{run.params['engine']} {said}".strip() + batch,
+        text=f"{work}{run.params['engine']} {said}".strip() + batch,
         engine=run.params["engine"],
         num_devices=_num_devices(layout),
         global_batch_size=int(run.params[BATCH_FIELD]),

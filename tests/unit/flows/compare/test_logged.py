@@ -74,3 +74,16 @@ def test_failed_runs_are_rows_with_a_reason_and_other_runs_are_none():
 def test_no_run_of_a_train_stage_is_an_error():
     with pytest.raises(RecipeError, match="none of the 1 runs"):
         rows_of_runs([make_run(params={})], allow_mixed=False)
+
+
+def test_mixed_runs_are_grouped_by_refresh_stage_and_method_and_compared_within():
+    def run(refresh, stage, method, tokens_per_s):
+        params, metrics = {**PARAMS, "method": method}, {**METRICS, "tokens_per_s": tokens_per_s}
+        return make_run(params=params, metrics=metrics, refresh=refresh, stage=stage)
+
+    runs = [run("a-1", "sft", "sft", 100.0), run("a-1", "dpo", "dpo", 10.0), run("a-1", "sft", "sft", 50.0)]
+    rows = rows_of_runs(runs, allow_mixed=True)
+
+    assert [row.text.partition(": ")[0] for row in rows] == ["a-1 sft sft", "a-1 sft sft", "a-1 dpo dpo"]
+    assert rows[0].text == "a-1 sft sft: fsdp dp_shard=2 micro_batch_size=4"
+    assert [row.metrics["relative_tokens_per_s"] for row in rows] == [1.0, 0.5, 1.0]
