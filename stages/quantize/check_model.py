@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from stages.core.errors import ModelError, RecipeError
+from stages.core.errors import RecipeError
+from stages.models.config_check import check_unquantized
 from stages.models.model_config import read_config
 from stages.models.model_folder import check_model_folder
 from stages.models.projections import read_projections
@@ -26,11 +27,7 @@ def check_headers(source: Path, config: QuantizeConfig) -> None:
     """Raise ModelError or RecipeError for what cannot work by config and file headers, within milliseconds."""
     check_model_folder(source)
     model_config = read_config(source)
-    if already := model_config.get("quantization_config"):
-        raise ModelError(
-            f"{source} is quantized already ({already.get('quant_method', 'unknown method')}); "
-            "quantize the model that it was made from"
-        )
+    check_unquantized(model_config, str(source))
     projections = read_projections(source)
     if not config.quantization.layers(projections):
         raise RecipeError(
