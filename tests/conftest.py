@@ -17,6 +17,7 @@ LONGEST = (
     "test_retry.py",
     "test_megatron_faults.py",
     "test_server_faults.py",
+    "test_killed_at_random.py",
     "test_killed_anywhere.py",
     "test_train_faults.py",
     "test_promote.py",
