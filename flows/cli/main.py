@@ -18,6 +18,7 @@ import click
 
 from flows.cli.answers import JSON_OPTION, print_json
 from flows.cli.compare_commands import calibrate, compare
+from flows.cli.init_command import init
 from flows.cli.layout_commands import layouts
 from flows.cli.model_commands import champion, rollback
 from flows.cli.notify_commands import notify
@@ -113,7 +114,7 @@ def schema() -> None:
 
 
 COMMANDS = (
-    *(retry, runs, logs, compare, calibrate, layouts, show, adopt, verify, gc, serve, chat, champion, rollback),
+    *(init, retry, runs, logs, compare, calibrate, layouts, show, adopt, verify, gc, serve, chat, champion, rollback),
     *(schedule, schedules, notify, render, up, down, status, doctor),
 )
 for command in COMMANDS:

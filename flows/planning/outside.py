@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Collection, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -87,9 +86,9 @@ def _of_a_file_beside(recipe: Recipe, config: StageConfig) -> str | None:
     """What to say of a task that is unknown, while a file of its name lies where nobody looks for it."""
     if not isinstance(config, EvaluateConfig):
         return None
-    for task in config.tasks:
-        for file in (found for place in ("", "*/") for found in recipe.folder.glob(f"{place}{glob.escape(task)}.y*ml")):
-            if config.task_folder is None or not file.is_relative_to(config.task_folder):
-                folder = file.parent.relative_to(recipe.folder)
-                return f"the task {task} is in {file}, where it is not looked for; write `task_folder: {folder}`"
+    files = [file for pattern in ("*.y*ml", "*/*.y*ml") for file in recipe.folder.glob(pattern)]
+    for file in (file for file in files if file.stem in config.tasks):
+        if config.task_folder is None or not file.is_relative_to(config.task_folder):
+            folder = file.parent.relative_to(recipe.folder)
+            return f"the task {file.stem} is in {file}, where it is not looked for; write `task_folder: {folder}`"
     return None

@@ -83,6 +83,8 @@ BAD = {
     "long repository": BASE + f"  two: {{kind: download, model: 'hf://{LONG}'}}",
     "long path": BASE + f"  two: {{kind: evaluate, model: base, tasks: [addition], task_folder: {LONG}}}",
     "long task": BASE + f"  two: {{kind: evaluate, model: base, tasks: [{LONG}], task_folder: tasks}}",
+    "task is a path": BASE + "  two: {kind: evaluate, model: base, tasks: [/proc]}",
+    "task is a pattern": BASE + "  two: {kind: evaluate, model: base, tasks: ['[*', '**/..']}",
     "long unknown task": BASE + f"  two: {{kind: evaluate, model: base, tasks: [{LONG}]}}",
     "long key": BASE + f"  ? {LONG}\n  : {{kind: quantize, model: base}}",
     "long literal": BASE + f"  two: {{kind: quantize, model: base, method: {LONG}}}",
