@@ -151,9 +151,9 @@ def _power_of_two(wanted: float, least: int, most: int) -> int:
 
 
 def _billions(model: str) -> float:
-    """Parameters that a model's name tells, such as `Qwen3-0.6B`; 7 where it tells none."""
-    named = re.findall(r"(?<![\w.])(\d+(?:\.\d+)?)[bB](?![a-zA-Z])", model)
-    return float(named[0]) if named else 7.0
+    """Parameters that a model's name tells, such as `Qwen3-0.6B` and `qwen3-1m`; 7 where it tells none."""
+    named = re.findall(r"(?<![\w.])(\d+(?:\.\d+)?)([bm])(?![a-z])", model.lower())
+    return float(named[0][0]) / (1000 if named[0][1] == "m" else 1) if named else 7.0
 
 
 def _task(name: str, found: Survey) -> str:

@@ -85,7 +85,12 @@ def test_lm_eval_loads_the_task(lifecycle, tmp_path, monkeypatch, rows, output_t
 
 @pytest.mark.parametrize(
     ("model", "rate"),
-    [("hf://Qwen/Qwen3-0.6B", 5e-5), ("hf://meta-llama/Llama-3.1-8B", 1e-5), ("hf://a/unnamed", 1e-5)],
+    [
+        ("hf://Qwen/Qwen3-0.6B", 5e-5),
+        ("hf://meta-llama/Llama-3.1-8B", 1e-5),
+        ("hf://a/unnamed", 1e-5),
+        ("hf://a/tiny-30M", 5e-5),
+    ],
 )
 def test_the_learning_rate_follows_the_size_in_the_models_name(lifecycle, tmp_path, model, rate):
     init(lifecycle, tmp_path, SHORT, "--model", model)
