@@ -206,3 +206,17 @@ def test_data_that_cannot_be_meant_are_refused(problems, override, message):
 )
 def test_a_method_that_compares_answers_takes_pairs_only(problems, override, message):
     assert message in problems(RECIPE.replace("method: sft", "method: dpo"), f"stages.tuned.{override}")
+
+
+@pytest.mark.parametrize("date", ["2026-02-03", '"2026-02-03"'])
+def test_a_date_is_read_as_people_write_it(tmp_path, date):
+    path = tmp_path / "small.yaml"
+    path.write_text(
+        RECIPE.replace("data: {dataset: problems}", f"data: {{dataset: problems, template_date: {date}}}", 1)
+    )
+    assert f"{load_recipe(path).stages['tuned'].data.template_date:%d %B %Y}" == "03 February 2026"
+
+
+def test_a_day_that_no_calendar_has_is_refused(problems):
+    text = RECIPE.replace("data: {dataset: problems}", "data: {dataset: problems, template_date: 2026-02-31}", 1)
+    assert "stages.tuned.data.template_date: " in problems(text)

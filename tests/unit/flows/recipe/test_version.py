@@ -49,7 +49,24 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
 }
 SOURCES = ("hf://org/name", "hf://datasets/org/name", "file:///x")
 MAPPINGS = ({"x": "y"}, {"x": 0.5}, {"X": "x/y"})
-VALUES = (None, True, False, 1, 2, 4, 0.25, 1e-3, *SOURCES, "x", "1:30:00", [3], ["x"], ["--x"], *MAPPINGS)
+VALUES = (
+    None,
+    True,
+    False,
+    1,
+    2,
+    4,
+    0.25,
+    1e-3,
+    *SOURCES,
+    "x",
+    "1:30:00",
+    "2026-02-03",
+    [3],
+    ["x"],
+    ["--x"],
+    *MAPPINGS,
+)
 """Of every type that a field may have; a new type of field needs a value here."""
 
 UPSTREAM = {"base": "0123456789ab", "problems": "ba9876543210", "scores": "0a1b2c3d4e5f", "tuned": "a0b1c2d3e4f5"}
