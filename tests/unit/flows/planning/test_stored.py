@@ -18,6 +18,7 @@ from tests.unit.flows.running.test_adopt import Silent
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where MLflow would write
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 

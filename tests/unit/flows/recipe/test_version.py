@@ -29,6 +29,7 @@ TRAINING = {
     "weight_decay": 0.1,
     "layout": {"dp_shard": 4},
 }
+HELD_OUT = {**TRAINING["data"], "evaluation_fraction": 0.1}
 EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "download": [
         {"kind": "download", "model": "builtin/qwen3-1m"},
@@ -37,6 +38,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "train": [
         {**TRAINING, "method": "sft"},
         {**TRAINING, "method": "dpo"},
+        {**TRAINING, "method": "sft", "data": HELD_OUT, "execution": {"evaluate_every_steps": 5}},
         {**TRAINING, "method": "sft", "adapter": {}},
         {**TRAINING, "method": "sft", "engine": "megatron"},
         {**TRAINING, "method": "sft", "engine": "megatron", "layout": {"pp": 2, "ep": 2, "dp_shard": 4}},
@@ -49,24 +51,8 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
 }
 SOURCES = ("hf://org/name", "hf://datasets/org/name", "file:///x")
 MAPPINGS = ({"x": "y"}, {"x": 0.5}, {"X": "x/y"})
-VALUES = (
-    None,
-    True,
-    False,
-    1,
-    2,
-    4,
-    0.25,
-    1e-3,
-    *SOURCES,
-    "x",
-    "1:30:00",
-    "2026-02-03",
-    [3],
-    ["x"],
-    ["--x"],
-    *MAPPINGS,
-)
+TEXTS = ("x", "1:30:00", "2026-02-03")
+VALUES = (None, True, False, 1, 2, 4, 0.25, 1e-3, *SOURCES, *TEXTS, [3], ["x"], ["--x"], *MAPPINGS)
 """Of every type that a field may have; a new type of field needs a value here."""
 
 UPSTREAM = {"base": "0123456789ab", "problems": "ba9876543210", "scores": "0a1b2c3d4e5f", "tuned": "a0b1c2d3e4f5"}
