@@ -45,7 +45,10 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
     ],
     "merge": [{"kind": "merge", "model": "base", "adapter": "tuned"}],
     "quantize": [{"kind": "quantize", "model": "base", "method": "awq", "calibration": CALIBRATION}],
-    "serve": [{"kind": "serve", "model": "base"}],
+    "serve": [
+        {"kind": "serve", "model": "base"},
+        {"kind": "serve", "model": "base", "benchmark": {"input_tokens": 1, "output_tokens": 1}},
+    ],
     "evaluate": [{"kind": "evaluate", "model": "base", "tasks": ["a"], "serving": {}, "task_folder": "tasks"}],
     "promote": [{"kind": "promote", "name": "helper", "model": "base", "evaluations": ["scores"]}],
 }
