@@ -82,12 +82,17 @@ class Follower:
         """The server of a new champion, healthy; None when there is none, or it cannot be served."""
         try:
             version = self._registry.find(self._name, self._alias)
+            if version is None or version.number != self._failed:
+                self._failed = None  # whoever moves the alias away and back wants another try
             if version is None or version.number in (serving.version.number, self._failed):
                 return None
             say(f"version {version.number} of {self._name} is {self._alias} now; starting its server")
             return self._start(version)
         except LifecycleError as error:
-            trouble = f"still serving version {serving.version.number} of {self._name}: {error}"
+            trouble = (
+                f"still serving version {serving.version.number} of {self._name}: {error}\n"
+                f"it is tried again when {self._alias} has been moved away and back"
+            )
             if trouble != self._last_trouble:
                 say(trouble)
             self._last_trouble = trouble

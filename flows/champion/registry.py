@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flows.champion.registrations import Registration, note
+from flows.tracking.rows import acceptable
 from flows.tracking.shipper import CLIENT_ENVIRONMENT, experiment_id
 from stages.core.errors import OutdatedVerdictError, ServerError, StoreError, TransientError
 
@@ -228,7 +229,7 @@ def _tags(registration: Registration, **more: str | None) -> dict[str, str]:
         "evaluations": ",".join(registration.evaluations),
         "server": registration.server,
         "data": "; ".join(registration.data),
-        **{f"score.{name}": f"{value:.6g}" for name, value in registration.scores.items()},
+        **{f"score.{acceptable(name)}": f"{value:.6g}" for name, value in registration.scores.items()},
         **more,
     }
     return {f"{TAG}{name}": value for name, value in tags.items() if value}

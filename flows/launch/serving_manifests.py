@@ -38,6 +38,14 @@ engine.sendall(b"GET /health HTTP/1.0\\r\\n\\r\\n")
 sys.exit(b" 200 " not in engine.recv(64))
 """
 """Starts in a fraction of a second, in any engine's image."""
+REMOVE_AND_START = """
+import os, sys
+if os.path.lexists(sys.argv[1]):
+    os.unlink(sys.argv[1])
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+START = ("python", "-I", "-S", "-c", REMOVE_AND_START)
+"""The volume outlives a container that is started again: engines do not listen where a socket lies already."""
 SERVE_LABEL = "llm-lifecycle.io/serve"
 WAITING_REQUESTS_PER_REPLICA = 4
 """More waiting requests than this, on average, and another replica is started."""
@@ -113,7 +121,11 @@ def _pod(name: str, model: Path, home: Path, config: ServeConfig) -> Manifest:
     container = {
         "name": engine.name,
         "image": asked.image,
-        "command": program.server_command(spec, EngineAddress(SOCKET)),
+        "command": [
+            *START,
+            str(SOCKET),
+            *program.server_command(spec, EngineAddress(SOCKET)),
+        ],
         "env": [
             *({"name": variable, "value": value} for variable, value in environment.items()),
             *environment_by_reference(asked.secrets),

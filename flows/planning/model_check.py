@@ -19,7 +19,7 @@ from stages.download.config import DownloadConfig
 from stages.engines.megatron.families import check_supported
 from stages.hubs.registry import read_model_config
 from stages.models.config_check import check_config, check_unquantized
-from stages.models.model_config import max_positions, read_config
+from stages.models.model_config import CONFIG_FILE, max_positions, read_config
 from stages.models.model_folder import check_model_folder
 from stages.parallel.legality import layout_warnings, model_errors
 from stages.train.config import TrainConfig
@@ -72,7 +72,7 @@ def _check(recipe: Recipe, name: str, config: TrainConfig, outside: Outside, ind
 def _local_config(source: DownloadConfig, outside: dict[str, Any], index: Index) -> dict[str, Any] | None:
     """The `config.json` of what a stage downloads, if it is on this machine."""
     artifact = index.find(source.kind, version_of(identity_of(source, {}, outside)))
-    if artifact and not artifact.damage:
+    if artifact and not artifact.damage and (artifact.folder / "model" / CONFIG_FILE).is_file():
         return read_config(artifact.folder / "model")
     if source.source.hub in ("file", "builtin") and "revision" in outside:
         return read_model_config(source.source, str(outside["revision"]))

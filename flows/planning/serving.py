@@ -81,5 +81,5 @@ def _positions(config: Mapping[str, Any]) -> int | None:
     if kind in LONG_IN_THEMSELVES:
         return positions
     if kind == "yarn":
-        positions = rope.get("original_max_position_embeddings", positions)
-    return int(positions * rope.get("factor", 1.0))
+        positions = rope.get("original_max_position_embeddings") or positions
+    return int(positions * (rope.get("factor") or 1.0))

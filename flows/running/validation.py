@@ -18,6 +18,7 @@ from flows.running.runner import Built, Launcher
 from flows.store.store import Store
 from stages.check.config import PROBLEMS, PROBLEMS_FILE, CheckConfig, InputProblem
 from stages.core.contract import Execution, StageInput
+from stages.core.errors import StageTimeoutError
 from stages.core.files import write_atomically
 
 TIMEOUT_S = 300.0
@@ -69,7 +70,11 @@ def _run(
     dumped = config.model_dump(mode="json", exclude={"execution"})
     stage_input = StageInput(name=planned.name, kind=config.kind, version="", config=dumped, inputs={}, cache=cache)
     write_atomically(work / "config.json", stage_input.model_dump_json(indent=2))
-    watch(launch(work, config), planned, work, lambda: None, stop)
+    try:
+        watch(launch(work, config), planned, work, lambda: None, stop)
+    except StageTimeoutError:
+        if not (work / PROBLEMS_FILE).exists():
+            raise
     return PROBLEMS.validate_json((work / PROBLEMS_FILE).read_bytes())
 
 

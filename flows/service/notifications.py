@@ -118,7 +118,7 @@ def send_test(channel: Channel) -> None:
             block.notify(subject="llm-lifecycle: a test", body="Notifications of refreshes come this way.", _sync=True)
     except httpx.HTTPStatusError as error:  # its message holds the address
         raise ServerError(f"notifying by {channel}: the webhook answered {error.response.status_code}") from None
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ServerError(f"notifying by {channel}: the webhook does not answer: {type(error).__name__}") from None
     except NotificationError as error:
         said = redact(error.log.strip()) or "it was not sent, and nothing says why"

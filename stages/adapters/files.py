@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from stages.core.errors import ModelError
 from stages.core.files import write_atomically
 from stages.models.model_folder import follow_file_mask
+from stages.models.weight_files import weight_paths
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -113,6 +114,25 @@ def read_adapter(folder: Path) -> Adapter:
         scaling=config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank),
         is_transposed=bool(config.get("fan_in_fan_out")),
     )
+
+
+def check_mergeable(layers: Collection[str], base: Path) -> None:
+    """Raise ModelError unless each adapted layer has a weight of its name in the files of the model folder `base`.
+
+    Some architectures are stored under other names than they have in memory; an adapter could not be merged into them.
+    """
+    from safetensors import safe_open
+
+    stored: set[str] = set()
+    for path in weight_paths(base):
+        with safe_open(path, framework="pt") as file:
+            stored.update(file.keys())
+    if lost := sorted(layer for layer in layers if f"{layer}.weight" not in stored):
+        raise ModelError(
+            f"training an adapter on {base}: {len(lost)} of its layers have other names in the model's files "
+            f"({', '.join(lost[:NUM_NAMED])}), so it could not be merged; save the model again with Transformers' "
+            "`save_pretrained`, or name layers of the language model in adapter.target_modules"
+        )
 
 
 def _check_learned(named: Mapping[str, Tensor]) -> None:

@@ -69,7 +69,9 @@ def _check(causal_lm: Any, config: AdapterConfig) -> None:
     odd = [name for name, module in causal_lm.named_modules() if hasattr(module, "lora_A") and name not in layers]
     edges = (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings())
     odd += [name for name, module in layers.items() if any(module is edge for edge in edges)]
-    if odd:
+    decoder = {id(module) for module in causal_lm.get_decoder().modules()}
+    odd += [name for name, module in layers.items() if id(module) not in decoder]
+    if odd := list(dict.fromkeys(odd)):
         raise ModelError(
             f"adapter.target_modules is {config.target_modules!r}, which adapts {', '.join(odd[:NUM_NAMED])}: only "
             "linear layers between the embedding and the head can be adapted; leave these out with exclude_modules"

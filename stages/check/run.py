@@ -14,7 +14,7 @@ from stages.core.files import write_atomically
 
 def run(config: CheckConfig, context: StageContext) -> StageResult:
     """Write down every problem. That some are found is no failure of the check."""
-    problems = []
+    problems: list[InputProblem] = []
     for number, stage in enumerate(config.stages):
         context.progress(number, len(config.stages), "stages", f"checking the inputs of {stage.name}")
         check = importlib.import_module(f"stages.{stage.kind}.check").check
@@ -22,5 +22,6 @@ def run(config: CheckConfig, context: StageContext) -> StageResult:
             InputProblem(stage=stage.name, field=field, error=type(error).__name__, message=str(error))
             for field, error in check(stage)
         ]
-    write_atomically(context.work / PROBLEMS_FILE, PROBLEMS.dump_json(tuple(problems), indent=2).decode())
+        # After each: what was found stays found when there is no time for the next.
+        write_atomically(context.work / PROBLEMS_FILE, PROBLEMS.dump_json(tuple(problems), indent=2).decode())
     return StageResult(metrics={"stages": len(config.stages), "problems": len(problems)})

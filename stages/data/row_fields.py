@@ -45,7 +45,7 @@ def check_row(row: dict[str, Any], read: tuple[str, ...]) -> None:
     _check_fields(row, "")
     for column, number, message in _messages(row, read):
         _check_fields(message, f" of message {number} of `{column}`")
-    if row.get("label") in (False, "false", "False"):
+    if (label := row.get("label")) is False or label in ("false", "False"):  # 0 may well be a class
         raise RowError(
             "has `label: false`, so its answer is a bad one, which would be learned; expected good answers alone "
             "(make pairs of good and bad ones for `method: dpo`, or leave this row out)"

@@ -18,7 +18,7 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context
+from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
@@ -96,8 +96,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Jinja calls this for every call in a template."""
-        _check_numbers(args, kwargs)
         method = getattr(obj, "__wrapped__", obj)  # Jinja wraps `str.format`
+        if not isinstance(obj, Macro):  # what a macro does with a number is seen there
+            _check_numbers(args, kwargs)
         if isinstance(text := getattr(method, "__self__", None), str) and method.__name__.startswith("format"):
             _check_format(text)
         return _measured(super().call(context, obj, *args, **kwargs))
@@ -156,11 +157,15 @@ def _call(function: str, arguments: list[nodes.Expr], line: int) -> nodes.Call:
 
 
 def _limited(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that neither takes numbers nor makes texts beyond the limit."""
+    """A filter that neither is asked for so many, nor makes texts beyond the limit.
+
+    What it is applied to may be any number: a timestamp in the arguments of a call asks for nothing.
+    """
+    num_given = 2 if hasattr(function, "jinja_pass_arg") else 1
 
     @functools.wraps(function)  # also what marks a filter as one that wants the context
     def limited(*args: Any, **kwargs: Any) -> Any:
-        _check_numbers(args, kwargs)
+        _check_numbers(args[num_given:], kwargs)
         return _measured(function(*args, **kwargs))
 
     return limited

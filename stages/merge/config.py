@@ -21,9 +21,10 @@ class MergeConfig(StageConfig):
     adapter: AdapterReference
     max_difference: PositiveFloat = Field(
         0.05,
-        description="Nats per token that a document's log-probability may differ from what training computed, at most; "
-        "the rounding of the merged weights is in it.",
+        description="Nats per token that recorded documents' log-probabilities may differ from what training computed, "
+        "on average; the rounding of the merged weights is in it.",
     )
+    trust_remote_code: bool = Field(False, description="Run the Python files that come with the model.")
 
     @property
     def product(self) -> Product:

@@ -18,9 +18,11 @@ SIZES = {
 """Positive whole numbers in every config that has them."""
 OPTIONAL_SIZES = {
     "num_key_value_heads", "head_dim", "intermediate_size", "ffn_dim", "n_inner", "max_position_embeddings",
-    "n_positions", "num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size",
+    "n_positions",
 }  # fmt: skip
 """So are these, but null means a default, and some architectures have a list, one for each layer."""
+EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"}
+"""So are these, and 0 means that there are none, as in the dense ones of Granite's hybrids."""
 DTYPES = {"float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "half", "float", "double"}
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NUM_NAMED = 5
@@ -71,9 +73,10 @@ def _problems(config: Mapping[str, Any]) -> Iterator[str]:
     for name in sorted(SIZES & config.keys()):
         if not _is_size(config[name]):
             yield f"{name} is {config[name]!r}, expected a positive whole number"
-    for name in sorted(OPTIONAL_SIZES & config.keys()):
+    for name in sorted((OPTIONAL_SIZES | EXPERTS) & config.keys()):
         values = config[name] if isinstance(config[name], list) else [config[name]]
-        if not all(value is None or _is_size(value) for value in values):
+        none = (None, 0) if name in EXPERTS else (None,)
+        if not all(_is_size(value) or any(value is one for one in none) for value in values):
             yield f"{name} is {config[name]!r}, expected a positive whole number"
     heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if _is_size(heads) and _is_size(groups) and heads % groups:

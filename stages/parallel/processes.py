@@ -49,7 +49,9 @@ def _store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     if "RANK" not in os.environ:
         return dist.HashStore()
     if RENDEZVOUS_FILE in os.environ:
-        return dist.FileStore(os.environ[RENDEZVOUS_FILE], world_size)
+        store = dist.FileStore(os.environ[RENDEZVOUS_FILE], world_size)
+        store.set_timeout(timeout)  # torch sets that of its own stores only; NCCL waits here while rank 0 reads a model
+        return store
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank:
         return dist.TCPStore(address, port, world_size, timeout=timeout)

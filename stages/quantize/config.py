@@ -52,7 +52,7 @@ class CalibrationConfig(StrictModel):
 class QuantizeConfig(StageConfig):
     """Quantize a model (→ `model/`)."""
 
-    STAGE_VERSION: ClassVar[int] = 1
+    STAGE_VERSION: ClassVar[int] = 2
     HAS_CHECK: ClassVar[bool] = True
 
     kind: Literal["quantize"]

@@ -132,7 +132,8 @@ def _scaled(model: nn.Module, scaling: Scaling) -> Iterator[None]:
     readers = [model.get_submodule(name) for name in scaling.readers]
     num_channels = readers[0].weight.shape[1]
     scales = POWERS_OF_TWO.repeat(-(-num_channels // len(POWERS_OF_TWO)))[:num_channels].to(readers[0].weight)
-    kept = [(tensor, tensor.clone()) for tensor in _parameters(source, *readers)]
+    # Multiplied back rather than kept: a copy of every layer would be a second model. fp16 is too narrow for that.
+    narrow = [(tensor, tensor.clone()) for tensor in _parameters(source, *readers) if tensor.dtype == torch.float16]
     try:
         for tensor in _parameters(source):
             tensor[-num_channels:].div_(scales if tensor.ndim == 1 else scales.unsqueeze(1))
@@ -140,7 +141,11 @@ def _scaled(model: nn.Module, scaling: Scaling) -> Iterator[None]:
             reader.weight.mul_(scales)
         yield
     finally:
-        for tensor, original in kept:
+        for tensor in _parameters(source):
+            tensor[-num_channels:].mul_(scales if tensor.ndim == 1 else scales.unsqueeze(1))
+        for reader in readers:
+            reader.weight.div_(scales)
+        for tensor, original in narrow:
             tensor.copy_(original)
 
 

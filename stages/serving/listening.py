@@ -6,6 +6,7 @@ A thread, so that whatever ends this process ends the proxy, and no process, por
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from stages.core.errors import ResourceError
 from stages.serving.proxy import Proxy
 
 MAX_CONNECTIONS = 2048
+FILES_AT_A_TIME = 65_536
 IDLE_TIMEOUT_S = 60.0
 """A connection that sends nothing, or no whole request, is closed."""
 LINGER_S = 2.0
@@ -29,6 +31,9 @@ def listening(proxy: Proxy, public: socket.socket, last_answers_s: float = 1.0) 
 
     Raises ResourceError when somebody else listens there.
     """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < FILES_AT_A_TIME:  # usually 1,024; a request takes two
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, FILES_AT_A_TIME), hard))
     try:
         public.listen(MAX_CONNECTIONS)
     except OSError as error:  # a port that two have reserved is given to the first that listens

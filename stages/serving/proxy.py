@@ -112,7 +112,14 @@ class Proxy:
                 return _error(408, f"the request's body did not arrive within {BODY_TIMEOUT_S:g} s")
             if body is None:
                 return _error(413, f"the request is larger than {MAX_BODY_BYTES} bytes")
-            return await self._passed_on(request, body, backend)
+            try:
+                # Of the whole answer: a client that stops reading would hold it for ever.
+                async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                    return await self._passed_on(request, body, backend)
+            except TimeoutError:
+                if request.transport:
+                    request.transport.abort()
+                return web.Response()
 
     async def close(self) -> None:
         """Close what is open to engines."""

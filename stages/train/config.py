@@ -92,7 +92,7 @@ class TrainConfig(MethodOptions):
     With `adapter:` the model is frozen and low-rank weights beside it learn (→ `adapter/`).
     """
 
-    STAGE_VERSION: ClassVar[int] = 1
+    STAGE_VERSION: ClassVar[int] = 2
     HAS_CHECK: ClassVar[bool] = True
 
     kind: Literal["train"]

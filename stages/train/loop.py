@@ -173,7 +173,7 @@ def _choose_weights(run: TrainingRun, final: LossMeans | None) -> LossMeans | No
     """Go back to the best step if the recipe wants it, else warn where the held-out loss has risen again; returns the
     evaluation of the weights that are left."""
     lowest, step = run.journal.lowest_evaluation(run.last_step)
-    if final is None or final.loss <= lowest or run.trial:
+    if final is None or run.trial or not run.engine.broadcast_from_rank0(final.loss > lowest):
         return final
     compared = f"the held-out loss is {final.loss:.4g} after the last step, and was {lowest:.4g} at step {step}"
     if run.config.keep == "best":

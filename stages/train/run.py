@@ -60,8 +60,11 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
         with (
             explained_out_of_memory(config, prediction.metrics.get("predicted_memory_gib")),
             Watchdog(
-                context.work, config.execution.hang_timeout_s, learns_step_times=not config.layout.compile
-            ) as watchdog,  # a step with a new shape may be compiled, which takes as long as many steps
+                context.work,
+                config.execution.hang_timeout_s,
+                # Without packing, steps are as long as their longest row; compiled, one of a new shape as many others.
+                learns_step_times=config.data.packing and not config.layout.compile,
+            ) as watchdog,
         ):
             engine = _build_engine(config, model_folder, shape, device)
             training_run = _assemble(config, context, engine, data, model_folder, watchdog)

@@ -63,7 +63,7 @@ class Watchdog:
         self._begins(doing, self._timeout_s, "execution.hang_timeout_s")
 
     def begins_step(self, step: int) -> None:
-        """Say that a step is done from now on, and allow it the time that steps take."""
+        """Say that a step is done from now on, and allow it the time that steps take, if they are all alike."""
         limit_s = self._timeout_s
         if self._learns_step_times and len(self._step_times_s) >= KNOWN_AFTER_STEPS:
             limit_s = min(limit_s, max(LEAST_STEP_LIMIT_S, STEP_TIMES * max(self._step_times_s)))

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from stages.adapters.files import write_adapter
-from stages.adapters.lora import add_adapter, store_frozen_weights
+from stages.adapters.files import check_mergeable, write_adapter
+from stages.adapters.lora import adapted_layers, add_adapter, store_frozen_weights
 from stages.core.contract import is_main_process
 from stages.data.batch import Batch
 from stages.engines.engine import LossMeans, StepOutcome
@@ -51,6 +51,7 @@ class FsdpEngine:
             add_adapter(self._model.causal_lm, settings.adapter, settings.seed) if settings.adapter else None
         )
         if self._adapter:
+            check_mergeable(adapted_layers(self._model.causal_lm), folder)
             store_frozen_weights(self._model.causal_lm, self.compute_dtype)
         self.flops = model_flops(self._model.causal_lm)
         adam = settings.adam

@@ -84,6 +84,7 @@ def test_a_benchmark_of_nothing(plan):
     ("rope", "positions"),
     [
         ({"rope_type": "linear", "factor": 4.0}, 400),
+        ({"rope_type": "linear", "factor": None}, 100),
         ({"rope_type": "dynamic", "factor": 2.0}, 200),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
         ({"rope_type": "llama3", "factor": 8.0}, 100),

@@ -84,6 +84,19 @@ def test_today_is_the_same_day_in_every_run():
     assert template.wrote_date
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ time | string }}",
+        "{{ time | tojson }}",
+        "{% macro shown(value) %}{{ value }}{% endmacro %}{{ shown(time) }}",
+        "{% macro shown(value) %}{{ value | string }}{% endmacro %}{{ shown(value=time) }}",
+    ],
+)
+def test_a_large_number_in_a_conversation_asks_for_nothing(source):
+    assert run(source, time=1_700_000_000) == "1700000000"
+
+
 def test_ordinary_arithmetic_and_formats_are_left_alone():
     assert run("{{ 7 % 3 }}{{ '%s-%02d' % ('a', 3) }}{{ 'ab' * 3 }}{{ [1] + [2] }}{{ 'a' ~ 1 }}{{ 2 ** 10 }}") == (
         "1a-03ababab[1, 2]a11024"

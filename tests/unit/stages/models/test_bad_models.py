@@ -161,6 +161,7 @@ SOUND: dict[str, Change] = {
     ),
     "no padding, as old Llama models say it": config(pad_token_id=-1),
     "defaults that are null": config(num_key_value_heads=None, head_dim=None, eos_token_id=None),
+    "no experts, as Granite's dense hybrids say it": config(num_local_experts=0),
     "a width for each layer": config(intermediate_size=[16, 24]),
     "masks and counters": weights(lambda found: {**found, "attn.bias": np.ones((1, 1, 4, 4), np.uint8)}),
     "quantized": lambda folder: (
