@@ -83,7 +83,7 @@ class Follower:
         try:
             version = self._registry.find(self._name, self._alias)
             if version is None or version.number != self._failed:
-                self._failed = None  # whoever moves the alias away and back wants another try
+                self._failed = None  # an alias that is moved away and back asks for another try
             if version is None or version.number in (serving.version.number, self._failed):
                 return None
             say(f"version {version.number} of {self._name} is {self._alias} now; starting its server")

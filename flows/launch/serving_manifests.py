@@ -121,11 +121,7 @@ def _pod(name: str, model: Path, home: Path, config: ServeConfig) -> Manifest:
     container = {
         "name": engine.name,
         "image": asked.image,
-        "command": [
-            *START,
-            str(SOCKET),
-            *program.server_command(spec, EngineAddress(SOCKET)),
-        ],
+        "command": [*START, str(SOCKET), *program.server_command(spec, EngineAddress(SOCKET))],
         "env": [
             *({"name": variable, "value": value} for variable, value in environment.items()),
             *environment_by_reference(asked.secrets),
@@ -137,7 +133,21 @@ def _pod(name: str, model: Path, home: Path, config: ServeConfig) -> Manifest:
         "securityContext": CONTAINER_SECURITY,
         "volumeMounts": mounts,
     }
-    proxy = {
+    return {
+        "serviceAccountName": asked.service_account,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        # Requests that are being answered are answered to the end.
+        "terminationGracePeriodSeconds": 120,
+        "securityContext": POD_SECURITY,
+        "containers": [container, _proxy(asked)],
+        "nodeSelector": asked.node_selector,
+        "volumes": [*volumes(asked), {"name": "engine", "emptyDir": {}}],
+    }
+
+
+def _proxy(asked: KubernetesOptions) -> Manifest:
+    return {
         "name": "proxy",
         "image": asked.image,
         "command": ["python", "-m", "stages.serving.proxy_program", str(SOCKET), str(PORT)],
@@ -150,17 +160,6 @@ def _pod(name: str, model: Path, home: Path, config: ServeConfig) -> Manifest:
         "resources": {"requests": {"cpu": "1", "memory": "256Mi"}, "limits": {"memory": "1Gi"}},
         "securityContext": CONTAINER_SECURITY,
         "volumeMounts": [{"name": "engine", "mountPath": str(SOCKET.parent)}],
-    }
-    return {
-        "serviceAccountName": asked.service_account,
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,
-        # Requests that are being answered are answered to the end.
-        "terminationGracePeriodSeconds": 120,
-        "securityContext": POD_SECURITY,
-        "containers": [container, proxy],
-        "nodeSelector": asked.node_selector,
-        "volumes": [*volumes(asked), {"name": "engine", "emptyDir": {}}],
     }
 
 

@@ -43,7 +43,7 @@ def start_when_due(request: RefreshRequest) -> RefreshRun | State[Any]:
     A retry goes on in the ledger of the refresh that failed. Whatever the recipe stands on is resolved when it starts.
     Raises what `check_parameters` and `make_plan` raise.
     """
-    name = Path(str(runtime.flow_run.name)).name  # whoever names a flow run names no ledger elsewhere
+    name = Path(str(runtime.flow_run.name)).name  # the name of a flow run names no ledger elsewhere
     ledger = ledger_of(name)
     if ledger.exists():
         request = retry_of(ledger.read())

@@ -29,7 +29,7 @@ def check_parameters(request: RefreshRequest) -> None:
     path = Path(request.recipe)
     before, after = read_tree(path), read_tree(path)
     if apply_overrides(after, request.overrides):
-        return  # whoever reads the recipe says what is wrong
+        return  # reading the recipe says what is wrong
     found = []
     for names, value in _changes(before, after):
         reason = _reason(names, value, path.absolute().parent)

@@ -33,7 +33,7 @@ def input_problems(
     launch: Launcher,
     stop: threading.Event,
 ) -> Iterator[InputProblem]:
-    """Problems of the stages that will run and whose inputs are there, or can be told from what is.
+    """Problems of the stages that will run and whose inputs are there, or can be known from what is.
 
     folder: for the work of the check; gone afterwards.
     Raises what `watch` raises when the check itself fails or is stopped.

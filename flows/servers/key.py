@@ -1,4 +1,4 @@
-"""The key of this home's servers: whoever has it may ask Prefect and MLflow. A file that only its owner may read."""
+"""The key of this home's servers: with it, anybody may ask Prefect and MLflow. A file that only its owner may read."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ PROMPT = "> "
 
 
 def chat(client: Client) -> None:
-    """Go on until the end of the input. An answer that the server refuses is told, and not part of the conversation."""
+    """Go on until the end of the input. What the server refuses is said, and not part of the conversation."""
     messages: list[dict[str, str]] = []
     while (question := _asked()) is not None:
         if question == NEW:

@@ -87,7 +87,7 @@ class Checkpoints:
         return step
 
     def load(self, step: int) -> None:
-        """Load a whole checkpoint, of which every process must be told the same step."""
+        """Load a whole checkpoint, of which every process must be given the same step."""
         self._engine.load(self._folder / f"step-{step}")
 
     def _partial(self, step: int) -> Path:

@@ -130,7 +130,7 @@ def _assemble(
     layout, trial = config.layout, context.trial
     checkpoints_folder = context.scratch / "checkpoints"
     if is_main_process() and trial is None:
-        num_files = config.execution.checkpoints_kept + 1
+        num_files = config.execution.checkpoints_kept + 1 + (config.keep == "best")
         check_free_disk(context.scratch, num_files * engine.checkpoint_bytes, f"{num_files} checkpoints")
     order = DataOrder(
         len(data.training),
@@ -140,11 +140,7 @@ def _assemble(
         engine.data_parallel_size,
         config.seed,
     )
-    num_steps = config.steps or math.ceil(config.epochs * len(data.training) / config.global_batch_size)
-    if config.warmup_steps > num_steps:
-        context.warn(
-            f"warmup_steps {config.warmup_steps} is more than the {num_steps} steps: learning_rate is not reached"
-        )
+    num_steps = _num_steps(config, context, len(data.training))
     last_step = trial.steps if trial else num_steps
     num_steps = max(num_steps, last_step)
     training_rows = sorted({row for step in range(1, last_step + 1) for row in order.global_batch(step)})
@@ -172,6 +168,15 @@ def _assemble(
         watchdog=watchdog,
         trial=trial,
     )
+
+
+def _num_steps(config: TrainConfig, context: StageContext, num_rows: int) -> int:
+    num_steps = config.steps or math.ceil(config.epochs * num_rows / config.global_batch_size)
+    if config.warmup_steps > num_steps:
+        context.warn(
+            f"warmup_steps {config.warmup_steps} is more than the {num_steps} steps: learning_rate is not reached"
+        )
+    return num_steps
 
 
 def _peak(engine: Engine, config: TrainConfig) -> Peak | None:

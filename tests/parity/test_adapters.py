@@ -13,10 +13,8 @@ from transformers import AutoModelForCausalLM
 from stages.adapters.config import AdapterConfig
 from stages.adapters.files import read_adapter
 from tests.parity.test_fsdp import (
-    EPSILON,
-    LEARNING_RATE,
-    MAX_GRAD_NORM,
     data,
+    learn_plainly,
     make_config,
     models,
     negative_log_likelihood,
@@ -66,18 +64,7 @@ def train_plainly(folder, adapter, data):
     )
     model = peft.get_peft_model(model, config)
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(learning, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=EPSILON, weight_decay=0.0)
-    losses, grad_norms = [], []
-    for rows in data:
-        documents = [torch.tensor([document]) for row in rows for document in row]
-        count = sum(document.shape[1] - 1 for document in documents)
-        loss = sum(negative_log_likelihood(model, document) for document in documents) / count
-        loss.backward()
-        losses.append(loss.item())
-        grad_norms.append(torch.nn.utils.clip_grad_norm_(learning, MAX_GRAD_NORM).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, grad_norms, model.eval()
+    return learn_plainly(model, [{"params": learning, "weight_decay": 0.0}], data)
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=lambda processes: f"{processes}-processes")

@@ -106,8 +106,11 @@ def plain(models, data):
 
 def train_plainly(folder, data):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    groups = trainer_parameter_groups(model, WEIGHT_DECAY)
-    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=EPSILON)
+    return learn_plainly(model, trainer_parameter_groups(model, WEIGHT_DECAY), data)
+
+
+def learn_plainly(model, parameter_groups, data):
+    optimizer = torch.optim.AdamW(parameter_groups, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=EPSILON)
     losses, grad_norms = [], []
     for rows in data:
         documents = [torch.tensor([document]) for row in rows for document in row]

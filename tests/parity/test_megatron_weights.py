@@ -59,17 +59,20 @@ def make_large_model(folder):
     )  # fmt: skip
     config.save_pretrained(folder)
     names = [f"self_attn.{letter}_proj" for letter in "qkvo"]
+    index = {}
     for layer in range(NUM_LAYERS):
         square = {f"{name}.weight": torch.randn(HIDDEN, HIDDEN) for name in names}
         wide = {f"mlp.{name}_proj.weight": torch.randn(INNER, HIDDEN) for name in ("gate", "up")}
         norms = {f"{name}_layernorm.weight": torch.ones(HIDDEN) for name in ("input", "post_attention")}
         weights = {**square, **wide, **norms, "mlp.down_proj.weight": torch.randn(HIDDEN, INNER)}
-        save_file(
-            {f"model.layers.{layer}.{name}": weight for name, weight in weights.items()},
-            folder / f"{layer}.safetensors",
-        )
+        named = {f"model.layers.{layer}.{name}": weight for name, weight in weights.items()}
+        save_file(named, folder / f"{layer}.safetensors")
+        index |= dict.fromkeys(named, f"{layer}.safetensors")
     ends = {name: torch.randn(VOCABULARY, HIDDEN) for name in ("model.embed_tokens.weight", "lm_head.weight")}
-    save_file({**ends, "model.norm.weight": torch.ones(HIDDEN)}, folder / "ends.safetensors")
+    ends["model.norm.weight"] = torch.ones(HIDDEN)
+    save_file(ends, folder / "ends.safetensors")
+    index |= dict.fromkeys(ends, "ends.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
 
 
 @pytest.fixture(scope="module")

@@ -136,7 +136,7 @@ def test_files_that_do_not_belong_together_are_refused(dpo, artifacts, tmp_path)
         merged({**artifacts, "dpo": changed}, tmp_path / "3")
 
     save_file({**tensors, name: 2 * tensors[name]}, weights)
-    with pytest.raises(GateError, match="another log-probability than training did"):
+    with pytest.raises(GateError, match="other log-probabilities than training did"):
         merged({**artifacts, "dpo": changed}, tmp_path / "4", max_difference=1e-5)
 
 

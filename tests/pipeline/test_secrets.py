@@ -5,6 +5,7 @@ import re
 import secrets
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,11 +53,9 @@ def hub(tmp_path_factory, planted):
 
 
 def recipe(home, hub, planted):
-    """Stages of every kind that sees a secret, and three that fail while they have one in their hands."""
+    """Stages of every kind that sees a secret, and two that fail while they have one in their hands."""
     rows = home.folder.parent / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{a}+1=", "completion": f"{a + 1}"}) + "\n" for a in range(64)))
-    odd = home.folder.parent / "odd.jsonl"
-    odd.write_text(json.dumps({"messages": [{"role": planted["ROW_KEY"], "content": "mine"}]}) + "\n")
     told = {"OWN_SECRET": planted["OWN_SECRET"], "PYTHONPATH": str(STAND_IN)}
     mirror = hub.url.replace("://", f"://me:{planted['MIRROR_PASSWORD']}@")
     stages = {
@@ -74,6 +73,26 @@ def recipe(home, hub, planted):
             "export_dtype": "float32",
             "execution": {"environment": {"OWN_SECRET": planted["OWN_SECRET"], "MY_SETTING": planted["UNNAMED"]}},
         },
+        "scores": {**after("sft"), "serving": SERVING, "limit": 4, "execution": {}},
+        "mirrored": {
+            "kind": "download",
+            "model": f"hf://org/absent@{COMMIT}",
+            "execution": {"environment": {"HF_ENDPOINT": mirror}},
+        },
+        "explained": model("quote_secret", "explained", **told),
+        "dead": model("print_secret", "dead", **told),
+    }
+    path = home.folder.parent / "secrets.yaml"
+    path.write_text(json.dumps({"name": "secrets", "stages": stages}))
+    return path
+
+
+def bad_recipe(home, planted):
+    """Training on a row that is refused, with a secret in it; beside other stages it would keep these from training."""
+    odd = home.folder.parent / "odd.jsonl"
+    odd.write_text(json.dumps({"messages": [{"role": planted["ROW_KEY"], "content": "mine"}]}) + "\n")
+    stages = {
+        "base": {"kind": "download", "model": "hf://org/tiny"},
         "odd": {
             "kind": "download",
             "dataset": f"file://{odd}",
@@ -89,23 +108,15 @@ def recipe(home, hub, planted):
             "learning_rate": 1e-3,
             "execution": {"environment": {"ROW_KEY": planted["ROW_KEY"]}},
         },
-        "scores": {**after("sft"), "serving": SERVING, "limit": 4, "execution": {}},
-        "mirrored": {
-            "kind": "download",
-            "model": f"hf://org/absent@{COMMIT}",
-            "execution": {"environment": {"HF_ENDPOINT": mirror}},
-        },
-        "explained": model("quote_secret", "explained", **told),
-        "dead": model("print_secret", "dead", **told),
     }
-    path = home.folder.parent / "secrets.yaml"
-    path.write_text(json.dumps({"name": "secrets", "stages": stages}))
+    path = home.folder.parent / "bad.yaml"
+    path.write_text(json.dumps({"name": "bad", "stages": stages}))
     return path
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory, hub, planted):
-    """The home after a scheduled refresh, its record, what was shown of it, and the command lines of all processes."""
+    """The home after two scheduled refreshes, their stages, what was shown of them, and all command lines."""
     home = WorkerHome(tmp_path_factory.mktemp("secrets") / "home")
     home.environment |= {name: planted[name] for name in IN_THE_ENVIRONMENT}
     home.environment["HOOK"] = f"http://127.0.0.1:9/{planted['WEBHOOK']}"
@@ -113,8 +124,9 @@ def seen(tmp_path_factory, hub, planted):
     path = recipe(home, hub, planted)
     with command_lines() as commands:
         home.schedule(path)
+        home.schedule(bad_recipe(home, planted))
         shown = [home.lifecycle("notify", "add", "webhook", "--url-from", "HOOK")]
-        flow_run = home.run_now("secrets")
+        flow_runs = [home.run_now(name) for name in ("secrets", "bad")]
         shown += [home.lifecycle(*words) for words in (("runs", "--json"), ("show",), ("status",))]
         shown += [home.lifecycle("notify", *words) for words in (("list",), ("test", "webhook"))]
     # Whoever gives a secret so has shown it already; it is in these command lines, and must get no further.
@@ -124,10 +136,15 @@ def seen(tmp_path_factory, hub, planted):
         assert [done.returncode for done in refused] == [3, 3, 3]
         shown += refused
     answered = [json.dumps(answer) for answer in everything(home)]
+    record, bad = (home.record(flow_run) for flow_run in flow_runs)
     yield (
         home,
-        home.record(flow_run),
-        [home.logs(flow_run["id"]), *answered, *(done.stdout + done.stderr for done in shown)],
+        replace(record, stages={**bad.stages, **record.stages}),
+        [
+            *(home.logs(flow_run["id"]) for flow_run in flow_runs),
+            *answered,
+            *(done.stdout + done.stderr for done in shown),
+        ],
         commands,
     )
     assert home.lifecycle("down").returncode == 0

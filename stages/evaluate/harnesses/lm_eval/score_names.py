@@ -78,7 +78,7 @@ def _local_tasks(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """A file that cannot be read counts as empty: whoever runs the task complains."""
+    """A file that cannot be read counts as empty: running the task says what is wrong."""
     try:
         config = parse_task_file(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
