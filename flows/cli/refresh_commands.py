@@ -41,5 +41,9 @@ def logs(name: str, refresh: str | None, follow: bool) -> None:
     """Print what all processes of a stage have printed, in its latest attempt or for its artifact."""
     from flows.cli.logs import find_log
 
-    for text in find_log(name, refresh).read(follow):
+    log, is_empty = find_log(name, refresh), True
+    for text in log.read(follow):
         click.echo(text, nl=False)
+        is_empty = False
+    if is_empty:
+        click.echo(f"the processes of {name} printed nothing; metrics and events of it are in {log.folder}", err=True)

@@ -4,8 +4,10 @@ import threading
 import time
 
 import pytest
+from click.testing import CliRunner
 
 from flows.cli.logs import find_log
+from flows.cli.refresh_commands import logs
 from flows.ledger.events import AttemptBegan, PlannedEntry, RefreshBegan, RefreshEnded
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.refreshes import end_of, ledger_of
@@ -84,6 +86,14 @@ def test_following_ends_when_the_refresh_was_killed(home):
     (work / "log.txt").write_text("and then\n")
 
     assert "".join(find_log("sft", None).read(follow=True)) == "and then\n"
+
+
+def test_an_empty_log_is_said_to_be_empty(home):
+    _, work = begin(home, "a-1")
+    (work / "log.txt").touch()
+    done = CliRunner().invoke(logs, ["sft"])
+    assert done.stdout == ""
+    assert f"printed nothing; metrics and events of it are in {work}" in done.stderr
 
 
 def test_what_is_not_there_is_named(home):
