@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
 
 from stages.adapters.config import AdapterConfig
-from stages.adapters.files import read_adapter, write_adapter
+from stages.adapters.files import check_mergeable, read_adapter, write_adapter
 from stages.adapters.lora import adapted_layers, add_adapter, store_frozen_weights
 from stages.core.errors import ModelError
 from stages.models.transformers_flops import model_flops
@@ -117,3 +118,14 @@ def test_transposed_weights_are_changed_transposed(tmp_path):
     factors = {name: torch.ones_like(one) for name, one in model.named_parameters() if one.requires_grad}
     write_adapter(tmp_path / "adapter", factors, lora.to_dict(), tmp_path, torch.float32)
     assert read_adapter(tmp_path / "adapter").change("transformer.h.0.mlp.c_fc").shape == (16, 64)
+
+
+def test_layers_that_the_files_call_otherwise_are_refused_before_training(tmp_path):
+    model = adapted(target_modules=("q_proj",))
+    save_file({f"{name}.weight": torch.ones(1) for name in adapted_layers(model)}, tmp_path / "model.safetensors")
+    check_mergeable(adapted_layers(model), tmp_path)
+
+    renamed = {f"language_{name}.weight": torch.ones(1) for name in adapted_layers(model)}
+    save_file(renamed, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"2 of its layers have other names .*model\.layers\.0\.self_attn\.q_proj"):
+        check_mergeable(adapted_layers(model), tmp_path)
