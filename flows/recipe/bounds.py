@@ -16,7 +16,7 @@ from stages.core.errors import RecipeError
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 50
-MAX_VALUES = 100_000
+MAX_VALUES = 20_000
 REPLACEMENT_CHARACTER = "\ufffd"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 
