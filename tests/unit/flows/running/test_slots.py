@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -52,17 +51,19 @@ def test_a_large_request_is_not_overtaken_by_small_ones(slots):
     one = slots.acquire(1, busy)
     order = []
 
-    def take(count):
-        slots.acquire(count, lambda: None).release()
+    def take(count, waits):
+        held = slots.acquire(count, waits.set)
         order.append(count)
+        held.release()
 
-    threads = [threading.Thread(target=take, args=(count,)) for count in (2, 1)]
-    for thread in threads:
+    waiting = {count: threading.Event() for count in (2, 1)}
+    threads = [threading.Thread(target=take, args=one) for one in waiting.items()]
+    for thread, waits in zip(threads, waiting.values(), strict=True):
         thread.start()
-        time.sleep(0.3)
+        waits.wait()
     one.release()
     for thread in threads:
-        thread.join(10)
+        thread.join()
     assert order == [2, 1]
 
 

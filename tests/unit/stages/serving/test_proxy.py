@@ -261,6 +261,7 @@ def test_a_connection_that_asks_for_nothing_is_closed(in_front_of_two, monkeypat
 
 def test_a_body_that_does_not_come_is_not_waited_for(in_front_of_two, monkeypatch):
     monkeypatch.setattr(proxy_module, "BODY_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(listening_module, "LINGER_S", 0.1)
 
     async def trial(old, new, next_behind, proxy, client):
         head = [f"POST {COMPLETIONS} HTTP/1.1", f"Authorization: Bearer {KEY}", "Content-Length: 5"]
@@ -271,19 +272,27 @@ def test_a_body_that_does_not_come_is_not_waited_for(in_front_of_two, monkeypatc
     in_front_of_two(trial)
 
 
+async def status_of(client: httpx.AsyncClient) -> int | None:
+    """Of the answer to a completion; None when there is none."""
+    try:
+        return (await client.post(COMPLETIONS, content=json.dumps({}))).status_code
+    except httpx.TransportError:
+        return None
+
+
 def test_connections_beyond_the_bound_are_closed(in_front_of_two, monkeypatch):
     monkeypatch.setattr(listening_module, "MAX_CONNECTIONS", 3)
 
     async def trial(old, new, next_behind, proxy, client):
         host, port = client.base_url.host, client.base_url.port
-        held = [await asyncio.open_connection(host, port) for _ in range(3)]
-        await asyncio.sleep(0.1)
+        held = [await asyncio.open_connection(host, port) for _ in range(3)]  # taken up in the order they came
         reader, writer = await asyncio.open_connection(host, port)
         with suppress(ConnectionError):
             assert await reader.read() == b""  # those that are held are open for longer than this test may take
         for _, one in [*held, (reader, writer)]:
             one.close()
-        await asyncio.sleep(0.1)
-        assert (await client.post(COMPLETIONS, content=json.dumps({}))).status_code == 418
+        while (status := await status_of(client)) is None:  # until it has seen that they are closed
+            await asyncio.sleep(0.01)
+        assert status == 418
 
     in_front_of_two(trial)

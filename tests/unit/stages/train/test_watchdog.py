@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from types import SimpleNamespace
 
 from stages.core.errors import TransientError
@@ -21,8 +20,9 @@ from stages.train import watchdog
 def waits_for_ever():
     threading.Event().wait()
 
-watchdog.GRACE_S = 0.1
-with watchdog.Watchdog(Path(sys.argv[1]), timeout_s=0.2) as watching:
+watchdog.GRACE_S, watchdog.LOOK_EVERY_S = 0.1, 0.05
+with watchdog.Watchdog(Path(sys.argv[1]), timeout_s=3600) as watching:
+    watching._timeout_s = 0.2  # from here on, or a busy machine might not get here in time
     watching.begins("step 3")
     waits_for_ever()
 """
@@ -74,13 +74,27 @@ def test_the_limit_of_a_step_follows_the_longest_of_the_last(tmp_path, monkeypat
 
 
 def test_what_goes_on_while_stacks_are_written_was_only_slow(tmp_path, monkeypatch):
-    monkeypatch.setattr(watchdog, "GRACE_S", 1.0)
-    with Watchdog(tmp_path, timeout_s=0.2) as watching:
-        watching.begins("step 1")
-        time.sleep(0.6)  # past the limit, within the grace
-        watching._timeout_s = 60.0
+    writing, goes_on, judged = threading.Event(), threading.Event(), threading.Event()
+    give_up = Watchdog._give_up
+
+    def slowly_written():
+        writing.set()
+        goes_on.wait()
+        return ""
+
+    def noted(watching):
+        give_up(watching)
+        judged.set()
+
+    monkeypatch.setattr(watchdog, "GRACE_S", 0.0)
+    monkeypatch.setattr(watchdog, "stacks", slowly_written)
+    monkeypatch.setattr(Watchdog, "_give_up", noted)
+    with Watchdog(tmp_path, timeout_s=0.0) as watching:
+        writing.wait()
+        watching._timeout_s = 3600.0
         watching.begins("step 2")
-        time.sleep(1.0)
+        goes_on.set()
+        judged.wait()
     assert not (tmp_path / "error.json").exists()
 
 
