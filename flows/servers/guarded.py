@@ -1,21 +1,23 @@
 """Prefect's and MLflow's servers, each behind a guard.
 
-    python -m flows.servers.guarded prefect|mlflow PORT
+    python -m flows.servers.guarded prefect|mlflow DESCRIPTOR
 
 Their own commands let nobody put anything before their applications; what those commands do beyond starting them
-(ports, daemons, worker processes) is done by `local.py` here. Settings come from the environment (`programs.py`).
+(ports, daemons, worker processes) is done by `local.py` here, which listens already: DESCRIPTOR is its socket. Settings
+come from the environment (`programs.py`).
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 
 import uvicorn
 
 from flows.servers.guard import Guard
 from flows.servers.key import USER
-from flows.servers.programs import KEY_VARIABLE, LOOPBACK, MLFLOW_ARTIFACTS, MLFLOW_DATABASE
+from flows.servers.programs import KEY_VARIABLE, MLFLOW_ARTIFACTS, MLFLOW_DATABASE
 
 
 def prefect(port: int) -> Guard:
@@ -49,9 +51,10 @@ APPLICATIONS = {"prefect": prefect, "mlflow": mlflow}
 
 
 def main() -> None:
-    """Serve on the loopback until SIGTERM."""
-    name, port = sys.argv[1], int(sys.argv[2])
-    uvicorn.run(APPLICATIONS[name](port), host=LOOPBACK, port=port, access_log=False)
+    """Serve until SIGTERM."""
+    name, public = sys.argv[1], socket.socket(fileno=int(sys.argv[2]))
+    application = APPLICATIONS[name](public.getsockname()[1])
+    uvicorn.Server(uvicorn.Config(application, access_log=False)).run(sockets=[public])
 
 
 if __name__ == "__main__":

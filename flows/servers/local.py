@@ -14,7 +14,6 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from filelock import FileLock
@@ -23,7 +22,7 @@ from flows.ledger.home import home
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.refreshes import RunningRefreshes
 from flows.servers.key import client_settings, make_key
-from flows.servers.ports import free_port
+from flows.servers.ports import listener
 from flows.servers.programs import KEY_VARIABLE, MLFLOW, NO_TELEMETRY, PREFECT, SERVERS, WORKER, ServerProgram
 from flows.servers.records import ServerRecord, read_records, write_records
 from stages.core.errors import ServerError
@@ -183,12 +182,11 @@ def _start(
         _stop(before.values())
     started: dict[str, ServerRecord] = {}
     try:
-        with ExitStack() as reservations:
-            for program in programs:
-                started[program.name] = _launch(program, before.get(program.name), settings, reservations)
-                write_records({**records, **started})
-            for program in programs:
-                _await(program, started[program.name])
+        for program in programs:
+            started[program.name] = _launch(program, before.get(program.name), settings)
+            write_records({**records, **started})
+        for program in programs:
+            _await(program, started[program.name])
     except BaseException:
         _stop(started.values())
         write_records({name: record for name, record in records.items() if name not in started})
@@ -196,18 +194,20 @@ def _start(
     return started
 
 
-def _launch(
-    program: ServerProgram, before: ServerRecord | None, settings: Mapping[str, str], reservations: ExitStack
-) -> ServerRecord:
+def _launch(program: ServerProgram, before: ServerRecord | None, settings: Mapping[str, str]) -> ServerRecord:
     """before: its record of last time; it keeps token and, if possible, port, since others know both."""
     folder = home() / program.name
     folder.mkdir(parents=True, exist_ok=True)
-    port = free_port(reservations, before.port if before else None, program.preferred_port)
     token = before.token if before else os.urandom(16).hex()
-    environment = {**_inherited(program), **NO_TELEMETRY, **settings, **program.environment(folder, port)}
-    with (folder / "server.log").open("wb") as log:
+    with (
+        listener(before.port if before else None, program.preferred_port) as public,
+        (folder / "server.log").open("wb") as log,
+    ):
+        port = public.getsockname()[1]
+        environment = {**_inherited(program), **NO_TELEMETRY, **settings, **program.environment(folder, port)}
         process = subprocess.Popen(
-            program.command(port),
+            program.command(public.fileno()),
+            pass_fds=(public.fileno(),),
             env={**environment, TOKEN_VARIABLE: token},
             stdin=subprocess.DEVNULL,
             stdout=log,

@@ -1,25 +1,24 @@
-"""Ports of local servers: nobody else gets one between its choice and the moment the server listens."""
+"""Ports of local servers: nobody else gets one between its choice and the first answer of the server."""
 
 from __future__ import annotations
 
 import socket
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 
 from flows.servers.programs import LOOPBACK
 from stages.core.errors import ServerError
 
+MAX_WAITING_CONNECTIONS = 2048
 
-def free_port(reservations: ExitStack, *preferred: int | None) -> int:
-    """The first of the preferred ports that is free, else one that the kernel picks.
 
-    Until the reservations are closed, no other `lifecycle up` of this machine gets it: a server takes seconds before it
-    listens, and the other's health check would take it for its own. The name of a socket goes with its process.
+def listener(*preferred: int | None) -> socket.socket:
+    """A socket that listens on the first of the preferred ports that is free, else on one that the kernel picks.
+
+    For the server to inherit: it takes seconds before it answers, and who listened there meanwhile, another user of the
+    machine or another `lifecycle up`, would be taken for it and be sent the key. A port that is bound only is not ours
+    yet: with SO_REUSEADDR others bind it too, and it goes to the first that listens.
     """
-    for port in (*(port for port in preferred if port), 0):
-        with suppress(OSError), socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((LOOPBACK, port))
-            number = int(probe.getsockname()[1])
-            reservations.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0lifecycle-port-{number}")
-            return number
+    for port in (*filter(None, preferred), 0):
+        with suppress(OSError):
+            return socket.create_server((LOOPBACK, port), backlog=MAX_WAITING_CONNECTIONS)
     raise ServerError(f"looking for a free port on {LOOPBACK}: there is none; close programs that listen")

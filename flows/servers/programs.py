@@ -26,7 +26,7 @@ KEY_VARIABLE = "LIFECYCLE_SERVERS_KEY"
 class ServerProgram:
     """A server or the worker. `variable` is where a user names another server; paths are relative to its address.
 
-    command: its port → the command. environment: (its folder, port) → variables.
+    command: the descriptor of its listening socket → the command. environment: (its folder, port) → variables.
     """
 
     name: str
@@ -43,8 +43,8 @@ class ServerProgram:
 
 
 def guarded(name: str) -> Callable[[int], list[str]]:
-    """The command of a server behind its guard, for a port."""
-    return lambda port: [sys.executable, "-m", "flows.servers.guarded", name, str(port)]
+    """The command of a server behind its guard, for a listening socket."""
+    return lambda descriptor: [sys.executable, "-m", "flows.servers.guarded", name, str(descriptor)]
 
 
 def origins(port: int) -> str:
@@ -74,15 +74,13 @@ def _mlflow_environment(folder: Path, port: int) -> dict[str, str]:
     }
 
 
-def _worker_command(_: int) -> list[str]:
-    return [sys.executable, "-m", "flows.service.worker"]
+def _worker_command(descriptor: int) -> list[str]:
+    return [sys.executable, "-m", "flows.service.worker", str(descriptor)]
 
 
-def _worker_environment(folder: Path, port: int) -> dict[str, str]:
+def _worker_environment(folder: Path, _: int) -> dict[str, str]:
     return {
         "PREFECT_HOME": str(folder.parent / PREFECT.name),
-        "PREFECT_WORKER_WEBSERVER_HOST": LOOPBACK,
-        "PREFECT_WORKER_WEBSERVER_PORT": str(port),
         "PREFECT_WORKER_QUERY_SECONDS": "3",
         "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
     }

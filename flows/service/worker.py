@@ -1,7 +1,10 @@
 """The worker: runs refreshes that Prefect says are due, and reports those whose process died to Prefect.
 
-`lifecycle up` starts it as `python -m flows.service.worker`; it ends with SIGTERM. A refresh runs in a process of its
-own, which outlives a killed worker.
+    python -m flows.service.worker [DESCRIPTOR]
+
+`lifecycle up` starts it with a socket that listens already, on which it says whether it is healthy; without one it
+listens where Prefect's settings say. It ends with SIGTERM. A refresh runs in a process of its own, which outlives a
+killed worker.
 """
 
 from __future__ import annotations
@@ -10,11 +13,15 @@ import asyncio
 import os
 import shutil
 import signal
+import socket
+import sys
 import tempfile
 import threading
 import time
 
+from prefect.settings import PREFECT_WORKER_QUERY_SECONDS
 from prefect.workers.process import ProcessWorker
+from prefect.workers.server import build_healthcheck_server
 
 from flows.ledger.home import home
 from flows.running.flow_runs import WORK_POOL, update_entrypoints
@@ -24,10 +31,13 @@ from stages.core.errors import ServerError
 REAP_INTERVAL_S = 10.0
 
 
-async def work() -> None:
-    """Poll until cancelled."""
+async def work(public: socket.socket | None) -> None:
+    """Poll until cancelled; say on `public` whether it does."""
     worker = ProcessWorker(name=f"lifecycle-{os.uname().nodename}", work_pool_name=WORK_POOL)
-    await worker.start(with_healthcheck=True)
+    if public:
+        health = build_healthcheck_server(worker, PREFECT_WORKER_QUERY_SECONDS.value())
+        threading.Thread(target=health.run, args=([public],), daemon=True).start()
+    await worker.start(with_healthcheck=public is None)
 
 
 def reap_forever() -> None:
@@ -44,6 +54,7 @@ def reap_forever() -> None:
 def main() -> None:
     """Run the worker until SIGTERM or SIGINT."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    public = socket.socket(fileno=int(sys.argv[1])) if sys.argv[1:] else None
     # Prefect's folders for fetched code stay behind, empty; a killed worker's working directories, too.
     tempfile.tempdir = str(home() / "worker")
     try:
@@ -52,7 +63,7 @@ def main() -> None:
         print(f"could not look at the deployments: {error}", flush=True)
     threading.Thread(target=reap_forever, daemon=True).start()
     try:
-        asyncio.run(work())
+        asyncio.run(work(public))
     except KeyboardInterrupt:
         print("stopped", flush=True)
     finally:

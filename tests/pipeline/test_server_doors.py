@@ -4,13 +4,14 @@ import base64
 import http.client
 import json
 import os
+import socket
 import subprocess
 import time
 import urllib.parse
 from pathlib import Path
 
 import pytest
-from refreshes import LIFECYCLE, PATIENCE_S, Home, request, stage
+from refreshes import LIFECYCLE, PATIENCE_S, Home, eventually, request, stage
 from worker_home import STAND_IN
 
 pytestmark = pytest.mark.timeout(900)
@@ -33,10 +34,10 @@ def home(lent_home):
     return Home(lent_home)
 
 
-def ask(home, server, method="GET", path="/", body=None, key=True, **headers):
+def ask(home, server, method="GET", path="/", body=None, key=True, timeout_s=30, **headers):
     """Status and body of an answer; `host` replaces the header that names the server."""
     address = home.address(server).removeprefix("http://")
-    connection = http.client.HTTPConnection(address, timeout=30)
+    connection = http.client.HTTPConnection(address, timeout=timeout_s)
     connection.putrequest(method, path, skip_host=True)
     headers = {"host": address, "content-type": "application/json", **headers}
     if key:
@@ -121,13 +122,26 @@ def test_a_key_that_others_may_know_is_not_used(tmp_path, planted):
     assert not (home.folder / "servers.json").exists()
 
 
+def try_while_they_start(home):
+    """From the moment that somebody can know a server's port, only that server answers there, if late."""
+    for server in SERVERS:
+        eventually(lambda: (home.folder / "servers.json").exists() and server in home.servers())
+        port = home.servers()[server]["port"]
+        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            stranger.bind(("127.0.0.1", port))
+            stranger.listen()
+        assert ask(home, server, path="/health", key=False, timeout_s=PATIENCE_S)[0] in (200, 404)
+
+
 @pytest.fixture(scope="module")
 def second_home(tmp_path_factory):
     """Another home at the same time, whose servers do not get the usual ports."""
     home = Home(tmp_path_factory.mktemp("second") / "home")
     home.folder.mkdir()
-    up = home.lifecycle("up")
-    assert up.returncode == 0, up.stderr
+    up = home.lifecycle_beside("up")
+    try_while_they_start(home)
+    assert up.wait(PATIENCE_S) == 0, up.stderr.read()
     yield home
     assert home.lifecycle("down").returncode == 0
 
