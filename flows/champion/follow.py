@@ -21,7 +21,7 @@ from stages.serving.config import ServeExecution
 from stages.serving.lines import say, starting_lines
 from stages.serving.listening import listening
 from stages.serving.proxy import API_KEY_VARIABLE, Proxy
-from stages.serving.server import Server, reachable, reserve_port, started_server
+from stages.serving.server import Server, listening_socket, reachable, started_server
 
 POLL_INTERVAL_S = 5.0
 LAST_ANSWERS_TIMEOUT_S = 30
@@ -53,7 +53,7 @@ class Follower:
         version = champions.find(self._registry, self._name, self._alias)
         new_key = API_KEY_VARIABLE not in os.environ
         key = os.environ.setdefault(API_KEY_VARIABLE, secrets.token_urlsafe(32))
-        with suppress(KeyboardInterrupt), reserve_port(host, port) as public, self._servers:
+        with suppress(KeyboardInterrupt), listening_socket(host, port) as public, self._servers:
             serving = self._start(version)
             proxy = Proxy(serving.server.address, key)
             with listening(proxy, public, LAST_ANSWERS_TIMEOUT_S):

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 
 from aiohttp import web
 
-from stages.core.errors import ResourceError
 from stages.serving.proxy import Proxy
 
 MAX_CONNECTIONS = 2048
@@ -27,18 +26,11 @@ LINGER_S = 2.0
 
 @contextmanager
 def listening(proxy: Proxy, public: socket.socket, last_answers_s: float = 1.0) -> Iterator[None]:
-    """Answer on `public`, a bound socket, which is closed in the end; then, answers under way get some more seconds.
-
-    Raises ResourceError when somebody else listens there.
-    """
+    """Answer on `public`, a listening socket, which is closed in the end; then, answers under way get some more
+    seconds."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < FILES_AT_A_TIME:  # usually 1,024; a request takes two
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, FILES_AT_A_TIME), hard))
-    try:
-        public.listen(MAX_CONNECTIONS)
-    except OSError as error:  # a port that two have reserved is given to the first that listens
-        place = ":".join(map(str, public.getsockname()[:2]))
-        raise ResourceError(f"cannot listen on {place}: {error.strerror}; choose another port") from error
     loop = asyncio.new_event_loop()
     stop, ready = asyncio.Event(), threading.Event()
     answering = _answer_until(stop, ready, proxy, public, last_answers_s)

@@ -23,7 +23,7 @@ from stages.serving.client import Client, check_server
 from stages.serving.config import ServeExecution
 from stages.serving.engine import Engine
 from stages.serving.launch import LaunchSpec
-from stages.serving.listening import listening
+from stages.serving.listening import MAX_CONNECTIONS, listening
 from stages.serving.proxy import API_KEY_VARIABLE, EngineAddress, Proxy
 from stages.serving.registry import engine_of
 
@@ -120,7 +120,7 @@ def started_server(spec: LaunchSpec, execution: ServeExecution, log_file: Path, 
     engine = engine_of(spec.engine)
     program = engine.find_program()
     with (
-        reserve_port(execution.host, execution.port) as public,
+        listening_socket(execution.host, execution.port) as public,
         _emptied(runtime),
         _engine_address(engine, runtime) as (inside, outside),
     ):
@@ -161,7 +161,10 @@ def _engine_address(engine: Engine, runtime: Path) -> Iterator[tuple[EngineAddre
     The path of a socket may have 107 bytes, so both name it relative to the folder.
     """
     if not engine.listens_on_sockets:
-        with reserve_port("127.0.0.1", None) as reservation:
+        with socket.socket() as reservation:
+            # Bound, the kernel picks the port for nobody else; with SO_REUSEADDR, the engine can bind it too.
+            reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reservation.bind(("127.0.0.1", 0))
             address = EngineAddress(port=reservation.getsockname()[1])
             yield address, address
         return
@@ -178,27 +181,28 @@ def last_lines(log: str, num_lines: int = 5) -> str:
     return "\n".join(written[-num_lines:]) or "(the log is empty)"
 
 
-def reserve_port(host: str, port: int | None) -> socket.socket:
-    """A socket bound to `port` if nothing listens there, to a free one for None. Raises ResourceError.
+def listening_socket(host: str, port: int | None) -> socket.socket:
+    """A socket that listens on `port`, or on a free one for None. Raises ResourceError when somebody else does.
 
-    Bound, the port is given to nobody else while the server spends seconds on its imports. SO_REUSEADDR lets the server
-    bind it too, but nobody listen beside another listener.
+    To be had before anything slow starts: from then on nobody else can listen there and be taken for our server, and
+    who asks early waits. Bound only, the port would go to the first that listens.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        reservation = socket.socket(family, socket.SOCK_STREAM)
+        public = socket.socket(family, socket.SOCK_STREAM)
         try:
-            reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            reservation.bind((host, port or 0))
+            public.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # past connections may linger there
+            public.bind((host, port or 0))
+            public.listen(MAX_CONNECTIONS)
         except OSError:
-            reservation.close()
+            public.close()
             raise
     except OSError as error:
         raise ResourceError(
             f"cannot listen on {host}:{port or '(any port)'}: {error.strerror}; "
             "stop what listens there, or choose another execution.port (or none, for a free one)"
         ) from error
-    return reservation
+    return public
 
 
 def reachable(host: str) -> str:

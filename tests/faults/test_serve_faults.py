@@ -16,7 +16,7 @@ from fault_table import Fault
 from stages.core.errors import ModelError, ResourceError, ServerError, TransientError
 from stages.serving.config import ServeExecution, ServingConfig
 from stages.serving.launch import LaunchSpec
-from stages.serving.server import started_server
+from stages.serving.server import listening_socket, started_server
 from tests.listening import listening_addresses
 from tests.serving import (
     SERVING,
@@ -114,6 +114,18 @@ def test_a_taken_port_is_told_before_vllm_starts(model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         assert_refused(model, ResourceError, f"cannot listen on 127.0.0.1:{port}: Address already in use", port=port)
+
+
+def test_from_the_start_nobody_else_can_listen_on_the_port_of_a_server_and_be_taken_for_it() -> None:
+    with listening_socket("127.0.0.1", None) as public, socket.socket() as stranger:
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with pytest.raises(OSError, match="in use"):
+            stranger.bind(public.getsockname())
+        port = public.getsockname()[1]
+        with pytest.raises(ResourceError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use; stop"):
+            listening_socket("127.0.0.1", port)
+        with socket.create_connection(public.getsockname()):
+            public.accept()[0].close()
 
 
 def test_an_address_of_another_machine_is_told(model: Path) -> None:
