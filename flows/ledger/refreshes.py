@@ -17,11 +17,12 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from flows.ledger.events import ANY_EVENT, AnyEvent, AttemptEnded, Outcome, RefreshKilled
+from flows.ledger.events import ANY_EVENT, AnyEvent, AttemptEnded, Outcome, RefreshBegan, RefreshKilled
 from flows.ledger.home import ledger_root
 from flows.ledger.record import AttemptRecord, RefreshRecord, fold
 from stages.core.errors import StoreError, full_disk_named
@@ -107,6 +108,12 @@ def ledgers() -> Iterator[Ledger]:
     files = ledger_root().glob("*/ledger.jsonl")
     for file in sorted(files, key=lambda file: file.stat().st_mtime_ns, reverse=True):
         yield Ledger(file.parent)
+
+
+def was_run_here(recipe: Path) -> bool:
+    """Whether some refresh of this home was of the recipe file of this absolute path."""
+    begun = (event for ledger in ledgers() for event in islice(ledger.events(), 1))
+    return any(isinstance(event, RefreshBegan) and event.recipe_path == recipe for event in begun)
 
 
 class RunningRefreshes:

@@ -29,7 +29,7 @@ from flows.ledger.refreshes import RunningRefreshes, ledger_of
 from flows.planning.devices import wanted_slots
 from flows.planning.plan import Plan
 from flows.recipe.recipe import Recipe, load_recipe
-from flows.running.parameters import check_parameters
+from flows.running.parameters import check_parameters, check_recipe
 from flows.running.refresh_run import RefreshRun
 from flows.running.request import RefreshRequest, make_plan, retry_of
 from flows.running.slots import Slots
@@ -41,13 +41,14 @@ def start_when_due(request: RefreshRequest) -> RefreshRun | State[Any]:
     """Begin the refresh of this flow run, once the recipe's `on_collision` allows it; or say why it is left out.
 
     A retry goes on in the ledger of the refresh that failed. Whatever the recipe stands on is resolved when it starts.
-    Raises what `check_parameters` and `make_plan` raise.
+    Raises what `check_recipe`, `check_parameters` and `make_plan` raise.
     """
     name = Path(str(runtime.flow_run.name)).name  # the name of a flow run names no ledger elsewhere
     ledger = ledger_of(name)
     if ledger.exists():
         request = retry_of(ledger.read())
     else:
+        _check_deployment(request.recipe)
         check_parameters(request)
     recipe = load_recipe(Path(request.recipe), request.overrides)
     running = RunningRefreshes()
@@ -58,6 +59,15 @@ def start_when_due(request: RefreshRequest) -> RefreshRun | State[Any]:
             waited = True
         time.sleep(POLL_S)
     return run
+
+
+def _check_deployment(recipe: str) -> None:
+    """Raises what `check_recipe` raises, for the deployment of this flow run, if it has one."""
+    with get_client(sync_client=True) as client:
+        own = client.read_flow_run(UUID(str(runtime.flow_run.id)))
+        if own.deployment_id:
+            deployment = client.read_deployment(own.deployment_id)
+            check_recipe(recipe, deployment.name, deployment.parameters.get("recipe"))
 
 
 def _try_to_start(

@@ -1,4 +1,4 @@
-"""What the parameters of a deployment may change in a recipe: what is learned, not whose program runs, or where.
+"""What the parameters of a deployment may change: what is learned, not which recipe or whose program runs, or where.
 
 They come through Prefect's API, from a form or a program; a recipe, and `lifecycle run --set`, come from somebody who
 may run programs on this machine anyway. So a run of a deployment is held to its recipe in all that would start one, or
@@ -13,15 +13,35 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
+from flows.ledger.refreshes import was_run_here
 from flows.recipe.overrides import apply_overrides
-from flows.recipe.text import absolute, read_tree
+from flows.recipe.problems import models_in
+from flows.recipe.text import absolute, read_tree, shorten
 from flows.running.request import RefreshRequest
 from stages.core.errors import RecipeError
+from stages.core.fields import OutsideInput, SourceText, find_marker
+from stages.kinds import KINDS
 
 OF_THE_RECIPE = frozenset({"environment", "launcher", "slurm", "kubernetes"})
 """Fields of `execution`."""
-CODE_FIELDS = ("trust_remote_code",)
+CODE_FIELDS = frozenset({"trust_remote_code", "trust_task_code"})
 PYTHON_FILE = re.compile(r"\.py[cdiowx]?\b|\.so\b", re.IGNORECASE)
+
+
+def check_recipe(recipe: str, deployment: str, registered: str | None) -> None:
+    """Raises `RecipeError` unless a deployment of this name may run the recipe.
+
+    registered: the recipe that it was made for; None for the one of refreshes by hand, which runs again what was run
+    in this home.
+    """
+    path = Path(recipe).absolute()
+    if path == Path(registered).absolute() if registered is not None else was_run_here(path):
+        return
+    allowed = f"runs {registered} alone" if registered is not None else "runs recipes that were run in this home"
+    remedy = "give that one to `lifecycle schedule`, or run it on its machine with `lifecycle run`"
+    raise RecipeError(f"the deployment `{deployment}` {allowed}, found {shorten(recipe, 200)}; {remedy}")
 
 
 def check_parameters(request: RefreshRequest) -> None:
@@ -32,7 +52,7 @@ def check_parameters(request: RefreshRequest) -> None:
         return  # reading the recipe says what is wrong
     found = []
     for names, value in _changes(before, after):
-        reason = _reason(names, value, path.absolute().parent)
+        reason = _reason(names, value, path.absolute().parent, _kind(after, names))
         if reason:
             found.append(f"{'.'.join(names)}: {reason}")
     if found:
@@ -53,20 +73,36 @@ def _changes(before: Any, after: Any, names: tuple[str, ...] = ()) -> Iterator[t
         yield names, after
 
 
-def _reason(names: tuple[str, ...], value: Any, folder: Path) -> str | None:
+def _kind(tree: dict[str, Any], names: tuple[str, ...]) -> type[BaseModel] | None:
+    """Of the stage that a field belongs to; None when there is no such kind, which the recipe's reader says."""
+    stage = tree["stages"].get(names[1]) if names[0] == "stages" and len(names) > 1 else None
+    return KINDS.get(str(stage.get("kind"))) if isinstance(stage, dict) else None
+
+
+def _reason(names: tuple[str, ...], value: Any, folder: Path, kind: type[BaseModel] | None) -> str | None:
     if names[2:3] == ("execution",) and OF_THE_RECIPE.intersection(names[3:4]):
         return "only the recipe says where a stage runs, and in which environment"
     if names[-1] in CODE_FIELDS:
         return "only the recipe says whose code is trusted"
-    if not isinstance(value, str):
+    paths = _path_fields(kind) if kind else ()
+    if not isinstance(value, str) or not any(names[2 : 2 + len(field)] == field for field in paths):
         return None
     if PYTHON_FILE.search(value):
         return "only the recipe names programs"
     return None if _is_inside(value, folder) else f"names a file outside the recipe's folder {folder}"
 
 
+def _path_fields(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Fields whose texts are, or may be, paths: `/no_think` elsewhere is none."""
+    for name, field in model.model_fields.items():
+        if find_marker(field, OutsideInput) or find_marker(field, SourceText):
+            yield (*above, name)
+        for inner in models_in(field.annotation):
+            yield from _path_fields(inner, (*above, name))
+
+
 def _is_inside(text: str, folder: Path) -> bool:
-    """Whether a text, taken for a path, stays in the folder; links are followed. Most texts are none, and do."""
+    """Whether a path, or a source that may be one, stays in the folder; links are followed. Other sources do."""
     try:
         path = absolute(Path(text.removeprefix("file://")), folder)
         return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))

@@ -25,6 +25,11 @@ class OutsideInput:
 
 
 @dataclass(frozen=True)
+class SourceText:
+    """Marks a text that says where a model or a dataset comes from: a hub's name for it, or `file://` and a path."""
+
+
+@dataclass(frozen=True)
 class AddedLater:
     """Marks an optional field whose default does what was done before there was the field.
 

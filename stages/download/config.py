@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
 from stages.core.contract import StageConfig
+from stages.core.fields import SourceText
 from stages.hubs.hub import Request
 from stages.hubs.registry import forms, hub_of, parse_source
 from stages.hubs.source import Source
@@ -18,8 +19,8 @@ class DownloadConfig(StageConfig):
     STAGE_VERSION: ClassVar[int] = 1
 
     kind: Literal["download"]
-    model: str | None = Field(None, description=f"Source of a model: {forms('model')}.")
-    dataset: str | None = Field(None, description=f"Source of a dataset: {forms('dataset')}.")
+    model: Annotated[str, SourceText()] | None = Field(None, description=f"Source of a model: {forms('model')}.")
+    dataset: Annotated[str, SourceText()] | None = Field(None, description=f"Source of a dataset: {forms('dataset')}.")
     files: tuple[str, ...] | None = Field(None, description="Only files that match one of these glob patterns.")
     trust_remote_code: bool = Field(False, description="Keep the Python files that come with a model.")
 

@@ -74,6 +74,20 @@ def test_the_form_cannot_choose_what_runs(worker_home, nightly, tmp_path):
     assert not (worker_home.folder / "ledger" / refused["name"]).exists()
 
 
+def test_a_deployment_runs_its_own_recipe_and_the_one_by_hand_those_that_ran_here(worker_home, nightly):
+    recipe = worker_home.write("ran-by-hand", {"rows": stage("ok", "by-hand")})
+    refused = worker_home.run_now("nightly", recipe=str(recipe))
+    assert refused["state"]["type"] == "FAILED"
+    assert f"the deployment `nightly` runs {recipe.with_name('nightly.yaml')} alone" in refused["state"]["message"]
+    assert finish(worker_home.start(recipe))[0] == 0
+    never_run = recipe.with_name("never-run.yaml")
+    never_run.write_text(recipe.read_text())
+    again, refused = (worker_home.run_now("by hand", recipe=str(path)) for path in (recipe, never_run))
+    assert again["state"]["name"] == "Cached"
+    assert refused["state"]["type"] == "FAILED"
+    assert "runs recipes that were run in this home" in refused["state"]["message"]
+
+
 def test_a_refresh_is_called_after_its_recipe_however_it_was_started(worker_home, tmp_path):
     recipe = worker_home.write("by-file", {"rows": stage("ok", "called")})
     recipe = recipe.rename(recipe.with_name("another-file.yaml"))

@@ -1,13 +1,19 @@
 """What the parameters of a deployment may change in a recipe."""
 
 import json
+import os
 
 import pytest
 
+from flows.ledger.events import RefreshBegan
+from flows.ledger.process_identity import ProcessIdentity
+from flows.ledger.refreshes import ledger_of
+from flows.recipe.problems import models_in
 from flows.recipe.recipe import load_recipe
-from flows.running.parameters import check_parameters
+from flows.running.parameters import CODE_FIELDS, check_parameters, check_recipe
 from flows.running.request import RefreshRequest
 from stages.core.errors import RecipeError
+from stages.kinds import KINDS
 
 STAGES = {
     "base": {"kind": "download", "model": "builtin/qwen3-1m", "execution": {"environment": {"A": "b"}}},
@@ -21,6 +27,7 @@ STAGES = {
         "global_batch_size": 1,
         "learning_rate": 1e-3,
     },
+    "scores": {"kind": "evaluate", "model": "execution", "tasks": ["addition"], "task_folder": "tasks"},
 }
 
 
@@ -98,9 +105,70 @@ def test_programs_are_the_recipes_to_name(folder, value):
         check(folder, f"stages.rows.dataset={value}")
 
 
-def test_so_is_whose_code_is_trusted(folder):
+@pytest.mark.parametrize("field", ["trust_remote_code", "serving.trust_remote_code", "trust_task_code"])
+def test_so_is_whose_code_is_trusted(folder, field):
     with pytest.raises(RecipeError, match="only the recipe says whose code is trusted"):
-        check(folder, "stages.execution.trust_remote_code=true")
+        check(folder, f"stages.execution.{field}=true")
+
+
+def test_every_field_that_trusts_code_is_among_those():
+    assert {name for kind in KINDS.values() for name in names_in(kind) if "trust" in name} == CODE_FIELDS
+
+
+def names_in(model):
+    for name, field in model.model_fields.items():
+        yield name
+        for inner in models_in(field.annotation):
+            yield from names_in(inner)
+
+
+@pytest.mark.parametrize(
+    ("stage", "field"), [("execution", "data.chat_template"), ("scores", "task_folder"), ("base", "model")]
+)
+def test_files_are_known_by_the_fields_that_name_them(folder, stage, field):
+    for outside in ("/etc/passwd", "../other", "~/other", "file:///etc/passwd"):
+        with pytest.raises(RecipeError, match=rf"stages.{stage}.{field}: names a file outside"):
+            check(folder, f"stages.{stage}.{field}={outside}")
+    check(folder, f"stages.{stage}.{field}=inside/other")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "stages.execution.data.split=/no_think",
+        "stages.execution.data.evaluation_split=../held",
+        "stages.execution.adapter.target_modules=/proj.py",
+        "stages.scores.tasks=[/no_think, ~nobody, ../up, /etc/passwd]",
+        "stages.base.files=['/*.safetensors', '*.py']",
+        "stages={base: {kind: download, model: builtin/qwen3-1m, execution: {environment: {A: b}}, files: [/a]}}",
+        "name=/etc/passwd",
+    ],
+)
+def test_a_text_that_looks_like_a_path_is_none_in_other_fields(folder, override):
+    check(folder, override)
+
+
+@pytest.mark.parametrize("other", ["other.yaml", "sub/../recipe.yaml", "/etc/passwd", ""])
+def test_a_deployment_runs_the_recipe_that_it_was_made_for(folder, monkeypatch, other):
+    monkeypatch.chdir(folder)
+    registered = str(folder / "recipe.yaml")
+    check_recipe(registered, "held", registered)
+    check_recipe("recipe.yaml", "held", registered)
+    with pytest.raises(RecipeError, match=rf"the deployment `held` runs {registered} alone, found {other};"):
+        check_recipe(other, "held", registered)
+
+
+def test_refreshes_by_hand_run_again_what_was_run_here(folder, monkeypatch, tmp_path):
+    monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path / "home"))
+    recipe = folder / "recipe.yaml"
+    with pytest.raises(RecipeError, match=r"`by hand` runs recipes that were run in this home, found .*recipe.yaml"):
+        check_recipe(str(recipe), "by hand", None)
+    began = {"refresh": "held-1", "recipe": "held", "hardware": "", "git_commit": None, "stages": {}}
+    process = ProcessIdentity.of(os.getpid())
+    ledger_of("held-1").append(RefreshBegan(**began, recipe_path=recipe, process=process))
+    check_recipe(str(recipe), "by hand", None)
+    with pytest.raises(RecipeError, match="found /etc/passwd; give that one to `lifecycle schedule`"):
+        check_recipe("/etc/passwd", "by hand", None)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +181,8 @@ def test_so_is_whose_code_is_trusted(folder):
         "stages.rows.dataset=file://inside/other.jsonl",
         "stages.rows.dataset=hf://datasets/org/name@main",
         "stages.base.model=org/a.python-model",
+        "stages.base.model=models:/held@champion",
+        "stages.base.model=adopted:held",
     ],
 )
 def test_what_is_learned_may_be_changed(folder, override):
