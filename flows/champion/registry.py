@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 CHAMPION = "champion"
 PREVIOUS = "previous"
 TAG = "lifecycle."
+OF_PROMOTIONS = (f"{TAG}predecessor", f"{TAG}promotion")
+"""Tags that stay when a version is registered again without becoming champion."""
 ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 """MLflow's codes for a model that does not exist, and for an alias that it lacks."""
 PASSING = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE")
@@ -87,6 +89,9 @@ class Registry:
             tags = _tags(registration, predecessor=predecessor, promotion=promotion)
             for tag, value in tags.items():
                 self._client.set_model_version_tag(registration.name, number, tag, value)
+            for tag in found[0].tags if found else ():
+                if tag.startswith(TAG) and tag not in {*tags, *OF_PROMOTIONS}:  # such as a score that none gives now
+                    self._client.delete_model_version_tag(registration.name, number, tag)
             if registration.description:
                 self._client.update_model_version(registration.name, number, registration.description)
         return RegisteredVersion(registration, number, predecessor, promotion)

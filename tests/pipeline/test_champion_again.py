@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from flows.champion.registrations import Registration
 from flows.champion.registry import Registry
 from flows.launch import local
 from flows.ledger.home import store_root
@@ -81,6 +82,28 @@ def test_a_registered_version_says_its_scores_and_where_it_came_from(store):
     assert version.tags["lifecycle.score.sums.exact_match"] == "0.9"
     assert "**Scores**: sums.exact_match 0.9" in version.description
     assert "`model-" in version.description
+
+
+def test_a_version_that_is_registered_again_keeps_nothing_of_before_but_its_promotion(store):
+    registry = Registry()
+    scores = {"sums.exact_match": 0.9, "sums.f1": 0.8}
+    artifacts = {"model": "train/a", "digest": "digest", "evaluations": ("evaluate/a",), "server": "serve/a"}
+    first = Registration(name=NAME, **artifacts, scores=scores, data=("rows",))
+    registered = registry.register(first, predecessor="7", promotion="attempt")
+    MlflowClient().set_model_version_tag(NAME, registered.number, "of.somebody", "own")
+    changes = {"evaluations": ("evaluate/b",), "server": None, "scores": {"sums.exact_match": 0.95}}
+    again = first.model_copy(update=changes)
+    assert registry.register(again).number == registered.number
+    assert MlflowClient().get_model_version(NAME, registered.number).tags == {
+        "lifecycle.model": "train/a",
+        "lifecycle.digest": "digest",
+        "lifecycle.evaluations": "evaluate/b",
+        "lifecycle.data": "rows",
+        "lifecycle.score.sums.exact_match": "0.95",
+        "lifecycle.predecessor": "7",
+        "lifecycle.promotion": "attempt",
+        "of.somebody": "own",
+    }
 
 
 def test_it_is_asked_once_for_all_candidates_that_are_asked_the_same(store):
