@@ -17,11 +17,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal, NoReturn, Protocol
 
+from flows.launch.failures import leave_error
 from flows.launch.job_folder import JobFolder, JobOrder
 from flows.launch.job_outcome import Failed, Finished, Interrupted, JobOutcome, Running, Waiting
-from stages.core.contract import StageFailure
 from stages.core.errors import LifecycleError, StageTimeoutError, TransientError
-from stages.core.files import write_atomically
 
 TICK_S = 0.5
 TICKS_PER_LOOK = 10
@@ -143,10 +142,7 @@ def main() -> int:
         jobs = jobs_of(folder, order)
         return Agent(folder, order, jobs).run()
     except LifecycleError as error:
-        failure = StageFailure(error=type(error).__name__, message=str(error))
-        write_atomically(work / "error.json", failure.model_dump_json(indent=2))
-        print(f"{type(error).__name__}: {error}", flush=True)
-        return error.exit_code
+        return leave_error(work, error)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         folder.forget_environment()

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from flows.store.content import LOG_FILE
 from stages.core.contract import StageFailure, StageResult
 from stages.core.errors import LifecycleError, ResourceError, StageCrashError, TransientError, error_classes
+from stages.core.files import write_atomically
 
 LOG_TAIL_LINES = 15
 LOG_TAIL_BYTES = 16_384
@@ -42,6 +43,14 @@ def failure_of(work: Path, name: str, exit_code: int) -> LifecycleError:
             f"{name} did not get the disk space, memory, device or port it needs\n{_log_excerpt(work)}"
         )
     return StageCrashError(f"{name} {_how_it_ended(work, exit_code)} and left no error message\n{_log_excerpt(work)}")
+
+
+def leave_error(work: Path, error: LifecycleError) -> int:
+    """Do for a stage that could not start what it does itself when it fails; returns the exit code."""
+    failure = StageFailure(error=type(error).__name__, message=str(error))
+    write_atomically(work / "error.json", failure.model_dump_json(indent=2))
+    print(f"{type(error).__name__}: {error}", flush=True)
+    return error.exit_code
 
 
 def read_result(work: Path, name: str) -> StageResult:

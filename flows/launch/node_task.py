@@ -14,26 +14,19 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from flows.launch import local
+from flows.launch.failures import leave_error
 from flows.launch.job_folder import JobEnd, JobFolder, JobOrder, Pulse
+from flows.launch.network import Place, check_reachable, is_loopback, place_of
 from flows.store.content import LOG_FILE
+from stages.core.errors import ResourceError
 from stages.core.supervised import Supervised
 
 POLL_INTERVAL_S = 0.2
 INTERRUPTED = 128 + signal.SIGTERM
-
-
-@dataclass(frozen=True)
-class Place:
-    """Which of the nodes this is, and where the first one is reached."""
-
-    rank: int
-    address: str
-    port: str
 
 
 def main() -> int:
@@ -47,6 +40,11 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     place = place_of(os.environ) if order.nodes > 1 else None
     environment = complete({**os.environ, **folder.environment()}, order, place)
+    try:
+        if place:
+            check_reachable(place, environment)
+    except ResourceError as error:
+        return leave_error(order.work, error)
     with _output(order) as output:
         process = Supervised(command(order, place), environment=environment, output=output)
     code = _wait(process, folder, order, stop)
@@ -80,17 +78,6 @@ def _output(order: JobOrder) -> BinaryIO:
     return (order.work / LOG_FILE).open("ab")
 
 
-def place_of(environment: Mapping[str, str]) -> Place:
-    """This node's place, from the variables of a Slurm step, of a TrainJob, or of an indexed Job."""
-    if "SLURM_PROCID" in environment:
-        address = environment["SLURM_LAUNCH_NODE_IPADDR"]
-        return Place(int(environment["SLURM_PROCID"]), address, environment["MASTER_PORT"])
-    if "PET_NODE_RANK" in environment:
-        address = environment["PET_MASTER_ADDR"]
-        return Place(int(environment["PET_NODE_RANK"]), address, environment["PET_MASTER_PORT"])
-    return Place(int(environment["JOB_COMPLETION_INDEX"]), environment["MASTER_ADDR"], environment["MASTER_PORT"])
-
-
 def command(order: JobOrder, place: Place | None) -> list[str]:
     """The stage itself, or what starts it several times; all processes meet at the first node's address."""
     if place is None:
@@ -105,7 +92,7 @@ def command(order: JobOrder, place: Place | None) -> list[str]:
 def complete(environment: Mapping[str, str], order: JobOrder, place: Place | None) -> dict[str, str]:
     """The environment with what only the node knows: its cores, and on which interface the nodes speak."""
     known = {"OMP_NUM_THREADS": str(order.threads or local.threads_of_each(order.processes))}
-    if place is None or place.address.startswith("127."):
+    if place is None or is_loopback(place.address):
         known |= local.ON_LOOPBACK
     elif order.network_interface:
         known |= dict.fromkeys(local.ON_LOOPBACK, order.network_interface)

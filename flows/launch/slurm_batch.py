@@ -17,7 +17,10 @@ import sys
 import threading
 from pathlib import Path
 
+from flows.launch.failures import leave_error
 from flows.launch.job_folder import JobEnd, JobFolder, JobOrder
+from flows.launch.network import FIRST_MACHINE, address_of, this_machine
+from stages.core.errors import ResourceError
 
 POLL_INTERVAL_S = 0.2
 GRACE_S = 25.0
@@ -36,7 +39,12 @@ def main() -> int:
     folder.claim(f"{job_id}, restart {restart}")
     again = f", restart {restart}" if restart != "0" else ""
     folder.report("milestone", f"Slurm job {job_id} runs on {os.environ['SLURM_JOB_NODELIST']}{again}")
-    step = subprocess.Popen(step_command(order, folder), env={**os.environ, "MASTER_PORT": str(free_port())})
+    try:
+        meeting = meeting_place(order)
+    except ResourceError as error:
+        folder.write_end(JobEnd(job_id=job_id, exit_code=leave_error(order.work, error)))
+        return error.exit_code
+    step = subprocess.Popen(step_command(order, folder), env={**os.environ, **meeting})
     while (code := step.poll()) is None and not stop.is_set():
         stop.wait(POLL_INTERVAL_S)
     if code is None:
@@ -54,11 +62,16 @@ def step_command(order: JobOrder, folder: JobFolder) -> list[str]:
     return [*srun, *labels, sys.executable, "-m", "flows.launch.node_task", str(folder.path)]
 
 
-def free_port() -> int:
-    """A port of this node, the first one of the job, that nobody listens on."""
+def meeting_place(order: JobOrder) -> dict[str, str]:
+    """Where the nodes meet: at a port of this one, the first of the job, that nobody listens on.
+
+    Its address is that of the interface which the recipe names, else Slurm's, which each task is given. Raises
+    ResourceError when there is no such interface.
+    """
+    address = address_of(order.network_interface) if order.network_interface else ""
     with socket.socket() as listener:
         listener.bind(("", 0))
-        return listener.getsockname()[1]
+        return {"MASTER_ADDR": address, "MASTER_PORT": str(listener.getsockname()[1]), FIRST_MACHINE: this_machine()}
 
 
 def _end(step: subprocess.Popen[bytes]) -> None:

@@ -82,7 +82,7 @@ def test_a_deployment_runs_its_own_recipe_and_the_one_by_hand_those_that_ran_her
     assert finish(worker_home.start(recipe))[0] == 0
     never_run = recipe.with_name("never-run.yaml")
     never_run.write_text(recipe.read_text())
-    again, refused = (worker_home.run_now("by hand", recipe=str(path)) for path in (recipe, never_run))
+    again, refused = (worker_home.run_now("by%20hand", recipe=str(path)) for path in (recipe, never_run))
     assert again["state"]["name"] == "Cached"
     assert refused["state"]["type"] == "FAILED"
     assert "runs recipes that were run in this home" in refused["state"]["message"]

@@ -9,6 +9,7 @@ from flows.launch.cluster import MACHINES_OWN, order_of
 from flows.launch.job_folder import JobEnd, JobFolder
 from flows.launch.job_outcome import Failed, Finished, Interrupted, Running, Waiting
 from flows.launch.kubernetes_outcome import outcome as kubernetes_outcome
+from flows.launch.network import Place
 from flows.launch.slurm_client import JobView, parse_job
 from flows.launch.slurm_jobs import outcome as slurm_outcome
 from flows.launch.slurm_jobs import sbatch_arguments
@@ -104,7 +105,7 @@ def test_sbatch_is_asked_for_what_the_recipe_says_and_handed_no_environment(orde
 )
 def test_processes_of_several_nodes_speak_on_the_interface_that_is_named(tmp_path, address, named, expected):
     order = order_for(tmp_path, network_interface=named)
-    environment = node_task.complete({}, order, node_task.Place(0, address, "29999"))
+    environment = node_task.complete({}, order, Place(0, address, "29999"))
     assert environment.get("GLOO_SOCKET_IFNAME") == environment.get("NCCL_SOCKET_IFNAME") == expected
 
 
