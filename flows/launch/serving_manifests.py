@@ -23,6 +23,7 @@ from stages.core.errors import RecipeError
 from stages.serve.config import ServeConfig
 from stages.serving.launch import LaunchSpec
 from stages.serving.proxy import API_KEY_VARIABLE, EngineAddress
+from stages.serving.proxy_program import LAST_ANSWERS_TIMEOUT_S, LOCK_NAME
 from stages.serving.registry import default_engine
 
 PORT = 8000
@@ -46,6 +47,15 @@ os.execvp(sys.argv[2], sys.argv[2:])
 """
 START = ("python", "-I", "-S", "-c", REMOVE_AND_START)
 """The volume outlives a container that is started again: engines do not listen where a socket lies already."""
+AWAIT_PROXY = """
+import fcntl, sys
+with open(sys.argv[1], "a") as lock:
+    fcntl.flock(lock, fcntl.LOCK_SH)
+"""
+"""Engines end at once when they are asked to: they are asked when the proxy has given its last answer, and ended."""
+HUNG_ENGINE_GRACE_S = 30
+DEREGISTRATION_S = 10
+"""Until every node of the cluster knows that a pod which is to end gets no new requests."""
 SERVE_LABEL = "llm-lifecycle.io/serve"
 WAITING_REQUESTS_PER_REPLICA = 4
 """More waiting requests than this, on average, and another replica is started."""
@@ -126,9 +136,10 @@ def _pod(name: str, model: Path, home: Path, config: ServeConfig) -> Manifest:
             *({"name": variable, "value": value} for variable, value in environment.items()),
             *environment_by_reference(asked.secrets),
         ],
-        "startupProbe": _probe(failures=round(config.execution.ready_timeout_s / 10)),
+        "startupProbe": _ending_probe(failures=round(config.execution.ready_timeout_s / 10)),
         "readinessProbe": _probe(failures=2),
-        "livenessProbe": _probe(failures=6),
+        "livenessProbe": _ending_probe(failures=6),
+        "lifecycle": _before_sigterm("python", "-I", "-S", "-c", AWAIT_PROXY, str(SOCKET.with_name(LOCK_NAME))),
         "resources": resources(asked, cores=1),
         "securityContext": CONTAINER_SECURITY,
         "volumeMounts": mounts,
@@ -138,7 +149,7 @@ def _pod(name: str, model: Path, home: Path, config: ServeConfig) -> Manifest:
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         # Requests that are being answered are answered to the end.
-        "terminationGracePeriodSeconds": 120,
+        "terminationGracePeriodSeconds": DEREGISTRATION_S + round(LAST_ANSWERS_TIMEOUT_S) + HUNG_ENGINE_GRACE_S,
         "securityContext": POD_SECURITY,
         "containers": [container, _proxy(asked)],
         "nodeSelector": asked.node_selector,
@@ -157,10 +168,20 @@ def _proxy(asked: KubernetesOptions) -> Manifest:
         ],
         "ports": [{"name": "http", "containerPort": PORT}],
         "readinessProbe": {"tcpSocket": {"port": "http"}, "periodSeconds": 10, "failureThreshold": 2},
+        "lifecycle": _before_sigterm("sleep", str(DEREGISTRATION_S)),
         "resources": {"requests": {"cpu": "1", "memory": "256Mi"}, "limits": {"memory": "1Gi"}},
         "securityContext": CONTAINER_SECURITY,
         "volumeMounts": [{"name": "engine", "mountPath": str(SOCKET.parent)}],
     }
+
+
+def _before_sigterm(*command: str) -> Manifest:
+    return {"preStop": {"exec": {"command": [*command]}}}
+
+
+def _ending_probe(failures: int) -> Manifest:
+    """One whose failure ends the engine, though the proxy goes on."""
+    return {**_probe(failures), "terminationGracePeriodSeconds": HUNG_ENGINE_GRACE_S}
 
 
 def _probe(failures: int) -> Manifest:

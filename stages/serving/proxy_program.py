@@ -1,10 +1,12 @@
 """The proxy as a program, for the pod of a server: `python -m stages.serving.proxy_program SOCKET PORT`.
 
-It answers on every address of the pod, until SIGTERM; the engine listens on SOCKET. The API key is VLLM_API_KEY.
+It answers on every address of the pod, until SIGTERM; the engine listens on SOCKET. The API key is VLLM_API_KEY. Beside
+the socket it holds a lock to its end, by which others know when the engine is not needed any more.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
@@ -15,7 +17,9 @@ from pathlib import Path
 from stages.serving.listening import listening
 from stages.serving.proxy import API_KEY_VARIABLE, EngineAddress, Proxy
 
-LAST_ANSWERS_TIMEOUT_S = 100.0
+LOCK_NAME = "proxy.lock"
+LAST_ANSWERS_TIMEOUT_S = 600.0
+"""Long answers take minutes; without any under way, it ends at once."""
 
 
 def main() -> None:
@@ -24,7 +28,11 @@ def main() -> None:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     public = socket.create_server(("0.0.0.0", int(sys.argv[2])))  # noqa: S104 (a pod's; asks for the key)
-    with listening(Proxy(address, os.environ[API_KEY_VARIABLE]), public, LAST_ANSWERS_TIMEOUT_S):
+    with (
+        Path(sys.argv[1]).with_name(LOCK_NAME).open("w") as lock,
+        listening(Proxy(address, os.environ[API_KEY_VARIABLE]), public, LAST_ANSWERS_TIMEOUT_S),
+    ):
+        fcntl.flock(lock, fcntl.LOCK_EX)
         stop.wait()
 
 

@@ -1,10 +1,14 @@
 """Manifests are what Kubernetes' and Kubeflow's published schemas say, and as restricted as they can be."""
 
+import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import httpx
 import kubernetes_validate
 import pytest
 import yaml
@@ -12,9 +16,12 @@ from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alph
 
 from flows.launch.cluster import order_of
 from flows.launch.manifests import job_manifests
-from flows.launch.serving_manifests import Replicas, serving_manifests
+from flows.launch.serving_manifests import DEREGISTRATION_S, Replicas, serving_manifests
 from stages.core.errors import RecipeError
 from stages.kinds import KINDS
+from stages.serving.proxy_program import LAST_ANSWERS_TIMEOUT_S
+from tests.serving import wait_for
+from tests.slurm_cluster import free_ports
 
 ROOT = Path(__file__).parents[4]
 KUBERNETES_VERSION = kubernetes_validate.latest_version()
@@ -174,6 +181,84 @@ def test_a_probe_asks_the_engine_at_its_socket(tmp_path, status, healthy):
         connection.sendall(f"HTTP/1.1 {status}\r\n\r\n".encode() if status else b"")
         connection.close()
         assert (asked.wait(10) == 0) is healthy
+
+
+ENGINE = r"""
+import os, socket, sys, time
+from pathlib import Path
+
+folder = Path(sys.argv[1]).parent
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1])
+listener.listen()
+(folder / "ready").touch()
+connection, _ = listener.accept()
+connection.recv(65536)
+connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nbegin\r\n")
+while not (folder / "go-on").exists():
+    time.sleep(0.01)
+connection.sendall(b"4\r\n-end\r\n0\r\n\r\n")
+connection.close()
+time.sleep(600)
+"""
+"""Answers one request, in two parts; like vLLM, it ends at once when it is asked to."""
+
+
+def end_as_kubelet_does(container, process, told):
+    """Of each container in a thread of its own: what is to be done before, then SIGTERM."""
+    subprocess.run(told(container["lifecycle"]["preStop"]["exec"]["command"]), check=True)
+    process.send_signal(signal.SIGTERM)
+
+
+def test_a_pod_that_is_rolled_over_answers_what_it_was_asked(tmp_path):
+    engine, proxy = served()[0]["spec"]["template"]["spec"]["containers"]
+    port = free_ports(1)[0]
+    here = {"/run/engine": str(tmp_path), "python": sys.executable, "8000": str(port), "10": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_API_KEY": "key"}
+
+    def told(command):
+        return [here.get(word, word).replace("/run/engine", here["/run/engine"]) for word in command]
+
+    start = engine["command"][: engine["command"].index("vllm")]
+    commands = {"engine": told([*start, "python", "-c", ENGINE, "/run/engine/engine.sock"])}
+    commands["proxy"] = told(proxy["command"])
+    processes = {name: subprocess.Popen(command, env=environment) for name, command in commands.items()}
+    try:
+        wait_for(lambda: (tmp_path / "ready").exists() and accepts(port), 60)
+        headers = {"Authorization": "Bearer key"}
+        with httpx.stream("GET", f"http://127.0.0.1:{port}/v1/models", headers=headers, timeout=60) as answer:
+            parts = answer.iter_raw()
+            assert next(parts) == b"begin"
+            ending = [
+                threading.Thread(target=end_as_kubelet_does, args=(container, processes[name], told))
+                for name, container in (("engine", engine), ("proxy", proxy))
+            ]
+            for thread in ending:
+                thread.start()
+            wait_for(lambda: not accepts(port), 60)
+            assert processes["engine"].poll() is None
+            (tmp_path / "go-on").touch()
+            assert b"".join(parts) == b"-end"
+        assert processes["proxy"].wait(60) == 0
+        assert processes["engine"].wait(60) == -signal.SIGTERM
+        for thread in ending:
+            thread.join(60)
+    finally:
+        for process in processes.values():
+            process.kill()
+
+
+def accepts(port):
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_pod_has_time_for_its_last_answers_and_a_hung_engine_is_not_waited_for():
+    spec = served()[0]["spec"]["template"]["spec"]
+    assert spec["terminationGracePeriodSeconds"] > LAST_ANSWERS_TIMEOUT_S + DEREGISTRATION_S
+    engine = spec["containers"][0]
+    for probe in ("livenessProbe", "startupProbe"):
+        assert engine[probe]["terminationGracePeriodSeconds"] == 30
 
 
 def test_a_server_without_a_key_is_refused():
