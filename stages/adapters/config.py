@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
+from stages.core.fields import AddedLater
 from stages.core.strict import StrictModel
+
+Initialization = Literal["default", "pissa", "pissa_niter_4", "pissa_niter_16", "olora"]
 
 
 class AdapterConfig(StrictModel):
@@ -15,7 +18,7 @@ class AdapterConfig(StrictModel):
     type: Literal["lora"] = "lora"
     rank: PositiveInt = Field(16, description="Rows of A and columns of B.")
     alpha: PositiveFloat = Field(32, description="B A x counts alpha / rank times.")
-    dropout: float = Field(0.0, ge=0, lt=1, description="Of what enters A.")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Of what enters A; each process draws its own.")
     target_modules: Literal["all-linear"] | tuple[str, ...] | str = Field(
         "all-linear",
         description="Layers that learn. all-linear: all but the head; else ends of names (q_proj), or one regular "
@@ -26,3 +29,42 @@ class AdapterConfig(StrictModel):
         None, description="Numbers of the transformer layers that learn; default: all."
     )
     use_rslora: bool = Field(False, description="B A x counts alpha / √rank times (Kalajdzievski 2023).")
+    use_dora: Annotated[bool, AddedLater()] = Field(
+        False, description="The length of each row of W + B A learns apart from its direction (Liu et al. 2024)."
+    )
+    init: Annotated[Initialization, AddedLater()] = Field(
+        "default",
+        description="What A and B start from. default: A random, B 0. pissa: the largest singular vectors of W, which "
+        "are taken out of it (Meng et al. 2024); pissa_niter_16: found in 16 quick rounds. olora: its QR "
+        "decomposition. What is written is a plain LoRA of the unchanged base.",
+    )
+    modules_to_save: Annotated[tuple[str, ...], AddedLater()] = Field(
+        (), description="Ends of names of modules that learn as a whole and are written with the adapter."
+    )
+    loraplus_lr_ratio: Annotated[PositiveFloat | None, AddedLater()] = Field(
+        None, description="B learns at so many times the learning rate (LoRA+, Hayou et al. 2024)."
+    )
+
+    @property
+    def changes_base(self) -> bool:
+        """Whether what A and B start from is taken out of the base while it trains."""
+        return self.init != "default"
+
+    @field_validator("init", mode="before")
+    @classmethod
+    def _eva_needs_rows(cls, init: Any) -> Any:
+        if init == "eva":
+            raise ValueError(
+                "found eva, which needs the training rows' activations before the model is spread over processes; "
+                "expected default, pissa or olora"
+            )
+        return init
+
+    @model_validator(mode="after")
+    def _options_go_together(self) -> Self:
+        if self.use_dora and self.changes_base:
+            raise ValueError(
+                f"`use_dora` does not go with `init: {self.init}`: no plain adapter of the unchanged base would give "
+                "the same; remove one"
+            )
+        return self

@@ -1,8 +1,9 @@
 """An adapter's folder, in PEFT's format: `adapter_model.safetensors`, `adapter_config.json`, and the tokenizer.
 
-Names in the file are those of the Transformers model, between `base_model.model.` and `.lora_A.weight`. A file is
-refused when it is written with a B that is all 0 (that layer would have learned nothing) or not finite, and when it is
-read with anything that `merge` would leave out.
+Names in the file are those of the Transformers model, between `base_model.model.` and `.lora_A.weight`; DoRA's lengths
+of rows are `.lora_magnitude_vector`, modules that learned as a whole have the names of their weights. A file is refused
+when it is written with a B that is all 0 (that layer would have learned nothing) or with numbers that are not finite,
+and when it is read with anything that `merge` would leave out.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import math
 import shutil
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +28,11 @@ ADAPTER_FOLDER = "adapter"
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 PREFIX = "base_model.model."
+MAGNITUDE = ".lora_magnitude_vector"
 NUM_NAMED = 5
 COMPANIONS = ("tokenizer", "chat_template", "special_tokens", "added_tokens", "vocab", "merges", "trained_on")
-UNKNOWN = {"use_dora": False, "bias": "none", "modules_to_save": None, "lora_bias": False, "target_parameters": None}
-"""Fields of PEFT's config that a merge by B A alone would get wrong, and the values at which it does not."""
+UNKNOWN = {"bias": "none", "lora_bias": False, "target_parameters": None, "rank_pattern": None, "alpha_pattern": None}
+"""Fields of PEFT's config that `merged` would get wrong, and the values at which it does not."""
 
 
 @dataclass(frozen=True)
@@ -43,31 +45,65 @@ class Adapter:
     scaling: float
     is_transposed: bool
     """Whether the base's weights are [in, out], as those of GPT-2."""
+    magnitudes: Mapping[str, Tensor] = field(default_factory=dict)
+    """With DoRA, layer's name → length of each row of its merged weight [out]."""
+    saved: Mapping[str, Tensor] = field(default_factory=dict)
+    """Name of a weight → what stands in its place."""
+
+    @property
+    def weights(self) -> set[str]:
+        """Names of the base's weights that merging changes."""
+        return {*(f"{layer}.weight" for layer in self.factors), *self.saved}
 
     def change(self, layer: str) -> Tensor:
-        """fp32: what the adapter adds to the layer's weight, in the weight's shape."""
+        """fp32: the product of the layer's factors, in its weight's shape; without DoRA, what the adapter adds."""
         a, b = self.factors[layer]
         product = self.scaling * (b.float() @ a.float())
         return product.T if self.is_transposed else product
 
+    def merged(self, name: str, weight: Tensor) -> Tensor:
+        """fp32: what one of `weights` is with the adapter in it. Raises ModelError for a weight of another shape."""
+        layer = name.removesuffix(".weight")
+        change = self.saved[name].float() if name in self.saved else self.change(layer)
+        if change.shape != weight.shape:
+            raise ModelError(
+                f"merging {layer}: the adapter changes a weight of {tuple(change.shape)}, the model's is "
+                f"{tuple(weight.shape)}; they do not belong together"
+            )
+        if name in self.saved:
+            return change
+        merged = weight.float() + change
+        if layer not in self.magnitudes:
+            return merged
+        along_row = 0 if self.is_transposed else 1
+        length = self.magnitudes[layer].float().unsqueeze(along_row)
+        return merged * (length / merged.norm(dim=along_row, keepdim=True))
+
 
 def write_adapter(
-    folder: Path, factors: Mapping[str, Tensor], peft_config: Mapping[str, Any], base: Path, dtype: Any
+    folder: Path,
+    parameters: Mapping[str, Tensor],
+    peft_config: Mapping[str, Any],
+    base: Path,
+    dtype: Any,
+    initial: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write the adapter's parameters (`LAYER.lora_A.default.weight` → tensor on the CPU) beside the base's tokenizer.
 
-    base: the model folder that it was trained on. Raises ModelError when a B has learned nothing or is not finite.
+    base: the model folder that it was trained on. initial: the factors that were taken out of the base at the start;
+    what is written is an adapter of the base as it is in the folder, of twice the rank. Raises ModelError when a layer
+    has learned nothing or a number is not finite.
     """
     from safetensors.torch import save_file
 
-    written = {
-        f"{PREFIX}{name.replace('.default.', '.')}": weight.to(dtype).contiguous() for name, weight in factors.items()
-    }
-    _check_learned({name: weight for name, weight in written.items() if ".lora_B." in name})
+    _check_learned(parameters, initial or {})
+    config = {**peft_config, "base_model_name_or_path": base.parent.name, "inference_mode": True}
+    if initial:
+        parameters, config = _of_unchanged_base(parameters, initial), _doubled_rank(config)
+    written = {f"{PREFIX}{_in_file(name)}": weight.to(dtype).contiguous() for name, weight in parameters.items()}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(written, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     follow_file_mask(folder / WEIGHTS_FILE)
-    config = {**peft_config, "base_model_name_or_path": base.parent.name, "inference_mode": True}
     ordered = {name: sorted(value) if isinstance(value, set) else value for name, value in sorted(config.items())}
     write_atomically(folder / CONFIG_FILE, json.dumps(ordered, indent=2) + "\n")
     copy_companions(base, folder)
@@ -90,16 +126,19 @@ def read_adapter(folder: Path) -> Adapter:
         tensors = load_file(folder / WEIGHTS_FILE)
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(f"reading the adapter in {folder}: {error}; train it again") from error
-    odd = [f"{name}: {config[name]}" for name, plain in UNKNOWN.items() if config.get(name, plain) not in (plain, [])]
-    if config.get("peft_type") != "LORA" or odd or config.get("rank_pattern") or config.get("alpha_pattern"):
+    odd = [f"{name}: {value}" for name, plain in UNKNOWN.items() if (value := config.get(name)) and value != plain]
+    if config.get("peft_type") != "LORA" or odd:
         raise ModelError(
-            f"the adapter in {folder} is a {config.get('peft_type')} with {', '.join(odd) or 'patterns of ranks'}; "
-            "expected a plain LoRA"
+            f"the adapter in {folder} is a {config.get('peft_type')}{' with ' * bool(odd)}{', '.join(odd)}; expected a "
+            "LoRA of linear layers"
         )
     layers = {name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")}
-    expected = {f"{layer}.lora_{factor}.weight" for layer in layers for factor in "AB"}
-    if not layers or expected != set(tensors) or not all(layer.startswith(PREFIX) for layer in layers):
-        unknown = sorted(expected ^ set(tensors)) or sorted(tensors)
+    magnitudes = {f"{layer}{MAGNITUDE}" for layer in layers if config.get("use_dora")}
+    expected = {f"{layer}.lora_{factor}.weight" for layer in layers for factor in "AB"} | magnitudes
+    ends = config.get("modules_to_save") or ()
+    saved = {name for name in tensors if ".lora_" not in name and name.rpartition(".")[0].endswith(tuple(ends))}
+    unknown = sorted((expected | saved) ^ set(tensors)) or [name for name in tensors if not name.startswith(PREFIX)]
+    if not layers or unknown:
         raise ModelError(
             f"{folder / WEIGHTS_FILE}: {', '.join(unknown[:NUM_NAMED])} unexpected or without a partner; expected "
             f"`{PREFIX}LAYER.lora_A.weight` and `…lora_B.weight` of every adapted layer"
@@ -113,11 +152,13 @@ def read_adapter(folder: Path) -> Adapter:
         },
         scaling=config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank),
         is_transposed=bool(config.get("fan_in_fan_out")),
+        magnitudes={name.removeprefix(PREFIX).removesuffix(MAGNITUDE): tensors[name] for name in magnitudes},
+        saved={name.removeprefix(PREFIX): tensors[name] for name in saved},
     )
 
 
-def check_mergeable(layers: Collection[str], base: Path) -> None:
-    """Raise ModelError unless each adapted layer has a weight of its name in the files of the model folder `base`.
+def check_mergeable(weights: Collection[str], base: Path) -> None:
+    """Raise ModelError unless each weight that the adapter changes is in the files of the model folder `base`.
 
     Some architectures are stored under other names than they have in memory; an adapter could not be merged into them.
     """
@@ -127,20 +168,57 @@ def check_mergeable(layers: Collection[str], base: Path) -> None:
     for path in weight_paths(base):
         with safe_open(path, framework="pt") as file:
             stored.update(file.keys())
-    if lost := sorted(layer for layer in layers if f"{layer}.weight" not in stored):
+    if lost := sorted(set(weights) - stored):
         raise ModelError(
-            f"training an adapter on {base}: {len(lost)} of its layers have other names in the model's files "
+            f"training an adapter on {base}: {len(lost)} of its weights have other names in the model's files "
             f"({', '.join(lost[:NUM_NAMED])}), so it could not be merged; save the model again with Transformers' "
             "`save_pretrained`, or name layers of the language model in adapter.target_modules"
         )
 
 
-def _check_learned(named: Mapping[str, Tensor]) -> None:
-    broken = [name for name, weight in named.items() if not weight.isfinite().all()]
-    zero = [name for name, weight in named.items() if not weight.any()]
+def _in_file(parameter: str) -> str:
+    return parameter.replace(f"{MAGNITUDE}.default.weight", MAGNITUDE).replace(".default.", ".")
+
+
+def _check_learned(parameters: Mapping[str, Tensor], initial: Mapping[str, Tensor]) -> None:
+    changes = {
+        name: weight - initial[name] if name in initial else weight
+        for name, weight in parameters.items()
+        if ".lora_B." in name
+    }
+    broken = [name for name, weight in parameters.items() if not weight.isfinite().all()]
+    zero = [name for name, change in changes.items() if not change.any()]
     if broken or zero:
         raise ModelError(
-            f"writing the adapter: of {len(named)} factors B {len(zero)} are all 0 ({', '.join(zero[:NUM_NAMED])}) and "
-            f"{len(broken)} not finite ({', '.join(broken[:NUM_NAMED])}): these layers have learned nothing; raise the "
-            "learning rate or the steps, or leave them out of adapter.target_modules"
+            f"writing the adapter: of {len(changes)} factors B {len(zero)} have not changed "
+            f"({', '.join(zero[:NUM_NAMED])}), and {len(broken)} weights are not finite "
+            f"({', '.join(broken[:NUM_NAMED])}): these layers have learned nothing; raise the learning rate or the "
+            "steps, or leave them out of adapter.target_modules"
         )
+
+
+def _of_unchanged_base(parameters: Mapping[str, Tensor], initial: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """B A - B₀ A₀ of every layer as factors of twice the rank, by the singular value decomposition of that difference.
+
+    [B, -B₀] and [A; A₀] are such factors too (PEFT writes them), but each is large: rounded to bf16, the little that
+    was learned would be lost.
+    """
+    import torch
+
+    found = dict(parameters)
+    for name in parameters:
+        if ".lora_A." not in name:
+            continue
+        partner = name.replace(".lora_A.", ".lora_B.")
+        left, left_triangle = torch.linalg.qr(torch.cat([parameters[partner], -initial[partner]], 1).double())
+        right, right_triangle = torch.linalg.qr(torch.cat([parameters[name], initial[name]]).double().T)
+        inner_left, sizes, inner_right = torch.linalg.svd(left_triangle @ right_triangle.T, full_matrices=False)
+        found[partner] = (left @ inner_left * sizes.sqrt()).float()
+        found[name] = (sizes.sqrt()[:, None] * (inner_right @ right.T)).float()
+    return found
+
+
+def _doubled_rank(config: Mapping[str, Any]) -> dict[str, Any]:
+    """With an alpha by which A and B count as before."""
+    times = math.sqrt(2) if config.get("use_rslora") else 2
+    return {**config, "r": 2 * config["r"], "lora_alpha": times * config["lora_alpha"], "init_lora_weights": True}

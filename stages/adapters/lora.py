@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import Linear as LoraLinear
-from torch import nn
+from peft.utils import ModulesToSaveWrapper
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from stages.adapters.config import AdapterConfig
@@ -23,11 +24,16 @@ ADAPTER_NAME = "default"
 NUM_NAMED = 12
 
 
-def add_adapter(causal_lm: Any, config: AdapterConfig, seed: int) -> LoraConfig:
+def add_adapter(causal_lm: Any, config: AdapterConfig, seed: int, *, has_weights: bool = True) -> LoraConfig:
     """Adapt `causal_lm` in place and freeze all else; returns what PEFT knows the adapter by.
 
-    A is drawn with `seed`, B is 0: the adapted model is the base until it learns. Raises ModelError.
+    A is drawn with `seed`, B is 0: the adapted model is the base until it learns. With another `init` they come of the
+    base's weights, which change so that the sum is the base; without weights (`has_weights=False`: those of rank 0 come
+    later) they are left at the default. Raises ModelError.
     """
+    is_transposed = any(isinstance(module, Conv1D) for module in causal_lm.modules())
+    if is_transposed and config.init == "olora":
+        raise ModelError(f"adapter.init is olora, which PEFT gets wrong for {type(causal_lm).__name__}; choose pissa")
     lora = LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # a fraction serves as well
@@ -38,7 +44,10 @@ def add_adapter(causal_lm: Any, config: AdapterConfig, seed: int) -> LoraConfig:
         exclude_modules=list(config.exclude_modules) or None,
         layers_to_transform=list(config.layers_to_transform) if config.layers_to_transform is not None else None,
         use_rslora=config.use_rslora,
-        fan_in_fan_out=any(isinstance(module, Conv1D) for module in causal_lm.modules()),
+        use_dora=config.use_dora,
+        init_lora_weights=config.init if config.changes_base and has_weights else True,  # type: ignore[arg-type]
+        modules_to_save=list(config.modules_to_save) or None,
+        fan_in_fan_out=is_transposed,
         task_type="CAUSAL_LM",
     )
     with torch.random.fork_rng(devices=[]):
@@ -48,6 +57,7 @@ def add_adapter(causal_lm: Any, config: AdapterConfig, seed: int) -> LoraConfig:
         except ValueError as error:
             raise ModelError(_explained(error, causal_lm, config)) from error
     _check(causal_lm, config)
+    _let_saved_modules_learn(causal_lm, config)
     return lora
 
 
@@ -62,6 +72,39 @@ def store_frozen_weights(causal_lm: Any, dtype: torch.dtype) -> None:
 def adapted_layers(causal_lm: nn.Module) -> dict[str, LoraLinear]:
     """Name → layer of all that have an adapter."""
     return {name: module for name, module in causal_lm.named_modules() if isinstance(module, LoraLinear)}
+
+
+def changed_weights(causal_lm: nn.Module) -> list[str]:
+    """Names, in the model without its adapter, of all weights that are others once the adapter is merged."""
+    learning = [name for name, parameter in causal_lm.named_parameters() if parameter.requires_grad]
+    saved = [name for name in learning if ".lora_" not in name]
+    return [*(f"{name}.weight" for name in adapted_layers(causal_lm)), *saved]
+
+
+def factors_of(causal_lm: nn.Module) -> dict[str, Tensor]:
+    """Name → copy of every A and B, as they are now."""
+    named = causal_lm.named_parameters()
+    return {name: one.detach().clone() for name, one in named if ".lora_A." in name or ".lora_B." in name}
+
+
+def _let_saved_modules_learn(causal_lm: Any, config: AdapterConfig) -> None:
+    """PEFT would train a copy beside each frozen module; trained in its place the file is the same."""
+    wrapped = {name: one for name, one in causal_lm.named_modules() if isinstance(one, ModulesToSaveWrapper)}
+    if unknown := [end for end in config.modules_to_save if not any(name.endswith(end) for name in wrapped)]:
+        ends = {name.rpartition(".")[2] for name, _ in causal_lm.named_modules() if "lora_" not in name}
+        raise ModelError(
+            f"adapter.modules_to_save names {', '.join(unknown)}, which {type(causal_lm).__name__} does not have; its "
+            f"modules are called {', '.join(sorted(end for end in ends if end and not end.isdigit()))}"
+        )
+    edges = [causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()]
+    is_tied = len({id(getattr(edge, "original_module", edge).weight) for edge in edges}) == 1
+    for name, wrapper in wrapped.items():
+        if is_tied and wrapper in edges:
+            raise ModelError(
+                f"adapter.modules_to_save names {name}, but embedding and head of this model are one weight, which "
+                "PEFT's file would hold as two; leave it out"
+            )
+        causal_lm.set_submodule(name, wrapper.original_module.requires_grad_(True))
 
 
 def _check(causal_lm: Any, config: AdapterConfig) -> None:

@@ -76,32 +76,26 @@ class _Merging:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Name in the base's files → tensor in the base's dtype."""
+        changed = self._adapter.weights
         for path in weight_paths(self._base):
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118
-                    layer = name.removesuffix(".weight")
                     weight = file.get_tensor(name)
-                    yield name, self._merged(layer, weight) if layer in self._adapter.factors else weight
+                    yield name, self._merged(name, weight) if name in changed else weight
 
     def check(self) -> float:
         """The share of the merged layers' weights that are other numbers now. Raises ModelError for a layer without."""
-        lost = sorted(set(self._adapter.factors) - set(self._num_changed))
+        lost = sorted(self._adapter.weights - set(self._num_changed))
         unchanged = sorted(layer for layer, changed in self._num_changed.items() if not changed)
         if lost or unchanged:
             raise ModelError(
-                f"merging: {len(lost)} adapted layers are not in the model's files ({', '.join(lost[:NUM_NAMED])}), "
+                f"merging: {len(lost)} adapted weights are not in the model's files ({', '.join(lost[:NUM_NAMED])}), "
                 f"{len(unchanged)} are as they were after rounding ({', '.join(unchanged[:NUM_NAMED])}): the adapter "
                 "would be lost; train longer, or export the base in fp32"
             )
         return sum(self._num_changed.values()) / len(self._num_changed)
 
-    def _merged(self, layer: str, weight: Tensor) -> Tensor:
-        change = self._adapter.change(layer)
-        if change.shape != weight.shape:
-            raise ModelError(
-                f"merging {layer}: the adapter changes a weight of {tuple(change.shape)}, the model's is "
-                f"{tuple(weight.shape)}; they do not belong together"
-            )
-        merged = (weight.float() + change).to(weight.dtype)
-        self._num_changed[layer] = (merged != weight).float().mean().item()
+    def _merged(self, name: str, weight: Tensor) -> Tensor:
+        merged = self._adapter.merged(name, weight).to(weight.dtype)
+        self._num_changed[name] = (merged != weight).float().mean().item()
         return merged

@@ -4,7 +4,8 @@
 
 The spec names `data` (documents of the rows of each global batch), `output` and `cases`: name → {"model": folder,
 "config": fields of a TrainConfig}. A case leaves `output/NAME.json` (`losses`, `grad_norms`, `log_probabilities` of the
-first row's documents after training) and the exported model in `output/NAME/`.
+first row's documents after training), `output/NAME.gradients.safetensors` (of the first step, clipped) and the exported
+model in `output/NAME/`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from stages.core.contract import is_main_process
 from stages.data.batch import IGNORED, Batch
@@ -32,10 +34,25 @@ def main() -> None:
         for name, case in spec["cases"].items():
             config = TrainConfig.model_validate(case["config"])
             engine = FsdpEngine(Path(case["model"]), config.engine_settings, device)
+            gradients = first_gradients(engine)
             result = train(engine, config, spec["data"])
             engine.export(Path(spec["output"]) / name, torch.float32)
             if is_main_process():
                 (Path(spec["output"]) / f"{name}.json").write_text(json.dumps(result))
+                save_file(gradients, Path(spec["output"]) / f"{name}.gradients.safetensors")
+
+
+def first_gradients(engine: FsdpEngine) -> dict[str, torch.Tensor]:
+    """Filled by the first optimizer step: name → whole gradient, clipped."""
+    gradients: dict[str, torch.Tensor] = {}
+
+    def fill(*_: object) -> None:
+        if not gradients:
+            named = engine._model.causal_lm.named_parameters()
+            gradients.update({name: one.grad.full_tensor().cpu() for name, one in named if one.grad is not None})
+
+    engine._optimizer.register_step_pre_hook(fill)
+    return gradients
 
 
 def train(engine: FsdpEngine, config: TrainConfig, global_batches: list[list[Row]]) -> dict[str, list[float]]:

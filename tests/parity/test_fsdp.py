@@ -87,14 +87,18 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def data():
-    """NUM_STEPS global batches of NUM_ROWS rows of documents; rows have different numbers of targets."""
+    return make_data(NUM_STEPS)
+
+
+def make_data(num_steps):
+    """So many global batches of NUM_ROWS rows of documents; rows have different numbers of targets."""
     generator = torch.Generator().manual_seed(1)
     return [
         [
             [torch.randint(0, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
             for lengths in ROW_LENGTHS
         ]
-        for _ in range(NUM_STEPS)
+        for _ in range(num_steps)
     ]
 
 
@@ -119,6 +123,9 @@ def learn_plainly(model, parameter_groups, data):
         loss.backward()
         losses.append(loss.item())
         grad_norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM).item())
+        if len(losses) == 1:
+            named = model.named_parameters()
+            model.first_gradients = {name: one.grad.clone() for name, one in named if one.grad is not None}
         optimizer.step()
         optimizer.zero_grad()
     return losses, grad_norms, model.eval()

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from peft import LoraConfig
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from stages.adapters.files import check_mergeable, write_adapter
-from stages.adapters.lora import adapted_layers, add_adapter, store_frozen_weights
+from stages.adapters.lora import add_adapter, changed_weights, factors_of, store_frozen_weights
 from stages.core.contract import is_main_process
 from stages.data.batch import Batch
 from stages.engines.engine import LossMeans, StepOutcome
@@ -45,21 +46,16 @@ class FsdpEngine:
         self._model = load_model(
             folder, device=device, reads_weights=self.data_rank == 0, trust_remote_code=settings.trust_remote_code
         )
-        if not settings.adapter:
+        self._adapter = self._add_adapter(settings) if settings.adapter else None
+        if not self._adapter:
             check_exportable(self._model.causal_lm, folder)
-        self._adapter = (
-            add_adapter(self._model.causal_lm, settings.adapter, settings.seed) if settings.adapter else None
-        )
-        if self._adapter:
-            check_mergeable(adapted_layers(self._model.causal_lm), folder)
-            store_frozen_weights(self._model.causal_lm, self.compute_dtype)
         self.flops = model_flops(self._model.causal_lm)
         adam = settings.adam
         decayed = None if adam.decay_norms_and_biases else decayed_parameters(self._model.causal_lm)
         parallelize(self._model, settings.layout, self._mesh, self.compute_dtype)
         self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(
-            parameter_groups(self._model.causal_lm, adam.weight_decay, decayed),
+            parameter_groups(self._model.causal_lm, adam.weight_decay, decayed, settings.adapter),
             lr=adam.learning_rate,
             betas=(adam.beta1, adam.beta2),
             eps=adam.epsilon,
@@ -130,12 +126,22 @@ class FsdpEngine:
         """One weight at a time is gathered; rank 0 writes."""
         if self._adapter:
             parameters = self._model.causal_lm.named_parameters()
-            factors = {name: _full_tensor(one.detach()).cpu() for name, one in parameters if one.requires_grad}
+            learned = {name: _full_tensor(one.detach()).cpu() for name, one in parameters if one.requires_grad}
             if is_main_process():
-                write_adapter(folder, factors, self._adapter.to_dict(), self._folder, dtype)
+                write_adapter(folder, learned, self._adapter.to_dict(), self._folder, dtype, self._taken_out)
             return
         named_weights = ((name, _full_tensor(value)) for name, value in self._model.causal_lm.state_dict().items())
         export_model(self._model.causal_lm, named_weights, source=self._folder, folder=folder, dtype=dtype)
+
+    def _add_adapter(self, settings: EngineSettings) -> LoraConfig:
+        """Before the model is sharded; what was taken out of the base for it is kept for the export."""
+        causal_lm = self._model.causal_lm
+        assert settings.adapter
+        added = add_adapter(causal_lm, settings.adapter, settings.seed, has_weights=is_main_process())
+        check_mergeable(changed_weights(causal_lm), self._folder)
+        self._taken_out = factors_of(causal_lm) if settings.adapter.changes_base and is_main_process() else None
+        store_frozen_weights(causal_lm, self.compute_dtype)
+        return added
 
     @torch.no_grad()
     def _forward_only(self, batch: Batch) -> Tensor:
@@ -146,7 +152,7 @@ class FsdpEngine:
         if max_grad_norm is not None and grad_norm > max_grad_norm:
             torch._foreach_mul_(self._local_gradients(), max_grad_norm / grad_norm)
         for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group["learning_rate_ratio"]
         self._optimizer.step()
 
     def _grad_norm(self) -> float:

@@ -8,6 +8,8 @@ from typing import Any
 from torch import nn
 from transformers.trainer_pt_utils import get_parameter_names
 
+from stages.adapters.config import AdapterConfig
+
 NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 """Names, as `Trainer.get_decay_parameter_names` has them; a test compares the two."""
 
@@ -18,11 +20,23 @@ def decayed_parameters(causal_lm: nn.Module) -> set[str]:
 
 
 def parameter_groups(
-    causal_lm: nn.Module, weight_decay: float, decayed: Collection[str] | None
+    causal_lm: nn.Module,
+    weight_decay: float,
+    decayed: Collection[str] | None,
+    adapter: AdapterConfig | None = None,
 ) -> list[dict[str, Any]]:
-    """What torch's optimizers take: the trained parameters of these names (None: all of them) decay, others do not."""
-    trained = [(name, parameter) for name, parameter in causal_lm.named_parameters() if parameter.requires_grad]
-    chosen = [parameter for name, parameter in trained if decayed is None or name in decayed]
-    others = [parameter for name, parameter in trained if decayed is not None and name not in decayed]
-    groups = [{"params": chosen, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    """What torch's optimizers take: the trained parameters of these names (None: all of them) decay, others do not.
+
+    With LoRA+, B and all vectors learn faster, as PEFT has it: `learning_rate_ratio` of a group.
+    """
+    ratio = (adapter and adapter.loraplus_lr_ratio) or 1.0
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in causal_lm.named_parameters():
+        if parameter.requires_grad:
+            decay = weight_decay if decayed is None or name in decayed else 0.0
+            is_faster = ".lora_B." in name or parameter.ndim == 1
+            groups.setdefault((decay, ratio if is_faster else 1.0), []).append(parameter)
+    return [
+        {"params": parameters, "weight_decay": decay, "learning_rate_ratio": times}
+        for (decay, times), parameters in groups.items()
+    ]

@@ -4,12 +4,13 @@ import math
 
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
 
 from stages.adapters.config import AdapterConfig
 from stages.adapters.files import check_mergeable, read_adapter, write_adapter
-from stages.adapters.lora import adapted_layers, add_adapter, store_frozen_weights
+from stages.adapters.lora import adapted_layers, add_adapter, changed_weights, factors_of, store_frozen_weights
 from stages.core.errors import ModelError
 from stages.models.transformers_flops import model_flops
 
@@ -90,12 +91,14 @@ def test_frozen_weights_have_no_gradient_to_count():
         ({"target_modules": ("q_prok",)}, "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"),
         ({"target_modules": ("lm_head",)}, "adapts lm_head: only linear layers between the embedding and the head"),
         ({"target_modules": ("embed_tokens",)}, r"adapts model\.embed_tokens"),
+        ({"modules_to_save": ("lm_heat",)}, "names lm_heat, which Qwen3ForCausalLM does not have; .* lm_head"),
+        ({"modules_to_save": ("embed_tokens",)}, "embedding and head of this model are one weight"),
         ({"rank": 12}, r"rank is 12, more than the width of model\.layers\.0\.self_attn\.k_proj \(8\)"),
     ],
 )
 def test_what_cannot_be_adapted_is_refused_by_name(fields, message):
     with pytest.raises(ModelError, match=message):
-        add_adapter(make_model(), AdapterConfig.model_validate({"rank": 4, **fields}), seed=0)
+        add_adapter(make_model(tie_word_embeddings=True), AdapterConfig(**{"rank": 4, **fields}), seed=0)
 
 
 @pytest.mark.parametrize("value", [0.0, math.nan])
@@ -120,12 +123,68 @@ def test_transposed_weights_are_changed_transposed(tmp_path):
     assert read_adapter(tmp_path / "adapter").change("transformer.h.0.mlp.c_fc").shape == (16, 64)
 
 
-def test_layers_that_the_files_call_otherwise_are_refused_before_training(tmp_path):
-    model = adapted(target_modules=("q_proj",))
-    save_file({f"{name}.weight": torch.ones(1) for name in adapted_layers(model)}, tmp_path / "model.safetensors")
-    check_mergeable(adapted_layers(model), tmp_path)
+def test_weights_that_the_files_call_otherwise_are_refused_before_training(tmp_path):
+    model = adapted(target_modules=("q_proj",), modules_to_save=("norm",))
+    names = changed_weights(model)
+    assert "model.layers.1.self_attn.q_proj.weight" in names
+    assert "model.norm.weight" in names
+    save_file({name: torch.ones(1) for name in names}, tmp_path / "model.safetensors")
+    check_mergeable(names, tmp_path)
 
-    renamed = {f"language_{name}.weight": torch.ones(1) for name in adapted_layers(model)}
-    save_file(renamed, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=r"2 of its layers have other names .*model\.layers\.0\.self_attn\.q_proj"):
-        check_mergeable(adapted_layers(model), tmp_path)
+    save_file({f"language_{name}": torch.ones(1) for name in names}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"of its weights have other names .*model\.layers\.0\.input_layernorm"):
+        check_mergeable(names, tmp_path)
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora"])
+def test_what_an_initialization_takes_out_of_the_base_is_in_its_factors(init):
+    tokens, model = torch.arange(8)[None], adapted(init=init)
+    layer = model.get_submodule("model.layers.0.mlp.up_proj")
+    assert not torch.equal(layer.base_layer.weight, make_model().get_submodule("model.layers.0.mlp.up_proj").weight)
+    assert (model(tokens).logits - make_model()(tokens).logits).abs().max().item() < 1e-5
+
+
+def test_processes_without_weights_do_not_decompose_them():
+    model = make_model()
+    for parameter in model.parameters():
+        parameter.data.fill_(math.nan)  # what memory holds that was never written
+    add_adapter(model, AdapterConfig(rank=4, init="pissa"), seed=0, has_weights=False)
+    factors = factors_of(model)
+    assert all(one.isfinite().all() for one in factors.values())
+
+
+def test_an_adapter_that_went_back_to_its_start_is_not_written(tmp_path):
+    model = adapted(target_modules=("q_proj",), init="pissa")
+    start = factors_of(model)
+    config = model.peft_config["default"].to_dict()
+    with pytest.raises(ModelError, match="of 2 factors B 2 have not changed"):
+        write_adapter(tmp_path / "adapter", start, config, tmp_path, torch.float32, start)
+
+
+def test_little_that_was_learned_from_large_factors_survives_rounding(tmp_path):
+    model = adapted(target_modules=("q_proj",), init="pissa")
+    start = factors_of(model)
+    learned = {name: weight + 1e-3 * torch.randn_like(weight) for name, weight in start.items()}
+    config = model.peft_config["default"].to_dict()
+    write_adapter(tmp_path / "adapter", learned, config, tmp_path, torch.bfloat16, start)
+    found = read_adapter(tmp_path / "adapter")
+    for layer in found.factors:
+        a, b = f"{layer}.lora_A.default.weight", f"{layer}.lora_B.default.weight"
+        expected = 32 / 4 * (learned[b] @ learned[a] - start[b] @ start[a])
+        assert (found.change(layer) - expected).norm() < 2**-6 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rank": 0}, "greater than 0"),
+        ({"init": "eva"}, "found eva, which needs the training rows' activations"),
+        ({"init": "gaussian"}, "Input should be 'default', 'pissa'"),
+        ({"init": "pissa", "use_dora": True}, "`use_dora` does not go with `init: pissa`"),
+        ({"loraplus_lr_ratio": 0}, "greater than 0"),
+        ({"bias": "all"}, "Extra inputs"),
+    ],
+)
+def test_options_that_cannot_be_honoured_are_refused_when_read(fields, message):
+    with pytest.raises(ValidationError, match=message):
+        AdapterConfig.model_validate(fields)
