@@ -12,6 +12,7 @@ from flows.recipe.recipe import Recipe
 from flows.store.record import Index
 from stages.core.errors import LifecycleError, RecipeError
 from stages.evaluate.config import EvaluateConfig
+from stages.models.config_check import check_config
 from stages.serve.config import ServeConfig
 
 LONG_IN_THEMSELVES = ("longrope", "su", "llama3", "default", "mrope")
@@ -66,9 +67,10 @@ def _max_tokens(recipe: Recipe, stage: str, outside: Outside, index: Index) -> i
     """What the model can attend to; None where its config does not say, or cannot be read yet."""
     try:
         config = config_of_download(recipe, download_of(recipe, stage), outside, index)
+        check_config(config or {}, "its config")
     except LifecycleError:  # the download says so itself
         return None
-    return _positions({**config, **config.get("text_config", {})}) if config else None
+    return _positions({**config, **(config.get("text_config") or {})}) if config else None
 
 
 def _positions(config: Mapping[str, Any]) -> int | None:

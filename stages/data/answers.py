@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from stages.data.documents import Document, answers_of
-from stages.data.messages import RowError
+from stages.data.messages import INVISIBLE, RowError
 from stages.data.units import Unit
 
 
@@ -17,7 +17,11 @@ class AnswerCheck:
 
     def __init__(self, special_tokens: Sequence[str], vocabulary_size: int | None) -> None:
         """special_tokens: as the tokenizer writes them. vocabulary_size: the model's; None where it is not known."""
-        written = [r"\s", *(re.escape(token) for token in sorted(special_tokens, key=len, reverse=True) if token)]
+        written = [
+            r"\s",
+            INVISIBLE,
+            *(re.escape(token) for token in sorted(special_tokens, key=len, reverse=True) if token),
+        ]
         self._no_text = re.compile(f"(?:{'|'.join(written)})*+")
         self._vocabulary_size = vocabulary_size
 
@@ -25,7 +29,9 @@ class AnswerCheck:
         """Raises RowError for an answer that is nothing but special tokens, such as padding."""
         for answer in (answer for document in documents for answer in answers_of(document)):
             if self._no_text.fullmatch(answer):
-                raise RowError(f"has the answer {answer[:40]!r}, nothing but special tokens; expected text")
+                raise RowError(
+                    f"has the answer {answer[:40]!r}, nothing but special tokens or what cannot be seen; expected text"
+                )
 
     def check_tokens(self, unit: Unit) -> None:
         """Raises RowError for a token that the model has no embedding for."""

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,8 @@ BLOCK_BYTES = 1 << 20
 SAMPLED_BYTES = 64 << 20
 METADATA = {"dataset_info.json", "dataset_infos.json", "state.json"}
 NUM_FILES_LISTED = 20
+NO_PYTHON_VALUE = (ValueError, OverflowError, LookupError)
+"""What pyarrow raises for dates that no calendar has, and for time zones that are not known."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,10 @@ def find_files(folder: Path, split: str) -> list[Path]:
     if len(suffixes) > 1:
         names = ", ".join(str(path.relative_to(folder)) for path in islice(found, NUM_FILES_LISTED))
         raise DataError(f"the split {split!r} of {folder} is there in {' and '.join(suffixes)}: {names}. Keep one.")
+    stems = Counter(path.parent / data_stem(path) for path in found)
+    twice = [str(path.relative_to(folder)) for path in found if stems[path.parent / data_stem(path)] > 1]
+    if twice:
+        raise DataError(f"the split {split!r} of {folder} has files twice: {', '.join(twice)}. Keep one of each.")
     return found
 
 
@@ -219,13 +226,13 @@ def _rows_of(batch: Any, name: str, num_before: int) -> Iterator[Row | BadRow]:
     try:
         yield from (Row(Place(name, num_before + at, "row"), row) for at, row in enumerate(batch.to_pylist(), 1))
         return
-    except (ValueError, OverflowError):
+    except NO_PYTHON_VALUE:
         pass
     for at in range(batch.num_rows):
         place = Place(name, num_before + at + 1, "row")
         try:
             yield Row(place, batch.slice(at, 1).to_pylist()[0])
-        except (ValueError, OverflowError) as error:
+        except NO_PYTHON_VALUE as error:
             yield BadRow(place, f"holds a value that Python cannot represent: {error}")
 
 

@@ -31,6 +31,8 @@ MESSAGE_FIELDS = (
     "tool_call_id",
 )
 """What is read of a message, of one role or another."""
+INVISIBLE = "[\u00ad\u200b-\u200f\u2060-\u2064\ufeff]"
+"""Characters without width, that no white space is; a pattern."""
 
 
 class RowError(ValueError):
@@ -86,6 +88,7 @@ def parse_tools(row: dict[str, Any]) -> tuple[Tool, ...]:
         return ()
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RowError(f"has {kind_of(tools)} in `tools`; expected a list of objects that define functions")
+    _check_json(tools, "`tools`")
     return tuple(tools)
 
 
@@ -189,6 +192,15 @@ def _tool_call(call: object, name: str) -> dict[str, Any]:
         raise RowError(
             f"has {kind_of(arguments)} as `arguments` of {name}; expected an object, or the same as JSON text"
         )
+    _check_json(arguments, f"`arguments` of {name}")
     assert isinstance(call, dict)
     identifier = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {**identifier, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _check_json(value: object, name: str) -> None:
+    """Templates write it down as JSON. Raises RowError for what has no words there: NaN, infinity, a Parquet date."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise RowError(f"has what is no JSON in {name}: {error}; expected numbers, text, lists and objects") from error

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from stages.data.documents import Conversation, Document, PlainText
-from stages.data.messages import Message, RowError, as_messages, ordered, parse_text, parse_tools
+from stages.data.messages import INVISIBLE, Message, RowError, as_messages, ordered, parse_text, parse_tools
 from stages.data.row_fields import check_no_system, unlearned_turns, with_system
 
 Columns = dict[str, Any]
@@ -24,7 +25,7 @@ def read_preference(row: Columns) -> tuple[Document, ...]:
 
 def _read_plain(row: Columns) -> tuple[Document, ...]:
     chosen, rejected = parse_text(row["chosen"], "chosen"), parse_text(row["rejected"], "rejected")
-    _check_difference(chosen.split(), rejected.split())
+    _check_difference(_visible(chosen), _visible(rejected))
     if row.get("prompt") is not None:
         prompt = parse_text(row["prompt"], "prompt")
         if _begins_with(chosen, prompt) and _begins_with(rejected, prompt):
@@ -81,11 +82,19 @@ def _answered(row: Columns, prompt: list[Message], column: str) -> list[Message]
 
 def _check_difference(chosen: list[Any], rejected: list[Any]) -> None:
     if chosen == rejected:
-        raise RowError("has `chosen` and `rejected` that differ by white space only; expected two different answers")
+        raise RowError(
+            "has `chosen` and `rejected` that differ by white space or invisible characters only; expected two "
+            "different answers"
+        )
 
 
 def _words(messages: list[Message]) -> list[Any]:
-    return [{**message, "content": message["content"].split()} for message in messages]
+    return [{**message, "content": _visible(message["content"])} for message in messages]
+
+
+def _visible(text: str) -> list[str]:
+    """Its words, without characters that have no width."""
+    return re.sub(INVISIBLE, "", text).split()
 
 
 def _num_shared(first: Sequence[object], second: Sequence[object]) -> int:

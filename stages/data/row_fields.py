@@ -5,6 +5,7 @@
 | `loss`, `weight`, `train` of an assistant's  | false or 0: the turn is context, and not learned                      |
 | message                                      |                                                                       |
 | the same of another role                     | false or 0: as it is anyway; else refused                             |
+| the same of a row                            | false or 0: refused                                                   |
 | `system` of a row                            | the system message                                                    |
 | `label: false`                               | refused: the row of a bad answer, which must not be imitated          |
 | `images`, `videos`, `audios` and the like    | refused: the text alone means something else                          |
@@ -31,6 +32,8 @@ from stages.data.messages import (
 )
 
 LEARNED_MARKS = ("loss", "weight", "train")
+NOT_LEARNED = ("false", "0", "0.0")
+"""As text, which is what CSV has."""
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 REFUSED = {
     "chat_template_kwargs": "which no template is given; write what it sets into a template (`chat_template`)",
@@ -43,9 +46,11 @@ def check_row(row: dict[str, Any], read: tuple[str, ...]) -> None:
     means and cannot be honoured.
     """
     _check_fields(row, "")
+    if unlearned := [mark for mark in LEARNED_MARKS if str(row.get(mark)).lower() in NOT_LEARNED]:
+        raise RowError(f"has {listed(unlearned)} {row[unlearned[0]]!r}: it is not to be learned; leave this row out")
     for column, number, message in _messages(row, read):
         _check_fields(message, f" of message {number} of `{column}`")
-    if (label := row.get("label")) is False or label in ("false", "False"):  # 0 may well be a class
+    if (label := row.get("label")) is False or str(label).lower() == "false":  # 0 may well be a class
         raise RowError(
             "has `label: false`, so its answer is a bad one, which would be learned; expected good answers alone "
             "(make pairs of good and bad ones for `method: dpo`, or leave this row out)"

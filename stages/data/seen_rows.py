@@ -23,8 +23,12 @@ from stages.data.files import Place
 
 ROW_DIGESTS = "rows.bin"
 """Beside the arrays of a folder of packed rows: uint64 [rows read], a digest of what each row teaches."""
-CONTROL_CHARACTER = re.compile(r"(?<!\\)(?:\\\\)*\\(u00[01][0-9a-f]|[bf])")
-"""As JSON writes it down; line ends and tabs have names of their own, and are text."""
+CONTROL_CHARACTER = re.compile(r"(?<!\\)(?:\\\\)*\\(u00[0189][0-9a-f]|u007f|u202[a-e]|u206[6-9]|[bf])")
+"""As JSON writes it down, those that turn the direction of writing among them; line ends and tabs have names of their
+own, and are text.
+"""
+MEDIA = re.compile(r"<(?:image|video|audio)>")
+"""What stands for a picture in rows that had one."""
 
 
 class SeenRows:
@@ -37,6 +41,8 @@ class SeenRows:
         self._files: list[tuple[int, Place]] = []
         self._num_with_control_characters = 0
         self._first_control_character = ""
+        self._num_with_media = 0
+        self._first_media = ""
 
     def add(self, place: Place, documents: Sequence[Document]) -> None:
         """Note a row."""
@@ -50,6 +56,9 @@ class SeenRows:
         if found := CONTROL_CHARACTER.search("".join(texts)):
             self._num_with_control_characters += 1
             self._first_control_character = self._first_control_character or f"{place} (\\{found[1]})"
+        if found := MEDIA.search("".join(texts)):
+            self._num_with_media += 1
+            self._first_media = self._first_media or f"{place} ({found[0]})"
 
     def warnings(self) -> Iterator[str]:
         """What was found, each with its count and the first place."""
@@ -74,6 +83,11 @@ class SeenRows:
             yield (
                 f"{self._num_with_control_characters} of {len(digests)} rows hold control characters, which are "
                 f"learned as they are: {self._first_control_character}"
+            )
+        if self._num_with_media:
+            yield (
+                f"{self._num_with_media} of {len(digests)} rows hold what stands for pictures or sound, which is "
+                f"learned as text: {self._first_media}"
             )
 
     def write(self, folder: Path) -> None:

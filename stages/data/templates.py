@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from stages.data.config import DEFAULT_DATE
 from stages.data.documents import Conversation
 from stages.data.messages import THOUGHTS, Message, RowError, Tool, listed, make_message
 from stages.data.sandbox import Sandbox, Span, TemplateLimitError
-from stages.data.turns import Document, Turns, UnclearTurnsError, split_thoughts
+from stages.data.turns import Document, Turns, UnclearTurnsError, check_shown, split_thoughts
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 MISTAKES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -108,8 +108,10 @@ class ChatTemplate:
 
     def render_text(self, conversation: Conversation, *, add_generation_prompt: bool = False) -> str:
         """The text alone. Raises RowError when the template refuses the messages."""
-        messages = self._known(conversation)
-        return self._text(messages, conversation.tools, add_generation_prompt=add_generation_prompt)
+        messages, write = self._known(conversation), partial(self._text, tools=conversation.tools)
+        text = write(messages, add_generation_prompt=add_generation_prompt)
+        check_shown(write, messages, text, self._name)
+        return text
 
     def ends_turns(self, rendered: Rendered) -> bool:
         """Whether what is learned of each turn ends with a special token, so that a model learns to stop."""
@@ -137,15 +139,18 @@ class ChatTemplate:
                 )
 
     def _documents(self, conversation: Conversation, *, together: bool) -> list[Document]:
-        messages = self._known(conversation)
+        messages, learned = self._known(conversation), _learned_turns(conversation)
+        write = partial(self._text, tools=conversation.tools)
         if self._has_generation_marks:
-            return self._marked(messages, conversation, together=together)
-
-        def write(messages: list[Message], **options: bool) -> str:
-            return self._text(messages, conversation.tools, **options)
-
-        turns = Turns(write, messages, self._markers, self._name, together=together, writes_think=self._writes_think)
-        return turns.documents(_learned_turns(conversation))
+            documents = self._marked(messages, conversation, together=together)
+        else:
+            turns = Turns(
+                write, messages, self._markers, self._name, together=together, writes_think=self._writes_think
+            )
+            documents = turns.documents(learned)
+            messages = messages[: learned[-1] + 1] if learned else messages
+        check_shown(write, messages, documents[-1].text, self._name)
+        return documents
 
     def _marked(self, messages: list[Message], conversation: Conversation, *, together: bool) -> list[Document]:
         """As the marks say. Not together: turns whose thoughts the whole text drops, each at the end of a text."""

@@ -212,8 +212,8 @@ def _load(folder: Path) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
+    except Exception as error:  # tokenizers raises nothing more special, and Transformers anything
+        raise ModelError(f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {error}") from error
     if not tokenizer.is_fast:
         raise ModelError(
             f"the tokenizer in {folder} ({type(tokenizer).__name__}) does not say which characters a token stands "

@@ -23,12 +23,16 @@ CLOSED_THOUGHTS = re.compile(r"</think>\s*\Z")
 EMPTY_THOUGHTS = re.compile(r"\A\s*(<think>)?\s*</think>\s*")
 THOUGHTS_FIRST = re.compile(r"\A\s*<think>.*?</think>(?P<gap>\s*)", re.DOTALL)
 INLINE_THOUGHTS = re.compile(r"\A\s*(?:<think>)?(?P<thoughts>.*?)</think>(?P<answer>.*)\Z", re.DOTALL)
+PROBE = "qprobetext"
+"""Put behind what a message says, and looked for: a template may write the rest otherwise, but no shorter."""
 SWITCHES = ("enable_thinking", "thinking")
 """What templates call the variable that asks for thoughts, or for none."""
 
 
 class UnclearTurnsError(RowError):
-    """It cannot be proved which tokens the assistant says. `cause` is a sentence of its own."""
+    """It cannot be proved which tokens the assistant says, or what somebody says is not there. `cause` is a sentence of
+    its own.
+    """
 
     def __init__(self, cause: str) -> None:
         super().__init__(f"cannot be learned from: {cause}")
@@ -191,14 +195,14 @@ class Turns:
         calls = message.get("tool_calls", [])
         if not calls and answer.strip() in turn.text[turn.begin :]:
             return
-        probe = {**message, "content": "qprobetext" if answer.strip() else message["content"]}
+        probe = {**message, "content": message["content"] and f"{message['content']}{PROBE}"}
         names = {f"qprobecall{number}": call for number, call in enumerate(calls, 1)}
         if calls:
             probe["tool_calls"] = [
                 {**call, "function": {**call["function"], "name": name}} for name, call in names.items()
             ]
         text = self._write([*before, probe], **turn.variables)
-        parts = {"qprobetext": "content"} if answer.strip() else {}
+        parts = {PROBE: "content"} if answer.strip() else {}
         parts |= {name: f"tool call {number}" for number, name in enumerate(names, 1)}
         if missing := [part for probe_text, part in parts.items() if probe_text not in text]:
             raise RowError(
@@ -218,6 +222,20 @@ class Turns:
             f"…{text[shared : shared + 60]!r}. Give a template (`chat_template`) that puts the assistant's part into "
             "{% generation %} … {% endgeneration %}, or learn everything (`train_on: all`)."
         )
+
+
+def check_shown(write: Write, messages: Sequence[Message], text: str, name: str) -> None:
+    """Raises UnclearTurnsError when `text`, of these messages, lacks what somebody says, or the end of it."""
+    for number, message in enumerate(messages):
+        content: str = message["content"] or ""
+        if content.strip() in text:
+            continue
+        probe = {**message, "content": f"{content}{PROBE}"}  # some write a tool's answer as JSON, or drop thoughts
+        if PROBE not in write([*messages[:number], probe, *messages[number + 1 :]]):
+            raise UnclearTurnsError(
+                f"{name} leaves out what `{message['role']}` says in message {number + 1}, or its end; expected none, "
+                "or a template (`chat_template`) that shows it"
+            )
 
 
 def _with_own_thoughts(before: str, text: str, thoughts: str, variables: dict[str, bool]) -> _Turn | None:

@@ -23,6 +23,9 @@ OPTIONAL_SIZES = {
 """So are these, but null means a default, and some architectures have a list, one for each layer."""
 EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"}
 """So are these, and 0 means that there are none, as in the dense ones of Granite's hybrids."""
+NUMBERS = {"rope_theta", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"}
+"""Numbers above 0; null means a default."""
+ROTARY = ("rope_scaling", "rope_parameters")
 DTYPES = {"float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "half", "float", "double"}
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NUM_NAMED = 5
@@ -31,9 +34,11 @@ NUM_NAMED = 5
 def check_config(config: Mapping[str, Any], where: str) -> None:
     """Raise ModelError, naming every field and its value, unless the config read from `where` can be a model's."""
     problems = list(_problems(config))
-    text = config.get("text_config")
+    text = config.get("text_config") or {}
     if isinstance(text, Mapping):
         problems += [f"text_config.{problem}" for problem in _problems(text)]
+    else:
+        problems.append(f"text_config is {text!r}, expected an object")
     if problems:
         more = f" and {len(problems) - NUM_NAMED} more" if len(problems) > NUM_NAMED else ""
         raise ModelError(f"{where}: {'; '.join(problems[:NUM_NAMED])}{more}; mend this file or fetch it again")
@@ -47,15 +52,22 @@ def check_generation_config(generation: Mapping[str, Any], config: Mapping[str, 
 
 def check_unquantized(config: Mapping[str, Any], where: str) -> None:
     """Raise ModelError for a model whose weights are quantized: they cannot be learned, nor quantized again."""
-    if is_quantized(config):
-        found = config.get("quantization_config") or config.get("compression_config")
+    if found := _quantization(config):
         method = found.get("quant_method", "unknown method") if isinstance(found, Mapping) else found
         raise ModelError(f"{where} is quantized already ({method}); take the model that it was made from")
 
 
 def is_quantized(config: Mapping[str, Any]) -> bool:
     """Whether the weights are stored as something else than plain floating-point numbers."""
-    return bool(config.get("quantization_config") or config.get("compression_config"))
+    return bool(_quantization(config))
+
+
+def _quantization(config: Mapping[str, Any]) -> Any:
+    """What a config says of it, of a multimodal model also that of its text part."""
+    text = config.get("text_config")
+    parts = [config, text] if isinstance(text, Mapping) else [config]
+    found = (part.get(name) for part in parts for name in ("quantization_config", "compression_config"))
+    return next((one for one in found if one), None)
 
 
 def vocabulary_size(config: Mapping[str, Any]) -> int | None:
@@ -68,7 +80,7 @@ def vocabulary_size(config: Mapping[str, Any]) -> int | None:
 def _problems(config: Mapping[str, Any]) -> Iterator[str]:
     for name in ("model_type", "architectures"):
         value, expected = config.get(name), (str if name == "model_type" else list)
-        if value is not None and not isinstance(value, expected):
+        if value is not None and not (isinstance(value, expected) and all(isinstance(one, str) for one in value)):
             yield f"{name} is {value!r}, expected a {'name' if expected is str else 'list of names'}"
     for name in sorted(SIZES & config.keys()):
         if not _is_size(config[name]):
@@ -78,14 +90,35 @@ def _problems(config: Mapping[str, Any]) -> Iterator[str]:
         none = (None, 0) if name in EXPERTS else (None,)
         if not all(_is_size(value) or any(value is one for one in none) for value in values):
             yield f"{name} is {config[name]!r}, expected a positive whole number"
+    yield from _rotary(config)
+    if not isinstance(tied := config.get("tie_word_embeddings"), bool | None):
+        yield f"tie_word_embeddings is {tied!r}, expected true or false"
     heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if _is_size(heads) and _is_size(groups) and heads % groups:
         yield f"num_attention_heads {heads} is not divisible by num_key_value_heads {groups}"
+    yield from _dtypes(config)
+    yield from _token_ids(config, vocabulary_size(config))
+
+
+def _dtypes(config: Mapping[str, Any]) -> Iterator[str]:
     for name in ("dtype", "torch_dtype"):
         value = config.get(name)
-        if isinstance(value, str) and value.removeprefix("torch.") not in DTYPES:
+        known = isinstance(value, Mapping) or str(value).removeprefix("torch.") in DTYPES  # one for each part
+        if value is not None and not known:
             yield f"{name} is {value!r}, expected one of {', '.join(sorted(DTYPES))}"
-    yield from _token_ids(config, vocabulary_size(config))
+
+
+def _rotary(config: Mapping[str, Any]) -> Iterator[str]:
+    """Also what is wrong with the other numbers that must be above 0."""
+    numbers = {name: config[name] for name in sorted(NUMBERS & config.keys())}
+    for name in ROTARY:
+        if not isinstance(value := config.get(name) or {}, Mapping):
+            yield f"{name} is {value!r}, expected an object"
+        else:
+            numbers |= {f"{name}.{key}": value[key] for key in ("factor", "rope_theta") if key in value}
+    for name, number in numbers.items():
+        if number is not None and not (isinstance(number, int | float) and number > 0):
+            yield f"{name} is {number!r}, expected a number above 0"
 
 
 def _token_ids(config: Mapping[str, Any], size: int | None) -> Iterator[str]:

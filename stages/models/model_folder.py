@@ -63,8 +63,20 @@ def _check_weights(folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
         files = {WEIGHTS_FILE}
     else:
         raise ModelError(_why_no_weights(folder, sorted(tensors)))
+    _check_count(folder, config, sum(len(tensors[file]) for file in files))
     if not is_quantized(config):
         yield from check_values([tensor for file in sorted(files) for tensor in tensors[file]], config)
+
+
+def _check_count(folder: Path, config: Mapping[str, Any], num_tensors: int) -> None:
+    """A layer has several tensors. Building one of too many that a config asks for takes hours, or all memory."""
+    text = config.get("text_config")
+    num_layers = (text if isinstance(text, Mapping) else config).get("num_hidden_layers", 0)
+    if num_layers > num_tensors:
+        raise ModelError(
+            f"{folder}/config.json says num_hidden_layers {num_layers}, but its files hold only {num_tensors} tensors; "
+            "mend the config, or fetch the model again"
+        )
 
 
 def _why_no_weights(folder: Path, other_files: list[str]) -> str:

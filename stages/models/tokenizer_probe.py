@@ -31,6 +31,9 @@ def check_tokenizer(folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
     problem = _problem(tokenizer, once, often, vocabulary_size(config))
     if problem:
         raise ModelError(f"the tokenizer in {folder} {problem}; take that of the model, or fetch it again")
+    read = tokenizer.decode(once)
+    if _letters(read) != _letters(SENTENCE):
+        yield f"the tokenizer loses parts of texts: {SENTENCE!r} reads {read!r} in its tokens"
     if tokenizer.eos_token_id is None:
         yield "the tokenizer has no end-of-text token (`eos_token`): only a chat template can say where an answer ends"
 
@@ -44,4 +47,14 @@ def _problem(tokenizer: Any, once: list[int], often: list[int], size: int | None
         return f"cuts texts: {REPETITIONS} times {len(once)} tokens are {len(often)}"
     if size is not None and max(once) >= size:
         return f"makes token {max(once)} of {SENTENCE!r}, beyond the model's vocabulary of {size}"
+    if size is not None and (tokenizer.eos_token_id or 0) >= size:
+        return (
+            f"ends texts with token {tokenizer.eos_token_id} ({tokenizer.eos_token!r}), beyond the model's vocabulary "
+            f"of {size}"
+        )
     return None
+
+
+def _letters(text: str) -> str:
+    """Letters and digits, whatever their case: some tokenizers know one only."""
+    return "".join(filter(str.isalnum, text)).casefold()

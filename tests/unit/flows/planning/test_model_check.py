@@ -37,7 +37,8 @@ def model(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA))
     (folder / "tokenizer.json").write_text("{}")
-    save_file({"model.embed_tokens.weight": np.ones((16, 8), np.float32)}, folder / "model.safetensors")
+    weights = {name: np.ones((16, 8), np.float32) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    save_file(weights, folder / "model.safetensors")
     return folder
 
 

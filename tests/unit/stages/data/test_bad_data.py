@@ -6,6 +6,7 @@ Nothing is silent: a case is refused with its place and reason, or used and coun
 from __future__ import annotations
 
 import datetime
+import gzip
 import json
 import os
 from pathlib import Path
@@ -93,6 +94,11 @@ def far_future(path: Path):
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a b", "c d"], "when": when}), path)
 
 
+def no_such_zone(path: Path):
+    when = pyarrow.array([5, 1], pyarrow.timestamp("us", tz="Mars/Olympus"))
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a b", "c d"], "when": when}), path)
+
+
 def repeated_column(path: Path):
     table = pyarrow.Table.from_arrays([pyarrow.array(["a b"])] * 2, names=["text", "text"])
     pyarrow.parquet.write_table(table, path)
@@ -140,6 +146,11 @@ UNREADABLE = {
         {"train.parquet": far_future},
         "train.parquet row 2 holds a value that Python cannot represent",
     ),
+    "a time zone that nobody knows": ({"train.parquet": no_such_zone}, "train.parquet row 1 holds a value that Python"),
+    "a file beside its compressed self": (
+        {"train.jsonl": CHAT, "train.jsonl.gz": gzip.compress(CHAT.encode())},
+        "has files twice: train.jsonl, train.jsonl.gz. Keep one of each.",
+    ),
     "Parquet text that is not UTF-8": ({"train.parquet": broken_utf8}, "train.parquet row 2 holds a value"),
     "a file name that is not UTF-8": ({os.fsdecode(b"train-\xff.jsonl"): CHAT}, "xff.jsonl' is not UTF-8; rename it"),
     "something after the list": ({"train.json": f"[{CHAT}]\n{CHAT}"}, "train.json:2 is not valid JSON: Extra data"),
@@ -174,11 +185,39 @@ def lines(*rows):
     return {"train.jsonl": "\n".join(map(json.dumps, rows))}
 
 
+USER = {"role": "user", "content": "a"}
+
+
+def calling(arguments):
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+
 PREFERRED = {"prompt": "q ", "chosen": "good", "rejected": "bad"}
 IMAGE = "images/cat.png"
 MEANING = {
     "the row of a bad answer": (lines({"prompt": "a", "completion": "b", "label": False}), "1 has `label: false`"),
     "the same in CSV": ({"train.csv": "prompt,completion,label\na,b,False\n"}, "train.csv:2 has `label: false`"),
+    "the same from a spreadsheet": (
+        {"train.csv": "prompt,completion,label\na,b,FALSE\n"},
+        "train.csv:2 has `label: false`",
+    ),
+    "a row of no weight": (
+        lines(GOOD, {**OTHER, "weight": 0}),
+        "train.jsonl:2 has `weight` 0: it is not to be learned",
+    ),
+    "a row without loss, in CSV": (
+        {"train.csv": "text,loss\na b,False\nc d,True\n"},
+        "train.csv:2 has `loss` 'False': it is not to be learned",
+    ),
+    "an answer that cannot be seen": (lines(chat("a", "\u200b\ufeff")), "special tokens or what cannot be seen"),
+    "a number that is none in a call": (
+        {"train.jsonl": json.dumps({"messages": [USER, calling({"x": float("nan")})]})},
+        "has what is no JSON in `arguments` of tool call 1 of message 2",
+    ),
+    "an endless number in a tool": (
+        {"train.jsonl": CHAT[:-1] + ', "tools": [{"name": "f", "most": 1e999}]}'},
+        "has what is no JSON in `tools`",
+    ),
     "a weight between": (lines(chat("a", {"role": "assistant", "content": "b", "weight": 0.5})), "has 0.5 as `weight`"),
     "loss on the user": (
         lines(chat({"role": "user", "content": "a", "loss": True}, "b")),
@@ -228,10 +267,14 @@ def test_what_changes_the_meaning_of_a_row_is_refused_by_name(outcome, files, me
 
 
 PAIRS = {
-    "white space": ({**PREFERRED, "rejected": " good\n"}, "differ by white space only"),
+    "white space": ({**PREFERRED, "rejected": " good\n"}, "differ by white space or invisible characters only"),
     "white space in messages": (
         {"prompt": [{"role": "user", "content": "q"}], "chosen": "a b", "rejected": "a  b"},
-        "differ by white space only",
+        "differ by white space or invisible characters only",
+    ),
+    "characters without width": (
+        {**PREFERRED, "rejected": "go\u200bod"},
+        "differ by white space or invisible characters only",
     ),
     "the prompt twice": ({"prompt": "Why?", "chosen": "Why? So.", "rejected": "Why? No."}, "would be there twice"),
     "a system beside plain text": ({**PREFERRED, "system": "s"}, "`system` beside plain text"),
@@ -263,6 +306,12 @@ COUNTED = {
     ),
     "one row": (lines(GOOD), "there is one row only"),
     "control characters": (lines(GOOD, chat("a", "red \x1b[31m")), "1 of 2 rows hold control characters"),
+    "what turns the writing": (lines(GOOD, chat("a", "\u202eevil")), "1 of 2 rows hold control characters"),
+    "what deletes": (lines(GOOD, chat("a\x7f", "b")), "rows hold control characters, which are learned as they are"),
+    "where pictures were": (
+        lines(GOOD, chat("<image>what?", "a cat")),
+        "1 of 2 rows hold what stands for pictures or sound, which is learned as text: train.jsonl:2 (<image>)",
+    ),
     "fields that are not read": (
         lines({**GOOD, "id": 1}, chat({"role": "user", "content": "c", "name": "Ann"}, "d", id=1, source="web")),
         "`id` (2 rows), `messages[].name` (1 rows), `source` (1 rows)",

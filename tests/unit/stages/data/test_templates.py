@@ -332,6 +332,62 @@ def test_what_a_template_leaves_out_of_a_turn_is_a_bad_row(calls, message, part)
         template_of(source).documents(Conversation([{"role": "user", "content": "a"}, turn]))
 
 
+ROLES_SWAPPED = (
+    "{% for message in messages %}{{ '<|im_start|>' + ('user' if message.role == 'assistant' else 'assistant') }}"
+    "{{ '\n' + message.content + '<|im_end|>\n' }}{% endfor %}" + ASKS
+)
+CONTENTS_SWAPPED = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{{ messages[loop.index0 - 1].content + '<|im_end|>\n' }}{% endfor %}" + ASKS
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "cause"),
+    [
+        (ROLES_SWAPPED, "does not show which tokens the assistant says"),
+        (CONTENTS_SWAPPED, "does not show which tokens the assistant says"),
+        ("{% for message in messages | reverse %}" + SAYS + "{% endfor %}" + ASKS, "does not show which tokens"),
+        (
+            "{% for message in messages if message.role != 'user' %}" + SAYS + "{% endfor %}" + ASKS,
+            "leaves out what `user` says in message 1, or its end",
+        ),
+        (
+            MARKED.replace("message['role'] == 'assistant'", "message['role'] == 'user'"),
+            "is wrong in quser1, qassistant2",
+        ),
+    ],
+    ids=["swaps roles", "swaps contents", "turns the order round", "drops questions", "marks questions"],
+)
+def test_a_template_that_changes_who_says_what_is_refused(source, cause):
+    with pytest.raises(DataError, match=cause):
+        template_of(source).documents(CHAT)
+
+
+def cut(role):
+    """A template that writes only the beginning of what `role` says."""
+    content = f"(message.content[:12] if message.role == '{role}' else message.content)"
+    return "{% for message in messages %}" + SAYS.replace("message.content", content)
+
+
+@pytest.mark.parametrize(
+    ("source", "role", "number"),
+    [
+        ("{% for message in messages if message.role != 'system' %}" + SAYS, "system", 1),
+        (cut("user"), "user", 2),
+        (cut("assistant"), "assistant", 3),
+    ],
+    ids=["system prompt", "end of a question", "end of an answer"],
+)
+def test_what_a_template_leaves_out_of_a_conversation_is_a_bad_row(source, role, number):
+    template = template_of(source + "{% endfor %}" + ASKS)
+    row = chat("a long question", "a long answer", system="Be brief.")
+    with pytest.raises(RowError, match=f"leaves out what `{role}` says in message {number}, or its end"):
+        template.render_text(row)
+    with pytest.raises(RowError, match=f"message {number}.* leaves out|leaves out .* in message {number}"):
+        template.documents(row)
+
+
 def test_a_document_a_turn_where_the_template_ends_the_last_one_otherwise():
     source = (
         "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content }}"

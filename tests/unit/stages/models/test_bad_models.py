@@ -119,6 +119,21 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "unknown dtype": (config(dtype="float13"), "dtype is 'float13', expected one of bfloat16"),
     "bad text_config": (config(text_config={"hidden_size": 0}), r"text_config\.hidden_size is 0"),
+    "unknown dtype in numbers": (config(torch_dtype=16), "torch_dtype is 16, expected one of bfloat16"),
+    "architectures of numbers": (config(architectures=[5]), r"architectures is \[5\], expected a list of names"),
+    "text_config is a list": (config(text_config=[1]), r"text_config is \[1\], expected an object"),
+    "rotary embedding in one word": (config(rope_scaling="linear"), "rope_scaling is 'linear', expected an object"),
+    "rotary embedding is a list": (config(rope_parameters=[1]), r"rope_parameters is \[1\], expected an object"),
+    "stretched by nothing": (
+        config(rope_scaling={"rope_type": "linear", "factor": 0}), r"rope_scaling\.factor is 0, expected a number",
+    ),
+    "theta is a text": (config(rope_theta="big"), "rope_theta is 'big', expected a number above 0"),
+    "theta is a text, newer": (config(rope_parameters={"rope_theta": "x"}), r"rope_parameters\.rope_theta is 'x'"),
+    "epsilon below 0": (config(rms_norm_eps=-1), "rms_norm_eps is -1, expected a number above 0"),
+    "tied in quotes": (config(tie_word_embeddings="false"), "tie_word_embeddings is 'false', expected true or false"),
+    "more layers than tensors": (
+        config(num_hidden_layers=10**9), "num_hidden_layers 1000000000, but its files hold only 3 tensors",
+    ),
     "all zero": (
         weights(lambda found: {name: 0 * value for name, value in found.items()}), "all weights in .* are zero",
     ),
@@ -191,7 +206,9 @@ def test_what_is_only_unusual_is_said(folder: Path) -> None:
     assert "1 added tokens beyond the model's vocabulary of 10 ('<image>' is 10)" in tokens
 
 
-def test_a_quantized_model_is_refused_where_weights_are_learned(folder: Path) -> None:
-    config(quantization_config={"quant_method": "gptq"})(folder)
+@pytest.mark.parametrize("part", [{}, {"text_config": {}}], ids=["model", "its text part"])
+def test_a_quantized_model_is_refused_where_weights_are_learned(folder: Path, part: dict[str, Any]) -> None:
+    quantized = {"quantization_config": {"quant_method": "gptq"}}
+    config(**({"text_config": quantized} if part else quantized))(folder)
     with pytest.raises(ModelError, match=r"quantized already \(gptq\); take the model that it was made from"):
         check_unquantized(read_json_object(folder / "config.json"), str(folder))

@@ -60,3 +60,26 @@ def test_one_without_an_end_of_text_token_is_said(folder: Path) -> None:
     change(folder, "tokenizer_config.json", lambda content: {**content, "eos_token": None})
     (note,) = check_tokenizer(folder, CONFIG)
     assert "no end-of-text token (`eos_token`)" in note
+
+
+def test_an_end_of_text_token_that_the_model_lacks(folder: Path) -> None:
+    change(folder, "tokenizer_config.json", lambda content: {**content, "eos_token": "<not there>"})
+    with pytest.raises(
+        ModelError, match="ends texts with token 288 \\('<not there>'\\), beyond the model's vocabulary"
+    ):
+        list(check_tokenizer(folder, CONFIG))
+
+
+def test_one_that_loses_digits_is_said(folder: Path) -> None:
+    no_digits = {"type": "Replace", "pattern": {"Regex": "[0-9]"}, "content": ""}
+    change(folder, "tokenizer.json", lambda content: {**content, "normalizer": no_digits})
+    (note,) = check_tokenizer(folder, CONFIG)
+    assert (
+        "loses parts of texts: 'The sum of 27 and 15 is 42, she said. ' reads 'The sum of  and  is , she said. '"
+        in note
+    )
+
+
+def test_one_that_knows_small_letters_only_is_fine(folder: Path) -> None:
+    change(folder, "tokenizer.json", lambda content: {**content, "normalizer": {"type": "Lowercase"}})
+    assert list(check_tokenizer(folder, CONFIG)) == []
