@@ -15,7 +15,8 @@ from flows.ledger.home import home
 from flows.ledger.record import RefreshRecord
 from flows.running.refresh_run import RefreshRun
 from flows.running.runner import Launcher
-from flows.tracking.cursor import page_of, read_shipped
+from flows.tracking.cursor import read_shipped
+from flows.tracking.pages import page_of
 from stages.core.errors import RefreshStoppedError, ServerError, StageCrashError
 
 NOT_IN_FILE_NAMES = r"[^\w.-]"

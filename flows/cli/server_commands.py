@@ -42,8 +42,9 @@ def status(context: click.Context, opened: bool, as_json: bool) -> None:
     answering = _show_status(as_json)
     if opened:
         from flows.servers import login
+        from flows.tracking.pages import runs_page
 
-        for line in login.open_pages():
+        for line in login.open_pages(runs_page()):
             click.echo(line, err=as_json)
     if not answering:
         context.exit(ServerError.exit_code)

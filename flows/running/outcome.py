@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import REPORT_FILE, ledger_of
 from flows.servers.records import address_of
-from flows.tracking.cursor import page_of
+from flows.tracking.pages import page_of
+from flows.tracking.rows import scores_text
 from stages.promote.verdict import TABLE_FILE
 
 FLOW_RUN = "/runs/flow-run/"
@@ -27,13 +28,6 @@ def warnings_of(record: RefreshRecord) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def scores_of(record: RefreshRecord, stage: str) -> str:
-    """Of an evaluation, without standard errors: `addition.exact_match 0.98`; empty for other stages."""
-    entry = record.stages[stage]
-    metrics = entry.metrics if entry.kind == "evaluate" else {}
-    return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if not name.endswith("_stderr"))
-
-
 def links_of(record: RefreshRecord) -> dict[str, str]:
     """Pages of the refresh: in Prefect and in MLflow while these are known, and its reports as files."""
     links = dict(_pages(record))
@@ -46,8 +40,9 @@ def links_of(record: RefreshRecord) -> dict[str, str]:
 
 def in_words(record: RefreshRecord) -> list[str]:
     """A line each: scores, warnings, links."""
+    scores = {name: scores_text(entry.kind, entry.metrics) for name, entry in record.stages.items()}
     return [
-        *(f"{name}: {scores}" for name in record.stages if (scores := scores_of(record, name))),
+        *(f"{name}: {text}" for name, text in scores.items() if text),
         *(f"warning: {warning}" for warning in warnings_of(record)),
         *(f"{name}: {link}" for name, link in links_of(record).items()),
     ]

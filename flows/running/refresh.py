@@ -31,12 +31,12 @@ from flows.ledger.refreshes import ledger_of, new_refresh_id
 from flows.recipe.recipe import load_recipe
 from flows.running.comparison import Comparison
 from flows.running.due import start_when_due
-from flows.running.outcome import scores_of
 from flows.running.refresh_run import RefreshRun
 from flows.running.request import RefreshRequest
 from flows.running.verdicts import summary, verdict_tables
 from flows.servers.local import answers
-from flows.tracking.cursor import page_of, run_page_of
+from flows.tracking.pages import page_of, run_page_of
+from flows.tracking.rows import scores_text
 from stages.core.errors import LifecycleError, RefreshStoppedError, TransientError
 
 RETRY_BASE_S = 1.0
@@ -201,7 +201,7 @@ def _publish(record: RefreshRecord, comparison: Comparison | None) -> None:
             "version": entry.version,
             "state": entry.state,
             "seconds": entry.seconds,
-            "scores": scores_of(record, name),
+            "scores": scores_text(entry.kind, entry.metrics),
             "MLflow": run_page_of(entry.attempt) or "",
             "artifact": str(entry.artifact or ""),
         }

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flows.ledger.record import RefreshRecord
 from flows.running.outcome import warnings_of
-from flows.tracking.cursor import page_of
+from flows.tracking.pages import page_of
 from stages.promote.verdict import TABLE_FILE, VERDICT_FILE, Verdict
 
 SHOWN_SCORES = 3

@@ -21,10 +21,12 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 LOGIN_PATH = "/lifecycle-login"
 HEALTH_PATHS = ("/health",)
 LOGIN_PAGE = """<!doctype html><title>llm-lifecycle</title><script>
-// Prefect's pages keep the key so. It comes behind the `#`, which browsers send to no server.
-const key = decodeURIComponent(location.hash.slice(1));
+// What stands behind the `#` is sent to no server: the key, which Prefect's pages keep so, or a page of MLflow's.
+const found = decodeURIComponent(location.hash.slice(1));
+const [key, page] = found.startsWith("/") ? ["", "/#" + found] : [found, ""];
 if (key) localStorage.setItem("prefect-password", btoa(key));
-location.replace(location.origin);
+localStorage.setItem("mlflow.workflowType_v1", '"machine_learning"');  // MLflow's pages: runs, not traces
+location.replace(location.origin + page);
 </script>"""
 
 

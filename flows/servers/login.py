@@ -21,10 +21,10 @@ PAGE = """<!doctype html><meta name="referrer" content="no-referrer"><title>llm-
 """
 
 
-def open_pages() -> Iterator[str]:
+def open_pages(mlflow_page: str = "") -> Iterator[str]:
     """Open the pages of our servers that answer; says for each what to do where no browser can be started.
 
-    Raises `ServerError` when none of them runs.
+    mlflow_page: which of MLflow's, from its `#` on; default: its first. Raises `ServerError` when none of them runs.
     """
     password = read_key()
     found = [one for one in status() if one.ours and one.healthy and one.url and one.name in ADDRESSES]
@@ -32,7 +32,8 @@ def open_pages() -> Iterator[str]:
         raise ServerError("opening the pages of the local servers: none of them runs; `lifecycle up` starts them")
     for server in found:
         host = str(server.url).removeprefix("http://")
-        page = _write(home() / server.name / "login.html", ADDRESSES[server.name](host, password))
+        address = ADDRESSES[server.name](host, password) + (mlflow_page if server.name == "mlflow" else "")
+        page = _write(home() / server.name / "login.html", address)
         opened = webbrowser.open(page.as_uri())
         yield f"{server.name}: {'opened' if opened else 'open'} {page.as_uri()}"
     yield f"a page that asks for a name and a password wants what is in {key_file()}: NAME:PASSWORD"

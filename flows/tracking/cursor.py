@@ -5,17 +5,11 @@ The shipper alone writes it. An attempt's run is looked up here when something i
 
 from __future__ import annotations
 
-import os
-
 from pydantic import Field
 
 from flows.ledger.refreshes import Ledger, ledger_of
-from flows.servers.records import address_of
 from stages.core.contract import StrictModel
 from stages.core.files import write_atomically
-
-RUN_LINK = "#/experiments/{experiment}/runs/{run}"
-
 
 LAYOUTS = "layouts"
 """The runs of a comparison are noted as `layouts/0`, `layouts/1`, …, as if they were attempts."""
@@ -64,21 +58,3 @@ def run_id_of(attempt: str | None) -> str | None:
     refresh, _, name = attempt.partition("/")
     shipped = read_shipped(ledger_of(refresh)).attempts.get(name)
     return shipped.run_id if shipped else None
-
-
-def run_page_of(attempt: str | None) -> str | None:
-    """Address of an attempt's page in MLflow, as `page_of` a refresh's."""
-    run = run_id_of(attempt)
-    return _page(attempt.partition("/")[0], run) if attempt and run else None
-
-
-def page_of(refresh: str) -> str | None:
-    """Address of a refresh's page in MLflow, when that is a server, named or ours, and has the refresh."""
-    run = read_shipped(ledger_of(refresh)).parent_run_id
-    return _page(refresh, run) if run else None
-
-
-def _page(refresh: str, run: str) -> str | None:
-    uri = os.environ.get("MLFLOW_TRACKING_URI") or address_of("mlflow") or ""
-    experiment = read_shipped(ledger_of(refresh)).experiment_id
-    return f"{uri.rstrip('/')}/{RUN_LINK.format(experiment=experiment, run=run)}" if uri.startswith("http") else None

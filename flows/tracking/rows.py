@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flows.ledger.record import RefreshRecord
-from flows.tracking.cursor import RUN_LINK
+from flows.tracking.pages import RUN_LINK
 
 COMPARISON_IDENTITY = "lifecycle.comparison"
 """Tag of a comparison's run in MLflow: `COMPARISON`, and of its layouts' runs `COMPARISON/NUMBER`."""
@@ -123,6 +123,20 @@ def stage_tags(record: RefreshRecord, runs: Mapping[str, str | None]) -> dict[st
         f"stage.{name}": " ".join(filter(None, [entry.state, entry.version, runs[name]]))
         for name, entry in record.stages.items()
     }
+
+
+def scores_text(kind: str, metrics: Mapping[str, float]) -> str:
+    """`addition.exact_match 0.98`: the TASK.METRIC of an evaluation, without standard errors; empty for other kinds."""
+    found = metrics if kind == "evaluate" else {}
+    scores = {name: value for name, value in found.items() if "." in name and not name.endswith("_stderr")}
+    return ", ".join(f"{name} {value:.4g}" for name, value in scores.items())
+
+
+def score_tags(record: RefreshRecord) -> dict[str, str]:
+    """`scores` of all evaluations, by stage; none when there are none."""
+    found = {name: scores_text(entry.kind, entry.metrics) for name, entry in record.stages.items()}
+    text = "; ".join(f"{name}: {scores}" for name, scores in found.items() if scores)
+    return {"scores": text} if text else {}
 
 
 def stage_rows(record: RefreshRecord, ended_ms: int) -> list[MetricRow]:

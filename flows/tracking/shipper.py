@@ -25,6 +25,7 @@ from flows.ledger.home import store_root
 from flows.ledger.record import AttemptRecord, RefreshRecord
 from flows.ledger.refreshes import NOTE_FILE, REPORT_FILE, ROWS_FILE, Ledger, ledgers
 from flows.tracking.cursor import LAYOUTS, ShippedAttempt, read_shipped, run_id_of, write_shipped
+from flows.tracking.pages import EXPERIMENT_TAGS, UNFOLDED
 from flows.tracking.rows import (
     MetricRow,
     acceptable,
@@ -36,6 +37,8 @@ from flows.tracking.rows import (
     note,
     parent_params,
     parent_tags,
+    score_tags,
+    scores_text,
     stage_rows,
     stage_tags,
     trial_rows,
@@ -47,8 +50,6 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 EXPERIMENT = "llm-lifecycle"
-EXPERIMENT_KIND = {"mlflow.experimentKind": "custom_model_development"}
-"""Has MLflow's pages open the experiment on its runs: by default they guess, and showed an empty list of traces."""
 INTERVAL_S = 0.5
 RETRY_INTERVAL_S = 5.0
 LONGEST_TROUBLE = 300
@@ -126,6 +127,7 @@ class Shipper:
 
     def _begin_attempt(self, attempt: AttemptRecord, parent: str) -> ShippedAttempt:
         tags = {**attempt.tags, "mlflow.parentRunId": parent}
+        tags |= UNFOLDED if attempt.tags["kind"] == "evaluate" else {}
         identity = f"{self.ledger.folder.name}/{attempt.name}"
         run = self._create_run("attempt", identity, attempt.stage, attempt.started_ms, tags)
         log_params(self.client, run, attempt.params)
@@ -180,6 +182,8 @@ class Shipper:
         file = _metrics_file(attempt)
         log_metrics(self.client, run, final_rows(attempt.metrics, file, attempt.last_byte, attempt.ended_ms))
         tags = attempt.tags | ({"error": attempt.error} if attempt.error else {})
+        scores = scores_text(attempt.tags["kind"], attempt.metrics)
+        tags |= {"scores": scores} if scores else {}
         set_tags(self.client, run, tags)
         self._log_files(attempt, run)
         self.client.set_terminated(run, ATTEMPT_STATUS[attempt.outcome], attempt.ended_ms)
@@ -206,7 +210,7 @@ class Shipper:
         if (folder / NOTE_FILE).exists():
             notes = f"{(folder / NOTE_FILE).read_text(encoding='utf-8')}\n\n{notes}"
         description = {"mlflow.note.content": notes}
-        set_tags(self.client, parent, parent_tags(record) | stage_tags(record, runs) | description)
+        set_tags(self.client, parent, parent_tags(record) | stage_tags(record, runs) | score_tags(record) | description)
         self.client.set_terminated(parent, RUN_STATUS[record.state], ended_ms)
 
 
@@ -259,16 +263,17 @@ def _stdin_ended(timeout_s: float) -> bool:
 
 
 def experiment_id(client: MlflowClient) -> str:
-    """The id of our experiment, made when absent; another process may make it at the same time."""
+    """The id of our experiment, made when absent; another process may make it at the same time.
+
+    Tags that it has already stay: a person may have changed them.
+    """
     from mlflow.exceptions import MlflowException
 
     with contextlib.suppress(MlflowException):
         found = client.get_experiment_by_name(EXPERIMENT)
-        if found and EXPERIMENT_KIND.items() <= found.tags.items():
-            return str(found.experiment_id)
         identity = str(found.experiment_id if found else client.create_experiment(EXPERIMENT))
-        for name, value in EXPERIMENT_KIND.items():
-            client.set_experiment_tag(identity, name, value)
+        for name in EXPERIMENT_TAGS.keys() - (found.tags.keys() if found else ()):
+            client.set_experiment_tag(identity, name, EXPERIMENT_TAGS[name])
         return identity
     return str(client.get_experiment_by_name(EXPERIMENT).experiment_id)
 

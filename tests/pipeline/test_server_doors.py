@@ -208,6 +208,21 @@ def test_servers_that_run_without_a_key_are_started_again_with_one(second_home):
     assert second_home.attempts("rows")
 
 
+def test_a_person_who_is_logged_in_sees_the_list_of_runs(second_home):
+    """After a refresh; before the first one there is no list."""
+    environment = {**second_home.environment, "BROWSER": "true %s"}
+    assert subprocess.run([LIFECYCLE, "status", "--open"], env=environment, capture_output=True).returncode == 0
+    page = (second_home.folder / "mlflow" / "login.html").read_text().split('"')[-2]
+    path, _, query = urllib.parse.unquote(urllib.parse.urlsplit(page).fragment).partition("?")
+    experiment = path.removeprefix("/experiments/").removesuffix("/runs")
+    status, text = ask(second_home, "mlflow", path=f"/api/2.0/mlflow/experiments/get?experiment_id={experiment}")
+    assert status == 200, text
+    tags = {tag["key"]: tag["value"] for tag in json.loads(text)["experiment"]["tags"]}
+    asked = urllib.parse.parse_qs(query)
+    assert f"mlflow.sharedViewState.{asked['viewStateShareKey'][0]}" in tags
+    assert asked["workflowType"] == ["machine_learning"]
+
+
 def test_servers_that_are_stopped_during_a_run_leave_its_terminal_alone(second_home):
     steps = {"TINY_STEP_SECONDS": "0.5", "PYTHONPATH": str(STAND_IN)}
     recipe = second_home.recipe("undisturbed", rows=stage("steps", "undisturbed", **steps))

@@ -67,7 +67,7 @@ def test_everybody_is_told_of_scores_warnings_and_where_to_look(home):
         "scores: sums.exact_match 0.6",
         f"warning: sft: {RISEN}",
         "flow run: http://127.0.0.1:4321/runs/flow-run/flow-run-of-prefect",
-        "MLflow: http://127.0.0.1:5432/#/experiments/7/runs/run-of-mlflow",
+        "MLflow: http://127.0.0.1:5432/#/experiments/7/runs/run-of-mlflow?workflowType=machine_learning",
         f"verdict of promote: {home / 'promote' / 'verdict.md'}",
     ]
 

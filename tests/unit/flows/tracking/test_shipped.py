@@ -1,6 +1,8 @@
 """What MLflow itself has of a refresh that was shipped: whole curves, and pages that open on the runs."""
 
 import json
+from pathlib import Path
+from urllib.parse import parse_qs
 
 import pytest
 
@@ -21,9 +23,7 @@ def client(tmp_path, monkeypatch):
     return MlflowClient()
 
 
-def resumed(work) -> Ledger:
-    """A stage that was stopped after its fourth step, and went on."""
-    work.mkdir()
+def began(work, stages) -> Ledger:
     ledger = ledger_of("nightly-1")
     ledger.append(
         RefreshBegan(
@@ -33,9 +33,16 @@ def resumed(work) -> Ledger:
             process=ProcessIdentity.own(),
             hardware="1 × abacus",
             git_commit=None,
-            stages={"sft": PlannedEntry(kind="train", version="0123456789ab")},
+            stages={name: PlannedEntry(kind=kind, version="0123456789ab") for name, kind in stages.items()},
         )
     )
+    return ledger
+
+
+def resumed(work) -> Ledger:
+    """A stage that was stopped after its fourth step, and went on."""
+    work.mkdir()
+    ledger = began(work, {"sft": "train"})
     tags = {"recipe": "nightly", "kind": "train", "version": "0123456789ab"}
     file = work / "metrics.jsonl"
     for number, steps in ((1, range(4)), (2, range(4, NUM_STEPS))):
@@ -73,10 +80,49 @@ def test_the_run_of_a_refresh_has_the_whole_curve_of_a_stage_that_was_resumed(tm
     assert history(client, parent, "sft.mfu") == []
 
 
-def test_the_experiment_opens_on_its_runs(tmp_path, client):
+def test_the_experiment_has_a_view_of_its_runs_which_a_person_may_change(client):
+    """What MLflow's pages make of these tags was seen in a browser; here is read that they ask for them."""
+    import mlflow
+
+    from flows.tracking.pages import RUNS_LINK
     from flows.tracking.shipper import EXPERIMENT, experiment_id
 
-    assert [experiment_id(client), experiment_id(client)] == [
-        client.get_experiment_by_name(EXPERIMENT).experiment_id
-    ] * 2
-    assert client.get_experiment_by_name(EXPERIMENT).tags["mlflow.experimentKind"] == "custom_model_development"
+    identity = experiment_id(client)
+    tags = client.get_experiment_by_name(EXPERIMENT).tags
+    assert tags["mlflow.experimentKind"] == "custom_model_development"
+    key = parse_qs(RUNS_LINK.partition("?")[2])["viewStateShareKey"][0]
+    view = json.loads(tags[f"mlflow.sharedViewState.{key}"])
+    assert {"name", "createdAt", "updatedAt"} <= view.keys()
+    columns = json.loads(view["state"])["selectedColumns"]
+    assert {"tags.`recipe`", "tags.`stage`", "tags.`layout`", "metrics.`tokens_per_s`", "metrics.`mfu`"} < {*columns}
+    pages = "".join(
+        path.read_text() for path in Path(mlflow.__file__).parent.glob("server/js/build/static/js/main.*.js")
+    )
+    for asked in ("viewStateShareKey", "mlflow.sharedViewState.", "mlflow.workflowType", "machine_learning"):
+        assert asked in pages
+
+    client.set_experiment_tag(identity, f"mlflow.sharedViewState.{key}", "a person's")
+    assert experiment_id(client) == identity
+    assert client.get_experiment_by_name(EXPERIMENT).tags[f"mlflow.sharedViewState.{key}"] == "a person's"
+
+
+def test_scores_are_a_column_of_evaluations_and_of_their_refresh(tmp_path, client):
+    from flows.tracking.shipper import Shipper
+
+    ledger = began(tmp_path, {"sft": "train", "evaluate": "evaluate"})
+    metrics = {"sums.exact_match": 0.98765, "sums.exact_match_stderr": 0.01}
+    for stage, kind in (("sft", "train"), ("evaluate", "evaluate")):
+        tags = {"recipe": "nightly", "kind": kind, "version": "0123456789ab"}
+        ledger.append(AttemptBegan(stage=stage, number=1, work=tmp_path, first_byte=0, params={}, tags=tags))
+        attempt = ledger.read().attempts[f"{stage}-1"]
+        ledger.append(end_of(attempt, "finished", seconds=1.0, metrics=metrics))
+    ledger.append(RefreshEnded(state="completed", seconds=3.0))
+    shipper = Shipper(ledger, client)
+    assert shipper.ship()
+
+    runs = {name: client.get_run(attempt.run_id).data.tags for name, attempt in shipper.shipped.attempts.items()}
+    assert "scores" not in runs["sft-1"]
+    assert runs["evaluate-1"]["scores"] == "sums.exact_match 0.9877"
+    assert runs["evaluate-1"]["mlflow.runType"] == "evaluation"  # which unfolds the refresh in the list of runs
+    assert "mlflow.runType" not in runs["sft-1"]
+    assert client.get_run(shipper.shipped.parent_run_id).data.tags["scores"] == "evaluate: sums.exact_match 0.9877"

@@ -1,0 +1,53 @@
+"""Pages of MLflow: where those of refreshes are, and what its list of runs shows.
+
+By itself MLflow opens an experiment on its traces, of which we have none, and lists runs without anything of ours.
+The address says which of the two it shows; what the columns are is a *view*, kept in a tag of the experiment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+from flows.ledger.refreshes import ledger_of, ledgers
+from flows.servers.records import address_of
+from flows.tracking.cursor import read_shipped, run_id_of
+
+RUNS_NOT_TRACES = "workflowType=machine_learning"
+RUN_LINK = f"#/experiments/{{experiment}}/runs/{{run}}?{RUNS_NOT_TRACES}"
+VIEW = "refreshes"
+RUNS_LINK = f"#/experiments/{{experiment}}/runs?viewStateShareKey={VIEW}&{RUNS_NOT_TRACES}"
+COLUMNS = ("tags.`recipe`", "tags.`stage`", "tags.`layout`", "tags.`scores`", "metrics.`tokens_per_s`", "metrics.`mfu`")
+EXPERIMENT_TAGS = {
+    "mlflow.experimentKind": "custom_model_development",  # what older pages went by
+    f"mlflow.sharedViewState.{VIEW}": json.dumps(
+        {"name": VIEW, "createdAt": 0, "updatedAt": 0, "state": json.dumps({"selectedColumns": COLUMNS})}
+    ),
+}
+UNFOLDED = {"mlflow.runType": "evaluation"}
+"""Tag of an evaluation's run: the list of runs opens the refresh that it belongs to, with all its stages."""
+
+
+def run_page_of(attempt: str | None) -> str | None:
+    """Address of an attempt's page, as `page_of` a refresh's."""
+    run = run_id_of(attempt)
+    return _run_page(attempt.partition("/")[0], run) if attempt and run else None
+
+
+def page_of(refresh: str) -> str | None:
+    """Address of a refresh's page, when MLflow is a server, named or ours, and has the refresh."""
+    run = read_shipped(ledger_of(refresh)).parent_run_id
+    return _run_page(refresh, run) if run else None
+
+
+def runs_page() -> str:
+    """The list of runs, as it stands behind a server's address; empty as long as MLflow has none."""
+    experiments = (read_shipped(ledger).experiment_id for ledger in ledgers())
+    experiment = next(filter(None, experiments), None)
+    return RUNS_LINK.format(experiment=experiment) if experiment else ""
+
+
+def _run_page(refresh: str, run: str) -> str | None:
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or address_of("mlflow") or ""
+    experiment = read_shipped(ledger_of(refresh)).experiment_id
+    return f"{uri.rstrip('/')}/{RUN_LINK.format(experiment=experiment, run=run)}" if uri.startswith("http") else None
