@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,12 +43,13 @@ def marked_values(model: BaseModel, marker: type, prefix: str = "") -> Iterator[
 
     Of a tuple, each item: `evaluations.0`.
     """
-    for name, field in type(model).model_fields.items():
+    marked = marked_fields(type(model), marker)
+    for name in type(model).model_fields:
         value = getattr(model, name)
         if value is None:
             continue
         path = f"{prefix}{name}"
-        if find_marker(field, marker):
+        if name in marked:
             if isinstance(value, tuple):
                 yield from ((f"{path}.{number}", item) for number, item in enumerate(value))
             else:
@@ -68,12 +70,19 @@ def values_named(model: BaseModel, field: str, prefix: str = "") -> Iterator[tup
 
 def unset_later(model: BaseModel, prefix: str = "") -> Iterator[str]:
     """Dotted paths of fields marked `AddedLater` that have their default, at any depth."""
+    marked = marked_fields(type(model), AddedLater)
     for name, field in type(model).model_fields.items():
         value = getattr(model, name)
-        if find_marker(field, AddedLater) and value == field.get_default(call_default_factory=True):
+        if name in marked and value == field.get_default(call_default_factory=True):
             yield f"{prefix}{name}"
         elif isinstance(value, BaseModel):
             yield from unset_later(value, f"{prefix}{name}.")
+
+
+@functools.cache  # a recipe's identity asks for them at every field, again and again
+def marked_fields(model: type[BaseModel], marker: type) -> frozenset[str]:
+    """Names of the fields that are annotated with a `marker` instance."""
+    return frozenset(name for name, field in model.model_fields.items() if find_marker(field, marker))
 
 
 def find_marker(field: Any, marker: type) -> Any | None:

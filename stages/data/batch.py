@@ -45,6 +45,13 @@ class Batch:
         sums = torch.zeros(len(self.document_lengths), dtype=values.dtype, device=values.device)
         return sums.index_add(0, self.document_ids.flatten(), values.flatten())[: self.num_documents]
 
+    @property
+    def document_rows(self) -> torch.Tensor:
+        """int64 [num_documents]: the row that each real document lies in."""
+        rows = torch.arange(len(self.input_ids), device=self.document_ids.device)[:, None].expand_as(self.document_ids)
+        found = torch.zeros(len(self.document_lengths), dtype=torch.int64, device=self.document_ids.device)
+        return found.index_copy(0, self.document_ids.flatten(), rows.flatten())[: self.num_documents]
+
     def with_reference(self, log_probabilities: torch.Tensor) -> Batch:
         """The same batch with `reference_log_probabilities`, float32 [num_documents]."""
         if log_probabilities.shape != (self.num_documents,):

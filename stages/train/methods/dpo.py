@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, PositiveFloat, model_validator
 
+from stages.core.fields import AddedLater
 from stages.core.strict import StrictModel
 from stages.train.methods.method import Method
 
@@ -16,6 +17,24 @@ if TYPE_CHECKING:
     from stages.data.batch import Batch
     from stages.engines.loss import Sums
 
+LossType = Literal[
+    "sigmoid",
+    "sigmoid_norm",
+    "ipo",
+    "hinge",
+    "robust",
+    "exo_pair",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "aot",
+    "aot_unpaired",
+]
+SMOOTHED: tuple[LossType, ...] = ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "aot", "aot_unpaired")
+"""Those that `label_smoothing` means something to."""
 METRICS = {
     "reward_chosen": "mean reward of the preferred documents",
     "reward_rejected": "mean reward of the others",
@@ -25,24 +44,52 @@ METRICS = {
 
 
 class DpoConfig(StrictModel):
-    """Direct preference optimization (Rafailov et al. 2023; IPO: Azar et al. 2023; hinge: Zhao et al. 2023)."""
+    """Direct preference optimization and its relatives, named as in TRL; formulas and papers: `dpo_losses.py`."""
 
     beta: PositiveFloat = Field(0.1, description="Strength of the pull towards the reference model.")
-    loss_type: Literal["sigmoid", "ipo", "hinge"] = Field("sigmoid", description="sigmoid: DPO; ipo: IPO; hinge: SLiC.")
-    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="Share of pairs assumed to be the wrong way round.")
+    loss_type: LossType | tuple[LossType, ...] = Field(
+        "sigmoid",
+        description="sigmoid is DPO itself, hinge is SLiC; of a list of them, the weighted sum is minimised.",
+    )
+    loss_weights: Annotated[tuple[PositiveFloat, ...] | None, AddedLater()] = Field(
+        None, description="Of each loss type, in their order; default: 1 each."
+    )
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=0.5, description=f"Share of pairs assumed to be the wrong way round ({', '.join(SMOOTHED)})."
+    )
+    discopop_tau: Annotated[PositiveFloat, AddedLater()] = Field(0.05, description="Temperature of discopop.")
+
+    @property
+    def loss_types(self) -> tuple[LossType, ...]:
+        """One or several."""
+        return (self.loss_type,) if isinstance(self.loss_type, str) else self.loss_type
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Loss type → weight."""
+        return dict(zip(self.loss_types, self.loss_weights or [1.0] * len(self.loss_types), strict=True))
+
+    @model_validator(mode="after")
+    def _options_of_the_losses_only(self) -> Self:
+        names = self.loss_types
+        if len(set(names)) != len(names) or not names:
+            raise ValueError(f"`loss_type` is {list(names)}; expected different losses, at least one")
+        if self.loss_weights and len(self.loss_weights) != len(names):
+            raise ValueError(f"`loss_weights` has {len(self.loss_weights)} numbers for {len(names)} losses")
+        if self.label_smoothing and not set(names) & set(SMOOTHED):
+            raise ValueError(
+                f"`label_smoothing` does nothing to {', '.join(names)}, only to {', '.join(SMOOTHED)}; remove it"
+            )
+        if "exo_pair" in names and not self.label_smoothing:
+            raise ValueError("`loss_type: exo_pair` needs `label_smoothing` above 0; its authors use 1.0e-3")
+        if self.discopop_tau != 0.05 and "discopop" not in names:
+            raise ValueError(f"`discopop_tau` does nothing to {', '.join(names)}; remove it")
+        return self
 
 
 @dataclass(frozen=True)
 class DpoLoss:
-    """Sums over pairs; documents 2k are chosen, 2k + 1 rejected.
-
-    With h = (log π/π_ref of the chosen) - (log π/π_ref of the rejected):
-
-        sigmoid  -(1 - ε) log σ(β h) - ε log σ(-β h)      Rafailov et al. 2023, equation 7; ε is `label_smoothing`
-        ipo      (h - 1 / 2β)²                            Azar et al. 2023, equation 17, h from means over tokens, as
-                                                          its authors and TRL do, so that long answers weigh no more
-        hinge    max(0, 1 - β h)                          Zhao et al. 2023
-    """
+    """Sums over pairs; documents 2k are chosen, 2k + 1 rejected."""
 
     config: DpoConfig
     metric_names: ClassVar[tuple[str, ...]] = tuple(METRICS)
@@ -53,29 +100,30 @@ class DpoLoss:
 
     def __call__(self, token_log_probabilities: Tensor, batch: Batch) -> Sums:
         """Loss and metrics of all pairs; rewards are β log π/π_ref."""
+        from stages.train.methods.dpo_losses import PAIR_LOSSES, Options, Pairs  # torch: a recipe is read without it
+
         assert batch.reference_log_probabilities is not None
-        log_ratios = batch.document_sums(token_log_probabilities) - batch.reference_log_probabilities
-        rewards = self.config.beta * log_ratios.detach()
-        margins = rewards[0::2] - rewards[1::2]
-        if self.config.loss_type == "ipo":
-            log_ratios = log_ratios / batch.document_sums(batch.has_target.float())
+        sums, reference = batch.document_sums(token_log_probabilities), batch.reference_log_probabilities
+        tokens = batch.document_sums(batch.has_target.float())
+        pairs = Pairs(
+            chosen=sums[0::2],
+            rejected=sums[1::2],
+            reference_chosen=reference[0::2],
+            reference_rejected=reference[1::2],
+            chosen_tokens=tokens[0::2],
+            rejected_tokens=tokens[1::2],
+            rows=batch.document_rows[0::2],
+        )
+        options = Options(self.config.beta, self.config.label_smoothing, self.config.discopop_tau)
+        losses = [weight * PAIR_LOSSES[name](pairs, options) for name, weight in self.config.weights.items()]
+        chosen, rejected = self.config.beta * pairs.c.detach(), self.config.beta * pairs.r.detach()
         metrics = {
-            "reward_chosen": rewards[0::2].sum(),
-            "reward_rejected": rewards[1::2].sum(),
-            "reward_margin": margins.sum(),
-            "preference_accuracy": (margins > 0).float().sum(),
+            "reward_chosen": chosen.sum(),
+            "reward_rejected": rejected.sum(),
+            "reward_margin": (chosen - rejected).sum(),
+            "preference_accuracy": (chosen > rejected).float().sum(),
         }
-        return self._pair_losses(log_ratios[0::2] - log_ratios[1::2]).sum(), metrics
-
-    def _pair_losses(self, margins: Tensor) -> Tensor:
-        from torch.nn.functional import logsigmoid
-
-        beta, smoothing = self.config.beta, self.config.label_smoothing
-        if self.config.loss_type == "ipo":
-            return (margins - 1 / (2 * beta)) ** 2
-        if self.config.loss_type == "hinge":
-            return (1 - beta * margins).relu()
-        return -(1 - smoothing) * logsigmoid(beta * margins) - smoothing * logsigmoid(-beta * margins)
+        return sum(losses[1:], losses[0]).sum(), metrics
 
 
 DPO = Method(

@@ -5,14 +5,17 @@ from __future__ import annotations
 from stages.train.methods.dpo import DPO
 from stages.train.methods.method import Method
 from stages.train.methods.sft import SFT
+from stages.train.methods.simpo import SIMPO
 
-METHODS: dict[str, Method] = {method.name: method for method in (SFT, DPO)}
+METHODS: dict[str, Method] = {method.name: method for method in (SFT, DPO, SIMPO)}
 
 
 def loss_meaning() -> str:
     """What the metric `loss` means, with the methods of which it is not so."""
-    others = [method for method in METHODS.values() if method.averaged_over != SFT.averaged_over]
-    exceptions = "; ".join(f"{method.name.upper()}: over {method.averaged_over}" for method in others)
+    names: dict[str, list[str]] = {}
+    for method in METHODS.values():
+        names.setdefault(method.averaged_over, []).append(method.name.upper())
+    exceptions = "; ".join(f"{', '.join(names[what])}: over {what}" for what in names if what != SFT.averaged_over)
     return f"mean over the {SFT.averaged_over} of a global batch, in nats ({exceptions})"
 
 

@@ -39,6 +39,8 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {**TRAINING, "method": "sft"},
         {**TRAINING, "method": "dpo"},
         {**TRAINING, "method": "sft", "data": HELD_OUT, "execution": {"evaluate_every_steps": 5}},
+        {**TRAINING, "method": "dpo", "dpo": {"loss_type": "discopop", "loss_weights": [0.5]}},
+        {**TRAINING, "method": "simpo"},
         {**TRAINING, "method": "sft", "adapter": {}},
         {**TRAINING, "method": "sft", "engine": "megatron"},
         {**TRAINING, "method": "sft", "engine": "megatron", "layout": {"pp": 2, "ep": 2, "dp_shard": 4}},
@@ -55,7 +57,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
 SOURCES = ("hf://org/name", "hf://datasets/org/name", "file:///x")
 MAPPINGS = ({"x": "y"}, {"x": 0.5}, {"X": "x/y"})
 TEXTS = ("x", "1:30:00", "2026-02-03")
-VALUES = (None, True, False, 1, 2, 4, 0.25, 1e-3, *SOURCES, *TEXTS, [3], ["x"], ["--x"], *MAPPINGS)
+VALUES = (None, True, False, 1, 2, 4, 0.25, 1e-3, *SOURCES, *TEXTS, [3], ["x"], ["--x"], ["ipo"], *MAPPINGS)
 """Of every type that a field may have; a new type of field needs a value here."""
 
 UPSTREAM = {"base": "0123456789ab", "problems": "ba9876543210", "scores": "0a1b2c3d4e5f", "tuned": "a0b1c2d3e4f5"}
@@ -80,6 +82,7 @@ def literals(annotation: Any) -> set[str]:
     return {word for part in get_args(annotation) for word in literals(part)}
 
 
+@functools.cache
 def words(model: type[BaseModel]) -> set[str]:
     """Every literal that some field of a config may be."""
     fields = model.model_fields.values()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from stages.data.batch import IGNORED, Batch
-from stages.train.methods.dpo import DpoConfig, DpoLoss
+from stages.train.methods.dpo import DpoConfig, DpoLoss, LossType
+from stages.train.methods.dpo_losses import PAIR_LOSSES
 from stages.train.methods.sft import SftLoss
 
 LOG_PROBABILITIES = torch.tensor(
@@ -108,3 +111,56 @@ def test_a_micro_batch_without_pairs_adds_nothing_and_still_has_a_gradient():
     assert loss_sum.item() == 0
     assert values.grad.abs().sum() == 0
     assert DpoLoss(DpoConfig()).count(batch) == 0
+
+
+def test_pairs_of_a_row_are_a_distribution_however_rows_are_put_into_micro_batches():
+    """AOT sorts: over whole micro-batches, its loss would change with the layout."""
+    torch.manual_seed(0)
+    values = torch.randn(2, 6)
+    batch = Batch(
+        input_ids=torch.zeros(2, 6, dtype=torch.int64),
+        targets=torch.ones(2, 6, dtype=torch.int64),
+        position_ids=torch.zeros(2, 6, dtype=torch.int64),
+        document_ids=torch.arange(12).view(2, 6),
+        num_documents=12,
+        document_lengths=[1] * 12,
+        reference_log_probabilities=torch.randn(12),
+    )
+    rows = [
+        Batch(
+            *(getattr(batch, name)[row, None] for name in ("input_ids", "targets", "position_ids")),
+            document_ids=torch.arange(6)[None],
+            num_documents=6,
+            document_lengths=[1] * 6,
+            reference_log_probabilities=batch.reference_log_probabilities.view(2, 6)[row],
+        )
+        for row in range(2)
+    ]
+    for loss_type in ("aot", "aot_unpaired"):
+        loss = DpoLoss(DpoConfig(loss_type=loss_type))
+        together, _ = loss(values, batch)
+        apart = sum(loss(values[row, None], rows[row])[0] for row in range(2))
+        torch.testing.assert_close(together, apart)
+        assert together != DpoLoss(DpoConfig())(values, batch)[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"loss_type": "simpo"}, "loss_type"),
+        ({"loss_type": ()}, "expected different losses, at least one"),
+        ({"loss_type": ("ipo", "ipo")}, "expected different losses"),
+        ({"loss_type": ("ipo", "hinge"), "loss_weights": (1.0,)}, "1 numbers for 2 losses"),
+        ({"loss_weights": (0.0,)}, "greater than 0"),
+        ({"loss_type": "ipo", "label_smoothing": 0.1}, "`label_smoothing` does nothing to ipo"),
+        ({"loss_type": "exo_pair"}, "`loss_type: exo_pair` needs `label_smoothing` above 0"),
+        ({"discopop_tau": 0.1}, "`discopop_tau` does nothing to sigmoid"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(fields, message):
+    with pytest.raises(ValidationError, match=message):
+        DpoConfig(**fields)
+
+
+def test_the_names_of_losses_are_those_there_are():
+    assert set(get_args(LossType)) == set(PAIR_LOSSES)

@@ -66,10 +66,10 @@ def test_its_own_options_are_identity_with_their_defaults(extended):
 
 
 def test_schema_and_metric_names_follow_the_registry(extended):
-    assert extended["methods"] == ["sft", "dpo", "margin"]
+    assert extended["methods"] == [*METHODS, "margin"]
     assert extended["options"].keys() == {"beta", "target"}
     assert extended["meaning"] == "MARGIN: by how much likelier a token of the preferred answer is, in nats"
-    assert extended["loss"].endswith("in nats (DPO: over pairs; MARGIN: over pairs)")
+    assert extended["loss"].endswith("in nats (DPO, SIMPO, MARGIN: over pairs)")
 
 
 def test_options_of_a_method_have_defaults():
@@ -84,7 +84,7 @@ def test_options_of_another_method_are_an_error():
 
 
 def test_an_unknown_method_is_an_error_that_lists_those_there_are():
-    with pytest.raises(ValidationError, match="should be 'sft' or 'dpo'"):
+    with pytest.raises(ValidationError, match="should be 'sft', 'dpo' or 'simpo'"):
         make(method="ppo")
 
 

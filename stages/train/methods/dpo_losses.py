@@ -1,0 +1,178 @@
+"""The losses that `dpo.loss_type` may name: of the log-probabilities of pairs, one number a pair.
+
+In all of them β is `dpo.beta`, ε `dpo.label_smoothing`, c and r are log π/π_ref of the chosen and of the rejected
+answer, h = c - r, and σ is the logistic function.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """What models give to the answers of pairs, in nats: float32 [pairs] each, sums over an answer's tokens."""
+
+    chosen: Tensor
+    rejected: Tensor
+    reference_chosen: Tensor
+    reference_rejected: Tensor
+    chosen_tokens: Tensor
+    """Target tokens of each answer."""
+    rejected_tokens: Tensor
+    rows: Tensor
+    """int64 [pairs]: the packed row that each pair lies in."""
+
+    @property
+    def c(self) -> Tensor:
+        """log π/π_ref of the chosen answers."""
+        return self.chosen - self.reference_chosen
+
+    @property
+    def r(self) -> Tensor:
+        """log π/π_ref of the rejected answers."""
+        return self.rejected - self.reference_rejected
+
+    @property
+    def h(self) -> Tensor:
+        """By how much the model prefers the chosen answers more than the reference does."""
+        return self.c - self.r
+
+    @property
+    def h_per_token(self) -> Tensor:
+        """Of means over tokens instead of sums, so that long answers weigh no more."""
+        return self.c / self.chosen_tokens - self.r / self.rejected_tokens
+
+
+@dataclass(frozen=True)
+class Options:
+    """Fields of `dpo` that losses read."""
+
+    beta: float
+    label_smoothing: float
+    discopop_tau: float
+
+
+PairLoss = Callable[[Pairs, Options], Tensor]
+
+
+def sigmoid(pairs: Pairs, options: Options) -> Tensor:
+    """-(1 - ε) log σ(β h) - ε log σ(-β h): Rafailov et al. 2023, equation 7; ε: Mitchell 2023."""
+    return _smoothed(options.beta * pairs.h, options.label_smoothing)
+
+
+def sigmoid_norm(pairs: Pairs, options: Options) -> Tensor:
+    """The same of means over tokens: Lambert et al. 2024 (Tülu 3), equation 6."""
+    return _smoothed(options.beta * pairs.h_per_token, options.label_smoothing)
+
+
+def ipo(pairs: Pairs, options: Options) -> Tensor:
+    """(h - 1 / 2β)², h from means over tokens, as its authors and TRL do: Azar et al. 2023, equation 17."""
+    return (pairs.h_per_token - 1 / (2 * options.beta)) ** 2
+
+
+def hinge(pairs: Pairs, options: Options) -> Tensor:
+    """max(0, 1 - β h): Zhao et al. 2023 (SLiC)."""
+    return (1 - options.beta * pairs.h).relu()
+
+
+def robust(pairs: Pairs, options: Options) -> Tensor:
+    """(-(1 - ε) log σ(β h) + ε log σ(-β h)) / (1 - 2ε): Chowdhury et al. 2024: no bias by wrong labels."""
+    right, wrong = -logsigmoid(options.beta * pairs.h), -logsigmoid(-options.beta * pairs.h)
+    return ((1 - options.label_smoothing) * right - options.label_smoothing * wrong) / (1 - 2 * options.label_smoothing)
+
+
+def exo_pair(pairs: Pairs, options: Options) -> Tensor:
+    """KL((σ(β h), σ(-β h)) ‖ (1 - ε, ε)): Ji et al. 2024, equation 16."""
+    wins, loses = logsigmoid(options.beta * pairs.h), logsigmoid(-options.beta * pairs.h)
+    return wins.exp() * (wins - math.log1p(-options.label_smoothing)) + loses.exp() * (
+        loses - math.log(options.label_smoothing)
+    )
+
+
+def nca_pair(pairs: Pairs, options: Options) -> Tensor:
+    """-log σ(β c) - ½ log σ(-β c) - ½ log σ(-β r): Chen et al. 2024."""
+    c, r = options.beta * pairs.c, options.beta * pairs.r
+    return -logsigmoid(c) - 0.5 * logsigmoid(-c) - 0.5 * logsigmoid(-r)
+
+
+def bco_pair(pairs: Pairs, options: Options) -> Tensor:
+    """-log σ(β c) - log σ(-β r), without its moving threshold, as TRL has it: Jung et al. 2024."""
+    return -logsigmoid(options.beta * pairs.c) - logsigmoid(-options.beta * pairs.r)
+
+
+def sppo_hard(pairs: Pairs, options: Options) -> Tensor:
+    """(c - 1 / 2β)² + (r + 1 / 2β)²: Wu et al. 2024, equation 4.7, where the chosen answer always wins."""
+    return (pairs.c - 0.5 / options.beta) ** 2 + (pairs.r + 0.5 / options.beta) ** 2
+
+
+def apo_zero(pairs: Pairs, options: Options) -> Tensor:
+    """1 - σ(β c) + σ(β r): D'Oosterlinck et al. 2024, equation 7; where chosen answers are better than the model's."""
+    return 1 - (options.beta * pairs.c).sigmoid() + (options.beta * pairs.r).sigmoid()
+
+
+def apo_down(pairs: Pairs, options: Options) -> Tensor:
+    """σ(β c) + 1 - σ(β h): D'Oosterlinck et al. 2024, equation 8; where even chosen answers are worse."""
+    return (options.beta * pairs.c).sigmoid() + 1 - (options.beta * pairs.h).sigmoid()
+
+
+def discopop(pairs: Pairs, options: Options) -> Tensor:
+    """A log-ratio modulated mean of -log σ(β h) and exp(-β h): Lu et al. 2024, equation 5; τ is `discopop_tau`."""
+    logits = options.beta * pairs.h
+    share = (logits / options.discopop_tau).sigmoid()
+    return -logsigmoid(logits) * (1 - share) + (-logits).exp() * share
+
+
+def aot(pairs: Pairs, options: Options) -> Tensor:
+    """Sigmoid of *sorted* preferences, model's against reference's: Melnyk et al. 2024; the loss is of distributions.
+
+    A distribution is that of the pairs of one packed row, the same under every layout.
+    """
+    model = _sorted_in_rows(pairs.chosen - pairs.rejected, pairs.rows)
+    reference = _sorted_in_rows(pairs.reference_chosen - pairs.reference_rejected, pairs.rows)
+    return _smoothed(options.beta * (model - reference), options.label_smoothing)
+
+
+def aot_unpaired(pairs: Pairs, options: Options) -> Tensor:
+    """The same of sorted c against sorted r: which rejected answer belongs to which chosen one does not matter."""
+    return _smoothed(
+        options.beta * (_sorted_in_rows(pairs.c, pairs.rows) - _sorted_in_rows(pairs.r, pairs.rows)),
+        options.label_smoothing,
+    )
+
+
+PAIR_LOSSES: dict[str, PairLoss] = {
+    loss.__name__: loss
+    for loss in (
+        sigmoid,
+        sigmoid_norm,
+        ipo,
+        hinge,
+        robust,
+        exo_pair,
+        nca_pair,
+        bco_pair,
+        sppo_hard,
+        apo_zero,
+        apo_down,
+        discopop,
+        aot,
+        aot_unpaired,
+    )
+}
+
+
+def _smoothed(logits: Tensor, smoothing: float) -> Tensor:
+
+    return -(1 - smoothing) * logsigmoid(logits) - smoothing * logsigmoid(-logits)
+
+
+def _sorted_in_rows(values: Tensor, rows: Tensor) -> Tensor:
+    """[pairs], ascending within each row; `rows` ascends."""
+    return torch.cat([values[:0], *(values[rows == row].sort().values for row in rows.unique())])

@@ -1,0 +1,65 @@
+"""Simple preference optimization: DPO without a reference model, by the mean log-probability of an answer's tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+
+from stages.core.strict import StrictModel
+from stages.train.methods.dpo import METRICS
+from stages.train.methods.method import Method
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stages.data.batch import Batch
+    from stages.engines.loss import Sums
+
+
+class SimpoConfig(StrictModel):
+    """Simple preference optimization (Meng et al. 2024); defaults are its authors', as in ms-swift."""
+
+    beta: PositiveFloat = Field(2.0, description="Scale of the rewards; TRL's default is that of DPO, 0.1.")
+    gamma: NonNegativeFloat = Field(
+        1.0, description="By how much the reward of the preferred answer is to be higher; TRL's `simpo_gamma` is 0.5."
+    )
+
+
+@dataclass(frozen=True)
+class SimpoLoss:
+    """Sums over pairs of -log σ(β (p_chosen - p_rejected) - γ), p of means over tokens: Meng et al. 2024, (6)."""
+
+    config: SimpoConfig
+    metric_names: ClassVar[tuple[str, ...]] = tuple(METRICS)
+
+    def count(self, batch: Batch) -> int:
+        """Pairs."""
+        return batch.num_documents // 2
+
+    def __call__(self, token_log_probabilities: Tensor, batch: Batch) -> Sums:
+        """Loss and metrics of all pairs; rewards are β p."""
+        from torch.nn.functional import logsigmoid
+
+        tokens = batch.document_sums(batch.has_target.float())
+        rewards = self.config.beta * batch.document_sums(token_log_probabilities) / tokens
+        chosen, rejected = rewards[0::2], rewards[1::2]
+        metrics = {
+            "reward_chosen": chosen.detach().sum(),
+            "reward_rejected": rejected.detach().sum(),
+            "reward_margin": (chosen - rejected).detach().sum(),
+            "preference_accuracy": (chosen > rejected).float().sum(),
+        }
+        return -logsigmoid(chosen - rejected - self.config.gamma).sum(), metrics
+
+
+SIMPO = Method(
+    name="simpo",
+    rows="pairs",
+    build_loss=SimpoLoss,
+    options=SimpoConfig,
+    metrics=METRICS,
+    averaged_over="pairs",
+    headline=("preference_accuracy",),
+)
