@@ -14,6 +14,7 @@ from typing import Any, Literal
 from flows.ledger.home import home
 from flows.ledger.machine import gpus, memory_gib, num_cores
 from flows.servers import local as servers
+from flows.servers.programs import NAMED_BY
 from stages.core.errors import LifecycleError
 
 PYTHONS = ((3, 11), (3, 12))
@@ -167,7 +168,7 @@ def _server(status: servers.ServerStatus) -> Finding:
     if status.healthy:
         return Finding(status.name, "ok", f"answers at {status.url}")
     if status.ours:
-        starter = "lifecycle run" if status.name in servers.NAMED_BY else "lifecycle up"
+        starter = "lifecycle run" if status.name in NAMED_BY else "lifecycle up"
         return Finding(status.name, "ok", f"not running; `{starter}` starts it")
-    variable = servers.NAMED_BY[status.name]
+    variable = NAMED_BY[status.name]
     return Finding(status.name, "missing", f"{status.url} does not answer", f"start it, or unset {variable}")

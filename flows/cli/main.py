@@ -49,6 +49,9 @@ def _exit_codes() -> str:
 @click.version_option(package_name="llm-lifecycle")
 def cli() -> None:
     """Refresh language models: one recipe from download to evaluation, every stage cached and tracked."""
+    from flows.servers.key import named_settings
+
+    os.environ |= named_settings()
 
 
 @cli.command()

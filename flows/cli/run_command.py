@@ -23,6 +23,7 @@ from flows.running.request import RefreshRequest, make_plan, retry_of
 from flows.running.runner import Launcher
 from flows.running.verdicts import verdict_tables
 from flows.servers import local as servers
+from flows.servers.programs import NAMED_BY
 from stages.core.errors import (
     INTERNAL_ERROR,
     NotPromotedError,
@@ -94,7 +95,7 @@ def ready_servers(*, worker: bool = False) -> servers.Endpoints:
 
     To be called before Prefect is imported. Raises `ServerError`.
     """
-    if any(status.ours and not status.healthy and status.name in servers.NAMED_BY for status in servers.status()):
+    if any(status.ours and not status.healthy and status.name in NAMED_BY for status in servers.status()):
         print("starting the local Prefect and MLflow servers (stop them with `lifecycle down`)", file=sys.stderr)
     endpoints = servers.up(worker=worker)
     for status in servers.status():

@@ -1,4 +1,4 @@
-"""What stands before a local server: requests for it by another name, of other pages, or without its key are refused.
+"""What stands before a server of ours: requests for it by another name, of other pages, or without its key are refused.
 
 A web page that somebody has open in a browser can send requests to the loopback, too. Those bear the page's `Origin`;
 one that had its own name resolve to 127.0.0.1 (DNS rebinding) bears that name as `Host`.
@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import base64
 import hmac
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, MutableMapping
 from typing import Any
 
 from flows.servers.key import USER
-from flows.servers.programs import LOOPBACK
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -30,17 +29,22 @@ location.replace(location.origin + page);
 </script>"""
 
 
+def origins(hosts: Iterable[str]) -> list[str]:
+    """What browsers call the pages of these hosts; a proxy with TLS may stand before them."""
+    return [f"{scheme}://{host}" for host in hosts for scheme in ("http", "https")]
+
+
 class Guard:
     """An ASGI application before another one.
 
-    port: where it listens. password: asked for on every path but that of health, by basic authentication; None when the
-    application does so itself.
+    hosts: what it is called, as browsers and clients do: `NAME:PORT`. password: asked for on every path but that of
+    health, by basic authentication; None when the application does so itself.
     """
 
-    def __init__(self, application: Any, port: int, password: str | None = None):
+    def __init__(self, application: Any, hosts: Collection[str], password: str | None = None):
         self._application = application
-        self._hosts = {f"{name}:{port}" for name in (LOOPBACK, "localhost")}
-        self._origins = {f"http://{host}" for host in self._hosts}
+        self._hosts = frozenset(hosts)
+        self._origins = frozenset(origins(hosts))
         credentials = base64.b64encode(f"{USER}:{password}".encode()).decode()
         self._authorization = f"Basic {credentials}" if password else None
 

@@ -1,50 +1,74 @@
 """Prefect's and MLflow's servers, each behind a guard.
 
-    python -m flows.servers.guarded prefect|mlflow DESCRIPTOR
+    python -m flows.servers.guarded prefect|mlflow --descriptor DESCRIPTOR
+    python -m flows.servers.guarded prefect|mlflow --listen ADDRESS:PORT --host NAME:PORT …
 
 Their own commands let nobody put anything before their applications; what those commands do beyond starting them
-(ports, daemons, worker processes) is done by `local.py` here, which listens already: DESCRIPTOR is its socket. Settings
-come from the environment (`programs.py`).
+(ports, daemons, worker processes) is done by `local.py` here, which listens already: DESCRIPTOR is its socket. The
+second form is for servers of a team (`deploy/compose.yaml`), which answer to the names given.
+
+Settings come from the environment (`programs.py`): the key as LIFECYCLE_SERVERS_KEY or, in a file, as
+LIFECYCLE_SERVERS_KEY_FILE; a database's password in its URL or, in a file, as LIFECYCLE_DATABASE_PASSWORD_FILE.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import socket
 import sys
+from pathlib import Path
 
 import uvicorn
+from sqlalchemy.engine import make_url
 
-from flows.servers.guard import Guard
-from flows.servers.key import USER
-from flows.servers.programs import KEY_VARIABLE, MLFLOW_ARTIFACTS, MLFLOW_DATABASE
+from flows.servers.guard import Guard, origins
+from flows.servers.key import KEY_FILE_VARIABLE, USER, read_named_key
+from flows.servers.ports import MAX_WAITING_CONNECTIONS
+from flows.servers.programs import KEY_VARIABLE, LOOPBACK, MLFLOW_ARTIFACTS, MLFLOW_DATABASE, PREFECT_DATABASE
+from stages.core.errors import LifecycleError, ServerError
+
+DATABASE_PASSWORD_FILE = "LIFECYCLE_DATABASE_PASSWORD_FILE"  # noqa: S105 (a variable's name)
 
 
-def prefect(port: int) -> Guard:
+def prefect(hosts: list[str], password: str) -> Guard:
     """Prefect's API asks for the key itself; its pages are the same for everybody, and ask for it to be of use."""
-    os.environ["PREFECT_SERVER_API_AUTH_STRING"] = f"{USER}:{os.environ.pop(KEY_VARIABLE)}"
+    os.environ["PREFECT_SERVER_API_AUTH_STRING"] = f"{USER}:{password}"
+    os.environ["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"] = ",".join(origins(hosts))
+    _complete(PREFECT_DATABASE)
     from prefect.server.api.server import create_app
 
-    return Guard(create_app(final=True), port)
+    return Guard(create_app(final=True), hosts)
 
 
-def mlflow(port: int) -> Guard:
+def mlflow(hosts: list[str], password: str) -> Guard:
     """MLflow with its database made or migrated; artifacts are stored, and sent, by the server."""
     from mlflow.server import constants
     from mlflow.server.handlers import initialize_backend_stores
 
-    database, root = os.environ[MLFLOW_DATABASE], "mlflow-artifacts:/"
+    database, root = _complete(MLFLOW_DATABASE), "mlflow-artifacts:/"
     os.environ |= {
         constants.BACKEND_STORE_URI_ENV_VAR: database,
         constants.REGISTRY_STORE_URI_ENV_VAR: database,
         constants.ARTIFACT_ROOT_ENV_VAR: root,
         constants.ARTIFACTS_DESTINATION_ENV_VAR: os.environ[MLFLOW_ARTIFACTS],
         constants.SERVE_ARTIFACTS_ENV_VAR: "true",
+        "MLFLOW_SERVER_ALLOWED_HOSTS": ",".join(hosts),
+        "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": ",".join(origins(hosts)),
     }
     initialize_backend_stores(database, database, root)
     from mlflow.server.fastapi_app import app
 
-    return Guard(app, port, password=os.environ.pop(KEY_VARIABLE))
+    return Guard(app, hosts, password)
+
+
+def _complete(variable: str) -> str:
+    """A database's URL, which this process alone then has with the password of the file."""
+    file = os.environ.get(DATABASE_PASSWORD_FILE)
+    if file:
+        url = make_url(os.environ[variable]).set(password=Path(file).read_text(encoding="utf-8").strip())
+        os.environ[variable] = url.render_as_string(hide_password=False)
+    return os.environ[variable]
 
 
 APPLICATIONS = {"prefect": prefect, "mlflow": mlflow}
@@ -52,9 +76,41 @@ APPLICATIONS = {"prefect": prefect, "mlflow": mlflow}
 
 def main() -> None:
     """Serve until SIGTERM."""
-    name, public = sys.argv[1], socket.socket(fileno=int(sys.argv[2]))
-    application = APPLICATIONS[name](public.getsockname()[1])
-    uvicorn.Server(uvicorn.Config(application, access_log=False)).run(sockets=[public])
+    parser = argparse.ArgumentParser(prog="python -m flows.servers.guarded")
+    parser.add_argument("server", choices=APPLICATIONS)
+    place = parser.add_mutually_exclusive_group(required=True)
+    place.add_argument("--descriptor", type=int, help="of a socket that listens on the loopback")
+    place.add_argument("--listen", metavar="ADDRESS:PORT")
+    parser.add_argument("--host", action="append", default=[], metavar="NAME:PORT", help="what it is called")
+    options = parser.parse_args()
+    try:
+        public = _socket(options.descriptor, options.listen)
+        hosts = options.host or [f"{name}:{public.getsockname()[1]}" for name in (LOOPBACK, "localhost")]
+        application = APPLICATIONS[options.server](hosts, _password())
+    except LifecycleError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    server = uvicorn.Server(uvicorn.Config(application, access_log=False))
+    server.run(sockets=[public])
+    sys.exit(0 if server.started else 1)
+
+
+def _socket(descriptor: int | None, place: str | None) -> socket.socket:
+    if place is None:
+        return socket.socket(fileno=descriptor)
+    address, _, port = place.rpartition(":")
+    try:
+        return socket.create_server((address, int(port)), backlog=MAX_WAITING_CONNECTIONS)
+    except (OSError, ValueError) as error:
+        raise ServerError(f"cannot listen on {place}: {error}; expected ADDRESS:PORT of this machine") from error
+
+
+def _password() -> str:
+    password = os.environ.pop(KEY_VARIABLE, None) or read_named_key()
+    if not password:
+        raise ServerError(
+            f"no server goes without a key: name a file that holds {USER}:PASSWORD as {KEY_FILE_VARIABLE}"
+        )
+    return password
 
 
 if __name__ == "__main__":

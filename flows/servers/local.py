@@ -5,6 +5,7 @@ A server that the user named (`PREFECT_API_URL`, `MLFLOW_TRACKING_URI`) is used 
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import importlib.metadata
 import json
@@ -12,6 +13,7 @@ import os
 import signal
 import subprocess
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +23,7 @@ from filelock import FileLock
 from flows.ledger.home import home
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.refreshes import RunningRefreshes
-from flows.servers.key import client_settings, make_key
+from flows.servers.key import KEY_FILE_VARIABLE, USER, client_settings, make_key
 from flows.servers.ports import listener
 from flows.servers.programs import KEY_VARIABLE, MLFLOW, NO_TELEMETRY, PREFECT, SERVERS, WORKER, ServerProgram
 from flows.servers.records import ServerRecord, read_records, write_records
@@ -31,8 +33,6 @@ from stages.core.supervisor import TOKEN_VARIABLE, end_processes, marked_process
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 15.0
 ANSWER_TIMEOUT_S = 5.0
-NAMED_BY = {program.name: program.variable for program in SERVERS}
-"""Server → the variable in which a user names another one."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,25 @@ def _check_named(program: ServerProgram, url: str) -> None:
             f"reaching the {program.name} server that {program.variable} names: {url} does not answer within "
             f"{ANSWER_TIMEOUT_S:.0f} s; start it, correct {program.variable}, or unset it to use a local server"
         )
+    if program is PREFECT and _refuses_us(url):  # without MLflow a refresh runs, and is tracked later
+        raise ServerError(
+            f"reaching the Prefect server that {program.variable} names: {url} asks for another key than "
+            f"PREFECT_API_AUTH_STRING; name the file that holds it, {USER}:PASSWORD, as {KEY_FILE_VARIABLE}"
+        )
+
+
+def _refuses_us(url: str) -> bool:
+    credentials = base64.b64encode(os.environ.get("PREFECT_API_AUTH_STRING", "").encode()).decode()
+    request = urllib.request.Request(  # noqa: S310 (http addresses only)
+        f"{url.rstrip('/')}/admin/version", headers={"Authorization": f"Basic {credentials}"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S):  # noqa: S310
+            return False
+    except urllib.error.HTTPError as error:
+        return error.code in (401, 403)
+    except (OSError, ValueError):
+        return False
 
 
 def _named_answers(program: ServerProgram, url: str) -> bool:

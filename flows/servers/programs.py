@@ -44,12 +44,7 @@ class ServerProgram:
 
 def guarded(name: str) -> Callable[[int], list[str]]:
     """The command of a server behind its guard, for a listening socket."""
-    return lambda descriptor: [sys.executable, "-m", "flows.servers.guarded", name, str(descriptor)]
-
-
-def origins(port: int) -> str:
-    """What its own pages are called by browsers, for servers that want a list."""
-    return f"http://{LOOPBACK}:{port},http://localhost:{port}"
+    return lambda descriptor: [sys.executable, "-m", "flows.servers.guarded", name, f"--descriptor={descriptor}"]
 
 
 def _prefect_environment(folder: Path, port: int) -> dict[str, str]:
@@ -60,16 +55,13 @@ def _prefect_environment(folder: Path, port: int) -> dict[str, str]:
         "PREFECT_SERVER_UI_API_URL": f"http://{LOOPBACK}:{port}/api",
         "PREFECT_UI_URL": f"http://{LOOPBACK}:{port}",  # links in notifications
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",  # which is fetched from the internet
-        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": origins(port),
     }
 
 
-def _mlflow_environment(folder: Path, port: int) -> dict[str, str]:
+def _mlflow_environment(folder: Path, _: int) -> dict[str, str]:
     return {
         MLFLOW_DATABASE: os.environ.get(MLFLOW_DATABASE) or f"sqlite:///{folder}/mlflow.db",
         MLFLOW_ARTIFACTS: str(folder / "artifacts"),
-        "MLFLOW_SERVER_ALLOWED_HOSTS": origins(port).replace("http://", ""),
-        "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": origins(port),
         # Its job runner serves features that need a model provider, and costs seconds at every start.
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
     }
@@ -93,3 +85,5 @@ PREFECT = ServerProgram(
 MLFLOW = ServerProgram("mlflow", "MLFLOW_TRACKING_URI", 5000, "/health", "", guarded("mlflow"), _mlflow_environment)
 WORKER = ServerProgram("worker", None, 4300, "/health", "", _worker_command, _worker_environment)
 SERVERS = (PREFECT, MLFLOW)
+NAMED_BY = {program.name: str(program.variable) for program in SERVERS}
+"""Server → the variable in which a user names another one."""

@@ -1,21 +1,18 @@
 """The servers of a team: compose names only what there is, in an order that works, and lets nobody in from outside."""
 
 import importlib.util
-import inspect
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import yaml
 
-COMPOSE = Path(__file__).parents[3] / "deploy" / "compose.yaml"
+ROOT = Path(__file__).parents[3]
+COMPOSE = ROOT / "deploy" / "compose.yaml"
 TREE = yaml.safe_load(COMPOSE.read_text())
 SERVICES = TREE["services"]
 SERVERS = [name for name, service in SERVICES.items() if "restart" in service]
-
-
-def flags_of(service):
-    return {word for word in SERVICES[service]["command"] if word.startswith("--")}
 
 
 def mount_names(service):
@@ -53,40 +50,47 @@ def test_only_the_host_itself_reaches_the_servers():
     assert all(port.startswith("127.0.0.1:") for port in ports)
 
 
-def test_no_secret_is_in_the_file():
+def test_secrets_are_files_of_the_host_and_nothing_else():
+    """Neither variables, which `docker inspect` shows, nor words of a command line; and there is no default."""
+    assert "${" not in re.sub(r"\$\{TORCH_BACKEND:-cpu\}", "", COMPOSE.read_text())
     for service in SERVICES.values():
-        for name, value in service.get("environment", {}).items():
-            if re.search("PASSWORD|TOKEN|KEY|URI|URL", name):
-                assert re.search(r"\$\{|^https?://[^@]+$", value), name
-    assert "POSTGRES_PASSWORD:?" in SERVICES["postgres"]["environment"]["POSTGRES_PASSWORD"], "there is no default"
+        handed = {f"/run/secrets/{name}" for name in service.get("secrets", [])}
+        settings = service.get("environment", {})
+        assert handed == {value for value in settings.values() if value.startswith("/run/secrets/")}
+        for name, value in settings.items():
+            if re.search("PASSWORD|TOKEN|KEY|URI|URL", name) and value not in handed:
+                assert re.fullmatch(r"https?://[^@]+|postgresql\+\w+://lifecycle@postgres:5432/\w+", value), name
+    used = {name for service in SERVICES.values() for name in service.get("secrets", [])}
+    assert TREE["secrets"] == {name: {"file": f"secrets/{name}"} for name in used}
 
 
-def test_mlflow_answers_to_the_names_by_which_it_is_asked():
-    command = SERVICES["mlflow"]["command"]
-    allowed = command[command.index("--allowed-hosts") + 1].split(",")
+def test_secrets_are_neither_committed_nor_copied_into_images():
+    assert "/deploy/secrets/" in (ROOT / ".gitignore").read_text().splitlines()
+    copied = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!deploy")]
+    assert copied == ["!deploy/requirements", "!deploy/vllm-metadata"]
+
+
+@pytest.mark.parametrize("name", ["prefect", "mlflow", "worker"])
+def test_who_speaks_to_the_servers_has_the_key(name):
+    assert SERVICES[name]["environment"]["LIFECYCLE_SERVERS_KEY_FILE"] == "/run/secrets/servers_key"
+
+
+@pytest.mark.parametrize("name", ["prefect", "mlflow"])
+def test_a_server_answers_to_the_names_by_which_it_is_asked(name):
+    command, port = SERVICES[name]["command"], {"prefect": 4200, "mlflow": 5000}[name]
+    assert command[:5] == ["python", "-m", "flows.servers.guarded", name, "--listen"]
+    hosts = [host for flag, host in pairwise(command) if flag == "--host"]
     asked = re.findall(
-        r"http://([\w.]+:\d+)", str([SERVICES["worker"]["environment"], SERVICES["mlflow"]["healthcheck"]])
+        rf"http://([\w.]+:{port})", str([SERVICES["worker"]["environment"], SERVICES[name]["healthcheck"]])
     )
-    assert {"mlflow:5000", "localhost:5000"} <= set(asked)
-    assert {host for host in asked if host.endswith(":5000")} <= set(allowed)
-
-
-def test_mlflow_knows_the_options_that_it_is_started_with():
-    from mlflow.cli import server
-
-    assert SERVICES["mlflow"]["command"][:2] == ["mlflow", "server"]
-    assert flags_of("mlflow") <= {option for parameter in server.params for option in parameter.opts}
-
-
-def test_prefect_knows_the_options_that_it_is_started_with():
-    from prefect.cli.server import start
-
-    assert SERVICES["prefect"]["command"][:3] == ["prefect", "server", "start"]
-    assert {flag.removeprefix("--") for flag in flags_of("prefect")} <= set(inspect.signature(start).parameters)
+    assert {f"{name}:{port}", f"localhost:{port}"} == set(asked)
+    assert set(asked) <= set(hosts)
 
 
 def test_the_worker_is_a_module_and_the_databases_have_drivers():
-    assert importlib.util.find_spec(SERVICES["worker"]["command"][-1])
+    modules = [module for flag, module in pairwise(SERVICES["worker"]["command"]) if flag == "-m"]
+    assert modules == ["flows.servers.keyed", "flows.service.worker"]
+    assert all(importlib.util.find_spec(module) for module in modules)
     drivers = re.findall(r"postgresql\+(\w+)://", COMPOSE.read_text())
     assert drivers == ["asyncpg", "psycopg2"]
     assert all(importlib.util.find_spec(driver) for driver in drivers)
