@@ -1,20 +1,22 @@
-"""A refresh of SFT, DPO, quantization and evaluation, one of whose processes is killed every few seconds.
+"""A refresh of SFT, DPO, quantization and evaluation, processes of which are killed at random moments.
 
-Flow, supervisor, rank, quantizer, vLLM, Prefect or MLflow: whichever lives when the moment comes. As often as it dies
-it is run again; in the end every artifact has the version and the bytes of an undisturbed refresh. KILL_SEEDS says how
-often that is done: three times in `make faults`, else once.
+Each seed kills every kind once: flow, supervisor, rank, quantizer, vLLM, Prefect, MLflow. Some live in one stage only,
+so they die in the order of these; chance puts the others between them, picks the process, and when it dies. As often
+as the refresh dies it is run again; in the end every artifact has the version and the bytes of an undisturbed refresh.
+KILL_SEEDS says how often that is done: three times in `make faults`, else once.
 """
 
 import json
 import os
 import random
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,14 +25,15 @@ from refreshes import LIFECYCLE, ROOT, Home, eventually
 
 from stages.core.supervisor import living_processes
 
-SEEDS = range(int(os.environ.get("KILL_SEEDS", "1")))
-NUM_KILLS = 9
-PAUSE_S = (4.0, 14.0)
-TIMEOUT_S = 900
+STAGE_OF = {"rank": "dpo", "quantizer": "awq", "vLLM": "scores"}
+"""Kinds of process that live in one stage only, in the order of these stages."""
+ALWAYS_THERE = ("flow", "supervisor", "prefect", "mlflow")
+POLL_INTERVAL_S = 0.1
+TIMEOUT_S = 1800
 
 ONE_THREAD = {"threads": 1}
 TRAINING = {"global_batch_size": 4, "learning_rate": 1e-3, "precision": "fp32", "export_dtype": "float32"}
-OFTEN_SAVED = {**ONE_THREAD, "checkpoint_every_steps": 5, "measure_matmul_rate": False}
+OFTEN_SAVED = {**ONE_THREAD, "checkpoint_every_steps": 4, "measure_matmul_rate": False}
 RECIPE = {
     "base": {"kind": "download", "model": "builtin/qwen3-1m"},
     "problems": {"kind": "download", "dataset": "builtin/addition"},
@@ -40,7 +43,7 @@ RECIPE = {
         "method": "sft",
         "model": "base",
         "data": {"dataset": "problems", "sequence_length": 64},
-        "steps": 60,
+        "steps": 20,
         "layout": {"micro_batch_size": 2},
         **TRAINING,
         "execution": OFTEN_SAVED,
@@ -50,7 +53,7 @@ RECIPE = {
         "method": "dpo",
         "model": "sft",
         "data": {"dataset": "preferences", "sequence_length": 128},
-        "steps": 30,
+        "steps": 12,
         "layout": {"dp_shard": 2, "micro_batch_size": 2},
         **TRAINING,
         "execution": OFTEN_SAVED,
@@ -60,7 +63,12 @@ RECIPE = {
         "model": "dpo",
         "method": "awq",
         "group_size": 32,
-        "calibration": {"dataset": "problems", "sequence_length": 64},
+        "calibration": {
+            "dataset": "problems",
+            "sequence_length": 64,
+            "num_samples": 16,
+            "num_evaluation_samples": 16,
+        },
         "execution": ONE_THREAD,
     },
     "scores": {
@@ -68,9 +76,9 @@ RECIPE = {
         "model": "awq",
         "tasks": ["addition"],
         "task_folder": str(ROOT / "configs" / "tasks"),
-        "limit": 40,
+        "limit": 4,
         "serving": {"max_model_len": 256, "enforce_eager": True, "kv_cache_memory_gib": 0.0625},
-        "execution": {**ONE_THREAD, "retries": 9},
+        "execution": ONE_THREAD,
     },
 }
 
@@ -93,7 +101,10 @@ def recipe(home):
 
 @pytest.fixture(scope="module")
 def undisturbed(home, recipe):
-    return finished(start(home, recipe), home)
+    """What a refresh printed that nothing happens to, and what it made."""
+    said = finished(start(home, recipe))
+    assert said, (home.folder.parent / "refresh.log").read_text()[-4000:]
+    return said, made(home, said)
 
 
 def start(home: Home, recipe: Path) -> subprocess.Popen[str]:
@@ -102,24 +113,31 @@ def start(home: Home, recipe: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=home.environment, text=True, stdout=subprocess.PIPE, stderr=log)
 
 
-def finished(refresh: subprocess.Popen[str], home: Home) -> dict[str, tuple[str, str]] | None:
-    """Version and digest of each artifact; None for a refresh that did not end well."""
+def forget(home: Home) -> None:
+    """Remove all that was made of the downloads."""
+    for folder in (home.folder / "store").iterdir():
+        if folder.name != "download":
+            shutil.rmtree(folder)
+
+
+def finished(refresh: subprocess.Popen[str]) -> dict[str, Any] | None:
+    """What a refresh printed; None for one that did not end well."""
     said, _ = refresh.communicate(timeout=TIMEOUT_S)
-    if refresh.returncode != 0:
-        return None
-    versions = {name: entry["version"] for name, entry in json.loads(said)["stages"].items()}
+    return json.loads(said) if refresh.returncode == 0 else None
+
+
+def made(home: Home, said: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """Version and digest of each stage's artifact."""
+    versions = {name: entry["version"] for name, entry in said["stages"].items()}
     records = {
         name: next(home.folder.glob(f"store/*/{name}-{version}/record.json")) for name, version in versions.items()
     }
     return {name: (versions[name], json.loads(record.read_text())["digest"]) for name, record in records.items()}
 
 
-def victims(home: Home, refresh: subprocess.Popen[str]) -> dict[str, list[int]]:
-    """Processes that live now, by what they are; a server's number is that of its group."""
-    found: dict[str, list[int]] = {"flow": [refresh.pid]}
-    for name, server in home.servers().items():
-        if name in ("prefect", "mlflow"):
-            found[name] = [-server["process"]["pid"]]
+def living(home: Home, refresh: subprocess.Popen[str]) -> dict[str, list[int]]:
+    """Processes by what they are, while a stage runs; of a server, the leader of its group."""
+    found: dict[str, list[int]] = {}
     store = str(home.folder / "store")
     for pid, (parent, _) in living_processes().items():
         command, variables = read(pid, "cmdline"), read(pid, "environ")
@@ -127,12 +145,15 @@ def victims(home: Home, refresh: subprocess.Popen[str]) -> dict[str, list[int]]:
             continue
         if parent == refresh.pid and store in command:
             found.setdefault("supervisor", []).append(pid)
-        if "\nRANK=" in variables and "-m\nstages" in command:
+        elif "\nRANK=" in variables and "-m\nstages" in command:
             found.setdefault("rank", []).append(pid)
-        elif "/awq-" in command and "-m\nstages" in command and parent != refresh.pid:
+        elif "/awq-" in command and "-m\nstages" in command:
             found.setdefault("quantizer", []).append(pid)
         elif "vllm" in command:
             found.setdefault("vLLM", []).append(pid)
+    if "supervisor" in found:
+        found["flow"] = [refresh.pid]
+        found |= {name: [server["process"]["pid"]] for name, server in home.servers().items() if name in ALWAYS_THERE}
     return found
 
 
@@ -144,49 +165,65 @@ def read(pid: int, file: str) -> str:
         return ""
 
 
-def kill_one(home: Home, refresh: subprocess.Popen[str], chance: random.Random, seldom: Callable[[str], int]) -> str:
-    """Kill a process of a kind that was killed least often so far, of those that live; returns the kind."""
-    living = victims(home, refresh)
-    kind = min(living, key=lambda kind: (seldom(kind), chance.random()))
-    pid = chance.choice(living[kind])
+def kill_later(pid: int, after_s: float, *, with_group: bool) -> bool:
+    """False for a process that has ended by itself before."""
     try:
-        os.killpg(-pid, signal.SIGKILL) if pid < 0 else os.kill(pid, signal.SIGKILL)
+        handle = os.pidfd_open(pid)
     except ProcessLookupError:
-        return "nobody"
-    if pid < 0:
-        assert home.lifecycle("up").returncode == 0
-    return kind
+        return False
+    try:
+        has_ended, _, _ = select.select([handle], [], [], after_s)
+        if has_ended:
+            return False
+        os.killpg(pid, signal.SIGKILL) if with_group else signal.pidfd_send_signal(handle, signal.SIGKILL)
+    finally:
+        os.close(handle)
+    return True
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_refresh_that_is_killed_every_few_seconds_ends_with_the_bytes_of_an_undisturbed_one(
+def drawn_order(chance: random.Random) -> list[str]:
+    """All kinds, in the order in which they are to die."""
+    kinds = list(STAGE_OF)
+    for kind in ALWAYS_THERE:
+        kinds.insert(chance.randint(0, len(kinds)), kind)
+    return kinds
+
+
+def kill_in_turn(
+    home: Home, refresh: subprocess.Popen[str], kinds: list[str], longest_wait_s: float, chance: random.Random
+) -> None:
+    """Until the refresh ends: wait for a process of the kind whose turn it is, and kill it; takes it off `kinds`."""
+    while kinds and refresh.poll() is None:
+        kind = kinds[0]
+        pids = living(home, refresh).get(kind)
+        is_server = kind in home.servers()
+        if not pids:
+            time.sleep(POLL_INTERVAL_S)
+        elif kill_later(chance.choice(pids), chance.uniform(0, longest_wait_s), with_group=is_server):
+            kinds.pop(0)
+            assert not is_server or home.lifecycle("up").returncode == 0
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("KILL_SEEDS", "1"))))
+def test_a_refresh_whose_processes_are_killed_at_random_ends_with_the_bytes_of_an_undisturbed_one(
     home, recipe, undisturbed, fault, seed
 ):
-    assert undisturbed, (home.folder.parent / "refresh.log").read_text()[-4000:]
-    eventually(lambda: home.processes() == [])
-    shutil.rmtree(home.folder / "store")
-    chance, killed = random.Random(seed), []
+    said, expected = undisturbed
+    # A fraction, not seconds: however fast the machine is, the stage whose process is to die is not over by then.
+    longest_wait_s = min(said["stages"][name]["seconds"] for name in STAGE_OF.values()) / 3
+    chance = random.Random(seed)
+    kinds = drawn_order(chance)
+    fault.name, fault.stage = f"killed at random: {', '.join(kinds)}", "all"
     end_s = time.monotonic() + TIMEOUT_S
+    done = None
+    forget(home)
     with fault.timed("recovered"):
-        refresh, done = start(home, recipe), None
-        while not done:
-            assert time.monotonic() < end_s, f"not done after {killed}"
-            if len(killed) < NUM_KILLS and not ended(refresh, chance.uniform(*PAUSE_S)):
-                killed.append(kill_one(home, refresh, chance, killed.count))
-                continue
-            done = finished(refresh, home)
-            if not done:
-                eventually(lambda: home.processes() == [])
-                refresh = start(home, recipe)
-    fault.name, fault.stage = f"{len(killed)} kills, seed {seed}: {', '.join(sorted(set(killed)))}", "all"
-    assert done == undisturbed
-    assert len(killed) == NUM_KILLS
-    eventually(lambda: home.processes() == [])
-
-
-def ended(refresh: subprocess.Popen[str], within_s: float) -> bool:
-    try:
-        refresh.wait(within_s)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
+        while kinds or not done:
+            assert time.monotonic() < end_s, f"not done; {', '.join(kinds) or 'nothing'} left to kill"
+            if done:  # faster than it was undisturbed, so that a stage was over before its process could die
+                forget(home)
+            refresh = start(home, recipe)
+            kill_in_turn(home, refresh, kinds, longest_wait_s, chance)
+            done = finished(refresh)
+            eventually(lambda: home.processes() == [])
+    assert made(home, done) == expected
