@@ -48,7 +48,7 @@ def listening(proxy: Proxy, public: socket.socket, last_answers_s: float = 1.0) 
 async def _answer_until(
     stop: asyncio.Event, ready: threading.Event, proxy: Proxy, public: socket.socket, last_answers_s: float
 ) -> None:
-    server = web.Server(
+    server = _BoundedServer(
         proxy.answer,
         handler_cancellation=True,
         access_log=None,
@@ -56,11 +56,7 @@ async def _answer_until(
         keepalive_timeout=IDLE_TIMEOUT_S,
         lingering_time=LINGER_S,
     )
-
-    def connection() -> asyncio.BaseProtocol:
-        return server() if len(server.connections) < MAX_CONNECTIONS else _Refused()
-
-    listener = await asyncio.get_running_loop().create_server(connection, sock=public, backlog=MAX_CONNECTIONS)
+    listener = await asyncio.get_running_loop().create_server(server, sock=public, backlog=MAX_CONNECTIONS)
     try:
         ready.set()
         await stop.wait()
@@ -71,9 +67,10 @@ async def _answer_until(
         await proxy.close()
 
 
-class _Refused(asyncio.Protocol):
-    """A connection too many."""
+class _BoundedServer(web.Server):
+    """Closes connections that are too many. Not before they are made: of many at once, none would count yet."""
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.abort()
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        if len(self.connections) >= MAX_CONNECTIONS:
+            transport.abort()
+        super().connection_made(handler, transport)

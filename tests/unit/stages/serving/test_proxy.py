@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import resource
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -28,8 +29,8 @@ COMPLETIONS = "/v1/completions"
 
 
 class Model:
-    """An engine: `/v1/completions` tells what arrived, chats are answered in two parts, the second when it is told to;
-    everything else is answered by `secret`, whoever asks."""
+    """An engine: `/v1/completions` tells what arrived, chats are answered in two parts, the second when it is told to,
+    `/metrics` without end; everything else is answered by `secret`, whoever asks."""
 
     def __init__(self, name: str):
         self.name = name
@@ -39,6 +40,7 @@ class Model:
         routes = [
             Route(COMPLETIONS, self.echo, methods=["GET", "POST"]),
             Route("/v1/chat/completions", self.stream, methods=["POST"]),
+            Route("/metrics", self.flood),
             Route("/{path:path}", self.secret, methods=["GET", "POST", "OPTIONS"]),
         ]
         self.application = Starlette(routes=routes)
@@ -53,6 +55,15 @@ class Model:
     async def secret(self, request: Request) -> Response:
         self.num_asked += 1
         return Response("secret")
+
+    async def flood(self, _: Request) -> Response:
+        async def parts() -> AsyncIterator[bytes]:
+            while True:
+                yield b"x" * 2**20
+                await asyncio.sleep(0)  # once nobody reads, sending waits for nothing
+
+        self.num_asked += 1
+        return StreamingResponse(parts())
 
     async def stream(self, _: Request) -> Response:
         async def parts() -> AsyncIterator[bytes]:
@@ -242,6 +253,40 @@ def test_an_answer_that_takes_too_long_is_cut_off(in_front_of_two, monkeypatch):
         with pytest.raises(httpx.TransportError):
             await client.post("/v1/chat/completions")
         await old.left_alone.wait()
+
+    in_front_of_two(trial)
+
+
+def test_a_client_that_does_not_read_its_answer_is_cut_off(in_front_of_two, monkeypatch):
+    monkeypatch.setattr(proxy_module, "REQUEST_TIMEOUT_S", 1.0)
+
+    async def trial(old, new, next_behind, proxy, client):
+        _, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+        head = ["GET /metrics HTTP/1.1", "Host: x", f"Authorization: Bearer {KEY}", "", ""]
+        writer.write("\r\n".join(head).encode())
+        await eventually(lambda: old.num_asked == 1)
+        await eventually(lambda: proxy._num_requests == 0)
+        writer.close()
+
+    in_front_of_two(trial)
+
+
+@pytest.fixture
+def few_open_files():
+    """This process may open a hundred more files only, until it asks for more."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len([*Path("/proc/self/fd").iterdir()]) + 100, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_more_connections_are_taken_up_than_a_process_may_usually_open(few_open_files, in_front_of_two):
+    async def trial(old, new, next_behind, proxy, client):
+        host, port = client.base_url.host, client.base_url.port
+        held = [await asyncio.open_connection(host, port) for _ in range(200)]
+        assert await status_of(client) == 418
+        for _, writer in held:
+            writer.close()
 
     in_front_of_two(trial)
 
