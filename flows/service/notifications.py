@@ -137,7 +137,16 @@ def _address(channel: Channel, variable: str) -> str:
     if BLOCKS[channel] is SlackWebhook and not _is_read_by_apprise(address):
         remedy = f"expected {FORMS[channel]}"
         raise RecipeError(f"notifying by {channel}: what {variable} holds is no whole address; {remedy}")
+    if channel == "webhook" and not _is_url(address):
+        raise RecipeError(f"notifying by {channel}: what {variable} holds is no URL; expected http://HOST:PORT/PATH")
     return address
+
+
+def _is_url(address: str) -> bool:
+    try:
+        return bool(httpx.URL(address).host)
+    except httpx.InvalidURL:
+        return False
 
 
 def _is_read_by_apprise(address: str) -> bool:

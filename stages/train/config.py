@@ -49,8 +49,8 @@ class TrainExecution(Execution):
     hang_timeout_s: PositiveFloat = Field(
         3600,
         description="A step that takes longer ends the attempt; so does what is saved or evaluated after it, a "
-        "micro-batch of the reference, and reading or writing the model. After five steps, one that takes over three "
-        "times the longest of the last ones (and 30 s) does, too.",
+        "micro-batch of the reference, and reading or writing the model. After five steps of packed rows, one that "
+        "takes over three times the longest of the last ones (and 30 s) does, too, unless layout.compile is on.",
     )
     measure_matmul_rate: bool = Field(True, description="On a CPU, measure the peak that MFU is relative to.")
 
@@ -155,6 +155,12 @@ class TrainConfig(MethodOptions):
     def micro_batches_per_step(self) -> int:
         """Forward passes of one process in one optimizer step (gradient accumulation)."""
         return self.global_batch_size // (self.layout.micro_batch_size * self.layout.data_parallel_size)
+
+    @property
+    def has_even_steps(self) -> bool:
+        """Whether steps take alike long: without packing, they are as long as their longest row; compiled, one of a new
+        shape takes as long as many others."""
+        return self.data.packing and not self.layout.compile
 
     @property
     def workload(self) -> Workload:

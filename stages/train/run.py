@@ -60,10 +60,7 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
         with (
             explained_out_of_memory(config, prediction.metrics.get("predicted_memory_gib")),
             Watchdog(
-                context.work,
-                config.execution.hang_timeout_s,
-                # Without packing, steps are as long as their longest row; compiled, one of a new shape as many others.
-                learns_step_times=config.data.packing and not config.layout.compile,
+                context.work, config.execution.hang_timeout_s, learns_step_times=config.has_even_steps
             ) as watchdog,
         ):
             engine = _build_engine(config, model_folder, shape, device)

@@ -169,5 +169,10 @@ def test_an_address_of_another_kind_is_refused_without_showing_it(worker_home, m
         assert refused.returncode == 3
         assert f"what {VARIABLE} holds is no whole address; expected " in refused.stderr
         assert SECRET not in refused.stderr
+    monkeypatch.setitem(worker_home.environment, VARIABLE, f"http://127.0.0.1:99999/{SECRET}")
+    refused = worker_home.lifecycle("notify", "add", "webhook", "--url-from", VARIABLE)
+    assert refused.returncode == 3
+    assert f"what {VARIABLE} holds is no URL; expected http://HOST:PORT/PATH" in refused.stderr
+    assert SECRET not in refused.stderr
     unset = worker_home.lifecycle("notify", "add", "email", "--url-from", "NOT_SET_ANYWHERE")
     assert "the environment variable NOT_SET_ANYWHERE is not set" in unset.stderr

@@ -261,6 +261,22 @@ def test_a_pod_has_time_for_its_last_answers_and_a_hung_engine_is_not_waited_for
         assert engine[probe]["terminationGracePeriodSeconds"] == 30
 
 
+@pytest.mark.parametrize("left", ["nothing", "a socket", "a link to nothing"])
+def test_an_engine_that_is_started_again_finds_no_socket_of_the_one_before(tmp_path, left):
+    start = served()[0]["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert start[5] == start[start.index("--uds") + 1]
+    address = str(tmp_path / "engine.sock")
+    if left == "a socket":
+        with socket.socket(socket.AF_UNIX) as before:
+            before.bind(address)
+    elif left == "a link to nothing":
+        Path(address).symlink_to(tmp_path / "nowhere")
+    engine = "import socket, sys; socket.socket(socket.AF_UNIX).bind(sys.argv[1]); print(*sys.argv[1:])"
+    command = [sys.executable, *start[1:5], address, sys.executable, "-c", engine, address, "--and", "more"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"{address} --and more\n"), done.stderr
+
+
 def test_a_server_without_a_key_is_refused():
     with pytest.raises(RecipeError, match=r"stages.chat.execution.kubernetes.secrets: expected {VLLM_API_KEY"):
         served(secrets={})

@@ -15,12 +15,15 @@ from flows.cli.show import refresh_as_text
 from flows.launch import choice
 from flows.planning.plan import plan
 from flows.recipe.recipe import load_stages
+from flows.running import validation
 from flows.running.refresh_run import RefreshRun
 from flows.running.request import PlannedRefresh, RefreshRequest
 from flows.running.runner import Built
 from flows.store.record import Record
 from flows.store.store import Store
+from stages.check.config import PROBLEMS_FILE
 from stages.core.errors import DataError
+from stages.core.supervised import Supervised
 from stages.hubs.builtin import qwen3
 
 CHAT = {"messages": [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]}
@@ -144,6 +147,30 @@ def test_a_check_that_dies_stops_nothing(refresh_of, caplog):
     run = refresh_of(launch=killed)
     run.check_inputs(logging.getLogger())
     assert "inputs could not be checked before their stages' turns" in caplog.text
+    assert {entry.state for entry in run.record.stages.values()} == {"waiting"}
+
+
+def hanging(work, found=None):
+    """A check that has found something, and does not end."""
+    if found:
+        (work / PROBLEMS_FILE).write_text(json.dumps([found]))
+    with (work / "log.txt").open("ab") as log:
+        return Supervised(["sleep", "600"], environment=os.environ, output=log)
+
+
+def test_what_was_found_before_the_time_was_over_is_said(refresh_of, monkeypatch):
+    monkeypatch.setattr(validation, "TIMEOUT_S", 0.1)
+    found = {"stage": "dpo", "field": "data.dataset", "error": "DataError", "message": "a row is bad"}
+    run = refresh_of(launch=lambda work, config: hanging(work, found))
+    with pytest.raises(DataError, match=r"stages\.dpo\.data\.dataset: a row is bad"):
+        run.check_inputs(logging.getLogger())
+
+
+def test_a_check_that_found_nothing_in_its_time_stops_nothing(refresh_of, monkeypatch, caplog):
+    monkeypatch.setattr(validation, "TIMEOUT_S", 0.1)
+    run = refresh_of(launch=lambda work, config: hanging(work))
+    run.check_inputs(logging.getLogger())
+    assert "ran for more than 0.1 s" in caplog.text
     assert {entry.state for entry in run.record.stages.values()} == {"waiting"}
 
 

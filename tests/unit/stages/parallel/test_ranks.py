@@ -29,6 +29,15 @@ with joined_processes():
 """
 
 
+WAIT = """
+import datetime
+from stages.parallel.processes import joined_processes
+from torch.distributed.distributed_c10d import _get_default_store
+with joined_processes(datetime.timedelta(minutes=47)):
+    assert _get_default_store().timeout == datetime.timedelta(minutes=47)
+"""
+
+
 @contextmanager
 def started(*arguments: str, log: Path | None = None, **options: object) -> Iterator[subprocess.Popen[bytes]]:
     """The program with its processes, killed in the end."""
@@ -67,6 +76,11 @@ def test_processes_of_one_node_meet_where_nobody_else_comes(tmp_path):
         assert not reachable_from_elsewhere(pids)
         (tmp_path / "go-on").touch()
         assert process.wait(60) == 0
+
+
+def test_they_wait_for_each_other_as_long_as_they_were_told_to(tmp_path):
+    with started("-c", WAIT, processes=1, log=tmp_path / "log") as process:
+        assert process.wait() == 0, (tmp_path / "log").read_text()
 
 
 def test_those_of_several_nodes_meet_at_the_address_that_was_named(tmp_path):

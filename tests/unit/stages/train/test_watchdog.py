@@ -8,9 +8,12 @@ import sys
 import threading
 from types import SimpleNamespace
 
+import pytest
+
 from stages.core.errors import TransientError
 from stages.train import watchdog
 from stages.train.watchdog import Watchdog, stacks
+from tests.train_stage import make_config
 
 HANGING = """
 import sys, threading
@@ -71,6 +74,25 @@ def test_the_limit_of_a_step_follows_the_longest_of_the_last(tmp_path, monkeypat
     assert watching._deadline_s == now_s[0] + 60.0
     watching.begins("the evaluation")
     assert watching._deadline_s == now_s[0] + 500.0
+
+
+def test_where_steps_are_not_alike_each_has_the_whole_time(tmp_path, monkeypatch):
+    now_s = [0.0]
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    watching = Watchdog(tmp_path, timeout_s=500.0, learns_step_times=False)
+    for step in range(1, 2 * watchdog.KNOWN_AFTER_STEPS):
+        watching.begins_step(step)
+        assert watching._deadline_s == now_s[0] + 500.0
+        now_s[0] += 10.0
+        watching.has_stepped()
+
+
+@pytest.mark.parametrize(
+    ("fields", "alike"),
+    [({}, True), ({"data": {"dataset": "problems", "packing": False}}, False), ({"layout": {"compile": True}}, False)],
+)
+def test_steps_are_alike_that_are_packed_and_not_compiled(fields, alike):
+    assert make_config(**fields).has_even_steps is alike
 
 
 def test_what_goes_on_while_stacks_are_written_was_only_slow(tmp_path, monkeypatch):
