@@ -23,7 +23,8 @@ from tests.listening import reachable_from_elsewhere
 from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end, start
 
 NUM_STEPS, SAVE_EVERY = 24, 4
-HANG_TIMEOUT_S = 10.0
+HANG_TIMEOUT_S = 30.0
+"""Loading the model must take less, however slow the machine is."""
 TWO_PROCESSES = {"dp_shard": 2, "micro_batch_size": 2}
 
 
@@ -142,7 +143,7 @@ def test_a_rank_that_stops_in_the_reference_pass_ends_the_run_which_says_where_i
     assert process.wait(timeout=120) != 0
     failure = json.loads((work / "error.json").read_text())
     assert failure["error"] == TransientError.__name__
-    place = r"rank 0: micro-batch \d+ of \d+ of the reference log-probabilities has taken more than 10 s"
+    place = r"rank 0: micro-batch \d+ of \d+ of the reference log-probabilities has taken more than 30 s"
     assert re.match(place, failure["message"])
     assert "document_log_probabilities" in (work / "log.txt").read_text()
 
