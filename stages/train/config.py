@@ -21,6 +21,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from stages.adapters.config import AdapterConfig
+from stages.adapters.legality import adapter_errors
 from stages.core.contract import Execution, ModelReference, StageConfig
 from stages.core.fields import AddedLater, Product, without
 from stages.core.strict import StrictModel
@@ -288,9 +289,9 @@ class TrainConfig(MethodOptions):
         return self
 
     @model_validator(mode="after")
-    def _adapters_only_with_fsdp(self) -> Self:
-        if self.adapter and self.engine != "fsdp":
-            raise ValueError(f"`adapter` needs `engine: fsdp`, found {self.engine}; change it, or remove `adapter`")
+    def _engine_honours_the_adapter(self) -> Self:
+        if self.adapter and (errors := "; ".join(adapter_errors(self.engine, self.adapter))):
+            raise ValueError(errors)
         return self
 
     @model_validator(mode="after")

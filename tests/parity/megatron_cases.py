@@ -86,15 +86,30 @@ MODELS: dict[str, Any] = {
     ),
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, vocab_size=VOCABULARY, num_local_experts=4)),
 }
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "all": {"rank": 6, "alpha": 12},
+    "some": {
+        "rank": 3,
+        "alpha": 5.5,
+        "use_rslora": True,
+        "target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"],
+        "exclude_modules": ["layers.1.mlp.up_proj"],
+        "layers_to_transform": [0, 1],
+    },
+    "attention": {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]},
+}
+"""`some`: parts of the layers that Megatron joins, and nothing on the last pipeline stage."""
+SEED = 3
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layout under which a model is trained."""
+    """A layout under which a model, or an adapter on it, is trained."""
 
     model: str
     layout: dict[str, Any] = field(default_factory=dict)
     data: str = "packed"
+    adapter: str | None = None
 
     @property
     def method(self) -> str:
@@ -108,8 +123,9 @@ class Case:
     @property
     def name(self) -> str:
         degrees = {key: value for key, value in self.layout.items() if key != "micro_batch_size"}
+        adapter = [f"adapter-{self.adapter}"] if self.adapter else []
         words = [key if value is True else f"{key}{value}" for key, value in degrees.items()] or ["plain"]
-        return " ".join([self.model, self.data, *words, f"rows{self.layout.get('micro_batch_size', 1)}"])
+        return " ".join([self.model, *adapter, self.data, *words, f"rows{self.layout.get('micro_batch_size', 1)}"])
 
 
 def cases(processes: int) -> list[Case]:
@@ -125,6 +141,9 @@ def _alone() -> list[Case]:
         *(Case("llama", layout) for layout in choices),
         Case("llama", {"micro_batch_size": 2}, "single"),
         Case("llama", {"micro_batch_size": 2}, "pairs"),
+        Case("llama", adapter="all"),
+        Case("llama", {"recompute": "full"}, adapter="all"),
+        Case("qwen3", adapter="some"),
     ]
 
 
@@ -150,6 +169,11 @@ def _two() -> list[Case]:
         Case("qwen3-moe-dense", pp),
         Case("qwen3-moe-dense", experts),
         *(Case("mixtral", layout) for layout in (sp, pp, experts)),
+        *(Case("llama", layout, adapter="all") for layout in every),
+        *(Case("llama", layout, "pairs", "all") for layout in (tp, pp)),
+        *(Case("llama", {**layout, "recompute": "full"}, adapter="all") for layout in (sp, pp)),
+        *(Case("qwen3", layout, adapter="some") for layout in (sp, pp, vpp, sharded)),
+        *(Case("qwen3-moe", layout, adapter="attention") for layout in (sp, experts)),
     ]
 
 
@@ -181,6 +205,10 @@ def _four() -> list[Case]:
         Case("qwen3-moe", {"dp_replicate": 2, "dp_shard": 2, "ep": 2}),
         Case("llama", {"dp_replicate": 2, **cp}),
         Case("qwen3-moe", {**cp, **sp, "ep": 2}, "pairs"),
+        Case("llama", {**sp, **pp}, adapter="all"),
+        Case("llama", {"tp": 4, "sequence_parallel": True}, adapter="all"),
+        Case("llama", {**cp, "dp_shard": 2}, adapter="all"),
+        Case("qwen3-moe", {**pp, "dp_shard": 2, "ep": 2}, adapter="attention"),
     ]
 
 
@@ -224,5 +252,7 @@ def train_config(case: Case) -> dict[str, Any]:
         "decay_norms_and_biases": case.everything_decays,
         "max_grad_norm": MAX_GRAD_NORM[case.method],
         "precision": "fp32",
+        "seed": SEED,
         **({"dpo": {"beta": BETA}} if case.method == "dpo" else {}),
+        **({"adapter": ADAPTERS[case.adapter]} if case.adapter else {}),
     }

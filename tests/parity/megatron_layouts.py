@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -25,10 +26,12 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from tests.parity.megatron_cases import (  # noqa: E402
+    ADAPTERS,
     BETA,
     EPSILON,
     LEARNING_RATE,
     MAX_GRAD_NORM,
+    SEED,
     WEIGHT_DECAY,
     Case,
     cases,
@@ -38,6 +41,8 @@ from tests.parity.megatron_cases import (  # noqa: E402
 from tests.parity.plain_adam import trainer_parameter_groups  # noqa: E402
 from tests.parity.ranks import Ranks, started_ranks  # noqa: E402
 
+LEAST_LEARNED = 1e-4
+"""Every B of an adapter has an element that is larger: one that was lost, and is all 0, is off by more than a limit."""
 LIMITS = {"log_probability": 1e-5, "loss": 1e-6, "gradient": 1e-6, "grad_norm": 1e-5, "weight": 1e-6}
 """Absolute, but for the gradient norm."""
 
@@ -90,6 +95,8 @@ def table(groups: dict[str, list[Comparison]]) -> str:
 def group(case: Case) -> str:
     """The line of the table that a case belongs to."""
     degrees = case.layout.keys() - {"micro_batch_size", "sequence_parallel", "recompute"}
+    if case.adapter:
+        return f"adapters, {'TP, PP, VPP, CP, DP, EP and products' if degrees else 'one process'}"
     if "moe" in case.model or case.model == "mixtral":
         return f"mixture of experts, {'TP, PP, VPP, CP, DP, EP, ETP and products' if degrees else 'one process'}"
     if "recompute" in case.layout:
@@ -120,8 +127,9 @@ def compare(ranks: Ranks, folder: Path, processes: int) -> list[Comparison]:
 
 def differences(folder: Path, name: str, case: Case) -> dict[str, float]:
     result: dict[str, Any] = torch.load(folder / "results" / f"{name}.pt")
-    weights = load_file(folder / "exported" / name / "model.safetensors")
-    expected = train_plainly(folder / "models" / case.model, case.data, case.everything_decays)
+    file = "adapter_model.safetensors" if case.adapter else "model.safetensors"
+    weights = load_file(folder / "exported" / name / file)
+    expected = train_plainly(folder / "models" / case.model, case.data, case.everything_decays, case.adapter)
     losses = [
         *zip(result["losses"], expected.losses, strict=True),
         (result["evaluation_loss"], expected.evaluation_loss),
@@ -147,9 +155,11 @@ def largest_of_all(found: dict[str, Tensor], expected: dict[str, Tensor]) -> flo
 
 
 @cache
-def train_plainly(folder: Path, data: str, everything_decays: bool) -> Expected:
-    """Document by document, with Transformers' own attention."""
+def train_plainly(folder: Path, data: str, everything_decays: bool, adapter: str | None) -> Expected:
+    """Document by document, with Transformers' own attention, and PEFT's adapters."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    if adapter:
+        model = adapted_by_peft(model, ADAPTERS[adapter])
     method = "dpo" if data == "pairs" else "sft"
     batches = global_batches(data)
     with torch.no_grad():
@@ -162,15 +172,33 @@ def train_plainly(folder: Path, data: str, everything_decays: bool) -> Expected:
     for rows, reference in zip(batches, references, strict=True):
         loss = mean_loss(method, document_values(model, rows), reference)
         loss.backward()
-        gradients = gradients or file_names(model, {name: value.grad.clone() for name, value in named(model)})
+        if not (gradients or adapter):
+            gradients = file_names(model, {name: value.grad.clone() for name, value in named(model)})
         losses.append(loss.item())
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM[method]).item())
         optimizer.step()
         optimizer.zero_grad()
+    if adapter:
+        mean_loss(method, document_values(model, batches[0]), references[0]).backward()
+        gradients = {name.removeprefix("base_model.model."): value.grad.clone() for name, value in named(model)}
     with torch.no_grad():
         evaluation = mean_loss(method, document_values(model, batches[0]), references[0]).item()
-    weights = file_names(model, {name: value.detach() for name, value in named(model)})
+    weights = adapter_weights(model) if adapter else file_names(model, {n: w.detach() for n, w in named(model)})
     return Expected(first, gradients, losses, norms, weights, evaluation)
+
+
+def adapted_by_peft(model: Any, adapter: dict[str, Any]) -> Any:
+    renamed = {"rank": "r", "alpha": "lora_alpha"}
+    options = {renamed.get(name, name): value for name, value in adapter.items()}
+    torch.manual_seed(SEED)
+    return peft.get_peft_model(model, peft.LoraConfig(**{"target_modules": "all-linear", **options}))
+
+
+def adapter_weights(model: Any) -> dict[str, Tensor]:
+    """As PEFT's files name them."""
+    weights = {name: value.detach().clone() for name, value in peft.get_peft_model_state_dict(model).items()}
+    assert all(weight.abs().max() > LEAST_LEARNED for name, weight in weights.items() if ".lora_B." in name)
+    return weights
 
 
 def mean_loss(method: str, documents: list[Tensor], reference: list[Tensor]) -> Tensor:

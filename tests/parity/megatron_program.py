@@ -42,7 +42,8 @@ class Result:
     log_probabilities: Tensor
     """float32 [rows, sequence], of the first global batch before training"""
     gradients: dict[str, Tensor]
-    """Of the first global batch, by Hugging Face name"""
+    """Of the first global batch, by Hugging Face name; of an adapter, whose A have none before B has learned, after all
+    steps"""
     losses: list[float]
     grad_norms: list[float]
     evaluation_loss: float
@@ -72,9 +73,11 @@ def run(engine: Any, config: TrainConfig, case: Case) -> Result:
     if config.learning.needs_reference:
         shares = [[with_reference(engine, batch) for batch in batches] for batches in shares]
     loss = config.learning.build_loss(config.method_options)
-    log_probabilities, gradients = before_training(engine, shares[0], loss, config)
+    log_probabilities, gradients = values_and_gradients(engine, shares[0], loss, config)
     outcomes = [engine.train_step(batches, loss, config.learning_rate, config.max_grad_norm) for batches in shares]
     evaluation = engine.evaluate(iter(shares[0]), loss)
+    if case.adapter:
+        _, gradients = values_and_gradients(engine, shares[0], loss, config)
     return Result(
         log_probabilities,
         gradients,
@@ -96,7 +99,7 @@ def with_reference(engine: Any, batch: Batch) -> Batch:
     return batch.with_reference(engine.document_log_probabilities(batch))
 
 
-def before_training(
+def values_and_gradients(
     engine: Any, batches: list[Batch], loss: Loss, config: TrainConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Log-probabilities of all shares, in the order of the rows, and the gradients of the mean loss."""
@@ -116,13 +119,15 @@ def before_training(
 
 def whole_gradients(engine: Any) -> dict[Tensor, Tensor]:
     """Parameter of this process → its gradient."""
-    return {parameter: parameter.main_grad for chunk in engine._chunks for parameter in chunk.parameters()}
+    parameters = (parameter for chunk in engine._chunks for parameter in chunk.parameters())
+    return {parameter: parameter.main_grad for parameter in parameters if parameter.requires_grad}
 
 
 def sharded_gradients(engine: Any) -> dict[Tensor, Tensor]:
     """The same, where each of the processes that share Adam has a range of the flattened gradient."""
     engine._adam.grad_norm()  # gives the optimizer its ranges
-    parts = list(local_parts(engine._chunks, engine._shape))
+    found = local_parts(engine._chunks, engine._shape)
+    parts = [(part, parameter) for part, parameter in found if parameter.requires_grad]
     gradients = {part: torch.zeros(parameter.numel()) for part, parameter in parts}
     for shard in local_shards(engine._chunks, engine._shape, engine._adam.megatron):
         gradients[shard.part][shard.start :][: shard.master.numel()] = shard.master.grad
@@ -147,7 +152,8 @@ def under_their_names(engine: Any, gradients: dict[Tensor, Tensor]) -> dict[str,
     weights = {parameter: parameter.detach().clone() for parameter in gradients}
     for parameter, gradient in gradients.items():
         parameter.data.copy_(gradient)
-    named = {name: value.clone() for name, value in named_weights(engine._chunks, engine._shape, torch.float32)}
+    given = named_weights(engine._chunks, engine._shape, torch.float32, learning_only=True)
+    named = {name: value.clone() for name, value in given}
     for parameter, weight in weights.items():
         parameter.data.copy_(weight)
     return named

@@ -5,8 +5,9 @@
 The spec names `models` and `output` (folders) and what is to be done, any of
     round_trips   [model, layout] …: export what was loaded to `output/PROCESSES-INDEX`
     memory        {model, layout, shard_bytes}: host memory that reading and writing take → `output/memory.json`
-    journeys      {model, from, checkpoint, to}: train, save and go on under `from` (None: it is there); restore and go
-                  on under each of `to`; `from` and `to` are [engine, layout, precision] → `output/journeys.json`
+    journeys      {model, from, checkpoint, to, adapter}: train, save and go on under `from` (None: it is there);
+                  restore and go on under each of `to`; `from` and `to` are [engine, layout, precision]
+                  → `output/journeys.json`
     misfit        [model, checkpoint]: the error of restoring what another model has saved → `output/misfit.txt`
 """
 
@@ -118,9 +119,10 @@ def anonymous_bytes() -> int:
 def travel(model: Path, journey: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Losses after the checkpoint, of the run that saved it and of those that restored it."""
     checkpoint, batches = Path(journey["checkpoint"]), global_batches("packed")
+    adapter = journey.get("adapter")
     stayed = None
     if journey["from"]:
-        engine, config = make_engine(model, journey["from"], device)
+        engine, config = make_engine(model, journey["from"], device, adapter)
         train(engine, config, batches[:NUM_STEPS_BEFORE])
         writing = engine.save(checkpoint)
         stayed = train(engine, config, batches[NUM_STEPS_BEFORE:])
@@ -128,7 +130,7 @@ def travel(model: Path, journey: dict[str, Any], device: torch.device) -> dict[s
         end(engine)
     moved = []
     for place in journey["to"]:
-        engine, config = make_engine(model, place, device)
+        engine, config = make_engine(model, place, device, adapter)
         engine.load(checkpoint)
         moved.append(train(engine, config, batches[NUM_STEPS_BEFORE:]))
         end(engine)
@@ -147,14 +149,16 @@ def misfit(model: Path, checkpoint: Path, device: torch.device) -> str:
     return "\n".join(messages)
 
 
-def make_engine(model: Path, place: list[Any], device: torch.device) -> tuple[Any, TrainConfig]:
-    config = make_config(place)
+def make_engine(
+    model: Path, place: list[Any], device: torch.device, adapter: dict[str, Any] | None = None
+) -> tuple[Any, TrainConfig]:
+    config = make_config(place, adapter)
     if config.engine == "fsdp":
         return FsdpEngine(model, config.engine_settings, device), config
     return MegatronEngine(model, config.engine_settings, device, shape_of_config(read_config(model))), config
 
 
-def make_config(place: list[Any]) -> TrainConfig:
+def make_config(place: list[Any], adapter: dict[str, Any] | None = None) -> TrainConfig:
     engine, layout, precision = place
     return TrainConfig.model_validate(
         {
@@ -169,6 +173,7 @@ def make_config(place: list[Any]) -> TrainConfig:
             "adam_epsilon": EPSILON,
             "weight_decay": WEIGHT_DECAY,
             "precision": precision,
+            **({"adapter": adapter} if adapter else {}),
         }
     )
 
@@ -178,6 +183,7 @@ def train(engine: Any, config: TrainConfig, global_batches: list[Any]) -> list[f
     for rows in global_batches:
         num_rows = len(rows) // engine.data_parallel_size
         batches = [pack([row]) for row in rows[engine.data_rank * num_rows :][:num_rows]]
+        torch.manual_seed(sum(rows[0][0]))  # each step has a seed of its own, as in the loop
         losses.append(engine.train_step(batches, SftLoss(), config.learning_rate, 0.5).loss)
     return losses
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from torch.distributed.checkpoint import FileSystemReader
 
 from tests.parity.megatron_cases import make_models
 from tests.parity.megatron_state import launch
@@ -12,14 +13,15 @@ from tests.parity.megatron_state import launch
 TP, PP = {"tp": 2}, {"pp": 2}
 SP = {"tp": 2, "sequence_parallel": True}
 SHARDED, REPLICATED, EXPERTS = {"dp_shard": 2}, {"dp_replicate": 2}, {"dp_shard": 2, "ep": 2}
+ADAPTER = {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]}
 TOLERANCE = 1e-6
 """Of a loss of 5, which layouts without any checkpoint differ by as well."""
 
 
-def journey(model, start, *ends, precision="fp32"):
+def journey(model, start, *ends, precision="fp32", adapter=None):
     """Start and ends are [engine, layout, precision]; the run always goes on where it was, too."""
     places = [[engine, layout, precision] for engine, layout in (start, start, *ends)]
-    return {"model": model, "from": places[0], "to": places[1:]}
+    return {"model": model, "from": places[0], "to": places[1:], "adapter": adapter}
 
 
 def megatron(layout):
@@ -36,6 +38,10 @@ JOURNEYS = {
     "experts": journey("qwen3-moe", megatron(EXPERTS), megatron({**SP, "etp": 2}), megatron(PP), FSDP),
     "experts-of-fsdp": journey("mixtral", FSDP, megatron(EXPERTS)),
     "bf16": journey("qwen3", megatron(SHARDED), precision="bf16"),
+    "adapter": journey("qwen3", megatron(SP), megatron({**PP, "vpp": 2}), megatron(SHARDED), FSDP, adapter=ADAPTER),
+    "adapter-of-fsdp": journey("qwen3", FSDP, megatron(SP), megatron(SHARDED), adapter=ADAPTER),
+    "adapter-bf16": journey("qwen3", megatron(SHARDED), precision="bf16", adapter=ADAPTER),
+    "adapter-dropout": journey("qwen3", megatron(TP), adapter={**ADAPTER, "dropout": 0.1}),
 }
 LATER = [{"tp": 2, "dp_shard": 2}, {"pp": 2, "dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}]
 """Layouts of four processes under which runs of two go on."""
@@ -62,8 +68,15 @@ def losses(megatron_ranks, tmp_path_factory):
     ]
     launch(megatron_ranks, 4, folder / "models", folder / "four", journeys=later)
     dense, experts = json.loads((folder / "four" / "journeys.json").read_text())
+    found["keys"] = {name: stored_keys(checkpoints[name]) for name in ("adapter", "adapter-of-fsdp")}
     found["misfit"] = (folder / "two" / "misfit.txt").read_text()
     return {**found, "four": {"dp-sharded": dense["moved"], "experts": experts["moved"]}}
+
+
+def stored_keys(checkpoint):
+    """But for the learning rate and the like, which only FSDP's optimizer writes, and nobody reads."""
+    keys = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    return {key for key in keys if not key.startswith("optimizer.param_groups.")}
 
 
 @pytest.mark.parametrize("name", JOURNEYS)
@@ -82,6 +95,19 @@ def test_under_another_layout_or_engine_the_loss_goes_on_as_if_nothing_had_happe
 def test_on_more_processes_the_loss_goes_on_as_if_nothing_had_happened(losses, name):
     for moved in losses["four"][name]:
         assert moved == pytest.approx(losses[name]["stayed"], abs=TOLERANCE)
+
+
+def test_checkpoints_of_adapters_hold_nothing_of_the_base(losses):
+    assert losses["keys"]["adapter"] == losses["keys"]["adapter-of-fsdp"]
+    layers = {key.split("layers.")[1].split(".lora_")[0] for key in losses["keys"]["adapter"]}
+    assert {layer.rpartition(".")[2] for layer in layers} == set(ADAPTER["target_modules"])
+    num_kept = 2 * (1 + 3)  # of A and of B: the weight, Adam's moments and count of steps
+    assert len(losses["keys"]["adapter"]) == len(layers) * num_kept
+
+
+def test_what_dropout_drops_changes_what_is_learned(losses):
+    """Copies of A on both ranks stay the same: `test_a_resumed_run…` would find one that has parted from the other."""
+    assert losses["adapter-dropout"]["stayed"] != pytest.approx(losses["adapter"]["stayed"], abs=1e-4)
 
 
 def test_a_checkpoint_of_another_model_is_named_by_both_engines(losses):

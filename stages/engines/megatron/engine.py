@@ -19,9 +19,12 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from stages.adapters.files import write_adapter
+from stages.core.contract import is_main_process
 from stages.data.batch import Batch
 from stages.engines.engine import LossMeans, StepOutcome
 from stages.engines.loss import Loss
+from stages.engines.megatron.adapter import adapt, peft_adapter, seed_dropout
 from stages.engines.megatron.checkpoint import MegatronState
 from stages.engines.megatron.clock import PipelineClock
 from stages.engines.megatron.model import build_model_chunks, compute_dtype
@@ -29,7 +32,7 @@ from stages.engines.megatron.optimizer import Adam, wrap_chunks
 from stages.engines.megatron.parallel import from_last_stage, represents_share, start_model_parallel
 from stages.engines.megatron.pipeline import Pipeline
 from stages.engines.megatron.spec import check_precision
-from stages.engines.megatron.weights import export_weights, load_weights
+from stages.engines.megatron.weights import export_weights, load_weights, named_weights
 from stages.engines.settings import EngineSettings
 from stages.models.shape import ModelShape
 from stages.parallel.processes import collective_timeout
@@ -54,9 +57,12 @@ class MegatronEngine:
         self.data_parallel_size = parallel_state.get_data_parallel_world_size()
         self.num_devices = dist.get_world_size()
         self.compute_dtype = compute_dtype(settings.precision)
-        self.flops = shape.flops()
+        self._adapter = peft_adapter(folder, settings.adapter, settings.seed) if settings.adapter else None
+        self.flops = self._adapter.flops(shape.flops()) if self._adapter else shape.flops()
         self._chunks = build_model_chunks(shape, layout, settings.precision, device)
         load_weights(self._chunks, folder, shape)
+        if self._adapter:
+            adapt(self._chunks, shape, self._adapter)
         self._clock = PipelineClock(device) if layout.pp > 1 else None
         wrapped = wrap_chunks(self._chunks, layout)
         self._adam = Adam(wrapped, settings)
@@ -70,6 +76,8 @@ class MegatronEngine:
         """One optimizer step; gradients are reduced while the last micro-batch goes backward."""
         count = self._global_count(micro_batches, loss)
         self._adam.zero_gradients()
+        if self._adapter:
+            seed_dropout(self._adapter)
 
         def divided(log_probabilities: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
             loss_sum, metric_sums = loss(log_probabilities, batch)
@@ -126,13 +134,19 @@ class MegatronEngine:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """fp32 weights and Adam's two moments; parameters in bf16 besides."""
+        """fp32 weights that learn and Adam's two moments of them; parameters in bf16 besides."""
         half = 0 if self.compute_dtype == torch.float32 else 2
-        return (3 * 4 + half) * self._shape.num_parameters
+        learning = self._adapter.num_parameters if self._adapter else self._shape.num_parameters
+        return (3 * 4 + half) * learning
 
     def export(self, folder: Path, dtype: torch.dtype) -> None:
         """One weight at a time is put together on rank 0, which writes."""
         self._adam.settle()
+        if self._adapter:
+            factors = dict(named_weights(self._chunks, self._shape, torch.float32, learning_only=True))
+            if is_main_process():
+                write_adapter(folder, factors, self._adapter.config, self._folder, dtype)
+            return
         export_weights(self._chunks, self._shape, source=self._folder, folder=folder, dtype=dtype)
 
     def _bubble(self) -> dict[str, float]:

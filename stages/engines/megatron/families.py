@@ -2,7 +2,7 @@
 
 A family is one line in `FAMILIES`: its `model_type` and its rules. A rule names a parameter as Megatron does, below its
 layer (or below the model), under the local and the Transformer Engine spec alike, and the weights that it is made of.
-Reading and writing weights is for `weights`.
+Factors of an adapter follow from the rule of the layer that they are on. Reading and writing weights is for `weights`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ class Cut(Enum):
     """Input features."""
     GATED = auto()
     """Rows of the gate's projection, below them the same rows of the up projection."""
+    STACKED = auto()
+    """All rows of several weights, one weight below another."""
     QKV = auto()
     """Rows of a matrix in which the queries of a group of heads are followed by the group's key and its value."""
 
@@ -106,13 +108,30 @@ FAMILIES: dict[str, tuple[Rule, ...]] = {
 
 
 def rules_of(family: str) -> tuple[Rule, ...]:
-    """The rules of a `model_type`. Raises ModelError for one without."""
+    """The rules of a `model_type`, and those of adapters on its layers. Raises ModelError for one without."""
     if family not in FAMILIES:
         raise ModelError(
             f"engine megatron has no mapping for model_type {family!r}; it has one for {', '.join(FAMILIES)}. Say "
             "`engine: fsdp`, which takes any causal language model of Transformers"
         )
-    return FAMILIES[family]
+    rules = FAMILIES[family]
+    return (*rules, *(factor for rule in rules for factor in _factors(rule)))
+
+
+def factor_name(layer: str, factor: str) -> str:
+    """What the Transformers model, adapted by PEFT, calls the factor `A` or `B` of a layer."""
+    return f"{layer}.lora_{factor}.default.weight"
+
+
+def _factors(rule: Rule) -> Iterator[Rule]:
+    """Of an adapter on a layer: B is cut as the layer's rows, A as its columns. A fused layer has them of each part."""
+    layers = [name.removesuffix(".weight") for name in rule.weights if name.endswith(".weight")]
+    if not layers or rule.of_experts or rule.cut not in (Cut.QKV, Cut.GATED, Cut.COLUMNS):
+        return
+    is_column = rule.cut is not Cut.COLUMNS
+    for factor, cut in (("A", Cut.STACKED if is_column else Cut.COLUMNS), ("B", rule.cut if is_column else Cut.WHOLE)):
+        parameter = f"{rule.parameter.removesuffix('weight')}lora_{factor}"
+        yield Rule(parameter, tuple(factor_name(layer, factor) for layer in layers), cut)
 
 
 def check_supported(config: Mapping[str, Any]) -> ModelShape:

@@ -65,13 +65,18 @@ class Part:
     shape: tuple[int, ...]
     is_copy: bool = False
     """Of the embedding, for the head of another pipeline stage."""
+    left_out: frozenset[str] = frozenset()
+    """Weights that the Transformers model does not have: factors of those parts of a fused layer that do not learn."""
 
     def weight_names(self) -> list[str]:
         """Hugging Face names of what the parameter is made of."""
         return [name.format(layer=self.key.layer, expert=self.key.expert) for name in self.rule.weights]
 
     def pieces(self, model: ModelShape) -> list[Piece]:
-        """What this part shares with each weight; rows of padding are in no piece."""
+        """What this part shares with each weight; rows of padding, and of what is left out, are in no piece."""
+        return [piece for piece in self._pieces(model) if piece.weight not in self.left_out]
+
+    def _pieces(self, model: ModelShape) -> list[Piece]:
         names, (rows, *columns) = self.weight_names(), self.shape
         match self.rule.cut:
             case Cut.WHOLE:
@@ -82,9 +87,9 @@ class Part:
                 return [Piece(names[0], 0, start, 0, num_real)] if num_real > 0 else []
             case Cut.COLUMNS:
                 return [Piece(names[0], 1, self.index * columns[0], 0, columns[0])]
-            case Cut.GATED:
-                half = rows // 2
-                return [Piece(name, 0, self.index * half, place * half, half) for place, name in enumerate(names)]
+            case Cut.GATED | Cut.STACKED:
+                length = rows // len(names)
+                return [Piece(name, 0, self.index * length, place * length, length) for place, name in enumerate(names)]
             case Cut.QKV:
                 return list(_overlaps(_query_groups(names, model), self.index * rows, rows))
 
@@ -98,11 +103,12 @@ class Part:
                 sizes = [model.vocab_size]
             case Cut.COLUMNS:
                 sizes, columns = [rows], [columns[0] * self.count]
-            case Cut.GATED:
-                sizes = [rows // 2 * self.count] * 2
+            case Cut.GATED | Cut.STACKED:
+                sizes = [rows // len(self.rule.weights) * self.count] * len(self.rule.weights)
             case Cut.QKV:
                 sizes = [model.query_width, model.kv_width, model.kv_width]
-        return {name: (size, *columns) for name, size in zip(self.weight_names(), sizes, strict=True)}
+        shapes = {name: (size, *columns) for name, size in zip(self.weight_names(), sizes, strict=True)}
+        return {name: shape for name, shape in shapes.items() if name not in self.left_out}
 
 
 def local_parts(chunks: Sequence[GPTModel], model: ModelShape) -> Iterator[tuple[Part, Tensor]]:
@@ -119,7 +125,9 @@ def local_parts(chunks: Sequence[GPTModel], model: ModelShape) -> Iterator[tuple
             rule = rules[number]
             key = Key(_section(rule, in_layer is not None), layer, expert, number)
             is_copy = rule.weights == (EMBEDDING,) and not chunk.pre_process
-            yield Part(key, rule, *_place_among_processes(rule), tuple(parameter.shape), is_copy), parameter
+            left_out: frozenset[str] = getattr(parameter, "left_out", frozenset())
+            place = _place_among_processes(rule)
+            yield Part(key, rule, *place, tuple(parameter.shape), is_copy, left_out), parameter
 
 
 def _find_rule(name: str, rules: Sequence[Rule], model: ModelShape) -> tuple[int, int]:
@@ -141,7 +149,7 @@ def _section(rule: Rule, is_in_layer: bool) -> int:
 
 def _place_among_processes(rule: Rule) -> tuple[int, int]:
     """Index and count of the part along tensor parallelism; a parameter that is not cut is one part."""
-    if rule.cut is Cut.WHOLE:
+    if rule.cut in (Cut.WHOLE, Cut.STACKED):
         return 0, 1
     if rule.of_experts:
         return (

@@ -56,13 +56,22 @@ def export_weights(
     write_model(weights, source=source, folder=folder, dtype=dtype, tied=tied, carried=NOT_NEEDED)
 
 
-def named_weights(chunks: Sequence[GPTModel], model: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def named_weights(
+    chunks: Sequence[GPTModel], model: ModelShape, dtype: torch.dtype, *, learning_only: bool = False
+) -> Iterator[tuple[str, Tensor]]:
     """Hugging Face name and whole weight, one parameter's at a time, on rank 0's CPU; nothing elsewhere. Collective.
+
+    learning_only: of an adapter, not of the base that it is on.
 
     Parts travel through host memory: there the weights are wanted, and no device need have room for them.
     """
-    held = {(part.key, part.index): parameter for part, parameter in local_parts(chunks, model)}
-    for parts in _parts_of_all(chunks, model):
+    chosen = [
+        (part, parameter)
+        for part, parameter in local_parts(chunks, model)
+        if parameter.requires_grad or not learning_only
+    ]
+    held = {(part.key, part.index): parameter for part, parameter in chosen}
+    for parts in _parts_of_all([part for part, _ in chosen]):
         weights: dict[str, Tensor] = {}
         for owner, part in parts:
             local = held[part.key, part.index].detach().to("cpu", dtype) if owner == dist.get_rank() else None
@@ -122,10 +131,10 @@ def _may_be_left(name: str, model: ModelShape) -> bool:
     return (name == HEAD and model.tied_embeddings) or NOT_NEEDED.search(name) is not None
 
 
-def _parts_of_all(chunks: Sequence[GPTModel], model: ModelShape) -> list[list[tuple[int, Part]]]:
+def _parts_of_all(mine: list[Part]) -> list[list[tuple[int, Part]]]:
     """For every parameter of the model, in the order of the files: its parts, and a rank that has each."""
     everyones: list[list[Part]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyones, [part for part, _ in local_parts(chunks, model)])
+    dist.all_gather_object(everyones, mine)
     owners: dict[Key, dict[int, tuple[int, Part]]] = {}
     for rank, parts in enumerate(everyones):
         for part in parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -28,15 +29,22 @@ MODEL = ModelShape(
     experts_per_token=2,
     expert_ffn_size=8,
 )
-ROWS = {Cut.WHOLE: 8, Cut.VOCABULARY: 13, Cut.COLUMNS: 8, Cut.GATED: 2 * 16, Cut.QKV: 16 + 8 + 8}
+ROWS = {
+    Cut.WHOLE: 8,
+    Cut.VOCABULARY: 13,
+    Cut.COLUMNS: 8,
+    Cut.GATED: 2 * 16,
+    Cut.STACKED: 2 * 3,
+    Cut.QKV: 16 + 8 + 8,
+}
 RULES = [rule for rule in rules_of("qwen3_moe") if not rule.of_experts]
 
 
 def parts(rule: Rule, count: int) -> list[Part]:
     """Of all processes that share a parameter."""
     rows, columns = ROWS[rule.cut], 8
-    if rule.cut is Cut.WHOLE:
-        return [Part(Key(1, 0, 0, 0), rule, 0, 1, (rows,))]
+    if rule.cut in (Cut.WHOLE, Cut.STACKED):
+        return [Part(Key(1, 0, 0, 0), rule, 0, 1, (rows,) if rule.cut is Cut.WHOLE else (rows, columns))]
     shape = (rows, columns // count) if rule.cut is Cut.COLUMNS else (-(-rows // count), columns)
     return [Part(Key(1, 0, 0, 0), rule, index, count, shape) for index in range(count)]
 
@@ -80,6 +88,18 @@ def test_queries_of_a_group_stand_before_its_key_and_value():
     first_half = parts(rule, 2)[0]
     rows = [(piece.weight.split(".")[-2][0], piece.weight_start, piece.length) for piece in first_half.pieces(MODEL)]
     assert rows == [("q", 0, 4), ("k", 0, 2), ("v", 0, 2), ("q", 4, 4), ("k", 2, 2), ("v", 2, 2)]
+
+
+@pytest.mark.parametrize("cut", [Cut.STACKED, Cut.QKV])
+def test_factors_of_what_does_not_learn_are_in_no_weight(cut):
+    """An adapter on queries and values alone: PEFT has no factors for the keys between them."""
+    rule = next(rule for rule in RULES if rule.cut is cut and ".q_proj.lora_" in rule.weights[0])
+    keys = rule.weights[1].format(layer=0)
+    part = replace(parts(rule, 1)[0], left_out=frozenset({keys}))
+    assert keys.split(".")[-4] == "k_proj"
+    assert keys not in part.weight_shapes(MODEL)
+    assert {piece.weight for piece in part.pieces(MODEL)} == part.weight_shapes(MODEL).keys()
+    assert len(part.weight_shapes(MODEL)) == 2
 
 
 def test_experts_are_where_transformers_keeps_them():

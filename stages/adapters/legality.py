@@ -1,0 +1,31 @@
+"""What an engine cannot do of what a recipe says of an adapter. Pure; needs no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from stages.adapters.config import AdapterConfig
+from stages.parallel.layout import EngineName
+
+MEGATRON_HONOURS = {
+    "type",
+    "rank",
+    "alpha",
+    "dropout",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "use_rslora",
+}
+"""All others must be as they are by default: what is not known here is refused, never left out without a word."""
+
+
+def adapter_errors(engine: EngineName, adapter: AdapterConfig) -> Iterator[str]:
+    """A sentence for each option that the engine does not honour; FSDP2 honours all."""
+    if engine != "megatron":
+        return
+    default = type(adapter)()
+    for name, value in adapter:
+        if name not in MEGATRON_HONOURS and value != getattr(default, name):
+            yield f"`adapter.{name}: {json.dumps(value)}` needs `engine: fsdp`, found megatron; change either"

@@ -1,0 +1,168 @@
+"""An adapter of a recipe → PEFT's factors, with their first values, on the layers of a Megatron model of any layout.
+
+PEFT itself says which layers of the Transformers model it adapts, and draws A: so the adapter is the one that the FSDP
+engine would train. What a process holds of a factor follows from the layer that it is on (`families`, `parts`); what it
+adds to the layer is for `low_rank`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from stages.adapters.config import AdapterConfig
+from stages.adapters.files import check_mergeable
+from stages.adapters.lora import ADAPTER_NAME, adapted_layers, add_adapter, changed_weights
+from stages.core.errors import ModelError
+from stages.engines.megatron.families import Cut, factor_name
+from stages.engines.megatron.low_rank import LowRankChange
+from stages.engines.megatron.parts import Part, local_parts
+from stages.models.flops import ModelFlops
+from stages.models.shape import ModelShape
+
+NUM_NAMED = 5
+
+
+@dataclass(frozen=True)
+class PeftAdapter:
+    """What PEFT puts on the Transformers model of a folder, before it has learned."""
+
+    config: dict[str, Any]
+    layers: frozenset[str]
+    """Their names in that model."""
+    first_values: Mapping[str, Tensor]
+    """fp32, by the names of the parameters: A [rank, in] and B [out, rank] of each layer."""
+    scaling: float
+
+    @property
+    def num_parameters(self) -> int:
+        """That learn, over all processes."""
+        return sum(value.numel() for value in self.first_values.values())
+
+    @property
+    def dropout(self) -> float:
+        """Share of what enters A that is dropped."""
+        return float(self.config["lora_dropout"])
+
+    def flops(self, base: ModelFlops) -> ModelFlops:
+        """Of the base with it."""
+        frozen = base.layer_parameters
+        parameters = frozen + self.num_parameters
+        return replace(base, layer_parameters=parameters, frozen_layer_parameters=frozen, is_head_frozen=True)
+
+
+def peft_adapter(folder: Path, config: AdapterConfig, seed: int) -> PeftAdapter:
+    """Let PEFT adapt a model like that in `folder`, whose own memory is never touched.
+
+    Raises ModelError as `add_adapter` does.
+    """
+    with torch.device("meta"):
+        model_config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        causal_lm = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+    causal_lm.to_empty(device="cpu")
+    causal_lm.tie_weights()
+    lora = add_adapter(causal_lm, config, seed)
+    check_mergeable(changed_weights(causal_lm), folder)
+    layers = adapted_layers(causal_lm)
+    return PeftAdapter(
+        config=lora.to_dict(),
+        layers=frozenset(layers),
+        first_values={
+            name: parameter.detach() for name, parameter in causal_lm.named_parameters() if parameter.requires_grad
+        },
+        scaling=next(iter(layers.values())).scaling[ADAPTER_NAME],
+    )
+
+
+def adapt(chunks: Sequence[GPTModel], model: ModelShape, adapter: PeftAdapter) -> None:
+    """Freeze chunks that have their weights, and put this process's part of the adapter on them. Collective.
+
+    Raises ModelError for layers on which Megatron has no adapters.
+    """
+    owners = {weight: module for chunk in chunks for module in chunk.modules() for weight in module.parameters(False)}
+    frozen = list(local_parts(chunks, model))
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+        if chunk.pre_process:  # else recomputation and pipeline stages see no need of gradients
+            chunk.embedding.register_forward_hook(_need_gradients)
+    for part, weight in frozen:
+        layers = [name.removesuffix(".weight") for name in part.weight_names()]
+        if not adapter.layers.isdisjoint(layers):
+            _adapt_layer(owners[weight], part, layers, adapter, model)
+    _check_found(_fill(chunks, model, adapter), adapter)
+
+
+def seed_dropout(adapter: PeftAdapter) -> None:
+    """Drop other numbers on each process, but the same ones where all tensor-parallel ranks see the same tokens.
+
+    A function of the seed that the step was given (`torch.manual_seed`), so that a resumed run drops the same.
+    """
+    if adapter.dropout:
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        place = parallel_state.get_context_parallel_rank() * stages + stage
+        model_parallel_cuda_manual_seed(torch.initial_seed() + place * 2**33, force_reset_rng=True)
+
+
+def _adapt_layer(layer: nn.Module, part: Part, names: list[str], adapter: PeftAdapter, model: ModelShape) -> None:
+    """`part` is of the layer's weight; `names` are the layers of the Transformers model that it is made of."""
+    rank = adapter.config["r"]
+    change = LowRankChange(
+        scaling=adapter.scaling,
+        dropout=adapter.dropout,
+        is_column=part.rule.cut is not Cut.COLUMNS,
+        cuts_tokens=layer.config.sequence_parallel,
+        num_joined=len(names),
+        mask=_mask(part, names, adapter, model).to(layer.weight) if len(names) > 1 else None,
+    )
+    for factor, parameter in zip("AB", change.put_on(layer, rank), strict=True):
+        # For `local_parts`, which alone knows of what there is:
+        parameter.left_out = frozenset(factor_name(name, factor) for name in names if name not in adapter.layers)
+
+
+def _mask(part: Part, names: list[str], adapter: PeftAdapter, model: ModelShape) -> Tensor:
+    """[rows, joined × rank]: 1 where a row of B belongs to a row of A; 0 throughout for what does not learn."""
+    rank = adapter.config["r"]
+    mask = torch.zeros(part.shape[0], len(names) * rank)
+    for piece in part.pieces(model):
+        name = piece.weight.removesuffix(".weight")
+        if name in adapter.layers:
+            first = names.index(name) * rank
+            mask[piece.of_parameter()][:, first : first + rank] = 1
+    return mask
+
+
+def _fill(chunks: Sequence[GPTModel], model: ModelShape, adapter: PeftAdapter) -> set[str]:
+    """Give this process's factors their first values; returns the names of what it has parts of."""
+    found: set[str] = set()
+    for part, parameter in local_parts(chunks, model):
+        if parameter.requires_grad:
+            for piece in part.pieces(model):
+                parameter.data[piece.of_parameter()].copy_(adapter.first_values[piece.weight][piece.of_weight()])
+                found.add(piece.weight)
+    return found
+
+
+def _check_found(mine: set[str], adapter: PeftAdapter) -> None:
+    everyones: list[set[str]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    if lost := sorted(adapter.first_values.keys() - set().union(*everyones)):
+        raise ModelError(
+            f"putting an adapter on a model with engine megatron: it has none for {len(lost)} factors that PEFT has "
+            f"({', '.join(lost[:NUM_NAMED])}); leave these layers out with adapter.exclude_modules, or say "
+            "`engine: fsdp`"
+        )
+
+
+def _need_gradients(_: nn.Module, __: Any, output: Tensor) -> None:
+    output.requires_grad_()

@@ -1,0 +1,93 @@
+"""What an adapter adds to a parallel linear layer, W x + scaling B A x, exchanging tensors as wide as the rank only.
+
+                                      A                                B
+    column (rows of W are cut)        whole on every rank              its rows, like W's
+    row (columns of W are cut)        its columns, like W's            whole on every rank
+
+Column: each rank multiplies A x by its rows of B, and what comes back into A x is added up: by an all-reduce, or, when
+tokens are cut too (sequence parallelism), A x is gathered and its gradient reduce-scattered. Row: each rank has a part
+of A x; they are added up likewise. So the whole factor gets its complete gradient on every rank; but where a rank sees
+its own tokens only, Megatron adds it up, by its mark `sequence_parallel`. The cut factor is marked as cut, or the
+gradient norm would count it on one rank only.
+
+A layer in which Megatron joins several (queries, keys and values; gate and up) has a pair for each, as in Transformers:
+their A are stacked, their B are cut and ordered like the joint weight, and a mask says which A a row of B belongs to.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class LowRankChange:
+    """A forward hook of the layer that has the factors as its parameters `lora_A` and `lora_B`.
+
+    They are parameters of this very layer because Megatron, when it gathers parameters while it computes, waits for
+    them in hooks of the module that owns them; elsewhere they would be those of the step before, without a word.
+    """
+
+    scaling: float
+    dropout: float
+    is_column: bool
+    cuts_tokens: bool
+    """Sequence parallelism."""
+    num_joined: int
+    """Layers of the Transformers model that this one is."""
+    mask: Tensor | None
+    """[rows, joined × rank], 1 where a row of B belongs to a row of A; None: it always does."""
+
+    def put_on(self, layer: nn.Module, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
+        """Give a frozen layer its A [joined × rank, columns] and B [rows, rank], which are 0, and this hook."""
+        rows, columns = layer.weight.shape
+        factor_a = nn.Parameter(layer.weight.new_zeros(self.num_joined * rank, columns))
+        factor_b = nn.Parameter(layer.weight.new_zeros(rows, rank))
+        cut, whole = (factor_b, factor_a) if self.is_column else (factor_a, factor_b)
+        set_tensor_model_parallel_attributes(cut, is_parallel=True, dim=0 if self.is_column else 1, stride=1)
+        whole.sequence_parallel = self.cuts_tokens
+        layer.register_parameter("lora_A", factor_a)
+        layer.register_parameter("lora_B", factor_b)
+        layer.register_forward_hook(self)
+        return factor_a, factor_b
+
+    def __call__(self, layer: Any, inputs: tuple[Tensor], outputs: tuple[Tensor, Tensor | None]) -> Any:
+        """Add to the layer's output [tokens, 1, rows]; its bias, if that is the caller's to add, stays beside it."""
+        output, bias = outputs
+        narrow = self._exchanged(self._narrow(layer, inputs[0]))
+        factor_b = layer.lora_B if self.mask is None else layer.lora_B.repeat(1, self.num_joined) * self.mask
+        return output + self.scaling * functional.linear(narrow, factor_b), bias
+
+    def _narrow(self, layer: Any, states: Tensor) -> Tensor:
+        """A x of this rank's tokens, or its part of it: [tokens, 1, joined × rank]."""
+        if not (self.dropout and layer.training):
+            return functional.linear(states, layer.lora_A)
+        # What all ranks have must be dropped alike on all of them, or their copies of A would part.
+        is_shared = self.is_column and not self.cuts_tokens
+        with nullcontext() if is_shared else get_cuda_rng_tracker().fork():
+            each = [
+                functional.linear(functional.dropout(states, self.dropout), factor)
+                for factor in layer.lora_A.chunk(self.num_joined)
+            ]
+        return torch.cat(each, dim=-1)
+
+    def _exchanged(self, narrow: Tensor) -> Tensor:
+        if self.is_column and self.cuts_tokens:
+            return gather_from_sequence_parallel_region(narrow, tensor_parallel_output_grad=True)
+        if self.is_column:
+            return copy_to_tensor_model_parallel_region(narrow)
+        if self.cuts_tokens:
+            return reduce_scatter_to_sequence_parallel_region(narrow)
+        return reduce_from_tensor_model_parallel_region(narrow)

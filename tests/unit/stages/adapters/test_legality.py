@@ -1,0 +1,48 @@
+"""What Megatron does not honour of an adapter is refused by name, also what was added after it: nothing is left out."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from stages.adapters.config import AdapterConfig
+from stages.adapters.legality import MEGATRON_HONOURS, adapter_errors
+from stages.train.config import TrainConfig
+
+TRAIN = {
+    "kind": "train",
+    "method": "sft",
+    "model": "base",
+    "data": {"dataset": "rows"},
+    "global_batch_size": 4,
+    "learning_rate": 1e-3,
+}
+
+
+def test_what_is_honoured_exists():
+    assert AdapterConfig.model_fields.keys() >= MEGATRON_HONOURS
+
+
+def test_an_option_that_is_added_later_is_refused_by_name():
+    class Later(AdapterConfig):
+        new: float = 1.0
+
+    assert not list(adapter_errors("megatron", Later()))
+    assert not list(adapter_errors("fsdp", Later(new=2)))
+    assert list(adapter_errors("megatron", Later(new=2))) == [
+        "`adapter.new: 2.0` needs `engine: fsdp`, found megatron; change either"
+    ]
+
+
+def test_a_train_stage_says_so_when_its_recipe_is_read(monkeypatch):
+    monkeypatch.setattr("stages.adapters.legality.MEGATRON_HONOURS", MEGATRON_HONOURS - {"use_rslora"})
+    adapter = {"rank": 4, "use_rslora": True}
+    assert TrainConfig.model_validate({**TRAIN, "adapter": adapter}).adapter.use_rslora
+    with pytest.raises(ValidationError, match=r"`adapter.use_rslora: true` needs `engine: fsdp`, found megatron"):
+        TrainConfig.model_validate({**TRAIN, "engine": "megatron", "adapter": adapter})
+
+
+def test_megatron_trains_adapters_with_what_it_honours():
+    adapter = {"rank": 4, "alpha": 8, "dropout": 0.1, "target_modules": ["q_proj"], "layers_to_transform": [0]}
+    config = TrainConfig.model_validate({**TRAIN, "engine": "megatron", "adapter": adapter})
+    assert config.engine_settings.adapter.rank == 4
