@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stages.core.errors import RecipeError
+from stages.core.errors import ModelError, RecipeError
 from stages.models.projections import Projection
 from stages.serving.client import Client
 from stages.serving.config import BenchmarkConfig, ServingConfig
@@ -67,6 +67,9 @@ class TinyEngine:
             results.append(LoadResult(concurrency, 1, 0, num_tokens, *times))
         (folder / "benchmark.json").write_text(json.dumps([vars(result) for result in results]))
         return results
+
+    def check_adapters(self, spec: LaunchSpec) -> None:
+        raise ModelError("Tiny serves no adapters")
 
     def check_loadable(
         self, model_config: dict[str, Any], projections: list[Projection], quantization: Quantization

@@ -11,7 +11,9 @@ from flows.launch.serving_manifests import Replicas, serving_manifests
 from flows.ledger.home import home
 from flows.planning.plan import PlannedStage
 from flows.running.request import PlannedRefresh, RefreshRequest, make_plan
+from stages.adapters.headers import ADAPTER_FOLDER
 from stages.core.errors import RecipeError
+from stages.serve.config import ServeConfig
 
 
 def render(recipe: Path, stage: str, overrides: tuple[str, ...], replicas: Replicas) -> list[Manifest]:
@@ -19,7 +21,10 @@ def render(recipe: Path, stage: str, overrides: tuple[str, ...], replicas: Repli
     made = make_plan(RefreshRequest(str(recipe.absolute()), overrides, until=stage))
     planned = made.plan.stages[stage]
     if planned.config.product == "server":
-        return serving_manifests(stage, _model_of(made, planned), planned.version, home(), planned.config, replicas)
+        assert isinstance(planned.config, ServeConfig)
+        model = _built(made, planned, planned.config.base or planned.config.model) / "model"
+        adapters = {name: _built(made, planned, name) / ADAPTER_FOLDER for name in planned.config.served_adapters}
+        return serving_manifests(stage, model, planned.version, home(), planned.config, replicas, adapters)
     if planned.config.execution.launcher != "kubernetes":
         found = planned.config.execution.launcher
         raise RecipeError(f"stages.{stage}.execution.launcher: found {found}, expected kubernetes to render manifests")
@@ -28,11 +33,10 @@ def render(recipe: Path, stage: str, overrides: tuple[str, ...], replicas: Repli
     return job_manifests(order_of(stage, work, planned.config, command, HEARTBEAT_PATIENCE_S))
 
 
-def _model_of(made: PlannedRefresh, planned: PlannedStage) -> Path:
-    """The folder of the built model that a serve stage refers to."""
-    name = planned.config.references()["model"]
+def _built(made: PlannedRefresh, planned: PlannedStage, name: str) -> Path:
+    """The artifact of a stage that a serve stage refers to."""
     upstream = made.plan.stages[name]
     found = made.store.find(upstream.kind, upstream.version)
     if found is None:
         raise RecipeError(f"{planned.name} serves {name}, which is not built yet; run the recipe first")
-    return found.folder / "model"
+    return found.folder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from itertools import islice
 from typing import Any
@@ -19,6 +18,7 @@ from flows.store.record import Artifact, Index
 from flows.tracking.cursor import run_id_of
 from flows.tracking.labels import flatten
 from stages.core.errors import StoreError
+from stages.serving.launch import LAUNCH_FILE, LaunchSpec
 
 RECENT_REFRESHES = 10
 SHORTEST_PREFIX = 4
@@ -198,8 +198,14 @@ def serve_arguments(artifact: Artifact) -> list[str]:
     """Model folder, name and settings for `python -m stages.serve`."""
     if artifact.record.product == "model":
         return [str(artifact.folder / "model"), "--name", artifact.record.stage]
-    launch = json.loads((artifact.folder / "launch.json").read_text())
-    return [launch["model"], "--name", launch["served_name"], "--serving", json.dumps(launch["serving"])]
+    return launch_arguments(LaunchSpec.model_validate_json((artifact.folder / LAUNCH_FILE).read_bytes()))
+
+
+def launch_arguments(spec: LaunchSpec) -> list[str]:
+    """The same of a server's launch, with its adapters."""
+    adapters = [argument for name, folder in spec.adapters.items() for argument in ("--adapter", f"{name}={folder}")]
+    named = [*("--name", spec.served_name), *(("--base-name", spec.base_name) if spec.base_name else ())]
+    return [str(spec.model), *named, *adapters, "--serving", spec.serving.model_dump_json()]
 
 
 def state_of(record: RefreshRecord) -> str:

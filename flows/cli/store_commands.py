@@ -165,7 +165,7 @@ def _what_to_serve(name: str) -> list[str]:
         say(f"asking MLflow for {name}")
         version = champions.find(champions.connect(), *parsed)
         spec = champions.launch_spec(version)
-        return [str(spec.model), "--name", spec.served_name, "--serving", spec.serving.model_dump_json()]
+        return shown.launch_arguments(spec)
     found = shown.find_artifact(Store(store_root()).index(), name)
     if found.record.product not in ("model", "server"):
         raise ModelError(f"serving {name}: it is a {found.record.product}, expected a model or a serve stage's")

@@ -5,8 +5,10 @@ A pod is an engine that listens on a Unix socket, and the proxy, which asks for 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from flows.launch.manifests import (
     CONTAINER_SECURITY,
@@ -18,7 +20,6 @@ from flows.launch.manifests import (
     volumes,
 )
 from stages.core.clusters import KubernetesOptions
-from stages.core.contract import StageConfig
 from stages.core.errors import RecipeError
 from stages.serve.config import ServeConfig
 from stages.serving.launch import LaunchSpec
@@ -71,13 +72,19 @@ class Replicas:
 
 
 def serving_manifests(
-    name: str, model: Path, version: str, home: Path, config: StageConfig, replicas: Replicas
+    name: str,
+    model: Path,
+    version: str,
+    home: Path,
+    config: ServeConfig,
+    replicas: Replicas,
+    adapters: Mapping[str, Path] = MappingProxyType({}),
 ) -> list[Manifest]:
     """model: the folder of the weights, below `home`. version: of the serve stage; another one rolls the pods.
+    adapters: stage → folder, below `home` too; what the stage serves is called `name`, others by their stages.
 
-    Raises `RecipeError` when the recipe lacks what only Kubernetes needs.
+    Raises `RecipeError` when the recipe lacks what only Kubernetes needs, ModelError for what cannot be served.
     """
-    assert isinstance(config, ServeConfig)
     asked = config.execution.kubernetes
     if not asked.image:
         raise RecipeError(
@@ -89,7 +96,7 @@ def serving_manifests(
             f"stages.{name}.execution.kubernetes.secrets: expected {example}; no server goes without a key"
         )
     metadata = {"name": name, "namespace": asked.namespace, "labels": {SERVE_LABEL: name}}
-    pod = _pod(name, model, home, config)
+    pod = _pod(name, model, home, config, adapters)
     template = {"metadata": {"labels": {SERVE_LABEL: name, "llm-lifecycle.io/version": version}}, "spec": pod}
     deployment = {
         "selector": {"matchLabels": {SERVE_LABEL: name}},
@@ -118,14 +125,22 @@ def serving_manifests(
     ]
 
 
-def _pod(name: str, model: Path, home: Path, config: ServeConfig) -> Manifest:
+def _pod(name: str, model: Path, home: Path, config: ServeConfig, adapters: Mapping[str, Path]) -> Manifest:
     asked = config.execution.kubernetes
     engine = default_engine()
     # The image's own program: which build it is shows in whether GPUs are asked for.
     program = engine.program_in_image(on_cpu=not asked.gpus_per_node)
     spec = LaunchSpec(
-        model=model, served_name=name, serving=config.serving, engine=engine.name, engine_version=program.version
+        model=model,
+        served_name=name,
+        adapters={name if stage == config.model else stage: folder for stage, folder in adapters.items()},
+        base_name=config.base,
+        serving=config.serving,
+        engine=engine.name,
+        engine_version=program.version,
     )
+    if adapters:
+        engine.check_adapters(spec)
     environment = {**engine.settings, "HOME": "/tmp"}  # noqa: S108 (a volume)
     mounts = [*volume_mounts(home, read_only=True), {"name": "engine", "mountPath": str(SOCKET.parent)}]
     container = {

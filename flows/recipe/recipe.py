@@ -106,6 +106,7 @@ def load_stages(name: str, folder: Path, tree: Mapping[str, Any], problems: Sequ
     found += islice(_reference_problems(stages, tree), MAX_PROBLEMS)
     found += [] if found else _cycles(stages)
     if not found:
+        stages = {name: config.completed_among(stages) for name, config in stages.items()}
         found += [f"stages.{name}.{one}" for name, config in stages.items() for one in config.problems_among(stages)]
     if found:
         kind_of_error = LayoutError if num_of_layouts == len(found) else RecipeError

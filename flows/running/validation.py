@@ -101,12 +101,12 @@ def _stage_input(
 
 
 def _made_from(name: str, stages: Mapping[str, PlannedStage], built: Mapping[str, Built], folder: Path) -> Path | None:
-    """A model's or server's nearest ancestor that is there: it has the same tokenizer, and, but for stages on the way
-    that bring a template of their own, the same chat template.
+    """The nearest model that is there, of those that a model or server comes from: it has the same tokenizer, and, but
+    for stages on the way that bring a template of their own, the same chat template. An adapter is no model.
     """
     template: Path | None = None
     ancestor: str | None = name
-    while ancestor and ancestor not in built:
+    while ancestor and (ancestor not in built or stages[ancestor].config.product == "adapter"):
         config = stages[ancestor].config
         template = template or config.own_chat_template
         ancestor = config.references().get("adapter", config.references().get("model"))

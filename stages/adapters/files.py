@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stages.adapters.headers import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from stages.core.errors import ModelError
 from stages.core.files import write_atomically
 from stages.models.model_folder import follow_file_mask
@@ -24,10 +25,6 @@ from stages.models.weight_files import weight_paths
 if TYPE_CHECKING:
     from torch import Tensor
 
-ADAPTER_FOLDER = "adapter"
-WEIGHTS_FILE = "adapter_model.safetensors"
-CONFIG_FILE = "adapter_config.json"
-PREFIX = "base_model.model."
 MAGNITUDE = ".lora_magnitude_vector"
 NUM_NAMED = 5
 COMPANIONS = ("tokenizer", "chat_template", "special_tokens", "added_tokens", "vocab", "merges", "trained_on")

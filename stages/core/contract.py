@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, PositiveFloat, PositiveInt, field_validator
 
@@ -45,7 +45,8 @@ from stages.core.strict import StrictModel
 AdapterReference = Annotated[str, Reference(("adapter",))]
 ModelReference = Annotated[str, Reference(("model",))]
 DatasetReference = Annotated[str, Reference(("dataset",))]
-ModelOrServerReference = Annotated[str, Reference(("model", "server"))]
+ModelOrAdapterReference = Annotated[str, Reference(("model", "adapter"))]
+ServableReference = Annotated[str, Reference(("model", "adapter", "server"))]
 ServerReference = Annotated[str, Reference(("server",))]
 ScoresReference = Annotated[str, Reference(("scores",))]
 NetworkInterface = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,14}$")]
@@ -135,6 +136,10 @@ class StageConfig(StrictModel, ABC):
         """Dotted field path → path outside the store."""
         return {path: Path(value) for path, value in marked_values(self, OutsideInput)}
 
+    def completed_among(self, stages: Mapping[str, StageConfig]) -> Self:
+        """This config with what follows from the other stages of its recipe filled in."""
+        return self
+
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
         """What is wrong between this stage and the others of its recipe, beyond what `Reference` says; one a line."""
         return iter(())
@@ -150,6 +155,13 @@ class StageConfig(StrictModel, ABC):
         May ask the network. Raises a `StageError` that says what could not be resolved.
         """
         return {}
+
+
+def base_of(name: str, stages: Mapping[str, StageConfig]) -> str:
+    """The stage whose model an adapter belongs to, perhaps by way of adapters that it went on from; a model's own."""
+    while stages[name].product == "adapter":
+        name = stages[name].references()["model"]
+    return name
 
 
 # ------------------------------------------------------------------------------------------------ the process's side

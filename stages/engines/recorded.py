@@ -1,7 +1,7 @@
 """What a trained model gave to a few documents, kept beside it: whatever is made of it later must give the same.
 
-`log_probabilities.json` holds documents as token ids and targets, with the sum of their targets' log-probabilities as
-the training engine computed it after its last step. Merging compares with it.
+The training engine computes documents' log-probabilities after its last step; the file is that of `models/recorded.py`.
+Merging compares with it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stages.core.contract import is_main_process
-from stages.core.errors import ModelError
 from stages.core.files import write_atomically
-from stages.data.batch import IGNORED
+from stages.models.recorded import RECORD, read_record
 
 if TYPE_CHECKING:
     from stages.data.dataset import PackedDataset
     from stages.engines.engine import Engine
 
-RECORD = "log_probabilities.json"
 MOST_DOCUMENTS = 16
 
 
@@ -57,16 +55,12 @@ def record_log_probabilities(engine: Engine, dataset: PackedDataset, micro_batch
 @torch.no_grad()
 def differences_from_record(causal_lm: Any, folder: Path) -> Differences:
     """Of a Transformers model from what was recorded in `folder`. Raises ModelError when nothing was."""
-    try:
-        documents = json.loads((folder / RECORD).read_text(encoding="utf-8"))["documents"]
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"reading {folder / RECORD}: {error}; train the stage again with --force") from error
     found = []
-    for document in documents:
-        targets = torch.tensor(document["targets"])
-        logits = causal_lm.eval()(input_ids=torch.tensor([document["input_ids"]])).logits[0]
-        has_target = targets != IGNORED
+    for document in read_record(folder):
+        targets = torch.tensor(document.targets)
+        logits = causal_lm.eval()(input_ids=torch.tensor([document.input_ids])).logits[0]
+        has_target = targets >= 0
         given = logits[has_target].float().log_softmax(1).gather(1, targets[has_target, None]).double().sum().item()
-        found.append((abs(given - document["log_probability"]), int(has_target.sum())))
+        found.append((abs(given - document.log_probability), document.num_targets))
     per_token = [difference / max(1, count) for difference, count in found]
     return Differences(max(per_token), sum(value for value, _ in found) / max(1, sum(count for _, count in found)))

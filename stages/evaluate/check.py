@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from stages.adapters.headers import ADAPTER_FOLDER
 from stages.core.contract import StageInput
 from stages.core.errors import EvaluationError, LifecycleError
 from stages.evaluate.config import EvaluateConfig
@@ -21,7 +22,9 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
         yield "tasks", error
     try:
         if config.apply_chat_template:
-            check_chat_template(stage_input.inputs[config.model] / "model")
+            artifact = stage_input.inputs[config.model]
+            adapter = artifact / ADAPTER_FOLDER
+            check_chat_template(adapter if adapter.is_dir() else artifact / "model")
     except LifecycleError as error:
         yield "apply_chat_template", error
 

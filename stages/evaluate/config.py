@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, PositiveInt
 
-from stages.core.contract import ModelOrServerReference, OutsidePath, StageConfig
+from stages.core.contract import AdapterReference, ModelReference, OutsidePath, ServableReference, StageConfig
 from stages.core.fields import AddedLater, Product
 from stages.evaluate.harnesses.harness import Evaluation
 from stages.evaluate.harnesses.registry import default_harness
+from stages.serving.adapters import adapters_base, base_problems
 from stages.serving.config import ServeExecution, ServingConfig
 from stages.serving.registry import installed_version
 
@@ -21,14 +23,22 @@ class EvaluateExecution(ServeExecution):
 
 
 class EvaluateConfig(StageConfig):
-    """Run benchmark tasks against a server: that of a serve stage, or its own for a model."""
+    """Run benchmark tasks against a server: that of a serve stage, or its own for a model or an adapter."""
 
     STAGE_VERSION: ClassVar[int] = 2  # the harness's own seeds: other few-shot examples than before
     HAS_CHECK: ClassVar[bool] = True
 
     kind: Literal["evaluate"]
-    model: ModelOrServerReference
-    serving: ServingConfig | None = Field(None, description="Only for a model; a serve stage brings its own.")
+    model: ServableReference
+    adapter: Annotated[AdapterReference | None, AddedLater()] = Field(
+        None, description="Of a server with several: which is asked; default: the server's `model`."
+    )
+    base: Annotated[ModelReference | None, AddedLater()] = Field(
+        None, description="Of an adapter: the model that it was trained on; found by itself."
+    )
+    serving: ServingConfig | None = Field(
+        None, description="Only for a model or an adapter; a serve stage brings its own."
+    )
     tasks: tuple[Annotated[str, Field(max_length=256)], ...] = Field(
         min_length=1, description="Names of the harness's tasks, its own or of `task_folder`."
     )
@@ -47,6 +57,23 @@ class EvaluateConfig(StageConfig):
         False, description="Run the code of `task_folder`: `!function` tags, and Jinja outside a sandbox."
     )
     execution: EvaluateExecution = EvaluateExecution()
+
+    def completed_among(self, stages: Mapping[str, StageConfig]) -> Self:
+        return self.model_copy(update={"base": self.base or adapters_base(self.model, stages)})
+
+    def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
+        server = stages[self.model]
+        if server.product != "server":
+            yield from base_problems(self.model, self.base, (), stages)
+            if self.adapter:
+                yield f"adapter: is {self.adapter}, but {self.model} is no server; say `model: {self.adapter}`"
+            return
+        if self.base:
+            yield f"base: is {self.base}, but {self.model} is a server and has its own; remove it"
+        references = server.references()
+        served = {name for field, name in references.items() if field == "model" or field.startswith("adapters.")}
+        if self.adapter and self.adapter not in served:
+            yield f"adapter: is {self.adapter}, but {self.model} serves {', '.join(sorted(served))}"
 
     @property
     def product(self) -> Product:

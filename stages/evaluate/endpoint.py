@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from stages.core.contract import StageContext
 from stages.core.errors import LifecycleError, RecipeError, TransientError
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.harnesses.harness import ServedModel
+from stages.serving.adapters import adapter_folders
+from stages.serving.agreement import agreement_metrics, compare_with_records
 from stages.serving.client import Client, check_server
 from stages.serving.config import ServingConfig
 from stages.serving.launch import LAUNCH_FILE, LaunchSpec
@@ -25,14 +28,28 @@ class Endpoint:
     spec: LaunchSpec
     server: Server | None
     ready_timeout_s: float
+    context: StageContext
+
+    @property
+    def asked_folder(self) -> Path:
+        """Of what is asked: the model's, or the adapter's, with the chat template that it was trained with."""
+        return self.spec.folders[self.spec.served_name]
 
     def await_model(self) -> ServedModel:
-        """Raises ServerError when our own server does not come up."""
+        """Raises ServerError when our own server does not come up, or an adapter does nothing."""
         if self.server:
             self.server.wait_until_ready(self.ready_timeout_s)
             self.server.check()
         context_tokens = engine_of(self.spec.engine).context_tokens(self.client)
+        self._compare(context_tokens)
         return ServedModel(self.client, self.spec.model, context_tokens, self.spec.serving.trust_remote_code)
+
+    def _compare(self, context_tokens: int) -> None:
+        """Log how what is asked agrees with what its training recorded."""
+        name = self.spec.served_name
+        agreements = compare_with_records(self.client, self.spec, [name], context_tokens)
+        if agreements:
+            self.context.log_metrics(0, agreement_metrics(agreements, name))
 
     def raise_if_gone(self) -> None:
         """Raise TransientError when the server does not answer any more."""
@@ -52,21 +69,29 @@ def endpoint_for(config: EvaluateConfig, context: StageContext) -> Iterator[Endp
     spec = _launch_spec(config, context)
     leased = _leased_client(config, context, spec)
     if leased:
-        yield Endpoint(leased, spec, None, config.execution.ready_timeout_s)
+        yield Endpoint(leased, spec, None, config.execution.ready_timeout_s, context)
         return
     log_file, runtime = context.work / "server.log", context.scratch / "server"
     with started_server(spec, config.execution, log_file, runtime) as server:
-        yield Endpoint(server.client, spec, server, config.execution.ready_timeout_s)
+        yield Endpoint(server.client, spec, server, config.execution.ready_timeout_s, context)
 
 
 def _launch_spec(config: EvaluateConfig, context: StageContext) -> LaunchSpec:
-    """What the serve stage left, or a new one for a model."""
+    """What the serve stage left, or a new one for a model or an adapter."""
     artifact = context.inputs[config.model]
     if (artifact / LAUNCH_FILE).is_file():
         if config.serving:
             raise RecipeError(f"`serving` is set, but {config.model} is a serve stage and brings its own; remove it")
-        return LaunchSpec.model_validate_json((artifact / LAUNCH_FILE).read_text())
-    return new_launch_spec((artifact / "model").resolve(), config.model, config.serving or ServingConfig())
+        spec = LaunchSpec.model_validate_json((artifact / LAUNCH_FILE).read_text())
+        return spec.asking(config.adapter) if config.adapter else spec
+    base = config.base or config.model
+    return new_launch_spec(
+        (context.inputs[base] / "model").resolve(),
+        config.model,
+        config.serving or ServingConfig(),
+        adapters=adapter_folders([config.model] if config.base else [], base, context.inputs),
+        base_name=config.base,
+    )
 
 
 def _leased_client(config: EvaluateConfig, context: StageContext, spec: LaunchSpec) -> Client | None:

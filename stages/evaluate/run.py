@@ -34,7 +34,7 @@ def run(config: EvaluateConfig, context: StageContext) -> StageResult:
     harness, evaluation = default_harness(), config.evaluation
     harness.prepare(evaluation, context.cache)
     with endpoint_for(config, context) as endpoint:
-        evaluation = replace(evaluation, apply_chat_template=_ask_as_chat(config, endpoint.spec.model, context))
+        evaluation = replace(evaluation, apply_chat_template=_ask_as_chat(config, endpoint.asked_folder, context))
         with _named_failures(harness, config, endpoint):
             results = harness.evaluate(evaluation, context, endpoint.await_model)
     files = _write(context.work, results)

@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from stages.adapters.files import ADAPTER_FOLDER, Adapter, copy_companions, read_adapter
+from stages.adapters.files import Adapter, copy_companions, read_adapter
+from stages.adapters.headers import ADAPTER_FOLDER
 from stages.core.contract import StageContext, StageResult
 from stages.core.errors import GateError, ModelError
 from stages.engines.export import write_model

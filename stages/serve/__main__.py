@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from stages.core.errors import LifecycleError, RecipeError
 from stages.serve.chat import chat
 from stages.serve.run import guard
+from stages.serving.agreement import compare_with_records
 from stages.serving.config import ServeExecution, ServingConfig
 from stages.serving.launch import LaunchSpec
 from stages.serving.lines import say, starting_lines
@@ -40,7 +41,9 @@ def main() -> None:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m stages.serve", description=__doc__)
     parser.add_argument("model", type=Path, help="Hugging Face folder of the model")
-    parser.add_argument("--name", help="the model's name in requests; default: the folder's name")
+    parser.add_argument("--name", help="of the model, or of an adapter, in requests; default: the folder's name")
+    parser.add_argument("--adapter", action="append", default=[], metavar="NAME=FOLDER", help="an adapter of the model")
+    parser.add_argument("--base-name", help="of the model where --name is an adapter's; default: NAME-base")
     parser.add_argument("--host", default=ServeExecution().host, help="default: this machine only")
     parser.add_argument("--port", type=int, help="default: a free one")
     parser.add_argument("--chat", action="store_true", help="talk to it here; its end is the server's")
@@ -57,7 +60,9 @@ def _serve(arguments: argparse.Namespace) -> None:
         say(f"starting {server.engine.title} {spec.engine_version} for {spec.model}; its log is {log_file}")
         server.wait_until_ready(execution.ready_timeout_s, starting_lines(server.engine.title))
         server.check()
-        print(f"serving {spec.served_name} at {server.url}/v1", flush=True)
+        compare_with_records(server.client, spec, spec.folders, server.engine.context_tokens(server.client))
+        names = sorted(spec.folders, key=lambda name: name != spec.served_name)
+        print(f"serving {', '.join(names)} at {server.url}/v1", flush=True)
         if API_KEY_VARIABLE not in os.environ:
             print(f"API key: {server.api_key}", flush=True)
         if arguments.chat:
@@ -68,12 +73,20 @@ def _serve(arguments: argparse.Namespace) -> None:
 
 def _read(arguments: argparse.Namespace) -> tuple[LaunchSpec, ServeExecution]:
     model = arguments.model.resolve()
+    name = arguments.name or model.name
+    adapters: dict[str, Path] = {}
+    for given in arguments.adapter:
+        own_name, equals, folder = given.partition("=")
+        if not equals or own_name in adapters:
+            raise RecipeError(f"--adapter: found {given}, expected NAME=FOLDER, and every name once")
+        adapters[own_name] = Path(folder).resolve()
     try:
         serving = ServingConfig.model_validate_json(arguments.serving)
         execution = ServeExecution(host=arguments.host, port=arguments.port)
     except ValidationError as error:
         raise RecipeError(f"the options for the server are wrong: {error}") from error
-    return new_launch_spec(model, arguments.name or model.name, serving), execution
+    base_name = arguments.base_name or f"{name}-base" if name in adapters else None
+    return new_launch_spec(model, name, serving, adapters=adapters, base_name=base_name), execution
 
 
 if __name__ == "__main__":

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import JsonValue, model_validator
+from pydantic import Field, JsonValue, model_validator
 
-from stages.core.contract import ModelReference, StageConfig
-from stages.core.fields import Product
+from stages.core.contract import AdapterReference, ModelOrAdapterReference, ModelReference, StageConfig
+from stages.core.fields import AddedLater, Product
+from stages.serving.adapters import adapters_base, base_problems
 from stages.serving.config import BenchmarkConfig, ServeExecution, ServingConfig
 from stages.serving.registry import installed_version
 
 
 class ServeConfig(StageConfig):
-    """Start a server for a model, check it, measure it, and keep it up while this refresh needs it."""
+    """Start a server for a model or an adapter, check it, measure it, and keep it up while this refresh needs it.
+
+    Each adapter is a model of its own to those who ask: by the name of its stage.
+    """
 
     STAGE_VERSION: ClassVar[int] = 1
 
     kind: Literal["serve"]
-    model: ModelReference
+    model: ModelOrAdapterReference
+    adapters: Annotated[tuple[AdapterReference, ...], AddedLater()] = Field(
+        (), description="Adapters of the same base that are served beside it."
+    )
+    base: Annotated[ModelReference | None, AddedLater()] = Field(
+        None, description="Of an adapter: the model that it was trained on; found by itself."
+    )
     serving: ServingConfig = ServingConfig()
     benchmark: BenchmarkConfig | None = BenchmarkConfig()
     execution: ServeExecution = ServeExecution()
@@ -32,6 +43,17 @@ class ServeConfig(StageConfig):
                 f"serving.max_model_len, {longest}; lower them, or raise that"
             )
         return self
+
+    def completed_among(self, stages: Mapping[str, StageConfig]) -> Self:
+        return self.model_copy(update={"base": self.base or adapters_base(self.model, stages)})
+
+    def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
+        yield from base_problems(self.model, self.base, self.adapters, stages)
+
+    @property
+    def served_adapters(self) -> tuple[str, ...]:
+        """Stages whose adapters are served."""
+        return (self.model, *self.adapters) if self.base else self.adapters
 
     @property
     def product(self) -> Product:

@@ -1,7 +1,7 @@
 """The serve stage: starts a server for a model, checks it, measures it, and goes on as its guardian.
 
-In: a model's artifact. Out: `launch.json` (how to start the same server again), `server-start.log`, `benchmark.json`,
-and a lease on the running server.
+In: a model's artifact, or adapters' with that of their base. Out: `launch.json` (how to start the same server again),
+`server-start.log`, `benchmark.json`, and a lease on the running server.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import NoReturn
 
 from stages.core.contract import Lease, StageContext, StageResult
 from stages.serve.config import ServeConfig
+from stages.serving.adapters import adapter_folders
+from stages.serving.agreement import agreement_metrics, compare_with_records
 from stages.serving.benchmark import measure
 from stages.serving.launch import LAUNCH_FILE
 from stages.serving.registry import new_launch_spec
@@ -31,7 +33,14 @@ def run(config: ServeConfig, context: StageContext) -> Iterator[StageResult]:
     up, fails the check, or ends while it is leased.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    spec = new_launch_spec((context.inputs[config.model] / "model").resolve(), config.model, config.serving)
+    base = config.base or config.model
+    spec = new_launch_spec(
+        (context.inputs[base] / "model").resolve(),
+        config.model,
+        config.serving,
+        adapters=adapter_folders(config.served_adapters, base, context.inputs),
+        base_name=config.base,
+    )
     # The log goes on after the artifact is complete, so it may not lie in it; nor may what the server still needs.
     log_file = context.scratch / "server.log"
     runtime = context.cache / "servers" / f"{context.name}-{context.version}"
@@ -57,7 +66,15 @@ def _bring_up(server: Server, config: ServeConfig, context: StageContext) -> dic
     context.milestone(f"{config.model} is served at {server.url} after {time_to_ready_s:.1f} s")
     context.doing("checking its answers")
     server.check()
-    metrics = {"time_to_ready_s": time_to_ready_s}
+    agreements = compare_with_records(
+        server.client, server.spec, server.spec.folders, server.engine.context_tokens(server.client)
+    )
+    for name, one in agreements.items():
+        context.milestone(
+            f"{name} differs from what training recorded by {one.most:.2g} nats per token at most "
+            f"({one.num_documents} documents)"
+        )
+    metrics = {"time_to_ready_s": time_to_ready_s, **agreement_metrics(agreements, config.model)}
     if config.benchmark:
         concurrencies = ", ".join(map(str, config.benchmark.concurrencies))
         context.doing(f"measuring under {concurrencies} requests at a time")

@@ -54,8 +54,16 @@ class Client:
 
     def log_probabilities(self, token_ids: list[int]) -> list[float]:
         """ln p(token | those before it) of every token but the first: `len(token_ids) - 1` floats."""
-        choice = self.complete(token_ids, max_tokens=1, echo=True, logprobs=1)
-        return [float(value) for value in choice["logprobs"]["token_logprobs"][1 : len(token_ids)]]
+        return self.score([token_ids])[0]
+
+    def score(self, rows: list[list[int]]) -> list[list[float]]:
+        """The same of several rows of tokens, in one request."""
+        request = {"model": self.model, "prompt": rows, "temperature": 0, "max_tokens": 1, "echo": True, "logprobs": 1}
+        choices = sorted(self._json("/v1/completions", request)["choices"], key=lambda choice: int(choice["index"]))
+        return [
+            [float(value) for value in choice["logprobs"]["token_logprobs"][1 : len(row)]]
+            for choice, row in zip(choices, rows, strict=True)
+        ]
 
     def chat(self, messages: list[dict[str, str]]) -> Iterator[str]:
         """The answer to a conversation, in parts as the model makes them."""

@@ -96,6 +96,12 @@ class Engine(Protocol):
         Raises ServerError when the load could not be generated.
         """
 
+    def check_adapters(self, spec: LaunchSpec) -> None:
+        """Raise ModelError, saying what to change, when this engine could not put the adapters of `spec` on its model.
+
+        Reads configs and headers only.
+        """
+
     def check_loadable(
         self, model_config: dict[str, Any], projections: list[Projection], quantization: Quantization
     ) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from stages.core.errors import ResourceError
 from stages.serving.config import ServingConfig
@@ -32,8 +34,23 @@ def engine_of(name: str) -> Engine:
     return ENGINES[name]
 
 
-def new_launch_spec(model: Path, served_name: str, serving: ServingConfig, engine: Engine | None = None) -> LaunchSpec:
+def new_launch_spec(
+    model: Path,
+    served_name: str,
+    serving: ServingConfig,
+    engine: Engine | None = None,
+    *,
+    adapters: Mapping[str, Path] = MappingProxyType({}),
+    base_name: str | None = None,
+) -> LaunchSpec:
     """For an engine (default: that of new servers) as it is installed. Raises ResourceError when it is not."""
     engine = engine or default_engine()
-    version = engine.find_program().version
-    return LaunchSpec(model=model, served_name=served_name, serving=serving, engine=engine.name, engine_version=version)
+    return LaunchSpec(
+        model=model,
+        served_name=served_name,
+        adapters=dict(adapters),
+        base_name=base_name,
+        serving=serving,
+        engine=engine.name,
+        engine_version=engine.find_program().version,
+    )

@@ -113,11 +113,13 @@ def started_server(spec: LaunchSpec, execution: ServeExecution, log_file: Path, 
     runtime: a folder for its socket and temporary files, emptied first and removed in the end. The API key is
     VLLM_API_KEY of our environment, or a new one.
 
-    Raises at once, before anything slow: ModelError for a missing or damaged folder, ResourceError when the port is
-    taken or the engine is not installed.
+    Raises at once, before anything slow: ModelError for a missing or damaged folder, or an adapter that the engine
+    could not put on the model; ResourceError when the port is taken or the engine is not installed.
     """
     check_model_folder(spec.model)
     engine = engine_of(spec.engine)
+    if spec.adapters:
+        engine.check_adapters(spec)
     program = engine.find_program()
     with (
         listening_socket(execution.host, execution.port) as public,

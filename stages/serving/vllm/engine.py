@@ -11,6 +11,7 @@ from stages.serving.engine import LoadResult
 from stages.serving.launch import LaunchSpec
 from stages.serving.quantization import Quantization
 from stages.serving.vllm import servability
+from stages.serving.vllm.adapters import check_adapters
 from stages.serving.vllm.load import generate_load
 from stages.serving.vllm.program import QUIET, VllmProgram, find_vllm
 from stages.serving.vllm.root_cause import find_root_cause
@@ -45,6 +46,9 @@ class Vllm:
         self, client: Client, spec: LaunchSpec, benchmark: BenchmarkConfig, folder: Path
     ) -> list[LoadResult]:
         return generate_load(client, spec, benchmark, folder)
+
+    def check_adapters(self, spec: LaunchSpec) -> None:
+        check_adapters(spec)
 
     def check_loadable(
         self, model_config: dict[str, Any], projections: list[Projection], quantization: Quantization

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from stages.core.errors import ResourceError
 from stages.serving.config import ServingConfig
 from stages.serving.launch import LaunchSpec
+from stages.serving.vllm.adapters import adapter_arguments
 
 if TYPE_CHECKING:
     from stages.serving.proxy import EngineAddress  # its HTTP imports would slow every plan
@@ -51,7 +52,7 @@ class VllmProgram:
 
     def server_command(self, spec: LaunchSpec, address: EngineAddress) -> list[str]:
         serving = spec.serving
-        command = [str(self.command), "serve", str(spec.model), "--served-model-name", spec.served_name]
+        command = [str(self.command), "serve", str(spec.model), "--served-model-name", spec.own_name]
         command += ["--uds", str(address.socket), "--dtype", serving.dtype]
         command += ["--tensor-parallel-size", str(serving.tensor_parallel_size)]
         if serving.max_model_len:
@@ -65,6 +66,8 @@ class VllmProgram:
             command += ["--enforce-eager"]
         if serving.trust_remote_code:
             command += ["--trust-remote-code"]
+        if spec.adapters:
+            command += adapter_arguments(spec)
         if self._runs_in_one_worker(serving):
             command += ["--distributed-executor-backend", "uni"]
         return command

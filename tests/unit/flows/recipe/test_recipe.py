@@ -113,7 +113,7 @@ def test_an_override_changes_one_place_of_an_aliased_value(load):
             "method: sft\n    adapter: {}\n    model: base",
             "refers to tuned, which produces an adapter; expected a model; a stage of `kind: merge` makes",
         ),
-        ("model: served, tasks", "model: problems, tasks", "produces a dataset; expected a model or server"),
+        ("model: served, tasks", "model: problems, tasks", "produces a dataset; expected a model or adapter or server"),
         ("dataset: problems}\n    global", "dataset: base}\n    global", "stages.tuned.data.dataset: refers to base"),
         ("model: base", "model: quantized", "tuned → quantized → tuned"),
         ("model: base", "model: tuned", "tuned → tuned"),
@@ -220,3 +220,51 @@ def test_a_date_is_read_as_people_write_it(tmp_path, date):
 def test_a_day_that_no_calendar_has_is_refused(problems):
     text = RECIPE.replace("data: {dataset: problems}", "data: {dataset: problems, template_date: 2026-02-31}", 1)
     assert "stages.tuned.data.template_date: " in problems(text)
+
+
+ADAPTERS = """
+  sft: {kind: train, method: sft, model: base, data: {dataset: problems}, global_batch_size: 8, learning_rate: 1e-4}
+  left: {kind: train, method: sft, model: sft, adapter: {}, data: {dataset: problems}, global_batch_size: 8,
+    learning_rate: 1e-4}
+  right: {kind: train, method: sft, model: sft, adapter: {}, data: {dataset: problems}, global_batch_size: 8,
+    learning_rate: 1e-4}
+  other: {kind: train, method: sft, model: tuned, adapter: {}, data: {dataset: problems}, global_batch_size: 8,
+    learning_rate: 1e-4}
+"""
+
+
+def test_the_base_of_a_served_adapter_is_found_and_stood_on(load):
+    recipe = load(
+        f"{RECIPE}{ADAPTERS}"
+        "  one: {kind: serve, model: left, adapters: [right]}\n"
+        "  two: {kind: serve, model: sft, adapters: [left, right]}\n"
+        "  alone: {kind: evaluate, model: left, tasks: [addition], task_folder: tasks}\n"
+        "  asked: {kind: evaluate, model: two, adapter: right, tasks: [addition], task_folder: tasks}\n"
+    )
+    assert recipe.upstream_of("one") == ("left", "right", "sft")
+    assert recipe.stages["one"].served_adapters == ("left", "right")
+    assert recipe.upstream_of("two") == ("sft", "left", "right")
+    assert recipe.stages["two"].served_adapters == ("left", "right")
+    assert recipe.upstream_of("alone") == ("left", "sft")
+    assert recipe.upstream_of("asked") == ("two", "right")
+    assert "base" not in recipe.stages["two"].references()
+
+
+@pytest.mark.parametrize(
+    ("stage", "expected"),
+    [
+        ("{kind: serve, model: sft, adapters: [left, left]}", "adapters.1: left is served already"),
+        ("{kind: serve, model: left, adapters: [left]}", "adapters.0: left is served already"),
+        ("{kind: serve, model: left, adapters: [other]}", "adapters.0: other was trained on tuned, not on sft"),
+        ("{kind: serve, model: quantized, adapters: [left]}", "left was trained on sft, not on quantized"),
+        ("{kind: serve, model: left, base: tuned}", "base: is tuned, but that of left is sft"),
+        ("{kind: serve, model: sft, base: sft}", "base: is sft, which is no adapter; remove it"),
+        ("{kind: evaluate, tasks: [a], model: served, adapter: left}", "adapter: is left, but served serves quantized"),
+        ("{kind: evaluate, tasks: [a], model: sft, adapter: left}", "sft is no server; say `model: left`"),
+        ("{kind: evaluate, tasks: [a], model: served, base: sft}", "served is a server and has its own; remove it"),
+    ],
+)
+def test_adapters_that_one_server_cannot_have_are_refused(problems, stage, expected):
+    found = problems(f"{RECIPE}{ADAPTERS}  last: {stage}\n")
+    assert "stages.last." in found
+    assert expected in found

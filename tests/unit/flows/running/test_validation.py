@@ -21,8 +21,9 @@ from flows.running.request import PlannedRefresh, RefreshRequest
 from flows.running.runner import Built
 from flows.store.record import Record
 from flows.store.store import Store
+from stages.adapters.files import copy_companions
 from stages.check.config import PROBLEMS_FILE
-from stages.core.errors import DataError
+from stages.core.errors import DataError, EvaluationError
 from stages.core.supervised import Supervised
 from stages.hubs.builtin import qwen3
 
@@ -61,12 +62,12 @@ def artifacts(tmp_path):
 
 @pytest.fixture
 def refresh_of(tmp_path, monkeypatch, artifacts, request):
-    """A refresh whose downloads are done; keyword arguments change fields of stages."""
+    """A refresh whose downloads are done; keyword arguments change fields of stages, or add stages."""
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
     def make(launch=choice.start, **changes):
-        tree = {name: {**fields, **changes.get(name, {})} for name, fields in TREE.items()}
+        tree = {name: {**TREE.get(name, {}), **changes.get(name, {})} for name in {**TREE, **changes}}
         recipe = load_stages("small", request.config.rootpath, tree)
         store = Store(tmp_path / "store")
         planned = plan(recipe, {name: {} for name in recipe.stages}, store.index())
@@ -136,6 +137,25 @@ def test_good_inputs_pass_and_what_was_prepared_is_found_by_the_stage(refresh_of
     run.check_inputs(logging.getLogger())
     assert {entry.state for entry in run.record.stages.values()} == {"waiting"}
     assert len([*run.store.cache_folder("train").glob("tokenized/*/about.json")]) == 2
+
+
+def test_an_adapter_that_is_there_stands_for_no_model_but_has_its_chat_template(refresh_of, artifacts, tmp_path):
+    run = refresh_of(
+        dpo={"adapter": {}},
+        merged={"kind": "merge", "model": "sft", "adapter": "dpo"},
+        int8={"model": "merged"},
+        scores={"model": "dpo", "apply_chat_template": True},
+    )
+    adapter = tmp_path / "dpo" / "adapter"
+    adapter.mkdir(parents=True)
+    copy_companions(artifacts["base"] / "model", adapter)
+    there = {"sft": artifacts["base"], "dpo": tmp_path / "dpo"}
+    run.built.update({name: built(run.plan.stages[name], folder) for name, folder in there.items()})
+    run.check_inputs(logging.getLogger())
+
+    (adapter / "chat_template.jinja").unlink()
+    with pytest.raises(EvaluationError, match=r"stages\.scores\.apply_chat_template: .*adapter has no chat template"):
+        run.check_inputs(logging.getLogger())
 
 
 def test_a_check_that_dies_stops_nothing(refresh_of, caplog):

@@ -1,0 +1,51 @@
+"""Adapters among what a server serves: whose they are by the recipe, and, before the start, by their files.
+
+An adapter belongs to one base. In a recipe that is found by lineage and filled in as `base`, so that the base is among
+what the stage stands on: nobody collects it, and containers have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from stages.adapters.headers import ADAPTER_FOLDER, read_headers
+from stages.core.contract import StageConfig, base_of
+from stages.core.errors import ModelError
+
+
+def adapters_base(model: str, stages: Mapping[str, StageConfig]) -> str | None:
+    """The base of the stage `model` where that makes an adapter."""
+    return base_of(model, stages) if stages[model].product == "adapter" else None
+
+
+def base_problems(
+    model: str, base: str | None, adapters: Sequence[str], stages: Mapping[str, StageConfig]
+) -> Iterator[str]:
+    """What is wrong with a stage that serves `model`, on `base` if it is an adapter, and other `adapters` beside it."""
+    own_base = base_of(model, stages)
+    if base not in (None, own_base):
+        yield f"base: is {base}, but that of {model} is {own_base}; remove it: it is found by itself"
+    elif base == model:
+        yield f"base: is {base}, which is no adapter; remove it"
+    for number, name in enumerate(adapters):
+        if name in (model, *adapters[:number]):
+            yield f"adapters.{number}: {name} is served already; every name can be given once"
+        elif (other := base_of(name, stages)) != own_base:
+            yield (
+                f"adapters.{number}: {name} was trained on {other}, not on {own_base}, and one server has one base; "
+                f"serve it in a stage of its own, or what a stage of `kind: merge` makes of it and {other}"
+            )
+
+
+def adapter_folders(names: Sequence[str], base: str, inputs: Mapping[str, Path]) -> dict[str, Path]:
+    """Name → folder of adapters that are to be served on `base`. Raises ModelError for one that is not its."""
+    folders = {name: (inputs[name] / ADAPTER_FOLDER).resolve() for name in names}
+    for name, folder in folders.items():
+        trained_on = read_headers(folder).base
+        if trained_on != inputs[base].name:
+            raise ModelError(
+                f"serving the adapter {name} on {inputs[base].name}: it was trained on {trained_on or 'no artifact'}; "
+                "train it on this model, or serve it on its own"
+            )
+    return folders

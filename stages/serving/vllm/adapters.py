@@ -1,0 +1,87 @@
+"""Adapters in vLLM 0.32: the arguments that put them on their base, and what it could not serve, found by headers.
+
+What the arguments are for, each checked with the server that fails without it (tests/pipeline/test_serve_adapters.py):
+
+- `--lora-target-modules` names the layers that the adapters have, and no others. With the head among the layers that
+  may have adapters (the default), two requests for log-probabilities of prompts in one batch end the engine; an
+  adapted layer that is not named is left out without a word.
+- `--max-loras` is one more than there are adapters: in a batch with adapters, "no adapter" is slot -1, which is the
+  last slot, and requests to the base are answered by whatever adapter has it.
+- `--max-lora-rank` is the next of the sizes that vLLM has; it pads adapters of lower rank with zeros itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from stages.adapters.headers import AdapterHeaders, read_headers
+from stages.core.errors import ModelError
+from stages.models.config_check import is_quantized
+from stages.models.model_config import read_config
+from stages.serving.launch import LaunchSpec
+
+MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+EDGES = {"embed_tokens", "lm_head"}
+UNKNOWN = ("use_dora", "modules_to_save", "lora_bias", "target_parameters", "use_qalora", "use_bdlora")
+CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq")
+"""Initializations whose adapters fit a changed base only."""
+EXPERTS = "experts"
+NUM_NAMED = 5
+
+
+def adapter_arguments(spec: LaunchSpec) -> list[str]:
+    """Arguments of `vllm serve` for a server that has adapters. Reads their headers."""
+    headers = [read_headers(folder) for folder in spec.adapters.values()]
+    highest = max(rank for one in headers for rank in one.ranks.values())
+    modules = sorted({module for one in headers for module in _modules(one)})
+    # As JSON: a path may hold any character.
+    named = [json.dumps({"name": name, "path": str(folder)}) for name, folder in spec.adapters.items()]
+    return [
+        "--enable-lora",
+        *("--max-lora-rank", str(next(rank for rank in MAX_RANKS if rank >= highest))),
+        *("--max-loras", str(len(spec.adapters) + 1)),
+        *("--lora-target-modules", *modules),
+        *("--lora-modules", *named),
+    ]
+
+
+def check_adapters(spec: LaunchSpec) -> None:
+    """Raise ModelError for a name that is given twice, a base or an adapter that vLLM could not serve."""
+    if spec.own_name in spec.adapters:
+        raise ModelError(f"two of what is to be served are called {spec.own_name}: give each a name of its own")
+    if is_quantized(read_config(spec.model)):
+        raise ModelError(
+            f"serving {', '.join(spec.adapters)} on {spec.model}: it is quantized, and an adapter changes the outputs "
+            "of the very weights that it was trained on; serve it on the unquantized model, or merge it into that "
+            "(`kind: merge`) and quantize what comes out"
+        )
+    for name, folder in spec.adapters.items():
+        if problems := "; ".join(_problems(read_headers(folder))):
+            raise ModelError(
+                f"serving the adapter {name} ({folder}): {problems}; vLLM serves plain LoRA. Merge it into its base "
+                "(`kind: merge`) and serve that"
+            )
+
+
+def _problems(headers: AdapterHeaders) -> Iterator[str]:
+    config = headers.config
+    found = [f"{field}: {config[field]}" for field in UNKNOWN if config.get(field)]
+    found += [f"bias: {config['bias']}"] if config.get("bias", "none") != "none" else []
+    initialization = config.get("init_lora_weights")
+    if isinstance(initialization, str) and initialization.lower().startswith(CHANGES_THE_BASE):
+        found.append(f"init_lora_weights: {initialization}, which has changed the base")
+    if config.get("peft_type", "LORA") != "LORA" or found:
+        yield f"it is a {config.get('peft_type', 'LORA')} with {', '.join(found) or 'weights of another kind'}"
+    if edges := sorted(EDGES & _modules(headers)):
+        yield f"it adapts {', '.join(edges)}"
+    if headers.others:
+        yield f"its file holds {', '.join(headers.others[:NUM_NAMED])}"
+    too_high = {rank for rank in headers.ranks.values() if rank > MAX_RANKS[-1]}
+    if too_high:
+        yield f"its rank is {max(too_high)}, more than {MAX_RANKS[-1]}"
+
+
+def _modules(headers: AdapterHeaders) -> set[str]:
+    """Ends of the adapted layers' names; vLLM has all experts of a layer in one module."""
+    return {EXPERTS if f".{EXPERTS}." in layer else layer.rpartition(".")[2] for layer in headers.ranks}

@@ -1,0 +1,162 @@
+"""Adapters beside their base in one real vLLM, asked and evaluated by name, against PEFT on the same weights.
+
+Most of it asks one server: starting vLLM takes half a minute. What vLLM itself gets wrong with adapters is provoked
+here; each such test fails without the remedy that `stages/serving/vllm/adapters.py` names.
+"""
+
+import json
+import shutil
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from stages.core.contract import StageResult
+from stages.core.errors import ServerError
+from stages.serving.agreement import compare_with_records
+from stages.serving.client import Client
+from stages.serving.launch import LaunchSpec
+from tests.served_adapters import DOCUMENTS, adapted, greedy, load, log_probabilities, make_adapter, write_record
+from tests.serving import (
+    API_KEY,
+    SERVING,
+    make_model,
+    run_to_the_end,
+    stage_process,
+    wait_for,
+    write_tasks,
+    write_work,
+)
+
+NUM_TOKENS = 12
+NAMES = ("sft", "wide", "narrow")
+CONFIG = {"model": "sft", "adapters": ["wide", "narrow"], "serving": SERVING, "benchmark": None}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("adapters")
+    base = root / "sft" / "model"
+    make_model(base)
+    write_record(load(base), root / "sft")
+    make_adapter(base, root / "wide", rank=12)  # no size of vLLM's
+    make_adapter(base, root / "narrow", "q_proj", "v_proj", rank=3, seed=1)
+    write_tasks(root / "tasks")
+    return root
+
+
+@pytest.fixture(scope="module")
+def result(root: Path) -> Iterator[StageResult]:
+    """Of a serve stage, whose server is up."""
+    work = write_work(root / "serve", "serve", CONFIG, {name: root / name for name in NAMES})
+    with stage_process(work) as process:
+        wait_for(lambda: (work / "result.json").exists() or process.poll() is not None, what="the lease")
+        assert process.poll() is None, (work / "log.txt").read_text()[-3000:]
+        yield StageResult.model_validate_json((work / "result.json").read_text())
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+
+
+@pytest.fixture(scope="module")
+def client(result: StageResult) -> Client:
+    """Of the base; `replace(client, model=…)` asks an adapter."""
+    assert result.lease
+    return Client(result.lease.url, API_KEY, "sft")
+
+
+@pytest.fixture(scope="module")
+def references(root: Path) -> dict[str, Any]:
+    """Name → the same weights in Transformers, with PEFT where there is an adapter."""
+    base = root / "sft" / "model"
+    return {"sft": load(base), **{name: adapted(base, root / name) for name in NAMES[1:]}}
+
+
+def answer(client: Client, name: str, tokens: list[int]) -> list[int]:
+    choice = replace(client, model=name).complete(tokens, max_tokens=NUM_TOKENS, ignore_eos=True, return_token_ids=True)
+    answered: list[int] = choice["token_ids"]
+    return answered
+
+
+def test_each_is_a_model_name_and_answers_as_peft_does(client: Client, references: dict[str, Any]) -> None:
+    assert client.model_names() == list(NAMES)
+    for name, model in references.items():
+        rows = list(DOCUMENTS)
+        for served, row in zip(replace(client, model=name).score(rows), rows, strict=True):
+            assert served == pytest.approx(log_probabilities(model, row), abs=1e-4)
+            assert answer(client, name, row) == greedy(model, row, NUM_TOKENS)
+    assert log_probabilities(references["wide"], DOCUMENTS[0]) != pytest.approx(
+        log_probabilities(references["sft"], DOCUMENTS[0]), abs=0.1
+    )
+
+
+def test_the_stage_logs_how_far_each_is_from_what_training_recorded(result: StageResult, root: Path) -> None:
+    for end in ("", "_wide", "_narrow"):
+        assert result.metrics[f"max_abs_logprob_difference{end}"] < 1e-4
+        assert result.metrics[f"mean_abs_logprob_difference{end}"] <= result.metrics[f"max_abs_logprob_difference{end}"]
+    assert "wide differs from what training recorded by" in (root / "serve" / "log.txt").read_text()
+
+
+def test_log_probabilities_of_prompts_in_one_batch_do_not_end_the_engine(client: Client) -> None:
+    with ThreadPoolExecutor(6) as pool:
+        for name in NAMES * 2:
+            pool.submit(replace(client, model=name).score, list(DOCUMENTS)).result()
+        many = [pool.submit(replace(client, model=name).score, list(DOCUMENTS)) for name in NAMES * 4]
+        assert all(one.result() for one in many)
+    assert client.is_healthy()
+
+
+def test_the_base_is_asked_among_requests_to_all_adapters_and_stays_the_base(
+    client: Client, references: dict[str, Any]
+) -> None:
+    wanted = {name: greedy(model, DOCUMENTS[1], NUM_TOKENS) for name, model in references.items()}
+    with ThreadPoolExecutor(12) as pool:
+        asked = [(name, pool.submit(answer, client, name, DOCUMENTS[1])) for name in NAMES * 8]
+        assert [(name, one.result()) for name, one in asked] == [(name, wanted[name]) for name, _ in asked]
+
+
+def evaluate(root: Path, result: StageResult, work: str, **config: Any) -> StageResult:
+    assert result.lease
+    told = {"tasks": ["sums"], "task_folder": str(root / "tasks"), "limit": 6, "apply_chat_template": True, **config}
+    inputs = {"serve": root / "serve", **{name: root / name for name in NAMES}}
+    lease = {"serve": result.lease.model_dump()}
+    return run_to_the_end(write_work(root / work, "evaluate", told, inputs, leases=lease))
+
+
+def test_an_evaluation_asks_the_adapter_that_it_names(root: Path, result: StageResult, references: Any) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(root / "sft" / "model")
+    leased = evaluate(root, result, "leased", model="serve", adapter="wide")
+    for line in (root / "leased" / "samples" / "sums.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        messages = [{"role": "user", "content": row["doc"]["question"]}]
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt").input_ids
+        made = references["wide"].generate(input_ids=prompt, max_new_tokens=8, do_sample=False)[0, prompt.shape[1] :]
+        assert row["resps"][0][0] == tokenizer.decode(made, skip_special_tokens=True).split("\n")[0]
+    logged = json.loads((root / "leased" / "metrics.jsonl").read_text().splitlines()[0])
+    assert logged["max_abs_logprob_difference"] < 1e-4
+
+    alone = evaluate(root, result, "alone", model="wide", base="sft", serving=SERVING)
+    assert alone.metrics == leased.metrics
+
+
+def test_an_adapter_that_does_nothing_is_an_error(client: Client, root: Path, tmp_path: Path) -> None:
+    spec = LaunchSpec.model_validate_json((root / "serve" / "launch.json").read_bytes())
+    # The record of one, the weights of another: as if the server had taken the base, or left layers out.
+    lost = tmp_path / "lost"
+    shutil.copytree(root / "wide", lost)
+    idle = spec.model_copy(update={"adapters": {"sft-too": lost / "adapter"}})
+    with pytest.raises(ServerError, match="does not list sft-too; it has sft, wide, narrow"):
+        compare_with_records(client, idle, ["sft-too"], 256)
+
+    class Base(Client):
+        """A server whose adapters are of no effect."""
+
+        def score(self, rows: list[list[int]]) -> list[list[float]]:
+            return Client(self.url, self.api_key, "sft").score(rows)
+
+    with pytest.raises(ServerError, match="the adapter wide does nothing where it is served"):
+        compare_with_records(Base(client.url, API_KEY, "wide"), spec, ["wide"], 256)

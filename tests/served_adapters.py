@@ -1,0 +1,77 @@
+"""Adapters of a tiny model, as training would leave them: PEFT's files, and what PEFT gives recorded documents."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from stages.adapters.files import copy_companions
+
+DOCUMENTS = ([40, 72, 73, 84, 5, 20, 16, 17, 63, 33], [90, 12, 4, 4, 51, 66, 7, 8], [9, 40, 33, 71, 70, 69, 68, 5, 6])
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def make_adapter(base: Path, artifact: Path, *modules: str, rank: int = 8, seed: int = 0, scale: float = 0.1) -> None:
+    """Into `artifact`: a random adapter of the model folder `base`, and its record.
+
+    scale: of its factors. modules: those adapted; default: all linear layers.
+    """
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(modules or ALL))
+    model = get_peft_model(load(base), config)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(std=scale)
+    model.save_pretrained(artifact / "adapter", save_embedding_layers=False)
+    copy_companions(base, artifact / "adapter")
+    path = artifact / "adapter" / "adapter_config.json"
+    described = json.loads(path.read_text()) | {"base_model_name_or_path": base.parent.name}
+    path.write_text(json.dumps(described))
+    write_record(model, artifact)
+
+
+def write_record(model: Any, artifact: Path) -> None:
+    """What training writes: of each document its tokens, its targets and their log-probability."""
+    documents = []
+    for tokens in DOCUMENTS:
+        targets = [-100, *tokens[2:]]
+        value = sum(log_probabilities(model, tokens)[1:])
+        documents.append({"input_ids": tokens[:-1], "targets": targets, "log_probability": value})
+    artifact.mkdir(exist_ok=True)
+    (artifact / "log_probabilities.json").write_text(json.dumps({"documents": documents}))
+
+
+def load(base: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(base, dtype="float32").eval()
+
+
+def adapted(base: Path, artifact: Path) -> Any:
+    """By PEFT: the model with the adapter."""
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(load(base), artifact / "adapter").eval()
+
+
+def log_probabilities(model: Any, token_ids: list[int]) -> list[float]:
+    """By Transformers: ln p of every token but the first."""
+    import torch
+
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([token_ids])).logits[0, :-1]
+    picked = logits.log_softmax(-1).gather(-1, torch.tensor(token_ids[1:])[:, None])
+    return [float(value) for value in picked[:, 0]]
+
+
+def greedy(model: Any, token_ids: list[int], num_tokens: int) -> list[int]:
+    """By Transformers: what follows, the end of an answer being a token like any other."""
+    import torch
+
+    made = model.generate(
+        input_ids=torch.tensor([token_ids]), max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False
+    )
+    answer: list[int] = made[0, len(token_ids) :].tolist()
+    return answer
