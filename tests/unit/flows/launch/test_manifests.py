@@ -1,5 +1,6 @@
 """Manifests are what Kubernetes' and Kubeflow's published schemas say, and as restricted as they can be."""
 
+import json
 import os
 import signal
 import socket
@@ -10,9 +11,11 @@ from pathlib import Path
 
 import httpx
 import kubernetes_validate
+import numpy as np
 import pytest
 import yaml
 from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
+from safetensors.numpy import save_file
 
 from flows.launch.cluster import order_of
 from flows.launch.manifests import job_manifests
@@ -153,6 +156,28 @@ def test_a_server_rolls_over_without_a_gap_and_has_a_key():
         assert any(entry["name"] == "VLLM_API_KEY" and "valueFrom" in entry for entry in container["env"])
     assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"]
     assert autoscaler["spec"]["metrics"][0]["pods"]["metric"]["name"] == "vllm:num_requests_waiting"
+
+
+def test_a_server_of_adapters_has_them_and_their_base_by_path_and_name(tmp_path):
+    base, adapter = tmp_path / "sft" / "model", tmp_path / "dpo" / "adapter"
+    base.mkdir(parents=True)
+    (base / "config.json").write_text('{"model_type": "qwen3"}')
+    adapter.mkdir(parents=True)
+    factors = {"A": np.zeros((8, 2)), "B": np.zeros((2, 8))}
+    named = {f"base_model.model.layers.0.q_proj.lora_{name}.weight": value for name, value in factors.items()}
+    save_file(named, adapter / "adapter_model.safetensors")
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8}')
+    kubernetes = {"image": "vllm:1", **KEY}
+    tree = {"kind": "serve", "model": "dpo", "base": "sft", "execution": {"kubernetes": kubernetes}}
+    config = KINDS["serve"].model_validate(tree)
+
+    made = serving_manifests("chat", base, "0" * 12, tmp_path, config, Replicas(1, 4), {"dpo": adapter})
+
+    engine, _ = pods_of(made[0])[0]["containers"]
+    command = engine["command"]
+    assert command[command.index("serve") + 1 :][:3] == [str(base), "--served-model-name", "sft"]
+    assert json.loads(command[command.index("--lora-modules") + 1]) == {"name": "chat", "path": str(adapter)}
+    assert str(tmp_path) in {mount["mountPath"] for mount in engine["volumeMounts"]}
 
 
 def test_the_proxy_alone_is_reached_and_a_server_reaches_nobody():
