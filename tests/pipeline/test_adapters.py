@@ -47,15 +47,8 @@ def dpo(artifacts, tmp_path_factory):
 
 
 def dpo_config(**fields):
-    return make_config(
-        "dpo",
-        model="sft",
-        adapter=ADAPTER,
-        steps=NUM_DPO_STEPS,
-        layout={"dp_shard": 2, "micro_batch_size": 2},
-        execution={"checkpoint_every_steps": 4},
-        **fields,
-    )
+    usual = {"layout": {"dp_shard": 2, "micro_batch_size": 2}, "execution": {"checkpoint_every_steps": 4}}
+    return make_config("dpo", model="sft", adapter=ADAPTER, steps=NUM_DPO_STEPS, **{**usual, **fields})
 
 
 def merged(inputs, work, **fields):
@@ -98,6 +91,19 @@ def test_merged_it_gives_what_training_gave_and_what_peft_gives(dpo, artifacts, 
     expected = peft.PeftModel.from_pretrained(base, dpo / "adapter").merge_and_unload().state_dict()
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged" / "model", dtype=torch.float32).state_dict()
     assert max((found[name] - expected[name]).abs().max().item() for name in expected) < 1e-6
+
+
+def test_megatron_trains_the_same_adapter(dpo, artifacts, tmp_path):
+    work, layout = tmp_path / "dpo-0123456789ab", {"tp": 2, "sequence_parallel": True, "micro_batch_size": 2}
+    config = dpo_config(engine="megatron", layout=layout)
+    make_context(work, artifacts, config)
+    run_to_end(work, config)
+    assert [row["loss"] for row in logged(work)] == pytest.approx([row["loss"] for row in logged(dpo)], abs=1e-4)
+    assert (load_file(work / "adapter" / "adapter_model.safetensors").keys()) == (
+        load_file(dpo / "adapter" / "adapter_model.safetensors").keys()
+    )
+    result = merged({**artifacts, "dpo": work}, tmp_path / "merged", max_difference=1e-5)
+    assert result.metrics["max_abs_logprob_difference"] < 1e-5
 
 
 def test_a_killed_training_goes_on_to_the_same_adapter(dpo, artifacts, tmp_path):

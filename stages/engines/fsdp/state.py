@@ -27,7 +27,9 @@ class TrainingState:
 
     def save(self, folder: Path) -> Future[None]:
         """Copy the state to host memory, then write it in a thread; done when all processes have written."""
-        return dcp.async_save(self._state(), checkpoint_id=folder, process_group=self._group)
+        state = self._state()
+        state["model"] = self._untied(state["model"])  # a tied head would be there though embedding and head are frozen
+        return dcp.async_save(state, checkpoint_id=folder, process_group=self._group)
 
     def load(self, folder: Path) -> None:
         """Restore in place; each process reads the parts that its shards need. Either engine may have saved them.

@@ -27,12 +27,19 @@ QWEN3_30B = {
     "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
 }  # fmt: skip
 """Of the models' config.json on the hub."""
-PARAMETERS = {"llama-3.1-70b-megatron": 70.55e9, "qwen3-8b-megatron": 8.19e9, "qwen3-30b-a3b-megatron": 30.53e9}
+PARAMETERS = {
+    "llama-3.1-70b-megatron": 70.55e9,
+    "qwen3-8b-megatron": 8.19e9,
+    "qwen3-30b-a3b-megatron": 30.53e9,
+    "qwen3-30b-a3b-lora-megatron": 30.53e9,
+}
 RECIPES = {
     "qwen3-8b-megatron": (QWEN3_8B, 8, {"tp": 2, "dp_shard": 4}),
     "llama-3.1-70b-megatron": (LLAMA_70B, 64, {"tp": 8, "pp": 4, "vpp": 5}),
     "qwen3-30b-a3b-megatron": (QWEN3_30B, 16, {"pp": 2, "ep": 8}),
     "llama-3.1-70b-64k-megatron": (LLAMA_70B, 64, {"tp": 4, "pp": 4, "cp": 4}),
+    "llama-3.1-70b-lora-8gpu": (LLAMA_70B, 8, {"tp": 8, "sequence_parallel": True}),
+    "qwen3-30b-a3b-lora-megatron": (QWEN3_30B, 8, {"dp_shard": 8, "ep": 8}),
 }
 
 
@@ -65,6 +72,15 @@ def test_the_predicted_memory_fits_with_a_tenth_to_spare(name):
     shape = shape_of_config(RECIPES[name][0])
     for config in training_stages(name):
         assert memory(shape, config.engine, config.layout, config.workload).peak_gib < 0.9 * GPU_GIB
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if "lora" in name])
+def test_an_adapter_is_trained_on_a_node_where_whole_weights_would_not_fit(name):
+    (config,) = training_stages(name)
+    shape = shape_of_config(RECIPES[name][0])
+    whole = config.model_copy(update={"adapter": None})
+    assert config.execution.nodes == 1 and config.product == "adapter"
+    assert memory(shape, config.engine, config.layout, whole.workload).peak_gib > GPU_GIB
 
 
 def test_the_quickstart_differs_from_the_one_on_fsdp_in_engine_and_layout_only():
