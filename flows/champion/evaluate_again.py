@@ -74,9 +74,12 @@ class _Teller:
 
     def __init__(self, context: StageContext) -> None:
         self._context = context
+        self._has_said_that_it_waits = False
 
     def waiting(self) -> None:
-        self._context.milestone("another refresh is evaluating the champion")
+        if not self._has_said_that_it_waits:
+            self._context.milestone("another refresh is evaluating the champion")
+        self._has_said_that_it_waits = True
 
     def started(self, attempt: Attempt) -> None:
         self._context.milestone(f"evaluating the champion; its log is {attempt.work / 'log.txt'}")

@@ -175,8 +175,13 @@ def _what_to_serve(name: str) -> list[str]:
 class _Silent:
     """An observer of a stage that belongs to no refresh."""
 
+    def __init__(self) -> None:
+        self._has_said_that_it_waits = False
+
     def waiting(self) -> None:
-        click.echo("waiting: a refresh is building the same artifact", err=True)
+        if not self._has_said_that_it_waits:
+            click.echo("waiting: a refresh is building the same artifact", err=True)
+        self._has_said_that_it_waits = True
 
     def started(self, attempt: object) -> None:
         pass

@@ -86,15 +86,15 @@ class RefreshRun:
         attempt += self._last_attempts.get(name, 0)
         held = self._acquire_slots(planned)
         started_s = time.monotonic()
+        observer = StageObserver(name, self.record, self.append, log)
         try:
             planned = on_devices(planned, held.numbers)
-            observer = StageObserver(name, self.record, self.append, log)
             built = run_stage(
                 planned, self.built, self.store, observer, attempt=attempt, stop=self.stop, launch=self._launch
             )
         except BaseException as error:
             held.release()
-            self._note_failure(name, error, time.monotonic() - started_s)
+            self._note_failure(name, error, time.monotonic() - (observer.waited_until_s or started_s))
             raise
         self._note_built(built)
         if built.server:

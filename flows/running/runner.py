@@ -85,7 +85,7 @@ class Observer(Protocol):
     """Follows how a stage gets on, in the thread that runs it."""
 
     def waiting(self) -> None:
-        """Another process builds the same artifact; called once."""
+        """Another process builds the same artifact; called every 0.2 s as long as it does."""
 
     def started(self, attempt: Attempt) -> str | None:
         """Called before the process starts. Returns the key by which the artifact's record refers to the attempt."""
@@ -125,6 +125,7 @@ def run_stage(
     if built and not is_pending(built.artifact) and not _has_leftover(planned, work):
         return built
     with store.lock(planned.kind, planned.resume_key, _Waiting(planned, observer, stop)):
+        started_s = time.monotonic()
         store.recover(planned.kind, planned.version)
         if built := _find_cached(planned, resolved_inputs, store, started_s):
             if not is_pending(built.artifact):
@@ -220,16 +221,13 @@ def _entry(built: Built) -> UpstreamEntry:
 
 @dataclass
 class _Waiting:
-    """Called while another process holds the lock: calls the observer once, and raises when asked to stop."""
+    """Called while another process holds the lock: calls the observer, and raises when asked to stop."""
 
     planned: PlannedStage
     observer: Observer
     stop: threading.Event
-    noted: bool = False
 
     def __call__(self) -> None:
-        if not self.noted:
-            self.noted = True
-            self.observer.waiting()
+        self.observer.waiting()
         if self.stop.is_set():
             raise RefreshStoppedError(f"{self.planned.name} was waiting for another refresh, which builds the same")

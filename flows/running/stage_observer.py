@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,10 @@ LOG_LEVELS = {"milestone": logging.INFO, "warning": logging.WARNING}
 
 
 class StageObserver:
-    """An `Observer` that has `append` write down what happens in a stage of a refresh."""
+    """An `Observer` that has `append` write down what happens in a stage of a refresh.
+
+    waited_until_s: on the monotonic clock, until when another refresh was building the same artifact, if one was.
+    """
 
     def __init__(self, stage: str, refresh: RefreshRecord, append: Callable[[AnyEvent], None], log: Log):
         self._stage = stage
@@ -31,8 +35,12 @@ class StageObserver:
         self._log = log
         self._began: AttemptBegan | None = None
         self._events = Tail(Path())
+        self.waited_until_s: float | None = None
 
     def waiting(self) -> None:
+        is_news, self.waited_until_s = self.waited_until_s is None, time.monotonic()
+        if not is_news:
+            return
         self._append(StageWaits(stage=self._stage, reason="another refresh is building the same artifact"))
         self._log.info("waiting: another refresh is building the same artifact")
 
