@@ -18,6 +18,7 @@ from flows.running.runner import Launcher
 from flows.tracking.cursor import read_shipped
 from flows.tracking.pages import page_of
 from stages.core.errors import RefreshStoppedError, ServerError, StageCrashError
+from stages.core.lines import say
 
 NOT_IN_FILE_NAMES = r"[^\w.-]"
 
@@ -38,9 +39,9 @@ def run_comparison(request: ComparisonRequest, *, stream: TextIO, launch: Launch
             run.finish()
     if not read_shipped(run.ledger).has_all_of(run.ledger):
         log = run.ledger.folder / "tracking.log"
-        print(f"MLflow does not have all of it yet (see {log}); the next refresh ships the rest", file=sys.stderr)
+        say(f"MLflow does not have all of it yet (see {log}); the next refresh ships the rest", sys.stderr)
     elif link := page_of(run.record.refresh):
-        print(f"MLflow: {link}", file=stream)
+        say(f"MLflow: {link}", stream)
     return run
 
 
@@ -73,4 +74,4 @@ def _run_flow(request: ComparisonRequest, run: RefreshRun) -> None:
     except Exception as error:
         if run.record.state == "running":
             raise ServerError(f"Prefect could not run the comparison: {type(error).__name__}: {error}") from error
-        print(f"Prefect does not know how the comparison ended: {error}", file=sys.stderr)
+        say(f"Prefect does not know how the comparison ended: {error}", sys.stderr)

@@ -6,7 +6,6 @@ A view is a thread that reads the refresh's record and what the running stages w
 from __future__ import annotations
 
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import TracebackType
@@ -16,6 +15,7 @@ from flows.cli.feed import StageFeed
 from flows.compare.metrics import first_line
 from flows.ledger.events import TrialEnded
 from flows.ledger.record import RefreshRecord, StageEntry
+from stages.core.lines import say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -94,7 +94,7 @@ class PlainView(View):
         self._stream = stream
 
     def line(self, text: str) -> None:
-        print(f"{time.strftime('%H:%M:%S')} {text}", file=self._stream, flush=True)
+        say(text, self._stream)
 
     def show(self, record: RefreshRecord) -> None:
         """A pipe gets nothing but what stays."""
@@ -122,7 +122,10 @@ class TerminalView(View):
         self._console.print(text, style="dim", markup=False, highlight=False)
 
     def show(self, record: RefreshRecord) -> None:
-        self._live.update(stage_table(record, self._feeds), refresh=True)
+        from rich.console import Group
+
+        # The terminal puts ^C on the empty line: behind a row as wide as the terminal, it would begin another line.
+        self._live.update(Group(stage_table(record, self._feeds), ""), refresh=True)
 
 
 def stage_table(record: RefreshRecord, feeds: dict[str, StageFeed]) -> Table:

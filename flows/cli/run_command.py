@@ -7,8 +7,6 @@ import os
 import sys
 from typing import Any
 
-import click
-
 from flows.cli.answers import print_json
 from flows.cli.live import PlainView, TerminalView, View
 from flows.cli.show import entry_as_json, find_refresh
@@ -32,6 +30,7 @@ from stages.core.errors import (
     StoreError,
     error_classes,
 )
+from stages.core.lines import say
 
 PREFECT_SETTINGS = {
     # Milestones go to Prefect's server; on stdout and stderr, this process shows its own lines.
@@ -55,7 +54,7 @@ def run_refresh(
     """
     planned = make_plan(request)
     for note in planned.notes:
-        print(note, file=sys.stderr)
+        say(note, sys.stderr)
     endpoints = ready_servers()
     run = RefreshRun(planned, retried.refresh if retried else None, launch=launch)
     run.tracker.start(endpoints.environment())
@@ -96,11 +95,11 @@ def ready_servers(*, worker: bool = False) -> servers.Endpoints:
     To be called before Prefect is imported. Raises `ServerError`.
     """
     if any(status.ours and not status.healthy and status.name in NAMED_BY for status in servers.status()):
-        print("starting the local Prefect and MLflow servers (stop them with `lifecycle down`)", file=sys.stderr)
+        say("starting the local Prefect and MLflow servers (stop them with `lifecycle down`)", sys.stderr)
     endpoints = servers.up(worker=worker)
     for status in servers.status():
         if status.url:
-            print(f"{status.name}: {status.url}", file=sys.stderr)
+            say(f"{status.name}: {status.url}", sys.stderr)
     os.environ.update(endpoints.environment())
     for name, value in PREFECT_SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -123,7 +122,7 @@ def _run_flow(request: RefreshRequest, run: RefreshRun, retried: RefreshRecord |
     except Exception as error:
         if run.record.state == "running":
             raise ServerError(f"Prefect could not run the refresh: {type(error).__name__}: {error}") from error
-        print(f"Prefect does not know how the refresh ended: {error}", file=sys.stderr)
+        say(f"Prefect does not know how the refresh ended: {error}", sys.stderr)
 
 
 def view_of(run: RefreshRun, quiet: bool) -> View:
@@ -141,7 +140,7 @@ def answer(record: RefreshRecord, as_json: bool) -> int:
     if as_json:
         print_json(to_json(record))
     else:
-        click.echo(closing_words(record))
+        say(closing_words(record), sys.stdout)
     return exit_code(record)
 
 

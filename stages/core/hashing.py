@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+from stages.core.lines import say
+
 CHUNK_BYTES = 1 << 20
 MIN_CACHED_BYTES = 1 << 20
 """Smaller files are read as fast as they are looked up."""
@@ -82,7 +84,7 @@ class _Job:
             if now_s - self._reported_s >= REPORT_INTERVAL_S:
                 self._reported_s = now_s
                 done, total = self._done_bytes / GIB, self._total_bytes / GIB
-                print(f"hashing files from outside the store: {done:.1f} of {total:.1f} GiB", file=sys.stderr)
+                say(f"hashing files from outside the store: {done:.1f} of {total:.1f} GiB", sys.stderr)
 
 
 def _lookup(key: str) -> str | None:

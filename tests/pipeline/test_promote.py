@@ -1,6 +1,7 @@
 """Night after night with a real Prefect and MLflow: who becomes champion, who does not, who comes back, who is kept."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -98,6 +99,7 @@ def test_a_worse_candidate_ends_the_refresh_as_not_promoted_with_a_table(nights,
     assert worse.returncode == NotPromotedError.exit_code
     assert "not promoted" in worse.stdout
     assert "| regression of sums.exact_match (standard errors) | 6.514 | ≤ 2 | **no** | 4.514 |" in worse.stdout
+    assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in (worse.stdout + worse.stderr).splitlines())
     assert nights.champion()["version"] == "1"
 
 

@@ -1,9 +1,140 @@
-"""What a terminal shows of a running stage."""
+"""What a terminal shows of a running stage, and what a file gets instead."""
 
-from flows.cli.live import metrics_text
+import io
+import os
+import re
+import termios
+import threading
+
+import pytest
+from rich.console import Console
+
+from flows.cli.live import PlainView, TerminalView, metrics_text
+from flows.ledger.events import AttemptBegan, AttemptEnded, PlannedEntry, RefreshBegan
+from flows.ledger.process_identity import ProcessIdentity
+from flows.ledger.refreshes import ledger_of
+
+ROWS, COLUMNS = 24, 80
+SEQUENCE = re.compile(r"\x1b\[([?0-9;]*)([A-Za-z])|\x1b\]8;[^\x1b]*\x1b\\\\|([\s\S])")
 
 
 def test_utilization_is_a_percentage_and_large_numbers_have_no_fraction():
     assert metrics_text({"loss": 0.01234, "tokens_per_s": 8012.4, "mfu": 0.4026}) == (
         "loss 0.01234  tokens_per_s 8,012  mfu 40.3%"
     )
+
+
+@pytest.fixture
+def record(tmp_path, monkeypatch):
+    """Of a refresh whose only stage has failed: its error has two lines, its metrics are wider than a terminal."""
+    monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
+    ledger = ledger_of("nightly-1")
+    ledger.append(
+        RefreshBegan(
+            refresh="nightly-1",
+            recipe="nightly",
+            recipe_path=tmp_path / "recipe.yaml",
+            process=ProcessIdentity.own(),
+            hardware="1 × abacus",
+            git_commit=None,
+            stages={"sft": PlannedEntry(kind="train", version="0123456789ab")},
+        )
+    )
+    ledger.append(AttemptBegan(stage="sft", number=1, work=tmp_path, first_byte=0, params={}, tags={}))
+    metrics = {f"a_metric_with_a_very_long_name_{number}": 1.0 for number in range(3)}
+    ledger.append(
+        AttemptEnded(
+            stage="sft", number=1, outcome="finished", folder=tmp_path, last_byte=0, seconds=1.0, metrics=metrics
+        )
+    )
+    return ledger.read()
+
+
+def screen_of(written: str) -> list[str]:
+    """What a terminal shows after that, with what has scrolled out of sight above it."""
+    lines, row, column = [""], 0, 0
+    for match in SEQUENCE.finditer(written):
+        parameter, command, character = match.groups()
+        number = int(parameter) if parameter and parameter.isdigit() else 1
+        if command == "A":
+            row = max(0, row - number)
+        elif command == "K":
+            lines[row] = "" if parameter == "2" else lines[row][:column]
+        elif character == "\r":
+            column = 0
+        elif character == "\n":
+            row += 1
+        elif character:
+            if column == COLUMNS:
+                row, column = row + 1, 0
+            lines += [""] * (row + 1 - len(lines))
+            lines[row] = lines[row].ljust(column)[:column] + character + lines[row][column + 1 :]
+            column += 1
+        lines += [""] * (row + 1 - len(lines))
+    return [line.rstrip() for line in lines]
+
+
+class Terminal:
+    """A real one of the kernel: it echoes what is typed."""
+
+    def __init__(self) -> None:
+        self._master, slave = os.openpty()
+        termios.tcsetwinsize(slave, (ROWS, COLUMNS))
+        self.stream = os.fdopen(slave, "w")
+        self.written = ""
+        self._seen = 0
+        self._changed = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def type(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def wait_for(self, text: str) -> None:
+        """Until it is written, behind what was waited for before."""
+        with self._changed:
+            self._changed.wait_for(lambda: text in self.written[self._seen :])
+            self._seen = self.written.index(text, self._seen) + len(text)
+
+    def close(self) -> None:
+        self.stream.close()
+        self._reader.join()
+        os.close(self._master)
+
+    def _read(self) -> None:
+        while data := self._piece():
+            with self._changed:
+                self.written += data
+                self._changed.notify_all()
+
+    def _piece(self) -> str:
+        try:
+            return os.read(self._master, 65536).decode(errors="replace")
+        except OSError:  # nobody has it open any more
+            return ""
+
+
+@pytest.mark.parametrize("typed", ["", "\x03", "\x03\x03"])
+def test_the_table_leaves_no_line_behind_when_somebody_presses_ctrl_c(record, typed):
+    terminal = Terminal()
+    with TerminalView(lambda: record, Console(file=terminal.stream, width=COLUMNS)):
+        terminal.wait_for("nightly-1")
+        for key in typed:
+            terminal.type(key)
+            terminal.wait_for("^C")
+        terminal.wait_for("nightly-1")
+    terminal.close()
+    screen = screen_of(terminal.written)
+    assert [line for line in screen if "nightly-1" in line] == ["nightly-1"]
+    assert not any("^C" in line for line in screen)
+
+
+def test_every_line_of_a_file_has_its_time():
+    stream = io.StringIO()
+    PlainView(lambda: None, stream).line("sft failed: it was killed\nits log ends with:\n  the last line")
+    assert [line[9:] for line in stream.getvalue().splitlines()] == [
+        "sft failed: it was killed",
+        "its log ends with:",
+        "  the last line",
+    ]
+    assert re.fullmatch(r"(\d\d:\d\d:\d\d .*\n)+", stream.getvalue())
