@@ -17,6 +17,7 @@ MEGATRON_HONOURS = {
     "exclude_modules",
     "layers_to_transform",
     "use_rslora",
+    "loraplus_lr_ratio",
 }
 """All others must be as they are by default: what is not known here is refused, never left out without a word."""
 

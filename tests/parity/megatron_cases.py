@@ -96,7 +96,12 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "exclude_modules": ["layers.1.mlp.up_proj"],
         "layers_to_transform": [0, 1],
     },
-    "attention": {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]},
+    "attention": {
+        "rank": 4,
+        "alpha": 8,
+        "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+        "loraplus_lr_ratio": 2.0,
+    },
 }
 """`some`: parts of the layers that Megatron joins, and nothing on the last pipeline stage."""
 SEED = 3

@@ -16,6 +16,7 @@ from typing import Any
 
 import peft
 import torch
+from peft.optimizers import create_loraplus_optimizer
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
@@ -168,6 +169,8 @@ def train_plainly(folder: Path, data: str, everything_decays: bool, adapter: str
     everything = [{"params": list(model.parameters()), "weight_decay": WEIGHT_DECAY}]
     groups = everything if everything_decays else trainer_parameter_groups(model, WEIGHT_DECAY)
     optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=EPSILON)
+    if adapter and (ratio := ADAPTERS[adapter].get("loraplus_lr_ratio")):
+        optimizer = loraplus_adam(model, ratio)
     losses, norms, gradients = [], [], {}
     for rows, reference in zip(batches, references, strict=True):
         loss = mean_loss(method, document_values(model, rows), reference)
@@ -189,9 +192,23 @@ def train_plainly(folder: Path, data: str, everything_decays: bool, adapter: str
 
 def adapted_by_peft(model: Any, adapter: dict[str, Any]) -> Any:
     renamed = {"rank": "r", "alpha": "lora_alpha"}
-    options = {renamed.get(name, name): value for name, value in adapter.items()}
+    of_optimizer = {"loraplus_lr_ratio"}
+    options = {renamed.get(name, name): value for name, value in adapter.items() if name not in of_optimizer}
     torch.manual_seed(SEED)
     return peft.get_peft_model(model, peft.LoraConfig(**{"target_modules": "all-linear", **options}))
+
+
+def loraplus_adam(model: Any, ratio: float) -> torch.optim.Optimizer:
+    return create_loraplus_optimizer(
+        model,
+        torch.optim.AdamW,
+        lr=LEARNING_RATE,
+        loraplus_lr_ratio=ratio,
+        loraplus_weight_decay=WEIGHT_DECAY,
+        weight_decay=WEIGHT_DECAY,
+        betas=(0.9, 0.95),
+        eps=EPSILON,
+    )
 
 
 def adapter_weights(model: Any) -> dict[str, Tensor]:

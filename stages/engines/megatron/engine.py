@@ -59,7 +59,8 @@ class MegatronEngine:
         self.compute_dtype = compute_dtype(settings.precision)
         self._adapter = peft_adapter(folder, settings.adapter, settings.seed) if settings.adapter else None
         self.flops = self._adapter.flops(shape.flops()) if self._adapter else shape.flops()
-        self._chunks = build_model_chunks(shape, layout, settings.precision, device)
+        has_adapter = self._adapter is not None
+        self._chunks = build_model_chunks(shape, layout, settings.precision, device, has_adapter=has_adapter)
         load_weights(self._chunks, folder, shape)
         if self._adapter:
             adapt(self._chunks, shape, self._adapter)

@@ -23,11 +23,13 @@ MAX_UNUSED_POSITIONS = 2**20
 """Positions are not limited by Megatron's model, since angles come from outside; the argument must be given."""
 
 
-def build_model_chunks(shape: ModelShape, layout: Layout, precision: Precision, device: torch.device) -> list[GPTModel]:
+def build_model_chunks(
+    shape: ModelShape, layout: Layout, precision: Precision, device: torch.device, *, has_adapter: bool = False
+) -> list[GPTModel]:
     """This process's chunks, in the order of the pipeline: one, or `vpp`. Parameters are not initialised."""
     transformer = transformer_config(shape, layout, precision, device)
     stages = range(layout.vpp) if layout.vpp > 1 else [None]
-    return [_build_chunk(shape, transformer, vp_stage) for vp_stage in stages]
+    return [_build_chunk(shape, transformer, vp_stage, has_adapter) for vp_stage in stages]
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:
@@ -75,11 +77,11 @@ def layers_of_stages(num_layers: int, num_stages: int) -> list[int]:
     return [least + (stage < rest) for stage in range(num_stages)]
 
 
-def _build_chunk(shape: ModelShape, config: TransformerConfig, vp_stage: int | None) -> GPTModel:
+def _build_chunk(shape: ModelShape, config: TransformerConfig, vp_stage: int | None, has_adapter: bool) -> GPTModel:
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
     chunk = GPTModel(
         config,
-        decoder_spec(config, shape, vp_stage),
+        decoder_spec(config, shape, vp_stage, has_adapter=has_adapter),
         vocab_size=padded_vocabulary(shape, config.tensor_model_parallel_size),
         max_sequence_length=shape.max_positions or MAX_UNUSED_POSITIONS,
         pre_process=parallel_state.is_pipeline_first_stage(**stage),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, ParamKey, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.utils import get_model_config
 
@@ -66,7 +66,7 @@ class Adam:
                 use_distributed_optimizer=settings.layout.optimizer_shards > 1,
             ),
             list(chunks),
-            config_overrides={} if adam.decay_norms_and_biases else None,  # None: Megatron leaves vectors out
+            config_overrides=_exceptions(settings),
             use_gloo_process_groups=False,
         )
         for group in self.megatron.param_groups:  # Megatron leaves that to its scheduler, which nothing here needs
@@ -95,7 +95,7 @@ class Adam:
                 if parameters:
                     clip_grad_by_total_norm_fp32(parameters, max_grad_norm, grad_norm)
         for group in self.megatron.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group["lr_mult"]
         self.megatron.step_with_ready_grads()
 
     def settle(self) -> None:
@@ -103,6 +103,13 @@ class Adam:
         for chunk in self._chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
+
+
+def _exceptions(settings: EngineSettings) -> dict[Any, Any] | None:
+    """Which parameters learn faster (LoRA+: every B) or do not decay; None: Megatron leaves vectors out."""
+    if settings.adapter and settings.adapter.loraplus_lr_ratio:  # all that learns are matrices
+        return {ParamKey(name="*.lora_B"): {"lr_mult": settings.adapter.loraplus_lr_ratio}}
+    return {} if settings.adam.decay_norms_and_biases else None
 
 
 def _fuse(megatron: MegatronOptimizer) -> None:

@@ -65,20 +65,23 @@ def check_precision(precision: Precision) -> None:
         )
 
 
-def decoder_spec(config: TransformerConfig, shape: ModelShape, vp_stage: int | None) -> TransformerBlockSubmodules:
+def decoder_spec(
+    config: TransformerConfig, shape: ModelShape, vp_stage: int | None, *, has_adapter: bool
+) -> TransformerBlockSubmodules:
     """The layers of the chunk `vp_stage` of this pipeline stage; norms are explicit, or Megatron chooses its own."""
     first = get_transformer_layer_offset(config, vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage))
-    specs = [_layer_spec(config, shape.num_experts if shape.is_mixture(layer) else None) for layer in layers]
+    experts = [shape.num_experts if shape.is_mixture(layer) else None for layer in layers]
+    specs = [_layer_spec(config, num_experts, has_adapter) for num_experts in experts]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_norm(config))
 
 
-def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+def _layer_spec(config: TransformerConfig, num_experts: int | None, has_adapter: bool) -> ModuleSpec:
     options: dict[str, Any] = {"num_experts": num_experts, "qk_layernorm": config.qk_layernorm}
     if uses_transformer_engine(config.params_dtype):
         spec = get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=config.moe_grouped_gemm, **options)
         spec.submodules.self_attention.submodules.core_attention = transformer_engine_attention()
-        return spec
+        return _with_norms_apart(spec, num_experts) if has_adapter else spec
     if num_experts:
         _bind_missing_name()
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", **options)
@@ -89,6 +92,19 @@ def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpe
     feed_forward.activation_func = SwiGLU
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return spec
+
+
+def _with_norms_apart(spec: ModuleSpec, num_experts: int | None) -> ModuleSpec:
+    """An adapter needs what a norm gives; Transformer Engine's layers that begin with one keep it to themselves."""
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+
+    layer = spec.submodules
+    layer.input_layernorm = TENorm
+    layer.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+    if not num_experts:
+        layer.pre_mlp_layernorm = TENorm
+        layer.mlp.submodules.linear_fc1 = TEColumnParallelLinear
     return spec
 
 
