@@ -37,14 +37,15 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({"choices": [{"text": text, "logprobs": {"token_logprobs": [None, -0.5, -0.25]}}]})
 
     def chat(self, messages: list[dict[str, str]]) -> None:
-        """Streams the sum of all numbers that were ever said, in two parts; refuses what has no number."""
+        """Streams the sum of all numbers that were ever said, in parts, red if asked so; refuses what has no number."""
         if not re.search(r"\d", messages[-1]["content"]):
             self.send_error(400, "no number")
             return
         numbers = [int(number) for message in messages for number in re.findall(r"\d+", message["content"])]
         self.send_response(200)
         self.end_headers()
-        for part in ("it is ", str(sum(numbers))):
+        colour = ["\x1b[31m\x9b"] if "red" in messages[-1]["content"] else []
+        for part in (*colour, "it is ", str(sum(numbers))):
             event = json.dumps({"choices": [{"delta": {"content": part}}]})
             self.wfile.write(f"data: {event}\n\n".encode())
         self.wfile.write(b"data: [DONE]\n\n")

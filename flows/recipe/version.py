@@ -54,14 +54,15 @@ def canonical_json(value: JsonValue) -> str:
 def differences(old: Identity, new: Identity) -> list[Difference]:
     """Field by field, sorted by field. Fields of the config bear their recipe path, others say what they are.
 
-    A field that one side leaves out and the other has unset is told as neither.
+    A field that one side leaves out and the other has unset is told as neither, and of a mapping that is empty on one
+    side, the entries of the other.
     """
     before, after = dict(_flatten(old)), dict(_flatten(new))
     fields = sorted(before.keys() | after.keys())
     return [
         Difference(field, before.get(field), after.get(field))
         for field in fields
-        if before.get(field) != after.get(field)
+        if before.get(field) != after.get(field) and not any(other.startswith(f"{field}.") for other in fields)
     ]
 
 

@@ -57,7 +57,7 @@ def build_stage(name: str, run: RefreshRun) -> State[Any]:
     return Completed(name=state, message=f"{built.kind} {built.version} in {built.artifact}")
 
 
-@task(cache_policy=NO_CACHE, persist_result=False, retries=0)
+@task(cache_policy=NO_CACHE, persist_result=False, retries=0, task_run_name="check of inputs")
 def check_inputs(run: RefreshRun) -> None:
     """Check data, splits, tasks and templates of the whole recipe, before any training."""
     run.check_inputs(get_run_logger())
@@ -218,10 +218,14 @@ def _publish(record: RefreshRecord, comparison: Comparison | None) -> None:
 
 
 def final_state(record: RefreshRecord) -> State[Any]:
-    """How a refresh ended. Its name is what automations react to: a promotion of this very refresh, or one refused."""
+    """How a refresh ended. Its name is what automations react to: a promotion of this very refresh, or one refused.
+
+    What was refused is no failure, which somebody would have to mend, but it must not look like success either: its
+    type is that of what was called off, as is a scheduled run's that was left out. Prefect's pages colour by type.
+    """
     verdicts = {entry.verdict for entry in record.stages.values() if entry.state == "built"}
     if record.state == "not_promoted" and "not promoted" in verdicts:
-        return Completed(name="NotPromoted", message=summary(record))
+        return Cancelled(name="NotPromoted", message=summary(record))
     if record.state == "completed" and "promoted" in verdicts:
         return Completed(name="Promoted", message=summary(record))
     if record.state == "completed" and record.comparison:

@@ -1,6 +1,7 @@
 """A conversation with a served model in a terminal: questions from stdin, answers as they are made.
 
-An empty line is passed over, `/new` begins another conversation, and the end of the input (Ctrl-D) ends it.
+An empty line is passed over, `/new` begins another conversation, and the end of the input (Ctrl-D) ends it. What a
+model says may hold control characters, which a terminal would obey: they are shown as �.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from stages.serving.client import Client
 
 NEW = "/new"
 PROMPT = "> "
+CONTROLS = {code: "�" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 def chat(client: Client) -> None:
@@ -34,6 +36,8 @@ def chat(client: Client) -> None:
 
 
 def _asked() -> str | None:
+    if sys.stdin.isatty():
+        import readline  # noqa: F401  (by it, arrow keys edit a line and bring earlier ones back)
     try:
         return input(PROMPT if sys.stdin.isatty() else "").strip()
     except EOFError:
@@ -45,6 +49,6 @@ def _answered(client: Client, messages: list[dict[str, str]]) -> str:
     parts = []
     for part in client.chat(messages):
         parts.append(part)
-        print(part, end="", flush=True)
+        print(part.translate(CONTROLS), end="", flush=True)
     print(flush=True)
     return "".join(parts)

@@ -208,6 +208,16 @@ def test_differences_are_told_field_by_field():
     assert differences(old, old) == []
 
 
+def test_of_a_mapping_that_was_empty_its_entries_are_told():
+    promote = EXAMPLES["promote"][0]
+    none, one = (
+        identity_of(KINDS["promote"].model_validate({**promote, "gates": {"min_scores": scores}}), UPSTREAM, {})
+        for scores in ({}, {"sums.exact_match": 0.9})
+    )
+    assert [str(found) for found in differences(none, one)] == ["gates.min_scores.sums.exact_match none → 0.9"]
+    assert [str(found) for found in differences(one, none)] == ["gates.min_scores.sums.exact_match 0.9 → none"]
+
+
 def test_a_field_that_was_added_later_is_no_part_of_the_identity_until_it_is_set():
     quantize = EXAMPLES["quantize"][0]
     default, stated, other = (

@@ -61,9 +61,9 @@ def built(folder, stage, metrics, **tags):
     yield AttemptEnded(outcome="finished", **ended)
 
 
-def test_a_missed_gate_is_said_with_its_amount_and_the_scores_and_the_run_is_completed(judged):
+def test_a_missed_gate_is_said_with_its_amount_and_the_scores_and_the_run_is_not_green(judged):
     state = final_state(judged("not promoted", (MISSED,)))
-    assert (state.type.value, state.name) == ("COMPLETED", "NotPromoted")
+    assert (state.type.value, state.name) == ("CANCELLED", "NotPromoted")
     assert state.message.splitlines() == [
         f"adder: not promoted; {MISSED}; compared with champion (version 1)",
         "scores: sums.exact_match 0.6",

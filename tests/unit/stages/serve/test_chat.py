@@ -24,7 +24,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_a_conversation(tiny_engine: TinyEngine, model, tmp_path, monkeypatch, capsys) -> None:
-    said = ["What is 20 + 22?", "", "and 1?", "and?", "and 2?", "/new", "What is 1 + 2?"]
+    said = ["What is 20 + 22?", "", "and 1?", "and?", "and 2?", "/new", "What is 1 + 2?", "/new", "1, in red?"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(said)))
     spec = new_launch_spec(model, "sums", ServingConfig())
     with started_server(spec, ServeExecution(), tmp_path / "log", tmp_path / "runtime") as server:
@@ -32,5 +32,5 @@ def test_a_conversation(tiny_engine: TinyEngine, model, tmp_path, monkeypatch, c
         chat(server.client)
 
     answers, refusals = capsys.readouterr()
-    assert answers.splitlines() == ["it is 42", "it is 85", "it is 172", "it is 3"]
+    assert answers.splitlines() == ["it is 42", "it is 85", "it is 172", "it is 3", "�[31m�it is 1"]
     assert "answered 400" in refusals
