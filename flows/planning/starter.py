@@ -26,8 +26,10 @@ HELD_OUT_FRACTION = 0.05
 MAX_QUESTIONS = 200
 CHARACTERS_PER_TOKEN = 3
 """Of English it is 4 or more: rather a row that is longer than needed."""
+FEW_TOKENS = 200_000
+"""Over all epochs; a hundred steps of four packed rows of 512."""
 SHORT_ANSWER_CHARACTERS = 40
-LEARNING_RATES = {"sft": ((1.5, 5e-5), (5, 2e-5), (1e9, 1e-5)), "dpo": ((1.5, 2e-6), (1e9, 5e-7))}
+LEARNING_RATES = {"sft": ((0.01, 3e-3), (1.5, 5e-5), (5, 2e-5), (1e9, 1e-5)), "dpo": ((1.5, 2e-6), (1e9, 5e-7))}
 """Method → (up to so many billion parameters, learning rate of AdamW over all weights)."""
 DEFAULT_MODEL = "hf://Qwen/Qwen3-0.6B"
 
@@ -46,8 +48,12 @@ class Survey:
 
     @property
     def sequence_length(self) -> int:
-        """Tokens of a packed row: a power of two that the longest row should fit in."""
-        return _power_of_two(self.longest_characters / CHARACTERS_PER_TOKEN, least=512, most=8192)
+        """Tokens of a packed row: a power of two that the longest row should fit in.
+
+        Short where there is little to learn from: a hundred short rows, packed into three, would be two steps.
+        """
+        few = self.num_characters * self.epochs < FEW_TOKENS * CHARACTERS_PER_TOKEN
+        return _power_of_two(self.longest_characters / CHARACTERS_PER_TOKEN, least=128 if few else 512, most=8192)
 
     @property
     def epochs(self) -> int:

@@ -90,11 +90,20 @@ def test_lm_eval_loads_the_task(lifecycle, tmp_path, monkeypatch, rows, output_t
         ("hf://meta-llama/Llama-3.1-8B", 1e-5),
         ("hf://a/unnamed", 1e-5),
         ("hf://a/tiny-30M", 5e-5),
+        ("builtin/qwen3-1m", 3e-3),
     ],
 )
 def test_the_learning_rate_follows_the_size_in_the_models_name(lifecycle, tmp_path, model, rate):
     init(lifecycle, tmp_path, SHORT, "--model", model)
     assert load_recipe(tmp_path / "my-rows.yaml").stages["sft"].learning_rate == rate
+
+
+@pytest.mark.parametrize(("num_rows", "answer", "length"), [(400, "5", 128), (400, "5 " * 400, 512), (9000, "5", 512)])
+def test_few_rows_are_packed_into_short_ones_so_that_there_are_steps_to_learn_in(
+    lifecycle, tmp_path, num_rows, answer, length
+):
+    init(lifecycle, tmp_path, [chat(f"What is {number}?", answer) for number in range(num_rows)])
+    assert load_recipe(tmp_path / "my-rows.yaml").stages["sft"].data.sequence_length == length
 
 
 def test_bad_rows_are_counted_and_the_first_is_named(lifecycle, tmp_path):
