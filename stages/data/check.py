@@ -22,7 +22,7 @@ from stages.data.seen_rows import check_held_out
 from stages.data.tokenizer import DocumentTokenizer
 
 SECONDS = 20.0
-"""Of the processor, for a split: on a busy machine no less is checked. A split that is larger than these bytes cannot be
+"""Of the processor, for a split: on a busy machine no less is checked. One that is larger than these bytes cannot be
 done by then, and hashing it for the cache is slow."""
 LARGE_BYTES = 1 << 30
 
