@@ -65,6 +65,11 @@ class Guard:
         found: dict[str, set[str]] = {}
         for name, value in scope["headers"]:
             found.setdefault(name.decode("latin-1").lower(), set()).add(value.decode("latin-1"))
+        if {
+            "content-length",
+            "transfer-encoding",
+        } <= found.keys():  # where it ends is anybody's guess: request smuggling
+            return 400, "the length of this request is said in two ways"
         if not found.get("host", {""}) <= self._hosts:
             expected = " or ".join(sorted(self._hosts))
             return 403, f"this server is called {expected} only; forward its port under the same number"
@@ -80,6 +85,8 @@ class Guard:
 
 async def _answer(send: Send, status: int, text: str, content_type: str = "text/plain") -> None:
     headers = [(b"content-type", f"{content_type}; charset=utf-8".encode()), (b"cache-control", b"no-store")]
+    if status == 400:
+        headers.append((b"connection", b"close"))
     if status == 401:
         headers.append((b"www-authenticate", b'Basic realm="llm-lifecycle"'))
     await send({"type": "http.response.start", "status": status, "headers": headers})

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import uvicorn
 from sqlalchemy.engine import make_url
+from starlette.routing import Mount
 
 from flows.servers.guard import Guard, origins
 from flows.servers.key import KEY_FILE_VARIABLE, USER, read_named_key
@@ -38,7 +39,10 @@ def prefect(hosts: list[str], password: str) -> Guard:
     _complete(PREFECT_DATABASE)
     from prefect.server.api.server import create_app
 
-    return Guard(create_app(final=True), hosts)
+    application = create_app(final=True)
+    # Its API and its pages are mounted. What describes the API asks for no key, and takes seconds to be made.
+    application.router.routes = [route for route in application.router.routes if isinstance(route, Mount)]
+    return Guard(application, hosts)
 
 
 def mlflow(hosts: list[str], password: str) -> Guard:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import time
 import urllib.parse
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,71 @@ def test_its_own_page_is_answered_by_either_name_and_no_other_may_read_along(hom
     own = f"{name}:{home.servers()[server]['port']}"
     path = {"prefect": "/api/admin/version", "mlflow": "/version"}[server]
     assert ask(home, server, path=path, host=own, origin=f"http://{own}")[0] == 200
+
+
+PATHS = ["//{}", "/health/../{}", "/health/%2e%2e/{}", "/%2e%2e/{}", "/health%2f..%2f{}", "/./{}", "/{}/", "/{}."]
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/health/"])
+@pytest.mark.parametrize("server", SERVERS)
+def test_no_spelling_of_a_path_leads_past_the_key(home, server, path):
+    inside = {"prefect": "api/admin/version", "mlflow": "api/2.0/mlflow/experiments/search"}[server]
+    for name in {inside, inside.upper()}:
+        status, text = ask(home, server, path=path.format(name), key=False)
+        assert status in (401, 404)
+        assert "experiments" not in text
+
+
+def test_prefects_api_is_described_to_nobody_without_the_key(home):
+    """What is left describes its pages' server, and is made at once."""
+    status, text = ask(home, "prefect", path="/openapi.json", key=False)
+    assert (status, set(json.loads(text)["paths"])) == (200, {"/ui-settings"})
+    assert ask(home, "prefect", path="/api/openapi.json", key=False)[0] == 401
+
+
+def raw(home, server, *lines, body=b""):
+    """Statuses of the answers to bytes that no client would send."""
+    address = home.address(server).removeprefix("http://")
+    host, port = address.split(":")
+    data = "\r\n".join([*lines, f"Host: {address}", "", ""]).encode() + body
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as connection:
+        with suppress(ConnectionError):
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+        answer = b""
+        with suppress(ConnectionResetError):  # who sends on when it was answered may not see the answer
+            while part := connection.recv(65536):
+                answer += part
+    return [int(line.split()[1]) for line in answer.split(b"\r\n") if line.startswith(b"HTTP/1.1 ")]
+
+
+SMUGGLED = b"GET /health HTTP/1.1\r\nHost: {}\r\n\r\n"
+
+
+@pytest.mark.parametrize("server", SERVERS)
+@pytest.mark.parametrize(
+    ("lengths", "body"),
+    [
+        (["Content-Length: 5", "Transfer-Encoding: chunked"], b"0\r\n\r\n" + SMUGGLED),
+        (["Content-Length: 0", f"Content-Length: {len(SMUGGLED)}"], SMUGGLED),
+        (["Transfer-Encoding: xchunked"], b"0\r\n\r\n" + SMUGGLED),
+        (["Transfer-Encoding: chunked", "Transfer-Encoding: identity"], b"0\r\n\r\n" + SMUGGLED),
+    ],
+    ids=["both", "two", "unknown", "chunked not last"],
+)
+def test_a_request_within_another_is_not_answered(home, server, lengths, body):
+    assert raw(home, server, "POST /health HTTP/1.1", *lengths, body=body) == [400]
+
+
+@pytest.mark.parametrize("server", SERVERS)
+@pytest.mark.parametrize("header", ["Host: evil.example", "Authorization : Basic x"], ids=["two hosts", "space"])
+def test_a_request_of_odd_headers_is_not_answered(home, server, header):
+    assert raw(home, server, "GET / HTTP/1.1", header) == [400]
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_a_header_without_end_is_not_read(home, server):
+    assert raw(home, server, "GET /api/health HTTP/1.1", "X: " + "a" * 2**20) in ([400], [])
 
 
 @pytest.mark.parametrize("server", SERVERS)
