@@ -23,7 +23,7 @@ PROGRAMS = {"promote": "flows.champion.promotion"}
 """Kinds that need a program before the stage, which it starts, and one after its commit (`hook.py`). Known by name: the
 program lies above this, and imports mlflow, which takes seconds."""
 ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Processes of one node are reached by nobody else."""
+"""Processes of one node are reached from no other machine."""
 EVERYWHERE = {
     **TELEMETRY_OFF,
     "PYTHONUNBUFFERED": "1",
