@@ -30,6 +30,7 @@ NOT_FOUND = 404
 COLLECTIONS = {
     "Job": "/apis/batch/v1/namespaces/{namespace}/jobs",
     "Service": "/api/v1/namespaces/{namespace}/services",
+    "NetworkPolicy": "/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies",
     "TrainJob": "/apis/trainer.kubeflow.org/v1alpha1/namespaces/{namespace}/trainjobs",
     "Pod": "/api/v1/namespaces/{namespace}/pods",
 }
@@ -90,7 +91,7 @@ class KubernetesJobs:
         """Delete everything, and wait until its pods are gone. Returns whether they are."""
         end_s = time.monotonic() + DELETE_PATIENCE_S
         with _explained(f"delete the {self._kind} {self._name}"):
-            for kind in self._manifests:
+            for kind in reversed(self._manifests):
                 self._delete(kind)
             while any(self._find(kind) for kind in self._manifests) or self._pods():
                 if time.monotonic() > end_s:

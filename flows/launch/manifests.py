@@ -1,8 +1,9 @@
 """What a stage is in Kubernetes: manifests as trees, from the order of a job. Pure.
 
 One node: a Job. Several: a TrainJob of Kubeflow Trainer (v1alpha1, with runtime patches: 2.2 and later), or an indexed
-Job whose pods find the first one through a headless Service. Pods are as restricted as the "restricted" Pod Security
-Standard asks for, hold no token of the API, and write to the shared home, /tmp and shared memory alone.
+Job whose pods find the first one through a headless Service; and a NetworkPolicy. Pods are as restricted as the
+"restricted" Pod Security Standard asks for, hold no token of the API, and write to the shared home, /tmp and shared
+memory alone.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ def job_manifests(order: JobOrder) -> list[Manifest]:
     if order.nodes == 1:
         return [_job(order, {})]
     if order.kubernetes.job == "train_job":
-        return [_train_job(order)]
+        return [_network_policy(order), _train_job(order)]
     address = {"MASTER_ADDR": f"{order.job}-0.{order.job}", "MASTER_PORT": str(_port(order))}
-    return [_headless_service(order), _job(order, address)]
+    return [_network_policy(order), _headless_service(order), _job(order, address)]
 
 
 def _job(order: JobOrder, address: dict[str, str]) -> Manifest:
@@ -70,6 +71,14 @@ def _job(order: JobOrder, address: dict[str, str]) -> Manifest:
 def _port(order: JobOrder) -> int:
     """Another one for each job, by what is random in its name."""
     return PORTS[int(order.job.rpartition("-")[2], base=16) % len(PORTS)]
+
+
+def _network_policy(order: JobOrder) -> Manifest:
+    """The pods of a job speak without a key: no other pod may reach them, where the cluster's network has policies."""
+    own = {"matchLabels": {JOB_LABEL: order.job}}
+    spec = {"podSelector": own, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": own}]}]}
+    version = "networking.k8s.io/v1"
+    return {"apiVersion": version, "kind": "NetworkPolicy", "metadata": _metadata(order), "spec": spec}
 
 
 def _headless_service(order: JobOrder) -> Manifest:

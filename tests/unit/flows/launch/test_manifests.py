@@ -18,6 +18,7 @@ from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alph
 from safetensors.numpy import save_file
 
 from flows.launch.cluster import order_of
+from flows.launch.kubernetes_jobs import COLLECTIONS
 from flows.launch.manifests import job_manifests
 from flows.launch.serving_manifests import DEREGISTRATION_S, Replicas, serving_manifests
 from stages.core.errors import RecipeError
@@ -61,15 +62,19 @@ def served(**kubernetes):
     return serving_manifests("chat", Path("/home/store/model"), "0" * 12, Path("/home"), config, Replicas(1, 4))
 
 
-def pods_of(manifest):
-    """Pod specs of a manifest, patches of a TrainJob's included."""
+def templates_of(manifest):
+    """Templates of a manifest's pods, patches of a TrainJob's included."""
     if manifest["kind"] == "TrainJob":
         (patch,) = manifest["spec"]["runtimePatches"]
         (replicated,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
-        return [replicated["template"]["spec"]["template"]["spec"]]
+        return [replicated["template"]["spec"]["template"]]
     if manifest["kind"] == "CronJob":
-        return [manifest["spec"]["jobTemplate"]["spec"]["template"]["spec"]]
-    return [manifest["spec"]["template"]["spec"]] if manifest["kind"] in ("Job", "Deployment") else []
+        return [manifest["spec"]["jobTemplate"]["spec"]["template"]]
+    return [manifest["spec"]["template"]] if manifest["kind"] in ("Job", "Deployment") else []
+
+
+def pods_of(manifest):
+    return [template["spec"] for template in templates_of(manifest)]
 
 
 def shipped():
@@ -101,11 +106,11 @@ def test_the_schemas_would_refuse_a_field_that_there_is_not():
 
 def test_kubeflow_keeps_every_field_of_a_train_job():
     """Its models leave out what they do not know."""
-    (manifest,) = manifests_of(nodes=2)
+    _, manifest = manifests_of(nodes=2)
     assert TrainerV1alpha1TrainJob.from_dict(manifest).to_dict() == manifest
 
 
-@pytest.mark.parametrize("manifest", [*RENDERED, *shipped(), pytest.param(manifests_of(nodes=2)[0], id="TrainJob")])
+@pytest.mark.parametrize("manifest", [*RENDERED, *shipped(), pytest.param(manifests_of(nodes=2)[-1], id="TrainJob")])
 def test_pods_may_as_little_as_possible(manifest):
     for pod in pods_of(manifest):
         assert pod["securityContext"]["runAsNonRoot"]
@@ -119,8 +124,32 @@ def test_pods_may_as_little_as_possible(manifest):
 
 
 def test_jobs_meet_at_ports_that_nobody_knows_before():
-    ports = {manifests_of(nodes=2, job="indexed_job")[0]["spec"]["ports"][0]["port"] for _ in range(20)}
+    ports = {manifests_of(nodes=2, job="indexed_job")[1]["spec"]["ports"][0]["port"] for _ in range(20)}
     assert len(ports) > 15
+
+
+@pytest.mark.parametrize("kind", ["indexed_job", "train_job"])
+def test_pods_of_several_nodes_are_reached_by_one_another_alone(kind):
+    policy, *_, job = manifests_of(nodes=2, job=kind)
+    own = policy["spec"]["podSelector"]
+    assert policy["spec"]["policyTypes"] == ["Ingress"]
+    assert policy["spec"]["ingress"] == [{"from": [{"podSelector": own}]}]
+    (template,) = templates_of(job)
+    assert own["matchLabels"].items() <= template["metadata"]["labels"].items()
+    assert own["matchLabels"]["llm-lifecycle.io/job"] == job["metadata"]["name"]
+
+
+def test_a_refresh_may_make_and_remove_all_that_its_jobs_consist_of():
+    """What RBAC calls the kinds is in their addresses."""
+    roles = yaml.safe_load_all((ROOT / "deploy" / "kubernetes" / "rbac.yaml").read_text())
+    (rules,) = [role["rules"] for role in roles if role["kind"] == "Role"]
+    may = {
+        (group, thing): rule["verbs"] for rule in rules for group in rule["apiGroups"] for thing in rule["resources"]
+    }
+    for kind, address in COLLECTIONS.items():
+        _, prefix, group, *_, thing = address.split("/")
+        verbs = may["" if prefix == "api" else group, thing]
+        assert set(verbs) == ({"list"} if kind == "Pod" else {"create", "get", "delete"})
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -137,7 +166,7 @@ def test_secrets_are_named_and_not_held():
 
 
 def test_pods_of_an_indexed_job_find_the_first_of_them():
-    service, job = manifests_of(nodes=2, job="indexed_job")
+    _, service, job = manifests_of(nodes=2, job="indexed_job")
     name = job["metadata"]["name"]
     environment = {
         entry["name"]: entry.get("value") for entry in job["spec"]["template"]["spec"]["containers"][0]["env"]
