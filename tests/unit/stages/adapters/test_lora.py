@@ -1,6 +1,7 @@
 """Where an adapter goes, and what is refused, with the names that there are."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from pydantic import ValidationError
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
 
+from flows.recipe.recipe import load_stages
 from stages.adapters.config import AdapterConfig
 from stages.adapters.files import check_mergeable, read_adapter, write_adapter
 from stages.adapters.lora import adapted_layers, add_adapter, changed_weights, factors_of, store_frozen_weights
@@ -188,3 +190,31 @@ def test_little_that_was_learned_from_large_factors_survives_rounding(tmp_path):
 def test_options_that_cannot_be_honoured_are_refused_when_read(fields, message):
     with pytest.raises(ValidationError, match=message):
         AdapterConfig.model_validate(fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": ["q_proj", "v_proj"]},
+        {"exclude_modules": ["k_proj"]},
+        {"layers_to_transform": [0, 2]},
+        {"modules_to_save": ["norm"]},
+    ],
+)
+def test_a_recipe_may_list_what_learns(fields):
+    tree = {
+        "base": {"kind": "download", "model": "builtin/qwen3-1m"},
+        "rows": {"kind": "download", "dataset": "builtin/addition"},
+        "tuned": {
+            "kind": "train",
+            "method": "sft",
+            "model": "base",
+            "adapter": fields,
+            "data": {"dataset": "rows"},
+            "global_batch_size": 8,
+            "learning_rate": 1e-3,
+        },
+    }
+    ((name, listed),) = fields.items()
+    tuned = load_stages("small", Path("/"), tree).stages["tuned"]
+    assert getattr(tuned.adapter, name) == tuple(listed)
