@@ -71,12 +71,38 @@ def write_model(folder: Path, content: str) -> None:
     (folder / "result.json").write_text(json.dumps({"metrics": {"kl_nats_per_token": 0.02}}))
 
 
+def write_adapter(folder: Path, content: str) -> None:
+    """Weights in name only, 1 KiB of them."""
+    (folder / "adapter").mkdir(parents=True)
+    (folder / "adapter" / "adapter_model.safetensors").write_bytes(content.encode().ljust(2**10))
+    (folder / "result.json").write_text("{}")
+
+
 def candidate_tree(mark: str, **gates: Any) -> dict[str, Any]:
     """A recipe of a model, its evaluation and its promotion; another `mark` makes it another model."""
     return {
         "model": {"kind": "download", "model": "builtin/qwen3-1m", "files": [mark]},
         "scores": {"kind": "evaluate", "model": "model", "tasks": ["sums"]},
         "promote": {"kind": "promote", "name": NAME, "model": "model", "evaluations": ["scores"], "gates": gates},
+    }
+
+
+def adapter_tree(mark: str, base: str, **gates: Any) -> dict[str, Any]:
+    """The same of an adapter; another `mark` makes it another one, another `base` one of another model."""
+    return {
+        "base": {"kind": "download", "model": "builtin/qwen3-1m", "files": [base]},
+        "rows": {"kind": "download", "dataset": "builtin/addition"},
+        "tuned": {
+            "kind": "train",
+            "method": "sft",
+            "model": "base",
+            "adapter": {"exclude_modules": [mark]},
+            "data": {"dataset": "rows"},
+            "global_batch_size": 8,
+            "learning_rate": 1e-3,
+        },
+        "scores": {"kind": "evaluate", "model": "tuned", "tasks": ["sums"]},
+        "promote": {"kind": "promote", "name": NAME, "model": "tuned", "evaluations": ["scores"], "gates": gates},
     }
 
 
@@ -107,6 +133,24 @@ def offer(store: Store, mark: str, answers: Sequence[float], **gates: Any) -> tu
 def promote(store: Store, mark: str, answers: Sequence[float], **gates: Any) -> Built:
     """Run the promotion of a candidate to its end, in processes of its own."""
     planned, upstream = offer(store, mark, answers, **gates)
+    return run_stage(planned, upstream, store, Notes())
+
+
+def offer_adapter(
+    store: Store, mark: str, answers: Sequence[float], base: str = "base", **gates: Any
+) -> tuple[PlannedStage, dict[str, Built]]:
+    """`offer` of an adapter."""
+    stages = planned_stages(store, adapter_tree(mark, base, **gates))
+    built = {"base": commit(store, stages["base"], {}, lambda work: write_model(work, base))}
+    built["rows"] = commit(store, stages["rows"], {}, lambda work: (work / "data").mkdir())
+    built["tuned"] = commit(store, stages["tuned"], built, lambda work: write_adapter(work, f"{mark} of {base}"))
+    built["scores"] = commit(store, stages["scores"], built, lambda work: write_evaluation(work, answers))
+    return stages["promote"], built
+
+
+def promote_adapter(store: Store, mark: str, answers: Sequence[float], base: str = "base", **gates: Any) -> Built:
+    """`promote` of an adapter."""
+    planned, upstream = offer_adapter(store, mark, answers, base, **gates)
     return run_stage(planned, upstream, store, Notes())
 
 

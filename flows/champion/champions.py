@@ -13,7 +13,7 @@ from flows.servers import local as servers
 from flows.servers.key import client_settings, read_key
 from flows.store.record import Artifact
 from flows.store.store import Store
-from stages.core.errors import LifecycleError, ServerError, StoreError
+from stages.core.errors import LifecycleError, ModelError, ServerError, StoreError
 from stages.serving.config import ServingConfig
 from stages.serving.launch import LAUNCH_FILE, LaunchSpec
 from stages.serving.registry import engine_of, new_launch_spec
@@ -68,8 +68,22 @@ def artifact_of(version: RegisteredVersion, key: str) -> Artifact:
     return found
 
 
+def base_of(version: RegisteredVersion) -> Artifact | None:
+    """The model that a registered adapter belongs to; None for a model. Raises StoreError when it is not here."""
+    base = version.registration.base
+    return artifact_of(version, base) if base else None
+
+
 def launch_spec(version: RegisteredVersion) -> LaunchSpec:
-    """How to serve a registered version under its registered name: as the serve stage of its promotion did, if any."""
+    """How to serve a registered version under its registered name: as the serve stage of its promotion did, if any.
+
+    Raises ModelError for an adapter.
+    """
+    if base := base_of(version):
+        raise ModelError(
+            f"version {version.number} of {version.name} is an adapter, {version.registration.model}, of "
+            f"{base.folder.name}: it cannot be served yet; promote what a stage of `kind: merge` makes of it"
+        )
     model = artifact_of(version, version.registration.model).folder / "model"
     if version.registration.server is None:
         return new_launch_spec(model, version.name, ServingConfig())

@@ -33,13 +33,14 @@ def data_of(store: Store, model: UpstreamEntry) -> list[str]:
     return sorted(data)
 
 
-def describe(promotion: Record, scores: dict[str, float], data: Iterable[str]) -> str:
-    """Markdown for the page of the version."""
+def describe(promotion: Record, base: UpstreamEntry | None, scores: dict[str, float], data: Iterable[str]) -> str:
+    """Markdown for the page of the version; base: of an adapter."""
     model = promotion.upstream["model"]
+    beside = f", an adapter of `{base.stage}-{base.version}`" if base else ""
     said = ", ".join(f"{name} {value:.4g}" for name, value in scores.items()) or "none"
     return "\n\n".join(
         [
-            f"`{model.stage}-{model.version}` of the recipe `{promotion.recipe}`",
+            f"`{model.stage}-{model.version}` of the recipe `{promotion.recipe}`{beside}",
             f"**Scores**: {said}",
             f"**Data**: {', '.join(data) or 'none of this store'}",
         ]

@@ -6,10 +6,10 @@ now or found: the next candidate that is asked the same finds them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from flows.champion.champions import artifact_of
+from flows.champion.champions import artifact_of, base_of
 from flows.champion.registry import CHAMPION, RegisteredVersion
 from flows.ledger.home import home, store_root
 from flows.ledger.machine import num_slots
@@ -18,10 +18,14 @@ from flows.planning.plan import PlannedStage
 from flows.recipe.version import identity_of, resume_key_of, version_of
 from flows.running.runner import Attempt, Built, Outcome, run_stage
 from flows.running.slots import Slots
+from flows.store.record import Artifact
 from flows.store.store import Store
 from stages.core.contract import StageContext, StageInput
 from stages.evaluate.config import EvaluateConfig
 from stages.serving.launch import LAUNCH_FILE, LaunchSpec
+
+BASE = "base"
+"""Name of the model that an adapter belongs to, among what its evaluation stands on."""
 
 
 def evaluate_alike(candidate: Sequence[Path], champion: RegisteredVersion, context: StageContext) -> list[Path]:
@@ -29,42 +33,51 @@ def evaluate_alike(candidate: Sequence[Path], champion: RegisteredVersion, conte
 
     Raises StoreError when the champion's model is not in the store, and what an evaluate stage raises.
     """
-    model = artifact_of(champion, champion.registration.model)
-    record = model.record
-    built = Built(CHAMPION, record.kind, record.version, "cached", 0.0, model.folder, record)
-    planned = [_planned(folder, built, recipe=champion.name) for folder in candidate]
-    return [_evaluate(one, built, context) for one in planned]
+    model, base = artifact_of(champion, champion.registration.model), base_of(champion)
+    upstream = {CHAMPION: _built(CHAMPION, model)} | ({BASE: _built(BASE, base)} if base else {})
+    planned = [_planned(folder, upstream, recipe=champion.name) for folder in candidate]
+    return [_evaluate(one, upstream, context) for one in planned]
 
 
-def _planned(candidate: Path, champion: Built, recipe: str) -> PlannedStage:
-    """The candidate's evaluation, with the champion's model in its place, served as the candidate is."""
+def _built(name: str, artifact: Artifact) -> Built:
+    record = artifact.record
+    return Built(name, record.kind, record.version, "cached", 0.0, artifact.folder, record)
+
+
+def _planned(candidate: Path, upstream: Mapping[str, Built], recipe: str) -> PlannedStage:
+    """The candidate's evaluation, with the champion's model in its place, served as the candidate is.
+
+    upstream: the champion; of an adapter, also its base.
+    """
     asked = StageInput.model_validate_json((candidate / "config.json").read_bytes())
     config = EvaluateConfig.model_validate(asked.config)
     launch = asked.inputs[config.model] / LAUNCH_FILE
     serving = LaunchSpec.model_validate_json(launch.read_bytes()).serving if launch.is_file() else config.serving
-    config = config.model_copy(update={"model": CHAMPION, "serving": serving})
-    identity = identity_of(config, {CHAMPION: champion.version}, asked.outside)
+    base = BASE if BASE in upstream else None
+    config = config.model_copy(update={"model": CHAMPION, "adapter": None, "base": base, "serving": serving})
+    versions = {name: built.version for name, built in upstream.items()}
+    identity = identity_of(config, versions, asked.outside)
     return PlannedStage(
         recipe=recipe,
         name=f"{asked.name}-{CHAMPION}",
         kind=config.kind,
         version=version_of(identity),
-        resume_key=resume_key_of(config, {CHAMPION: champion.version}, asked.outside),
+        resume_key=resume_key_of(config, versions, asked.outside),
         identity=identity,
         config=config,
-        upstream=(CHAMPION,),
-        ancestors=(CHAMPION,),
+        upstream=tuple(upstream),
+        ancestors=tuple(upstream),
         action="run",
         reason="the candidate was asked something else",
     )
 
 
-def _evaluate(planned: PlannedStage, champion: Built, context: StageContext) -> Path:
+def _evaluate(planned: PlannedStage, upstream: Mapping[str, Built], context: StageContext) -> Path:
     slots = Slots(home() / "slots", num_slots())
     held = slots.acquire(wanted_slots(planned.config, slots.count), lambda: None)
     try:
         planned = on_devices(planned, held.numbers)
-        return run_stage(planned, {CHAMPION: champion}, Store(store_root()), _Teller(context)).artifact
+        return run_stage(planned, upstream, Store(store_root()), _Teller(context)).artifact
     finally:
         held.release()
 

@@ -122,6 +122,7 @@ def _candidate(name: str, promotion: Record) -> Registration:
     model, server = upstream["model"], upstream.get("server")
     store = Store(store_root())
     built = store.find(model.kind, model.version)
+    base = store.index().base_of(built.record) if built else None
     evaluations = [entry for field, entry in upstream.items() if field.startswith("evaluations.")]
     scores, data = scores_of(store, evaluations), data_of(store, model)
     return Registration(
@@ -129,9 +130,10 @@ def _candidate(name: str, promotion: Record) -> Registration:
         model=_key(model),
         digest=model.digest,
         evaluations=tuple(map(_key, evaluations)),
+        base=_key(base) if base else None,
         server=_key(server) if server else None,
         mlflow_run_id=(run_id_of(built.record.attempt) or built.record.mlflow_run_id) if built else None,
-        description=describe(promotion, scores, data),
+        description=describe(promotion, base, scores, data),
         scores=scores,
         data=tuple(data),
     )

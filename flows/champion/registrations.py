@@ -16,8 +16,9 @@ from stages.core.files import write_atomically
 
 
 class Registration(StrictModel):
-    """A candidate or champion: its artifacts as `kind/version`. `digest`: of the model's content.
+    """A candidate or champion: its artifacts as `kind/version`. `digest`: of the model's or adapter's content.
 
+    base: the model that an adapter belongs to; None for a model.
     description, scores, data: for people who look at MLflow's registry.
     """
 
@@ -25,6 +26,7 @@ class Registration(StrictModel):
     model: str
     digest: str
     evaluations: tuple[str, ...]
+    base: str | None = None
     server: str | None = None
     mlflow_run_id: str | None = None
     description: str = ""
@@ -34,7 +36,7 @@ class Registration(StrictModel):
     @property
     def artifacts(self) -> frozenset[str]:
         """Of all that belongs to it."""
-        return frozenset(filter(None, [self.model, *self.evaluations, self.server]))
+        return frozenset(filter(None, [self.model, self.base, *self.evaluations, self.server]))
 
 
 def note(registration: Registration) -> None:

@@ -230,6 +230,7 @@ class Registry:
 def _tags(registration: Registration, **more: str | None) -> dict[str, str]:
     tags = {
         "model": registration.model,
+        "base": registration.base,
         "digest": registration.digest,
         "evaluations": ",".join(registration.evaluations),
         "server": registration.server,
@@ -253,6 +254,7 @@ def _registered(version: Any) -> RegisteredVersion:
         model=tags[f"{TAG}model"],
         digest=tags[f"{TAG}digest"],
         evaluations=tuple(filter(None, tags.get(f"{TAG}evaluations", "").split(","))),
+        base=tags.get(f"{TAG}base"),
         server=tags.get(f"{TAG}server"),
         mlflow_run_id=version.run_id or None,
     )

@@ -38,7 +38,7 @@ def _show(registry: Any, version: Any, as_json: bool) -> None:
     from flows.champion import champions
 
     previous = registry.find(version.name, "previous")
-    folder = champions.artifact_of(version, version.registration.model).folder
+    folder, base = champions.artifact_of(version, version.registration.model).folder, champions.base_of(version)
     if as_json:
         print_json(
             {
@@ -46,10 +46,13 @@ def _show(registry: Any, version: Any, as_json: bool) -> None:
                 "version": version.number,
                 "model": version.registration.model,
                 "folder": str(folder),
+                "base": str(base.folder) if base else None,
                 "evaluations": version.registration.evaluations,
                 "previous": previous.number if previous else None,
             }
         )
         return
     click.echo(f"{version.name}: version {version.number} is champion: {version.registration.model} in {folder}")
+    if base:
+        click.echo(f"it is an adapter of {version.registration.base} in {base.folder}")
     click.echo(f"previous: version {previous.number}, {previous.registration.model}" if previous else "previous: none")

@@ -35,6 +35,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             "version": None if stage.name in plan.unknown else stage.version,
             "action": stage.action,
             "reason": plan.unknown.get(stage.name, stage.reason),
+            "base": plan.base_of(stage.name),
             "custom_code": list(stage.config.custom_code()),
             "differences": [
                 {"field": difference.field, "old": difference.old, "new": difference.new}
@@ -59,6 +60,7 @@ def plan_as_text(plan: Plan) -> str:
         for stage in plan.stages.values()
         for code in stage.config.custom_code()
     ]
+    lines += [f"{name} is an adapter of {base}" for name in plan.stages if (base := plan.base_of(name))]
     will_run = sum(stage.action == "run" for stage in plan.stages.values())
     return "\n".join([*lines, f"{will_run} of {len(plan.stages)} stages will run"])
 
@@ -164,21 +166,25 @@ def refresh_as_text(record: RefreshRecord) -> str:
     return "\n".join([*lines, *in_words(record)])
 
 
-def artifact_as_json(artifact: Artifact) -> dict[str, Any]:
-    """The record, where it is, its metrics, and the MLflow run that built it."""
+def artifact_as_json(artifact: Artifact, index: Index) -> dict[str, Any]:
+    """The record, where it is, its metrics, the model that an adapter belongs to, and the MLflow run that built it."""
+    base = index.base_of(artifact.record)
     return {
         "folder": str(artifact.folder),
         **artifact.record.model_dump(mode="json"),
+        "base": base.model_dump() if base else None,
         "metrics": final_result(artifact.folder).metrics,
         "mlflow_run_id": run_id_of(artifact.record.attempt) or artifact.record.mlflow_run_id,
     }
 
 
-def artifact_as_text(artifact: Artifact) -> str:
+def artifact_as_text(artifact: Artifact, index: Index) -> str:
     """What it is, what it was built from, what came out."""
     record = artifact.record
+    base = index.base_of(record)
+    product = f"an adapter of {base.stage} {base.version}" if base else f"a {record.product}"
     lines = [
-        f"{record.stage} {record.version} ({record.kind}, a {record.product}), recipe {record.recipe}",
+        f"{record.stage} {record.version} ({record.kind}, {product}), recipe {record.recipe}",
         f"in {artifact.folder}",
         f"built {record.finished:%Y-%m-%d %H:%M} UTC in {record.seconds:.1f} s",
         f"by commit {record.git_commit or 'unknown'}",

@@ -30,7 +30,10 @@ def show(name: str | None, as_json: bool) -> None:
         print_json(shown.refresh_as_json(record)) if as_json else click.echo(shown.refresh_as_text(record))
     else:
         artifact = shown.find_artifact(index, name)
-        print_json(shown.artifact_as_json(artifact)) if as_json else click.echo(shown.artifact_as_text(artifact))
+        if as_json:
+            print_json(shown.artifact_as_json(artifact, index))
+        else:
+            click.echo(shown.artifact_as_text(artifact, index))
 
 
 @click.command()

@@ -52,6 +52,13 @@ class Plan:
     unknown: dict[str, str] = field(default_factory=dict)
     """Stage whose version is not known now → why: its source, or that of a stage it stands on, did not answer."""
 
+    def base_of(self, name: str) -> str | None:
+        """The stage whose model an adapter will belong to, perhaps by way of other adapters; None for all else."""
+        base: str | None = None
+        while self.stages[base or name].config.product == "adapter":
+            base = self.stages[base or name].config.references()["model"]
+        return base
+
 
 @dataclass(frozen=True)
 class Decision:

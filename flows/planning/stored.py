@@ -51,6 +51,12 @@ def _find(source: Source, index: Index) -> Artifact:
     artifacts = [one for one in index.artifacts if one.record.product == source.product and not one.damage]
     if source.hub == "models":
         key = _champion(str(source))
+        champion = index.find(*key.split("/"))
+        if champion and (base := index.base_of(champion.record)):
+            raise RecipeError(
+                f"{source} is an adapter, {champion.folder.name}, of {base.stage}-{base.version}, not a "
+                f"{source.product}; promote what a stage of `kind: merge` makes of it"
+            )
         found = [one for one in artifacts if f"{one.record.kind}/{one.record.version}" == key]
     else:
         of_recipe = [one for one in artifacts if source.hub == "store" or one.record.recipe == ADOPTED_RECIPE]

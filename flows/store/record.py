@@ -90,6 +90,17 @@ class Index:
         """The artifact of this kind and version."""
         return self._by_version.get((kind, version))
 
+    def base_of(self, record: Record) -> UpstreamEntry | None:
+        """The model that an adapter belongs to, perhaps by way of adapters that it went on from; None for all else."""
+        base: UpstreamEntry | None = None
+        while record.product == "adapter":
+            base = record.upstream["model"]
+            found = self.find(base.kind, base.version)
+            if found is None:
+                break
+            record = found.record
+        return base
+
     def nearest(self, kind: str, stage: str, identity: Identity) -> Artifact | None:
         """The artifact of this kind and stage name with the fewest differences; the newest of equals."""
         named = [one for one in self.artifacts if (one.record.kind, one.record.stage) == (kind, stage)]

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from stages.core.contract import (
-    ModelReference,
+    ModelOrAdapterReference,
     Product,
     ScoresReference,
     ServerReference,
@@ -31,14 +31,14 @@ class GatesConfig(StrictModel):
         description="How far each score may fall behind on the same samples; by chance, one in 44 does so by 2.",
     )
     max_kl_nats_per_token: PositiveFloat | None = Field(None, description="Of a quantized model from its original.")
-    max_size_mib: PositiveFloat | None = Field(None, description="Of the weights.")
+    max_size_mib: PositiveFloat | None = Field(None, description="Of the weights; of an adapter, its own.")
     min_output_tokens_per_s: PositiveFloat | None = Field(
         None, description="Of `server`, at the best concurrency measured."
     )
 
 
 class PromoteConfig(StageConfig):
-    """Compare a model with the champion of its name, and make it champion if all gates hold.
+    """Compare a model or an adapter with the champion of its name, and make it champion if all gates hold.
 
     A candidate is judged once, against the champion of that moment: neither a rollback nor another champion brings it
     up again, unless it is forced.
@@ -48,7 +48,7 @@ class PromoteConfig(StageConfig):
 
     kind: Literal["promote"]
     name: str = Field(pattern=r"^[A-Za-z0-9][\w.-]{0,127}$", description="Of the model in MLflow's registry.")
-    model: ModelReference
+    model: ModelOrAdapterReference
     evaluations: tuple[ScoresReference, ...] = Field(min_length=1, description="Evaluations of `model`.")
     baselines: tuple[ScoresReference, ...] = Field(
         (), description="Evaluations to compare with; default: those of the champion."
@@ -72,8 +72,8 @@ class PromoteConfig(StageConfig):
         for number, name in enumerate(self.evaluations):
             if (model := _model_of(name, stages)) != self.model:
                 yield f"evaluations.{number}: {name} evaluates {model}; expected an evaluation of {self.model}"
-        if self.server and (model := _model_of(self.server, stages)) != self.model:
-            yield f"server: {self.server} serves {model}; expected a server of {self.model}"
+        if self.server and self.model not in (served := _served_by(self.server, stages)):
+            yield f"server: {self.server} serves {', '.join(served)}; expected a server of {self.model}"
         yield from self._problems_of_baselines(stages)
         yield from self._problems_of_bounds()
         if self.gates.min_output_tokens_per_s and not self.server:
@@ -97,6 +97,13 @@ class PromoteConfig(StageConfig):
 
 
 def _model_of(stage: str, stages: Mapping[str, StageConfig]) -> str:
-    """The model that a stage evaluates or serves, directly or behind a server."""
-    target = stages[stage].references()["model"]
+    """The model or adapter that a stage evaluates or serves, directly or behind a server."""
+    references = stages[stage].references()
+    target = references.get("adapter", references["model"])
     return _model_of(target, stages) if stages[target].product == "server" else target
+
+
+def _served_by(server: str, stages: Mapping[str, StageConfig]) -> list[str]:
+    """The model or adapter of a serve stage, and the adapters beside it."""
+    references = stages[server].references()
+    return [name for field, name in references.items() if field == "model" or field.startswith("adapters.")]

@@ -96,7 +96,8 @@ def _measurements(config: PromoteConfig, context: StageContext, differences: Seq
     scores = {name: value for stage in config.evaluations for name, value in _metrics(context, stage).items()}
     served = _metrics(context, config.server) if config.server else {}
     throughputs = [value for name, value in served.items() if name.startswith(THROUGHPUT_PREFIX)]
-    weights = (context.inputs[config.model] / "model").glob("*.safetensors")
+    candidate = context.inputs[config.model]
+    weights = [*(candidate / "model").glob("*.safetensors"), *(candidate / "adapter").glob("*.safetensors")]
     return Measurements(
         scores=scores,
         differences=differences,
