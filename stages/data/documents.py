@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from stages.data.messages import Message, Tool
 
@@ -19,6 +20,8 @@ class Conversation:
     num_prompt_messages: int = 0
     tools: tuple[Tool, ...] = ()
     unlearned: frozenset[int] = frozenset()
+    variables: dict[str, Any] = field(default_factory=dict)
+    """Of the chat template, such as {"enable_thinking": false}: the row says so."""
 
 
 @dataclass(frozen=True)

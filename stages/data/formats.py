@@ -11,7 +11,8 @@
 | `preference`        | `chosen`, `rejected`: strings, taken as they are, or lists of messages; maybe `prompt`, which |
 |                     | may also be contained in both                                                                |
 
-Conversations of every format may have `system` and `tools`, what the assistant may call.
+Conversations of every format may have `system`, `tools`, what the assistant may call, and `chat_template_kwargs`,
+variables of the chat template.
 Where some of `prompt`, `completion`, `chosen`, `rejected` are lists and others strings, the strings are messages too.
 """
 
@@ -37,7 +38,14 @@ from stages.data.messages import (
     parse_tools,
 )
 from stages.data.preferences import Columns, read_preference
-from stages.data.row_fields import Unread, check_no_system, check_row, unlearned_turns, with_system
+from stages.data.row_fields import (
+    Unread,
+    check_no_conversation,
+    check_row,
+    template_variables,
+    unlearned_turns,
+    with_system,
+)
 
 SHAREGPT_ROLES = {
     "system": "system",
@@ -48,13 +56,16 @@ SHAREGPT_ROLES = {
 }
 
 
+OF_CONVERSATIONS = ("system", "tools", "chat_template_kwargs")
+
+
 @dataclass(frozen=True)
 class Format:
     """The columns that a row must and may have, and how it is read: one document, or chosen and rejected."""
 
     columns: tuple[str, ...]
     read: Callable[[Columns], tuple[Document, ...]]
-    optional: tuple[str, ...] = ("system", "tools")
+    optional: tuple[str, ...] = OF_CONVERSATIONS
     rows: RowKind = "examples"
 
 
@@ -131,7 +142,7 @@ def _conversation(row: Columns, messages: list[Message], marked: object, num_pro
     roles = [message["role"] == "assistant" for message in whole[num_before:]]
     unlearned = unlearned_turns(marked, roles, num_before) if isinstance(marked, list) else frozenset()
     num_prompt_messages += len(whole) - len(messages) if num_prompt_messages else 0
-    return Conversation(whole, num_prompt_messages, parse_tools(row), unlearned)
+    return Conversation(whole, num_prompt_messages, parse_tools(row), unlearned, template_variables(row))
 
 
 def _read_alpaca(row: Columns) -> tuple[Document, ...]:
@@ -158,7 +169,7 @@ def _history(row: Columns) -> list[tuple[str, str]]:
 def _read_prompt_completion(row: Columns) -> tuple[Document, ...]:
     prompt, completion = row["prompt"], row["completion"]
     if not isinstance(prompt, list) and not isinstance(completion, list):
-        check_no_system(row)
+        check_no_conversation(row)
         return (PlainText(parse_text(prompt, "prompt"), parse_text(completion, "completion")),)
     before = as_messages(prompt, "prompt", "user")
     after = as_messages(completion, "completion", "assistant")
@@ -177,8 +188,8 @@ FORMATS: dict[str, Format] = {
     "messages": Format(("messages",), _read_messages),
     "sharegpt": Format(("conversations",), _read_sharegpt),
     "prompt_completion": Format(("prompt", "completion"), _read_prompt_completion),
-    "alpaca": Format(("instruction", "output"), _read_alpaca, ("input", "system", "tools", "history")),
+    "alpaca": Format(("instruction", "output"), _read_alpaca, ("input", "history", *OF_CONVERSATIONS)),
     "text": Format(("text",), _read_text, ()),
-    "preference": Format(("chosen", "rejected"), read_preference, ("prompt", "system", "tools"), rows="pairs"),
+    "preference": Format(("chosen", "rejected"), read_preference, ("prompt", *OF_CONVERSATIONS), rows="pairs"),
 }
 """In the order in which `auto` tries them: a dataset with `messages` may have a `prompt` or a `text` column as well."""

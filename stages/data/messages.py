@@ -88,7 +88,7 @@ def parse_tools(row: dict[str, Any]) -> tuple[Tool, ...]:
         return ()
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RowError(f"has {kind_of(tools)} in `tools`; expected a list of objects that define functions")
-    _check_json(tools, "`tools`")
+    check_json(tools, "`tools`")
     return tuple(tools)
 
 
@@ -119,6 +119,32 @@ def decoded(value: object) -> object:
 def make_message(role: str, content: str) -> Message:
     """A message of text alone."""
     return {"role": role, "content": content}
+
+
+def renamed(message: Message, known_thoughts: list[str]) -> Message:
+    """Thoughts under the name that the template knows."""
+    return {
+        known_thoughts[0] if key in THOUGHTS and key not in known_thoughts else key: value
+        for key, value in message.items()
+    }
+
+
+def with_calls_as(message: Message, arguments_as_text: bool, empty_as_null: bool) -> Message:
+    """A message of calls, their arguments as JSON text, and null where it has no text, as some templates want it."""
+    calls = message["tool_calls"]
+    if arguments_as_text:
+        calls = [
+            {
+                **call,
+                "function": {
+                    **call["function"],
+                    "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+                },
+            }
+            for call in calls
+        ]
+    content = None if empty_as_null and not message["content"] else message["content"]
+    return {**message, "content": content, "tool_calls": calls}
 
 
 def kind_of(value: object) -> str:
@@ -192,13 +218,13 @@ def _tool_call(call: object, name: str) -> dict[str, Any]:
         raise RowError(
             f"has {kind_of(arguments)} as `arguments` of {name}; expected an object, or the same as JSON text"
         )
-    _check_json(arguments, f"`arguments` of {name}")
+    check_json(arguments, f"`arguments` of {name}")
     assert isinstance(call, dict)
     identifier = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {**identifier, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def _check_json(value: object, name: str) -> None:
+def check_json(value: object, name: str) -> None:
     """Templates write it down as JSON. Raises RowError for what has no words there: NaN, infinity, a Parquet date."""
     try:
         json.dumps(value, allow_nan=False)

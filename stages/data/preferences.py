@@ -8,7 +8,7 @@ from typing import Any
 
 from stages.data.documents import Conversation, Document, PlainText
 from stages.data.messages import INVISIBLE, Message, RowError, as_messages, ordered, parse_text, parse_tools
-from stages.data.row_fields import check_no_system, unlearned_turns, with_system
+from stages.data.row_fields import check_no_conversation, template_variables, unlearned_turns, with_system
 
 Columns = dict[str, Any]
 
@@ -19,7 +19,7 @@ def read_preference(row: Columns) -> tuple[Document, ...]:
         raise RowError("has the same `chosen` and `rejected`; expected two different answers")
     if any(isinstance(row.get(column), list) for column in ("prompt", "chosen", "rejected")):
         return _read_conversations(row)
-    check_no_system(row)
+    check_no_conversation(row)
     return _read_plain(row)
 
 
@@ -62,8 +62,8 @@ def _read_conversations(row: Columns) -> tuple[Document, ...]:
             "expected the same prompt and different answers"
         )
     _check_difference(_words(chosen), _words(rejected))
-    tools = parse_tools(row)
-    return Conversation(chosen, num_shared, tools), Conversation(rejected, num_shared, tools)
+    tools, variables = parse_tools(row), template_variables(row)
+    return tuple(Conversation(messages, num_shared, tools, variables=variables) for messages in (chosen, rejected))
 
 
 def _answered(row: Columns, prompt: list[Message], column: str) -> list[Message]:

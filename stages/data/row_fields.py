@@ -9,7 +9,8 @@
 | `system` of a row                            | the system message                                                    |
 | `label: false`                               | refused: the row of a bad answer, which must not be imitated          |
 | `images`, `videos`, `audios` and the like    | refused: the text alone means something else                          |
-| `chat_template_kwargs`, `function_call`      | refused                                                               |
+| `chat_template_kwargs` of a row              | variables of the template; those that it never reads: refused         |
+| `function_call`                              | refused                                                               |
 
 Whatever else no format reads is counted (`Unread`).
 """
@@ -25,6 +26,8 @@ from stages.data.messages import (
     TOOL_ANSWER_FIELDS,
     Message,
     RowError,
+    check_json,
+    decoded,
     kind_of,
     listed,
     make_message,
@@ -36,7 +39,6 @@ NOT_LEARNED = ("false", "0", "0.0")
 """As text, which is what CSV has."""
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 REFUSED = {
-    "chat_template_kwargs": "which no template is given; write what it sets into a template (`chat_template`)",
     "function_call": "a form of tool calls that is not read; expected `tool_calls`",
 }
 
@@ -89,10 +91,22 @@ def with_system(row: dict[str, Any], messages: list[Message]) -> list[Message]:
     return messages if messages[0] == system else [system, *messages]
 
 
-def check_no_system(row: dict[str, Any]) -> None:
-    """Raises RowError for a row of plain text with a system message."""
-    if says_something(row.get("system")):
-        raise RowError("has a column `system` beside plain text, which has no place for it; expected messages")
+def template_variables(row: dict[str, Any]) -> dict[str, Any]:
+    """What a row sets for the chat template, as an object or as JSON text. Raises RowError for anything else."""
+    variables = decoded(row.get("chat_template_kwargs"))
+    if not says_something(variables):
+        return {}
+    if not isinstance(variables, dict):
+        raise RowError(f"has {kind_of(variables)} as `chat_template_kwargs`; expected an object")
+    check_json(variables, "`chat_template_kwargs`")
+    return {name: value for name, value in variables.items() if value is not None}
+
+
+def check_no_conversation(row: dict[str, Any]) -> None:
+    """Raises RowError for a row of plain text with what only a conversation has a place for."""
+    for column in ("system", "chat_template_kwargs"):
+        if says_something(row.get(column)):
+            raise RowError(f"has a column `{column}` beside plain text, which has no place for it; expected messages")
 
 
 class Unread:

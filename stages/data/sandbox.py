@@ -15,7 +15,7 @@ from datetime import date, datetime
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
@@ -60,6 +60,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._num_characters = 0
         self._cpu_limit_s = 0.0
         self._template = self.from_string(source)
+        self.read_variables = meta.find_undeclared_variables(self._parse(source, None, None))
+        """Names that the template takes from outside."""
 
     def run(self, variables: dict[str, Any]) -> tuple[str, list[Span]]:
         """What the template writes, and what of it lies in `{% generation %}` blocks.

@@ -7,12 +7,11 @@ the assistant says and nothing that others say.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,13 +20,16 @@ import jinja2
 from stages.core.errors import DataError
 from stages.data.config import DEFAULT_DATE
 from stages.data.documents import Conversation
-from stages.data.messages import THOUGHTS, Message, RowError, Tool, listed, make_message
+from stages.data.messages import THOUGHTS, Message, RowError, Tool, listed, make_message, renamed, with_calls_as
 from stages.data.sandbox import Sandbox, Span, TemplateLimitError
-from stages.data.turns import Document, Turns, UnclearTurnsError, check_shown, split_thoughts
+from stages.data.turns import Document, Turns, UnclearTurnsError, Write, check_shown, split_thoughts
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 MISTAKES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """What Jinja lets through when a template does what its messages do not allow."""
+
+GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
+"""Variables that a template gets from the rest of the conversation, or from what is asked of it."""
 
 PROBES = (("system", "user", "assistant", "user", "assistant"), ("user", "assistant", "user", "assistant"))
 PROBE_CALL = {"id": "call00001", "type": "function", "function": {"name": "qprobe", "arguments": {"qkey": True}}}
@@ -108,7 +110,7 @@ class ChatTemplate:
 
     def render_text(self, conversation: Conversation, *, add_generation_prompt: bool = False) -> str:
         """The text alone. Raises RowError when the template refuses the messages."""
-        messages, write = self._known(conversation), partial(self._text, tools=conversation.tools)
+        messages, write = self._known(conversation), self._write(conversation)
         text = write(messages, add_generation_prompt=add_generation_prompt)
         check_shown(write, messages, text, self._name)
         return text
@@ -139,8 +141,8 @@ class ChatTemplate:
                 )
 
     def _documents(self, conversation: Conversation, *, together: bool) -> list[Document]:
-        messages, learned = self._known(conversation), _learned_turns(conversation)
-        write = partial(self._text, tools=conversation.tools)
+        messages, write = self._known(conversation), self._write(conversation)
+        learned = _learned_turns(conversation)
         if self._has_generation_marks:
             documents = self._marked(messages, conversation, together=together)
         else:
@@ -154,7 +156,7 @@ class ChatTemplate:
 
     def _marked(self, messages: list[Message], conversation: Conversation, *, together: bool) -> list[Document]:
         """As the marks say. Not together: turns whose thoughts the whole text drops, each at the end of a text."""
-        text, spans = self._marked_spans(messages, conversation.tools)
+        text, spans = self._marked_spans(messages, conversation)
         found: list[Document] = []
         whole: list[Span] = []
         num_dropped = 0
@@ -163,16 +165,16 @@ class ChatTemplate:
             thoughts, _ = split_thoughts(messages[number])
             is_dropped = thoughts.strip() not in text[slice(*span)]
             if is_dropped and not together:
-                own_text, own_spans = self._marked_spans(messages[: number + 1], conversation.tools)
+                own_text, own_spans = self._marked_spans(messages[: number + 1], conversation)
                 found.append(Document(own_text, (own_spans[number],), 0))
             else:
                 whole.append(span)
                 num_dropped += is_dropped
         return [*found, Document(text, tuple(whole), num_dropped)] if whole or not found else found
 
-    def _marked_spans(self, messages: list[Message], tools: tuple[Tool, ...]) -> tuple[str, dict[int, Span]]:
+    def _marked_spans(self, messages: list[Message], conversation: Conversation) -> tuple[str, dict[int, Span]]:
         """The text, and where each of the assistant's messages lies in it, by its position."""
-        text, marked = self._run(messages, tools)
+        text, marked = self._run(messages, conversation.tools, **conversation.variables)
         spans: list[Span] = []
         for begin, end in marked:
             if spans and spans[-1][1] == begin:
@@ -188,6 +190,7 @@ class ChatTemplate:
 
     def _known(self, conversation: Conversation) -> list[Message]:
         """The messages as this template takes them. Raises RowError for parts that it would leave out in silence."""
+        self._check_variables(conversation)
         messages = conversation.messages
         parts = {field for message in messages for field in (*THOUGHTS, "tool_calls") if field in message}
         parts |= {"tools"} if conversation.tools else set()
@@ -202,11 +205,20 @@ class ChatTemplate:
                 "or a template (`chat_template`) that knows them"
             )
         if known_thoughts:
-            messages = [_renamed(message, known_thoughts) for message in messages]
+            messages = [renamed(message, known_thoughts) for message in messages]
         return [self._call_form(message) for message in messages] if "tool_calls" in parts else messages
 
+    def _check_variables(self, conversation: Conversation) -> None:
+        """Raises RowError for what a row sets, but the template never reads, or gets from elsewhere."""
+        settable = self._sandbox.read_variables - GIVEN - self._variables.keys()
+        if unread := sorted(conversation.variables.keys() - settable):
+            raise RowError(
+                f"sets {listed(unread)} in `chat_template_kwargs`, which {self._name} does not take from there; "
+                f"expected {listed(sorted(settable)) if settable else 'none'}"
+            )
+
     def _call_form(self, message: Message) -> Message:
-        return _with_calls_as(message, *self._form) if "tool_calls" in message else message
+        return with_calls_as(message, *self._form) if "tool_calls" in message else message
 
     @cached_property
     def _form(self) -> tuple[bool, bool]:
@@ -220,17 +232,22 @@ class ChatTemplate:
         )
         for form in ((False, False), (True, False), (False, True), (True, True)):
             try:
-                text, _ = self._run([question, _with_calls_as(call, *form)], ())
+                text, _ = self._run([question, with_calls_as(call, *form)], ())
             except RowError:
                 continue
             if text.count("qprobe") > 1 and "qkey" in text and "{'qkey'" not in text and '\\"qkey' not in text:
                 return form
         return False, False
 
-    def _text(self, messages: list[Message], tools: tuple[Tool, ...], **options: bool) -> str:
-        return self._run(messages, tools, **options)[0]
+    def _write(self, conversation: Conversation) -> Write:
+        """Writes messages with the conversation's tools, and with its variables whatever else is asked for."""
 
-    def _run(self, messages: list[Message], tools: tuple[Tool, ...], **options: bool) -> tuple[str, list[Span]]:
+        def write(messages: list[Message], **options: bool) -> str:
+            return self._run(messages, conversation.tools, **{**options, **conversation.variables})[0]
+
+        return write
+
+    def _run(self, messages: list[Message], tools: tuple[Tool, ...], **options: Any) -> tuple[str, list[Span]]:
         variables: dict[str, Any] = {"messages": messages, "tools": list(tools) or None, "documents": None}
         variables |= {"add_generation_prompt": False, **options, **self._variables}
         try:
@@ -275,26 +292,3 @@ def _learned_turns(conversation: Conversation) -> list[int]:
         and number >= conversation.num_prompt_messages
         and number not in conversation.unlearned
     ]
-
-
-def _renamed(message: Message, known_thoughts: list[str]) -> Message:
-    """Thoughts under the name that the template knows."""
-    return {
-        known_thoughts[0] if key in THOUGHTS and key not in known_thoughts else key: value
-        for key, value in message.items()
-    }
-
-
-def _with_calls_as(message: Message, arguments_as_text: bool, empty_as_null: bool) -> Message:
-    calls = message["tool_calls"]
-    if arguments_as_text:
-        calls = [
-            {**call, "function": {**call["function"], "arguments": _as_json(call["function"]["arguments"])}}
-            for call in calls
-        ]
-    content = None if empty_as_null and not message["content"] else message["content"]
-    return {**message, "content": content, "tool_calls": calls}
-
-
-def _as_json(arguments: object) -> str:
-    return json.dumps(arguments, ensure_ascii=False)

@@ -145,9 +145,11 @@ class DocumentTokenizer:
 
     def _shielded(self, conversation: Conversation) -> Conversation:
         """The conversation itself when nothing in it needs a shield."""
-        parts = [conversation.messages, conversation.tools]
-        found = self._content.shield(parts)
-        return conversation if found is parts else replace(conversation, messages=found[0], tools=tuple(found[1]))
+        parts = [conversation.messages, conversation.tools, conversation.variables]
+        messages, tools, variables = found = self._content.shield(parts)
+        if found is parts:
+            return conversation
+        return replace(conversation, messages=messages, tools=tuple(tools), variables=variables)
 
     def _render_plain(self, document: PlainText) -> Rendered:
         parts = [document.prompt, document.completion]

@@ -11,6 +11,7 @@ import torch
 
 from stages.core.contract import StageContext, StageResult, is_main_process
 from stages.core.errors import LayoutError
+from stages.data.config import DEFAULT_DATE
 from stages.data.dataset import PackedDataset
 from stages.data.prepare import PreparedData, prepare
 from stages.engines.engine import Engine, LossMeans
@@ -192,7 +193,8 @@ def _curve(training_run: TrainingRun, evaluation: LossMeans | None) -> list[dict
 
 def _note_use(config: TrainConfig, data: PreparedData, folder: Path) -> None:
     """What was trained with is what the model is to be used with."""
-    note_trained_on(folder, conversations=data.training.about.conversations)
+    own_date = config.data.template_date if config.data.template_date != DEFAULT_DATE else None
+    note_trained_on(folder, conversations=data.training.about.conversations, template_date=own_date)
     if config.data.chat_template:
         shutil.copyfile(config.data.chat_template, folder / "chat_template.jinja")
 

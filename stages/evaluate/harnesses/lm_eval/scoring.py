@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,18 @@ from lm_eval.models.openai_completions import LocalCompletionsAPI
 from lm_eval.tasks import TaskManager
 
 from stages.core.errors import EvaluationError
+from stages.data.config import DEFAULT_DATE
+from stages.data.documents import Conversation
+from stages.data.messages import RowError
 from stages.data.special_tokens import SpecialTokens
+from stages.data.templates import ChatTemplate, load_chat_template
 from stages.evaluate.harnesses.harness import Evaluation, ServedModel
 from stages.evaluate.harnesses.lm_eval.tasks import TaskSelection
+from stages.models.trained_on import noted_date
 
 MAX_TRIES = 3
+END_MARK = "qprobetext "
+"""Stands where the beginning of an answer ends; its space shows whether the template trims texts."""
 LM_EVAL_JINJA = lm_eval.utils.env
 """Renders every template of a task, with access to all of Python."""
 
@@ -61,12 +69,29 @@ class LmEvalModel(LocalCompletionsAPI):
         self.num_truncated = 0
         backend = getattr(self.tokenizer, "backend_tokenizer", None)  # those without one encode all as text themselves
         self.content = SpecialTokens(backend, "text") if backend else None
+        self.template_date = noted_date(model.folder) or DEFAULT_DATE
+        self.folder = model.folder
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """As lm-eval does it, but that what a task says ends no turn, as in training: it is text, whatever it holds."""
+        """As training renders it: on the same date, in limits, and what a task says is text, whatever it holds.
+
+        Raises EvaluationError for messages that the template refuses, DataError for one that is bad or does not end.
+        """
         shielded = self.content.shield(chat_history) if self.content else chat_history
-        text: str = super().apply_chat_template(shielded, add_generation_prompt)
-        return text
+        try:
+            if add_generation_prompt:
+                return self.template.render_text(Conversation(shielded), add_generation_prompt=True)
+            *before, last = shielded  # the beginning of an answer, for the model to go on from
+            text = self.template.render_text(Conversation([*before, {**last, "content": last["content"] + END_MARK}]))
+        except RowError as error:
+            raise EvaluationError(f"a prompt for the model {error}; or say `apply_chat_template: false`") from error
+        begun, _, rest = text.rpartition(END_MARK.strip())
+        return begun if rest.startswith(" ") else begun.rstrip()
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The model's, once for all prompts."""
+        return load_chat_template(self.tokenizer, self.folder, None, self.template_date)
 
     def tok_encode(
         self, string: str | Sequence[str], left_truncate_len: int | None = None, **options: Any

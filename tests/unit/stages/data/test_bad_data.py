@@ -228,9 +228,25 @@ MEANING = {
         lines(chat({"role": "user", "content": "a", "image": IMAGE}, "b")),
         "has `image` of message 1 of `messages`; only text is learned",
     ),
-    "options for the template": (
+    "options that the template never reads": (
         lines(chat("a", "b", chat_template_kwargs={"thinking": True})),
-        "has an object as `chat",
+        "sets `thinking` in `chat_template_kwargs`, which the model's chat template does not take",
+    ),
+    "messages as an option": (
+        lines(chat("a", "b", chat_template_kwargs={"messages": []})),
+        "sets `messages` in `chat_template_kwargs`",
+    ),
+    "options that are no object": (
+        lines(chat("a", "b", chat_template_kwargs="thinking")),
+        "has a string as `chat_template_kwargs`; expected an object",
+    ),
+    "options that are no JSON": (
+        {"train.jsonl": CHAT[:-1] + ', "chat_template_kwargs": {"x": NaN}}'},
+        "has what is no JSON in `chat_template_kwargs`",
+    ),
+    "options of plain text": (
+        lines({"prompt": "a", "completion": "b", "chat_template_kwargs": {"x": 1}}),
+        "has a column `chat_template_kwargs` beside plain text",
     ),
     "calls of an old form": (
         lines(chat("a", {"role": "assistant", "content": "b", "function_call": {"name": "f"}})),
@@ -347,6 +363,9 @@ FINE = {
         chat({"role": "user", "content": "a", "loss": False}, {"role": "assistant", "content": "b", "weight": 1}), OTHER
     ),
     "turns in a list of rows": {"train.json": f"[{CHAT},\n{json.dumps(OTHER)}]\n"},
+    "options that are null, as tables have them": lines(
+        chat("a", "b", chat_template_kwargs={"thinking": None}), {**OTHER, "chat_template_kwargs": "{}"}
+    ),
     "a column of dates": {"train.parquet": dated},
 }
 

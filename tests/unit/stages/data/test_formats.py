@@ -55,6 +55,10 @@ CHAT = Conversation([user("a"), assistant("b")])
             Conversation([user("a"), assistant("b")], tools=({"name": "f"},)),
         ),
         (
+            {"messages": [user("a"), assistant("b")], "chat_template_kwargs": '{"thinking": true}'},
+            Conversation([user("a"), assistant("b")], variables={"thinking": True}),
+        ),
+        (
             {"instruction": "c", "output": "d", "system": "s", "history": [["a", "b"]]},
             Conversation([system("s"), user("a"), assistant("b"), user("c"), assistant("d")]),
         ),

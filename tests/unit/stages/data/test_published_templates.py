@@ -149,3 +149,51 @@ def test_masks_are_those_of_trls_training_templates(name):
         assert texts[0] == document.text
         learned = "".join(document.text[begin:end] for begin, end in document.spans)
         assert "".join(learned.split()) == "".join(marked.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "variable", "conversation", "chosen"),
+    [
+        ("deepseek-v3.1", "thinking", "thoughts", True),
+        *(
+            (name, variable, conversation, chosen)
+            for name, variable in (
+                ("deepseek-v3.1", "thinking"),
+                ("qwen3", "enable_thinking"),
+                ("qwen3_5_think", "enable_thinking"),
+                ("smollm-3", "enable_thinking"),
+            )
+            for conversation in ("one", "two")
+            for chosen in (True, False)
+        ),
+    ],
+)
+def test_what_a_row_sets_for_the_template_is_set_as_transformers_sets_it(name, variable, conversation, chosen):
+    """The prompt is Transformers' own, and what is learned begins right behind it."""
+    template, (messages, _) = TEMPLATES[name], CONVERSATIONS[conversation]
+    (*_, document) = chat_template(template).documents(Conversation(messages, variables={variable: chosen}))
+    options = {**dict(template.special_tokens), variable: chosen, "strftime_now": lambda _: "01 January 2026"}
+    prompts, _ = render_jinja_template(
+        [messages[:-1]], chat_template=template.source, add_generation_prompt=True, **options
+    )
+    assert document.text.startswith(prompts[0])
+    begin, end = document.spans[-1]
+    assert begin == len(prompts[0])
+    assert words(document.text[begin:end])[-1] == words(messages[-1]["content"])[-1]
+
+
+def test_thoughts_of_a_row_that_asks_for_none_are_not_left_out():
+    template, (messages, _) = TEMPLATES["deepseek-v3.1"], CONVERSATIONS["thoughts"]
+    with pytest.raises(RowError, match="has thoughts in message 2, which the template leaves out"):
+        chat_template(template).documents(Conversation(messages, variables={"thinking": False}))
+
+
+def test_the_row_decides_not_the_thoughts():
+    """Asked for none, a template that would show thoughts of its own accord shows none."""
+    template, (messages, _) = TEMPLATES["qwen3"], CONVERSATIONS["one"]
+    documents = {
+        chosen: chat_template(template).render(Conversation(messages, variables={"enable_thinking": chosen}))
+        for chosen in (True, False)
+    }
+    learned = {chosen: one.text[slice(*one.spans[0])] for chosen, one in documents.items()}
+    assert learned == {True: "<think>\n\n</think>\n\nsay1<|im_end|>", False: "say1<|im_end|>"}
