@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from stages.core.errors import ModelError
 from stages.engines.megatron.compat import prepare_megatron
 from stages.models.shape import ModelShape
 from stages.parallel.layout import Layout
 
 prepare_megatron()
+from stages.engines.megatron.adapter import PeftAdapter, adapt  # noqa: E402
 from stages.engines.megatron.model import (  # noqa: E402
     build_model_chunks,
     layers_of_stages,
@@ -26,7 +28,7 @@ from stages.engines.megatron.parallel import start_model_parallel  # noqa: E402
 
 CPU = torch.device("cpu")
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "ffn_size": 24}
-DENSE = ModelShape(**SIZES, vocab_size=32)
+DENSE = ModelShape(**SIZES, vocab_size=32, family="llama")
 MIXTURE = ModelShape(**SIZES, vocab_size=32, num_experts=4, experts_per_token=2, expert_ffn_size=8)
 
 
@@ -63,6 +65,34 @@ def test_experts_are_reduced_over_those_that_have_the_same_ones(chunks):
         name for name in parameters if ".experts." in name
     }
     assert any(are_experts.values())
+
+
+def adapter_on(layer, rows, columns):
+    """What PEFT would put on one layer, of rank 2."""
+    values = {
+        f"{layer}.lora_A.default.weight": torch.ones(2, columns),
+        f"{layer}.lora_B.default.weight": torch.ones(rows, 2),
+    }
+    return PeftAdapter({"r": 2, "lora_dropout": 0.0}, frozenset({layer}), values, scaling=1.0)
+
+
+def test_factors_belong_to_the_layer_that_uses_them_or_stale_ones_would_be_used(chunks):
+    """Where Megatron gathers parameters while it computes, it waits for them in hooks of the module that owns them."""
+    (chunk,) = chunks(DENSE)
+    adapt([chunk], DENSE, adapter_on("model.layers.1.self_attn.v_proj", 8, 16))
+    learning = {name for name, parameter in chunk.named_parameters() if parameter.requires_grad}
+    assert learning == {f"decoder.layers.1.self_attention.linear_qkv.lora_{factor}" for factor in "AB"}
+
+
+def test_recomputation_finds_that_a_frozen_model_needs_gradients(chunks):
+    (chunk,) = chunks(DENSE)
+    adapt([chunk], DENSE, adapter_on("model.layers.0.mlp.down_proj", 16, 24))
+    assert chunk.embedding(torch.zeros(1, 4, dtype=torch.int64), None).requires_grad
+
+
+def test_a_layer_that_has_no_place_in_megatron_is_named(chunks):
+    with pytest.raises(ModelError, match=r"none for 2 factors that PEFT has \(model\.layers\.0\.mlp\.gate\.lora_A"):
+        adapt(chunks(DENSE), DENSE, adapter_on("model.layers.0.mlp.gate", 4, 16))
 
 
 def test_interleaved_stages_exchange_tensors_in_the_one_way_that_is_right_on_gloo():
