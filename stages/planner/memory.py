@@ -140,7 +140,7 @@ def _model_states(case: _Case, stage: PipelineStage) -> tuple[float, float, floa
     optimizer_bytes = 8 if case.workload.precision == "fp32" else case.software.optimizer_bytes
     trained, trained_sharded = held.total, sharded
     if case.workload.lora_rank:
-        trained = stage.num_layers * adapter_parameters(case.shape, case.workload.lora_rank) / layout.tp
+        trained = stage.num_layers * adapter_parameters(case.shape, case.workload.lora_rank, layout.tp)
         trained_sharded = trained / layout.optimizer_shards
     in_precision = case.software.gradient_bytes + case.software.gradient_copy_bytes
     gradient_bytes = 4 if case.workload.precision == "fp32" else in_precision

@@ -70,11 +70,16 @@ def outside_parameters(shape: ModelShape, stage: PipelineStage, tp: int) -> floa
 
 
 @lru_cache(maxsize=65536)
-def adapter_parameters(shape: ModelShape, rank: int) -> float:
-    """LoRA parameters of a dense layer: rank × (inputs + outputs) of each matrix (Hu et al. 2021, section 4.1)."""
-    attention = 2 * (shape.hidden_size + shape.query_width) + 2 * (shape.hidden_size + shape.kv_width)
-    ffn = (3 if shape.gated_ffn else 2) * (shape.hidden_size + shape.ffn_size)
-    return rank * (attention + ffn)
+def adapter_parameters(shape: ModelShape, rank: int, tp: int = 1) -> float:
+    """LoRA parameters of a dense layer on one rank: rank × (inputs + outputs) of each matrix (Hu et al. 2021, 4.1).
+
+    Tensor parallelism cuts the factor on the side on which it cuts the matrix; the other one, of the hidden size, is
+    whole on every rank.
+    """
+    num_ffn = 3 if shape.gated_ffn else 2
+    whole = (4 + num_ffn) * shape.hidden_size
+    cut = 2 * shape.query_width + 2 * shape.kv_width + num_ffn * shape.ffn_size
+    return rank * (whole + cut / tp)
 
 
 def optimizer_parameters(held: RankParameters, layout: Layout, engine: str) -> float:

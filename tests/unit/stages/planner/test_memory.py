@@ -10,6 +10,7 @@ from stages.models.known_models import KNOWN, gpt
 from stages.parallel.layout import Layout
 from stages.planner.hardware import Efficiency
 from stages.planner.memory import GIB, kept_bytes_per_token, memory
+from stages.planner.partition import adapter_parameters
 from stages.planner.workload import Software, Workload
 
 GPT = gpt(layers=4, hidden=1024, heads=16, vocab=51200)
@@ -96,6 +97,17 @@ def test_adapters_have_the_only_gradients_and_optimizer():
     adapters = memory(LLAMA, "megatron", Layout(), replace(WORK, lora_rank=16)).worst
     assert adapters.weights == whole.weights
     assert adapters.gradients < whole.gradients / 50 and adapters.optimizer < whole.optimizer / 50
+
+
+def test_tensor_parallelism_cuts_one_factor_of_each_pair():
+    """Llama 3 70B, rank 16: seven factors of 8,192 a layer are whole; 8,192, 1,024 and 28,672 wide ones are cut."""
+    whole, cut = 7 * 8192, 2 * 8192 + 2 * 1024 + 3 * 28672
+    llama = KNOWN["llama3 70b"]
+    for tp in (1, 8):
+        expected = 16 * (whole + cut / tp)
+        assert adapter_parameters(llama, 16, tp) == expected
+        adapter = memory(llama, "megatron", Layout(tp=tp), replace(WORK, lora_rank=16, precision="fp32")).worst
+        assert adapter.gradients * GIB == pytest.approx(80 * expected * 4)
 
 
 def test_experts_are_spread_over_expert_parallelism():
