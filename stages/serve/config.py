@@ -20,7 +20,7 @@ class ServeConfig(StageConfig):
     Each adapter is a model of its own to those who ask: by the name of its stage.
     """
 
-    STAGE_VERSION: ClassVar[int] = 1
+    STAGE_VERSION: ClassVar[int] = 2  # the time between tokens is one of whole answers, not of chunks of them
 
     kind: Literal["serve"]
     model: ModelOrAdapterReference
