@@ -36,7 +36,7 @@ from flows.running.request import PlannedRefresh, RefreshRequest
 from flows.running.runner import Built, Launcher, run_stage
 from flows.running.slots import HeldSlots, Slots
 from flows.running.stage_observer import Log, StageObserver, describe
-from flows.running.validation import input_problems
+from flows.running.validation import input_findings
 from flows.tracking.tracker import Tracker
 from stages.check.config import InputProblem
 from stages.core.errors import LifecycleError, RefreshStoppedError, error_classes
@@ -114,8 +114,11 @@ class RefreshRun:
         folder = self.ledger.folder / "check"
         problems: dict[str, list[InputProblem]] = {}
         try:
-            for one in input_problems(self.plan.stages, self.built, self.store, folder, self._launch, self.stop):
-                problems.setdefault(one.stage, []).append(one)
+            for findings in input_findings(self.plan.stages, self.built, self.store, folder, self._launch, self.stop):
+                for unseen in findings.unseen:
+                    log.warning(f"checked in part: stages.{unseen.stage}.{unseen.field}: {unseen.message}")
+                for one in findings.problems:
+                    problems.setdefault(one.stage, []).append(one)
         except RefreshStoppedError:
             raise
         except LifecycleError as error:

@@ -16,7 +16,7 @@ from flows.launch.stage_process import watch
 from flows.planning.plan import PlannedStage
 from flows.running.runner import Built, Launcher
 from flows.store.store import Store
-from stages.check.config import PROBLEMS, PROBLEMS_FILE, CheckConfig, InputProblem
+from stages.check.config import FINDINGS_FILE, CheckConfig, Findings
 from stages.core.contract import Execution, StageInput
 from stages.core.errors import StageTimeoutError
 from stages.core.files import write_atomically
@@ -25,15 +25,15 @@ TIMEOUT_S = 300.0
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 
 
-def input_problems(
+def input_findings(
     stages: Mapping[str, PlannedStage],
     built: Mapping[str, Built],
     store: Store,
     folder: Path,
     launch: Launcher,
     stop: threading.Event,
-) -> Iterator[InputProblem]:
-    """Problems of the stages that will run and whose inputs are there, or can be known from what is.
+) -> Iterator[Findings]:
+    """What is wrong with the stages that will run and whose inputs are there, or can be known from what is.
 
     folder: for the work of the check; gone afterwards.
     Raises what `watch` raises when the check itself fails or is stopped.
@@ -48,7 +48,7 @@ def input_problems(
         for variables, group in groupby(sorted(inputs, key=environment), key=environment):
             execution = Execution(environment=dict(variables), timeout_s=TIMEOUT_S)
             config = CheckConfig(stages=tuple(group), execution=execution)
-            yield from _run(config, store, folder, launch, stop)
+            yield _run(config, store, folder, launch, stop)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -57,9 +57,7 @@ def _will_run(stage: PlannedStage, built: Mapping[str, Built]) -> bool:
     return stage.action == "run" and stage.name not in built
 
 
-def _run(
-    config: CheckConfig, store: Store, folder: Path, launch: Launcher, stop: threading.Event
-) -> tuple[InputProblem, ...]:
+def _run(config: CheckConfig, store: Store, folder: Path, launch: Launcher, stop: threading.Event) -> Findings:
     work = folder / "work"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
@@ -73,9 +71,9 @@ def _run(
     try:
         watch(launch(work, config), planned, work, lambda: None, stop)
     except StageTimeoutError:
-        if not (work / PROBLEMS_FILE).exists():
+        if not (work / FINDINGS_FILE).exists():
             raise
-    return PROBLEMS.validate_json((work / PROBLEMS_FILE).read_bytes())
+    return Findings.model_validate_json((work / FINDINGS_FILE).read_bytes())
 
 
 def _stage_input(

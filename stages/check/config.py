@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from stages.core.contract import StageConfig, StageInput
 from stages.core.fields import Product
 from stages.core.strict import StrictModel
 
-PROBLEMS_FILE = "problems.json"
+FINDINGS_FILE = "findings.json"
 
 
 class CheckConfig(StageConfig):
-    """No stage of a recipe, but run like one: looks for what is wrong with the inputs of others (→ `problems.json`)."""
+    """No stage of a recipe, but run like one: looks for what is wrong with the inputs of others (→ `findings.json`)."""
 
     STAGE_VERSION: ClassVar[int] = 1
 
@@ -37,5 +37,16 @@ class InputProblem(StrictModel):
     message: str
 
 
-PROBLEMS: TypeAdapter[tuple[InputProblem, ...]] = TypeAdapter(tuple[InputProblem, ...])
-"""The content of `problems.json`."""
+class Unseen(StrictModel):
+    """What of an input there was no time to look at; the stage itself will."""
+
+    stage: str
+    field: str
+    message: str
+
+
+class Findings(StrictModel):
+    """The content of `findings.json`: what was found so far."""
+
+    problems: tuple[InputProblem, ...] = ()
+    unseen: tuple[Unseen, ...] = ()

@@ -7,9 +7,7 @@ then the rows that were seen are checked, and no more.
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from stages.core.errors import DataError, LifecycleError, ModelError
@@ -27,15 +25,11 @@ done by then, and hashing it for the cache is slow."""
 LARGE_BYTES = 1 << 30
 
 
-class Deadline:
-    """A `Report` that ends the preparation when the time is over. Warnings are the stage's."""
-
-    def __init__(self, seconds: float) -> None:
-        self._ends_s = time.process_time() + seconds
+class Silent:
+    """A `Report` to nobody: progress and warnings are the stage's."""
 
     def progress(self, done: float, total: float, unit: str, message: str = "") -> None:
-        if time.process_time() > self._ends_s:
-            raise OutOfTimeError
+        pass
 
     def warn(self, message: str) -> None:
         pass
@@ -43,8 +37,9 @@ class Deadline:
 
 def data_problems(
     folder: Path, config: DataConfig, tokenizer_folder: Path, *, rows: RowKind, cache: Path
-) -> Iterator[tuple[str, LifecycleError]]:
-    """Field of `config` and error, of all that the first seconds of `prepare` with the same arguments show."""
+) -> Iterator[tuple[str, LifecycleError | str]]:
+    """Field of `config` and error, of all that the first seconds of `prepare` with the same arguments show; or, instead
+    of an error, what there was no time to look at."""
     problems = [*_missing_splits(folder, config), *_bad_template(config, tokenizer_folder)]
     yield from problems
     if problems:
@@ -52,10 +47,13 @@ def data_problems(
     prepared = []
     for portion in portions(config):
         files = find_files(folder, portion.split)
-        task = Preprocessing(portion, folder, files, config, tokenizer_folder, rows, Deadline(SECONDS))
+        task = Preprocessing(portion, folder, files, config, tokenizer_folder, rows, Silent(), SECONDS)
         try:
-            with suppress(OutOfTimeError):
-                prepared.append(_prepared(task, cache / CACHE_FOLDER))
+            if folder_of_rows := _prepared(task, cache / CACHE_FOLDER):
+                prepared.append(folder_of_rows)
+        except OutOfTimeError as error:
+            seen = f"{portion.name} rows after {error.last} were not looked at"
+            yield "dataset", f"{seen}: there are {SECONDS:g} s for them"
         except (DataError, ModelError) as error:
             yield "dataset", type(error)(f"{portion.name} rows: {error}")
     try:
@@ -64,12 +62,13 @@ def data_problems(
         yield "evaluation_split", error
 
 
-def _prepared(task: Preprocessing, cache: Path) -> Path:
+def _prepared(task: Preprocessing, cache: Path) -> Path | None:
+    """The folder of packed rows; None for a split that is too large to be kept."""
     if sum(path.stat().st_size for path in task.files) <= LARGE_BYTES:
         return prepare_portion(task, cache).folder
     with tempfile.TemporaryDirectory() as scratch:
         task.run(Path(scratch))
-    raise OutOfTimeError
+    return None
 
 
 def _missing_splits(folder: Path, config: DataConfig) -> Iterator[tuple[str, LifecycleError]]:

@@ -28,15 +28,22 @@ def data_stem(path: Path) -> str:
 @contextmanager
 def open_bytes(path: Path, name: str) -> Iterator[BinaryIO]:
     """The content, decompressed piece by piece; `name` is what errors call it. Raises DataError for a damaged file."""
-    if path.suffix not in COMPRESSIONS:
-        with path.open("rb") as stream:
-            yield stream
-        return
-    try:
-        with _decompressed(path) as stream:
-            yield stream
-    except (EOFError, OSError, zlib.error) as error:
-        raise DataError(f"{name} cannot be decompressed to its end: {error}; fetch it again") from error
+    with open_with_file(path, name) as (stream, _):
+        yield stream
+
+
+@contextmanager
+def open_with_file(path: Path, name: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """The same, and the file that is decompressed: where it is at tells how much of it the content so far has taken."""
+    with path.open("rb") as file:
+        if path.suffix not in COMPRESSIONS:
+            yield file, file
+            return
+        try:
+            with _decompressed(file, path.suffix) as stream:
+                yield stream, file
+        except (EOFError, OSError, zlib.error) as error:
+            raise DataError(f"{name} cannot be decompressed to its end: {error}; fetch it again") from error
 
 
 @contextmanager
@@ -46,12 +53,12 @@ def open_text(path: Path, name: str) -> Iterator[TextIO]:
         yield text
 
 
-def _decompressed(path: Path) -> BinaryIO:
-    if path.suffix == ".gz":
-        return io.BufferedReader(gzip.GzipFile(path))
+def _decompressed(file: BinaryIO, suffix: str) -> BinaryIO:
+    if suffix == ".gz":
+        return io.BufferedReader(gzip.GzipFile(fileobj=file))
     import pyarrow
 
-    return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
+    return io.BufferedReader(pyarrow.input_stream(file, compression="zstd"))
 
 
 def _uncompressed(path: Path) -> Path:

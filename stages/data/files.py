@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stages.core.errors import DataError
-from stages.data.compression import COMPRESSIONS, data_stem, format_suffix, open_bytes, open_text
+from stages.data.compression import COMPRESSIONS, data_stem, format_suffix, open_bytes, open_text, open_with_file
 from stages.data.json_list import JsonList
 from stages.data.json_values import DECODER, NOT_TEXT, flaw_of
 
@@ -28,6 +28,10 @@ BEGINNING_CHARACTERS = 1024
 PARQUET_BATCH_ROWS = 1024
 BLOCK_BYTES = 1 << 20
 SAMPLED_BYTES = 64 << 20
+SAMPLED_BYTES_COMPRESSED = 16 * SAMPLED_BYTES
+"""As they are once decompressed, which takes seconds."""
+LONGEST_LINE_BYTES = 256 << 20
+"""Of JSON Lines, a row each. What has longer ones is no such file, and would fill the memory."""
 METADATA = {"dataset_info.json", "dataset_infos.json", "state.json"}
 NUM_FILES_LISTED = 20
 NO_PYTHON_VALUE = (ValueError, OverflowError, LookupError)
@@ -112,14 +116,12 @@ def num_places(path: Path) -> int:
         import pyarrow.parquet
 
         return int(pyarrow.parquet.read_metadata(path).num_rows)
-    size = path.stat().st_size
-    is_sampled = size > SAMPLED_BYTES and path.suffix not in COMPRESSIONS
-    with open_bytes(path, path.name) as stream:
+    sampled_bytes = SAMPLED_BYTES_COMPRESSED if path.suffix in COMPRESSIONS else SAMPLED_BYTES
+    with open_with_file(path, path.name) as (stream, file):
         blocks = iter(partial(stream.read, BLOCK_BYTES), b"")
-        lines = sum(
-            block.count(b"\n") for block in islice(blocks, SAMPLED_BYTES // BLOCK_BYTES if is_sampled else None)
-        )
-    return (lines * size // SAMPLED_BYTES if is_sampled else lines) + 1
+        lines = sum(block.count(b"\n") for block in islice(blocks, sampled_bytes // BLOCK_BYTES))
+        is_whole = not stream.read(1)
+        return (lines if is_whole else lines * path.stat().st_size // file.tell()) + 1
 
 
 def _matching(there: list[Path], folder: Path, split: str) -> list[Path]:
@@ -156,7 +158,10 @@ def _listing(folder: Path) -> str:
 
 def _read_json_lines(path: Path, name: str) -> Iterator[Row | BadRow]:
     with open_bytes(path, name) as stream:
-        for number, line in enumerate(stream, start=1):
+        for number, line in enumerate(iter(partial(stream.readline, LONGEST_LINE_BYTES + 1), b""), start=1):
+            if len(line) > LONGEST_LINE_BYTES:
+                limit = f"{LONGEST_LINE_BYTES >> 20} MiB"
+                raise DataError(f"{name}:{number} is longer than {limit}; expected a row of JSON in each line")
             if not line.isspace():
                 yield _parse_line(line, Place(name, number))
 

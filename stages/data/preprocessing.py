@@ -6,6 +6,8 @@ aside on the way, and are judged when all rows were seen.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -42,21 +44,25 @@ RenderedRow = tuple[Place, list[tuple[Rendered, ...]]]
 
 
 class OutOfTimeError(Exception):
-    """Raised by a `Report` to end a preparation."""
+    """Raised when a preparation has had its time, after what was found so far was judged. last: the last row read."""
+
+    def __init__(self, last: Place) -> None:
+        super().__init__(f"after {last}")
+        self.last = last
 
 
 class Report(Protocol):
     """Where preparation reports what it does; a `StageContext` is one."""
 
-    def progress(self, done: float, total: float, unit: str, message: str = "") -> None:
-        """May raise OutOfTimeError: then what was found so far is judged, and the error raised on."""
+    def progress(self, done: float, total: float, unit: str, message: str = "") -> None: ...
 
     def warn(self, message: str) -> None: ...
 
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Everything that decides what `run` writes."""
+    """Everything that decides what `run` writes. time_limit_s: of the processor, from the first row on; default:
+    as long as it takes."""
 
     portion: Portion
     folder: Path
@@ -65,9 +71,10 @@ class Preprocessing:
     tokenizer_folder: Path
     rows: RowKind
     report: Report
+    time_limit_s: float | None = None
 
     def run(self, target: Path) -> None:
-        """Fill the empty folder `target`. Raises DataError, ModelError."""
+        """Fill the empty folder `target`. Raises DataError, ModelError, OutOfTimeError."""
         with (target / BAD_ROWS).open("w", encoding="utf-8") as stream, closing(DatasetWriter(target)) as writer:
             _Run(self, BadRows(stream), writer).write(target)
 
@@ -167,14 +174,23 @@ class _Run:
                 self._bad_rows.add(BadRow(row.place, str(error)))
 
     def _watched(self, rows: Iterable[Row | BadRow]) -> Iterator[Row | BadRow]:
-        """The same rows; reports every now and then how far they are."""
-        message = f"tokenizing {self._task.portion.name} data"
+        """The same rows, as long as there is time; where that is not limited, reports how far they are."""
+        ends_s = math.inf
         for number, row in enumerate(rows):
             yield row
-            if number % CHUNK_ROWS == 0:
-                before, total = self._places
-                done = before[row.place.file] + row.place.number
-                self._task.report.progress(min(done, total), total, "rows", message)
+            if self._task.time_limit_s is None:
+                self._report(number, row.place)
+                continue
+            ends_s = min(ends_s, time.process_time() + self._task.time_limit_s)
+            if time.process_time() > ends_s:
+                raise OutOfTimeError(row.place)
+
+    def _report(self, number: int, place: Place) -> None:
+        if number % CHUNK_ROWS == 0:
+            before, total = self._places
+            done = before[place.file] + place.number
+            message = f"tokenizing {self._task.portion.name} data"
+            self._task.report.progress(min(done, total), total, "rows", message)
 
     @cached_property
     def _places(self) -> tuple[dict[str, int], int]:

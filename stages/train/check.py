@@ -10,8 +10,8 @@ from stages.data.check import data_problems
 from stages.train.config import TrainConfig
 
 
-def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
-    """Dotted field and error: splits, format, every row (as far as there is time), chat template, sequence length."""
+def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]:
+    """Dotted field and error: splits, format, every row, chat template, sequence length; or what was not looked at."""
     config = TrainConfig.model_validate(stage_input.config)
     problems = data_problems(
         stage_input.inputs[config.data.dataset] / "data",

@@ -31,7 +31,7 @@ def stage(work: Path) -> None:
     if told.kind == "download":
         write_model(work, json.dumps(told.config["files"]))
     elif told.kind == "check":
-        (work / "problems.json").write_text("[]")
+        (work / "findings.json").write_text("{}")
         (work / "result.json").write_text("{}")
     else:
         right = told.config["limit"]

@@ -22,7 +22,7 @@ from flows.running.runner import Built
 from flows.store.record import Record
 from flows.store.store import Store
 from stages.adapters.files import copy_companions
-from stages.check.config import PROBLEMS_FILE
+from stages.check.config import FINDINGS_FILE
 from stages.core.errors import DataError, EvaluationError
 from stages.core.supervised import Supervised
 from stages.hubs.builtin import qwen3
@@ -170,20 +170,24 @@ def test_a_check_that_dies_stops_nothing(refresh_of, caplog):
     assert {entry.state for entry in run.record.stages.values()} == {"waiting"}
 
 
+FOUND = {"stage": "dpo", "field": "data.dataset", "error": "DataError", "message": "a row is bad"}
+UNSEEN = {"stage": "sft", "field": "data.dataset", "message": "training rows after train.jsonl:7 were not looked at"}
+
+
 def hanging(work, found=None):
     """A check that has found something, and does not end."""
     if found:
-        (work / PROBLEMS_FILE).write_text(json.dumps([found]))
+        (work / FINDINGS_FILE).write_text(json.dumps(found))
     with (work / "log.txt").open("ab") as log:
         return Supervised(["sleep", "600"], environment=os.environ, output=log)
 
 
-def test_what_was_found_before_the_time_was_over_is_said(refresh_of, monkeypatch):
+def test_what_was_found_before_the_time_was_over_is_said(refresh_of, monkeypatch, caplog):
     monkeypatch.setattr(validation, "TIMEOUT_S", 0.1)
-    found = {"stage": "dpo", "field": "data.dataset", "error": "DataError", "message": "a row is bad"}
-    run = refresh_of(launch=lambda work, config: hanging(work, found))
+    run = refresh_of(launch=lambda work, config: hanging(work, {"problems": [FOUND], "unseen": [UNSEEN]}))
     with pytest.raises(DataError, match=r"stages\.dpo\.data\.dataset: a row is bad"):
         run.check_inputs(logging.getLogger())
+    assert "checked in part: stages.sft.data.dataset: training rows after train.jsonl:7 were not looked" in caplog.text
 
 
 def test_a_check_that_found_nothing_in_its_time_stops_nothing(refresh_of, monkeypatch, caplog):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from stages.check.config import PROBLEMS_FILE, CheckConfig
+from stages.check.config import FINDINGS_FILE, CheckConfig
 from stages.check.run import run
 from stages.core.contract import StageContext, StageInput
 from stages.quantize import check as check_of_quantize
@@ -38,5 +38,5 @@ def test_what_was_found_stays_found_when_the_next_input_takes_too_long(tmp_path,
     (tmp_path / "work").mkdir()
     with pytest.raises(KilledError):
         run(CheckConfig(stages=tuple(stages)), StageContext(tmp_path / "work", "", "", {}, {}, tmp_path / "cache"))
-    [problem] = json.loads((tmp_path / "work" / PROBLEMS_FILE).read_text())
+    [problem] = json.loads((tmp_path / "work" / FINDINGS_FILE).read_text())["problems"]
     assert (problem["stage"], problem["field"], problem["error"]) == ("sft", "data.split", "DataError")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import random
 
+import pyarrow
 import pytest
 
 from stages.data import check
@@ -14,6 +17,10 @@ CHATS = [
     {"messages": [{"role": "user", "content": f"{number}?"}, {"role": "assistant", "content": f"{number}!"}]}
     for number in range(1500)
 ]
+
+
+def zstd(content: bytes) -> bytes:
+    return pyarrow.compress(content, codec="zstd", asbytes=True)
 
 
 @pytest.fixture
@@ -71,7 +78,8 @@ def test_of_data_that_take_too_long_the_first_rows_are_judged(problems, write_ro
     if limit == "LARGE_BYTES":
         monkeypatch.setattr(check, "LARGE_BYTES", 0)
     folder = write_rows(CHATS)
-    assert problems(folder) == []
+    unseen = [("dataset", "training rows after train.jsonl:1 were not looked at: there are -1 s for them")]
+    assert problems(folder) == unseen
     assert not [*tmp_path.glob("cache/tokenized/*/about.json")]
     path = folder / "train.jsonl"
     lines = path.read_text().splitlines()
@@ -80,9 +88,22 @@ def test_of_data_that_take_too_long_the_first_rows_are_judged(problems, write_ro
     assert (field, "train.jsonl:1 has an empty list" in message) == ("dataset", True)
     path.write_text("\n".join([*lines, '{"messages": []}']))
     assert json.loads(path.read_text().splitlines()[-1]) == {"messages": []}
-    assert problems(folder) == []
+    assert problems(folder) == unseen
 
 
 def test_rows_that_the_recipe_drops_are_not_judged_by_the_first_of_them(problems, write_rows, monkeypatch):
     monkeypatch.setattr(check, "SECONDS", -1.0)
-    assert problems(write_rows([{"messages": []}, *CHATS]), on_bad_rows="drop") == []
+    [(field, message)] = problems(write_rows([{"messages": []}, *CHATS]), on_bad_rows="drop")
+    assert (field, message.split(":")[0]) == ("dataset", "training rows after train.jsonl")
+
+
+@pytest.mark.parametrize(("suffix", "compress"), [("gz", gzip.compress), ("zst", zstd)])
+def test_of_a_compressed_file_no_more_is_read_than_there_is_time_for(problems, tmp_path, monkeypatch, suffix, compress):
+    monkeypatch.setattr(check, "SECONDS", -1.0)
+    rows = [{"text": random.randbytes(500).hex()} for _ in range(5000)]
+    packed = compress("".join(json.dumps(row) + "\n" for row in rows).encode())
+    path = tmp_path / "data" / f"train.jsonl.{suffix}"
+    path.parent.mkdir()
+    path.write_bytes(packed[: len(packed) // 2])  # to read on to where it ends would be an error
+    unseen = f"training rows after {path.name}:1 were not looked at: there are -1 s for them"
+    assert problems(path.parent, sequence_length=4096) == [("dataset", unseen)]

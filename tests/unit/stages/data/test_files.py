@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import random
 
 import pyarrow
 import pyarrow.parquet
@@ -182,6 +183,21 @@ def test_a_compressed_file_that_was_cut_off_or_is_no_such_file_is_an_error(tmp_p
         packed.write_bytes(damaged)
         with pytest.raises(DataError, match=rf"{packed.name} cannot be decompressed to its end: .*fetch it again"):
             list(read_rows(tmp_path, [packed]))
+
+
+@pytest.mark.parametrize("codec", ["gzip", "zstd"])
+def test_the_lines_of_a_large_compressed_file_are_told_from_its_beginning(tmp_path, monkeypatch, codec):
+    monkeypatch.setattr(files, "SAMPLED_BYTES_COMPRESSED", 4 * files.BLOCK_BYTES)
+    rows = "".join(f'{{"text": "{random.randbytes(500).hex()}"}}\n' for _ in range(20_000))
+    (tmp_path / "train.jsonl").write_text(rows)
+    assert 18_000 <= num_places(compress(tmp_path / "train.jsonl", codec)) <= 22_000
+
+
+def test_a_line_that_would_fill_the_memory_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "LONGEST_LINE_BYTES", 1 << 20)
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n' + json.dumps({"text": "x" * (1 << 20)}))
+    with pytest.raises(DataError, match=r"train.jsonl:2 is longer than 1 MiB; expected a row of JSON in each line"):
+        list(read_rows(tmp_path, [tmp_path / "train.jsonl"]))
 
 
 def test_the_lines_of_a_large_file_are_told_from_its_beginning(tmp_path, monkeypatch):
