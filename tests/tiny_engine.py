@@ -11,7 +11,7 @@ from typing import Any
 from stages.core.errors import ModelError, RecipeError
 from stages.models.projections import Projection
 from stages.serving.client import Client
-from stages.serving.config import BenchmarkConfig, ServingConfig
+from stages.serving.config import BenchmarkConfig
 from stages.serving.engine import LoadResult
 from stages.serving.launch import LaunchSpec
 from stages.serving.proxy import EngineAddress
@@ -28,7 +28,7 @@ class TinyProgram:
     def server_command(self, spec: LaunchSpec, address: EngineAddress) -> list[str]:
         return [sys.executable, str(self.command), str(spec.model), spec.served_name, "127.0.0.1", str(address.port)]
 
-    def server_environment(self, serving: ServingConfig, api_key: str) -> dict[str, str]:
+    def server_environment(self, spec: LaunchSpec, api_key: str) -> dict[str, str]:
         return {**os.environ, "TINY_KEY": api_key}
 
 
@@ -69,6 +69,15 @@ class TinyEngine:
         return results
 
     def check_adapters(self, spec: LaunchSpec) -> None:
+        raise ModelError("Tiny serves no adapters")
+
+    def has_room(self, spec: LaunchSpec, adapter: Path) -> bool:
+        return False
+
+    def load_adapter(self, address: EngineAddress, api_key: str, name: str, folder: Path) -> None:
+        raise ModelError("Tiny serves no adapters")
+
+    def unload_adapter(self, address: EngineAddress, api_key: str, name: str) -> None:
         raise ModelError("Tiny serves no adapters")
 
     def check_loadable(

@@ -13,10 +13,11 @@ from flows.servers import local as servers
 from flows.servers.key import client_settings, read_key
 from flows.store.record import Artifact
 from flows.store.store import Store
-from stages.core.errors import LifecycleError, ModelError, ServerError, StoreError
+from stages.adapters.headers import ADAPTER_FOLDER
+from stages.core.errors import LifecycleError, ServerError, StoreError
 from stages.serving.config import ServingConfig
 from stages.serving.launch import LAUNCH_FILE, LaunchSpec
-from stages.serving.registry import engine_of, new_launch_spec
+from stages.serving.registry import default_engine, engine_of, new_launch_spec
 
 URI_PREFIX = "models:/"
 URI = re.compile(r"models:/(?P<name>[^/@]+)@(?P<alias>[^/@]+)")
@@ -77,19 +78,18 @@ def base_of(version: RegisteredVersion) -> Artifact | None:
 def launch_spec(version: RegisteredVersion) -> LaunchSpec:
     """How to serve a registered version under its registered name: as the serve stage of its promotion did, if any.
 
-    Raises ModelError for an adapter.
+    The base of an adapter is `NAME-base` in requests.
     """
-    if base := base_of(version):
-        raise ModelError(
-            f"version {version.number} of {version.name} is an adapter, {version.registration.model}, of "
-            f"{base.folder.name}: it cannot be served yet; promote what a stage of `kind: merge` makes of it"
-        )
-    model = artifact_of(version, version.registration.model).folder / "model"
-    if version.registration.server is None:
-        return new_launch_spec(model, version.name, ServingConfig())
-    launch = (artifact_of(version, version.registration.server).folder / LAUNCH_FILE).read_bytes()
-    as_promoted = LaunchSpec.model_validate_json(launch)
-    return new_launch_spec(model, version.name, as_promoted.serving, engine_of(as_promoted.engine))
+    name, server = version.name, version.registration.server
+    artifact, base = artifact_of(version, version.registration.model).folder, base_of(version)
+    serving, engine = ServingConfig(), default_engine()
+    if server:
+        as_promoted = LaunchSpec.model_validate_json((artifact_of(version, server).folder / LAUNCH_FILE).read_bytes())
+        serving, engine = as_promoted.serving, engine_of(as_promoted.engine)
+    if base is None:
+        return new_launch_spec(artifact / "model", name, serving, engine)
+    adapters, model = {name: artifact / ADAPTER_FOLDER}, base.folder / "model"
+    return new_launch_spec(model, name, serving, engine, adapters=adapters, base_name=f"{name}-base")
 
 
 def kept_versions() -> frozenset[str]:

@@ -17,6 +17,7 @@ from flows.running.outcome import in_words
 from flows.store.record import Artifact, Index
 from flows.tracking.cursor import run_id_of
 from flows.tracking.labels import flatten
+from stages.adapters.headers import ADAPTER_FOLDER
 from stages.core.errors import StoreError
 from stages.serving.launch import LAUNCH_FILE, LaunchSpec
 
@@ -200,10 +201,19 @@ def artifact_as_text(artifact: Artifact, index: Index) -> str:
     return "\n".join(lines)
 
 
-def serve_arguments(artifact: Artifact) -> list[str]:
-    """Model folder, name and settings for `python -m stages.serve`."""
+def serve_arguments(artifact: Artifact, index: Index) -> list[str]:
+    """Model folder, names and settings for `python -m stages.serve`. Raises StoreError for an adapter without base."""
+    stage = artifact.record.stage
     if artifact.record.product == "model":
-        return [str(artifact.folder / "model"), "--name", artifact.record.stage]
+        return [str(artifact.folder / "model"), "--name", stage]
+    if base := index.base_of(artifact.record):
+        found = index.find(base.kind, base.version)
+        if found is None:
+            raise StoreError(
+                f"serving {artifact.folder.name}: its base {base.stage}-{base.version} is not in the store"
+            )
+        adapter = f"{stage}={artifact.folder / ADAPTER_FOLDER}"
+        return [str(found.folder / "model"), "--name", stage, "--adapter", adapter, "--base-name", base.stage]
     return launch_arguments(LaunchSpec.model_validate_json((artifact.folder / LAUNCH_FILE).read_bytes()))
 
 

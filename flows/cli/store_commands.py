@@ -169,10 +169,12 @@ def _what_to_serve(name: str) -> list[str]:
         version = champions.find(champions.connect(), *parsed)
         spec = champions.launch_spec(version)
         return shown.launch_arguments(spec)
-    found = shown.find_artifact(Store(store_root()).index(), name)
-    if found.record.product not in ("model", "server"):
-        raise ModelError(f"serving {name}: it is a {found.record.product}, expected a model or a serve stage's")
-    return shown.serve_arguments(found)
+    index = Store(store_root()).index()
+    found = shown.find_artifact(index, name)
+    if found.record.product not in ("model", "adapter", "server"):
+        expected = "a model, an adapter or a serve stage's"
+        raise ModelError(f"serving {name}: it is a {found.record.product}, expected {expected}")
+    return shown.serve_arguments(found, index)
 
 
 class _Silent:

@@ -44,8 +44,8 @@ from stages.core.strict import StrictModel
 
 AdapterReference = Annotated[str, Reference(("adapter",))]
 ModelReference = Annotated[str, Reference(("model",))]
-DatasetReference = Annotated[str, Reference(("dataset",))]
 ModelOrAdapterReference = Annotated[str, Reference(("model", "adapter"))]
+DatasetReference = Annotated[str, Reference(("dataset",))]
 ServableReference = Annotated[str, Reference(("model", "adapter", "server"))]
 ServerReference = Annotated[str, Reference(("server",))]
 ScoresReference = Annotated[str, Reference(("scores",))]

@@ -31,12 +31,13 @@ class Agreement:
 
 
 def compare_with_records(
-    client: Client, spec: LaunchSpec, names: Collection[str], context_tokens: int
+    client: Client, spec: LaunchSpec, names: Collection[str], context_tokens: int, base_name: str | None = None
 ) -> dict[str, Agreement]:
     """Name in requests → how the server agrees with the record beside the folder that it serves, where there is one.
 
-    client: of the server of `spec`. names: those of its models to compare. Documents that do not fit into
-    `context_tokens` are left out. Raises ServerError for a model that is not listed, and an adapter that does nothing.
+    client: of the server of `spec`. names: those of its models to compare. base_name: what answers as the base of its
+    adapters does; default: the base. Documents that do not fit into `context_tokens` are left out. Raises ServerError
+    for a model that is not listed, and an adapter that does nothing.
     """
     listed = client.model_names()
     if missing := sorted(set(names) - set(listed)):
@@ -46,7 +47,7 @@ def compare_with_records(
         artifact = spec.folders[name].parent
         if (artifact / RECORD).is_file():
             documents = [one for one in read_record(artifact) if one.num_targets and len(one.tokens) < context_tokens]
-            found |= {name: _compare(client, spec, name, documents)} if documents else {}
+            found |= {name: _compare(client, spec, name, documents, base_name or spec.own_name)} if documents else {}
     return found
 
 
@@ -59,12 +60,14 @@ def agreement_metrics(agreements: Mapping[str, Agreement], served_name: str) -> 
     return metrics
 
 
-def _compare(client: Client, spec: LaunchSpec, name: str, documents: Sequence[RecordedDocument]) -> Agreement:
+def _compare(
+    client: Client, spec: LaunchSpec, name: str, documents: Sequence[RecordedDocument], base_name: str
+) -> Agreement:
     served = _sums(replace(client, model=name), documents)
     most, mean = _distance(served, [one.log_probability for one in documents], documents)
     if name not in spec.adapters:
         return Agreement(len(documents), most, mean)
-    _, from_base = _distance(served, _sums(replace(client, model=spec.own_name), documents), documents)
+    _, from_base = _distance(served, _sums(replace(client, model=base_name), documents), documents)
     if from_base <= mean:
         raise ServerError(
             f"the adapter {name} does nothing where it is served: over {len(documents)} recorded documents its "

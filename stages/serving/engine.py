@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from stages.models.projections import Projection
-from stages.serving.config import BenchmarkConfig, ServingConfig
+from stages.serving.config import BenchmarkConfig
 from stages.serving.launch import LaunchSpec
 from stages.serving.quantization import Quantization
 
@@ -35,7 +35,7 @@ class Program(Protocol):
     def server_command(self, spec: LaunchSpec, address: EngineAddress) -> list[str]:
         """The command line of a server that listens at `address` alone; the API key travels in the environment."""
 
-    def server_environment(self, serving: ServingConfig, api_key: str) -> dict[str, str]:
+    def server_environment(self, spec: LaunchSpec, api_key: str) -> dict[str, str]:
         """The whole environment of a server, whose working folder will be a temporary one of its own."""
 
 
@@ -101,6 +101,15 @@ class Engine(Protocol):
 
         Reads configs and headers only.
         """
+
+    def has_room(self, spec: LaunchSpec, adapter: Path) -> bool:
+        """Whether a running server of `spec`, which swaps adapters, could load this folder too, and serve all of it."""
+
+    def load_adapter(self, address: EngineAddress, api_key: str, name: str, folder: Path) -> None:
+        """Into a running server. Raises ServerError when it refuses, TransientError when it does not answer."""
+
+    def unload_adapter(self, address: EngineAddress, api_key: str, name: str) -> None:
+        """Of a running server, which has no more requests for it. Raises as `load_adapter` does."""
 
     def check_loadable(
         self, model_config: dict[str, Any], projections: list[Projection], quantization: Quantization

@@ -22,6 +22,7 @@ class LaunchSpec(StrictModel):
     served_name: str
     adapters: dict[str, Path] = Field(default_factory=dict, description="Name in requests → folder of the adapter.")
     base_name: str | None = Field(None, description="Of `model` in requests, where `served_name` is an adapter.")
+    swaps_adapters: bool = Field(False, description="Other adapters of `model` may be loaded while it runs.")
     serving: ServingConfig
     engine: str = "vllm"
     engine_version: str = Field(validation_alias=AliasChoices("engine_version", "vllm_version"))

@@ -3,7 +3,8 @@
 Engines guard some of their routes with a key, and leave others open: vLLM's own key guards `/v1` only. So an engine
 listens where only the proxy is (`EngineAddress`), and the proxy, on the address that people are given, asks for the key
 on every path, passes on the routes of `ROUTES` alone, and bounds the size, the number and the time of requests.
-Answers pass as they are made. The engine behind it may be exchanged while requests are under way.
+Answers pass as they are made. The engine behind it may be exchanged while requests are under way, or the model in it:
+people go on asking by the same name (`Naming`).
 
 It imports nothing of ours: in Kubernetes it runs in the engine's image (`proxy_program.py`).
 """
@@ -12,19 +13,22 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 from yarl import URL
 
+MODELS = "/v1/models"
 ROUTES = {
-    "/v1/models": "GET",
+    MODELS: "GET",
     "/v1/completions": "POST",
     "/v1/chat/completions": "POST",
     "/health": "GET",
@@ -73,11 +77,20 @@ class EngineAddress:
         return URL(f"http://127.0.0.1:{self.port}" if self.port else "http://engine")
 
 
-class Backend:
-    """An engine behind the proxy, and how many requests it has."""
+@dataclass(frozen=True)
+class Naming:
+    """The name of the one model that people may ask for, and what the engine calls it, which has others too."""
 
-    def __init__(self, address: EngineAddress):
+    public: str
+    inside: str
+
+
+class Backend:
+    """An engine behind the proxy, or a model in it, and how many requests it has."""
+
+    def __init__(self, address: EngineAddress, naming: Naming | None):
         self.address = address
+        self.naming = naming
         self.num_requests = 0
         self.idle = threading.Event()
         self.idle.set()
@@ -86,17 +99,18 @@ class Backend:
 class Proxy:
     """Answers requests, in the thread of one event loop; the other methods may be called from any thread."""
 
-    def __init__(self, address: EngineAddress, api_key: str):
-        self._backend = Backend(address)
+    def __init__(self, address: EngineAddress, api_key: str, naming: Naming | None = None):
+        """naming: None for an engine whose names are those that people ask for."""
+        self._backend = Backend(address, naming)
         self._bearer = f"Bearer {api_key}".encode()
         self._num_requests = 0
         self._lock = threading.Lock()
         self._sessions: dict[Backend, aiohttp.ClientSession] = {}
 
-    def switch(self, address: EngineAddress) -> Backend:
-        """Send requests to another engine from now on; returns the one before, which may still have some."""
+    def switch(self, address: EngineAddress, naming: Naming | None = None) -> Backend:
+        """Send requests to another engine or model from now on; returns the one before, which may still have some."""
         with self._lock:
-            before, self._backend = self._backend, Backend(address)
+            before, self._backend = self._backend, Backend(address, naming)
         return before
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -112,6 +126,10 @@ class Proxy:
                 return _error(408, f"the request's body did not arrive within {BODY_TIMEOUT_S:g} s")
             if body is None:
                 return _error(413, f"the request is larger than {MAX_BODY_BYTES} bytes")
+            if backend.naming and request.method == "POST":
+                body = _renamed(body, backend.naming)
+                if body is None:
+                    return _error(404, f"expected a JSON object that asks for the model {backend.naming.public}")
             try:
                 # Of the whole answer: a client that stops reading would hold it for ever.
                 async with asyncio.timeout(REQUEST_TIMEOUT_S):
@@ -160,11 +178,16 @@ class Proxy:
 
     async def _passed_on(self, request: web.BaseRequest, body: bytes, backend: Backend) -> web.StreamResponse:
         url = backend.address.url.join(URL(request.raw_path, encoded=True))
+        headers = _passed(request.headers)
+        if backend.naming:
+            headers.popall("Content-Length", None)  # of a body with the engine's name of the model
         response: web.StreamResponse | None = None
         try:
             async with self._session(backend).request(
-                request.method, url, headers=_passed(request.headers), data=body, allow_redirects=False
+                request.method, url, headers=headers, data=body, allow_redirects=False
             ) as answer:
+                if backend.naming and url.path == MODELS:
+                    return web.json_response(_listed(await answer.json(), backend.naming), status=answer.status)
                 response = web.StreamResponse(
                     status=answer.status, reason=answer.reason, headers=_passed(answer.headers)
                 )
@@ -200,6 +223,23 @@ async def _body(request: web.BaseRequest) -> bytes | None:
             return None
         parts.append(part)
     return b"".join(parts)
+
+
+def _renamed(body: bytes, naming: Naming) -> bytes | None:
+    """The request with the engine's name of the model; None when it is no object, or asks for another model."""
+    try:
+        asked = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(asked, dict) or asked.get("model") != naming.public:
+        return None
+    return json.dumps({**asked, "model": naming.inside}).encode()
+
+
+def _listed(models: dict[str, Any], naming: Naming) -> dict[str, Any]:
+    """The list of models as people may know it."""
+    known = [{**one, "id": naming.public} for one in models.get("data", []) if one["id"] == naming.inside]
+    return {**models, "data": known}
 
 
 def _passed(headers: Mapping[str, str]) -> CIMultiDict[str]:

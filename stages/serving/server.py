@@ -130,7 +130,7 @@ def started_server(spec: LaunchSpec, execution: ServeExecution, log_file: Path, 
         client = Client(url, api_key(), spec.served_name)
         command = program.server_command(spec, inside)
         # Servers leave files in their temporary folder even after a clean stop.
-        environment = {**program.server_environment(spec.serving, client.api_key), "TMPDIR": str(runtime.resolve())}
+        environment = {**program.server_environment(spec, client.api_key), "TMPDIR": str(runtime.resolve())}
         with log_file.open("wb") as output:
             process = Supervised(command, environment=environment, output=output, folder=runtime, grace_s=GRACE_S)
         try:

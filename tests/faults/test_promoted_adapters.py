@@ -19,7 +19,7 @@ from flows.recipe.recipe import load_stages
 from flows.running.runner import Built, run_stage
 from flows.store.collect import collect, find_garbage
 from flows.store.store import Store
-from stages.core.errors import ModelError, RecipeError, StageCrashError
+from stages.core.errors import RecipeError, StageCrashError
 from stages.promote.verdict import VERDICT_FILE, Verdict
 from tests.faults.tiny import Notes
 from tests.promotion import NAME, commit, offer_adapter, own_mlflow, promote_adapter
@@ -79,8 +79,9 @@ def test_commands_name_the_base(first, base):
 
 
 def test_what_takes_no_adapter_says_what_it_is_and_of_which_model(store, registry, first, base, tmp_path):
-    with pytest.raises(ModelError, match=rf"is an adapter, train/\w+, of base-{base}: it cannot be served yet"):
-        champions.launch_spec(champions.find(registry, NAME, CHAMPION))
+    spec = champions.launch_spec(champions.find(registry, NAME, CHAMPION))
+    assert spec.folders.keys() == {f"{NAME}-base", NAME}
+    assert (spec.served_name, spec.model.parent.name) == (NAME, f"base-{base}")
     recipe = load_stages("next", tmp_path, {"start": {"kind": "download", "model": f"models:/{NAME}@champion"}})
     with pytest.raises(RecipeError, match=rf"is an adapter, tuned-\w+, of base-{base}, not a model; promote what"):
         find_stored(recipe, recipe.stages, store.index())

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from flows.champion.registrations import Registration
 from flows.champion.registry import Registry
@@ -21,10 +22,12 @@ from flows.ledger.home import store_root
 from flows.store.store import Store
 from stages.serving.launch import LaunchSpec
 from tests.promotion import NAME, commit, own_mlflow, planned_stages
-from tests.serving import API_KEY, SERVING, is_port_free, make_model, served_processes, wait_for
+from tests.served_adapters import adapted, greedy, make_adapter
+from tests.serving import API_KEY, SERVING, is_port_free, kill, make_model, served_processes, wait_for
 
 LIFECYCLE = Path(sys.executable).with_name("lifecycle")
 QUESTION = {"model": NAME, "prompt": "What is 12 + 34?", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+LONG = {**QUESTION, "prompt": "What is 12 + 34? " * 9}
 NUM_ASKERS = 3
 PAUSE_S = 0.1
 """Leaves the next server processor time to start."""
@@ -67,11 +70,11 @@ def registration(seed: int) -> Registration:
     )
 
 
-def make_champion(seed: int) -> None:
+def make_champion(made: Registration) -> None:
     registry = Registry()
     before = registry.find(NAME)
     number = before.number if before else None
-    registry.promote(registry.register(registration(seed), number), number)
+    registry.promote(registry.register(made, number), number)
 
 
 @dataclass
@@ -79,6 +82,7 @@ class Load:
     """Clients that ask again and again, every other time for a stream."""
 
     url: str
+    question: dict[str, Any] = field(default_factory=lambda: QUESTION)
     answers: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     enough: threading.Event = field(default_factory=threading.Event)
@@ -88,7 +92,7 @@ class Load:
         while not self.enough.is_set():
             number += 1
             try:
-                self.answers.append(stream(self.url) if number % 2 else complete(self.url))
+                self.answers.append((stream if number % 2 else complete)(self.url, self.question))
             except Exception as error:
                 self.failures.append(repr(error))
             self.enough.wait(PAUSE_S)
@@ -103,20 +107,20 @@ def post(url: str, body: dict[str, Any], key: str = API_KEY) -> Any:
     return urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=120)
 
 
-def complete(url: str) -> str:
-    with post(f"{url}/completions", QUESTION) as answer:
+def complete(url: str, question: dict[str, Any] = QUESTION) -> str:
+    with post(f"{url}/completions", question) as answer:
         return json.load(answer)["choices"][0]["text"]
 
 
-def stream(url: str) -> str:
-    with post(f"{url}/completions", {**QUESTION, "stream": True}) as answer:
+def stream(url: str, question: dict[str, Any]) -> str:
+    with post(f"{url}/completions", {**question, "stream": True}) as answer:
         lines = [line.removeprefix(b"data: ").strip() for line in answer if line.startswith(b"data: ")]
     assert lines[-1] == b"[DONE]"
     return "".join(json.loads(line)["choices"][0]["text"] for line in lines[:-1])
 
 
 def test_a_new_champion_takes_over_without_a_failed_request(environment: Path) -> None:
-    make_champion(seed=0)
+    make_champion(registration(seed=0))
     command = [LIFECYCLE, "serve", f"models:/{NAME}@champion", "--follow"]
     with subprocess.Popen(command, env=os.environ.copy(), text=True, stdout=subprocess.PIPE) as process:
         try:
@@ -130,7 +134,7 @@ def test_a_new_champion_takes_over_without_a_failed_request(environment: Path) -
             for asker in askers:
                 asker.start()
             load.more_answers(10)
-            make_champion(seed=1)
+            make_champion(registration(seed=1))
             wait_for(lambda: any("version 1" in line and "was stopped" in line for line in said), what="the exchange")
             former = len(load.answers)
             load.more_answers(10)
@@ -151,7 +155,7 @@ def test_a_new_champion_takes_over_without_a_failed_request(environment: Path) -
 
 
 def test_a_champion_is_served_as_it_is_for_whoever_does_not_follow(environment: Path) -> None:
-    make_champion(seed=2)
+    make_champion(registration(seed=2))
     command = [LIFECYCLE, "serve", f"models:/{NAME}@champion"]
     with subprocess.Popen(command, env=os.environ.copy(), text=True, stdout=subprocess.PIPE) as process:
         try:
@@ -164,4 +168,104 @@ def test_a_champion_is_served_as_it_is_for_whoever_does_not_follow(environment: 
             process.wait(90)
     assert process.returncode == 0
     assert is_port_free(url.removesuffix("/v1"))
+    assert not served_processes(environment)
+
+
+def adapter_registration(seed: int) -> Registration:
+    """An adapter of the model of seed 0, as `registration` has models."""
+    training = {"kind": "train", "method": "sft", "adapter": {}, "seed": seed}
+    tree = {
+        "model": {"kind": "download", "model": "builtin/qwen3-1m", "files": ["0"]},
+        "rows": {"kind": "download", "dataset": "builtin/addition"},
+        "tuned": {
+            **training,
+            "model": "model",
+            "data": {"dataset": "rows"},
+            "global_batch_size": 8,
+            "learning_rate": 1,
+        },
+        "serve": {"kind": "serve", "model": "tuned", "serving": {"enforce_eager": True}},
+    }
+    store = Store(store_root())
+    stages = planned_stages(store, tree)
+    built = {"model": commit(store, stages["model"], {}, lambda work: make_model(work / "model"))}
+    built["rows"] = commit(store, stages["rows"], {}, lambda work: (work / "data").mkdir())
+    base = built["model"].artifact / "model"
+    built["tuned"] = commit(store, stages["tuned"], built, lambda work: make_adapter(base, work, seed=seed))
+
+    def write_launch(work: Path) -> None:
+        launch = LaunchSpec(model=base, served_name="tuned", serving=SERVING, engine_version="any")
+        (work / "launch.json").write_text(launch.model_dump_json())
+
+    served = commit(store, stages["serve"], built, write_launch)
+    adapter = built["tuned"]
+    return Registration(
+        name=NAME,
+        model=f"{adapter.kind}/{adapter.version}",
+        digest=adapter.record.digest,
+        evaluations=(),
+        base=f"{built['model'].kind}/{built['model'].version}",
+        server=f"{served.kind}/{served.version}",
+    )
+
+
+def expected_answer(made: Registration) -> str:
+    """What PEFT answers to the question."""
+    store = Store(store_root())
+    base, adapter = (store.find(*key.split("/")).folder for key in (made.base, made.model))
+    tokenizer = AutoTokenizer.from_pretrained(base / "model")
+    answer = greedy(adapted(base / "model", adapter), tokenizer(LONG["prompt"]).input_ids, LONG["max_tokens"])
+    return tokenizer.decode(answer, skip_special_tokens=True)
+
+
+def test_adapters_take_over_in_the_running_server_without_a_failed_request(environment: Path) -> None:
+    """More of them than the server has slots; a prompt longer than a block of the prefix cache shows what is stale."""
+    adapters = [adapter_registration(seed) for seed in range(5)]
+    make_champion(adapters[0])
+    command = [LIFECYCLE, "serve", f"models:/{NAME}@champion", "--follow"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=os.environ.copy(), text=True, **pipes) as process:
+        try:
+            said: list[str] = []
+            url = next(line.split(" at ")[1].strip() for line in process.stdout if line.startswith("serving "))
+            threading.Thread(target=lambda: said.extend(process.stdout), daemon=True).start()
+            load = Load(url, LONG)
+            askers = [threading.Thread(target=load.ask) for _ in range(NUM_ASKERS)]
+            for asker in askers:
+                asker.start()
+            for made in adapters[1:4]:
+                load.more_answers(6)
+                num_swaps = sum("was stopped" in line for line in said)
+                make_champion(made)
+                wait_for(lambda num=num_swaps: sum("was stopped" in line for line in said) > num, what="the exchange")
+            former = len(load.answers)
+            load.more_answers(6)
+            load.enough.set()
+            for asker in askers:
+                asker.join()
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                post(f"{url}/completions", {**LONG, "model": f"{NAME}-base"})
+            listed = urllib.request.Request(f"{url}/models", headers={"Authorization": f"Bearer {API_KEY}"})
+            with urllib.request.urlopen(listed, timeout=60) as models:
+                assert [one["id"] for one in json.load(models)["data"]] == [NAME]
+
+            engines = served_processes(environment)
+            for engine in engines:
+                os.kill(engine, signal.SIGSTOP)
+            make_champion(adapters[4])
+            wait_for(lambda: sum("is champion now" in line for line in said) == 4, what="the next exchange")
+            kill(engines)
+            assert process.wait(120) != 0
+            assert "ended while it was to load another version of adder, and nothing is served" in process.stderr.read()
+        finally:
+            process.kill()
+            process.wait(90)
+    assert load.failures == []
+    assert not [line for line in said if "starting vLLM" in line]
+    swapped_s = [float(line.split(" checked in ")[1].split()[0]) for line in said if " checked in " in line]
+    assert len(swapped_s) == 3
+    assert max(swapped_s) < 10  # 0.3 s on a quiet machine
+    expected = [expected_answer(made) for made in adapters[:4]]
+    assert list(dict.fromkeys(load.answers)) == expected
+    assert set(load.answers[former + NUM_ASKERS :]) == {expected[3]}
     assert not served_processes(environment)

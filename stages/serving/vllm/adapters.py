@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 from stages.adapters.headers import AdapterHeaders, read_headers
 from stages.core.errors import ModelError
@@ -32,18 +33,30 @@ NUM_NAMED = 5
 
 def adapter_arguments(spec: LaunchSpec) -> list[str]:
     """Arguments of `vllm serve` for a server that has adapters. Reads their headers."""
-    headers = [read_headers(folder) for folder in spec.adapters.values()]
-    highest = max(rank for one in headers for rank in one.ranks.values())
-    modules = sorted({module for one in headers for module in _modules(one)})
+    max_rank, modules = _room(spec)
     # As JSON: a path may hold any character.
     named = [json.dumps({"name": name, "path": str(folder)}) for name, folder in spec.adapters.items()]
     return [
         "--enable-lora",
-        *("--max-lora-rank", str(next(rank for rank in MAX_RANKS if rank >= highest))),
+        *("--max-lora-rank", str(max_rank)),
         *("--max-loras", str(len(spec.adapters) + 1)),
-        *("--lora-target-modules", *modules),
+        *("--lora-target-modules", *sorted(modules)),
         *("--lora-modules", *named),
     ]
+
+
+def has_room(spec: LaunchSpec, adapter: Path) -> bool:
+    """Whether a server that was started for `spec` could load another adapter, and leave nothing of it out."""
+    headers = read_headers(adapter)
+    max_rank, modules = _room(spec)
+    return not any(_problems(headers)) and max(headers.ranks.values()) <= max_rank and _modules(headers) <= modules
+
+
+def _room(spec: LaunchSpec) -> tuple[int, set[str]]:
+    """The rank and the ends of layers' names that the adapters of `spec` need: what its server is started with."""
+    headers = [read_headers(folder) for folder in spec.adapters.values()]
+    highest = max(rank for one in headers for rank in one.ranks.values())
+    return next(rank for rank in MAX_RANKS if rank >= highest), {name for one in headers for name in _modules(one)}
 
 
 def check_adapters(spec: LaunchSpec) -> None:

@@ -11,13 +11,14 @@ from stages.serving.engine import LoadResult
 from stages.serving.launch import LaunchSpec
 from stages.serving.quantization import Quantization
 from stages.serving.vllm import servability
-from stages.serving.vllm.adapters import check_adapters
+from stages.serving.vllm.adapters import check_adapters, has_room
 from stages.serving.vllm.load import generate_load
 from stages.serving.vllm.program import QUIET, VllmProgram, find_vllm
 from stages.serving.vllm.root_cause import find_root_cause
 
 if TYPE_CHECKING:
     from stages.serving.client import Client  # its HTTP imports would slow every plan
+    from stages.serving.proxy import EngineAddress
 
 
 class Vllm:
@@ -49,6 +50,19 @@ class Vllm:
 
     def check_adapters(self, spec: LaunchSpec) -> None:
         check_adapters(spec)
+
+    def has_room(self, spec: LaunchSpec, adapter: Path) -> bool:
+        return has_room(spec, adapter)
+
+    def load_adapter(self, address: EngineAddress, api_key: str, name: str, folder: Path) -> None:
+        from stages.serving.vllm.swap import load_adapter
+
+        load_adapter(address, api_key, name, folder)
+
+    def unload_adapter(self, address: EngineAddress, api_key: str, name: str) -> None:
+        from stages.serving.vllm.swap import unload_adapter
+
+        unload_adapter(address, api_key, name)
 
     def check_loadable(
         self, model_config: dict[str, Any], projections: list[Projection], quantization: Quantization

@@ -72,8 +72,9 @@ class VllmProgram:
             command += ["--distributed-executor-backend", "uni"]
         return command
 
-    def server_environment(self, serving: ServingConfig, api_key: str) -> dict[str, str]:
+    def server_environment(self, spec: LaunchSpec, api_key: str) -> dict[str, str]:
         """Ours, without what would confuse vLLM, with the key and the CPU's settings."""
+        serving = spec.serving
         inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
         # Sockets get names relative to the working folder, since their paths may not be longer than 107 bytes.
         environment = {**inherited, **QUIET, "VLLM_API_KEY": api_key, "VLLM_RPC_BASE_PATH": "."}
@@ -83,6 +84,8 @@ class VllmProgram:
             environment.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
             # Threads that spin while they wait make a server ten times slower on cores that others use too.
             environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        # Its routes would let anybody with the key read folders as adapters; the proxy passes none of them on.
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = str(int(spec.swaps_adapters))
         if self._runs_in_one_worker(serving):
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if self.runs_on_cpu and serving.enforce_eager:

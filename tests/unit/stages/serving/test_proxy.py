@@ -21,7 +21,7 @@ from starlette.routing import Route
 from stages.serving import listening as listening_module
 from stages.serving import proxy as proxy_module
 from stages.serving.listening import listening
-from stages.serving.proxy import ROUTES, EngineAddress, Proxy
+from stages.serving.proxy import ROUTES, EngineAddress, Naming, Proxy
 
 PATIENCE_S = 30.0
 KEY = "key"
@@ -41,6 +41,7 @@ class Model:
             Route(COMPLETIONS, self.echo, methods=["GET", "POST"]),
             Route("/v1/chat/completions", self.stream, methods=["POST"]),
             Route("/metrics", self.flood),
+            Route("/v1/models", self.models),
             Route("/{path:path}", self.secret, methods=["GET", "POST", "OPTIONS"]),
         ]
         self.application = Starlette(routes=routes)
@@ -51,6 +52,9 @@ class Model:
         told = {"name": self.name, "query": request.url.query, "body": body, "key": request.headers["authorization"]}
         told["origin"] = request.headers.get("origin")
         return JSONResponse(told, status_code=418, headers={"x-model": self.name})
+
+    async def models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [{"id": name} for name in ("base", "adder@1", "adder@2")]})
 
     async def secret(self, request: Request) -> Response:
         self.num_asked += 1
@@ -143,6 +147,38 @@ def test_a_stream_arrives_as_it_is_made_and_stays_with_its_engine_while_others_g
             old.go_on.set()
             assert await anext(parts) == ", old ends"
         await eventually(before.idle.is_set)
+
+    in_front_of_two(trial)
+
+
+def test_one_model_of_an_engine_is_asked_by_its_public_name_and_no_other_is(in_front_of_two):
+    """An adapter takes over in the same engine: a stream that was begun goes on under the former one."""
+
+    async def trial(old, new, next_behind, proxy, client):
+        async def asked(**body):
+            return await client.post(COMPLETIONS, json=body)
+
+        proxy.switch(next_behind, Naming("adder", "adder@1"))
+        told = (await asked(model="adder", prompt="é" * 1000)).json()
+        assert json.loads(told["body"]) == {"model": "adder@1", "prompt": "é" * 1000}
+        async with client.stream("POST", "/v1/chat/completions", json={"model": "adder"}) as answer:
+            parts = answer.aiter_text()
+            assert await anext(parts) == "new begins"
+            before = proxy.switch(next_behind, Naming("adder", "adder@2"))
+            assert json.loads((await asked(model="adder")).json()["body"]) == {"model": "adder@2"}
+            assert not before.idle.is_set()
+            new.go_on.set()
+            assert await anext(parts) == ", new ends"
+        await eventually(before.idle.is_set)
+
+        num_asked = new.num_asked
+        for body in ({"model": "adder@1"}, {"model": "base"}, {"prompt": "x"}, ["adder"]):
+            answer = await client.post(COMPLETIONS, json=body)
+            assert (answer.status_code, "the model adder" in answer.text) == (404, True)
+        for body in ("no JSON", "[" * 100_000):
+            assert (await client.post(COMPLETIONS, content=body)).status_code == 404
+        assert new.num_asked == num_asked
+        assert [one["id"] for one in (await client.get("/v1/models")).json()["data"]] == ["adder"]
 
     in_front_of_two(trial)
 

@@ -6,12 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
+from safetensors.torch import load_file
+from safetensors.torch import save_file as save_torch_file
 
+from stages.adapters.idle import write_idle_adapter
 from stages.core.errors import ModelError
 from stages.serving.config import ServingConfig
 from stages.serving.launch import LaunchSpec
-from stages.serving.vllm.adapters import adapter_arguments, check_adapters
+from stages.serving.vllm.adapters import adapter_arguments, check_adapters, has_room
 
 LAYER = "model.layers.0.self_attn.q_proj"
 
@@ -116,3 +120,25 @@ def test_damaged_files_are_named(spec: Any, tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-5])
     with pytest.raises(ModelError, match=r"reading the adapter in .*tuned.*train it again"):
         check_adapters(spec(tuned=folder))
+
+
+def test_a_running_server_has_room_for_what_it_leaves_nothing_of_out(spec: Any, tmp_path: Path) -> None:
+    running = spec(one=adapter(tmp_path / "one", LAYER, "model.layers.1.mlp.up_proj", rank=12))
+    assert has_room(running, adapter(tmp_path / "same", rank=16))
+    assert not has_room(running, adapter(tmp_path / "higher", rank=17))
+    assert not has_room(running, adapter(tmp_path / "elsewhere", LAYER, "model.layers.0.mlp.down_proj"))
+    assert not has_room(running, adapter(tmp_path / "dora", use_dora=True))
+
+
+def test_an_idle_adapter_is_the_same_but_for_its_effect(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    factors = {f"{LAYER}.lora_{name}.weight": torch.randn(8, 8).to(torch.bfloat16) for name in "AB"}
+    source = adapter(tmp_path / "source")
+    save_torch_file(factors, source / "adapter_model.safetensors")
+    write_idle_adapter(source, tmp_path / "idle")
+    idle = load_file(tmp_path / "idle" / "adapter_model.safetensors")
+    assert torch.equal(idle[f"{LAYER}.lora_A.weight"], factors[f"{LAYER}.lora_A.weight"])
+    assert not idle[f"{LAYER}.lora_B.weight"].any()
+    assert torch.equal(
+        load_file(source / "adapter_model.safetensors")[f"{LAYER}.lora_B.weight"], factors[f"{LAYER}.lora_B.weight"]
+    )

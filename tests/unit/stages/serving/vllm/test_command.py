@@ -67,9 +67,9 @@ def test_settings_for_cpus_stay_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None
     for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "TORCHDYNAMO_DISABLE", "VLLM_ENABLE_V1_MULTIPROCESSING"):
         monkeypatch.delenv(name, raising=False)
 
-    eager_on_cpu = ON_CPU.server_environment(ServingConfig(enforce_eager=True), "key")
-    compiled_on_cpu = ON_CPU.server_environment(ServingConfig(), "key")
-    eager_on_gpu = ON_GPU.server_environment(ServingConfig(enforce_eager=True), "key")
+    eager_on_cpu = ON_CPU.server_environment(spec(enforce_eager=True), "key")
+    compiled_on_cpu = ON_CPU.server_environment(spec(), "key")
+    eager_on_gpu = ON_GPU.server_environment(spec(enforce_eager=True), "key")
 
     assert eager_on_cpu["TORCHDYNAMO_DISABLE"] == "1"
     assert "TORCHDYNAMO_DISABLE" not in compiled_on_cpu
@@ -80,7 +80,7 @@ def test_settings_for_cpus_stay_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_server_listens_on_its_socket_and_its_processes_on_the_loopback(program: VllmProgram, monkeypatch) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP"):
         monkeypatch.delenv(name, raising=False)
-    command, environment = program.server_command(spec(), SOCKET), program.server_environment(ServingConfig(), "key")
+    command, environment = program.server_command(spec(), SOCKET), program.server_environment(spec(), "key")
 
     assert option(command, "--uds") == "engine.sock"
     assert not {"--host", "--port"} & set(command)
@@ -91,7 +91,7 @@ def test_a_server_listens_on_its_socket_and_its_processes_on_the_loopback(progra
 def test_the_key_travels_in_the_environment_only() -> None:
     command = ON_CPU.server_command(spec(), SOCKET)
 
-    assert ON_CPU.server_environment(ServingConfig(), "sk-secret")["VLLM_API_KEY"] == "sk-secret"
+    assert ON_CPU.server_environment(spec(), "sk-secret")["VLLM_API_KEY"] == "sk-secret"
     assert "--api-key" not in command
     assert "key" not in spec().model_dump_json()
 
@@ -107,3 +107,11 @@ def test_a_launch_spec_of_before_there_were_engines_is_vllms() -> None:
     del tree["engine"], tree["engine_version"]
 
     assert LaunchSpec.model_validate({**tree, "vllm_version": "0.32.0"}) == spec(dtype="float32")
+
+
+def test_adapters_are_loaded_at_run_time_only_into_a_server_that_is_to_swap_them(monkeypatch) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    swapping = spec().model_copy(update={"swaps_adapters": True})
+
+    assert ON_CPU.server_environment(spec(), "key")["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "0"
+    assert ON_CPU.server_environment(swapping, "key")["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
