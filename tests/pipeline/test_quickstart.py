@@ -129,7 +129,9 @@ def test_mlflow_shows_layout_and_loss_of_training(quickstart: Quickstart, first:
     assert history[0]["value"] == pytest.approx(0.6931, abs=0.02)
 
 
-def test_an_adapter_learns_beside_the_cached_model_and_is_merged(quickstart: Quickstart, first: dict[str, Any]) -> None:
+def test_an_adapter_learns_beside_the_cached_model_is_merged_and_served_beside_it(
+    quickstart: Quickstart, first: dict[str, Any]
+) -> None:
     output = quickstart.lifecycle("run", "configs/quickstart-lora.yaml", "--until", "merged", "--json")
     stages = json.loads(output)["stages"]
     assert {name: stages[name]["state"] for name in ("sft", "dpo", "merged")} == {
@@ -139,6 +141,13 @@ def test_an_adapter_learns_beside_the_cached_model_and_is_merged(quickstart: Qui
     }
     assert stages["dpo"]["metrics"]["evaluation_preference_accuracy"] >= 0.9
     assert stages["merged"]["metrics"]["max_abs_logprob_difference"] <= 1e-5
+
+    output = quickstart.lifecycle("run", "configs/quickstart-lora.yaml", "--until", "evaluate-adapter", "--json")
+    stages = json.loads(output)["stages"]
+    assert stages["dpo"]["state"] == "cached"
+    assert stages["serve-adapter"]["metrics"]["max_abs_logprob_difference"] <= 1e-4
+    assert stages["serve-adapter"]["metrics"]["max_abs_logprob_difference_dpo"] <= 1e-4
+    assert stages["evaluate-adapter"]["metrics"][SCORE] >= 0.9
 
 
 def test_second_run_is_cached(quickstart: Quickstart, first: dict[str, Any]) -> None:
