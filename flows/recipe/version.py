@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,17 +15,24 @@ from stages.core.contract import StageConfig
 
 Identity = dict[str, JsonValue]
 """{"kind", "stage_version", "config": …, "upstream": {field path: version}, "outside": {field path: …}}"""
+DIGEST = re.compile("[0-9a-f]{64}")
+"""Of a content; a commit is shorter, and of use to people."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One field that two identities do not share; None where a side lacks it. `str()` gives `field old → new`."""
+    """One field that two identities do not share; None where a side lacks it.
+
+    `str()` gives `field old → new`; of a content, that it has changed.
+    """
 
     field: str
     old: JsonValue
     new: JsonValue
 
     def __str__(self) -> str:
+        if all(isinstance(one, str) and DIGEST.fullmatch(one) for one in (self.old, self.new)):
+            return f"{self.field} has changed"
         return f"{self.field} {_show(self.old)} → {_show(self.new)}"
 
 
@@ -54,15 +62,15 @@ def canonical_json(value: JsonValue) -> str:
 def differences(old: Identity, new: Identity) -> list[Difference]:
     """Field by field, sorted by field. Fields of the config bear their recipe path, others say what they are.
 
-    A field that one side leaves out and the other has unset is told as neither, and of a mapping that is empty on one
-    side, the entries of the other.
+    A field that one side leaves out and the other has unset or empty is told as neither, and of a mapping that is empty
+    on one side, the entries of the other.
     """
     before, after = dict(_flatten(old)), dict(_flatten(new))
-    fields = sorted(before.keys() | after.keys())
+    empty: tuple[JsonValue, ...] = (None, [], {})
     return [
         Difference(field, before.get(field), after.get(field))
-        for field in fields
-        if before.get(field) != after.get(field) and not any(other.startswith(f"{field}.") for other in fields)
+        for field in sorted(before.keys() | after.keys())
+        if before.get(field) != after.get(field) and not (before.get(field) in empty and after.get(field) in empty)
     ]
 
 

@@ -208,6 +208,14 @@ def test_differences_are_told_field_by_field():
     assert differences(old, old) == []
 
 
+def test_what_was_empty_and_is_left_out_is_no_difference_and_contents_are_told_without_their_hashes():
+    promote = KINDS["promote"].model_validate(EXAMPLES["promote"][0])
+    old, new = (identity_of(promote, UPSTREAM, {"task_folder": digit * 64}) for digit in "ab")
+    old["config"]["baselines"] = []
+    new["config"].pop("baselines", None)
+    assert [str(found) for found in differences(old, new)] == ["content of task_folder has changed"]
+
+
 def test_of_a_mapping_that_was_empty_its_entries_are_told():
     promote = EXAMPLES["promote"][0]
     none, one = (
