@@ -52,6 +52,11 @@ class Adapter:
         """Names of the base's weights that merging changes."""
         return {*(f"{layer}.weight" for layer in self.factors), *self.saved}
 
+    @property
+    def is_sum(self) -> bool:
+        """Whether all that it does is to add scaling B A x: without DoRA, and without modules in place of others."""
+        return not self.magnitudes and not self.saved
+
     def change(self, layer: str) -> Tensor:
         """fp32: the product of the layer's factors, in its weight's shape; without DoRA, what the adapter adds."""
         a, b = self.factors[layer]

@@ -1,21 +1,19 @@
 """What a trained model gave to a few documents, kept beside it: whatever is made of it later must give the same.
 
 The training engine computes documents' log-probabilities after its last step; the file is that of `models/recorded.py`.
-Merging compares with it.
+Merging, quantizing and serving compare with it. An adapter that changes none of them is an error.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from stages.core.contract import is_main_process
-from stages.core.files import write_atomically
-from stages.models.recorded import RECORD, read_record
+from stages.core.errors import ModelError
+from stages.models.recorded import RecordedDocument, write_record
 
 if TYPE_CHECKING:
     from stages.data.dataset import PackedDataset
@@ -24,43 +22,43 @@ if TYPE_CHECKING:
 MOST_DOCUMENTS = 16
 
 
-@dataclass(frozen=True)
-class Differences:
-    """In nats per target token: of the document that differs most, and over all tokens."""
-
-    most: float
-    mean: float
+def first_log_probabilities(engine: Engine, dataset: PackedDataset, micro_batch_size: int) -> torch.Tensor:
+    """What the engine gives to the documents that will be recorded, as it is now. Collective."""
+    return engine.document_log_probabilities(dataset.batch([0], micro_batch_size))[:MOST_DOCUMENTS]
 
 
-def record_log_probabilities(engine: Engine, dataset: PackedDataset, micro_batch_size: int, folder: Path) -> None:
-    """Write what the engine gives to the first documents of `dataset`. Collective; every process takes the same row."""
+def record_log_probabilities(
+    engine: Engine,
+    dataset: PackedDataset,
+    micro_batch_size: int,
+    folder: Path,
+    before: torch.Tensor | None = None,
+) -> None:
+    """Write what the engine gives to the first documents of `dataset`. Collective; every process takes the same row.
+
+    before: of an adapter, what it gave to them before it learned. Raises ModelError when it gives the same now.
+    """
     batch = dataset.batch([0], micro_batch_size)
     sums = engine.document_log_probabilities(batch)
+    if before is not None:
+        _check_effect(before, sums[:MOST_DOCUMENTS], engine.compute_dtype)
     if not is_main_process():
         return
     documents = []
     for number in range(min(batch.num_documents, MOST_DOCUMENTS)):
         of_document = batch.document_ids == number
-        documents.append(
-            {
-                "input_ids": batch.input_ids[of_document].tolist(),
-                "targets": batch.targets[of_document].tolist(),
-                "log_probability": sums[number].item(),
-            }
+        tokens, targets = batch.input_ids[of_document].tolist(), batch.targets[of_document].tolist()
+        documents.append(RecordedDocument(tokens, targets, sums[number].item()))
+    write_record(folder, documents, str(engine.compute_dtype).removeprefix("torch."))
+
+
+def _check_effect(before: torch.Tensor, after: torch.Tensor, dtype: torch.dtype) -> None:
+    """Relative differences of no document's sum are above the resolution of what it was computed in: nothing is left
+    of such an adapter when it is merged, quantized or served."""
+    change = ((after - before).abs() / before.abs().clamp(min=1)).max().item()
+    if not change > torch.finfo(dtype).eps:
+        raise ModelError(
+            f"the adapter does nothing: {len(after)} documents have the log-probabilities that they had before it was "
+            f"trained, up to {change:.1g} of them, which is rounding in {str(dtype).removeprefix('torch.')}; raise "
+            "learning_rate, the steps or adapter.alpha"
         )
-    content = {"compute_dtype": str(engine.compute_dtype).removeprefix("torch."), "documents": documents}
-    write_atomically(folder / RECORD, json.dumps(content) + "\n")
-
-
-@torch.no_grad()
-def differences_from_record(causal_lm: Any, folder: Path) -> Differences:
-    """Of a Transformers model from what was recorded in `folder`. Raises ModelError when nothing was."""
-    found = []
-    for document in read_record(folder):
-        targets = torch.tensor(document.targets)
-        logits = causal_lm.eval()(input_ids=torch.tensor([document.input_ids])).logits[0]
-        has_target = targets >= 0
-        given = logits[has_target].float().log_softmax(1).gather(1, targets[has_target, None]).double().sum().item()
-        found.append((abs(given - document.log_probability), document.num_targets))
-    per_token = [difference / max(1, count) for difference, count in found]
-    return Differences(max(per_token), sum(value for value, _ in found) / max(1, sum(count for _, count in found)))

@@ -34,6 +34,11 @@ def rotate_by_document(decoder: nn.Module) -> None:
         module.forward = partial(_by_document, module.forward)
 
 
+def rotates_by_document_length(decoder: nn.Module) -> bool:
+    """Whether a text's angles depend on how long it, or another one in its batch, is."""
+    return bool(_length_dependent(decoder))
+
+
 @contextmanager
 def long_from(decoder: nn.Module, num_tokens: int) -> Iterator[None]:
     """Let texts of more than `num_tokens` be long ones in this context, so that a short probe shows what they do.

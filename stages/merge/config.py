@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
 
 from stages.core.contract import AdapterReference, ModelReference, StageConfig
-from stages.core.fields import Product
+from stages.core.fields import AddedLater, Product
+
+Combination = Literal["linear", "ties", "dare_linear", "dare_ties"]
 
 
 class MergeConfig(StageConfig):
-    """Add an adapter to the model that it was trained on (→ `model/`, in that model's dtype)."""
+    """Add an adapter, or several, to the model that they were trained on (→ `model/`, in that model's dtype)."""
 
     STAGE_VERSION: ClassVar[int] = 1
 
     kind: Literal["merge"]
     model: ModelReference
-    adapter: AdapterReference
+    adapter: AdapterReference | None = Field(None, description="What to add; or `adapters`.")
+    adapters: Annotated[tuple[AdapterReference, ...], AddedLater()] = Field(
+        (), description="Several, of the same rank, combined to one as PEFT's `add_weighted_adapter` does it."
+    )
+    weights: Annotated[tuple[float, ...], AddedLater()] = Field(
+        (), description="Of each of `adapters`, how much it counts; default: 1."
+    )
+    combination: Annotated[Combination, AddedLater()] = Field(
+        "linear",
+        description="Of `adapters`. linear: weighted sums of their A and of their B; ties: of the largest elements "
+        "whose signs agree (Yadav et al. 2023); dare_…: of random elements (Yu et al. 2024).",
+    )
+    density: Annotated[float | None, AddedLater()] = Field(
+        None, gt=0, lt=1, description="Share of the elements of each adapter that ties and dare_… keep."
+    )
+    seed: Annotated[NonNegativeInt, AddedLater()] = Field(0, description="Of what dare_… keeps.")
     max_difference: PositiveFloat = Field(
         0.05,
         description="Nats per token that recorded documents' log-probabilities may differ from what training computed, "
@@ -30,8 +48,66 @@ class MergeConfig(StageConfig):
     def product(self) -> Product:
         return "model"
 
+    @property
+    def weighted(self) -> dict[str, float]:
+        """Every adapter's stage and weight."""
+        names = (self.adapter,) if self.adapter else self.adapters
+        return dict(zip(names, self.weights or (1.0,) * len(names), strict=True))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the model is to give what one adapter's training computed, rather than a mixture."""
+        return list(self.weighted.values()) == [1.0]
+
+    @model_validator(mode="after")
+    def _names_each_adapter_once(self) -> Self:
+        if bool(self.adapter) == bool(self.adapters):
+            raise ValueError("name what to merge as `adapter`, or as `adapters` for several; expected one of the two")
+        if twice := [name for number, name in enumerate(self.adapters) if name in self.adapters[:number]]:
+            raise ValueError(f"`adapters` names {twice[0]} twice; name it once, with the sum of its weights")
+        return self
+
+    @model_validator(mode="after")
+    def _weights_leave_something(self) -> Self:
+        if not self.weights:
+            return self
+        if len(self.weights) != len(self.adapters):
+            raise ValueError(f"`weights` has {len(self.weights)} numbers for {len(self.adapters)} `adapters`")
+        if not all(math.isfinite(weight) and weight for weight in self.weights):
+            raise ValueError(f"`weights` are {list(self.weights)}; expected finite numbers but 0: leave an adapter out")
+        if math.isclose(sum(self.weights), 0, abs_tol=1e-9):
+            raise ValueError(f"`weights` {list(self.weights)} sum to 0: the adapters would cancel one another out")
+        return self
+
+    @model_validator(mode="after")
+    def _options_of_the_combination_only(self) -> Self:
+        prunes, several = self.combination != "linear", len(self.adapters) > 1
+        if prunes and not several:
+            raise ValueError(f"`combination: {self.combination}` combines several `adapters`, found one; remove it")
+        if prunes != (self.density is not None):
+            needs = "needs" if prunes else "has no use for"
+            raise ValueError(
+                f"`combination: {self.combination}` {needs} `density`, the share of elements that it keeps"
+            )
+        if self.seed and not self.combination.startswith("dare"):
+            raise ValueError(f"`seed` is of dare_… alone, and `combination` is {self.combination}; remove it")
+        return self
+
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
-        adapter = stages.get(self.adapter)
-        trained_on = getattr(adapter, "model", self.model)
-        if trained_on != self.model:
-            yield f"model: is {self.model}, but {self.adapter} was trained on {trained_on}; say `model: {trained_on}`"
+        field = "adapter" if self.adapter else "adapters"
+        ranks: dict[str, object] = {}
+        for name in self.weighted:
+            trained_on = _base_of(name, stages)
+            if trained_on != self.model:
+                yield f"{field}: {name} was trained on {trained_on}, not on {self.model}; merge it into {trained_on}"
+            ranks[name] = getattr(getattr(stages[name], "adapter", None), "rank", None)
+        if len(set(ranks.values())) > 1:
+            found = ", ".join(f"{name} has {rank}" for name, rank in ranks.items())
+            yield f"adapters: expected the same rank, but {found}; train them with one rank"
+
+
+def _base_of(name: str, stages: Mapping[str, StageConfig]) -> str:
+    """The stage whose model an adapter was trained on, perhaps by way of other adapters."""
+    while stages[name].product == "adapter":
+        name = stages[name].references()["model"]
+    return name

@@ -1,29 +1,31 @@
-"""The merge stage: a model and an adapter → the model with B A added to its weights, one weight at a time.
+"""The merge stage: a model and adapters → the model with B A added to its weights, one weight at a time.
 
 What it claims is checked: every adapted layer is found in the model's files, its weight changes by more than the
-rounding takes away again, and the merged model gives the recorded documents what the training engine gave them.
+rounding takes away again, and the merged model gives the recorded documents what the training engine gave them, or,
+for a mixture of several adapters, what the base gives with the mixture beside it (`compare.py`).
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM
-from transformers.utils.logging import disable_progress_bar
 
 from stages.adapters.files import Adapter, copy_companions, read_adapter
 from stages.adapters.headers import ADAPTER_FOLDER
 from stages.core.contract import StageContext, StageResult
 from stages.core.errors import GateError, ModelError
 from stages.engines.export import write_model
-from stages.engines.recorded import differences_from_record
+from stages.merge.combine import combine
+from stages.merge.compare import Comparison, StreamedModel, compare
 from stages.merge.config import MergeConfig
 from stages.models.model_config import read_config
 from stages.models.model_folder import check_model_folder
+from stages.models.recorded import RECORD, differences, read_record, write_record
 from stages.models.weight_files import weight_paths
 
 NUM_NAMED = 5
@@ -31,41 +33,67 @@ NUM_NAMED = 5
 
 def run(config: MergeConfig, context: StageContext) -> StageResult:
     """Merge, and compare with what training recorded. Raises ModelError for files that do not belong together."""
-    base, trained = context.inputs[config.model] / "model", context.inputs[config.adapter]
+    base, trained = context.inputs[config.model] / "model", [context.inputs[name] for name in config.weighted]
     check_model_folder(base)
+    adapters = {name: _read(context.inputs[name], base.parent.name) for name in config.weighted}
+    beside = StreamedModel(base, context.scratch / "base", trust_remote_code=config.trust_remote_code)
+    layers = beside.ordered({layer for one in adapters.values() for layer in one.factors})
+    adapter = next(iter(adapters.values())) if config.is_plain else combine(adapters, config, layers)
+    changed_fraction = _write(adapter, base, trained[0], context.work / "model")
+    merged = StreamedModel(
+        context.work / "model", context.scratch / "merged", trust_remote_code=config.trust_remote_code
+    )
+    beside.put_beside(adapter)
+    found = compare(merged, beside if adapter.is_sum else None, read_record(trained[0]))
+    metrics = _judged(found, config, trained[0], context)
+    shutil.rmtree(context.scratch)
+    metrics |= {"merged_layers": float(len(adapter.factors)), "changed_fraction": changed_fraction}
+    context.log_metrics(0, metrics)
+    _check_differences(metrics, config)
+    context.milestone(
+        f"merged {len(adapter.factors)} layers; log-probabilities differ by "
+        f"{metrics['max_abs_logprob_difference']:.2g} nats per token at most"
+    )
+    tags = {"adapter": ", ".join(one.name for one in trained), "base": base.parent.name}
+    return StageResult(metrics=metrics, tags=tags)
+
+
+def _read(trained: Path, base: str) -> Adapter:
     adapter = read_adapter(trained / ADAPTER_FOLDER)
-    if adapter.base != base.parent.name:
-        raise ModelError(
-            f"merging {trained.name} into {base.parent.name}: it was trained on {adapter.base or 'no artifact'}"
-        )
+    if adapter.base != base:
+        raise ModelError(f"merging {trained.name} into {base}: it was trained on {adapter.base or 'no artifact'}")
+    return adapter
+
+
+def _write(adapter: Adapter, base: Path, trained: Path, folder: Path) -> float:
+    """Write the merged model; returns which share of the merged weights are other numbers than before."""
     merging = _Merging(base, adapter)
     base_config = read_config(base)
     dtype = getattr(torch, base_config.get("dtype") or base_config.get("torch_dtype") or "float32")
-    write_model(merging.weights(), source=base, folder=context.work / "model", dtype=dtype, tied=set())
-    copy_companions(trained / ADAPTER_FOLDER, context.work / "model")
-    metrics = {"merged_layers": float(len(adapter.factors)), "changed_fraction": merging.check()}
-    disable_progress_bar()
-    try:
-        merged = AutoModelForCausalLM.from_pretrained(
-            context.work / "model",
-            dtype=torch.float32,
-            local_files_only=True,
-            trust_remote_code=config.trust_remote_code,
-        )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        raise ModelError(f"loading the merged model, to compare it with what training recorded: {error}") from error
-    found = differences_from_record(merged, trained)
-    metrics = {"max_abs_logprob_difference": found.most, "mean_abs_logprob_difference": found.mean, **metrics}
-    context.log_metrics(0, metrics)
-    if not found.mean <= config.max_difference:
+    write_model(merging.weights(), source=base, folder=folder, dtype=dtype, tied=set())
+    copy_companions(trained / ADAPTER_FOLDER, folder)
+    return merging.check()
+
+
+def _judged(found: Comparison, config: MergeConfig, trained: Path, context: StageContext) -> dict[str, float]:
+    """Differences from what the model is to give; that is kept beside it for whatever is made of the model."""
+    documents = found.documents
+    if config.is_plain:
+        shutil.copyfile(trained / RECORD, context.work / RECORD)
+    else:
+        documents = found.expected_documents
+        write_record(context.work, documents, "float32")
+    return {**differences(found.given, documents).metrics(), **found.metrics()}
+
+
+def _check_differences(metrics: dict[str, float], config: MergeConfig) -> None:
+    mean = metrics["mean_abs_logprob_difference"]
+    if not mean <= config.max_difference:
+        expected = "than training did" if config.is_plain else "than its base with the adapters beside it"
         raise GateError(
-            f"the merged model gives documents other log-probabilities than training did, by {found.mean:.3g} nats "
-            f"per token, more than max_difference, {config.max_difference}; merge into a model in fp32, or raise it"
+            f"the merged model gives documents other log-probabilities {expected}, by {mean:.3g} nats per token, more "
+            f"than max_difference, {config.max_difference}; merge into a model in fp32, or raise it"
         )
-    context.milestone(
-        f"merged {len(adapter.factors)} layers; log-probabilities differ by {found.most:.2g} nats per token at most"
-    )
-    return StageResult(metrics=metrics, tags={"adapter": trained.name, "base": base.parent.name})
 
 
 class _Merging:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
@@ -15,6 +15,7 @@ from stages.core.contract import (
     StageConfig,
     StrictModel,
 )
+from stages.core.fields import AddedLater
 
 
 class GatesConfig(StrictModel):
@@ -30,7 +31,14 @@ class GatesConfig(StrictModel):
         2.0,
         description="How far each score may fall behind on the same samples; by chance, one in 44 does so by 2.",
     )
-    max_kl_nats_per_token: PositiveFloat | None = Field(None, description="Of a quantized model from its original.")
+    max_kl_nats_per_token: PositiveFloat | None = Field(
+        None, description="Of a quantized or merged model, from its original."
+    )
+    max_abs_logprob_difference: Annotated[PositiveFloat | None, AddedLater()] = Field(
+        None,
+        description="Nats per token, of the recorded document that differs most, between what training gave and what "
+        "the merged, quantized or served model gives.",
+    )
     max_size_mib: PositiveFloat | None = Field(None, description="Of the weights; of an adapter, its own.")
     min_output_tokens_per_s: PositiveFloat | None = Field(
         None, description="Of `server`, at the best concurrency measured."
@@ -78,8 +86,13 @@ class PromoteConfig(StageConfig):
         yield from self._problems_of_bounds()
         if self.gates.min_output_tokens_per_s and not self.server:
             yield "gates.min_output_tokens_per_s: nothing measures it; name a serve stage as `server`"
-        if self.gates.max_kl_nats_per_token and stages[self.model].kind != "quantize":
+        if self.gates.max_kl_nats_per_token and stages[self.model].kind not in ("quantize", "merge"):
             yield f"gates.max_kl_nats_per_token: {self.model} is not quantized, so there is nothing to compare it with"
+        if self.gates.max_abs_logprob_difference and not self._is_compared_with_training(stages):
+            yield (
+                "gates.max_abs_logprob_difference: nothing measures it: merging, quantizing and serving what was "
+                f"trained here do, and {self.model} is none; name a serve stage as `server`"
+            )
 
     def _problems_of_baselines(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
         for number, name in enumerate(self.baselines):
@@ -88,6 +101,14 @@ class PromoteConfig(StageConfig):
                     f"baselines.{number}: {name} evaluates {self.model}, the candidate itself, so no gate could fail; "
                     "name an evaluation of another model, or leave `baselines` out to compare with the champion"
                 )
+
+    def _is_compared_with_training(self, stages: Mapping[str, StageConfig]) -> bool:
+        """Whether some stage between training and this one compares log-probabilities with those that it recorded."""
+        made_by = stages[self.model]
+        is_compared = self.server is not None or made_by.kind in ("quantize", "merge")
+        while made_by.kind == "quantize":
+            made_by = stages[made_by.references()["model"]]
+        return is_compared and made_by.kind in ("merge", "train")
 
     def _problems_of_bounds(self) -> Iterator[str]:
         for name, least in self.gates.min_scores.items():

@@ -19,6 +19,7 @@ class Measurements:
     differences: Sequence[Difference]
     size_mib: float
     kl_nats_per_token: float | None = None
+    max_abs_logprob_difference: float | None = None
     output_tokens_per_s: float | None = None
 
 
@@ -72,6 +73,12 @@ def _regression_gates(gates: GatesConfig, measured: Measurements) -> Iterator[Ga
 def _cost_gates(gates: GatesConfig, measured: Measurements) -> Iterator[Gate]:
     for name, found, bound, least in (
         ("kl_nats_per_token", measured.kl_nats_per_token, gates.max_kl_nats_per_token, False),
+        (
+            "max_abs_logprob_difference",
+            measured.max_abs_logprob_difference,
+            gates.max_abs_logprob_difference,
+            False,
+        ),
         ("size_mib", measured.size_mib, gates.max_size_mib, False),
         ("output_tokens_per_s", measured.output_tokens_per_s, gates.min_output_tokens_per_s, True),
     ):

@@ -28,6 +28,8 @@ from stages.promote.verdict import (
 )
 
 MIB = 2**20
+LOGPROB_DIFFERENCE = "max_abs_logprob_difference"
+"""As the stages that compare with what training recorded call it."""
 THROUGHPUT_PREFIX = "output_tokens_per_s_concurrency_"
 
 
@@ -96,13 +98,16 @@ def _measurements(config: PromoteConfig, context: StageContext, differences: Seq
     scores = {name: value for stage in config.evaluations for name, value in _metrics(context, stage).items()}
     served = _metrics(context, config.server) if config.server else {}
     throughputs = [value for name, value in served.items() if name.startswith(THROUGHPUT_PREFIX)]
+    made = _metrics(context, config.model)
+    from_training = [one[LOGPROB_DIFFERENCE] for one in (made, served) if LOGPROB_DIFFERENCE in one]
     candidate = context.inputs[config.model]
     weights = [*(candidate / "model").glob("*.safetensors"), *(candidate / "adapter").glob("*.safetensors")]
     return Measurements(
         scores=scores,
         differences=differences,
         size_mib=sum(file.stat().st_size for file in weights) / MIB,
-        kl_nats_per_token=_metrics(context, config.model).get("kl_nats_per_token"),
+        kl_nats_per_token=made.get("kl_nats_per_token"),
+        max_abs_logprob_difference=max(from_training, default=None),
         output_tokens_per_s=max(throughputs, default=None),
     )
 

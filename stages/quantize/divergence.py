@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from stages.core.errors import ModelError
+from stages.models.recorded import Differences, RecordedDocument, differences
 from stages.quantize.samples import batches_of_one_length
 
 BATCH_TOKENS = 4096
@@ -42,6 +43,8 @@ class Divergence:
     quantized_loss_nats: float = 0.0
     num_same_choice: int = 0
     worst: list[TokenDivergence] = field(default_factory=list)
+    from_training: Differences | None = None
+    """From the log-probabilities that training recorded, where the original comes of one."""
 
     def metrics(self) -> dict[str, float]:
         """By the names they have in MLflow."""
@@ -50,6 +53,7 @@ class Divergence:
             "perplexity_before": _exponential(self.reference_loss_nats / self.num_tokens),
             "perplexity_after": _exponential(self.quantized_loss_nats / self.num_tokens),
             "same_choice_fraction": self.num_same_choice / self.num_tokens,
+            **(self.from_training.metrics() if self.from_training else {}),
         }
 
     def worst_in_words(self, tokenizer_folder: Path) -> str:
@@ -77,12 +81,14 @@ def measure_divergence(
     samples: list[list[int]],
     evaluated: list[list[bool]],
     *,
+    recorded: Sequence[RecordedDocument] = (),
     trust_remote_code: bool,
     report: Callable[[int, int], None],
 ) -> Divergence:
     """Run both models over `samples` and compare what they predict; `report(done, total)` counts tokens.
 
-    evaluated: of each sample, the tokens whose prediction counts (the first one's is never made).
+    evaluated: of each sample, the tokens whose prediction counts (the first one's is never made). recorded: what
+    training gave to some documents, which the quantized model runs over, too.
 
     KL(reference ‖ quantized), exact over the whole vocabulary.
     """
@@ -97,6 +103,9 @@ def measure_divergence(
             divergence.add(*(part[chunk] for part in logits))
         done += batch.numel()
         report(done, total)
+    if recorded:
+        given = [_log_probability(quantized, document) for document in recorded]
+        divergence.from_training = differences(given, recorded)
     return divergence
 
 
@@ -125,6 +134,15 @@ def _load(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
 def _predictions(model: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
     """Logits [rows × (tokens − 1), vocabulary] for every token but the first of each row."""
     return model(input_ids=batch, use_cache=False).logits[:, :-1].flatten(0, 1)
+
+
+@torch.inference_mode()
+def _log_probability(model: PreTrainedModel, document: RecordedDocument) -> float:
+    """Sum over the document's targets, in nats."""
+    targets = torch.tensor(document.targets, device=model.device)
+    logits = model(input_ids=torch.tensor([document.input_ids], device=model.device), use_cache=False).logits[0]
+    chosen = logits[targets >= 0].float().log_softmax(1).gather(1, targets[targets >= 0, None])
+    return chosen.double().sum().item()
 
 
 def _exponential(nats: float) -> float:

@@ -1,13 +1,15 @@
 """The quantize stage: a model and calibration rows → a smaller model that can be served, and how much it lost.
 
 Everything that can be wrong with the recipe or the model is found without a weight being read; then the method's
-quantizer works, and what it wrote is read back and judged by its KL divergence from the original.
+quantizer works, and what it wrote is read back and judged by its KL divergence from the original. What training
+recorded of the original is compared with, too, and kept for those that serve the quantized model.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from stages.core.contract import StageContext, StageResult
 from stages.core.errors import GateError, LifecycleError, ModelError
+from stages.models.recorded import RECORD, read_record
 from stages.quantize.check_model import check_headers, check_modules
 from stages.quantize.config import QuantizeConfig
 from stages.quantize.registry import quantizer_of
@@ -57,6 +60,8 @@ def run(config: QuantizeConfig, context: StageContext) -> StageResult:
     context.milestone(f"wrote the quantized model: {before:.1f} → {after:.1f} MiB")
     with _library_errors_explained(f"reading the quantized {layers.model_class} back with Transformers"):
         divergence = _compare(source, target, samples, config, context)
+    if (source.parent / RECORD).is_file():
+        shutil.copyfile(source.parent / RECORD, context.work / RECORD)
     sizes = {"size_before_mib": before, "size_after_mib": after, "compression": before / after}
     metrics = {**divergence.metrics(), **sizes}
     context.log_metrics(0, metrics)
@@ -89,6 +94,7 @@ def _compare(source: Path, target: Path, samples: Samples, config: QuantizeConfi
         target,
         samples.evaluation,
         samples.evaluated,
+        recorded=read_record(source.parent) if (source.parent / RECORD).is_file() else (),
         trust_remote_code=config.trust_remote_code,
         report=lambda done, total: context.progress(done, total, "tokens", "comparing with the unquantized model"),
     )

@@ -15,7 +15,7 @@ from stages.data.config import DEFAULT_DATE
 from stages.data.dataset import PackedDataset
 from stages.data.prepare import PreparedData, prepare
 from stages.engines.engine import Engine, LossMeans
-from stages.engines.recorded import record_log_probabilities
+from stages.engines.recorded import first_log_probabilities, record_log_probabilities
 from stages.models.model_config import read_config
 from stages.models.model_folder import check_model_folder
 from stages.models.shape import ModelShape
@@ -66,14 +66,15 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
         ):
             engine = _build_engine(config, model_folder, shape, device)
             training_run = _assemble(config, context, engine, data, model_folder, watchdog)
+            held_out = (data.evaluation or data.training, config.layout.micro_batch_size)
+            has_base = config.adapter is not None and context.trial is None
+            before = first_log_probabilities(engine, *held_out) if has_base else None
             evaluation = train(training_run)
             peak_memory_metrics = peak_memory(engine.device, every_rank=True)
             if context.trial is None:
                 watchdog.begins("writing the model")
                 engine.export(context.work / config.product, getattr(torch, config.export_dtype))
-                record_log_probabilities(
-                    engine, data.evaluation or data.training, config.layout.micro_batch_size, context.work
-                )
+                record_log_probabilities(engine, *held_out, context.work, before)
     if is_main_process() and context.trial is None:
         _note_use(config, data, context.work / config.product)
         plot_loss(_curve(training_run, evaluation), context.work / LOSS_PLOT)

@@ -29,6 +29,7 @@ TRAINING = {
     "weight_decay": 0.1,
     "layout": {"dp_shard": 4},
 }
+MIXTURE = {"kind": "merge", "model": "base", "adapters": ["tuned", "other"], "density": 0.5}
 HELD_OUT = {**TRAINING["data"], "evaluation_fraction": 0.1}
 EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "download": [
@@ -45,7 +46,12 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {**TRAINING, "method": "sft", "engine": "megatron"},
         {**TRAINING, "method": "sft", "engine": "megatron", "layout": {"pp": 2, "ep": 2, "dp_shard": 4}},
     ],
-    "merge": [{"kind": "merge", "model": "base", "adapter": "tuned"}],
+    "merge": [
+        {"kind": "merge", "model": "base", "adapter": "tuned"},
+        {"kind": "merge", "model": "base", "adapters": ["tuned"]},
+        {**MIXTURE, "combination": "ties"},
+        {**MIXTURE, "combination": "dare_ties"},
+    ],
     "quantize": [{"kind": "quantize", "model": "base", "method": "awq", "calibration": CALIBRATION}],
     "serve": [
         {"kind": "serve", "model": "base"},
@@ -57,10 +63,16 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
 SOURCES = ("hf://org/name", "hf://datasets/org/name", "file:///x")
 MAPPINGS = ({"x": "y"}, {"x": 0.5}, {"X": "x/y"})
 TEXTS = ("x", "1:30:00", "2026-02-03")
-VALUES = (None, True, False, 1, 2, 4, 0.25, 1e-3, *SOURCES, *TEXTS, [3], ["x"], ["--x"], ["ipo"], *MAPPINGS)
+VALUES = (None, True, False, 1, 2, 4, 0.25, 1e-3, *SOURCES, *TEXTS, [3], [0.5], ["x"], ["--x"], ["ipo"], *MAPPINGS)
 """Of every type that a field may have; a new type of field needs a value here."""
 
-UPSTREAM = {"base": "0123456789ab", "problems": "ba9876543210", "scores": "0a1b2c3d4e5f", "tuned": "a0b1c2d3e4f5"}
+UPSTREAM = {
+    "base": "0123456789ab",
+    "problems": "ba9876543210",
+    "scores": "0a1b2c3d4e5f",
+    "tuned": "a0b1c2d3e4f5",
+    "other": "b",
+}
 OUTSIDE = {"task_folder": "f" * 64}
 
 

@@ -44,6 +44,15 @@ def test_cost_of_serving_and_of_quantization_are_gates():
     assert found == {"kl_nats_per_token": pytest.approx(0.01), "output_tokens_per_s": pytest.approx(10)}
 
 
+def test_what_came_of_training_may_differ_by_so_much():
+    found = measured(max_abs_logprob_difference=0.03)
+    gap = {"max_abs_logprob_difference": pytest.approx(0.02)}
+    assert missed(found, max_abs_logprob_difference=0.01) == gap
+    assert missed(found, max_abs_logprob_difference=0.05) == {}
+    with pytest.raises(EvaluationError, match="bounds max_abs_logprob_difference, but nothing measured it"):
+        missed(measured(), max_abs_logprob_difference=0.01)
+
+
 def test_what_is_no_number_passes_no_gate():
     assert math.isnan(missed(measured(kl_nats_per_token=math.nan), max_kl_nats_per_token=0.05)["kl_nats_per_token"])
 
