@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from flows.cli.show import find_artifact, find_refresh
 from flows.ledger.home import store_root
@@ -32,14 +33,15 @@ class StageLog:
         if not self.ledger:
             return False
         record = self.ledger.read()
-        return record.attempts[self.attempt].outcome is None and not record.interrupted
+        is_over = record.state != "running" or record.interrupted
+        return record.attempts[self.attempt].outcome is None and not is_over
 
     def read(self, follow: bool) -> Iterator[str]:
         """Its text, in pieces; with `follow`, until the attempt has ended. Raises `StoreError` when it is gone."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         try:
             # Open before it is asked whether the attempt runs: in the end its folder moves into the store.
-            with (self.folder / LOG_FILE).open("rb") as stream:
+            with self._opened() as stream:
                 growing = True
                 while growing:
                     growing = follow and self.is_growing()
@@ -51,6 +53,23 @@ class StageLog:
             raise StoreError(
                 f"reading {self.folder / LOG_FILE}: {error.strerror}; `lifecycle gc` or a later try has removed it"
             ) from error
+
+    def _opened(self) -> BinaryIO:
+        """Waits for the log of an attempt that has only begun, or whose folder is being moved."""
+        while True:
+            growing = self.is_growing()
+            try:
+                return (self._folder_now() / LOG_FILE).open("rb")
+            except FileNotFoundError:
+                if not growing:
+                    raise
+            time.sleep(POLL_INTERVAL_S)
+
+    def _folder_now(self) -> Path:
+        if not self.ledger:
+            return self.folder
+        attempt = self.ledger.read().attempts[self.attempt]
+        return attempt.folder or attempt.work
 
 
 def find_log(name: str, refresh: str | None) -> StageLog:

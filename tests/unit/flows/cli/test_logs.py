@@ -2,10 +2,12 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
+from flows.cli import logs as module
 from flows.cli.logs import find_log
 from flows.cli.refresh_commands import logs
 from flows.ledger.events import AttemptBegan, PlannedEntry, RefreshBegan, RefreshEnded
@@ -78,6 +80,25 @@ def test_following_reads_on_into_the_store_and_ends_with_the_attempt(home):
     assert not follower.is_alive()
     assert "".join(read) == "step 1: ¼\nstep 2\n"
     assert "".join(find_log("sft", None).read(follow=True)) == "step 1: ¼\nstep 2\n"
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_log_that_is_not_there_yet_or_was_moved_meanwhile_is_waited_for(home, monkeypatch, moved):
+    ledger, work = begin(home, "a-1")
+    waits = threading.Event()
+    monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda _: waits.set()))
+    read = []
+    log = find_log("sft", None)
+    follower = threading.Thread(target=lambda: read.extend(log.read(follow=True)))
+    follower.start()
+    waits.wait()
+
+    folder = work.rename(home / "artifact") if moved else work
+    (folder / "log.txt").write_text("step 1\n")
+    end(ledger, 1, "finished", folder=folder)
+    follower.join()
+
+    assert "".join(read) == "step 1\n"
 
 
 def test_following_ends_when_the_refresh_was_killed(home):
