@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 LISTENING = "0A"
+ACCEPTS = 1 << 16
 
 
 def listening_addresses(pids: Iterable[int]) -> set[str]:
@@ -19,6 +20,14 @@ def reachable_from_elsewhere(pids: Iterable[int]) -> set[str]:
     """Those of `listening_addresses` that are not on the loopback."""
     places = listening_addresses(pids)
     return {place for place in places if not ipaddress.ip_address(place.rpartition(":")[0]).is_loopback}
+
+
+def unix_listeners(pids: Iterable[int]) -> set[str]:
+    """Paths of the Unix sockets that one of these processes listens on; `@…` is one of no file, for all users."""
+    sockets = {inode for pid in pids for inode in _sockets_of(pid)}
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    accepting = [line for line in lines if int(line[3], 16) & ACCEPTS]
+    return {line[7] if len(line) > 7 else "" for line in accepting if line[6] in sockets}
 
 
 def _sockets_of(pid: int) -> Iterator[str]:

@@ -15,6 +15,9 @@ import pytest
 from refreshes import LIFECYCLE, PATIENCE_S, Home, eventually, request, stage
 from worker_home import STAND_IN
 
+from stages.core.supervisor import marked_processes
+from tests.listening import listening_addresses, reachable_from_elsewhere, unix_listeners
+
 pytestmark = pytest.mark.timeout(900)
 SERVERS = ("prefect", "mlflow")
 QUESTIONS = {
@@ -161,6 +164,18 @@ def test_a_web_socket_of_another_page_is_refused(home):
     upgrade |= {"sec_websocket_key": base64.b64encode(os.urandom(16)).decode(), "sec_websocket_protocol": "prefect"}
     path = "/api/events/out"
     assert ask(home, "prefect", path=path, origin="http://evil.example", **upgrade)[0] == 403
+
+
+def test_nothing_listens_but_the_servers_and_on_the_loopback_alone(home):
+    """The worker has a second socket, of Prefect's: the processes of its flows show a token there."""
+    pids = {name: marked_processes(server["token"]) for name, server in home.servers().items()}
+    for name in SERVERS:
+        assert listening_addresses(pids[name]) == {home.address(name).removeprefix("http://")}
+    worker = listening_addresses(pids["worker"])
+    assert home.address("worker").removeprefix("http://") in worker
+    assert len(worker) <= 2
+    assert reachable_from_elsewhere(pids["worker"]) == set()
+    assert unix_listeners([pid for found in pids.values() for pid in found]) == set()
 
 
 def test_the_key_is_its_owners_and_in_no_command_line(home):
