@@ -1,4 +1,4 @@
-"""What changed in the files of this machine that a download takes, in words: `train.jsonl 300 → 350 rows`."""
+"""What changed in the files of this machine that a recipe names, in words: `train.jsonl 300 → 350 rows`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from flows.planning.contents import (
+    amount_of,
+    changed_amount,
+    content_changes,
+    contents_of,
+    keep_contents,
+    kept_contents,
+)
 from flows.planning.plan import Plan, PlannedStage
 from flows.store.record import Artifact, Index
 from stages.core.errors import LifecycleError
@@ -14,18 +22,38 @@ from stages.download.config import DownloadConfig
 from stages.hubs.files import requested_files
 
 REVISION = "content of revision"
-ROW_FILES = (".jsonl", ".csv")
-MAX_COUNTED_BYTES = 1 << 28
-"""Of a file whose rows are counted: about a second. Of a larger one, its size says enough."""
+CONTENT = "content of "
 MAX_NAMED = 5
 
 
-def with_changes(planned: Plan, index: Index) -> Plan:
-    """The plan with the files that changed in place of two hashes; reads those that it names."""
-    return replace(planned, stages={name: _explained(stage, index) for name, stage in planned.stages.items()})
+def with_changes(planned: Plan, index: Index, kept: Path) -> Plan:
+    """The plan with the files that changed in place of two hashes; reads those that it names.
+
+    kept: folder of what such files held when they were planned before; what they hold now is noted there.
+    """
+    stages = {name: _with_paths(_with_files(stage, index), kept) for name, stage in planned.stages.items()}
+    return replace(planned, stages=stages)
 
 
-def _explained(stage: PlannedStage, index: Index) -> PlannedStage:
+def _with_paths(stage: PlannedStage, kept: Path) -> PlannedStage:
+    """Of paths outside the store, such as `task_folder`."""
+    reason = stage.reason
+    outside = stage.identity["outside"]
+    assert isinstance(outside, dict)
+    for field, path in stage.config.outside_paths().items():
+        if field not in outside:
+            continue
+        keep_contents(kept, str(outside[field]), path)
+        differing = next((one for one in stage.differences if one.field == CONTENT + field), None)
+        before = kept_contents(kept, str(differing.old)) if differing else None
+        if before:
+            changes = [*content_changes(before, contents_of(path))]
+            reason = reason.replace(str(differing), f"{field}: {_listed(changes)}") if changes else reason
+    return replace(stage, reason=reason)
+
+
+def _with_files(stage: PlannedStage, index: Index) -> PlannedStage:
+    """Of a download."""
     config = stage.config
     differing = next((one for one in stage.differences if one.field == REVISION), None)
     if differing is None or not isinstance(config, DownloadConfig) or config.source.hub != "file":
@@ -38,9 +66,13 @@ def _explained(stage: PlannedStage, index: Index) -> PlannedStage:
     changes = [*_changes(earlier, config.product, files)] if earlier else []
     if not changes:
         return stage
-    more = [f"and {len(changes) - MAX_NAMED} more files"] if len(changes) > MAX_NAMED else []
-    words = f"files of {config.source}: {', '.join([*changes[:MAX_NAMED], *more])}"
+    words = f"files of {config.source}: {_listed(changes)}"
     return replace(stage, reason=stage.reason.replace(str(differing), words))
+
+
+def _listed(changes: list[str]) -> str:
+    more = [f"and {len(changes) - MAX_NAMED} more files"] if len(changes) > MAX_NAMED else []
+    return ", ".join([*changes[:MAX_NAMED], *more])
 
 
 def _changes(earlier: Artifact, product: str, files: Mapping[str, Path]) -> Iterator[str]:
@@ -52,18 +84,7 @@ def _changes(earlier: Artifact, product: str, files: Mapping[str, Path]) -> Iter
         if name not in files:
             yield f"{name} is gone"
         elif name not in before:
-            yield f"{name} is new ({_amount(files[name])})"
+            yield f"{name} is new ({amount_of(files[name])})"
         elif before[name].sha256 != hashes[name]:
-            old, new = _amount(earlier.folder / folder / name), _amount(files[name])
-            number, _, unit = old.partition(" ")
-            yield f"{name} {number} → {new}" if old != new and new.endswith(unit) else f"{name} other {unit}, {new}"
-
-
-def _amount(file: Path) -> str:
-    """`350 rows`, or `1,234 bytes`."""
-    if file.suffix not in ROW_FILES or file.stat().st_size > MAX_COUNTED_BYTES:
-        return f"{file.stat().st_size:,} bytes"
-    num_rows = 0
-    with file.open("rb") as stream:
-        num_rows = sum(bool(line.strip()) for line in stream)
-    return f"{num_rows - (file.suffix == '.csv'):,} rows"
+            old, new = amount_of(earlier.folder / folder / name), amount_of(files[name])
+            yield f"{name} {changed_amount(old, new)}"

@@ -1,4 +1,4 @@
-"""Models that lie on this machine, against the train stages that stand on them: before anything is copied or started.
+"""Chat templates and models that lie on this machine, against the train stages that use them: before any is copied.
 
 What is on a hub only is checked right after its download, by the same functions. Reads JSON and headers, no weights.
 """
@@ -15,6 +15,7 @@ from flows.recipe.recipe import Recipe
 from flows.recipe.version import identity_of, version_of
 from flows.store.record import Index
 from stages.core.errors import LayoutError, LifecycleError, RecipeError
+from stages.data.template_file import read_template
 from stages.download.config import DownloadConfig
 from stages.engines.megatron.families import check_supported
 from stages.hubs.registry import read_model_config
@@ -28,12 +29,17 @@ from stages.train.config import TrainConfig
 def check_models(recipe: Recipe, outside: Outside, index: Index) -> list[str]:
     """What is unusual about the stages in `outside` and their models, a sentence each.
 
-    Raises RecipeError that lists every model that cannot be trained, and every layout that its model does not allow.
+    Raises RecipeError that lists every model that cannot be trained, every layout that its model does not allow, and
+    every chat template that is none.
     """
     problems: list[str] = []
     notes: list[str] = []
     for name, config in recipe.stages.items():
         if name in outside and isinstance(config, TrainConfig):
+            try:
+                _ = config.data.chat_template and read_template(config.data.chat_template)
+            except LifecycleError as error:
+                problems.append(f"stages.{name}.data.chat_template: {error}")
             try:
                 notes += [f"{name}: {note}" for note in _check(recipe, name, config, outside, index)]
             except LayoutError as error:

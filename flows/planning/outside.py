@@ -58,10 +58,15 @@ def _problem(path: Path) -> str | None:
     try:
         if not path.exists():
             return f"there is no file or folder {path}"
-        special = next((file for file in outside_files(path).values() if not file.is_file()), None)
+        special = next((file for file in outside_files(path).values() if _is_special(file)), None)
     except OSError as error:
         return f"cannot read {shorten(str(path), 200)}: {error.strerror}"
     return f"{special} is no regular file; name a file, or a folder of files" if special else None
+
+
+def _is_special(file: Path) -> bool:
+    """Reading it may never end: a device, a pipe, or what the kernel makes as it is read."""
+    return not file.is_file() or file.resolve().parts[:2] in (("/", "proc"), ("/", "sys"))
 
 
 def _lies_here(config: StageConfig) -> bool:

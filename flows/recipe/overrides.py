@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from flows.recipe.bounds import MAX_DEPTH
 from flows.recipe.text import closest, parse_yaml, shorten, show
 from stages.core.errors import RecipeError
 from stages.core.redaction import holds_url_password
+from stages.core.yaml_bounds import MAX_DEPTH
 
 ENVIRONMENT = ("execution", "environment")
 """Where a stage keeps its variables."""

@@ -19,8 +19,8 @@ from typing import Any
 
 import yaml
 
-from flows.recipe.bounds import MAX_BYTES, check_bounds
 from stages.core.errors import RecipeError
+from stages.core.yaml_bounds import MAX_BYTES, check_bounds
 
 BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 

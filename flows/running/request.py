@@ -70,4 +70,5 @@ def make_plan(request: RefreshRequest, *, may_be_unreachable: bool = False) -> P
     unusual = check_models(recipe, outside, index)
     planned = plan(recipe, outside, index, force=request.force, until=request.until, unreachable=unreachable)
     check_devices(planned)
-    return PlannedRefresh(request, with_changes(planned, index), store, (*notes, *map(str, choices), *unusual))
+    planned = with_changes(planned, index, store.cache_folder("contents"))
+    return PlannedRefresh(request, planned, store, (*notes, *map(str, choices), *unusual))

@@ -22,6 +22,7 @@ from stages.data.config import DEFAULT_DATE
 from stages.data.documents import Conversation
 from stages.data.messages import THOUGHTS, Message, RowError, Tool, listed, make_message, renamed, with_calls_as
 from stages.data.sandbox import Sandbox, Span, TemplateLimitError
+from stages.data.template_file import read_template
 from stages.data.turns import Document, Turns, UnclearTurnsError, Write, check_shown, split_thoughts
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -270,9 +271,7 @@ def load_chat_template(
     special_tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     markers = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     if recipe_template is not None:
-        if not recipe_template.is_file():
-            raise DataError(f"there is no chat template {recipe_template}; `chat_template` names a Jinja file")
-        source, name = recipe_template.read_text(encoding="utf-8"), f"the chat template {recipe_template.name}"
+        source, name = read_template(recipe_template), f"the chat template {recipe_template.name}"
     elif tokenizer.chat_template:
         source, name = tokenizer.get_chat_template(), "the model's chat template"
     else:

@@ -10,6 +10,8 @@ from typing import Any
 import jinja2
 import yaml
 
+from stages.core.yaml_bounds import check_bounds
+
 FILE_FORMATS = ("json", "csv", "parquet", "text", "arrow")
 _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -46,7 +48,8 @@ _Loader.add_constructor("!function", _construct_function)
 
 
 def parse_task_file(text: str) -> Any:
-    """What a task file says. Raises yaml.YAMLError."""
+    """What a task file says. Raises RecipeError for one that is not valid YAML, or that reading would not end of."""
+    check_bounds(text, _Loader)
     return yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from stages.core.errors import EvaluationError
+from stages.core.errors import EvaluationError, RecipeError
 from stages.evaluate.harnesses.lm_eval.task_file import (
     Function,
     HubDataset,
@@ -72,7 +72,7 @@ def _refuse_links_outside(folder: Path) -> None:
 def _read_config(file: Path, folder: Path) -> dict[str, Any]:
     try:
         config = parse_task_file(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecipeError) as error:
         raise EvaluationError(f"{file} is no readable YAML: {error}") from error
     if not isinstance(config, dict):
         raise EvaluationError(f"{file} holds a {type(config).__name__}; expected the mapping of an lm-eval task")

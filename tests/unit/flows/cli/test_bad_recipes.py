@@ -118,6 +118,30 @@ def test_a_bad_recipe_is_refused_at_once_and_in_few_words(plan, text):
     assert seconds < LONGEST_S
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("task: sums\nmore: " + "[" * 50_000, "values lie more than 50 deep"),
+        (merge_bomb().replace(BASE, "task: sums"), "its aliases (`*name`) stand for"),
+        ("task: é".encode("latin1"), "is no readable YAML"),
+        ("- sums", "holds a list; expected the mapping of an lm-eval task"),
+    ],
+    ids=["nested", "merge bomb", "not UTF-8", "list"],
+)
+def test_a_bad_task_file_is_refused_by_its_name(plan, tmp_path, content, words):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "sums.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
+    code, said, seconds = plan(BASE + "  two: {kind: evaluate, model: base, tasks: [sums], task_folder: own}")
+    assert code in SENTENCES and "own/sums.yaml" in said and words in said, said[:2000]
+    assert seconds < LONGEST_S
+
+
+@pytest.mark.parametrize("path", ["/proc/self/environ", "/proc/kmsg", "/sys/kernel/notes"])
+def test_what_the_kernel_makes_as_it_is_read_is_no_regular_file(plan, path):
+    _, said, _ = plan(BASE + f"  two: {{kind: evaluate, model: base, tasks: [a], task_folder: {path}}}")
+    assert "regular file" in said or "there is no file" in said
+
+
 @pytest.mark.parametrize("value", ["null", "[]", "{}", "text", "[1]", "{a: 1}", "{a: {b: {c: 1}}}", "[" * 9000, "'"])
 def test_stages_may_not_be_set_to_what_are_no_stages(plan, value):
     code, said, seconds = plan(BASE, f"stages={value}", "stages.base.model=builtin/qwen3-1m")

@@ -102,3 +102,27 @@ def test_damaged_files_of_a_local_model(recipe: MakeRecipe, store: Store, model:
 def test_a_source_that_did_not_answer_is_left_to_its_download(recipe: MakeRecipe, store: Store) -> None:
     unanswered = recipe(base={"model": "hf://org/name"})
     assert check_models(unanswered, {"base": {}, "problems": {}, "sft": {}}, store.index()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\xff\xfe\0", "is not UTF-8 text"),
+        (b" \n", "is empty"),
+        (b"x" * (1 << 21), "is longer than 1,048,576 bytes"),
+        (b"{% for message in messages %}", "is not a Jinja template: .* in line 1"),
+        (b"{{" + b"(" * 100_000, "is not a Jinja template|nested too deeply"),
+        (None, "there is no chat template"),
+    ],
+    ids=["binary", "empty", "long", "no Jinja", "nested", "a folder"],
+)
+def test_a_chat_template_that_is_none(
+    recipe: MakeRecipe, store: Store, tmp_path: Path, content: bytes | None, message: str
+) -> None:
+    path = tmp_path / "own.jinja"
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content)
+    with pytest.raises(RecipeError, match=rf"stages\.sft\.data\.chat_template: .*({message})"):
+        check(recipe(sft={"data": {"dataset": "problems", "chat_template": str(path)}}), store)

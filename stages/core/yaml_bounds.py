@@ -93,12 +93,14 @@ class _Reader:
 
     def _check_depth(self, height: int) -> None:
         if len(self._open) - 1 + height > MAX_DEPTH:
-            raise RecipeError(f"values lie more than {MAX_DEPTH} deep in one another, which nothing in a recipe does")
+            raise RecipeError(
+                f"values lie more than {MAX_DEPTH} deep in one another, which nothing in a recipe or a task does"
+            )
 
     def _count_written(self) -> None:
         self._num_written += 1
         if self._num_written > 2 * MAX_VALUES:  # keys are written, but no values
-            raise RecipeError(f"it holds more than {MAX_VALUES:,} values, which no recipe does")
+            raise RecipeError(f"it holds more than {MAX_VALUES:,} values, which no recipe or task does")
 
 
 def check_bounds(text: str, loader: Any) -> None:
@@ -107,7 +109,7 @@ def check_bounds(text: str, loader: Any) -> None:
     Errors say in which line, and in which field.
     """
     if len(text) > MAX_BYTES:
-        raise RecipeError(f"it is longer than {MAX_BYTES:,} characters, which nothing in a recipe is")
+        raise RecipeError(f"it is longer than {MAX_BYTES:,} characters, which nothing in a recipe or a task is")
     _check_escapes(text, loader)
     reader = _Reader()
     try:

@@ -1,0 +1,121 @@
+"""What files of this machine held that a recipe names: kept by their hash, so that a later plan can say what changed.
+
+Of `task_folder` and `chat_template` only a hash is identity, and the files themselves are in no artifact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from difflib import SequenceMatcher
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from flows.recipe.text import shorten
+from flows.store.content import outside_files
+from stages.core.files import write_atomically
+from stages.core.hashing import sha256_of_files
+from stages.core.strict import StrictModel
+
+ROW_FILES = (".jsonl", ".csv")
+MAX_COUNTED_BYTES = 1 << 28
+"""Of a file whose rows are counted: about a second. Of a larger one, its size says enough."""
+MAX_KEPT_BYTES = 1 << 16
+"""Of a text whose lines are kept, and compared."""
+MAX_COMPARED_LINES = 500
+LONGEST_LINE = 60
+
+
+class Content(StrictModel):
+    """Of one file. amount: in words. text: None of rows, which are counted, and of what is no short text."""
+
+    sha256: str
+    amount: str
+    text: str | None
+
+
+Contents = dict[str, Content]
+"""Name of a file → what it held"""
+CONTENTS = TypeAdapter(Contents)
+
+
+def keep_contents(folder: Path, digest: str, path: Path) -> None:
+    """Note in `folder` what is at `path`, whose hash is `digest`. A home that cannot be written keeps nothing."""
+    note = folder / f"{digest}.json"
+    with suppress(OSError):
+        if note.is_file():
+            note.touch()  # so that the collector leaves it
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(note, CONTENTS.dump_json(contents_of(path)).decode())
+
+
+def kept_contents(folder: Path, digest: str) -> Contents | None:
+    """What was noted of this hash; None where nothing was, or it is damaged."""
+    try:
+        return CONTENTS.validate_json((folder / f"{digest}.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def contents_of(path: Path) -> Contents:
+    """Of a file, or of every file of a folder that counts. Raises OSError."""
+    files = outside_files(path)
+    hashes = sha256_of_files(files)
+    return {
+        name: Content(sha256=hashes[name], amount=amount_of(file), text=_text(file)) for name, file in files.items()
+    }
+
+
+def content_changes(before: Contents, after: Contents) -> Iterator[str]:
+    """Each file that is gone, new or another, with the first line that changed; `t.yaml line 3: 'a: 1' → 'a: 2'`."""
+    for name in sorted(before.keys() | after.keys()):
+        old, new = before.get(name), after.get(name)
+        if new is None:
+            yield f"{name} is gone"
+        elif old is None:
+            yield f"{name} is new ({new.amount})"
+        elif old.sha256 != new.sha256:
+            lines = None if old.text is None or new.text is None else _changed_lines(old.text, new.text)
+            yield f"{name} {lines or changed_amount(old.amount, new.amount)}"
+
+
+def changed_amount(old: str, new: str) -> str:
+    """`300 → 350 rows`, or `other rows, 300 rows`."""
+    number, _, unit = old.partition(" ")
+    return f"{number} → {new}" if old != new and new.endswith(unit) else f"other {unit}, {new}"
+
+
+def amount_of(file: Path) -> str:
+    """`350 rows`, or `1,234 bytes`. Raises OSError."""
+    if file.suffix not in ROW_FILES or file.stat().st_size > MAX_COUNTED_BYTES:
+        return f"{file.stat().st_size:,} bytes"
+    with file.open("rb") as stream:
+        num_rows = sum(bool(line.strip()) for line in stream)
+    return f"{num_rows - (file.suffix == '.csv'):,} rows"
+
+
+def _text(file: Path) -> str | None:
+    if file.suffix in ROW_FILES or file.stat().st_size > MAX_KEPT_BYTES:
+        return None
+    with suppress(UnicodeDecodeError):
+        return file.read_bytes().decode()
+    return None
+
+
+def _changed_lines(old: str, new: str) -> str | None:
+    """The first line that changed, and how many more did; None where lines do not tell it."""
+    before, after = old.splitlines(), new.splitlines()
+    if max(len(before), len(after)) > MAX_COMPARED_LINES:
+        return None
+    steps = SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
+    changed = [(before[step[1] : step[2]], after[step[3] : step[4]], step) for step in steps if step[0] != "equal"]
+    if not changed:
+        return None  # other line ends
+    gone, come, step = changed[0]
+    first = " → ".join(repr(shorten(lines[0].strip(), LONGEST_LINE)) for lines in (gone, come) if lines)
+    what = "" if gone and come else " is gone" if gone else " is new"
+    number = (step[1] if gone else step[3]) + 1
+    num_more = sum(max(len(gone), len(come)) for gone, come, _ in changed) - 1
+    return f"line {number}: {first}{what}" + (f", and {num_more} more lines" if num_more else "")

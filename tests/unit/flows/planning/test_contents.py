@@ -1,0 +1,100 @@
+"""What changed in the files that a recipe names, in a person's words: which, and in which line."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flows.planning.changes import with_changes
+from flows.planning.contents import CONTENTS, content_changes, contents_of, keep_contents, kept_contents
+from flows.planning.outside import resolve_outside
+from flows.planning.plan import plan
+from flows.store.content import hash_path
+
+TEMPLATE = "{% for message in messages %}\n{{ message.content }}\n{% endfor %}\n"
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Path:
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    (folder / "sums.yaml").write_text("task: sums\nnum_fewshot: 0\nlimit: 5\n")
+    (folder / "sums.jsonl").write_text('{"question": 1}\n' * 500)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda folder: (folder / "sums.yaml").write_text("task: sums\nnum_fewshot: 3\nlimit: 5\n"),
+            "sums.yaml line 2: 'num_fewshot: 0' → 'num_fewshot: 3'",
+        ),
+        (
+            lambda folder: (folder / "sums.yaml").write_text("task: sums\nlimit: 5\n"),
+            "sums.yaml line 2: 'num_fewshot: 0' is gone",
+        ),
+        (
+            lambda folder: (folder / "sums.yaml").write_text("task: sums\nnum_fewshot: 0\nlimit: 5\na: 1\nb: 2\n"),
+            "sums.yaml line 4: 'a: 1' is new, and 1 more lines",
+        ),
+        (
+            lambda folder: (folder / "sums.yaml").write_text("task: sums\r\nnum_fewshot: 0\r\nlimit: 5\r\n"),
+            "sums.yaml 35 bytes → 38 bytes",
+        ),
+        (lambda folder: (folder / "sums.yaml").write_text("a: 1\n" * 900), "sums.yaml 35 → 4,500 bytes"),
+        (lambda folder: (folder / "sums.yaml").write_bytes(b"\xff" * 35), "sums.yaml other bytes, 35 bytes"),
+        (lambda folder: (folder / "sums.jsonl").write_text('{"question": 1}\n' * 499), "sums.jsonl 500 → 499 rows"),
+        (lambda folder: (folder / "more.py").write_text("x"), "more.py is new (1 bytes)"),
+        (lambda folder: (folder / "sums.jsonl").unlink(), "sums.jsonl is gone"),
+        (lambda folder: None, ""),
+    ],
+)
+def test_each_file_that_changed_is_named_with_its_first_line(tasks: Path, change: Callable, words: str) -> None:
+    before = contents_of(tasks)
+    change(tasks)
+    assert ", ".join(content_changes(before, contents_of(tasks))) == words.replace(" bytes → ", " → ")
+
+
+def test_what_was_kept_comes_back_and_what_is_damaged_is_as_if_it_were_not(tasks: Path, tmp_path: Path) -> None:
+    kept, digest = tmp_path / "kept", hash_path(tasks)
+    assert kept_contents(kept, digest) is None
+    keep_contents(kept, digest, tasks)
+    assert kept_contents(kept, digest) == contents_of(tasks)
+    (kept / f"{digest}.json").write_text("{")
+    assert kept_contents(kept, digest) is None
+
+
+def test_a_long_file_is_not_kept_line_by_line(tasks: Path) -> None:
+    (tasks / "sums.yaml").write_text("x" * 100_000)
+    assert "x" * 100 not in CONTENTS.dump_json(contents_of(tasks)).decode()
+
+
+def test_a_plan_names_the_line_instead_of_two_hashes(recipe, store, build, tmp_path: Path, tasks: Path) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text(TEMPLATE)
+    data = {"dataset": "problems", "chat_template": str(template)}
+
+    def planned():
+        small = recipe(sft={"data": data})
+        made = plan(small, resolve_outside(small), store.index())
+        return with_changes(made, store.index(), tmp_path / "kept")
+
+    build(planned())
+    assert planned().stages["sft"].action == "cached"
+    template.write_text(TEMPLATE.replace("content }}", "content | trim }}"))
+    reason = planned().stages["sft"].reason
+    assert reason.startswith("differs from version ")
+    assert reason.endswith(
+        ": data.chat_template: own.jinja line 2: '{{ message.content }}' → '{{ message.content | trim }}'"
+    )
+
+
+def test_what_nobody_kept_is_told_by_its_hash(recipe, store, build, tmp_path: Path) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text(TEMPLATE)
+    small = recipe(sft={"data": {"dataset": "problems", "chat_template": str(template)}})
+    build(plan(small, resolve_outside(small), store.index()))
+    template.write_text("other")
+    made = with_changes(plan(small, resolve_outside(small), store.index()), store.index(), tmp_path / "kept")
+    assert "content of data.chat_template" in made.stages["sft"].reason
