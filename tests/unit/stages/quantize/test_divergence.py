@@ -4,8 +4,11 @@ import math
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from stages.quantize.divergence import NUM_WORST, Divergence
+from stages.models.recorded import read_record
+from stages.quantize.divergence import NUM_WORST, Divergence, measure_divergence
+from tests.mergeable import make_base, write_record
 
 
 def logits(seed, num_tokens=50, vocabulary=11):
@@ -67,3 +70,18 @@ def test_broken_logits_show_as_no_number():
     broken = logits(7)
     broken[3, 2] = float("nan")
     assert math.isnan(measured(logits(7), broken, torch.zeros(50, dtype=torch.int64)).metrics()["kl_nats_per_token"])
+
+
+def test_what_training_recorded_is_compared_with(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    make_base(tmp_path, **sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    write_record(tmp_path, model)
+    model.model.layers[1].mlp.down_proj.weight.data *= 1.5
+    model.save_pretrained(other := tmp_path / "other")
+
+    for folder, least, most in ((tmp_path / "model", 0, 1e-5), (other, 1e-4, 1)):
+        samples, evaluated = [[1, 2, 3]], [[True] * 3]
+        options = {"recorded": read_record(tmp_path), "trust_remote_code": False, "report": lambda done, total: None}
+        found = measure_divergence(tmp_path / "model", folder, samples, evaluated, **options).metrics()
+        assert least <= found["mean_abs_logprob_difference"] <= found["max_abs_logprob_difference"] < most
