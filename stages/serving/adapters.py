@@ -13,6 +13,9 @@ from stages.adapters.headers import ADAPTER_FOLDER, read_headers
 from stages.core.contract import StageConfig, base_of
 from stages.core.errors import ModelError
 
+NOT_PUT_ON_A_BASE = ("use_dora", "modules_to_save", "target_parameters")
+"""Of what a recipe may say of an adapter: what vLLM, the engine of new servers, serves only merged."""
+
 
 def adapters_base(model: str, stages: Mapping[str, StageConfig]) -> str | None:
     """The base of the stage `model` where that makes an adapter."""
@@ -23,6 +26,10 @@ def base_problems(
     model: str, base: str | None, adapters: Sequence[str], stages: Mapping[str, StageConfig]
 ) -> Iterator[str]:
     """What is wrong with a stage that serves `model`, on `base` if it is an adapter, and other `adapters` beside it."""
+    for field, name in (("model", model), *((f"adapters.{number}", name) for number, name in enumerate(adapters))):
+        trained = getattr(stages[name], "adapter", None)
+        if found := [option for option in NOT_PUT_ON_A_BASE if getattr(trained, option, None)]:
+            yield f"{field}: {name} trains an adapter with {', '.join(found)}, served merged only (`kind: merge`)"
     own_base = base_of(model, stages)
     if base not in (None, own_base):
         yield f"base: is {base}, but that of {model} is {own_base}; remove it: it is found by itself"

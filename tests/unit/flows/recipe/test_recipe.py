@@ -228,6 +228,8 @@ ADAPTERS = """
     learning_rate: 1e-4}
   right: {kind: train, method: sft, model: sft, adapter: {}, data: {dataset: problems}, global_batch_size: 8,
     learning_rate: 1e-4}
+  dora: {kind: train, method: sft, model: sft, adapter: {use_dora: true}, data: {dataset: problems},
+    global_batch_size: 8, learning_rate: 1e-4}
   other: {kind: train, method: sft, model: tuned, adapter: {}, data: {dataset: problems}, global_batch_size: 8,
     learning_rate: 1e-4}
 """
@@ -261,6 +263,9 @@ def test_the_base_of_a_served_adapter_is_found_and_stood_on(load):
         ("{kind: serve, model: sft, base: sft}", "base: is sft, which is no adapter; remove it"),
         ("{kind: evaluate, tasks: [a], model: served, adapter: left}", "adapter: is left, but served serves quantized"),
         ("{kind: evaluate, tasks: [a], model: sft, adapter: left}", "sft is no server; say `model: left`"),
+        ("{kind: serve, model: dora}", "dora trains an adapter with use_dora, served merged only"),
+        ("{kind: serve, model: sft, adapters: [left, dora]}", "dora trains an adapter with use_dora"),
+        ("{kind: evaluate, tasks: [a], model: dora}", "dora trains an adapter with use_dora"),
         ("{kind: evaluate, tasks: [a], model: served, base: sft}", "served is a server and has its own; remove it"),
     ],
 )
