@@ -24,7 +24,8 @@ LOGIN_PAGE = """<!doctype html><title>llm-lifecycle</title><script>
 const found = decodeURIComponent(location.hash.slice(1));
 const [key, page] = found.startsWith("/") ? ["", "/#" + found] : [found, ""];
 if (key) localStorage.setItem("prefect-password", btoa(key));
-localStorage.setItem("mlflow.workflowType_v1", '"machine_learning"');  // MLflow's pages: runs, not traces
+localStorage.setItem("mlflow.workflowType_v1", '"machine_learning"');  // MLflow's pages: runs, not traces,
+localStorage.setItem("mlflow.assistant.fab.autoOpenedOnFirstLoad_v1", "true");  // and no assistant beside them
 location.replace(location.origin + page);
 </script>"""
 

@@ -1,6 +1,7 @@
 """What MLflow itself has of a refresh that was shipped: whole curves, and pages that open on the runs."""
 
 import json
+import re
 from pathlib import Path
 from urllib.parse import parse_qs
 
@@ -9,6 +10,7 @@ import pytest
 from flows.ledger.events import AttemptBegan, PlannedEntry, RefreshBegan, RefreshEnded
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.refreshes import Ledger, end_of, ledger_of
+from flows.servers.guard import LOGIN_PAGE
 from tests.promotion import own_mlflow
 
 NUM_STEPS = 10
@@ -100,6 +102,8 @@ def test_the_experiment_has_a_view_of_its_runs_which_a_person_may_change(client)
     )
     for asked in ("viewStateShareKey", "mlflow.sharedViewState.", "mlflow.workflowType", "machine_learning"):
         assert asked in pages
+    stored = re.findall(r'localStorage.setItem\("(mlflow\.[^"]*)_v1"', LOGIN_PAGE)
+    assert len(stored) == 2 and all(f'key:"{name}",version:1' in pages for name in stored)
 
     client.set_experiment_tag(identity, f"mlflow.sharedViewState.{key}", "a person's")
     assert experiment_id(client) == identity
