@@ -17,6 +17,14 @@ from pydantic import (
 from stages.core.fields import AddedLater
 from stages.core.strict import StrictModel
 
+
+def _as_tuple(value: Any) -> Any:
+    """Beside a validator that comes before, as a train stage has one, pydantic's strict mode takes a list for none."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
+Numbers = Annotated[tuple[NonNegativeInt, ...], BeforeValidator(_as_tuple)]
 Initialization = Literal["default", "pissa", "pissa_niter_4", "pissa_niter_16", "olora"]
 
 
@@ -60,6 +68,11 @@ class AdapterConfig(StrictModel):
     )
     loraplus_lr_ratio: Annotated[PositiveFloat | None, AddedLater()] = Field(
         None, description="B learns at so many times the learning rate (LoRA+, Hayou et al. 2024)."
+    )
+    stack: Annotated[Literal["merge"] | None, AddedLater()] = Field(
+        None,
+        description="Where `model` is an adapter: merge it, and let a new one learn beside that; default: go on with "
+        "it. One adapter of the base is written, whose rank is the sum.",
     )
 
     @property

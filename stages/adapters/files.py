@@ -12,11 +12,12 @@ import json
 import math
 import shutil
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stages.adapters.adapter import Adapter
 from stages.adapters.headers import CONFIG_FILE, PREFIX, WEIGHTS_FILE
+from stages.adapters.sums import of_unchanged_base
 from stages.core.errors import ModelError
 from stages.core.files import write_atomically
 from stages.models.model_folder import follow_file_mask
@@ -32,56 +33,6 @@ UNKNOWN = {"bias": "none", "lora_bias": False, "target_parameters": None, "rank_
 """Fields of PEFT's config that `merged` would get wrong, and the values at which it does not."""
 
 
-@dataclass(frozen=True)
-class Adapter:
-    """What is on disk. `factors`: layer's name in the Transformers model → (A [rank, in], B [out, rank])."""
-
-    base: str
-    """Artifact that it was trained on: stage and version."""
-    factors: Mapping[str, tuple[Tensor, Tensor]]
-    scaling: float
-    is_transposed: bool
-    """Whether the base's weights are [in, out], as those of GPT-2."""
-    magnitudes: Mapping[str, Tensor] = field(default_factory=dict)
-    """With DoRA, layer's name → length of each row of its merged weight [out]."""
-    saved: Mapping[str, Tensor] = field(default_factory=dict)
-    """Name of a weight → what stands in its place."""
-
-    @property
-    def weights(self) -> set[str]:
-        """Names of the base's weights that merging changes."""
-        return {*(f"{layer}.weight" for layer in self.factors), *self.saved}
-
-    @property
-    def is_sum(self) -> bool:
-        """Whether all that it does is to add scaling B A x: without DoRA, and without modules in place of others."""
-        return not self.magnitudes and not self.saved
-
-    def change(self, layer: str) -> Tensor:
-        """fp32: the product of the layer's factors, in its weight's shape; without DoRA, what the adapter adds."""
-        a, b = self.factors[layer]
-        product = self.scaling * (b.float() @ a.float())
-        return product.T if self.is_transposed else product
-
-    def merged(self, name: str, weight: Tensor) -> Tensor:
-        """fp32: what one of `weights` is with the adapter in it. Raises ModelError for a weight of another shape."""
-        layer = name.removesuffix(".weight")
-        change = self.saved[name].float() if name in self.saved else self.change(layer)
-        if change.shape != weight.shape:
-            raise ModelError(
-                f"merging {layer}: the adapter changes a weight of {tuple(change.shape)}, the model's is "
-                f"{tuple(weight.shape)}; they do not belong together"
-            )
-        if name in self.saved:
-            return change
-        merged = weight.float() + change
-        if layer not in self.magnitudes:
-            return merged
-        along_row = 0 if self.is_transposed else 1
-        length = self.magnitudes[layer].float().unsqueeze(along_row)
-        return merged * (length / merged.norm(dim=along_row, keepdim=True))
-
-
 def write_adapter(
     folder: Path,
     parameters: Mapping[str, Tensor],
@@ -89,19 +40,20 @@ def write_adapter(
     base: Path,
     dtype: Any,
     initial: Mapping[str, Tensor] | None = None,
+    merged: Adapter | None = None,
 ) -> None:
     """Write the adapter's parameters (`LAYER.lora_A.default.weight` → tensor on the CPU) beside the base's tokenizer.
 
     base: the model folder that it was trained on. initial: the factors that were taken out of the base at the start;
-    what is written is an adapter of the base as it is in the folder, of twice the rank. Raises ModelError when a layer
-    has learned nothing or a number is not finite.
+    merged: an adapter that was merged into it. What is written is one adapter of the base as it is in the folder, of
+    the sum of the ranks. Raises ModelError when a layer has learned nothing or a number is not finite.
     """
     from safetensors.torch import save_file
 
     _check_learned(parameters, initial or {})
     config = {**peft_config, "base_model_name_or_path": base.parent.name, "inference_mode": True}
-    if initial:
-        parameters, config = _of_unchanged_base(parameters, initial), _doubled_rank(config)
+    if initial or merged:
+        parameters, config = of_unchanged_base(parameters, config, initial or {}, merged)
     written = {f"{PREFIX}{_in_file(name)}": weight.to(dtype).contiguous() for name, weight in parameters.items()}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(written, folder / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -197,30 +149,3 @@ def _check_learned(parameters: Mapping[str, Tensor], initial: Mapping[str, Tenso
             f"({', '.join(broken[:NUM_NAMED])}): these layers have learned nothing; raise the learning rate or the "
             "steps, or leave them out of adapter.target_modules"
         )
-
-
-def _of_unchanged_base(parameters: Mapping[str, Tensor], initial: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """B A - B₀ A₀ of every layer as factors of twice the rank, by the singular value decomposition of that difference.
-
-    [B, -B₀] and [A; A₀] are such factors too (PEFT writes them), but each is large: rounded to bf16, the little that
-    was learned would be lost.
-    """
-    import torch
-
-    found = dict(parameters)
-    for name in parameters:
-        if ".lora_A." not in name:
-            continue
-        partner = name.replace(".lora_A.", ".lora_B.")
-        left, left_triangle = torch.linalg.qr(torch.cat([parameters[partner], -initial[partner]], 1).double())
-        right, right_triangle = torch.linalg.qr(torch.cat([parameters[name], initial[name]]).double().T)
-        inner_left, sizes, inner_right = torch.linalg.svd(left_triangle @ right_triangle.T, full_matrices=False)
-        found[partner] = (left @ inner_left * sizes.sqrt()).float()
-        found[name] = (sizes.sqrt()[:, None] * (inner_right @ right.T)).float()
-    return found
-
-
-def _doubled_rank(config: Mapping[str, Any]) -> dict[str, Any]:
-    """With an alpha by which A and B count as before."""
-    times = math.sqrt(2) if config.get("use_rslora") else 2
-    return {**config, "r": 2 * config["r"], "lora_alpha": times * config["lora_alpha"], "init_lora_weights": True}

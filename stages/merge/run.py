@@ -15,7 +15,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from stages.adapters.files import Adapter, copy_companions, read_adapter
+from stages.adapters.adapter import Adapter
+from stages.adapters.files import copy_companions, read_adapter
 from stages.adapters.headers import ADAPTER_FOLDER
 from stages.core.contract import StageContext, StageResult
 from stages.core.errors import GateError, ModelError

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, ValidatorFunctionWrapHandler, WrapValidator
 
 from stages.core.contract import StrictModel
 
@@ -54,6 +54,17 @@ class Layout(StrictModel):
 
 class AutoLayout(Layout):
     """`layout: auto` of a recipe: the planner puts its choice in place of it before anything else is planned."""
+
+
+def _auto_or_layout(value: Any, validate: ValidatorFunctionWrapHandler) -> Layout:
+    if value == "auto" or isinstance(value, AutoLayout):
+        return AutoLayout()
+    if isinstance(value, str):
+        raise ValueError(f"found {value}, expected auto, or degrees such as {{dp_shard: 2}}")
+    return validate(value)
+
+
+LayoutOrAuto = Annotated[Layout, WrapValidator(_auto_or_layout, json_schema_input_type=Layout | Literal["auto"])]
 
 
 def describe_layout(engine: EngineName, layout: Layout) -> str:

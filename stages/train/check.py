@@ -8,6 +8,7 @@ from stages.core.contract import StageInput
 from stages.core.errors import LifecycleError
 from stages.data.check import data_problems
 from stages.train.config import TrainConfig
+from stages.train.start import data_with_template
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]:
@@ -15,8 +16,8 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]
     config = TrainConfig.model_validate(stage_input.config)
     problems = data_problems(
         stage_input.inputs[config.data.dataset] / "data",
-        config.data,
-        stage_input.inputs[config.model] / "model",
+        data_with_template(config.data, stage_input.inputs[config.model]),
+        stage_input.inputs[config.base or config.model] / "model",
         rows=config.learning.rows,
         cache=stage_input.cache,
     )

@@ -13,8 +13,6 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
     create_model,
     model_validator,
 )
@@ -22,18 +20,19 @@ from pydantic_core import PydanticCustomError
 
 from stages.adapters.config import AdapterConfig
 from stages.adapters.legality import adapter_errors
-from stages.core.contract import Execution, ModelReference, StageConfig
+from stages.core.contract import Execution, ModelOrAdapterReference, ModelReference, StageConfig, base_of
 from stages.core.fields import AddedLater, Product, without
 from stages.core.strict import StrictModel
 from stages.data.config import DataConfig
 from stages.data.formats import FORMATS
 from stages.engines.settings import AdamSettings, EngineSettings
-from stages.parallel.layout import AutoLayout, EngineName, Layout
+from stages.parallel.layout import AutoLayout, EngineName, Layout, LayoutOrAuto
 from stages.parallel.legality import RunConstraints, layout_errors
 from stages.planner.workload import Precision, Workload
 from stages.train.methods.method import Method
 from stages.train.methods.registry import METHODS
 from stages.train.numbers import Denominator, Epochs, Rate, Seed, contradiction
+from stages.train.start import start_problems
 
 LAYOUT_PROBLEM = "layout"
 """Type of the validation errors about a layout."""
@@ -54,17 +53,6 @@ class TrainExecution(Execution):
         "takes over three times the longest of the last ones (and 30 s) does, too, unless layout.compile is on.",
     )
     measure_matmul_rate: bool = Field(True, description="On a CPU, measure the peak that MFU is relative to.")
-
-
-def _auto_or_layout(value: Any, validate: ValidatorFunctionWrapHandler) -> Layout:
-    if value == "auto" or isinstance(value, AutoLayout):
-        return AutoLayout()
-    if isinstance(value, str):
-        raise ValueError(f"found {value}, expected auto, or degrees such as {{dp_shard: 2}}")
-    return validate(value)
-
-
-LayoutOrAuto = Annotated[Layout, WrapValidator(_auto_or_layout, json_schema_input_type=Layout | Literal["auto"])]
 
 
 if TYPE_CHECKING:  # what there is depends on the registry, which no type checker runs
@@ -98,7 +86,10 @@ class TrainConfig(MethodOptions):
 
     kind: Literal["train"]
     method: MethodName = Field(description="What is learned; its options are the field of its name.")
-    model: ModelReference
+    model: ModelOrAdapterReference
+    base: Annotated[ModelReference | None, AddedLater()] = Field(
+        None, description="Where `model` is an adapter: the model that it belongs to; found by itself."
+    )
     adapter: Annotated[AdapterConfig | None, AddedLater()] = Field(
         None, description="Low-rank weights that learn beside the frozen model; default: the model itself learns."
     )
@@ -219,6 +210,10 @@ class TrainConfig(MethodOptions):
             found["evaluate_every_steps"] = self.execution.evaluate_every_steps
         return found if self.weight_decay else without(found, {"decay_norms_and_biases"})
 
+    def completed_among(self, stages: Mapping[str, StageConfig]) -> Self:
+        is_adapter = stages[self.model].product == "adapter"
+        return self.model_copy(update={"base": self.base or base_of(self.model, stages)}) if is_adapter else self
+
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
         for field, name in self.references().items():
             if stages[name].kind == "quantize":
@@ -226,6 +221,7 @@ class TrainConfig(MethodOptions):
                     f"{field}: {name} is quantized, and quantized weights cannot be trained; expected the model that "
                     f"it is made from, {stages[name].references()['model']}"
                 )
+        yield from start_problems(self.model, self.base, self.adapter, stages)
 
     def resume_identity(self) -> dict[str, JsonValue]:
         """Without engine and layout: a checkpoint of either engine can be loaded by both, under any layout."""

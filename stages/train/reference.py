@@ -43,7 +43,7 @@ class ReferenceRows:
 
 @dataclass(frozen=True)
 class ReferenceModel:
-    """The model that the engine holds before training."""
+    """The model that the engine holds before training: with an adapter that it goes on with, as TRL has it."""
 
     engine: Engine
     weights_digest: str
@@ -85,9 +85,10 @@ class ReferenceModel:
         return engine.sum_over_data(values).float().numpy()
 
 
-def model_digest(folder: Path) -> str:
-    """Identifies the weights and config of a Hugging Face folder by content."""
-    paths = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
+def model_digest(*folders: Path) -> str:
+    """Identifies the weights and config of a Hugging Face folder, and of an adapter's, by content."""
+    names = ("config.json", "adapter_config.json", "*.safetensors")
+    paths = [path for folder in folders for name in names for path in folder.glob(name)]
     return content_key({path.name: file_digest(path) for path in paths})
 
 

@@ -36,6 +36,7 @@ from stages.train.out_of_memory import explained_out_of_memory
 from stages.train.plot import plot_loss
 from stages.train.prediction import Prediction, predict_run
 from stages.train.reference import ReferenceModel, model_digest
+from stages.train.start import data_with_template
 from stages.train.start_up import hide_unused_packages
 from stages.train.watchdog import Watchdog
 
@@ -48,7 +49,8 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
     Raises a `LifecycleError` when the model, the data, the layout or the machine do not allow it, or training diverges.
     """
     hide_unused_packages()
-    model_folder = context.inputs[config.model] / "model"
+    model_folder = context.inputs[config.base or config.model] / "model"
+    config = config.model_copy(update={"data": data_with_template(config.data, context.inputs[config.model])})
     _check_world_size(config)
     tokenizer_notes = check_tokenizer(model_folder, read_config(model_folder))
     for unusual in [*check_model_folder(model_folder), *tokenizer_notes]:
@@ -64,7 +66,7 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
                 context.work, config.execution.hang_timeout_s, learns_step_times=config.has_even_steps
             ) as watchdog,
         ):
-            engine = _build_engine(config, model_folder, shape, device)
+            engine = _build_engine(config, context, model_folder, shape, device)
             training_run = _assemble(config, context, engine, data, model_folder, watchdog)
             held_out = (data.evaluation or data.training, config.layout.micro_batch_size)
             has_base = config.adapter is not None and context.trial is None
@@ -103,12 +105,15 @@ def _prepare_data(config: TrainConfig, context: StageContext, model_folder: Path
     )
 
 
-def _build_engine(config: TrainConfig, model_folder: Path, shape: ModelShape | None, device: torch.device) -> Engine:
+def _build_engine(
+    config: TrainConfig, context: StageContext, model_folder: Path, shape: ModelShape | None, device: torch.device
+) -> Engine:
     """An engine's imports are heavy: only those of the one that is used."""
     if config.engine == "fsdp":
         from stages.engines.fsdp.engine import FsdpEngine
 
-        return FsdpEngine(model_folder, config.engine_settings, device)
+        start = context.inputs[config.model] / "adapter" if config.base else None
+        return FsdpEngine(model_folder, config.engine_settings, device, start)
     from stages.engines.megatron.compat import prepare_megatron
 
     prepare_megatron()
@@ -143,8 +148,9 @@ def _assemble(
     last_step = trial.steps if trial else num_steps
     num_steps = max(num_steps, last_step)
     training_rows = sorted({row for step in range(1, last_step + 1) for row in order.global_batch(step)})
+    start = [context.inputs[config.model] / "adapter"] if config.base else []
     reference = (
-        ReferenceModel(engine, model_digest(model_folder), layout.micro_batch_size, context, watchdog)
+        ReferenceModel(engine, model_digest(model_folder, *start), layout.micro_batch_size, context, watchdog)
         if config.learning.needs_reference
         else None
     )

@@ -59,6 +59,63 @@ def merged(inputs, work, **fields):
     return merge(config, StageContext(work, "merged", "0" * 12, inputs, {}, work))
 
 
+@pytest.fixture(scope="module")
+def tuned(artifacts, tmp_path_factory):
+    """Work folder of an SFT stage that trained an adapter of `sft`, as another stage starts from it."""
+    work = tmp_path_factory.mktemp("tuned") / "tuned-0123456789ab"
+    run_stage(work, artifacts, make_config(model="sft", adapter=ADAPTER, steps=12))
+    return work
+
+
+def run_stage(work, artifacts, config):
+    make_context(work, artifacts, config)
+    run_to_end(work, config)
+
+
+def test_dpo_goes_on_with_an_adapter_whose_start_is_its_reference(tuned, artifacts, tmp_path):
+    inputs, work = {**artifacts, "tuned": tuned}, tmp_path / "dpo-0123456789ab"
+    fields = {"model": "tuned", "base": "sft", "steps": 4, "learning_rate": 1e-4}
+    run_stage(
+        work, inputs, make_config("dpo", adapter=ADAPTER, layout={"dp_shard": 2, "micro_batch_size": 2}, **fields)
+    )
+    assert logged(work)[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    before, after = (load_file(one / "adapter" / "adapter_model.safetensors") for one in (tuned, work))
+    distance = max((after[name] - before[name]).abs().max().item() for name in before)
+    assert before.keys() == after.keys()
+    assert 0 < distance < 5 * 1e-4  # a few small steps from there, and not a new one
+
+    result = merged({**inputs, "dpo": work}, tmp_path / "merged", max_difference=1e-5)
+    assert result.metrics["max_abs_logprob_difference"] < 1e-5
+
+
+def test_one_that_is_stacked_learns_what_it_would_beside_the_merged_model(tuned, artifacts, tmp_path):
+    inputs, small = {**artifacts, "tuned": tuned}, {"rank": 4, "alpha": 4, "target_modules": ["q_proj", "up_proj"]}
+    merged({**artifacts, "dpo": tuned}, tmp_path / "merged")
+    stacked, beside = tmp_path / "dpo-0123456789ab", tmp_path / "beside-0123456789ab"
+    fields = {"steps": 4, "layout": {"micro_batch_size": 4}}
+    run_stage(
+        stacked, inputs, make_config("dpo", model="tuned", base="sft", adapter={**small, "stack": "merge"}, **fields)
+    )
+    run_stage(
+        beside, {**artifacts, "base": tmp_path / "merged"}, make_config("dpo", model="base", adapter=small, **fields)
+    )
+    assert [row["loss"] for row in logged(stacked)] == pytest.approx([row["loss"] for row in logged(beside)], abs=1e-6)
+
+    written = load_file(stacked / "adapter" / "adapter_model.safetensors")
+    assert {min(one.shape) for one in written.values()} == {8 + 4}
+    result = merged({**inputs, "dpo": stacked}, tmp_path / "both", max_difference=1e-5)
+    assert result.metrics["max_abs_logprob_difference"] < 1e-5
+
+
+def test_an_adapter_of_another_base_is_not_gone_on_with(tuned, artifacts, tmp_path):
+    other = shutil.copytree(artifacts["sft"], tmp_path / "sft-00000other00")
+    config = make_config(model="tuned", base="sft", adapter=ADAPTER)
+    make_context(tmp_path / "work", {**artifacts, "sft": other, "tuned": tuned}, config)
+    assert start(tmp_path / "work", config).wait(200) != 0
+    message = (tmp_path / "work" / "error.json").read_text()
+    assert "it is an adapter of sft-0123456789ab, not of sft-00000other00" in message
+
+
 def test_dpo_begins_at_its_base_and_learns(dpo):
     rows = logged(dpo)
     assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from stages.adapters.files import check_mergeable, write_adapter
 from stages.adapters.lora import add_adapter, changed_weights, factors_of, store_frozen_weights
+from stages.adapters.start import go_on_with, merge_into, read_start
 from stages.core.contract import is_main_process
 from stages.data.batch import Batch
 from stages.engines.engine import LossMeans, StepOutcome
@@ -35,9 +36,13 @@ from stages.models.transformers_flops import model_flops
 class FsdpEngine:
     """See `stages.engines.engine.Engine`."""
 
-    def __init__(self, folder: Path, settings: EngineSettings, device: torch.device) -> None:
-        """Load the Hugging Face `folder` under `settings.layout`; the process group must exist."""
+    def __init__(self, folder: Path, settings: EngineSettings, device: torch.device, start: Path | None = None) -> None:
+        """Load the Hugging Face `folder` under `settings.layout`; the process group must exist.
+
+        start: folder of an adapter of it that training starts from.
+        """
         self._folder = folder
+        self._start = start
         self.device = device
         self.data_rank = dist.get_rank()
         self.data_parallel_size = self.num_devices = dist.get_world_size()
@@ -128,7 +133,8 @@ class FsdpEngine:
             parameters = self._model.causal_lm.named_parameters()
             learned = {name: _full_tensor(one.detach()).cpu() for name, one in parameters if one.requires_grad}
             if is_main_process():
-                write_adapter(folder, learned, self._adapter.to_dict(), self._folder, dtype, self._taken_out)
+                config = self._adapter.to_dict()
+                write_adapter(folder, learned, config, self._folder, dtype, self._taken_out, self._merged)
             return
         named_weights = ((name, _full_tensor(value)) for name, value in self._model.causal_lm.state_dict().items())
         export_model(self._model.causal_lm, named_weights, source=self._folder, folder=folder, dtype=dtype)
@@ -137,9 +143,15 @@ class FsdpEngine:
         """Before the model is sharded; what was taken out of the base for it is kept for the export."""
         causal_lm = self._model.causal_lm
         assert settings.adapter
+        start = read_start(self._start, self._folder) if self._start else None
+        self._merged = start if settings.adapter.stack else None
+        if self._merged:
+            merge_into(causal_lm, self._merged)
         added = add_adapter(causal_lm, settings.adapter, settings.seed, has_weights=is_main_process())
         check_mergeable(changed_weights(causal_lm), self._folder)
         self._taken_out = factors_of(causal_lm) if settings.adapter.changes_base and is_main_process() else None
+        if start and not self._merged:
+            go_on_with(causal_lm, start)
         store_frozen_weights(causal_lm, self.compute_dtype)
         return added
 
