@@ -25,6 +25,7 @@ def _as_tuple(value: Any) -> Any:
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 Numbers = Annotated[tuple[NonNegativeInt, ...], BeforeValidator(_as_tuple)]
+BasePrecision = Literal["bf16", "fp32", "nf4", "int8"]
 Initialization = Literal["default", "pissa", "pissa_niter_4", "pissa_niter_16", "olora"]
 
 
@@ -68,6 +69,11 @@ class AdapterConfig(StrictModel):
     )
     loraplus_lr_ratio: Annotated[PositiveFloat | None, AddedLater()] = Field(
         None, description="B learns at so many times the learning rate (LoRA+, Hayou et al. 2024)."
+    )
+    base_precision: Annotated[BasePrecision | None, AddedLater()] = Field(
+        None,
+        description="What the frozen model is kept in; default: what it is computed in. nf4 (QLoRA, 4.13 bits a "
+        "weight) and int8 are of its linear layers; merged, served and evaluated is the model as it was.",
     )
     stack: Annotated[Literal["merge"] | None, AddedLater()] = Field(
         None,

@@ -15,7 +15,8 @@ from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from stages.adapters.config import AdapterConfig
+from stages.adapters.config import AdapterConfig, BasePrecision
+from stages.adapters.quantized import quantize_base
 from stages.core.errors import ModelError
 from stages.models.kept_precision import dtype_of_weights
 
@@ -61,11 +62,18 @@ def add_adapter(causal_lm: Any, config: AdapterConfig, seed: int, *, has_weights
     return lora
 
 
-def store_frozen_weights(causal_lm: Any, dtype: torch.dtype) -> None:
-    """Keep what does not learn in the dtype that it is computed in: the layers would see no more digits."""
-    dtype_of = dtype_of_weights(causal_lm, dtype)
+def store_base(causal_lm: Any, precision: BasePrecision | None, compute_dtype: torch.dtype) -> None:
+    """Keep what does not learn in `precision`, else in the dtype that it is computed in: no layer sees more digits.
+
+    What nf4 and int8 are not for (embedding, head, norms) is kept as it is computed. Raises ModelError.
+    """
+    if precision in ("nf4", "int8"):
+        quantize_base(causal_lm, precision)
+    dtype_of = dtype_of_weights(
+        causal_lm, {"bf16": torch.bfloat16, "fp32": torch.float32}.get(precision or "", compute_dtype)
+    )
     for name, parameter in causal_lm.named_parameters():
-        if not parameter.requires_grad:
+        if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype_of(name))
 
 

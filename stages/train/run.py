@@ -148,9 +148,8 @@ def _assemble(
     last_step = trial.steps if trial else num_steps
     num_steps = max(num_steps, last_step)
     training_rows = sorted({row for step in range(1, last_step + 1) for row in order.global_batch(step)})
-    start = [context.inputs[config.model] / "adapter"] if config.base else []
     reference = (
-        ReferenceModel(engine, model_digest(model_folder, *start), layout.micro_batch_size, context, watchdog)
+        ReferenceModel(engine, _start_digest(config, context), layout.micro_batch_size, context, watchdog)
         if config.learning.needs_reference
         else None
     )
@@ -173,6 +172,14 @@ def _assemble(
         watchdog=watchdog,
         trial=trial,
     )
+
+
+def _start_digest(config: TrainConfig, context: StageContext) -> str:
+    """Identifies the weights that training starts from: what the reference's log-probabilities are of."""
+    start = [context.inputs[config.model] / "adapter"] if config.base else []
+    precision = config.adapter and config.adapter.base_precision
+    digest = model_digest(context.inputs[config.base or config.model] / "model", *start)
+    return f"{digest} {precision} {config.adapter.init}" if config.adapter and precision else digest
 
 
 def _num_steps(config: TrainConfig, context: StageContext, num_rows: int) -> int:

@@ -10,10 +10,11 @@ import pytest
 import torch
 from peft.optimizers import create_loraplus_optimizer
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from stages.adapters.config import AdapterConfig
 from stages.adapters.files import read_adapter
+from stages.adapters.quantized import Int8Linear, Nf4Linear
 from tests.parity.test_fsdp import (
     LEARNING_RATE,
     learn_plainly,
@@ -42,8 +43,12 @@ OF_OTHERS = {
     ("gpt2", "gpt2"): {"rank": 4, "alpha": 8},
     ("gpt2", "gpt2-dora"): {"rank": 4, "alpha": 8, "use_dora": True},
     ("gpt2", "gpt2-pissa"): {"rank": 4, "alpha": 8, "init": "pissa"},
+    ("wide", "nf4"): {"rank": 4, "alpha": 8, "base_precision": "nf4"},
+    ("wide", "nf4-dora"): {"rank": 4, "alpha": 8, "base_precision": "nf4", "use_dora": True},
+    ("qwen3", "int8"): {"rank": 4, "alpha": 8, "base_precision": "int8"},
+    ("qwen3", "bf16"): {"rank": 4, "alpha": 8, "base_precision": "bf16"},
 }
-"""Model and adapter, of models other than qwen3."""
+"""Model and adapter, of other models and of bases that are rounded."""
 CASES = {**{("qwen3", name): adapter for name, adapter in ADAPTERS.items()}, **OF_OTHERS}
 LAYOUTS = {
     1: {"plain": {}, "accumulated": {"micro_batch_size": 1}, "recomputed": {"recompute": "full"}},
@@ -53,7 +58,18 @@ LAYOUTS = {
         "offloaded": {"dp_shard": 2, "cpu_offload": True},
     },
 }
+ROUNDED = {"nf4": Nf4Linear, "int8": Int8Linear}
 SEED = 3
+
+
+@pytest.fixture(scope="module")
+def folders(models):
+    """With one whose rows are as long as a block of NF4."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
+    config = Qwen3Config(**sizes, num_hidden_layers=2, intermediate_size=128, initializer_range=0.2)
+    Qwen3ForCausalLM(config).save_pretrained(models / "wide")
+    return models
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +78,15 @@ def data():
 
 
 @pytest.fixture(scope="module")
-def plain(models, data):
+def plain(folders, data):
     """Model and adapter → losses, gradient norms, PEFT's model after training."""
-    return {case: train_plainly(models / case[0], adapter, data) for case, adapter in CASES.items()}
+    return {case: train_plainly(folders / case[0], adapter, data) for case, adapter in CASES.items()}
 
 
 def train_plainly(folder, adapter, data):
     adapter = AdapterConfig.model_validate(adapter)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    round_base(model, adapter.base_precision)
     torch.manual_seed(SEED)
     targets = adapter.target_modules
     config = peft.LoraConfig(
@@ -92,8 +109,19 @@ def train_plainly(folder, adapter, data):
     return learn_plainly(model, groups, data)
 
 
+@torch.no_grad()
+def round_base(model, precision):
+    """Weights that are what the precision keeps of them, in fp32."""
+    if precision in ROUNDED:
+        for layer in (one for one in model.model.modules() if isinstance(one, torch.nn.Linear)):
+            layer.weight.copy_(ROUNDED[precision](layer).weight)
+    elif precision == "bf16":
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16().float())
+
+
 @pytest.fixture(scope="module", params=LAYOUTS, ids=lambda processes: f"{processes}-processes")
-def trained(request, ranks, models, data, tmp_path_factory):
+def trained(request, ranks, folders, data, tmp_path_factory):
     """Name → (model, adapter), and the output folder, from one start of the processes."""
     layouts = LAYOUTS[request.param]
     first = next(iter(layouts))
@@ -102,11 +130,11 @@ def trained(request, ranks, models, data, tmp_path_factory):
     cases["qwen3-dora-recomputed"] = ("qwen3", "dora", list(layouts)[2])
     output = tmp_path_factory.mktemp("trained")
     given = {
-        name: {"model": str(models / model), "config": config_of((model, adapter), layouts[layout])}
+        name: {"model": str(folders / model), "config": config_of((model, adapter), layouts[layout])}
         for name, (model, adapter, layout) in cases.items()
     }
     half = {**config_of(("qwen3", "all"), layouts[first]), "precision": "bf16"}
-    given["half"] = {"model": str(models / "qwen3"), "config": half}
+    given["half"] = {"model": str(folders / "qwen3"), "config": half}
     (output / "spec.json").write_text(json.dumps({"data": data, "cases": given, "output": str(output)}))
     ranks.run("tests.parity.fsdp_program", request.param, output / "spec.json", log=output / "log.txt")
     return output, {name: (model, adapter) for name, (model, adapter, _) in cases.items()}
@@ -114,6 +142,11 @@ def trained(request, ranks, models, data, tmp_path_factory):
 
 def config_of(case, layout):
     return {**make_config(layout), "adapter": CASES[case], "seed": SEED, "weight_decay": 0.0}
+
+
+def of_exact_bases(cases):
+    """Without those that were trained beside a rounded base, and are merged into the exact one."""
+    return [(name, case) for name, case in cases.items() if "base_precision" not in CASES[case]]
 
 
 def merged_weights(model):
@@ -146,7 +179,7 @@ def test_bf16_stays_as_close_to_fp32_as_its_eight_bits_allow(trained, plain):
     assert result["losses"] != pytest.approx(plain["qwen3", "all"][0], rel=1e-6)
 
 
-def test_the_files_are_those_of_peft(trained, plain, models, tmp_path):
+def test_the_files_are_those_of_peft(trained, plain, folders, tmp_path):
     output, cases = trained
     for name, case in cases.items():
         if "init" in CASES[case]:
@@ -159,19 +192,19 @@ def test_the_files_are_those_of_peft(trained, plain, models, tmp_path):
             assert (written[key] - weight).abs().max().item() < 1e-6, (name, key)
 
 
-def test_peft_loads_them_and_gives_what_training_gave(trained, models, data):
+def test_peft_loads_them_and_gives_what_training_gave(trained, folders, data):
     output, cases = trained
-    for name, (model, _) in cases.items():
-        base = AutoModelForCausalLM.from_pretrained(models / model, dtype=torch.float32)
+    for name, (model, _) in of_exact_bases(cases):
+        base = AutoModelForCausalLM.from_pretrained(folders / model, dtype=torch.float32)
         loaded = peft.PeftModel.from_pretrained(base, output / name).eval()
         found = [-negative_log_likelihood(loaded, torch.tensor([one])).item() for one in data[0][0]]
         assert found == pytest.approx(json.loads((output / f"{name}.json").read_text())["log_probabilities"], rel=1e-5)
 
 
-def test_merged_they_are_what_peft_trained_and_merged(trained, plain, models):
+def test_merged_they_are_what_peft_trained_and_merged(trained, plain, folders):
     output, cases = trained
-    for name, case in cases.items():
-        before = AutoModelForCausalLM.from_pretrained(models / case[0], dtype=torch.float32).state_dict()
+    for name, case in of_exact_bases(cases):
+        before = AutoModelForCausalLM.from_pretrained(folders / case[0], dtype=torch.float32).state_dict()
         expected = merged_weights(plain[case][2])
         adapter = read_adapter(output / name)
         for key, weight in before.items():

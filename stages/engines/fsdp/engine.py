@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from stages.adapters.files import check_mergeable, write_adapter
-from stages.adapters.lora import add_adapter, changed_weights, factors_of, store_frozen_weights
+from stages.adapters.lora import add_adapter, changed_weights, factors_of, store_base
 from stages.adapters.start import go_on_with, merge_into, read_start
 from stages.core.contract import is_main_process
 from stages.data.batch import Batch
@@ -55,6 +55,8 @@ class FsdpEngine:
         if not self._adapter:
             check_exportable(self._model.causal_lm, folder)
         self.flops = model_flops(self._model.causal_lm)
+        if settings.adapter:
+            store_base(self._model.causal_lm, settings.adapter.base_precision, self.compute_dtype)
         adam = settings.adam
         decayed = None if adam.decay_norms_and_biases else decayed_parameters(self._model.causal_lm)
         parallelize(self._model, settings.layout, self._mesh, self.compute_dtype)
@@ -152,7 +154,6 @@ class FsdpEngine:
         self._taken_out = factors_of(causal_lm) if settings.adapter.changes_base and is_main_process() else None
         if start and not self._merged:
             go_on_with(causal_lm, start)
-        store_frozen_weights(causal_lm, self.compute_dtype)
         return added
 
     @torch.no_grad()

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
 from flows.recipe.recipe import load_stages
 from stages.adapters.config import AdapterConfig
 from stages.adapters.files import check_mergeable, read_adapter, write_adapter
-from stages.adapters.lora import adapted_layers, add_adapter, changed_weights, factors_of, store_frozen_weights
+from stages.adapters.lora import adapted_layers, add_adapter, changed_weights, factors_of, store_base
 from stages.core.errors import ModelError
 from stages.models.transformers_flops import model_flops
 
@@ -61,7 +61,7 @@ def test_layers_are_chosen_by_number():
 
 def test_only_the_adapter_learns_and_the_base_keeps_the_precision_of_its_computation():
     model = adapted()
-    store_frozen_weights(model, torch.bfloat16)
+    store_base(model, None, torch.bfloat16)
     learning = {name: one.dtype for name, one in model.named_parameters() if one.requires_grad}
     assert all(".lora_" in name for name in learning)
     assert set(learning.values()) == {torch.float32}

@@ -1,0 +1,130 @@
+"""A frozen base in 4 or 8 bits, under adapters that learn (QLoRA, Dettmers et al. 2023).
+
+Codes and scales are frozen parameters of bytes whose rows stand alone, so that FSDP2 shards them by rows as it does
+weights; it casts floating-point parameters to the dtype of computation, bytes it leaves alone. The weight itself is
+made for the moment of its use, once in the forward and once in the backward pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from stages.adapters.config import BasePrecision
+from stages.core.errors import ModelError
+
+# fmt: off
+NF4_LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)
+# fmt: on
+"""Quantiles of the normal distribution (Dettmers et al. 2023, appendix E)."""
+BLOCK = 64
+"""Weights along a row that share a scale, in NF4."""
+SMALLEST = 1e-12
+"""Stands in for the scale of a row of zeros."""
+NUM_NAMED = 5
+
+
+class QuantizedLinear(nn.Module):
+    """x W + b of a frozen W [out, in] that is kept as bytes."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.bias = base.bias
+
+    @property
+    def weight(self) -> Tensor:
+        """fp32 [out, in], made of the bytes."""
+        raise NotImplementedError
+
+    def forward(self, states: Tensor) -> Tensor:
+        result: Tensor = _FrozenProduct.apply(states, self)
+        return result if self.bias is None else result + self.bias.to(result.dtype)
+
+
+class Int8Linear(QuantizedLinear):
+    """Each row in 255 even steps between minus and plus its largest weight."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__(base)
+        weight = base.weight.detach().float()
+        scales = weight.abs().amax(1, keepdim=True).clamp(min=SMALLEST)
+        codes = (weight / scales * 127).round().to(torch.int8)
+        self.codes, self.scales = _frozen(codes.view(torch.uint8)), _frozen(scales.view(torch.uint8))
+
+    @property
+    def weight(self) -> Tensor:
+        return self.codes.view(torch.int8).float() * (self.scales.view(torch.float32) / 127)
+
+
+class Nf4Linear(QuantizedLinear):
+    """Blocks of 64 in NF4, whose scales are kept in 8 bits relative to the row's largest (double quantization).
+
+    Relative scales are kept as their square roots, so that small ones beside an outlier keep their digits, too.
+    """
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__(base)
+        blocks = base.weight.detach().float().view(self.out_features, -1, BLOCK)
+        largest = blocks.abs().amax(-1)
+        row = largest.amax(1, keepdim=True).clamp(min=SMALLEST)
+        # Rounded up, so that no weight is beyond its scale.
+        block_scales = ((largest / row).sqrt() * 255).ceil().clamp(1, 255).to(torch.uint8)
+        levels = torch.tensor(NF4_LEVELS)
+        borders = (levels[1:] + levels[:-1]) / 2
+        relative = blocks / ((block_scales.float() / 255).square() * row)[..., None]
+        codes = torch.bucketize(relative, borders).to(torch.uint8).view(self.out_features, -1, 2)
+        self.codes = _frozen(codes[..., 0] | codes[..., 1] << 4)
+        self.block_scales, self.row_scales = _frozen(block_scales), _frozen(row.view(torch.uint8))
+
+    @property
+    def weight(self) -> Tensor:
+        codes = torch.stack([self.codes & 15, self.codes >> 4], -1).flatten(1).int()
+        scales = (self.block_scales.float() / 255).square() * self.row_scales.view(torch.float32)
+        levels = torch.tensor(NF4_LEVELS, device=codes.device)
+        return (levels[codes].view(*scales.shape, BLOCK) * scales[..., None]).flatten(1)
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """Keeps no weight for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, layer: QuantizedLinear) -> Tensor:
+        ctx.layer = layer
+        return linear(states, layer.weight.to(states.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        return gradient @ ctx.layer.weight.to(gradient.dtype), None
+
+
+def quantize_base(causal_lm: Any, precision: BasePrecision) -> None:
+    """Quantize, in place, every frozen linear layer between the embedding and the head. Raises ModelError."""
+    decoder = {id(module) for module in causal_lm.get_decoder().modules()}
+    layers = {
+        name: module
+        for name, module in causal_lm.named_modules()
+        if type(module) is nn.Linear and id(module) in decoder and not module.weight.requires_grad
+    }
+    stacked = [name for name, one in causal_lm.named_parameters() if one.ndim > 2 and ".lora_" not in name]
+    odd = stacked or [name for name, one in layers.items() if precision == "nf4" and one.in_features % BLOCK]
+    if odd or not layers:
+        raise ModelError(
+            f"adapter.base_precision is {precision}, but {', '.join(odd[:NUM_NAMED]) or type(causal_lm).__name__} "
+            f"cannot be kept so: only linear layers can, for nf4 of a multiple of {BLOCK} inputs; say bf16"
+        )
+    made = {"nf4": Nf4Linear, "int8": Int8Linear}[precision]
+    for name, layer in layers.items():
+        causal_lm.set_submodule(name, made(layer))
+
+
+def _frozen(values: Tensor) -> nn.Parameter:
+    return nn.Parameter(values.contiguous(), requires_grad=False)

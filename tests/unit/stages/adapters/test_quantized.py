@@ -1,0 +1,96 @@
+"""A base in 4 and 8 bits is the base within the rounding, forward and backward, and is held in as many bytes."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
+
+from stages.adapters.config import AdapterConfig
+from stages.adapters.lora import add_adapter, store_base
+from stages.adapters.quantized import Int8Linear, Nf4Linear, quantize_base
+from stages.core.errors import ModelError
+from tests.unit.stages.adapters.test_lora import SIZES, make_model
+
+ERRORS = {Int8Linear: 0.008, Nf4Linear: 0.1}
+"""Of normally distributed weights, relative; NF4's own is 0.09 at blocks of 64."""
+
+
+def make_layer(outlier=False):
+    torch.manual_seed(0)
+    layer = nn.Linear(256, 48).requires_grad_(False)
+    nn.init.normal_(layer.weight)
+    if outlier:
+        layer.weight.data[:, 3] *= 50
+    return layer
+
+
+@pytest.mark.parametrize("made", ERRORS)
+def test_weights_are_what_they_were_within_the_rounding(made):
+    layer = make_layer()
+    error = (made(layer).weight - layer.weight).norm() / layer.weight.norm()
+    assert 1e-3 < error < ERRORS[made]
+
+
+def test_an_outlier_harms_the_64_weights_beside_it_alone():
+    layer = make_layer(outlier=True)
+    elsewhere = (Nf4Linear(layer).weight - layer.weight)[:, 64:]
+    assert elsewhere.norm() / layer.weight[:, 64:].norm() < 0.11
+
+
+@pytest.mark.parametrize("made", ERRORS)
+def test_products_and_gradients_are_those_of_the_rounded_weight(made):
+    layer = make_layer()
+    quantized = made(layer)
+    states = torch.randn(5, 256, requires_grad=True)
+    quantized(states).square().sum().backward()
+    found, states.grad = states.grad, None
+    expected = nn.functional.linear(states, quantized.weight, layer.bias)
+    assert torch.allclose(quantized(states), expected, rtol=1e-5, atol=1e-5)
+    expected.square().sum().backward()
+    assert torch.allclose(found, states.grad, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(("made", "bits"), [(Int8Linear, 8.2), (Nf4Linear, 4.3)])
+def test_it_takes_as_many_bytes(made, bits):
+    quantized = made(make_layer())
+    held = sum(one.nbytes for name, one in quantized.named_parameters() if name != "bias")
+    assert 8 * held / (256 * 48) < bits
+
+
+@pytest.mark.parametrize("fields", [{}, {"use_dora": True}, {"init": "pissa"}])
+def test_all_but_embedding_head_and_norms_is_quantized_and_the_adapter_learns(fields):
+    model = make_model(hidden_size=64, head_dim=32, intermediate_size=128, tie_word_embeddings=False)
+    exact = model(torch.arange(8)[None]).logits.detach()
+    add_adapter(model, AdapterConfig(rank=4, **fields), seed=0)
+    store_base(model, "nf4", torch.float32)
+    assert sum(isinstance(one, Nf4Linear) for one in model.modules()) == 2 * 7
+    logits = model(torch.arange(8)[None]).logits
+    logits.square().mean().backward()
+    assert (logits - exact).norm() / exact.norm() < 0.5
+    assert all(one.grad is not None for one in model.parameters() if one.requires_grad)
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "message"),
+    [
+        (
+            lambda: make_model(hidden_size=48),
+            "nf4",
+            r"nf4, but model\.layers\.0\.self_attn\.q_proj, .*cannot be kept so",
+        ),
+        (
+            lambda: AutoModelForCausalLM.from_config(GPT2Config(**{"n_embd": 64, "n_layer": 1, "n_head": 2})),
+            "int8",
+            "GPT2LMHeadModel cannot",
+        ),
+        (
+            lambda: AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SIZES, num_experts=2)),
+            "int8",
+            "experts.gate_up_proj",
+        ),
+    ],
+)
+def test_what_cannot_be_quantized_is_refused_by_name(model, precision, message):
+    causal_lm = model().requires_grad_(False)
+    with pytest.raises(ModelError, match=message):
+        quantize_base(causal_lm, precision)
