@@ -52,6 +52,7 @@ def test_it_stands_on_the_base_of_the_adapter_as_well(tmp_path, first, second):
         ({**ADAPTER, "init": "pissa"}, ADAPTER, {}, "adapter.rank: is 8, but first writes an adapter with 16"),
         (ADAPTER, {**ADAPTER, "init": "pissa"}, {}, "adapter.init: is pissa, but training goes on"),
         (ADAPTER, None, {}, "adapter: missing, and first makes an adapter"),
+        (ADAPTER, ADAPTER, {"engine": "megatron"}, "model: first makes an adapter, which `engine: megatron` cannot"),
         (ADAPTER, ADAPTER, {"base": "full"}, "base: is full, but that of first is base"),
         (ADAPTER, ADAPTER, {"model": "full", "base": "base"}, "base: is base, but full is no adapter"),
         (ADAPTER, {**ADAPTER, "stack": "merge"}, {"model": "full"}, "adapter.stack: full is no adapter"),
