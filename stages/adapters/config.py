@@ -103,4 +103,9 @@ class AdapterConfig(StrictModel):
                 f"`use_dora` does not go with `init: {self.init}`: no plain adapter of the unchanged base would give "
                 "the same; remove one"
             )
+        if self.use_dora and self.base_precision in ("nf4", "int8"):
+            raise ValueError(
+                f"`use_dora` does not go with `base_precision: {self.base_precision}`: lengths of rows would be "
+                "those of other weights; say bf16, or remove one"
+            )
         return self

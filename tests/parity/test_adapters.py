@@ -44,7 +44,6 @@ OF_OTHERS = {
     ("gpt2", "gpt2-dora"): {"rank": 4, "alpha": 8, "use_dora": True},
     ("gpt2", "gpt2-pissa"): {"rank": 4, "alpha": 8, "init": "pissa"},
     ("wide", "nf4"): {"rank": 4, "alpha": 8, "base_precision": "nf4"},
-    ("wide", "nf4-dora"): {"rank": 4, "alpha": 8, "base_precision": "nf4", "use_dora": True},
     ("qwen3", "int8"): {"rank": 4, "alpha": 8, "base_precision": "int8"},
     ("qwen3", "bf16"): {"rank": 4, "alpha": 8, "base_precision": "bf16"},
 }

@@ -183,6 +183,8 @@ def test_little_that_was_learned_from_large_factors_survives_rounding(tmp_path):
         ({"init": "eva"}, "found eva, which needs the training rows' activations"),
         ({"init": "gaussian"}, "Input should be 'default', 'pissa'"),
         ({"init": "pissa", "use_dora": True}, "`use_dora` does not go with `init: pissa`"),
+        ({"base_precision": "nf4", "use_dora": True}, "`use_dora` does not go with `base_precision: nf4`"),
+        ({"base_precision": "fp8"}, "'bf16', 'fp32', 'nf4' or 'int8'"),
         ({"loraplus_lr_ratio": 0}, "greater than 0"),
         ({"bias": "all"}, "Extra inputs"),
     ],

@@ -57,7 +57,7 @@ def test_it_takes_as_many_bytes(made, bits):
     assert 8 * held / (256 * 48) < bits
 
 
-@pytest.mark.parametrize("fields", [{}, {"use_dora": True}, {"init": "pissa"}])
+@pytest.mark.parametrize("fields", [{}, {"init": "pissa"}])
 def test_all_but_embedding_head_and_norms_is_quantized_and_the_adapter_learns(fields):
     model = make_model(hidden_size=64, head_dim=32, intermediate_size=128, tie_word_embeddings=False)
     exact = model(torch.arange(8)[None]).logits.detach()
