@@ -29,15 +29,6 @@ BasePrecision = Literal["bf16", "fp32", "nf4", "int8"]
 Initialization = Literal["default", "pissa", "pissa_niter_4", "pissa_niter_16", "olora"]
 
 
-def _as_tuple(value: Any) -> Any:
-    """Beside a validator that comes before, as a train stage has one, pydantic's strict mode takes a list for none."""
-    return tuple(value) if isinstance(value, list) else value
-
-
-Names = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
-Numbers = Annotated[tuple[NonNegativeInt, ...], BeforeValidator(_as_tuple)]
-
-
 class AdapterConfig(StrictModel):
     """Fields are named and meant as PEFT means them: a layer W x becomes W x + (alpha / rank) B A dropout(x)."""
 

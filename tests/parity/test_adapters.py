@@ -35,7 +35,7 @@ ADAPTERS = {
     "dora": {"rank": 4, "alpha": 8, "use_dora": True},
     "pissa": {"rank": 3, "alpha": 4, "init": "pissa", "use_rslora": True},
     "olora": {"rank": 3, "alpha": 4, "init": "olora"},
-    "loraplus": {"rank": 4, "alpha": 8, "loraplus_lr_ratio": 2.0},
+    "loraplus": {"rank": 4, "alpha": 8, "loraplus_lr_ratio": 1.5},
     "saved": {"rank": 4, "alpha": 8, "modules_to_save": ["norm"]},
 }
 OF_OTHERS = {

@@ -119,7 +119,8 @@ def learn_plainly(model, parameter_groups, data):
     for rows in data:
         documents = [torch.tensor([document]) for row in rows for document in row]
         count = sum(document.shape[1] - 1 for document in documents)
-        loss = sum(negative_log_likelihood(model, document) for document in documents) / count
+        # Added up in fp64: the sum of the documents would round more than what it is compared with.
+        loss = sum(negative_log_likelihood(model, document).double() for document in documents) / count
         loss.backward()
         losses.append(loss.item())
         grad_norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM).item())
