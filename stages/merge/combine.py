@@ -10,7 +10,7 @@ import torch
 from peft.utils import merge_utils
 from torch import Tensor
 
-from stages.adapters.files import Adapter
+from stages.adapters.adapter import Adapter
 from stages.core.errors import ModelError
 from stages.merge.config import MergeConfig
 

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from stages.adapters.files import Adapter
+from stages.adapters.adapter import Adapter
 from stages.core.errors import ModelError
 from stages.engines.fsdp.model import decoder_of
 from stages.engines.log_probabilities import LogitsTransform, logits_transform
