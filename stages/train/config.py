@@ -221,7 +221,7 @@ class TrainConfig(MethodOptions):
                     f"{field}: {name} is quantized, and quantized weights cannot be trained; expected the model that "
                     f"it is made from, {stages[name].references()['model']}"
                 )
-        yield from start_problems(self.model, self.base, self.adapter, self.engine, stages)
+        yield from start_problems(self.model, self.base, self.adapter, stages)
 
     def resume_identity(self) -> dict[str, JsonValue]:
         """Without engine and layout: a checkpoint of either engine can be loaded by both, under any layout."""

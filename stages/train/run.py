@@ -109,10 +109,10 @@ def _build_engine(
     config: TrainConfig, context: StageContext, model_folder: Path, shape: ModelShape | None, device: torch.device
 ) -> Engine:
     """An engine's imports are heavy: only those of the one that is used."""
+    start = context.inputs[config.model] / "adapter" if config.base else None
     if config.engine == "fsdp":
         from stages.engines.fsdp.engine import FsdpEngine
 
-        start = context.inputs[config.model] / "adapter" if config.base else None
         return FsdpEngine(model_folder, config.engine_settings, device, start)
     from stages.engines.megatron.compat import prepare_megatron
 
@@ -120,7 +120,7 @@ def _build_engine(
     from stages.engines.megatron.engine import MegatronEngine
 
     assert shape is not None, "check_model refuses a model whose sizes are not known"
-    return MegatronEngine(model_folder, config.engine_settings, device, shape)
+    return MegatronEngine(model_folder, config.engine_settings, device, shape, start)
 
 
 def _assemble(

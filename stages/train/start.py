@@ -14,14 +14,13 @@ from typing import Any
 from stages.adapters.config import AdapterConfig
 from stages.core.contract import StageConfig, base_of
 from stages.data.config import DataConfig
-from stages.parallel.layout import EngineName
 
 SAME = ("rank", "alpha", "use_rslora", "use_dora", "modules_to_save")
 SAME_LAYERS = ("target_modules", "exclude_modules", "layers_to_transform")
 
 
 def start_problems(
-    model: str, base: str | None, adapter: AdapterConfig | None, engine: EngineName, stages: Mapping[str, StageConfig]
+    model: str, base: str | None, adapter: AdapterConfig | None, stages: Mapping[str, StageConfig]
 ) -> Iterator[str]:
     """What is wrong between a train stage's fields and the adapter that it starts from, if it does; one a line."""
     if stages[model].product != "adapter":
@@ -36,8 +35,6 @@ def start_problems(
             f"adapter: missing, and {model} makes an adapter; say `adapter:` to go on with it, or train what a stage "
             "of `kind: merge` makes of it"
         )
-    elif engine != "fsdp":
-        yield f"model: {model} makes an adapter, which `engine: {engine}` cannot start from; say `engine: fsdp`"
     elif adapter.stack:
         if adapter.use_dora or written_adapter(model, stages).get("use_dora"):
             yield "adapter.stack: an adapter with `use_dora` adds to no other; merge by a stage of `kind: merge`"

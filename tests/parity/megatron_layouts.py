@@ -134,6 +134,7 @@ def differences(folder: Path, name: str, case: Case) -> dict[str, float]:
     losses = [
         *zip(result["losses"], expected.losses, strict=True),
         (result["evaluation_loss"], expected.evaluation_loss),
+        (result["continued_loss"], expected.evaluation_loss),
     ]
     norms = zip(result["grad_norms"], expected.grad_norms, strict=True)
     return {

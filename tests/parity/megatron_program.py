@@ -9,7 +9,7 @@ trained model in `FOLDER/exported/PROCESSES-INDEX`.
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,8 @@ class Result:
     grad_norms: list[float]
     evaluation_loss: float
     """Of the first global batch, after all steps"""
+    continued_loss: float
+    """The same, by an engine that starts from the adapter that was written, if SFT made one"""
     metrics: list[dict[str, float]]
 
 
@@ -64,6 +66,9 @@ def main() -> None:
             result = run(engine, config, case)
             engine.export(folder / "exported" / name, torch.float32)
             parallel_state.destroy_model_parallel()
+            if case.adapter and case.method == "sft":
+                found = continued_loss(model, config, case, device, folder / "exported" / name)
+                result = replace(result, continued_loss=found)
             if dist.get_rank() == 0:
                 torch.save(asdict(result), folder / "results" / f"{name}.pt")
 
@@ -84,8 +89,19 @@ def run(engine: Any, config: TrainConfig, case: Case) -> Result:
         [outcome.loss for outcome in outcomes],
         [outcome.grad_norm for outcome in outcomes],
         evaluation.loss,
+        evaluation.loss,
         [outcome.metrics for outcome in outcomes],
     )
+
+
+def continued_loss(model: Path, config: TrainConfig, case: Case, device: torch.device, start: Path) -> float:
+    dist.barrier()  # rank 0 has written it
+    engine = MegatronEngine(model, config.engine_settings, device, shape_of_config(read_config(model)), start)
+    batches = share(global_batches(case.data)[0], engine, config)
+    loss = config.learning.build_loss(config.method_options)
+    found = engine.evaluate(iter(batches), loss).loss
+    parallel_state.destroy_model_parallel()
+    return found
 
 
 def share(rows: list[Any], engine: Any, config: TrainConfig) -> list[Batch]:

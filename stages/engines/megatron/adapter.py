@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from stages.adapters.config import AdapterConfig
 from stages.adapters.files import check_mergeable
 from stages.adapters.lora import ADAPTER_NAME, adapted_layers, add_adapter, changed_weights
+from stages.adapters.start import go_on_with, read_start
 from stages.core.errors import ModelError
 from stages.engines.megatron.families import Cut, factor_name
 from stages.engines.megatron.low_rank import LowRankChange
@@ -61,10 +62,10 @@ class PeftAdapter:
         return replace(base, layer_parameters=parameters, frozen_layer_parameters=frozen, is_head_frozen=True)
 
 
-def peft_adapter(folder: Path, config: AdapterConfig, seed: int) -> PeftAdapter:
+def peft_adapter(folder: Path, config: AdapterConfig, seed: int, start: Path | None = None) -> PeftAdapter:
     """Let PEFT adapt a model like that in `folder`, whose own memory is never touched.
 
-    Raises ModelError as `add_adapter` does.
+    start: folder of an adapter of it, whose numbers it is given. Raises ModelError as `add_adapter` and `start` do.
     """
     with torch.device("meta"):
         model_config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -73,6 +74,8 @@ def peft_adapter(folder: Path, config: AdapterConfig, seed: int) -> PeftAdapter:
     causal_lm.tie_weights()
     lora = add_adapter(causal_lm, config, seed)
     check_mergeable(changed_weights(causal_lm), folder)
+    if start:
+        go_on_with(causal_lm, read_start(start, folder))
     layers = adapted_layers(causal_lm)
     return PeftAdapter(
         config=lora.to_dict(),

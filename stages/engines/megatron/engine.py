@@ -41,10 +41,17 @@ from stages.parallel.processes import collective_timeout
 class MegatronEngine:
     """See `stages.engines.engine.Engine`."""
 
-    def __init__(self, folder: Path, settings: EngineSettings, device: torch.device, shape: ModelShape) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: EngineSettings,
+        device: torch.device,
+        shape: ModelShape,
+        start: Path | None = None,
+    ) -> None:
         """Load the Hugging Face `folder`, of a model of this shape, under `settings.layout`.
 
-        The process group must exist, Megatron's groups not.
+        The process group must exist, Megatron's groups not. start: folder of an adapter that training goes on with.
         """
         check_precision(settings.precision)
         layout = settings.layout
@@ -57,7 +64,7 @@ class MegatronEngine:
         self.data_parallel_size = parallel_state.get_data_parallel_world_size()
         self.num_devices = dist.get_world_size()
         self.compute_dtype = compute_dtype(settings.precision)
-        self._adapter = peft_adapter(folder, settings.adapter, settings.seed) if settings.adapter else None
+        self._adapter = peft_adapter(folder, settings.adapter, settings.seed, start) if settings.adapter else None
         self.flops = self._adapter.flops(shape.flops()) if self._adapter else shape.flops()
         has_adapter = self._adapter is not None
         self._chunks = build_model_chunks(shape, layout, settings.precision, device, has_adapter=has_adapter)

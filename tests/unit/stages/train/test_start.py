@@ -52,7 +52,12 @@ def test_it_stands_on_the_base_of_the_adapter_as_well(tmp_path, first, second):
         ({**ADAPTER, "init": "pissa"}, ADAPTER, {}, "adapter.rank: is 8, but first writes an adapter with 16"),
         (ADAPTER, {**ADAPTER, "init": "pissa"}, {}, "adapter.init: is pissa, but training goes on"),
         (ADAPTER, None, {}, "adapter: missing, and first makes an adapter"),
-        (ADAPTER, ADAPTER, {"engine": "megatron"}, "model: first makes an adapter, which `engine: megatron` cannot"),
+        (
+            ADAPTER,
+            {**ADAPTER, "stack": "merge"},
+            {"engine": "megatron"},
+            '`adapter.stack: "merge"` needs `engine: fsdp`',
+        ),
         (ADAPTER, ADAPTER, {"base": "full"}, "base: is full, but that of first is base"),
         (ADAPTER, ADAPTER, {"model": "full", "base": "base"}, "base: is base, but full is no adapter"),
         (ADAPTER, {**ADAPTER, "stack": "merge"}, {"model": "full"}, "adapter.stack: full is no adapter"),
@@ -62,6 +67,10 @@ def test_it_stands_on_the_base_of_the_adapter_as_well(tmp_path, first, second):
 def test_what_does_not_go_together_is_a_problem_of_the_recipe(tmp_path, first, second, fields, message):
     with pytest.raises(RecipeError, match=message):
         load(tmp_path, first, second, **fields)
+
+
+def test_either_engine_goes_on_with_it(tmp_path):
+    assert load(tmp_path, ADAPTER, ADAPTER, engine="megatron").base == "base"
 
 
 def test_its_chat_template_is_gone_on_with_unless_the_recipe_names_one(tmp_path):
