@@ -291,6 +291,8 @@ def test_servers_that_run_without_a_key_are_started_again_with_one(second_home):
 
 def test_a_person_who_is_logged_in_sees_the_list_of_runs(second_home):
     """After a refresh; before the first one there is no list."""
+    assert second_home.run(second_home.recipe("listed", rows=stage("ok", "listed")))[0] == 0
+    assert second_home.attempts("rows")
     environment = {**second_home.environment, "BROWSER": "true %s"}
     assert subprocess.run([LIFECYCLE, "status", "--open"], env=environment, capture_output=True).returncode == 0
     page = (second_home.folder / "mlflow" / "login.html").read_text().split('"')[-2]
