@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    BeforeValidator,
     Field,
     NonNegativeInt,
     PositiveFloat,
@@ -17,14 +16,6 @@ from pydantic import (
 from stages.core.fields import AddedLater
 from stages.core.strict import StrictModel
 
-
-def _as_tuple(value: Any) -> Any:
-    """Beside a validator that comes before, as a train stage has one, pydantic's strict mode takes a list for none."""
-    return tuple(value) if isinstance(value, list) else value
-
-
-Names = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
-Numbers = Annotated[tuple[NonNegativeInt, ...], BeforeValidator(_as_tuple)]
 BasePrecision = Literal["bf16", "fp32", "nf4", "int8"]
 Initialization = Literal["default", "pissa", "pissa_niter_4", "pissa_niter_16", "olora"]
 
@@ -36,13 +27,13 @@ class AdapterConfig(StrictModel):
     rank: PositiveInt = Field(16, description="Rows of A and columns of B.")
     alpha: PositiveFloat = Field(32, description="B A x counts alpha / rank times.")
     dropout: float = Field(0.0, ge=0, lt=1, description="Of what enters A; each process draws its own.")
-    target_modules: Literal["all-linear"] | Names | str = Field(
+    target_modules: Literal["all-linear"] | tuple[str, ...] | str = Field(
         "all-linear",
         description="Layers that learn. all-linear: all but the head; else ends of names (q_proj), or one regular "
         "expression over whole names.",
     )
-    exclude_modules: Names = Field((), description="Ends of names of layers that do not learn.")
-    layers_to_transform: Numbers | None = Field(
+    exclude_modules: tuple[str, ...] = Field((), description="Ends of names of layers that do not learn.")
+    layers_to_transform: tuple[NonNegativeInt, ...] | None = Field(
         None, description="Numbers of the transformer layers that learn; default: all."
     )
     use_rslora: bool = Field(False, description="B A x counts alpha / √rank times (Kalajdzievski 2023).")
@@ -55,7 +46,7 @@ class AdapterConfig(StrictModel):
         "are taken out of it (Meng et al. 2024); pissa_niter_16: found in 16 quick rounds. olora: its QR "
         "decomposition. What is written is a plain LoRA of the unchanged base.",
     )
-    modules_to_save: Annotated[Names, AddedLater()] = Field(
+    modules_to_save: Annotated[tuple[str, ...], AddedLater()] = Field(
         (), description="Ends of names of modules that learn as a whole and are written with the adapter."
     )
     loraplus_lr_ratio: Annotated[PositiveFloat | None, AddedLater()] = Field(

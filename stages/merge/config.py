@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
 
-from stages.core.contract import AdapterReference, ModelReference, StageConfig
+from stages.core.contract import AdapterReference, ModelReference, StageConfig, base_of
 from stages.core.fields import AddedLater, Product
 
 Combination = Literal["linear", "ties", "dare_linear", "dare_ties"]
@@ -97,17 +97,10 @@ class MergeConfig(StageConfig):
         field = "adapter" if self.adapter else "adapters"
         ranks: dict[str, object] = {}
         for name in self.weighted:
-            trained_on = _base_of(name, stages)
+            trained_on = base_of(name, stages)
             if trained_on != self.model:
                 yield f"{field}: {name} was trained on {trained_on}, not on {self.model}; merge it into {trained_on}"
             ranks[name] = getattr(getattr(stages[name], "adapter", None), "rank", None)
         if len(set(ranks.values())) > 1:
             found = ", ".join(f"{name} has {rank}" for name, rank in ranks.items())
             yield f"adapters: expected the same rank, but {found}; train them with one rank"
-
-
-def _base_of(name: str, stages: Mapping[str, StageConfig]) -> str:
-    """The stage whose model an adapter was trained on, perhaps by way of other adapters."""
-    while stages[name].product == "adapter":
-        name = stages[name].references()["model"]
-    return name

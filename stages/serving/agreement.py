@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stages.core.errors import ServerError
-from stages.models.recorded import RECORD, RecordedDocument, read_record
+from stages.models.recorded import RECORD, RecordedDocument, differences, read_record
 from stages.serving.client import Client
 from stages.serving.launch import LaunchSpec
 
@@ -64,18 +64,20 @@ def _compare(
     client: Client, spec: LaunchSpec, name: str, documents: Sequence[RecordedDocument], base_name: str
 ) -> Agreement:
     served = _sums(replace(client, model=name), documents)
-    most, mean = _distance(served, [one.log_probability for one in documents], documents)
+    found = differences(served, documents)
     if name not in spec.adapters:
-        return Agreement(len(documents), most, mean)
-    _, from_base = _distance(served, _sums(replace(client, model=base_name), documents), documents)
-    if from_base <= mean:
+        return Agreement(len(documents), found.most, found.mean)
+    base = _sums(replace(client, model=base_name), documents)
+    num_targets = sum(one.num_targets for one in documents)
+    from_base = sum(abs(one - other) for one, other in zip(served, base, strict=True)) / num_targets
+    if from_base <= found.mean:
         raise ServerError(
             f"the adapter {name} does nothing where it is served: over {len(documents)} recorded documents its "
             f"log-probabilities are {from_base:.3g} nats per token from those of its base {spec.own_name}, and "
-            f"{mean:.3g} from those that training recorded; see the server's log for layers that it left out, or serve "
-            "what a stage of `kind: merge` makes of it"
+            f"{found.mean:.3g} from those that training recorded; see the server's log for layers that it left out, or "
+            "serve what a stage of `kind: merge` makes of it"
         )
-    return Agreement(len(documents), most, mean, from_base)
+    return Agreement(len(documents), found.most, found.mean, from_base)
 
 
 def _sums(client: Client, documents: Sequence[RecordedDocument]) -> list[float]:
@@ -85,11 +87,3 @@ def _sums(client: Client, documents: Sequence[RecordedDocument]) -> list[float]:
         sum(value for value, target in zip(row, one.targets, strict=False) if target >= 0)
         for row, one in zip(rows, documents, strict=True)
     ]
-
-
-def _distance(
-    one: Sequence[float], other: Sequence[float], documents: Sequence[RecordedDocument]
-) -> tuple[float, float]:
-    differences = [abs(a - b) for a, b in zip(one, other, strict=True)]
-    counts = [document.num_targets for document in documents]
-    return max(a / count for a, count in zip(differences, counts, strict=True)), sum(differences) / sum(counts)

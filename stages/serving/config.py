@@ -12,7 +12,9 @@ from stages.core.contract import Execution, StrictModel
 class ServingConfig(StrictModel):
     """How an engine holds a model: everything that may change what it answers, or how fast."""
 
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: that of the weights.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="auto: that of the weights, but bf16 for those in fp32."
+    )
     max_model_len: PositiveInt | None = Field(None, description="Tokens of prompt and answer; default: the model's.")
     max_num_seqs: PositiveInt | None = Field(None, description="Requests in one batch; default: the engine's.")
     tensor_parallel_size: PositiveInt = Field(1, description="GPUs that share each layer.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import (
     Field,
@@ -227,13 +227,12 @@ class TrainConfig(MethodOptions):
         """Without engine and layout: a checkpoint of either engine can be loaded by both, under any layout."""
         return {key: value for key, value in self.identity().items() if key not in ("engine", "layout")}
 
-    @model_validator(mode="before")
-    @classmethod
-    def _default_options(cls, fields: Any) -> Any:
-        method = METHODS.get(str(fields.get("method"))) if isinstance(fields, dict) else None
-        if method and method.options and fields.get(method.name) is None:
-            return {**fields, method.name: {}}
-        return fields
+    @model_validator(mode="after")
+    def _default_options(self) -> Self:
+        """Not before the fields are read: beside such a validator, pydantic takes no list of JSON for a tuple."""
+        if self.learning.options and self.method_options is None:
+            object.__setattr__(self, self.method, self.learning.options())
+        return self
 
     @model_validator(mode="after")
     def _options_of_the_method_only(self) -> Self:

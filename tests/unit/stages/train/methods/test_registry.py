@@ -103,3 +103,8 @@ def test_every_metric_of_a_loss_has_a_meaning(method):
     loss = method.build_loss(method.options() if method.options else None)
     assert loss.metric_names == tuple(method.metrics)
     assert set(method.headline) <= set(method.metrics)
+
+
+def test_a_recipe_may_list_losses():
+    recipe = json.dumps({**TRAINING, "method": "dpo", "dpo": {"loss_type": ["sigmoid", "ipo"], "loss_weights": [1, 2]}})
+    assert TrainConfig.model_validate_json(recipe, strict=True).dpo.weights == {"sigmoid": 1.0, "ipo": 2.0}
