@@ -86,7 +86,7 @@ def is_loopback(address: str) -> bool:
 
 
 def _address_of_own_name(node: str) -> str:
-    """What gloo takes for the address of a machine where it is told no interface: without any, the loopback's."""
+    """What gloo takes for the address of a machine where no interface is named: without any, the loopback's."""
     try:
         return str(socket.getaddrinfo(node, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:

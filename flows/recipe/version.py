@@ -62,7 +62,7 @@ def canonical_json(value: JsonValue) -> str:
 def differences(old: Identity, new: Identity) -> list[Difference]:
     """Field by field, sorted by field. Fields of the config bear their recipe path, others say what they are.
 
-    A field that one side leaves out and the other has unset or empty is told as neither, and of a mapping that is empty
+    A field that one side leaves out and the other has unset or empty is no difference, and of a mapping that is empty
     on one side, the entries of the other.
     """
     before, after = dict(_flatten(old)), dict(_flatten(new))

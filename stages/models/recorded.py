@@ -63,7 +63,7 @@ class Differences:
 
 
 def differences(given: Sequence[float], documents: Sequence[RecordedDocument]) -> Differences:
-    """given: of each document, the sum of its targets' log-probabilities now, whoever computed it."""
+    """given: of each document, the sum of its targets' log-probabilities now, by any engine."""
     found = [abs(now - one.log_probability) for now, one in zip(given, documents, strict=True)]
     counts = [one.num_targets for one in documents]
     per_token = [value / max(1, count) for value, count in zip(found, counts, strict=True)]
