@@ -170,18 +170,27 @@ def test_a_second_recipe_of_the_same_name_is_refused(worker_home, nightly, tmp_p
     assert "has the same name, nightly, and is scheduled" in refused.stderr
 
 
-def test_what_prefect_itself_deploys_is_a_schedule_like_ours(worker_home):
-    url = f"{worker_home.address('prefect')}/api"
-    command = ["-m", "prefect", "deploy", "--prefect-file", "deploy/prefect.yaml", "--all", "--no-prompt"]
-    environment = {**worker_home.environment, "PREFECT_API_URL": url, "PWD": str(ROOT)}
-    environment["PREFECT_API_AUTH_STRING"] = worker_home.key()
-    done = subprocess.run([sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True)
+def deploy_with_prefect(home, file):
+    environment = {**home.environment, "PREFECT_API_URL": f"{home.address('prefect')}/api", "PWD": str(ROOT)}
+    environment["PREFECT_API_AUTH_STRING"] = home.key()
+    command = [sys.executable, "-m", "prefect", "deploy", "--prefect-file", str(file), "--all", "--no-prompt"]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_prefect_itself_deploys_is_a_schedule_like_ours(worker_home, tmp_path):
+    shipped = ROOT / "deploy" / "prefect.yaml"
+    deploy_with_prefect(worker_home, shipped)
     listed = json.loads(worker_home.lifecycle("schedules", "--json").stdout)["schedules"]
     (found,) = [schedule for schedule in listed if schedule["name"] == "quickstart"]
     assert (found["cron"], found["recipe"]) == ("0 3 * * *", str(ROOT / "configs" / "quickstart.yaml"))
     other = worker_home.write("deployed", {"rows": stage("ok", "deployed")})
-    assert worker_home.run_now("quickstart", recipe=str(other))["state"]["type"] == "COMPLETED"
+    refused = worker_home.run_now("quickstart", recipe=str(other))["state"]
+    assert refused["type"] == "FAILED" and "the deployment `quickstart` runs" in refused["message"]
+    text = shipped.read_text().replace("{{ $PWD }}/configs/quickstart.yaml", str(other))
+    (tmp_path / "prefect.yaml").write_text(text.replace("name: quickstart", "name: deployed"))
+    deploy_with_prefect(worker_home, tmp_path / "prefect.yaml")
+    assert worker_home.run_now("deployed")["state"]["type"] == "COMPLETED"
 
 
 def test_named_states_are_ends_to_the_automation_against_zombies(worker_home, nightly):
