@@ -144,9 +144,10 @@ def _address(channel: Channel, variable: str) -> str:
 
 def _is_url(address: str) -> bool:
     try:
-        return bool(httpx.URL(address).host)
+        url = httpx.URL(address)
     except httpx.InvalidURL:
         return False
+    return bool(url.host) and (url.port is None or 0 < url.port < 2**16)
 
 
 def _is_read_by_apprise(address: str) -> bool:
