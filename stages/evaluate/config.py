@@ -2,43 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, JsonValue, PositiveInt
 
-from stages.core.contract import AdapterReference, ModelReference, OutsidePath, ServableReference, StageConfig
+from stages.core.contract import OutsidePath
 from stages.core.fields import AddedLater, Product
 from stages.evaluate.harnesses.harness import Evaluation
 from stages.evaluate.harnesses.registry import default_harness
-from stages.serving.adapters import adapters_base, base_problems
-from stages.serving.config import ServeExecution, ServingConfig
-from stages.serving.registry import installed_version
+from stages.serving.asked import AskedModelConfig
 
 
-class EvaluateExecution(ServeExecution):
-    """How the benchmark is run, and where its server listens when it starts one."""
-
-    concurrent_requests: PositiveInt = Field(16, description="Requests to the server at a time.")
-
-
-class EvaluateConfig(StageConfig):
+class EvaluateConfig(AskedModelConfig):
     """Run benchmark tasks against a server: that of a serve stage, or its own for a model or an adapter."""
 
     STAGE_VERSION: ClassVar[int] = 2  # the harness's own seeds: other few-shot examples than before
     HAS_CHECK: ClassVar[bool] = True
 
     kind: Literal["evaluate"]
-    model: ServableReference
-    adapter: Annotated[AdapterReference | None, AddedLater()] = Field(
-        None, description="Of a server with several: which is asked; default: the server's `model`."
-    )
-    base: Annotated[ModelReference | None, AddedLater()] = Field(
-        None, description="Of an adapter: the model that it was trained on; found by itself."
-    )
-    serving: ServingConfig | None = Field(
-        None, description="Only for a model or an adapter; a serve stage brings its own."
-    )
     tasks: tuple[Annotated[str, Field(max_length=256)], ...] = Field(
         min_length=1, description="Names of the harness's tasks, its own or of `task_folder`."
     )
@@ -56,37 +37,15 @@ class EvaluateConfig(StageConfig):
     trust_task_code: Annotated[bool, AddedLater()] = Field(
         False, description="Run the code of `task_folder`: `!function` tags, and Jinja outside a sandbox."
     )
-    execution: EvaluateExecution = EvaluateExecution()
-
-    def completed_among(self, stages: Mapping[str, StageConfig]) -> Self:
-        return self.model_copy(update={"base": self.base or adapters_base(self.model, stages)})
-
-    def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
-        server = stages[self.model]
-        if server.product != "server":
-            yield from base_problems(self.model, self.base, (), stages)
-            if self.adapter:
-                yield f"adapter: is {self.adapter}, but {self.model} is no server; say `model: {self.adapter}`"
-            return
-        if self.base:
-            yield f"base: is {self.base}, but {self.model} is a server and has its own; remove it"
-        references = server.references()
-        served = {name for field, name in references.items() if field == "model" or field.startswith("adapters.")}
-        if self.adapter and self.adapter not in served:
-            yield f"adapter: is {self.adapter}, but {self.model} serves {', '.join(sorted(served))}"
 
     @property
     def product(self) -> Product:
         return "scores"
 
-    @property
-    def devices(self) -> int:
-        return self.serving.tensor_parallel_size if self.serving else 1
-
     def resolve_outside(self) -> dict[str, JsonValue]:
         harness = default_harness()
-        programs = {f"{harness.name}_version": harness.version(), **installed_version()}
-        return {**programs, **harness.resolve_outside(self.evaluation)}
+        own = {f"{harness.name}_version": harness.version(), **harness.resolve_outside(self.evaluation)}
+        return {**super().resolve_outside(), **own}
 
     def custom_code(self) -> tuple[str, ...]:
         """Also that of the recipe's own tasks, such as `sums.yaml: !function utils.score`.

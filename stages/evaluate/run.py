@@ -19,11 +19,11 @@ from stages.core.contract import StageContext, StageResult
 from stages.core.errors import EvaluationError, LifecycleError, TransientError
 from stages.evaluate.check import check_chat_template
 from stages.evaluate.config import EvaluateConfig
-from stages.evaluate.endpoint import Endpoint, endpoint_for
 from stages.evaluate.harnesses.harness import Harness, Results
 from stages.evaluate.harnesses.registry import default_harness
 from stages.evaluate.scores import score_metrics, zero_scores
 from stages.models.trained_on import has_chat_template, trained_on_conversations
+from stages.serving.endpoint import Endpoint, endpoint_for
 
 
 def run(config: EvaluateConfig, context: StageContext) -> StageResult:

@@ -14,14 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from pydantic import JsonValue
 
 from stages.core.contract import StageContext
-
-if TYPE_CHECKING:
-    from stages.serving.client import Client
+from stages.serving.asked import ServedModel
 
 
 @dataclass(frozen=True)
@@ -39,16 +37,6 @@ class Evaluation:
     seed: int | None
     trust_task_code: bool
     concurrent_requests: int
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """A server that is ready. folder: the model's, for its tokenizer. context_tokens: for prompt and answer."""
-
-    client: Client
-    folder: Path
-    context_tokens: int
-    trust_remote_code: bool
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from stages.core.contract import StageContext
-from stages.evaluate.harnesses.harness import Evaluation, Results, ServedModel
+from stages.evaluate.harnesses.harness import Evaluation, Results
 from stages.evaluate.harnesses.lm_eval.revisions import check_loaded, resolve_hub_datasets
 from stages.evaluate.harnesses.lm_eval.score_names import may_give
 from stages.evaluate.harnesses.lm_eval.tasks import TaskSelection, check_trusted, select_tasks
+from stages.serving.asked import ServedModel
 
 PROGRESS_EVERY = 10
 KEPT_RESULTS = ("results", "groups", "group_subtasks", "configs", "versions", "n-shot", "higher_is_better", "n-samples")

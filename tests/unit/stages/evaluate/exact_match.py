@@ -9,7 +9,8 @@ from pydantic import JsonValue
 
 from stages.core.contract import StageContext
 from stages.core.errors import EvaluationError
-from stages.evaluate.harnesses.harness import Evaluation, Results, ServedModel
+from stages.evaluate.harnesses.harness import Evaluation, Results
+from stages.serving.asked import ServedModel
 
 METRIC = "exact_match"
 

@@ -1,4 +1,4 @@
-"""Where an evaluation's model is served: by the serve stage that it names, or by a server of its own."""
+"""Where a model that a stage asks is served: by the serve stage that it names, or by a server of its own."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from pathlib import Path
 
 from stages.core.contract import StageContext
 from stages.core.errors import LifecycleError, RecipeError, TransientError
-from stages.evaluate.config import EvaluateConfig
-from stages.evaluate.harnesses.harness import ServedModel
 from stages.serving.adapters import adapter_folders
 from stages.serving.agreement import agreement_metrics, compare_with_records
+from stages.serving.asked import AskedModelConfig, ServedModel
 from stages.serving.client import Client, check_server
 from stages.serving.config import ServingConfig
 from stages.serving.launch import LAUNCH_FILE, LaunchSpec
@@ -56,12 +55,12 @@ class Endpoint:
         if self.client.is_healthy():
             return
         if self.server:
-            raise TransientError(str(self.server.failure("went away during the evaluation")))
+            raise TransientError(str(self.server.failure("went away while it was asked")))
         raise TransientError(f"the server of {self.spec.served_name} at {self.client.url} does not answer any more")
 
 
 @contextlib.contextmanager
-def endpoint_for(config: EvaluateConfig, context: StageContext) -> Iterator[Endpoint]:
+def endpoint_for(config: AskedModelConfig, context: StageContext) -> Iterator[Endpoint]:
     """The leased server of a serve stage while it answers, else one that is started here and ended in the end.
 
     A server of our own may still be starting. Raises ModelError or ResourceError before anything slow.
@@ -76,7 +75,7 @@ def endpoint_for(config: EvaluateConfig, context: StageContext) -> Iterator[Endp
         yield Endpoint(server.client, spec, server, config.execution.ready_timeout_s, context)
 
 
-def _launch_spec(config: EvaluateConfig, context: StageContext) -> LaunchSpec:
+def _launch_spec(config: AskedModelConfig, context: StageContext) -> LaunchSpec:
     """What the serve stage left, or a new one for a model or an adapter."""
     artifact = context.inputs[config.model]
     if (artifact / LAUNCH_FILE).is_file():
@@ -94,7 +93,7 @@ def _launch_spec(config: EvaluateConfig, context: StageContext) -> LaunchSpec:
     )
 
 
-def _leased_client(config: EvaluateConfig, context: StageContext, spec: LaunchSpec) -> Client | None:
+def _leased_client(config: AskedModelConfig, context: StageContext, spec: LaunchSpec) -> Client | None:
     """The server that the refresh keeps up for us, if there is one and it does what it should."""
     lease = context.leases.get(config.model)
     if lease is None:

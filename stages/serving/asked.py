@@ -1,0 +1,77 @@
+"""A model that a stage asks: what a recipe may say of it, and what the stage gets. It is served by a serve stage, or by
+a server of the stage's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Self
+
+from pydantic import Field, JsonValue, PositiveInt
+
+from stages.core.contract import AdapterReference, ModelReference, ServableReference, StageConfig
+from stages.core.fields import AddedLater
+from stages.serving.adapters import adapters_base, base_problems
+from stages.serving.config import ServeExecution, ServingConfig
+from stages.serving.registry import installed_version
+
+if TYPE_CHECKING:
+    from stages.serving.client import Client
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A server that is ready. folder: the model's, for its tokenizer. context_tokens: for prompt and answer."""
+
+    client: Client
+    folder: Path
+    context_tokens: int
+    trust_remote_code: bool
+
+
+class AskExecution(ServeExecution):
+    """How a model is asked, and where its server listens when the stage starts one."""
+
+    concurrent_requests: PositiveInt = Field(16, description="Requests to the server at a time.")
+
+
+class AskedModelConfig(StageConfig):
+    """A stage that asks a served model: that of a serve stage, or a model or an adapter on a server of its own."""
+
+    model: ServableReference
+    adapter: Annotated[AdapterReference | None, AddedLater()] = Field(
+        None, description="Of a server with several: which is asked; default: the server's `model`."
+    )
+    base: Annotated[ModelReference | None, AddedLater()] = Field(
+        None, description="Of an adapter: the model that it was trained on; found by itself."
+    )
+    serving: ServingConfig | None = Field(
+        None, description="Only for a model or an adapter; a serve stage brings its own."
+    )
+    execution: AskExecution = AskExecution()
+
+    def completed_among(self, stages: Mapping[str, StageConfig]) -> Self:
+        return self.model_copy(update={"base": self.base or adapters_base(self.model, stages)})
+
+    def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
+        server = stages[self.model]
+        if server.product != "server":
+            yield from base_problems(self.model, self.base, (), stages)
+            if self.adapter:
+                yield f"adapter: is {self.adapter}, but {self.model} is no server; say `model: {self.adapter}`"
+            return
+        if self.base:
+            yield f"base: is {self.base}, but {self.model} is a server and has its own; remove it"
+        references = server.references()
+        served = {name for field, name in references.items() if field == "model" or field.startswith("adapters.")}
+        if self.adapter and self.adapter not in served:
+            yield f"adapter: is {self.adapter}, but {self.model} serves {', '.join(sorted(served))}"
+
+    @property
+    def devices(self) -> int:
+        return self.serving.tensor_parallel_size if self.serving else 1
+
+    def resolve_outside(self) -> dict[str, JsonValue]:
+        return {**installed_version()}
