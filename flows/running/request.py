@@ -10,6 +10,7 @@ from flows.ledger.record import RefreshRecord
 from flows.planning.changes import with_changes
 from flows.planning.devices import check_devices
 from flows.planning.gates import check_gates
+from flows.planning.idle import check_idle
 from flows.planning.layout_choice import choose_layouts
 from flows.planning.model_check import check_models
 from flows.planning.outside import resolve_outside
@@ -61,6 +62,7 @@ def make_plan(request: RefreshRequest, *, may_be_unreachable: bool = False) -> P
     store = Store(store_root())
     unreachable: dict[str, str] = {}
     chosen = chosen_stages(recipe, request.until)
+    idle = check_idle(recipe, chosen)
     index = store.index()
     recipe, notes = find_stored(recipe, chosen, index)
     outside = resolve_outside(recipe, chosen, unreachable if may_be_unreachable else None)
@@ -71,4 +73,4 @@ def make_plan(request: RefreshRequest, *, may_be_unreachable: bool = False) -> P
     planned = plan(recipe, outside, index, force=request.force, until=request.until, unreachable=unreachable)
     check_devices(planned)
     planned = with_changes(planned, index, store.cache_folder("contents"))
-    return PlannedRefresh(request, planned, store, (*notes, *map(str, choices), *unusual))
+    return PlannedRefresh(request, planned, store, (*notes, *idle, *map(str, choices), *unusual))

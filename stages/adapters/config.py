@@ -7,13 +7,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     Field,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     field_validator,
     model_validator,
 )
 
 from stages.core.fields import AddedLater
+from stages.core.numbers import NonNegativeFp32, PositiveFp32
 from stages.core.strict import StrictModel
 
 BasePrecision = Literal["bf16", "fp32", "nf4", "int8"]
@@ -25,8 +25,8 @@ class AdapterConfig(StrictModel):
 
     type: Literal["lora"] = "lora"
     rank: PositiveInt = Field(16, description="Rows of A and columns of B.")
-    alpha: PositiveFloat = Field(32, description="B A x counts alpha / rank times.")
-    dropout: float = Field(0.0, ge=0, lt=1, description="Of what enters A; each process draws its own.")
+    alpha: PositiveFp32 = Field(32, description="B A x counts alpha / rank times.")
+    dropout: NonNegativeFp32 = Field(0.0, lt=1, description="Of what enters A; each process draws its own.")
     target_modules: Literal["all-linear"] | tuple[str, ...] | str = Field(
         "all-linear",
         description="Layers that learn. all-linear: all but the head; else ends of names (q_proj), or one regular "
@@ -49,7 +49,7 @@ class AdapterConfig(StrictModel):
     modules_to_save: Annotated[tuple[str, ...], AddedLater()] = Field(
         (), description="Ends of names of modules that learn as a whole and are written with the adapter."
     )
-    loraplus_lr_ratio: Annotated[PositiveFloat | None, AddedLater()] = Field(
+    loraplus_lr_ratio: Annotated[PositiveFp32 | None, AddedLater()] = Field(
         None, description="B learns at so many times the learning rate (LoRA+, Hayou et al. 2024)."
     )
     base_precision: Annotated[BasePrecision | None, AddedLater()] = Field(

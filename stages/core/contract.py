@@ -144,6 +144,13 @@ class StageConfig(StrictModel, ABC):
         """What is wrong between this stage and the others of its recipe, beyond what `Reference` says; one a line."""
         return iter(())
 
+    def idle_fields(self) -> Iterator[tuple[str, str]]:
+        """Dotted path of each field that does nothing beside what the others say, set or not, and why it does not."""
+        if self.execution.launcher != "slurm":
+            yield "execution.slurm", f"the launcher is {self.execution.launcher}"
+        if self.execution.launcher != "kubernetes" and self.product != "server":  # `lifecycle render` is of servers
+            yield "execution.kubernetes", f"the launcher is {self.execution.launcher}"
+
     def custom_code(self) -> tuple[str, ...]:
         """Code from outside that the stage runs or keeps since the recipe says so, such as `serving.trust_…`."""
         trusted = (path for path, value in values_named(self, "trust_remote_code") if value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import date
 from typing import Annotated, Literal, Self
 
@@ -56,6 +57,22 @@ class DataConfig(StrictModel):
     over_long: Literal["truncate", "drop", "fail"] = Field("fail", description="Documents over sequence_length.")
     on_bad_rows: Literal["fail", "drop"] = Field("fail", description="drop: list them and go on without them.")
     max_bad_row_fraction: float = Field(0.01, ge=0, le=1, description="More dropped rows than this is an error.")
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether some rows are not learned from."""
+        return bool(self.evaluation_split or self.evaluation_fraction)
+
+    def idle_fields(self) -> Iterator[tuple[str, str]]:
+        """Each field that does nothing beside what the others say, set or not, and why it does not."""
+        if self.evaluation_split:
+            yield "evaluation_fraction", f"`evaluation_split: {self.evaluation_split}` is held out"
+        if self.on_bad_rows == "fail":
+            yield "max_bad_row_fraction", "`on_bad_rows: fail` drops none"
+        if self.format == "text":
+            yield from ((field, "`format: text` has no conversations") for field in ("template_date", "turns"))
+        if self.train_on == "all":
+            yield "turns", "`train_on: all` learns every turn in one document"
 
     @model_validator(mode="after")
     def _held_out_rows_are_others(self) -> Self:

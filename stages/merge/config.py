@@ -10,7 +10,9 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
 
 from stages.core.contract import AdapterReference, ModelReference, StageConfig, base_of
 from stages.core.fields import AddedLater, Product
+from stages.core.numbers import HELD_IN_FP32
 
+Density = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False), HELD_IN_FP32]
 Combination = Literal["linear", "ties", "dare_linear", "dare_ties"]
 
 
@@ -25,7 +27,7 @@ class MergeConfig(StageConfig):
     adapters: Annotated[tuple[AdapterReference, ...], AddedLater()] = Field(
         (), description="Several, of the same rank, combined to one as PEFT's `add_weighted_adapter` does it."
     )
-    weights: Annotated[tuple[float, ...], AddedLater()] = Field(
+    weights: Annotated[tuple[Annotated[float, HELD_IN_FP32], ...], AddedLater()] = Field(
         (), description="Of each of `adapters`, how much it counts; default: 1."
     )
     combination: Annotated[Combination, AddedLater()] = Field(
@@ -33,8 +35,8 @@ class MergeConfig(StageConfig):
         description="Of `adapters`. linear: weighted sums of their A and of their B; ties: of the largest elements "
         "whose signs agree (Yadav et al. 2023); dare_…: of random elements (Yu et al. 2024).",
     )
-    density: Annotated[float | None, AddedLater()] = Field(
-        None, gt=0, lt=1, description="Share of the elements of each adapter that ties and dare_… keep."
+    density: Annotated[Density | None, AddedLater()] = Field(
+        None, description="Share of the elements of each adapter that ties and dare_… keep."
     )
     seed: Annotated[NonNegativeInt, AddedLater()] = Field(0, description="Of what dare_… keeps.")
     max_difference: PositiveFloat = Field(

@@ -22,6 +22,7 @@ from stages.adapters.config import AdapterConfig
 from stages.adapters.legality import adapter_errors
 from stages.core.contract import Execution, ModelOrAdapterReference, ModelReference, StageConfig, base_of
 from stages.core.fields import AddedLater, Product, without
+from stages.core.numbers import NonNegativeFp32
 from stages.core.strict import StrictModel
 from stages.data.config import DataConfig
 from stages.data.formats import FORMATS
@@ -107,11 +108,11 @@ class TrainConfig(MethodOptions):
         description="The learning rate of step k of these is k shares of the full one; Transformers' is k - 1 shares, "
         "so that its first step learns nothing. Later steps are the same.",
     )
-    min_learning_rate_fraction: float = Field(0.0, ge=0, le=1, description="Where cosine and linear end.")
-    adam_beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the mean of gradients.")
-    adam_beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the mean of squared gradients.")
+    min_learning_rate_fraction: NonNegativeFp32 = Field(0.0, le=1, description="Where cosine and linear end.")
+    adam_beta1: NonNegativeFp32 = Field(0.9, lt=1, description="Decay of the mean of gradients.")
+    adam_beta2: NonNegativeFp32 = Field(0.95, lt=1, description="Decay of the mean of squared gradients.")
     adam_epsilon: Denominator = Field(1e-8, description="Added to the denominator of Adam.")
-    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False, description="Decoupled, as in AdamW.")
+    weight_decay: NonNegativeFp32 = Field(0.0, description="Decoupled, as in AdamW.")
     decay_norms_and_biases: bool = Field(
         False, description="Whether `weight_decay` shrinks them too; Transformers and TRL leave them alone."
     )
@@ -223,6 +224,23 @@ class TrainConfig(MethodOptions):
                 )
         yield from start_problems(self.model, self.base, self.adapter, stages)
 
+    def idle_fields(self) -> Iterator[tuple[str, str]]:
+        yield from super().idle_fields()
+        yield from ((f"data.{field}", why) for field, why in self.data.idle_fields())
+        if self.learning.rows == "pairs":
+            yield "data.turns", f"`method: {self.method}` learns from single answers"
+        if self.schedule == "constant":
+            yield "min_learning_rate_fraction", "`schedule: constant` ends where it began"
+        if not self.weight_decay:
+            yield "decay_norms_and_biases", "`weight_decay` is 0"
+        if self.steps:
+            yield "epochs", f"`steps: {self.steps}` says how long to train"
+        if not self.data.holds_out:
+            yield (
+                "execution.evaluate_every_steps",
+                "no rows are held out (`data.evaluation_split` or `data.evaluation_fraction`)",
+            )
+
     def resume_identity(self) -> dict[str, JsonValue]:
         """Without engine and layout: a checkpoint of either engine can be loaded by both, under any layout."""
         return {key: value for key, value in self.identity().items() if key not in ("engine", "layout")}
@@ -269,8 +287,7 @@ class TrainConfig(MethodOptions):
 
     @model_validator(mode="after")
     def _best_is_chosen_among_several(self) -> Self:
-        held_out = self.data.evaluation_split or self.data.evaluation_fraction
-        if self.keep == "best" and not (held_out and self.execution.evaluate_every_steps):
+        if self.keep == "best" and not (self.data.holds_out and self.execution.evaluate_every_steps):
             raise ValueError(
                 "`keep: best` chooses by the held-out loss of several steps; name held-out rows "
                 "(`data.evaluation_split` or `data.evaluation_fraction`) and `execution.evaluate_every_steps`"

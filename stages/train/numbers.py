@@ -6,9 +6,11 @@ from typing import Annotated
 
 from pydantic import Field
 
-Rate = Annotated[float, Field(ge=1e-12, allow_inf_nan=False)]
+from stages.core.numbers import HELD_IN_FP32
+
+Rate = Annotated[float, Field(ge=1e-12, allow_inf_nan=False), HELD_IN_FP32]
 """Of learning, or of clipping: a weight of 0.01 in fp32 has no room for a smaller change."""
-Denominator = Annotated[float, Field(ge=1e-30, allow_inf_nan=False)]
+Denominator = Annotated[float, Field(ge=1e-30, allow_inf_nan=False), HELD_IN_FP32]
 """Added to what fp32 can hold."""
 Epochs = Annotated[float, Field(ge=1e-4, allow_inf_nan=False)]
 """Fewer are a mistake: `steps` says how few optimizer steps are meant."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import Field, model_validator
 
 from stages.core.fields import AddedLater
+from stages.core.numbers import NonNegativeFp32, PositiveFp32
 from stages.core.strict import StrictModel
 from stages.train.methods.method import Method
 
@@ -46,18 +47,18 @@ METRICS = {
 class DpoConfig(StrictModel):
     """Direct preference optimization and its relatives, named as in TRL; formulas and papers: `dpo_losses.py`."""
 
-    beta: PositiveFloat = Field(0.1, description="Strength of the pull towards the reference model.")
+    beta: PositiveFp32 = Field(0.1, description="Strength of the pull towards the reference model.")
     loss_type: LossType | tuple[LossType, ...] = Field(
         "sigmoid",
         description="sigmoid is DPO itself, hinge is SLiC; of a list of them, the weighted sum is minimised.",
     )
-    loss_weights: Annotated[tuple[PositiveFloat, ...] | None, AddedLater()] = Field(
+    loss_weights: Annotated[tuple[PositiveFp32, ...] | None, AddedLater()] = Field(
         None, description="Of each loss type, in their order; default: 1 each."
     )
-    label_smoothing: float = Field(
-        0.0, ge=0, lt=0.5, description=f"Share of pairs assumed to be the wrong way round ({', '.join(SMOOTHED)})."
+    label_smoothing: NonNegativeFp32 = Field(
+        0.0, lt=0.5, description=f"Share of pairs assumed to be the wrong way round ({', '.join(SMOOTHED)})."
     )
-    discopop_tau: Annotated[PositiveFloat, AddedLater()] = Field(0.05, description="Temperature of discopop.")
+    discopop_tau: Annotated[PositiveFp32, AddedLater()] = Field(0.05, description="Temperature of discopop.")
 
     @property
     def loss_types(self) -> tuple[LossType, ...]:

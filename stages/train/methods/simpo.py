@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import Field
 
+from stages.core.numbers import NonNegativeFp32, PositiveFp32
 from stages.core.strict import StrictModel
 from stages.train.methods.dpo import METRICS
 from stages.train.methods.method import Method
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 class SimpoConfig(StrictModel):
     """Simple preference optimization (Meng et al. 2024); defaults are its authors', as in ms-swift."""
 
-    beta: PositiveFloat = Field(2.0, description="Scale of the rewards; TRL's default is that of DPO, 0.1.")
-    gamma: NonNegativeFloat = Field(
+    beta: PositiveFp32 = Field(2.0, description="Scale of the rewards; TRL's default is that of DPO, 0.1.")
+    gamma: NonNegativeFp32 = Field(
         1.0, description="By how much the reward of the preferred answer is to be higher; TRL's `simpo_gamma` is 0.5."
     )
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from stages.adapters.config import AdapterConfig
+from stages.merge.config import MergeConfig
+from stages.train.config import TrainConfig
+from stages.train.methods.dpo import DpoConfig
+from stages.train.methods.simpo import SimpoConfig
 from tests.train_stage import make_config
 
 
@@ -34,6 +39,27 @@ from tests.train_stage import make_config
 def test_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         make_config(**fields)
+
+
+@pytest.mark.parametrize(
+    ("config", "fields"),
+    [
+        (DpoConfig, ("beta", "discopop_tau", "label_smoothing", "loss_weights")),
+        (SimpoConfig, ("beta", "gamma")),
+        (AdapterConfig, ("alpha", "dropout", "loraplus_lr_ratio")),
+        (MergeConfig, ("density", "weights")),
+        (TrainConfig, ("adam_beta1", "adam_beta2", "adam_epsilon", "learning_rate", "max_grad_norm")),
+        (TrainConfig, ("min_learning_rate_fraction", "weight_decay")),
+    ],
+)
+def test_every_number_is_one_that_fp32_holds(config: type[BaseModel], fields: tuple[str, ...]) -> None:
+    """By the type of each field alone, so that nothing else of the config can be what refuses it."""
+    for name in fields:
+        field = config.model_fields[name]
+        adapter = TypeAdapter(Annotated[field.annotation, field])
+        for number in (1e-46, 1e39):
+            with pytest.raises(ValidationError, match=r"too (small|large) for fp32|or equal to|less than"):
+                adapter.validate_python((number,) if "weights" in name else number)
 
 
 def test_the_ends_of_what_is_meant_are_taken() -> None:

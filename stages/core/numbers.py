@@ -1,0 +1,28 @@
+"""Numbers that are computed with in fp32: one that would become 0 or infinite there is refused in a recipe."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+SMALLEST = 2.0**-126
+"""That fp32 holds with all its digits."""
+LARGEST = (2 - 2.0**-23) * 2.0**127
+
+
+def _as_held(value: float) -> float:
+    if value and math.isfinite(value) and not SMALLEST <= abs(value) <= LARGEST:
+        size = "small" if abs(value) < SMALLEST else "large"
+        raise ValueError(
+            f"{value:g} is too {size} for fp32, in which it is computed; expected a size between {SMALLEST:.2g} and "
+            f"{LARGEST:.2g}"
+        )
+    return value
+
+
+HELD_IN_FP32 = AfterValidator(_as_held)
+"""Last in a type: what stands behind it enters no JSON schema."""
+PositiveFp32 = Annotated[float, Field(gt=0, allow_inf_nan=False), HELD_IN_FP32]
+NonNegativeFp32 = Annotated[float, Field(ge=0, allow_inf_nan=False), HELD_IN_FP32]
