@@ -37,8 +37,9 @@ def write_record(model: Any, artifact: Path) -> None:
     documents = []
     for tokens in DOCUMENTS:
         targets = [-100, *tokens[2:]]
-        value = sum(log_probabilities(model, tokens)[1:])
-        documents.append({"input_ids": tokens[:-1], "targets": targets, "log_probability": value})
+        values = log_probabilities(model, tokens)[1:]
+        recorded = {"log_probabilities": values, "greedy": likeliest(model, tokens)[1:]}
+        documents.append({"input_ids": tokens[:-1], "targets": targets, "log_probability": sum(values), **recorded})
     artifact.mkdir(exist_ok=True)
     (artifact / "log_probabilities.json").write_text(json.dumps({"documents": documents}))
 
@@ -64,6 +65,15 @@ def log_probabilities(model: Any, token_ids: list[int]) -> list[float]:
         logits = model(input_ids=torch.tensor([token_ids])).logits[0, :-1]
     picked = logits.log_softmax(-1).gather(-1, torch.tensor(token_ids[1:])[:, None])
     return [float(value) for value in picked[:, 0]]
+
+
+def likeliest(model: Any, token_ids: list[int]) -> list[int]:
+    """By Transformers: of every token but the first, the one that is likeliest in its place."""
+    import torch
+
+    with torch.no_grad():
+        found: list[int] = model(input_ids=torch.tensor([token_ids])).logits[0, :-1].argmax(-1).tolist()
+    return found
 
 
 def greedy(model: Any, token_ids: list[int], num_tokens: int) -> list[int]:

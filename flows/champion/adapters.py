@@ -75,7 +75,7 @@ def check_adapter(server: Server, name: str, folder: Path) -> None:
     context_tokens = server.engine.context_tokens(client)
     agreements = compare_with_records(client, spec, [name], context_tokens, _idle_name(server.spec))
     for one in agreements.values():
-        say(f"{name} differs from what training recorded by {one.most:.2g} nats per token at most")
+        say(f"{name} differs from what training recorded by {one.from_training.most:.2g} nats per token at most")
 
 
 def _idle_name(spec: LaunchSpec) -> str:

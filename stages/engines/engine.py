@@ -64,6 +64,10 @@ class Engine(Protocol):
     def document_log_probabilities(self, batch: Batch) -> torch.Tensor:
         """float32 [num_documents] on the CPU: sums of the targets' log-probabilities in nats, forward only."""
 
+    def predictions(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """On the CPU, forward only: float32 [rows, sequence], the targets' log-probabilities in nats, and int64, the
+        likeliest token in the place of each target, negative where there is none."""
+
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
         """Add up float64 values on the CPU over the shares of a global batch."""
 

@@ -46,6 +46,21 @@ def token_log_probabilities(
     return result.unflatten(0, targets.shape).clone()  # FSDP2 warns of a root module that returns a view
 
 
+@torch.no_grad()
+def greedy_tokens(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
+    """The likeliest token at every position that has a target, IGNORED elsewhere; int64 [rows, sequence].
+
+    Arguments as above; what models do to their logits keeps the order of those, so no `transform` is needed.
+    """
+    bias = getattr(head, "bias", None)
+    positions = (targets.reshape(-1) != IGNORED).nonzero().squeeze(1)
+    selected = hidden.reshape(-1, hidden.shape[-1]).index_select(0, positions)
+    tokens = torch.full((targets.numel(),), IGNORED, device=targets.device)
+    for chunk in _chunks(len(positions), head.weight.shape[0]):
+        tokens[positions[chunk]] = _head_output(selected[chunk], head.weight, bias).argmax(1)
+    return tokens.view(targets.shape)
+
+
 def logits_transform(model_config: Any) -> LogitsTransform | None:
     """What a model of this Transformers config does to the logits after its head, or None.
 

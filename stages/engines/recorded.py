@@ -1,6 +1,7 @@
 """What a trained model gave to a few documents, kept beside it: whatever is made of it later must give the same.
 
-The training engine computes documents' log-probabilities after its last step; the file is that of `models/recorded.py`.
+The training engine computes documents' log-probabilities and greedy tokens after its last step; the file is that of
+`models/recorded.py`.
 Merging, quantizing and serving compare with it. An adapter that changes none of them is an error.
 """
 
@@ -39,7 +40,8 @@ def record_log_probabilities(
     before: of an adapter, what it gave to them before it learned. Raises ModelError when it gives the same now.
     """
     batch = dataset.batch([0], micro_batch_size)
-    sums = engine.document_log_probabilities(batch)
+    log_probabilities, greedy = engine.predictions(batch)
+    sums = batch.document_sums(log_probabilities)
     if before is not None:
         _check_effect(before, sums[:MOST_DOCUMENTS], engine.compute_dtype)
     if not is_main_process():
@@ -47,8 +49,16 @@ def record_log_probabilities(
     documents = []
     for number in range(min(batch.num_documents, MOST_DOCUMENTS)):
         of_document = batch.document_ids == number
-        tokens, targets = batch.input_ids[of_document].tolist(), batch.targets[of_document].tolist()
-        documents.append(RecordedDocument(tokens, targets, sums[number].item()))
+        of_targets = of_document & batch.has_target
+        documents.append(
+            RecordedDocument(
+                batch.input_ids[of_document].tolist(),
+                batch.targets[of_document].tolist(),
+                sums[number].item(),
+                log_probabilities[of_targets].tolist(),
+                greedy[of_targets].tolist(),
+            )
+        )
     write_record(folder, documents, str(engine.compute_dtype).removeprefix("torch."))
 
 

@@ -7,6 +7,7 @@ rounding tells them apart.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +25,7 @@ from stages.core.errors import ModelError
 from stages.engines.fsdp.model import decoder_of
 from stages.engines.log_probabilities import LogitsTransform, logits_transform
 from stages.engines.rotary import rotates_by_document_length
-from stages.models.recorded import RecordedDocument
+from stages.models.recorded import Predicted, RecordedDocument
 
 CHUNK_LOGITS = 2**25
 """fp32 logits of either model alive at a time: 128 MiB."""
@@ -32,12 +33,12 @@ CHUNK_LOGITS = 2**25
 
 @dataclass(frozen=True)
 class Comparison:
-    """`given`: of each document, the sum of its targets' log-probabilities under the merged model, in nats; `expected`
-    under its base with the adapter beside it, from which KL and greedy choices are counted, over all targets."""
+    """`given`: what the merged model predicts of each document; `expected`: what its base does with the adapter beside
+    it, from which KL and greedy choices are counted, over all targets."""
 
     documents: list[RecordedDocument]
-    given: list[float]
-    expected: list[float] | None = None
+    given: list[Predicted]
+    expected: list[Predicted] | None = None
     kl_nats_per_token: float = 0.0
     same_choice_fraction: float = 1.0
 
@@ -45,8 +46,15 @@ class Comparison:
     def expected_documents(self) -> list[RecordedDocument]:
         """The documents with what they are expected to have, in place of what was recorded."""
         assert self.expected is not None, "of a mixture, which is compared with its parts"
-        pairs = zip(self.documents, self.expected, strict=True)
-        return [replace(one, log_probability=log_probability) for one, log_probability in pairs]
+        return [
+            replace(
+                document,
+                log_probability=math.fsum(one.log_probabilities),
+                log_probabilities=list(one.log_probabilities),
+                greedy=list(one.greedy),
+            )
+            for document, one in zip(self.documents, self.expected, strict=True)
+        ]
 
     def metrics(self) -> dict[str, float]:
         """Under the names that a quantization has for them, too."""
@@ -125,19 +133,27 @@ def compare(given: StreamedModel, expected: StreamedModel | None, documents: Seq
     targets = torch.tensor([target for one in documents for target in one.targets if target >= 0])
     models = [given, *([expected] if expected else [])]
     hidden = [model.hidden_states(documents) for model in models]
-    found: list[list[Tensor]] = [[] for _ in models]
-    kl_nats, num_same = 0.0, 0
+    values: list[list[Tensor]] = [[] for _ in models]
+    greedy: list[list[Tensor]] = [[] for _ in models]
+    kl_nats = 0.0
     for chunk in torch.arange(len(targets)).split(given.chunk_tokens):
         rows = [model.log_probabilities(state[chunk]) for model, state in zip(models, hidden, strict=True)]
-        for values, row in zip(found, rows, strict=True):
-            values.append(row.gather(1, targets[chunk, None]).squeeze(1).double())
+        for number, row in enumerate(rows):
+            values[number].append(row.gather(1, targets[chunk, None]).squeeze(1))
+            greedy[number].append(row.argmax(1))
         q, p = rows[0], rows[-1]
         kl_nats += (p.exp() * (p - q)).sum().item()
-        num_same += int((p.argmax(1) == q.argmax(1)).sum())
-    sums = [[part.sum().item() for part in torch.cat(values).split(counts)] for values in found]
-    return Comparison(
-        list(documents), sums[0], sums[1] if expected else None, kl_nats / len(targets), num_same / len(targets)
-    )
+    predicted = [
+        _of_documents(torch.cat(of_model), torch.cat(chosen), counts)
+        for of_model, chosen in zip(values, greedy, strict=True)
+    ]
+    same = (torch.cat(greedy[0]) == torch.cat(greedy[-1])).float().mean().item()
+    return Comparison(list(documents), predicted[0], predicted[1] if expected else None, kl_nats / len(targets), same)
+
+
+def _of_documents(log_probabilities: Tensor, greedy: Tensor, counts: list[int]) -> list[Predicted]:
+    parts = zip(log_probabilities.split(counts), greedy.split(counts), strict=True)
+    return [Predicted(values.tolist(), tokens.tolist()) for values, tokens in parts]
 
 
 def _add(adapter: Adapter, layer: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:

@@ -1,33 +1,47 @@
-"""Documents with the log-probabilities that training computed last: whatever is made of the model must give the same.
+"""Documents with what training predicted last: whatever is made of the model must predict the same.
 
-A train stage leaves them in `log_probabilities.json`, as token ids and targets (below 0: none) with the sum of their
-targets' log-probabilities in nats.
+A train stage leaves them in `log_probabilities.json`: token ids and targets (below 0: none), their log-probabilities in
+nats, and the likeliest token in the place of each target.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from stages.core.errors import ModelError
 from stages.core.files import write_atomically
 
 RECORD = "log_probabilities.json"
+RESOLUTION_NATS = 1e-6
+"""Log-probabilities nearer to 0 than this are rounding, in fp32: what they leave to other tokens is not known."""
 
 
 @dataclass(frozen=True)
 class RecordedDocument:
-    """`targets[i]` is the token after `input_ids[i]`, or below 0 where nothing was learned."""
+    """`targets[i]` is the token after `input_ids[i]`, or below 0 where nothing was learned.
+
+    log_probability: of all targets together. log_probabilities, greedy: of each target, its own and the likeliest token
+    there; empty in records from before they were kept.
+    """
 
     input_ids: list[int]
     targets: list[int]
     log_probability: float
+    log_probabilities: list[float] = field(default_factory=list)
+    greedy: list[int] = field(default_factory=list)
 
     @property
     def num_targets(self) -> int:
         return sum(target >= 0 for target in self.targets)
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether single tokens' predictions were kept."""
+        return len(self.greedy) == len(self.log_probabilities) == self.num_targets
 
     @property
     def tokens(self) -> list[int]:
@@ -35,11 +49,19 @@ class RecordedDocument:
         return [*self.input_ids, *(target for target in self.targets[-1:] if target >= 0)]
 
 
+@dataclass(frozen=True)
+class Predicted:
+    """What a model predicts of a document's targets, in their order: log-probabilities in nats, likeliest tokens."""
+
+    log_probabilities: Sequence[float]
+    greedy: Sequence[int]
+
+
 def read_record(artifact: Path) -> list[RecordedDocument]:
     """What was recorded beside a trained model or adapter. Raises ModelError when nothing was, or it is damaged."""
     try:
         documents = json.loads((artifact / RECORD).read_text(encoding="utf-8"))["documents"]
-        return [RecordedDocument(one["input_ids"], one["targets"], one["log_probability"]) for one in documents]
+        return [RecordedDocument(**one) for one in documents]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"reading {artifact / RECORD}: {error}; train the stage again with --force") from error
 
@@ -52,19 +74,52 @@ def write_record(artifact: Path, documents: Sequence[RecordedDocument], compute_
 
 @dataclass(frozen=True)
 class Differences:
-    """From what was recorded, in nats per target token: of the document that differs most, and over all tokens."""
+    """From what was recorded. most, mean: of log-probabilities, in nats per target token: of the document that differs
+    most, and over all tokens. kl: nats per token. same_greedy: share of the targets with the same likeliest token.
+
+    Of each distribution two probabilities are compared, those of the target and of all other tokens together, so `kl`
+    is a lower bound of KL(recorded ‖ now). None: the record is from before single tokens were kept.
+    """
 
     most: float
     mean: float
+    kl: float | None = None
+    same_greedy: float | None = None
 
     def metrics(self) -> dict[str, float]:
         """By the names that they have in MLflow, whichever stage measures them."""
-        return {"max_abs_logprob_difference": self.most, "mean_abs_logprob_difference": self.mean}
+        of_tokens = {"kl_from_training_nats_per_token": self.kl, "same_greedy_fraction": self.same_greedy}
+        return {
+            "max_abs_logprob_difference": self.most,
+            "mean_abs_logprob_difference": self.mean,
+            **{name: value for name, value in of_tokens.items() if value is not None},
+        }
 
 
-def differences(given: Sequence[float], documents: Sequence[RecordedDocument]) -> Differences:
-    """given: of each document, the sum of its targets' log-probabilities now, by any engine."""
-    found = [abs(now - one.log_probability) for now, one in zip(given, documents, strict=True)]
+def differences(predicted: Sequence[Predicted], documents: Sequence[RecordedDocument]) -> Differences:
+    """predicted: of each document, by any engine, now."""
+    pairs = list(zip(predicted, documents, strict=True))
+    found = [abs(math.fsum(now.log_probabilities) - one.log_probability) for now, one in pairs]
     counts = [one.num_targets for one in documents]
-    per_token = [value / max(1, count) for value, count in zip(found, counts, strict=True)]
-    return Differences(max(per_token), sum(found) / max(1, sum(counts)))
+    most = max(value / max(1, count) for value, count in zip(found, counts, strict=True))
+    mean = sum(found) / max(1, sum(counts))
+    if not all(one.has_tokens for one in documents):
+        return Differences(most, mean)
+    of_tokens = [
+        token
+        for now, one in pairs
+        for token in zip(one.log_probabilities, now.log_probabilities, one.greedy, now.greedy, strict=True)
+    ]
+    kl = _mean(_kl_nats(recorded, given) for recorded, given, _, _ in of_tokens)
+    return Differences(most, mean, kl, _mean(float(recorded == given) for _, _, recorded, given in of_tokens))
+
+
+def _kl_nats(recorded: float, given: float) -> float:
+    """KL of two distributions over two outcomes, of one of which these are the log-probabilities."""
+    p, q = min(recorded, -RESOLUTION_NATS), min(given, -RESOLUTION_NATS)
+    return math.exp(p) * (p - q) - math.expm1(p) * math.log(math.expm1(p) / math.expm1(q))
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return math.fsum(found) / max(1, len(found))

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from stages.core.errors import ModelError
-from stages.models.recorded import Differences, RecordedDocument, differences
+from stages.models.recorded import Differences, Predicted, RecordedDocument, differences
 from stages.quantize.samples import batches_of_one_length
 
 BATCH_TOKENS = 4096
@@ -44,7 +44,7 @@ class Divergence:
     num_same_choice: int = 0
     worst: list[TokenDivergence] = field(default_factory=list)
     from_training: Differences | None = None
-    """From the log-probabilities that training recorded, where the original comes of one."""
+    """From what training recorded, where the original comes of one."""
 
     def metrics(self) -> dict[str, float]:
         """By the names they have in MLflow."""
@@ -104,8 +104,8 @@ def measure_divergence(
         done += batch.numel()
         report(done, total)
     if recorded:
-        given = [_log_probability(quantized, document) for document in recorded]
-        divergence.from_training = differences(given, recorded)
+        predicted = [_predicted(quantized, document) for document in recorded]
+        divergence.from_training = differences(predicted, recorded)
     return divergence
 
 
@@ -137,12 +137,12 @@ def _predictions(model: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def _log_probability(model: PreTrainedModel, document: RecordedDocument) -> float:
-    """Sum over the document's targets, in nats."""
+def _predicted(model: PreTrainedModel, document: RecordedDocument) -> Predicted:
     targets = torch.tensor(document.targets, device=model.device)
     logits = model(input_ids=torch.tensor([document.input_ids], device=model.device), use_cache=False).logits[0]
-    chosen = logits[targets >= 0].float().log_softmax(1).gather(1, targets[targets >= 0, None])
-    return chosen.double().sum().item()
+    predictions = logits[targets >= 0].float().log_softmax(1)
+    chosen = predictions.gather(1, targets[targets >= 0, None]).squeeze(1)
+    return Predicted(chosen.tolist(), predictions.argmax(1).tolist())
 
 
 def _exponential(nats: float) -> float:

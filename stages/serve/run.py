@@ -71,7 +71,7 @@ def _bring_up(server: Server, config: ServeConfig, context: StageContext) -> dic
     )
     for name, one in agreements.items():
         context.milestone(
-            f"{name} differs from what training recorded by {one.most:.2g} nats per token at most "
+            f"{name} differs from what training recorded by {one.from_training.most:.2g} nats per token at most "
             f"({one.num_documents} documents)"
         )
     metrics = {"time_to_ready_s": time_to_ready_s, **agreement_metrics(agreements, config.model)}

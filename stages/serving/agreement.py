@@ -1,4 +1,4 @@
-"""Whether what is served is what was trained: recorded documents' log-probabilities, asked of the running server.
+"""Whether what is served is what was trained: predictions of recorded documents, asked of the running server.
 
 An adapter can be lost on its way in silence: loaded but of no effect, left out by name, or another in its slot. So
 each is also compared with its base in the same server: one that is nearer to its base than to what training recorded
@@ -8,25 +8,23 @@ measured, and a gate of the promotion bounds it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stages.core.errors import ServerError
-from stages.models.recorded import RECORD, RecordedDocument, differences, read_record
+from stages.models.recorded import RECORD, Differences, Predicted, RecordedDocument, differences, read_record
 from stages.serving.client import Client
 from stages.serving.launch import LaunchSpec
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of one served model, in nats per target token. most: of the document that differs most. mean: over all tokens.
-
-    from_base: of an adapter, how far its documents are from those of its base, over all tokens.
-    """
+    """Of one served model. from_base: of an adapter, by how many nats per target token the log-probabilities of its
+    documents are from those of its base."""
 
     num_documents: int
-    most: float
-    mean: float
+    from_training: Differences
     from_base: float | None = None
 
 
@@ -52,24 +50,24 @@ def compare_with_records(
 
 
 def agreement_metrics(agreements: Mapping[str, Agreement], served_name: str) -> dict[str, float]:
-    """`max_abs_logprob_difference` and `mean_…` of what is asked for; those of other names end with `_NAME`."""
+    """Differences of what is asked for, by their names; those of other names end with `_NAME`."""
     metrics: dict[str, float] = {}
     for name, one in sorted(agreements.items(), key=lambda item: item[0] != served_name):
         end = "" if name == served_name else f"_{name}"
-        metrics |= {f"max_abs_logprob_difference{end}": one.most, f"mean_abs_logprob_difference{end}": one.mean}
+        metrics |= {f"{metric}{end}": value for metric, value in one.from_training.metrics().items()}
     return metrics
 
 
 def _compare(
     client: Client, spec: LaunchSpec, name: str, documents: Sequence[RecordedDocument], base_name: str
 ) -> Agreement:
-    served = _sums(replace(client, model=name), documents)
+    served = _predictions(replace(client, model=name), documents)
     found = differences(served, documents)
     if name not in spec.adapters:
-        return Agreement(len(documents), found.most, found.mean)
-    base = _sums(replace(client, model=base_name), documents)
-    num_targets = sum(one.num_targets for one in documents)
-    from_base = sum(abs(one - other) for one, other in zip(served, base, strict=True)) / num_targets
+        return Agreement(len(documents), found)
+    base = _predictions(replace(client, model=base_name), documents)
+    apart = [abs(_sum(one) - _sum(other)) for one, other in zip(served, base, strict=True)]
+    from_base = sum(apart) / sum(one.num_targets for one in documents)
     if from_base <= found.mean:
         raise ServerError(
             f"the adapter {name} does nothing where it is served: over {len(documents)} recorded documents its "
@@ -77,13 +75,19 @@ def _compare(
             f"{found.mean:.3g} from those that training recorded; see the server's log for layers that it left out, or "
             "serve what a stage of `kind: merge` makes of it"
         )
-    return Agreement(len(documents), found.most, found.mean, from_base)
+    return Agreement(len(documents), found, from_base)
 
 
-def _sums(client: Client, documents: Sequence[RecordedDocument]) -> list[float]:
-    """Of each document, the sum of its targets' log-probabilities as they are served."""
-    rows = client.score([one.tokens for one in documents])
-    return [
-        sum(value for value, target in zip(row, one.targets, strict=False) if target >= 0)
-        for row, one in zip(rows, documents, strict=True)
-    ]
+def _predictions(client: Client, documents: Sequence[RecordedDocument]) -> list[Predicted]:
+    """Of each document's targets, as they are served."""
+    rows = client.predictions([one.tokens for one in documents])
+    return [_of_targets(row, one) for row, one in zip(rows, documents, strict=True)]
+
+
+def _of_targets(row: Predicted, document: RecordedDocument) -> Predicted:
+    places = [place for place, target in enumerate(document.targets) if target >= 0]
+    return Predicted([row.log_probabilities[place] for place in places], [row.greedy[place] for place in places])
+
+
+def _sum(predicted: Predicted) -> float:
+    return math.fsum(predicted.log_probabilities)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stages.core.errors import ServerError, TransientError
+from stages.models.recorded import Predicted
 
 SMOKE_PROMPT = "1"
 SMOKE_TOKENS = 2
@@ -54,16 +55,14 @@ class Client:
 
     def log_probabilities(self, token_ids: list[int]) -> list[float]:
         """ln p(token | those before it) of every token but the first: `len(token_ids) - 1` floats."""
-        return self.score([token_ids])[0]
+        return list(self.predictions([token_ids])[0].log_probabilities)
 
-    def score(self, rows: list[list[int]]) -> list[list[float]]:
-        """The same of several rows of tokens, in one request."""
+    def predictions(self, rows: list[list[int]]) -> list[Predicted]:
+        """The same of several rows of tokens, and the likeliest token in the place of each, in one request."""
         request = {"model": self.model, "prompt": rows, "temperature": 0, "max_tokens": 1, "echo": True, "logprobs": 1}
-        choices = sorted(self._json("/v1/completions", request)["choices"], key=lambda choice: int(choice["index"]))
-        return [
-            [float(value) for value in choice["logprobs"]["token_logprobs"][1 : len(row)]]
-            for choice, row in zip(choices, rows, strict=True)
-        ]
+        answer = self._json("/v1/completions", {**request, "return_tokens_as_token_ids": True})
+        choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
+        return [_predicted(choice["logprobs"], len(row)) for choice, row in zip(choices, rows, strict=True)]
 
     def chat(self, messages: list[dict[str, str]]) -> Iterator[str]:
         """The answer to a conversation, in parts as the model makes them."""
@@ -108,6 +107,15 @@ class Client:
             raise ServerError(f"{self.url}{path} answered {error.code}: {error.read()[:500]!r}") from error
         except (OSError, http.client.HTTPException) as error:
             raise TransientError(f"{self.url}{path} does not answer: {error}") from error
+
+
+def _predicted(logprobs: dict[str, Any], num_tokens: int) -> Predicted:
+    """Of all tokens of a prompt but the first; each is called `token_id:NUMBER`."""
+    likeliest = [max(top, key=lambda token: float(top[token])) for top in logprobs["top_logprobs"][1:num_tokens]]
+    return Predicted(
+        [float(value) for value in logprobs["token_logprobs"][1:num_tokens]],
+        [int(token.removeprefix("token_id:")) for token in likeliest],
+    )
 
 
 def check_server(client: Client) -> None:

@@ -2,8 +2,8 @@
 
 One room an engine, one line in `registry.py`. An engine lives in an environment of its own and is never imported: its
 program is started and spoken to over HTTP, through a proxy (`proxy.py`) that alone reaches it. It answers `/health`,
-`/metrics`, `/v1/models` and `/v1/completions` as OpenAI's clients expect, log-probabilities included, and takes the
-bearer token that its environment gives it.
+`/metrics`, `/v1/models` and `/v1/completions` as OpenAI's clients expect, log-probabilities of prompts included, whose
+tokens it calls `token_id:NUMBER` when asked to, and takes the bearer token that its environment gives it.
 """
 
 from __future__ import annotations

@@ -53,6 +53,7 @@ class Expected:
     """What a loop of a few lines makes of a model."""
 
     log_probabilities: Tensor
+    predictions: Tensor
     gradients: dict[str, Tensor]
     losses: list[float]
     grad_norms: list[float]
@@ -131,6 +132,9 @@ def differences(folder: Path, name: str, case: Case) -> dict[str, float]:
     file = "adapter_model.safetensors" if case.adapter else "model.safetensors"
     weights = load_file(folder / "exported" / name / file)
     expected = train_plainly(folder / "models" / case.model, case.data, case.everything_decays, case.adapter)
+    has_target = result["greedy"] >= 0
+    likeliest = expected.predictions.gather(1, result["greedy"].clamp(min=0)[:, None]).squeeze(1)
+    behind = (expected.predictions.amax(1) - likeliest)[has_target]
     losses = [
         *zip(result["losses"], expected.losses, strict=True),
         (result["evaluation_loss"], expected.evaluation_loss),
@@ -138,7 +142,7 @@ def differences(folder: Path, name: str, case: Case) -> dict[str, float]:
     ]
     norms = zip(result["grad_norms"], expected.grad_norms, strict=True)
     return {
-        "log_probability": largest(result["log_probabilities"], expected.log_probabilities),
+        "log_probability": max(largest(result["log_probabilities"], expected.log_probabilities), behind.max().item()),
         "loss": max(abs(one - other) for one, other in losses),
         "grad_norm": max(abs(one - other) / other for one, other in norms),
         "gradient": largest_of_all(result["gradients"], expected.gradients),
@@ -166,6 +170,7 @@ def train_plainly(folder: Path, data: str, everything_decays: bool, adapter: str
     batches = global_batches(data)
     with torch.no_grad():
         first = torch.stack([torch.cat([token_values(model, document) for document in row]) for row in batches[0]])
+        predictions = torch.cat([model(input_ids=torch.tensor([one])).logits[0] for one in batches[0][0]])
         references = [[values.sum() for values in document_values(model, rows)] for rows in batches]
     everything = [{"params": list(model.parameters()), "weight_decay": WEIGHT_DECAY}]
     groups = everything if everything_decays else trainer_parameter_groups(model, WEIGHT_DECAY)
@@ -188,7 +193,7 @@ def train_plainly(folder: Path, data: str, everything_decays: bool, adapter: str
     with torch.no_grad():
         evaluation = mean_loss(method, document_values(model, batches[0]), references[0]).item()
     weights = adapter_weights(model) if adapter else file_names(model, {n: w.detach() for n, w in named(model)})
-    return Expected(first, gradients, losses, norms, weights, evaluation)
+    return Expected(first, predictions.log_softmax(1), gradients, losses, norms, weights, evaluation)
 
 
 def adapted_by_peft(model: Any, adapter: dict[str, Any]) -> Any:

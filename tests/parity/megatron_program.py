@@ -41,6 +41,8 @@ class Result:
 
     log_probabilities: Tensor
     """float32 [rows, sequence], of the first global batch before training"""
+    greedy: Tensor
+    """int64 [sequence]: the likeliest tokens of the first row before training"""
     gradients: dict[str, Tensor]
     """Of the first global batch, by Hugging Face name; of an adapter, whose A have none before B has learned, after all
     steps"""
@@ -78,13 +80,16 @@ def run(engine: Any, config: TrainConfig, case: Case) -> Result:
     if config.learning.needs_reference:
         shares = [[with_reference(engine, batch) for batch in batches] for batches in shares]
     loss = config.learning.build_loss(config.method_options)
+    of_row, greedy = engine.predictions(pack(global_batches(case.data)[0][:1]))
     log_probabilities, gradients = values_and_gradients(engine, shares[0], loss, config)
+    assert torch.allclose(of_row[0], log_probabilities[0], atol=1e-5)
     outcomes = [engine.train_step(batches, loss, config.learning_rate, config.max_grad_norm) for batches in shares]
     evaluation = engine.evaluate(iter(shares[0]), loss)
     if case.adapter:
         _, gradients = values_and_gradients(engine, shares[0], loss, config)
     return Result(
         log_probabilities,
+        greedy[0],
         gradients,
         [outcome.loss for outcome in outcomes],
         [outcome.grad_norm for outcome in outcomes],

@@ -143,6 +143,8 @@ def test_merged_it_gives_what_training_gave_and_what_peft_gives(dpo, artifacts, 
     inputs = {**artifacts, "dpo": dpo}
     result = merged(inputs, tmp_path / "merged", max_difference=1e-5)
     assert result.metrics["max_abs_logprob_difference"] < 1e-5
+    assert result.metrics["kl_from_training_nats_per_token"] < 1e-6
+    assert result.metrics["same_greedy_fraction"] == 1
     assert result.metrics["changed_fraction"] > 0.9
 
     base = AutoModelForCausalLM.from_pretrained(artifacts["sft"] / "model", dtype=torch.float32)
@@ -162,6 +164,7 @@ def test_megatron_trains_the_same_adapter(dpo, artifacts, tmp_path):
     )
     result = merged({**artifacts, "dpo": work}, tmp_path / "merged", max_difference=1e-5)
     assert result.metrics["max_abs_logprob_difference"] < 1e-5
+    assert result.metrics["same_greedy_fraction"] == 1
 
 
 def test_a_killed_training_goes_on_to_the_same_adapter(dpo, artifacts, tmp_path):

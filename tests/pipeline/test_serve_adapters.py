@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 
 from stages.core.contract import StageResult
 from stages.core.errors import ServerError
+from stages.models.recorded import Predicted
 from stages.serving.agreement import compare_with_records
 from stages.serving.client import Client
 from stages.serving.launch import LaunchSpec
@@ -86,8 +87,8 @@ def test_each_is_a_model_name_and_answers_as_peft_does(client: Client, reference
     assert client.model_names() == list(NAMES)
     for name, model in references.items():
         rows = list(DOCUMENTS)
-        for served, row in zip(replace(client, model=name).score(rows), rows, strict=True):
-            assert served == pytest.approx(log_probabilities(model, row), abs=1e-4)
+        for served, row in zip(replace(client, model=name).predictions(rows), rows, strict=True):
+            assert served.log_probabilities == pytest.approx(log_probabilities(model, row), abs=1e-4)
             assert answer(client, name, row) == greedy(model, row, NUM_TOKENS)
     assert log_probabilities(references["wide"], DOCUMENTS[0]) != pytest.approx(
         log_probabilities(references["sft"], DOCUMENTS[0]), abs=0.1
@@ -98,14 +99,16 @@ def test_the_stage_logs_how_far_each_is_from_what_training_recorded(result: Stag
     for end in ("", "_wide", "_narrow"):
         assert result.metrics[f"max_abs_logprob_difference{end}"] < 1e-4
         assert result.metrics[f"mean_abs_logprob_difference{end}"] <= result.metrics[f"max_abs_logprob_difference{end}"]
+        assert result.metrics[f"kl_from_training_nats_per_token{end}"] < 1e-6
+        assert result.metrics[f"same_greedy_fraction{end}"] == 1
     assert "wide differs from what training recorded by" in (root / "serve" / "log.txt").read_text()
 
 
 def test_log_probabilities_of_prompts_in_one_batch_do_not_end_the_engine(client: Client) -> None:
     with ThreadPoolExecutor(6) as pool:
         for name in NAMES * 2:
-            pool.submit(replace(client, model=name).score, list(DOCUMENTS)).result()
-        many = [pool.submit(replace(client, model=name).score, list(DOCUMENTS)) for name in NAMES * 4]
+            pool.submit(replace(client, model=name).predictions, list(DOCUMENTS)).result()
+        many = [pool.submit(replace(client, model=name).predictions, list(DOCUMENTS)) for name in NAMES * 4]
         assert all(one.result() for one in many)
     assert client.is_healthy()
 
@@ -155,8 +158,8 @@ def test_an_adapter_that_does_nothing_is_an_error(client: Client, root: Path, tm
     class Base(Client):
         """A server whose adapters are of no effect."""
 
-        def score(self, rows: list[list[int]]) -> list[list[float]]:
-            return Client(self.url, self.api_key, "sft").score(rows)
+        def predictions(self, rows: list[list[int]]) -> list[Predicted]:
+            return Client(self.url, self.api_key, "sft").predictions(rows)
 
     with pytest.raises(ServerError, match="the adapter wide does nothing where it is served"):
         compare_with_records(Base(client.url, API_KEY, "wide"), spec, ["wide"], 256)

@@ -106,6 +106,11 @@ class FsdpEngine:
         on_device = batch.to(self.device)
         return on_device.document_sums(self._forward_only(on_device)).cpu()
 
+    def predictions(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Two forward passes."""
+        on_device = batch.to(self.device)
+        return self._forward_only(on_device).cpu(), self._forward_only(on_device, greedy=True).cpu()
+
     def sum_over_data(self, values: Tensor) -> Tensor:
         """One all-reduce."""
         return self._all_reduce(values.to(self.device)).cpu()
@@ -157,9 +162,9 @@ class FsdpEngine:
         return added
 
     @torch.no_grad()
-    def _forward_only(self, batch: Batch) -> Tensor:
+    def _forward_only(self, batch: Batch, *, greedy: bool = False) -> Tensor:
         self._model.eval()
-        return self._model(batch)
+        return self._model(batch, greedy=greedy)
 
     def _update(self, learning_rate: float, grad_norm: float, max_grad_norm: float | None) -> None:
         if max_grad_norm is not None and grad_norm > max_grad_norm:

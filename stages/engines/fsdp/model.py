@@ -19,7 +19,12 @@ from transformers.utils.logging import disable_progress_bar
 from stages.core.errors import LifecycleError, ModelError
 from stages.data.batch import IGNORED, Batch
 from stages.engines.attention import hidden_states, prepare_attention
-from stages.engines.log_probabilities import LogitsTransform, logits_transform, token_log_probabilities
+from stages.engines.log_probabilities import (
+    LogitsTransform,
+    greedy_tokens,
+    logits_transform,
+    token_log_probabilities,
+)
 from stages.engines.rotary import long_from, rotate_by_document
 from stages.models.loaded_weights import check_finite
 
@@ -43,10 +48,12 @@ class TargetLogProbabilities(nn.Module):
         self.transform: LogitsTransform | None = logits_transform(causal_lm.config)
         rotate_by_document(decoder_of(causal_lm))
 
-    def forward(self, batch: Batch) -> Tensor:
-        """float32 [rows, sequence], 0 where there is no target."""
+    def forward(self, batch: Batch, *, greedy: bool = False) -> Tensor:
+        """float32 [rows, sequence], 0 where there is no target; greedy: the likeliest tokens there, as int64."""
         hidden = hidden_states(decoder_of(self.causal_lm), batch)
         head = self.causal_lm.get_output_embeddings()
+        if greedy:
+            return greedy_tokens(hidden, head, batch.targets)
         # FSDP2 hangs its backward hooks on the output, and cannot rely on them when that is a view.
         return token_log_probabilities(hidden, head, batch.targets, self.transform).clone()
 

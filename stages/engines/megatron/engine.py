@@ -27,10 +27,11 @@ from stages.engines.loss import Loss
 from stages.engines.megatron.adapter import adapt, peft_adapter, seed_dropout
 from stages.engines.megatron.checkpoint import MegatronState
 from stages.engines.megatron.clock import PipelineClock
+from stages.engines.megatron.log_probabilities import greedy_tokens, target_log_probabilities
 from stages.engines.megatron.model import build_model_chunks, compute_dtype
 from stages.engines.megatron.optimizer import Adam, wrap_chunks
 from stages.engines.megatron.parallel import from_last_stage, represents_share, start_model_parallel
-from stages.engines.megatron.pipeline import Pipeline
+from stages.engines.megatron.pipeline import OfLogits, Pipeline
 from stages.engines.megatron.spec import check_precision
 from stages.engines.megatron.weights import export_weights, load_weights, named_weights
 from stages.engines.settings import EngineSettings
@@ -119,6 +120,19 @@ class MegatronEngine:
         found = self._pipeline.run([batch], per_document, backward=False)
         sums = found[0] if found else torch.empty(batch.num_documents, device=self.device)
         return from_last_stage(sums.float()).cpu()
+
+    def predictions(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Two forward passes."""
+
+        def as_it_is(values: Tensor, _: Batch) -> tuple[Tensor, Tensor]:
+            return values.sum().float(), values
+
+        def on_every_stage(of_logits: OfLogits, dtype: torch.dtype) -> Tensor:
+            found = self._pipeline.run([batch], as_it_is, backward=False, of_logits=of_logits)
+            values = found[0] if found else torch.empty(batch.targets.shape, dtype=dtype, device=self.device)
+            return from_last_stage(values).cpu()
+
+        return on_every_stage(target_log_probabilities, torch.float32), on_every_stage(greedy_tokens, torch.int64)
 
     def sum_over_data(self, values: Tensor) -> Tensor:
         """One all-reduce, to which every share contributes once."""

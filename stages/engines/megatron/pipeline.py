@@ -31,6 +31,9 @@ Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 FP8_ROWS = 16
 """Products in 8 bits take rows in multiples of this."""
 
+OfLogits = Callable[[Tensor, Tensor, int], Tensor]
+"""(this rank's logits [rows, tokens, entries], targets, entries of the vocabulary) → [rows, tokens], on every rank."""
+
 Consumer = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]
 """(log-probabilities float32 [rows, sequence], batch) → (what to differentiate, what to return)."""
 
@@ -48,7 +51,14 @@ class Pipeline:
     clock: PipelineClock | None
     """Times training; None: not timed."""
 
-    def run(self, micro_batches: Sequence[Batch], consume: Consumer, *, backward: bool) -> list[Tensor]:
+    def run(
+        self,
+        micro_batches: Sequence[Batch],
+        consume: Consumer,
+        *,
+        backward: bool,
+        of_logits: OfLogits = target_log_probabilities,
+    ) -> list[Tensor]:
         """What `consume` returned for each micro-batch; empty but on the last stage. Gradients are added up."""
         batches = _filled_up(micro_batches, self.layout)
         transformer = get_model_config(self.chunks[0])
@@ -60,7 +70,7 @@ class Pipeline:
         iterators = [iter(batches) for _ in self.chunks]
         with torch.set_grad_enabled(backward):
             results = get_forward_backward_func()(
-                forward_step_func=partial(self._forward, consume, size),
+                forward_step_func=partial(self._forward, of_logits, consume, size),
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=list(self.chunks) if len(self.chunks) > 1 else self.chunks[0],
                 num_microbatches=len(batches),
@@ -71,7 +81,7 @@ class Pipeline:
         return results[: len(micro_batches)]
 
     def _forward(
-        self, consume: Consumer, size: int, batches: Iterator[Batch], chunk: nn.Module
+        self, of_logits: OfLogits, consume: Consumer, size: int, batches: Iterator[Batch], chunk: nn.Module
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
         """What Megatron's schedules call for each micro-batch and chunk."""
         batch = next(batches).to(self.device)
@@ -83,7 +93,7 @@ class Pipeline:
             attention_mask=None,
             packed_seq_params=self._packed_tokens(split, rank),
         )
-        return output, partial(self._finish, consume, batch, split)
+        return output, partial(self._finish, of_logits, consume, batch, split)
 
     def _packed_tokens(self, split: TokenSplit, rank: int) -> PackedTokens:
         like = torch.empty((), dtype=self.dtype, device=self.device)
@@ -96,11 +106,13 @@ class Pipeline:
             document_ids=split.document_ids,
         )
 
-    def _finish(self, consume: Consumer, batch: Batch, split: TokenSplit, logits: Tensor) -> tuple[Tensor, Tensor, Any]:
+    def _finish(
+        self, of_logits: OfLogits, consume: Consumer, batch: Batch, split: TokenSplit, logits: Tensor
+    ) -> tuple[Tensor, Tensor, Any]:
         """Called on the last stage: (what to differentiate, how many tokens Megatron should divide by, the result)."""
         group = parallel_state.get_context_parallel_group()
         targets = split.local(batch.targets, group.rank(), padding=IGNORED)
-        local = target_log_probabilities(logits, targets, self.vocab_size)
+        local = of_logits(logits, targets, self.vocab_size)
         values = gather_tokens(local, split, group).view(batch.input_ids.shape)
         differentiated, result = consume(values, batch)
         return differentiated, torch.zeros((), dtype=torch.int, device=self.device), result

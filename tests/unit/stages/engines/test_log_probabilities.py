@@ -13,7 +13,7 @@ from transformers import CohereConfig, FalconH1Config, Gemma2Config, GraniteConf
 
 from stages.data.batch import IGNORED
 from stages.engines import log_probabilities
-from stages.engines.log_probabilities import LogitsTransform, logits_transform, token_log_probabilities
+from stages.engines.log_probabilities import LogitsTransform, greedy_tokens, logits_transform, token_log_probabilities
 
 ROWS, SEQUENCE, WIDTH, VOCABULARY = 2, 24, 16, 50
 
@@ -72,6 +72,18 @@ def test_equal_to_log_softmax_with_gradients(
     inputs = (hidden, *module.parameters())
     for one, other in zip(gradients_of(found, *inputs), gradients_of(expected, *inputs), strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 1000])
+def test_greedy_tokens_are_the_likeliest_where_there_is_a_target(
+    hidden: Tensor, targets: Tensor, chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_probabilities, "CHUNK_LOGITS", chunk_tokens * VOCABULARY)
+    module = head(bias=True)
+    expected = module(hidden).argmax(-1).masked_fill(targets == IGNORED, IGNORED)
+    assert torch.equal(greedy_tokens(hidden, module, targets), expected)
+    nothing = torch.full_like(targets, IGNORED)
+    assert torch.equal(greedy_tokens(hidden, module, nothing), nothing)
 
 
 def test_chunks_do_not_add_up_in_half_precision(
