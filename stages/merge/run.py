@@ -21,8 +21,9 @@ from stages.adapters.headers import ADAPTER_FOLDER
 from stages.core.contract import StageContext, StageResult
 from stages.core.errors import GateError, ModelError
 from stages.engines.export import write_model
+from stages.engines.streamed import StreamedModel
 from stages.merge.combine import combine
-from stages.merge.compare import Comparison, StreamedModel, compare
+from stages.merge.compare import Comparison, compare
 from stages.merge.config import MergeConfig
 from stages.models.model_config import read_config
 from stages.models.model_folder import check_model_folder

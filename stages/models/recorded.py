@@ -21,6 +21,14 @@ RESOLUTION_NATS = 1e-6
 
 
 @dataclass(frozen=True)
+class Predicted:
+    """What a model predicts of a document's targets, in their order: log-probabilities in nats, likeliest tokens."""
+
+    log_probabilities: Sequence[float]
+    greedy: Sequence[int]
+
+
+@dataclass(frozen=True)
 class RecordedDocument:
     """`targets[i]` is the token after `input_ids[i]`, or below 0 where nothing was learned.
 
@@ -48,13 +56,12 @@ class RecordedDocument:
         """The whole document, the last target included."""
         return [*self.input_ids, *(target for target in self.targets[-1:] if target >= 0)]
 
-
-@dataclass(frozen=True)
-class Predicted:
-    """What a model predicts of a document's targets, in their order: log-probabilities in nats, likeliest tokens."""
-
-    log_probabilities: Sequence[float]
-    greedy: Sequence[int]
+    def recording(self, predicted: Predicted) -> RecordedDocument:
+        """The same document with these predictions."""
+        total = math.fsum(predicted.log_probabilities)
+        return RecordedDocument(
+            self.input_ids, self.targets, total, list(predicted.log_probabilities), list(predicted.greedy)
+        )
 
 
 def read_record(artifact: Path) -> list[RecordedDocument]:

@@ -1,0 +1,118 @@
+"""A model that runs from its files, one module at a time (Transformers' offloading to disk), in fp32.
+
+It is never in memory as a whole. An adapter can stand beside its layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from stages.adapters.adapter import Adapter
+from stages.core.errors import ModelError
+from stages.engines.fsdp.model import decoder_of
+from stages.engines.log_probabilities import LogitsTransform, logits_transform
+from stages.engines.rotary import rotates_by_document_length
+from stages.models.recorded import Predicted, RecordedDocument
+
+CHUNK_LOGITS = 2**25
+"""fp32 logits of a model alive at a time: 128 MiB."""
+
+
+class StreamedModel:
+    """A causal language model that stays in its files."""
+
+    def __init__(self, folder: Path, scratch: Path, *, trust_remote_code: bool) -> None:
+        """scratch: for what is stored in another form than it is computed in. Raises ModelError."""
+        disable_progress_bar()
+        scratch.mkdir(parents=True, exist_ok=True)
+        try:
+            self.causal_lm: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=torch.float32,
+                device_map={"": "disk"},
+                offload_folder=scratch,
+                local_files_only=True,
+                trust_remote_code=trust_remote_code,
+            ).eval()
+        except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+            raise ModelError(f"loading {folder}, to compare it with what training recorded: {error}") from error
+        self._transform: LogitsTransform | None = logits_transform(self.causal_lm.config)
+
+    def ordered(self, adapter_layers: set[str]) -> list[str]:
+        """Layers in the order of the model. Raises ModelError for those that it does not have."""
+        ordered = [name for name, _ in self.causal_lm.named_modules() if name in adapter_layers]
+        if lost := sorted(adapter_layers - set(ordered)):
+            raise ModelError(
+                f"the adapter is of {', '.join(lost[:5])}, which {type(self.causal_lm).__name__} does not have; "
+                "they do not belong together"
+            )
+        return ordered
+
+    def put_beside(self, adapter: Adapter) -> None:
+        """Let each adapted layer give W x + scaling B A x."""
+        for layer in self.ordered(set(adapter.factors)):
+            self.causal_lm.get_submodule(layer).register_forward_hook(partial(_add, adapter, layer))
+
+    @property
+    def chunk_tokens(self) -> int:
+        """How many tokens' logits may be alive at a time."""
+        return max(1, CHUNK_LOGITS // self.causal_lm.get_output_embeddings().weight.shape[0])
+
+    @torch.no_grad()
+    def hidden_states(self, documents: Sequence[RecordedDocument]) -> Tensor:
+        """[targets of all documents, width]: what the head is given, in one pass over the files."""
+        decoder = decoder_of(self.causal_lm)
+        rows = [torch.tensor(one.input_ids) for one in documents]
+        together = [rows] if not rotates_by_document_length(decoder) else [[row] for row in rows]
+        hidden = [
+            state
+            for batch in together
+            for state in decoder(input_ids=pad_sequence(batch, batch_first=True), use_cache=False)[0]
+        ]
+        selected = [
+            state[: len(row)][torch.tensor(one.targets) >= 0]
+            for state, row, one in zip(hidden, rows, documents, strict=True)
+        ]
+        return torch.cat(selected)
+
+    def predictions(self, documents: Sequence[RecordedDocument]) -> list[Predicted]:
+        """Of the targets of each document."""
+        targets = targets_of(documents).split(self.chunk_tokens)
+        chosen, greedy = [], []
+        for states, expected in zip(self.hidden_states(documents).split(self.chunk_tokens), targets, strict=True):
+            row = self.log_probabilities(states)
+            chosen.append(row.gather(1, expected[:, None]).squeeze(1))
+            greedy.append(row.argmax(1))
+        return by_document(torch.cat(chosen), torch.cat(greedy), documents)
+
+    @torch.no_grad()
+    def log_probabilities(self, hidden: Tensor) -> Tensor:
+        """fp32 [tokens, vocabulary]."""
+        logits = self.causal_lm.get_output_embeddings()(hidden).float()
+        return (self._transform(logits) if self._transform else logits).log_softmax(1)
+
+
+def targets_of(documents: Sequence[RecordedDocument]) -> Tensor:
+    """int64 [targets of all documents]."""
+    return torch.tensor([target for one in documents for target in one.targets if target >= 0])
+
+
+def by_document(log_probabilities: Tensor, greedy: Tensor, documents: Sequence[RecordedDocument]) -> list[Predicted]:
+    """fp32 and int64 [targets of all documents], in their order."""
+    counts = [one.num_targets for one in documents]
+    parts = zip(log_probabilities.split(counts), greedy.split(counts), strict=True)
+    return [Predicted(values.tolist(), tokens.tolist()) for values, tokens in parts]
+
+
+def _add(adapter: Adapter, layer: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    a, b = adapter.factors[layer]
+    return output + adapter.scaling * (inputs[0] @ a.float().T) @ b.float().T
