@@ -92,7 +92,7 @@ class HubServer:
             self.served_bytes[name] = self.served_bytes.get(name, 0) + num_bytes
 
     def start(self) -> None:
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 
     def stop(self) -> None:
         self._server.shutdown()

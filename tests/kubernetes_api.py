@@ -104,7 +104,7 @@ def running_api(folder: Path) -> Iterator[Cluster]:
     """A cluster, and a kubeconfig that names it in KUBECONFIG."""
     cluster = Cluster()
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(cluster))
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     config = folder / "kubeconfig"
     config.write_text(json.dumps(_kubeconfig(server.server_port)))

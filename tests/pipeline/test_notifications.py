@@ -32,7 +32,7 @@ def receiver():
             pass
 
     server = HTTPServer(("127.0.0.1", 0), Receiver)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     yield server.server_port, received
     server.shutdown()
@@ -103,7 +103,7 @@ def post_office():
                     self.say("250 fine")
 
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Office) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield server.server_address[1], letters
         server.shutdown()

@@ -24,7 +24,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     write_repository(folder, model_files(1000))
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path / "served")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         monkeypatch.setenv("INDEX_HUB", f"http://127.0.0.1:{server.server_port}")
         entry = HubEntry("index://", "org/name", parse_repository, "tests.unit.stages.hubs.index_hub")
         monkeypatch.setitem(HUBS, "index", entry)

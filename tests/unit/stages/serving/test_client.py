@@ -35,7 +35,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def client() -> Iterator[Client]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     Handler.answers = {
         "/health": b"",
         "/v1/models": {"data": [{"id": "sft", "max_model_len": 256}]},

@@ -92,9 +92,11 @@ async def engine_on(path: Path, model: Model) -> AsyncIterator[EngineAddress]:
         try:
             yield EngineAddress(socket=path)
         finally:
-            server.should_exit = True
             model.go_on.set()
-            await served
+            served.cancel()  # it looks a few times a second only whether it is to end
+            with suppress(asyncio.CancelledError):
+                await served
+            server.servers[0].close()
 
 
 Trial = Callable[[Model, Model, EngineAddress, Proxy, httpx.AsyncClient], Awaitable[None]]

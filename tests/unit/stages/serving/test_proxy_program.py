@@ -35,7 +35,7 @@ def test_it_stands_before_an_engine_until_it_is_asked_to_end(tmp_path):
         ThreadingUnixStreamServer(str(tmp_path / "engine.sock"), Engine) as engine,
         subprocess.Popen(command, env=environment, cwd=tmp_path) as process,
     ):
-        threading.Thread(target=engine.serve_forever, daemon=True).start()
+        threading.Thread(target=engine.serve_forever, args=(0.01,), daemon=True).start()
         try:
             wait_for(lambda: answer(port, "wrong") is not None, timeout_s=60)
             assert answer(port, "wrong").status_code == 401

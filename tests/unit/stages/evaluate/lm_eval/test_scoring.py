@@ -131,7 +131,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server(causal_lm: Qwen3ForCausalLM) -> Iterator[Asked]:
     with Asked(causal_lm) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server
         server.shutdown()
 
