@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid
 
 from stages.core.strict import StrictModel
 from stages.data.batch import Batch
-from stages.engines.loss import Sums
+from stages.engines.loss import Counts, Parts, Totals
 from stages.train.methods.method import Method
 from stages.train.methods.registry import METHODS
 
@@ -30,13 +30,14 @@ class MarginLoss:
     config: MarginConfig
     metric_names: ClassVar[tuple[str, ...]] = ("answer_margin",)
 
-    def count(self, batch: Batch) -> int:
-        return batch.num_documents // 2
+    def counts(self, batch: Batch) -> Counts:
+        return {"pairs": batch.num_documents // 2}
 
-    def __call__(self, token_log_probabilities: Tensor, batch: Batch) -> Sums:
+    def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
         means = batch.document_sums(token_log_probabilities) / batch.document_sums(batch.has_target.float())
         margins = means[0::2] - means[1::2]
-        return -logsigmoid(self.config.beta * margins - self.config.target).sum(), {"answer_margin": margins.sum()}
+        losses = -logsigmoid(self.config.beta * margins - self.config.target)
+        return losses.sum() / totals["pairs"], {"answer_margin": margins.detach().sum() / totals["pairs"]}
 
 
 METHODS["margin"] = Method(

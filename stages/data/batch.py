@@ -34,6 +34,8 @@ class Batch:
     """Tokens of every document, padding included, in the order of the flattened rows; adds up to rows × sequence."""
     reference_log_probabilities: torch.Tensor | None = None
     """float32 [num_documents]: what the reference model gives to the targets of each document, in nats."""
+    target_weights: torch.Tensor | None = None
+    """float32 [rows, sequence]: how much each target counts in its document's log-probability; default: 1 each."""
 
     @property
     def has_target(self) -> torch.Tensor:
@@ -44,6 +46,10 @@ class Batch:
         """Sums of float [rows, sequence] over each real document: float [num_documents], differentiable."""
         sums = torch.zeros(len(self.document_lengths), dtype=values.dtype, device=values.device)
         return sums.index_add(0, self.document_ids.flatten(), values.flatten())[: self.num_documents]
+
+    def log_probabilities(self, of_tokens: torch.Tensor) -> torch.Tensor:
+        """Of documents, in nats, of those of the targets: float32 [num_documents] of [rows, sequence]."""
+        return self.document_sums(of_tokens if self.target_weights is None else of_tokens * self.target_weights)
 
     @property
     def document_rows(self) -> torch.Tensor:

@@ -21,7 +21,7 @@ from stages.models.flops import ModelFlops
 
 @dataclass(frozen=True)
 class LossMeans:
-    """A loss and its metrics, averaged over everything that the loss counts in a global batch."""
+    """A loss and its metrics, means over a global batch."""
 
     loss: float
     metrics: dict[str, float]
@@ -54,15 +54,15 @@ class Engine(Protocol):
     ) -> StepOutcome:
         """One optimizer step over the global batch of which `micro_batches` are this process's share.
 
-        The gradient is that of the summed loss divided by its count over the whole global batch. Nothing is updated
-        when loss or gradient norm is not finite: the caller sees that in the outcome, and stops.
+        The gradient is that of the loss as a mean over the whole global batch. Nothing is updated when loss or
+        gradient norm is not finite: the caller sees that in the outcome, and stops.
         """
 
     def evaluate(self, micro_batches: Iterable[Batch], loss: Loss) -> LossMeans:
         """Loss and metrics without learning; every process gives equally many micro-batches, all get the result."""
 
     def document_log_probabilities(self, batch: Batch) -> torch.Tensor:
-        """float32 [num_documents] on the CPU: sums of the targets' log-probabilities in nats, forward only."""
+        """float32 [num_documents] on the CPU, in nats: see `Batch.log_probabilities`. Forward only."""
 
     def predictions(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """On the CPU, forward only: float32 [rows, sequence], the targets' log-probabilities in nats, and int64, the

@@ -1,20 +1,29 @@
-"""What an engine is given to minimise: a sum over what it gives log-probabilities of, so that any layout can add up.
+"""What an engine is given to minimise: a mean over the global batch, in parts that any layout can add up.
 
-A loss maps the log-probabilities of a micro-batch's targets to (sum of the loss, sums of the metrics). Both are to be
-divided by the loss's count over the whole global batch, which is known before the forward pass; so the number of
-processes and of micro-batches does not change what is learned. Which losses there are is for `stages.train.methods`.
+A loss says what it counts in a micro-batch (pairs, target tokens, …). The engine adds these counts up over the global
+batch, before the forward pass, and gives the totals to the loss, which maps the log-probabilities of a micro-batch's
+targets to its part of the mean and of the metrics. All parts add up to the mean: so the number of processes and of
+micro-batches does not change what is learned, whatever each term is a mean over. Which losses there are is for
+`stages.train.methods`.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from stages.data.batch import Batch
 
-Sums = tuple[Tensor, dict[str, Tensor]]
-"""(sum of the loss, differentiable; sums of the metrics by name)"""
+Counts = dict[str, int]
+"""What is counted → how often it is there."""
+Totals = Mapping[str, float]
+"""The same over a global batch."""
+Parts = tuple[Tensor, dict[str, Tensor]]
+"""(part of the loss, differentiable; parts of the metrics by name)"""
 
 
 class Loss(Protocol):
@@ -22,10 +31,32 @@ class Loss(Protocol):
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """Of the sums beside the loss, in their order: a process without the loss must know how many there are."""
+        """Of the parts beside the loss, in their order: a process without the loss must know how many there are."""
 
-    def count(self, batch: Batch) -> int:
-        """How many things the loss of this micro-batch sums over."""
+    def counts(self, batch: Batch) -> Counts:
+        """How many things there are in this micro-batch of each kind that a term is a mean over; all kinds, always."""
 
-    def __call__(self, token_log_probabilities: Tensor, batch: Batch) -> Sums:
-        """Sums over the micro-batch; `token_log_probabilities` is float32 [rows, sequence], 0 where no target is."""
+    def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
+        """The micro-batch's parts of the means; `token_log_probabilities` is float32 [rows, sequence], 0 where no
+        target is. A metric that is a mean over nothing is NaN, and not logged."""
+
+
+def totals_of(loss: Loss, micro_batches: Sequence[Batch], add_up: Callable[[Tensor], Tensor]) -> Totals:
+    """What the loss counts in a global batch, of which these are a share; `add_up` adds float64 over the shares."""
+    counts = [loss.counts(batch) for batch in micro_batches]
+    names = list(counts[0])
+    own = torch.tensor([sum(one[name] for one in counts) for name in names], dtype=torch.float64)
+    return dict(zip(names, add_up(own).tolist(), strict=True))
+
+
+def stacked(parts: Parts) -> Tensor:
+    """float64 [1 + number of metrics], detached: parts to be added up over micro-batches and shares."""
+    loss, metrics = parts
+    return torch.stack([loss.detach(), *metrics.values()]).double()
+
+
+def means(added_up: Tensor, loss: Loss) -> tuple[float, dict[str, float]]:
+    """Loss and metrics of a global batch, of all its parts added up; without metrics that are means over nothing."""
+    value, *metrics = added_up.tolist()
+    named = zip(loss.metric_names, metrics, strict=True)
+    return value, {name: metric for name, metric in named if not math.isnan(metric)}

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from stages.data.batch import Batch
 from stages.data.dataset import PackedDataset
+from stages.train.methods.method import BatchChange
 from stages.train.reference import ReferenceRows
 
 T = TypeVar("T")
@@ -20,11 +21,14 @@ class BatchSource:
 
     dataset: PackedDataset
     micro_batch_size: int
+    change: BatchChange | None = None
     reference: ReferenceRows | None = None
 
     def batch(self, rows: Sequence[int]) -> Batch:
         """The rows as one micro-batch on the CPU."""
         batch = self.dataset.batch(rows, self.micro_batch_size)
+        if self.change:
+            batch = self.change(batch)
         return self.reference.attach(batch, self.dataset.row_documents(rows)) if self.reference else batch
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import (
     Field,
@@ -13,7 +13,6 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    create_model,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -23,15 +22,13 @@ from stages.adapters.legality import adapter_errors
 from stages.core.contract import Execution, ModelOrAdapterReference, ModelReference, StageConfig, base_of
 from stages.core.fields import AddedLater, Product, without
 from stages.core.numbers import NonNegativeFp32
-from stages.core.strict import StrictModel
 from stages.data.config import DataConfig
 from stages.data.formats import FORMATS
 from stages.engines.settings import AdamSettings, EngineSettings
 from stages.parallel.layout import AutoLayout, EngineName, Layout, LayoutOrAuto
 from stages.parallel.legality import RunConstraints, layout_errors
 from stages.planner.workload import Precision, Workload
-from stages.train.methods.method import Method
-from stages.train.methods.registry import METHODS
+from stages.train.methods.options import MethodFields
 from stages.train.numbers import Denominator, Epochs, Rate, Seed, contradiction
 from stages.train.start import start_problems
 
@@ -56,27 +53,7 @@ class TrainExecution(Execution):
     measure_matmul_rate: bool = Field(True, description="On a CPU, measure the peak that MFU is relative to.")
 
 
-if TYPE_CHECKING:  # what there is depends on the registry, which no type checker runs
-    MethodName = str
-    MethodOptions = StageConfig
-else:
-    MethodName = Literal[tuple(METHODS)]
-    MethodOptions = create_model(
-        "MethodOptions",
-        __base__=StageConfig,
-        __module__=__name__,
-        **{
-            method.name: (
-                method.options | None if method.is_null_in_identity else Annotated[method.options | None, AddedLater()],
-                Field(None, description=f"Only with `method: {method.name}`."),
-            )
-            for method in METHODS.values()
-            if method.options
-        },
-    )
-
-
-class TrainConfig(MethodOptions):
+class TrainConfig(MethodFields):
     """Training of a model by one of the methods (→ `model/`); the options of each are a field of its name.
 
     With `adapter:` the model is frozen and low-rank weights beside it learn (→ `adapter/`).
@@ -86,7 +63,6 @@ class TrainConfig(MethodOptions):
     HAS_CHECK: ClassVar[bool] = True
 
     kind: Literal["train"]
-    method: MethodName = Field(description="What is learned; its options are the field of its name.")
     model: ModelOrAdapterReference
     base: Annotated[ModelReference | None, AddedLater()] = Field(
         None, description="Where `model` is an adapter: the model that it belongs to; found by itself."
@@ -158,12 +134,11 @@ class TrainConfig(MethodOptions):
     @property
     def workload(self) -> Workload:
         """What the planner compares layouts for; `epochs` are of a dataset whose tokens are not counted yet."""
-        needs_reference = self.learning.needs_reference
         workload = Workload(
             self.data.sequence_length,
             self.global_batch_size,
             self.precision,
-            needs_reference,
+            self.needs_reference,
             lora_rank=self.adapter.rank if self.adapter else None,
         )
         return replace(workload, total_tokens=self.steps * workload.tokens_per_step) if self.steps else workload
@@ -172,16 +147,6 @@ class TrainConfig(MethodOptions):
     def constraints(self) -> RunConstraints:
         """What the layout must fit besides the model."""
         return RunConstraints(self.execution.nodes, self.processes, self.data.sequence_length, self.global_batch_size)
-
-    @property
-    def learning(self) -> Method:
-        """The method, and what it needs."""
-        return METHODS[self.method]
-
-    @property
-    def method_options(self) -> StrictModel | None:
-        """What the recipe says of the method; None for one without options."""
-        return dict(self).get(self.method)
 
     @property
     def engine_settings(self) -> EngineSettings:
@@ -244,22 +209,6 @@ class TrainConfig(MethodOptions):
     def resume_identity(self) -> dict[str, JsonValue]:
         """Without engine and layout: a checkpoint of either engine can be loaded by both, under any layout."""
         return {key: value for key, value in self.identity().items() if key not in ("engine", "layout")}
-
-    @model_validator(mode="after")
-    def _default_options(self) -> Self:
-        """Not before the fields are read: beside such a validator, pydantic takes no list of JSON for a tuple."""
-        if self.learning.options and self.method_options is None:
-            object.__setattr__(self, self.method, self.learning.options())
-        return self
-
-    @model_validator(mode="after")
-    def _options_of_the_method_only(self) -> Self:
-        for name, value in self:
-            if name in METHODS and name != self.method and value is not None:
-                raise ValueError(
-                    f"`{name}` is set but `method` is {self.method}; remove `{name}` or say `method: {name}`"
-                )
-        return self
 
     @model_validator(mode="after")
     def _pairs_are_compared_by_their_answers(self) -> Self:

@@ -22,6 +22,7 @@ from stages.data.batch import Batch
 from stages.data.cache import content_key, file_digest
 from stages.data.dataset import PackedDataset
 from stages.engines.engine import Engine
+from stages.train.methods.method import BatchChange
 from stages.train.order import even_micro_batches
 from stages.train.watchdog import Watchdog
 
@@ -52,8 +53,11 @@ class ReferenceModel:
     context: StageContext
     watchdog: Watchdog
 
-    def rows(self, dataset: PackedDataset, rows: Sequence[int]) -> ReferenceRows:
-        """Log-probabilities of the documents of `rows` (sorted, without repetitions). Collective."""
+    def rows(self, dataset: PackedDataset, rows: Sequence[int], change: BatchChange | None = None) -> ReferenceRows:
+        """Log-probabilities of the documents of `rows` (sorted, without repetitions), in batches that `change` makes.
+
+        Collective.
+        """
         documents = dataset.row_documents(rows)
         identity: dict[str, JsonValue] = {
             "weights": self.weights_digest,
@@ -61,15 +65,17 @@ class ReferenceModel:
             "documents": hashlib.sha256(documents.tobytes()).hexdigest(),
             "compute_dtype": str(self.engine.compute_dtype),
         }
+        if change:
+            identity["change"] = repr(change)
         path = self.context.cache / "reference" / f"{content_key(identity)}.npy"
         if self.engine.broadcast_from_rank0(float(path.is_file())):
             return ReferenceRows(documents, np.load(path))
-        values = self._compute(dataset, rows)
+        values = self._compute(dataset, rows, change)
         if is_main_process():
             _save(path, values)
         return ReferenceRows(documents, values)
 
-    def _compute(self, dataset: PackedDataset, rows: Sequence[int]) -> NDArray[np.float32]:
+    def _compute(self, dataset: PackedDataset, rows: Sequence[int], change: BatchChange | None) -> NDArray[np.float32]:
         """float32 [documents], the same on every process."""
         engine = self.engine
         positions = np.cumsum([0, *(len(dataset.row_documents([row])) for row in rows)]).tolist()
@@ -78,7 +84,7 @@ class ReferenceModel:
         for index, share in enumerate(shares):
             self.watchdog.begins(f"micro-batch {index + 1} of {len(shares)} of the reference log-probabilities")
             batch = dataset.batch([rows[position] for position in share], self.micro_batch_size)
-            result = engine.document_log_probabilities(batch)
+            result = engine.document_log_probabilities(change(batch) if change else batch)
             if share:
                 values[positions[share[0]] : positions[share[-1] + 1]] = result
             self.context.progress(index + 1, len(shares), "micro-batches", "reference log-probabilities")

@@ -150,12 +150,14 @@ def _assemble(
     training_rows = sorted({row for step in range(1, last_step + 1) for row in order.global_batch(step)})
     reference = (
         ReferenceModel(engine, _start_digest(config, context), layout.micro_batch_size, context, watchdog)
-        if config.learning.needs_reference
+        if config.needs_reference
         else None
     )
+    change = config.learning.batch_change(config.method_options)
 
     def source(dataset: PackedDataset, rows: list[int]) -> BatchSource:
-        return BatchSource(dataset, layout.micro_batch_size, reference.rows(dataset, rows) if reference else None)
+        found = reference.rows(dataset, rows, change) if reference else None
+        return BatchSource(dataset, layout.micro_batch_size, change, found)
 
     held_out = None if trial else data.evaluation
     return TrainingRun(

@@ -77,7 +77,7 @@ def main() -> None:
 
 def run(engine: Any, config: TrainConfig, case: Case) -> Result:
     shares = [share(rows, engine, config) for rows in global_batches(case.data)]
-    if config.learning.needs_reference:
+    if config.needs_reference:
         shares = [[with_reference(engine, batch) for batch in batches] for batches in shares]
     loss = config.learning.build_loss(config.method_options)
     of_row, greedy = engine.predictions(pack(global_batches(case.data)[0][:1]))
@@ -124,11 +124,11 @@ def values_and_gradients(
     engine: Any, batches: list[Batch], loss: Loss, config: TrainConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Log-probabilities of all shares, in the order of the rows, and the gradients of the mean loss."""
-    count = engine._global_count(batches, loss)
+    totals = engine._totals(batches, loss)
     engine._adam.zero_gradients()
 
     def mean(log_probabilities: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        return loss(log_probabilities, batch)[0] / count, log_probabilities.detach()
+        return loss(log_probabilities, batch, totals)[0], log_probabilities.detach()
 
     found = engine._pipeline.run(batches, mean, backward=True)
     everyones: list[Any] = [None] * dist.get_world_size()

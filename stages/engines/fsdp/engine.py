@@ -28,7 +28,7 @@ from stages.engines.fsdp.model import load_model
 from stages.engines.fsdp.optimizer import decayed_parameters, parameter_groups
 from stages.engines.fsdp.parallelize import data_parallel_mesh, parallelize
 from stages.engines.fsdp.state import TrainingState
-from stages.engines.loss import Loss
+from stages.engines.loss import Loss, means, stacked, totals_of
 from stages.engines.settings import EngineSettings
 from stages.models.transformers_flops import model_flops
 
@@ -75,36 +75,35 @@ class FsdpEngine:
     ) -> StepOutcome:
         """One optimizer step; gradients are reduced once, with the last micro-batch."""
         self._model.train()
-        count = self._global_sum(sum(loss.count(batch) for batch in micro_batches))
-        sums: list[Tensor] = []
+        totals = totals_of(loss, micro_batches, self.sum_over_data)
+        added_up: list[Tensor] = []
         for index, batch in enumerate(micro_batches):
             self._model.set_requires_gradient_sync(index == len(micro_batches) - 1)
             on_device = batch.to(self.device)
-            loss_sum, metric_sums = loss(self._model(on_device), on_device)
-            (loss_sum / count).backward()
-            sums.append(_stack(loss_sum, metric_sums))
-        means = self._means(sums, count, list(metric_sums))
+            parts = loss(self._model(on_device), on_device, totals)
+            parts[0].backward()
+            added_up.append(stacked(parts))
+        mean, metrics = means(self._all_reduce(torch.stack(added_up).sum(0)), loss)
         grad_norm = self._grad_norm()
-        if math.isfinite(means.loss) and math.isfinite(grad_norm):
+        if math.isfinite(mean) and math.isfinite(grad_norm):
             self._update(learning_rate, grad_norm, max_grad_norm)
         self._optimizer.zero_grad()
-        return StepOutcome(means.loss, means.metrics, grad_norm)
+        return StepOutcome(mean, metrics, grad_norm)
 
     def evaluate(self, micro_batches: Iterable[Batch], loss: Loss) -> LossMeans:
         """Loss and metrics of all given micro-batches."""
-        count = 0
-        sums: list[Tensor] = []
-        for batch in micro_batches:
+        batches = list(micro_batches)
+        totals = totals_of(loss, batches, self.sum_over_data)
+        added_up: list[Tensor] = []
+        for batch in batches:
             on_device = batch.to(self.device)
-            loss_sum, metric_sums = loss(self._forward_only(on_device), on_device)
-            sums.append(_stack(loss_sum, metric_sums))
-            count += loss.count(batch)
-        return self._means(sums, self._global_sum(count), list(metric_sums))
+            added_up.append(stacked(loss(self._forward_only(on_device), on_device, totals)))
+        return LossMeans(*means(self._all_reduce(torch.stack(added_up).sum(0)), loss))
 
     def document_log_probabilities(self, batch: Batch) -> Tensor:
         """Forward only."""
         on_device = batch.to(self.device)
-        return on_device.document_sums(self._forward_only(on_device)).cpu()
+        return on_device.log_probabilities(self._forward_only(on_device)).cpu()
 
     def predictions(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Two forward passes."""
@@ -183,22 +182,10 @@ class FsdpEngine:
     def _local_gradients(self) -> list[Tensor]:
         return [parameter.grad.to_local() for parameter in self._parameters if parameter.grad is not None]
 
-    def _global_sum(self, count: int) -> float:
-        return self.sum_over_data(torch.tensor(count, dtype=torch.float64)).item()
-
-    def _means(self, sums: list[Tensor], count: float, metric_names: list[str]) -> LossMeans:
-        loss, *metrics = (self._all_reduce(torch.stack(sums).sum(0)) / count).tolist()
-        return LossMeans(loss, dict(zip(metric_names, metrics, strict=True)))
-
     def _all_reduce(self, values: Tensor) -> Tensor:
         if self.data_parallel_size > 1:
             dist.all_reduce(values)
         return values
-
-
-def _stack(loss_sum: Tensor, metric_sums: dict[str, Tensor]) -> Tensor:
-    """float64 [1 + number of metrics], detached."""
-    return torch.stack([loss_sum.detach(), *metric_sums.values()]).double()
 
 
 def _full_tensor(value: Tensor) -> Tensor:

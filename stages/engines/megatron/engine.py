@@ -1,7 +1,7 @@
 """The training engine on Megatron-core: tensor, pipeline, context, expert and data parallelism, in any product.
 
 Master weights, gradients and Adam's moments are fp32; parameters and activations are of `compute_dtype`. The gradient
-is a sum over shares and context-parallel ranks: the loss comes divided by its count over the whole global batch.
+is a sum over shares and context-parallel ranks: a micro-batch gives its part of the mean over the whole global batch.
 Call `prepare_megatron()` before anything of this module is used.
 """
 
@@ -23,7 +23,7 @@ from stages.adapters.files import write_adapter
 from stages.core.contract import is_main_process
 from stages.data.batch import Batch
 from stages.engines.engine import LossMeans, StepOutcome
-from stages.engines.loss import Loss
+from stages.engines.loss import Loss, Totals, means, stacked, totals_of
 from stages.engines.megatron.adapter import adapt, peft_adapter, seed_dropout
 from stages.engines.megatron.checkpoint import MegatronState
 from stages.engines.megatron.clock import PipelineClock
@@ -31,7 +31,7 @@ from stages.engines.megatron.log_probabilities import greedy_tokens, target_log_
 from stages.engines.megatron.model import build_model_chunks, compute_dtype
 from stages.engines.megatron.optimizer import Adam, wrap_chunks
 from stages.engines.megatron.parallel import from_last_stage, represents_share, start_model_parallel
-from stages.engines.megatron.pipeline import OfLogits, Pipeline
+from stages.engines.megatron.pipeline import Consumer, OfLogits, Pipeline
 from stages.engines.megatron.spec import check_precision
 from stages.engines.megatron.weights import export_weights, load_weights, named_weights
 from stages.engines.settings import EngineSettings
@@ -83,39 +83,30 @@ class MegatronEngine:
         self, micro_batches: Sequence[Batch], loss: Loss, learning_rate: float, max_grad_norm: float | None
     ) -> StepOutcome:
         """One optimizer step; gradients are reduced while the last micro-batch goes backward."""
-        count = self._global_count(micro_batches, loss)
+        totals = self._totals(micro_batches, loss)
         self._adam.zero_gradients()
         if self._adapter:
             seed_dropout(self._adapter)
 
-        def divided(log_probabilities: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-            loss_sum, metric_sums = loss(log_probabilities, batch)
-            return loss_sum / count, _stack(loss_sum, metric_sums)
-
-        sums = self._pipeline.run(micro_batches, divided, backward=True)
+        parts = self._pipeline.run(micro_batches, _parts_of(loss, totals), backward=True)
         measured = self._bubble()
-        means = self._means(sums, count, loss)
+        mean, metrics = self._means(parts, loss)
         grad_norm = self._adam.grad_norm()
-        if math.isfinite(means.loss) and math.isfinite(grad_norm):
+        if math.isfinite(mean) and math.isfinite(grad_norm):
             self._adam.step(learning_rate, grad_norm, max_grad_norm)
-        return StepOutcome(means.loss, means.metrics, grad_norm, measured)
+        return StepOutcome(mean, metrics, grad_norm, measured)
 
     def evaluate(self, micro_batches: Iterable[Batch], loss: Loss) -> LossMeans:
         """Loss and metrics of all given micro-batches."""
         batches = list(micro_batches)
-
-        def summed(log_probabilities: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-            loss_sum, metric_sums = loss(log_probabilities, batch)
-            return loss_sum, _stack(loss_sum, metric_sums)
-
-        sums = self._pipeline.run(batches, summed, backward=False)
-        return self._means(sums, self._global_count(batches, loss), loss)
+        consume = _parts_of(loss, self._totals(batches, loss))
+        return LossMeans(*self._means(self._pipeline.run(batches, consume, backward=False), loss))
 
     def document_log_probabilities(self, batch: Batch) -> Tensor:
         """Forward only."""
 
         def per_document(log_probabilities: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-            return log_probabilities.sum(), batch.document_sums(log_probabilities)
+            return log_probabilities.sum(), batch.log_probabilities(log_probabilities)
 
         found = self._pipeline.run([batch], per_document, backward=False)
         sums = found[0] if found else torch.empty(batch.num_documents, device=self.device)
@@ -179,15 +170,14 @@ class MegatronEngine:
         passed_s, waited_s = times_s.tolist()
         return {"pipeline_bubble_fraction": waited_s / passed_s}
 
-    def _global_count(self, micro_batches: Sequence[Batch], loss: Loss) -> int:
-        count = sum(loss.count(batch) for batch in micro_batches)
-        return int(self._over_shares(torch.tensor(count, dtype=torch.float64, device=self.device)))
+    def _totals(self, micro_batches: Sequence[Batch], loss: Loss) -> Totals:
+        return totals_of(loss, micro_batches, self.sum_over_data)
 
-    def _means(self, sums: list[Tensor], count: int, loss: Loss) -> LossMeans:
+    def _means(self, parts: list[Tensor], loss: Loss) -> tuple[float, dict[str, float]]:
+        """`parts` are empty but on the last stage."""
         size = 1 + len(loss.metric_names)
-        total = torch.stack(sums).sum(0) if sums else torch.zeros(size, dtype=torch.float64, device=self.device)
-        first, *rest = (self._over_shares(total) / count).tolist()
-        return LossMeans(first, dict(zip(loss.metric_names, rest, strict=True)))
+        total = torch.stack(parts).sum(0) if parts else torch.zeros(size, dtype=torch.float64, device=self.device)
+        return means(self._over_shares(total), loss)
 
     def _over_shares(self, values: Tensor) -> Tensor:
         contribution = values.clone() if represents_share() else torch.zeros_like(values)
@@ -195,6 +185,11 @@ class MegatronEngine:
         return contribution
 
 
-def _stack(loss_sum: Tensor, metric_sums: dict[str, Tensor]) -> Tensor:
-    """float64 [1 + number of metrics], detached."""
-    return torch.stack([loss_sum.detach(), *metric_sums.values()]).double()
+def _parts_of(loss: Loss, totals: Totals) -> Consumer:
+    """What the last stage does with log-probabilities."""
+
+    def consume(log_probabilities: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        parts = loss(log_probabilities, batch, totals)
+        return parts[0], stacked(parts)
+
+    return consume

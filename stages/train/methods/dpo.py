@@ -10,13 +10,15 @@ from pydantic import Field, model_validator
 from stages.core.fields import AddedLater
 from stages.core.numbers import NonNegativeFp32, PositiveFp32
 from stages.core.strict import StrictModel
-from stages.train.methods.method import Method
+from stages.train.methods.method import BatchChange, Method
+from stages.train.methods.pairs import METRICS, chosen_nll, num_chosen_tokens, pair_metrics
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from stages.data.batch import Batch
-    from stages.engines.loss import Sums
+    from stages.engines.loss import Counts, Parts, Totals
+    from stages.train.methods.dpo_losses import Pairs
 
 LossType = Literal[
     "sigmoid",
@@ -33,15 +35,10 @@ LossType = Literal[
     "discopop",
     "aot",
     "aot_unpaired",
+    "sft",
 ]
 SMOOTHED: tuple[LossType, ...] = ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "aot", "aot_unpaired")
 """Those that `label_smoothing` means something to."""
-METRICS = {
-    "reward_chosen": "mean reward of the preferred documents",
-    "reward_rejected": "mean reward of the others",
-    "reward_margin": "difference of the two",
-    "preference_accuracy": "share of pairs in which the preferred document has the higher reward",
-}
 
 
 class DpoConfig(StrictModel):
@@ -50,7 +47,8 @@ class DpoConfig(StrictModel):
     beta: PositiveFp32 = Field(0.1, description="Strength of the pull towards the reference model.")
     loss_type: LossType | tuple[LossType, ...] = Field(
         "sigmoid",
-        description="sigmoid is DPO itself, hinge is SLiC; of a list of them, the weighted sum is minimised.",
+        description="sigmoid is DPO itself, hinge is SLiC, sft the negative log-likelihood of the preferred answers; "
+        "of a list of them, the weighted sum is minimised.",
     )
     loss_weights: Annotated[tuple[PositiveFp32, ...] | None, AddedLater()] = Field(
         None, description="Of each loss type, in their order; default: 1 each."
@@ -59,6 +57,19 @@ class DpoConfig(StrictModel):
         0.0, lt=0.5, description=f"Share of pairs assumed to be the wrong way round ({', '.join(SMOOTHED)})."
     )
     discopop_tau: Annotated[PositiveFp32, AddedLater()] = Field(0.05, description="Temperature of discopop.")
+    rpo_alpha: Annotated[PositiveFp32 | None, AddedLater()] = Field(
+        None, description="Weight of `sft` beside the other losses, as in RPO; the same as naming it with this weight."
+    )
+    ld_alpha: Annotated[NonNegativeFp32 | None, AddedLater()] = Field(
+        None,
+        le=1,
+        description="LD-DPO: how much the tokens count by which an answer is longer than the other one; default: "
+        "like the others.",
+    )
+    reference: Annotated[Literal["start", "none"], AddedLater()] = Field(
+        "start",
+        description="What rewards are relative to: the model that training starts from, or none (answers all alike).",
+    )
 
     @property
     def loss_types(self) -> tuple[LossType, ...]:
@@ -68,7 +79,10 @@ class DpoConfig(StrictModel):
     @property
     def weights(self) -> dict[str, float]:
         """Loss type → weight."""
-        return dict(zip(self.loss_types, self.loss_weights or [1.0] * len(self.loss_types), strict=True))
+        found: dict[str, float] = dict(
+            zip(self.loss_types, self.loss_weights or [1.0] * len(self.loss_types), strict=True)
+        )
+        return {**found, "sft": self.rpo_alpha} if self.rpo_alpha else found
 
     @model_validator(mode="after")
     def _options_of_the_losses_only(self) -> Self:
@@ -83,6 +97,8 @@ class DpoConfig(StrictModel):
             )
         if "exo_pair" in names and not self.label_smoothing:
             raise ValueError("`loss_type: exo_pair` needs `label_smoothing` above 0; its authors use 1.0e-3")
+        if self.rpo_alpha and "sft" in names:
+            raise ValueError("`rpo_alpha` is the weight of `sft`, which `loss_type` names, too; say it in one place")
         if self.discopop_tau != 0.05 and "discopop" not in names:
             raise ValueError(f"`discopop_tau` does nothing to {', '.join(names)}; remove it")
         return self
@@ -90,23 +106,37 @@ class DpoConfig(StrictModel):
 
 @dataclass(frozen=True)
 class DpoLoss:
-    """Sums over pairs; documents 2k are chosen, 2k + 1 rejected."""
+    """Mean over pairs; of `sft` over the targets of preferred documents."""
 
     config: DpoConfig
     metric_names: ClassVar[tuple[str, ...]] = tuple(METRICS)
 
-    def count(self, batch: Batch) -> int:
-        """Pairs."""
-        return batch.num_documents // 2
+    def counts(self, batch: Batch) -> Counts:
+        """Pairs, and target tokens of preferred documents."""
+        return {"pairs": batch.num_documents // 2, "chosen tokens": num_chosen_tokens(batch)}
 
-    def __call__(self, token_log_probabilities: Tensor, batch: Batch) -> Sums:
-        """Loss and metrics of all pairs; rewards are β log π/π_ref."""
-        from stages.train.methods.dpo_losses import PAIR_LOSSES, Options, Pairs  # torch: a recipe is read without it
+    def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
+        """Loss and metrics; rewards are β log π/π_ref."""
+        from stages.train.methods.dpo_losses import PAIR_LOSSES, Options  # torch: a recipe is read without it
 
-        assert batch.reference_log_probabilities is not None
-        sums, reference = batch.document_sums(token_log_probabilities), batch.reference_log_probabilities
+        pairs = self._pairs(token_log_probabilities, batch)
+        options = Options(self.config.beta, self.config.label_smoothing, self.config.discopop_tau)
+        losses = [
+            weight * chosen_nll(token_log_probabilities, batch, totals)
+            if name == "sft"
+            else weight * PAIR_LOSSES[name](pairs, options).sum() / totals["pairs"]
+            for name, weight in self.config.weights.items()
+        ]
+        return sum(losses[1:], losses[0]), pair_metrics(self.config.beta * pairs.c, self.config.beta * pairs.r, totals)
+
+    def _pairs(self, token_log_probabilities: Tensor, batch: Batch) -> Pairs:
+        from stages.train.methods.dpo_losses import Pairs
+
+        sums, reference = batch.log_probabilities(token_log_probabilities), batch.reference_log_probabilities
+        if reference is None:
+            reference = sums.new_zeros(sums.shape)
         tokens = batch.document_sums(batch.has_target.float())
-        pairs = Pairs(
+        return Pairs(
             chosen=sums[0::2],
             rejected=sums[1::2],
             reference_chosen=reference[0::2],
@@ -115,16 +145,14 @@ class DpoLoss:
             rejected_tokens=tokens[1::2],
             rows=batch.document_rows[0::2],
         )
-        options = Options(self.config.beta, self.config.label_smoothing, self.config.discopop_tau)
-        losses = [weight * PAIR_LOSSES[name](pairs, options) for name, weight in self.config.weights.items()]
-        chosen, rejected = self.config.beta * pairs.c.detach(), self.config.beta * pairs.r.detach()
-        metrics = {
-            "reward_chosen": chosen.sum(),
-            "reward_rejected": rejected.sum(),
-            "reward_margin": (chosen - rejected).sum(),
-            "preference_accuracy": (chosen > rejected).float().sum(),
-        }
-        return sum(losses[1:], losses[0]).sum(), metrics
+
+
+def _tail_weights(config: DpoConfig) -> BatchChange | None:
+    if config.ld_alpha is None:
+        return None
+    from stages.train.methods.targets import TailWeights
+
+    return TailWeights(config.ld_alpha)
 
 
 DPO = Method(
@@ -132,7 +160,8 @@ DPO = Method(
     rows="pairs",
     build_loss=DpoLoss,
     options=DpoConfig,
-    needs_reference=True,
+    needs_reference=lambda config: config.reference == "start",
+    batch_change=_tail_weights,
     metrics=METRICS,
     averaged_over="pairs",
     headline=("preference_accuracy",),

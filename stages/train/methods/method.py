@@ -15,27 +15,32 @@ from stages.core.strict import StrictModel
 from stages.data.config import RowKind
 
 if TYPE_CHECKING:
+    from stages.data.batch import Batch
     from stages.engines.loss import Loss
+
+BatchChange = Callable[["Batch"], "Batch"]
+"""What a method makes of a batch before anybody sees it; its `repr` says all that decides what it does."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to learn from rows."""
+    """A way to learn from rows. Functions take the options in the recipe, or None where the method has none."""
 
     name: str
     """What `method:` of a recipe says, and the field that holds `options`."""
     rows: RowKind
     """What it learns from."""
     build_loss: Callable[[Any], Loss]
-    """The loss, of the options in the recipe (None where the method has none)."""
     options: type[StrictModel] | None = None
     """What a recipe may say of it; everything has a default."""
-    needs_reference: bool = False
-    """Batches carry the log-probabilities that the model gave to their documents before training."""
+    needs_reference: Callable[[Any], bool] = lambda _: False
+    """Whether batches carry the log-probabilities that the model gave to their documents before training."""
+    batch_change: Callable[[Any], BatchChange | None] = lambda _: None
+    """Which targets count, and how much, if that is not as data preparation has it."""
     metrics: Mapping[str, str] = field(default_factory=dict)
     """What its loss measures beside itself: name → meaning."""
     averaged_over: str = "target tokens"
-    """What its loss is the mean over; what it counts."""
+    """What its loss is the mean over."""
     headline: tuple[str, ...] = ()
     """Those of `metrics` that a person is shown first."""
     is_null_in_identity: bool = False

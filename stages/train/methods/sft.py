@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from stages.data.batch import Batch
-    from stages.engines.loss import Sums
+    from stages.engines.loss import Counts, Parts, Totals
 
 
 @dataclass(frozen=True)
@@ -20,13 +20,13 @@ class SftLoss:
 
     metric_names: ClassVar[tuple[str, ...]] = ()
 
-    def count(self, batch: Batch) -> int:
+    def counts(self, batch: Batch) -> Counts:
         """Target tokens."""
-        return int(batch.has_target.sum())
+        return {"targets": int(batch.has_target.sum())}
 
-    def __call__(self, token_log_probabilities: Tensor, batch: Batch) -> Sums:
+    def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
         """Negative log-likelihood; no metrics beside."""
-        return -token_log_probabilities.sum(), {}
+        return -token_log_probabilities.sum() / totals["targets"], {}
 
 
 SFT = Method(name="sft", rows="examples", build_loss=lambda _: SftLoss())

@@ -9,14 +9,14 @@ from pydantic import Field
 
 from stages.core.numbers import NonNegativeFp32, PositiveFp32
 from stages.core.strict import StrictModel
-from stages.train.methods.dpo import METRICS
 from stages.train.methods.method import Method
+from stages.train.methods.pairs import METRICS, pair_metrics
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from stages.data.batch import Batch
-    from stages.engines.loss import Sums
+    from stages.engines.loss import Counts, Parts, Totals
 
 
 class SimpoConfig(StrictModel):
@@ -30,29 +30,24 @@ class SimpoConfig(StrictModel):
 
 @dataclass(frozen=True)
 class SimpoLoss:
-    """Sums over pairs of -log σ(β (p_chosen - p_rejected) - γ), p of means over tokens: Meng et al. 2024, (6)."""
+    """Mean over pairs of -log σ(β (p_chosen - p_rejected) - γ), p of means over tokens: Meng et al. 2024, (6)."""
 
     config: SimpoConfig
     metric_names: ClassVar[tuple[str, ...]] = tuple(METRICS)
 
-    def count(self, batch: Batch) -> int:
+    def counts(self, batch: Batch) -> Counts:
         """Pairs."""
-        return batch.num_documents // 2
+        return {"pairs": batch.num_documents // 2}
 
-    def __call__(self, token_log_probabilities: Tensor, batch: Batch) -> Sums:
-        """Loss and metrics of all pairs; rewards are β p."""
+    def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
+        """Loss and metrics over pairs; rewards are β p."""
         from torch.nn.functional import logsigmoid
 
         tokens = batch.document_sums(batch.has_target.float())
         rewards = self.config.beta * batch.document_sums(token_log_probabilities) / tokens
         chosen, rejected = rewards[0::2], rewards[1::2]
-        metrics = {
-            "reward_chosen": chosen.detach().sum(),
-            "reward_rejected": rejected.detach().sum(),
-            "reward_margin": (chosen - rejected).detach().sum(),
-            "preference_accuracy": (chosen > rejected).float().sum(),
-        }
-        return -logsigmoid(chosen - rejected - self.config.gamma).sum(), metrics
+        losses = -logsigmoid(chosen - rejected - self.config.gamma)
+        return losses.sum() / totals["pairs"], pair_metrics(chosen, rejected, totals)
 
 
 SIMPO = Method(

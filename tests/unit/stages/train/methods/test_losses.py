@@ -53,22 +53,27 @@ def make_pairs(chosen, rejected, reference_chosen, reference_rejected, num_token
     return values, batch
 
 
+def of_batch(loss, values, batch):
+    """Of a global batch that is one micro-batch."""
+    return loss(values, batch, loss.counts(batch))
+
+
 def test_document_sums_are_the_sums_of_each_real_document():
     assert make_batch().document_sums(LOG_PROBABILITIES).tolist() == [-3.0, -0.5, -3.0, -1.5, -2.25]
 
 
 def test_the_sft_loss_is_the_negative_log_likelihood_and_counts_targets():
-    loss_sum, metrics = SftLoss()(LOG_PROBABILITIES, make_batch())
-    assert loss_sum.item() == pytest.approx(10.25)
-    assert SftLoss().count(make_batch()) == 8
+    assert SftLoss().counts(make_batch()) == {"targets": 8}
+    loss, metrics = SftLoss()(LOG_PROBABILITIES, make_batch(), {"targets": 8})
+    assert loss.item() == pytest.approx(10.25 / 8)
     assert metrics == {}
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_the_first_dpo_loss_is_ln_2_whatever_the_smoothing(smoothing):
     values, batch = make_pairs(-3.0, -5.0, -3.0, -5.0)
-    loss_sum, metrics = DpoLoss(DpoConfig(label_smoothing=smoothing))(values, batch)
-    assert loss_sum.item() == pytest.approx(math.log(2))
+    loss, metrics = of_batch(DpoLoss(DpoConfig(label_smoothing=smoothing)), values, batch)
+    assert loss.item() == pytest.approx(math.log(2))
     assert metrics["reward_margin"].item() == 0
 
 
@@ -94,8 +99,8 @@ CLOSED_FORMS = [
 @pytest.mark.parametrize(("config", "expected"), CLOSED_FORMS)
 def test_preference_losses_equal_their_closed_forms(config, expected):
     values, batch = make_pairs(-2.0, -6.0, -2.5, -5.0, num_tokens=4)
-    loss_sum, metrics = DpoLoss(DpoConfig(**config))(values, batch)
-    assert loss_sum.item() == pytest.approx(expected, rel=1e-6, abs=1e-7)
+    loss, metrics = of_batch(DpoLoss(DpoConfig(**config)), values, batch)
+    assert loss.item() == pytest.approx(expected, rel=1e-6, abs=1e-7)
     assert metrics["reward_margin"].item() == pytest.approx(config["beta"] * H)
     assert metrics["reward_chosen"].item() == pytest.approx(config["beta"] * 0.5)
     assert metrics["reward_rejected"].item() == pytest.approx(config["beta"] * -1.0)
@@ -106,11 +111,11 @@ def test_a_micro_batch_without_pairs_adds_nothing_and_still_has_a_gradient():
     values = torch.zeros(1, 4, requires_grad=True)
     zeros = torch.zeros(1, 4, dtype=torch.int64)
     batch = Batch(zeros, zeros + IGNORED, zeros, zeros, 0, [4], torch.zeros(0))
-    loss_sum, _ = DpoLoss(DpoConfig())(values, batch)
-    loss_sum.backward()
-    assert loss_sum.item() == 0
+    loss, _ = DpoLoss(DpoConfig())(values, batch, {"pairs": 2, "chosen tokens": 3})
+    loss.backward()
+    assert loss.item() == 0
     assert values.grad.abs().sum() == 0
-    assert DpoLoss(DpoConfig()).count(batch) == 0
+    assert DpoLoss(DpoConfig()).counts(batch) == {"pairs": 0, "chosen tokens": 0}
 
 
 def test_pairs_of_a_row_are_a_distribution_however_rows_are_put_into_micro_batches():
@@ -138,10 +143,11 @@ def test_pairs_of_a_row_are_a_distribution_however_rows_are_put_into_micro_batch
     ]
     for loss_type in ("aot", "aot_unpaired"):
         loss = DpoLoss(DpoConfig(loss_type=loss_type))
-        together, _ = loss(values, batch)
-        apart = sum(loss(values[row, None], rows[row])[0] for row in range(2))
+        totals = loss.counts(batch)
+        together, _ = loss(values, batch, totals)
+        apart = sum(loss(values[row, None], rows[row], totals)[0] for row in range(2))
         torch.testing.assert_close(together, apart)
-        assert together != DpoLoss(DpoConfig())(values, batch)[0]
+        assert together != DpoLoss(DpoConfig())(values, batch, totals)[0]
 
 
 @pytest.mark.parametrize(
@@ -155,6 +161,9 @@ def test_pairs_of_a_row_are_a_distribution_however_rows_are_put_into_micro_batch
         ({"loss_type": "ipo", "label_smoothing": 0.1}, "`label_smoothing` does nothing to ipo"),
         ({"loss_type": "exo_pair"}, "`loss_type: exo_pair` needs `label_smoothing` above 0"),
         ({"discopop_tau": 0.1}, "`discopop_tau` does nothing to sigmoid"),
+        ({"loss_type": ("ipo", "sft"), "rpo_alpha": 1.0}, "`rpo_alpha` is the weight of `sft`"),
+        ({"ld_alpha": 1.5}, "less than or equal to 1"),
+        ({"reference": "base"}, "'start' or 'none'"),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(fields, message):
@@ -163,4 +172,4 @@ def test_options_that_would_do_nothing_are_refused(fields, message):
 
 
 def test_the_names_of_losses_are_those_there_are():
-    assert set(get_args(LossType)) == set(PAIR_LOSSES)
+    assert set(get_args(LossType)) == {*PAIR_LOSSES, "sft"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
@@ -14,8 +15,7 @@ from trl import DPOTrainer
 from trl.experimental.cpo import CPOTrainer
 
 from stages.data.batch import IGNORED, Batch
-from stages.train.methods.dpo import DpoConfig, DpoLoss
-from stages.train.methods.dpo_losses import PAIR_LOSSES
+from stages.train.methods.dpo import DPO, DpoConfig, LossType
 from stages.train.methods.simpo import SimpoConfig, SimpoLoss
 
 VOCABULARY = 64
@@ -24,6 +24,13 @@ PAIRS = {
     "chosen": ["t4 t5 t6", "t7 t8", "t9", "t10 t11 t12 t13"],
     "rejected": ["t14", "t15 t16 t17", "t18 t19", "t20"],
 }
+NAMES_OF_TRL = {
+    "reward_chosen": "rewards/chosen",
+    "reward_rejected": "rewards/rejected",
+    "reward_margin": "rewards/margins",
+    "preference_accuracy": "rewards/accuracies",
+}
+"""Name of a metric → TRL's."""
 COMBINATIONS = [
     {"loss_type": "sigmoid"},
     {"loss_type": "sigmoid_norm"},
@@ -43,6 +50,13 @@ COMBINATIONS = [
     {"loss_type": "aot_unpaired"},
     {"loss_type": ("sigmoid", "bco_pair"), "loss_weights": (0.8, 0.2)},
     {"loss_type": ("apo_zero", "hinge", "ipo")},
+    {"loss_type": "sft"},
+    {"loss_type": ("sigmoid", "sft"), "loss_weights": (1.0, 0.3)},
+    {"rpo_alpha": 0.5},
+    {"ld_alpha": 0.0},
+    {"ld_alpha": 0.4, "loss_type": ("sigmoid", "ipo", "apo_zero"), "rpo_alpha": 1.0},
+    {"reference": "none"},
+    {"reference": "none", "loss_type": ("ipo", "aot"), "ld_alpha": 0.5},
 ]
 
 
@@ -75,7 +89,7 @@ def inputs(trainer):
 
 @pytest.fixture(scope="module")
 def ours(trainer, inputs):
-    """TRL's batch, first all chosen and then all rejected, as one packed row of pairs, with TRL's reference."""
+    """TRL's batch, first all chosen and then all rejected, as one packed row of pairs."""
     order = torch.arange(len(inputs["input_ids"])).view(2, -1).T.flatten()
     documents, targets = [], []
     for number in order:
@@ -84,7 +98,7 @@ def ours(trainer, inputs):
         documents.append(tokens)
         targets.append(torch.cat([tokens[1:].where(learned[1:], IGNORED), torch.tensor([IGNORED])]))
     lengths = [len(tokens) for tokens in documents]
-    batch = Batch(
+    return Batch(
         input_ids=torch.cat(documents)[None],
         targets=torch.cat(targets)[None],
         position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
@@ -92,8 +106,6 @@ def ours(trainer, inputs):
         num_documents=len(lengths),
         document_lengths=lengths,
     )
-    with torch.no_grad():
-        return batch.with_reference(batch.document_sums(log_probabilities(trainer.ref_model, batch)))
 
 
 def log_probabilities(model, batch):
@@ -119,30 +131,34 @@ def gradient(model, loss):
 def test_dpo_and_its_relatives(trainer, inputs, ours, fields):
     config = DpoConfig(**fields)
     trainer.loss_types, trainer.loss_weights = list(config.weights), list(config.weights.values())
-    trainer.beta, trainer.label_smoothing, trainer.args.discopop_tau = (
-        config.beta,
-        config.label_smoothing,
-        config.discopop_tau,
+    trainer.beta, trainer.label_smoothing, trainer.ld_alpha = config.beta, config.label_smoothing, config.ld_alpha
+    trainer.args.discopop_tau = config.discopop_tau
+    trainer.precompute_ref_logps = config.reference == "none"
+    nothing = torch.zeros(len(PAIRS["prompt"]))
+    expected = trainer.compute_loss(
+        trainer.model, {**inputs, "ref_chosen_logps": nothing, "ref_rejected_logps": nothing}
     )
-    expected = trainer.compute_loss(trainer.model, inputs)
+    check(trainer, DPO, config, ours, expected)
+    assert DPO.needs_reference(config) == (config.reference == "start")
+
+
+def check(trainer, method, config, batch, expected):
+    """Loss, gradient and metrics of a method are those that TRL's trainer has just given."""
     expected_gradient = gradient(trainer.model, expected)
-    loss = DpoLoss(config)
-    total, sums = loss(log_probabilities(trainer.model, ours), ours)
-    mean = total / loss.count(ours)
-    assert mean.item() == pytest.approx(expected.item(), rel=1e-5)
-    difference = gradient(trainer.model, mean) - expected_gradient
-    assert difference.norm() <= 1e-5 * expected_gradient.norm()
+    if change := method.batch_change(config):
+        batch = change(batch)
+    if method.needs_reference(config):
+        with torch.no_grad():
+            reference = batch.log_probabilities(log_probabilities(trainer.ref_model, batch))
+        batch = batch.with_reference(reference)
+    loss = method.build_loss(config)
+    found, metrics = loss(log_probabilities(trainer.model, batch), batch, loss.counts(batch))
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert (gradient(trainer.model, found) - expected_gradient).norm() <= 1e-5 * expected_gradient.norm()
     logged = {name: values[-1] for name, values in trainer._metrics["train"].items()}
-    means = {name: (value / loss.count(ours)).item() for name, value in sums.items()}
-    assert means == pytest.approx(
-        {
-            "reward_chosen": logged["rewards/chosen"],
-            "reward_rejected": logged["rewards/rejected"],
-            "reward_margin": logged["rewards/margins"],
-            "preference_accuracy": logged["rewards/accuracies"],
-        },
-        rel=1e-5,
-        abs=1e-6,
+    expected_metrics = {name: logged[NAMES_OF_TRL[name]] for name in loss.metric_names}
+    assert {name: value.item() for name, value in metrics.items()} == pytest.approx(
+        expected_metrics, rel=1e-5, abs=1e-6
     )
 
 
@@ -161,14 +177,14 @@ def test_simpo(trainer, ours, fields):
     )
     losses, chosen, rejected = CPOTrainer.cpo_loss(trl, means[0::2], means[1::2])
     expected_gradient = gradient(trainer.model, losses.mean())
-    total, sums = SimpoLoss(config)(log_probabilities(trainer.model, ours), ours)
-    mean = total / SimpoLoss(config).count(ours)
+    loss = SimpoLoss(config)
+    mean, found = loss(log_probabilities(trainer.model, ours), ours, loss.counts(ours))
     assert mean.item() == pytest.approx(losses.mean().item(), rel=1e-5)
     assert (gradient(trainer.model, mean) - expected_gradient).norm() <= 1e-5 * expected_gradient.norm()
-    assert sums["reward_chosen"].item() == pytest.approx(chosen.sum().item())
-    assert sums["reward_rejected"].item() == pytest.approx(rejected.sum().item())
+    assert found["reward_chosen"].item() == pytest.approx(chosen.mean().item())
+    assert found["reward_rejected"].item() == pytest.approx(rejected.mean().item())
 
 
 def test_every_loss_is_compared():
     compared = {name for fields in COMBINATIONS for name in DpoConfig(**fields).loss_types}
-    assert compared == set(PAIR_LOSSES)
+    assert compared == set(get_args(LossType))

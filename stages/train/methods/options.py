@@ -1,0 +1,69 @@
+"""The fields of a training stage that depend on which methods there are: `method`, and a block of options for each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal, Self
+
+from pydantic import Field, create_model, model_validator
+
+from stages.core.contract import StageConfig
+from stages.core.fields import AddedLater
+from stages.core.strict import StrictModel
+from stages.train.methods.method import Method
+from stages.train.methods.registry import METHODS
+
+if TYPE_CHECKING:  # what there is depends on the registry, which no type checker runs
+    MethodName = str
+    MethodBlocks = StageConfig
+else:
+    MethodName = Literal[tuple(METHODS)]
+    MethodBlocks = create_model(
+        "MethodBlocks",
+        __base__=StageConfig,
+        __module__=__name__,
+        **{
+            method.name: (
+                method.options | None if method.is_null_in_identity else Annotated[method.options | None, AddedLater()],
+                Field(None, description=f"Only with `method: {method.name}`."),
+            )
+            for method in METHODS.values()
+            if method.options
+        },
+    )
+
+
+class MethodFields(MethodBlocks):
+    """The method, and the options of it and of no other."""
+
+    method: MethodName = Field(description="What is learned; its options are the field of its name.")
+
+    @property
+    def learning(self) -> Method:
+        """The method, and what it needs."""
+        return METHODS[self.method]
+
+    @property
+    def method_options(self) -> StrictModel | None:
+        """What the recipe says of the method; None for one without options."""
+        return dict(self).get(self.method)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the method needs what the untrained model gives to the documents."""
+        return self.learning.needs_reference(self.method_options)
+
+    @model_validator(mode="after")
+    def _default_options(self) -> Self:
+        """Not before the fields are read: beside such a validator, pydantic takes no list of JSON for a tuple."""
+        if self.learning.options and self.method_options is None:
+            object.__setattr__(self, self.method, self.learning.options())
+        return self
+
+    @model_validator(mode="after")
+    def _options_of_the_method_only(self) -> Self:
+        for name, value in self:
+            if name in METHODS and name != self.method and value is not None:
+                raise ValueError(
+                    f"`{name}` is set but `method` is {self.method}; remove `{name}` or say `method: {name}`"
+                )
+        return self

@@ -1,0 +1,43 @@
+"""What methods that learn from pairs share: documents 2k are chosen, 2k + 1 rejected, in the same packed row."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stages.data.batch import Batch
+    from stages.engines.loss import Totals
+
+METRICS = {
+    "reward_chosen": "mean reward of the preferred documents",
+    "reward_rejected": "mean reward of the others",
+    "reward_margin": "difference of the two",
+    "preference_accuracy": "share of pairs in which the preferred document has the higher reward",
+}
+
+
+def pair_metrics(chosen: Tensor, rejected: Tensor, totals: Totals) -> dict[str, Tensor]:
+    """Parts of `METRICS`, of the rewards of a micro-batch's answers, float32 [pairs] each."""
+    chosen, rejected = chosen.detach(), rejected.detach()
+    sums = {
+        "reward_chosen": chosen.sum(),
+        "reward_rejected": rejected.sum(),
+        "reward_margin": (chosen - rejected).sum(),
+        "preference_accuracy": (chosen > rejected).float().sum(),
+    }
+    return {name: value / totals["pairs"] for name, value in sums.items()}
+
+
+def num_chosen_tokens(batch: Batch) -> int:
+    """Targets of the preferred documents."""
+    return int(batch.document_sums(batch.has_target.long())[0::2].sum())
+
+
+def chosen_nll(token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Tensor:
+    """The micro-batch's part of the negative log-likelihood of the preferred documents, a mean over their targets.
+
+    The loss counts `chosen tokens` for it.
+    """
+    return -batch.document_sums(token_log_probabilities)[0::2].sum() / totals["chosen tokens"]

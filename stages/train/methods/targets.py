@@ -1,0 +1,34 @@
+"""What methods change of a batch of pairs: how much each target counts in its document's log-probability."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from stages.data.batch import Batch
+
+
+@dataclass(frozen=True)
+class TailWeights:
+    """Targets by which an answer is longer than the other one of its pair count `alpha`: Liu et al. 2024 (LD-DPO)."""
+
+    alpha: float
+
+    def __call__(self, batch: Batch) -> Batch:
+        """The batch with `target_weights`."""
+        places = _places_of_targets(batch)
+        lengths = batch.document_sums(batch.has_target.long())
+        shared = torch.minimum(lengths[0::2], lengths[1::2]).repeat_interleave(2)
+        of_documents = torch.cat([shared, shared.new_zeros(len(batch.document_lengths) - len(shared))])
+        in_tail = places > of_documents[batch.document_ids]
+        return replace(batch, target_weights=torch.where(in_tail, self.alpha, 1.0))
+
+
+def _places_of_targets(batch: Batch) -> torch.Tensor:
+    """int64 [rows, sequence]: the how manieth target of its document each is, from 1 on."""
+    running = batch.has_target.flatten().cumsum(0)
+    starts = (batch.position_ids == 0).flatten()
+    before = (running - batch.has_target.flatten().long())[starts]
+    numbers = starts.cumsum(0) - 1
+    return (running - before[numbers]).view_as(batch.targets)
