@@ -28,7 +28,7 @@ from stages.engines.settings import AdamSettings, EngineSettings
 from stages.parallel.layout import AutoLayout, EngineName, Layout, LayoutOrAuto
 from stages.parallel.legality import RunConstraints, layout_errors
 from stages.planner.workload import Precision, Workload
-from stages.train.methods.options import MethodFields
+from stages.train.methods.options import MethodFields, MethodName
 from stages.train.numbers import Denominator, Epochs, Rate, Seed, contradiction
 from stages.train.start import start_problems
 
@@ -63,6 +63,7 @@ class TrainConfig(MethodFields):
     HAS_CHECK: ClassVar[bool] = True
 
     kind: Literal["train"]
+    method: MethodName = Field(description="What is learned; its options are the field of its name.")
     model: ModelOrAdapterReference
     base: Annotated[ModelReference | None, AddedLater()] = Field(
         None, description="Where `model` is an adapter: the model that it belongs to; found by itself."

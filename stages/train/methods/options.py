@@ -35,7 +35,7 @@ else:
 class MethodFields(MethodBlocks):
     """The method, and the options of it and of no other."""
 
-    method: MethodName = Field(description="What is learned; its options are the field of its name.")
+    method: MethodName
 
     @property
     def learning(self) -> Method:

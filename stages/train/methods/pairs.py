@@ -16,6 +16,7 @@ METRICS = {
     "reward_margin": "difference of the two",
     "preference_accuracy": "share of pairs in which the preferred document has the higher reward",
 }
+NLL = {"nll_loss": "mean negative log-likelihood of the preferred documents' tokens"}
 
 
 def pair_metrics(chosen: Tensor, rejected: Tensor, totals: Totals) -> dict[str, Tensor]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from stages.train.methods.cpo import CPO
 from stages.train.methods.dpo import DPO
 from stages.train.methods.method import Method
+from stages.train.methods.orpo import ORPO
 from stages.train.methods.sft import SFT
 from stages.train.methods.simpo import SIMPO
 
-METHODS: dict[str, Method] = {method.name: method for method in (SFT, DPO, SIMPO)}
+METHODS: dict[str, Method] = {method.name: method for method in (SFT, DPO, SIMPO, ORPO, CPO)}
 
 
 def loss_meaning() -> str:

@@ -32,3 +32,16 @@ def _places_of_targets(batch: Batch) -> torch.Tensor:
     before = (running - batch.has_target.flatten().long())[starts]
     numbers = starts.cumsum(0) - 1
     return (running - before[numbers]).view_as(batch.targets)
+
+
+@dataclass(frozen=True)
+class ChosenPrompts:
+    """Of preferred documents all tokens become targets; those that were none count nothing in log-probabilities."""
+
+    def __call__(self, batch: Batch) -> Batch:
+        """The batch with more targets, and `target_weights`."""
+        following = batch.input_ids.roll(-1, 1)
+        has_next = (batch.document_ids == batch.document_ids.roll(-1, 1)) & (batch.position_ids.roll(-1, 1) > 0)
+        is_chosen = (batch.document_ids < batch.num_documents) & (batch.document_ids % 2 == 0)
+        targets = torch.where(is_chosen & has_next, following, batch.targets)
+        return replace(batch, targets=targets, target_weights=batch.has_target.float())
