@@ -1,0 +1,24 @@
+"""`methods_program.py` on the Megatron engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+
+from stages.engines.megatron.compat import prepare_megatron
+from stages.models.model_config import read_config, shape_of_config
+from stages.train.config import TrainConfig
+from tests.parity.methods_program import run_cases
+
+prepare_megatron()
+from stages.engines.megatron.engine import MegatronEngine  # noqa: E402
+
+
+def main() -> None:
+    run_cases(build, parallel_state.destroy_model_parallel)
+
+
+def build(model: Path, config: TrainConfig, device: torch.device) -> MegatronEngine:
+    return MegatronEngine(model, config.engine_settings, device, shape_of_config(read_config(model)))

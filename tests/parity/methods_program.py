@@ -1,0 +1,64 @@
+"""Train a few steps by several methods on the FSDP engine; the processes are started by `ranks.py`.
+
+    methods_program SPEC.json
+
+The spec names the folders `data` (packed rows), `model` and `output`, and `cases`: name → fields of a TrainConfig.
+A case leaves `output/NAME.json`, the outcome of each step and of an evaluation, and what it exports in `output/NAME/`.
+`megatron_methods_program.py` does the same on Megatron.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stages.core.contract import is_main_process
+from stages.data.dataset import PackedDataset
+from stages.engines.engine import Engine
+from stages.engines.fsdp.engine import FsdpEngine
+from stages.parallel.processes import joined_processes
+from stages.train.batches import BatchSource
+from stages.train.config import TrainConfig
+
+NUM_STEPS = 2
+
+
+def main() -> None:
+    run_cases(lambda model, config, device: FsdpEngine(model, config.engine_settings, device))
+
+
+def run_cases(
+    build: Callable[[Path, TrainConfig, torch.device], Engine], end: Callable[[], None] = lambda: None
+) -> None:
+    torch.set_num_threads(1)
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    output = Path(spec["output"])
+    with joined_processes() as device:
+        for name, fields in spec["cases"].items():
+            config = TrainConfig.model_validate_json(json.dumps(fields))
+            engine = build(Path(spec["model"]), config, device)
+            found = train(engine, config, PackedDataset(Path(spec["data"])))
+            engine.export(output / name, torch.float32)
+            if is_main_process():
+                (output / f"{name}.json").write_text(json.dumps(found))
+            end()
+
+
+def train(engine: Engine, config: TrainConfig, dataset: PackedDataset) -> list[dict[str, Any]]:
+    """Every step is over the same rows; then they are evaluated."""
+    size = config.layout.micro_batch_size
+    source = BatchSource(dataset, size, config.learning.batch_change(config.method_options))
+    num_rows = len(dataset) // engine.data_parallel_size
+    rows = range(engine.data_rank * num_rows, (engine.data_rank + 1) * num_rows)
+    batches = [source.batch(rows[start : start + size]) for start in range(0, num_rows, size)]
+    if config.needs_reference:
+        batches = [batch.with_reference(engine.document_log_probabilities(batch)) for batch in batches]
+    loss = config.learning.build_loss(config.method_options)
+    steps = [engine.train_step(batches, loss, config.learning_rate, config.max_grad_norm) for _ in range(NUM_STEPS)]
+    return [asdict(outcome) for outcome in (*steps, engine.evaluate(batches, loss))]

@@ -1,0 +1,184 @@
+"""Every method learns the same under every layout of both engines as in a loop over plain Transformers, in fp32.
+
+The loop takes the global batch as one, so that a method that did not count over all of it would be seen; its losses are
+held to TRL's by unit tests.
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from stages.data.dataset import Description, PackedDataset
+from stages.data.tokenizer import Tokens
+from stages.data.units import Unit
+from stages.data.writer import DatasetWriter
+from stages.train.batches import BatchSource
+from stages.train.config import TrainConfig
+from tests.parity.methods_program import NUM_STEPS
+from tests.parity.ranks import started_ranks
+
+VOCABULARY, ROW_TOKENS, LEARNING_RATE, EPSILON, SEED = 64, 24, 5e-3, 1e-3, 3
+PAIRS = [[(7, 5), (6, 6)], [(12, 12)], [(4, 8), (5, 6)], [(10, 14)]]
+"""Lengths of chosen and rejected documents, of each row; a prompt is two tokens."""
+METHODS = {
+    "dpo": {"method": "dpo", "dpo": {"rpo_alpha": 0.5, "ld_alpha": 0.3}},
+    "dpo-free": {"method": "dpo", "dpo": {"loss_type": ["ipo", "sft"], "loss_weights": [1, 2], "reference": "none"}},
+    "simpo": {"method": "simpo"},
+    "orpo": {"method": "orpo"},
+    "cpo": {"method": "cpo"},
+}
+ADAPTER = {"rank": 4, "alpha": 8}
+LAYOUTS = {
+    ("fsdp", 1): [{"micro_batch_size": 2}],
+    ("fsdp", 2): [{"dp_shard": 2}],
+    ("megatron", 2): [{"tp": 2, "micro_batch_size": 2}, {"pp": 2}],
+}
+
+
+def test_every_method_is_here():
+    assert {fields["method"] for fields in METHODS.values()} >= {"dpo", "simpo", "orpo", "cpo"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Packed pairs in `data`, a model in `model`."""
+    folder = tmp_path_factory.mktemp("methods")
+    write_rows(folder / "data", PAIRS)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen3Config(**sizes, **heads, vocab_size=VOCABULARY, initializer_range=0.2, max_position_embeddings=64)
+    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
+    return folder
+
+
+def write_rows(folder, rows):
+    """Packed rows of units of documents of these lengths, as preparation writes them."""
+    folder.mkdir()
+    generator = np.random.default_rng(1)
+    writer = DatasetWriter(folder)
+    for row in rows:
+        writer.write_row([Unit(tuple(document(generator, length) for length in lengths)) for lengths in row])
+    writer.finish(
+        Description(
+            sequence_length=ROW_TOKENS,
+            packing=True,
+            padding_token=0,
+            num_rows=writer.num_rows,
+            num_documents=writer.num_documents,
+            num_tokens=writer.num_tokens,
+            num_target_tokens=writer.num_target_tokens,
+            num_source_rows=writer.num_rows,
+            num_bad_rows=0,
+            num_over_long=0,
+            conversations=False,
+            warnings=(),
+        )
+    )
+    writer.close()
+
+
+def document(generator, length):
+    ids = generator.integers(0, VOCABULARY, length, dtype=np.int32)
+    return Tokens(ids, np.arange(length) >= 2)
+
+
+def train_config(engine, layout, fields, adapter):
+    return {
+        "kind": "train",
+        "engine": engine,
+        "model": "base",
+        "data": {"dataset": "data", "sequence_length": ROW_TOKENS},
+        "layout": layout,
+        "global_batch_size": len(PAIRS),
+        "learning_rate": LEARNING_RATE,
+        "adam_epsilon": EPSILON,
+        "max_grad_norm": None,
+        "precision": "fp32",
+        "seed": SEED,
+        **({"adapter": ADAPTER} if adapter else {}),
+        **fields,
+    }
+
+
+@pytest.fixture(scope="module")
+def plain_ranks():
+    with started_ranks() as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize(("engine", "processes"), LAYOUTS, ids=lambda value: str(value))
+def test_every_layout_learns_what_one_process_of_transformers_learns(request, folder, tmp_path, engine, processes):
+    ranks = request.getfixturevalue("plain_ranks" if engine == "fsdp" else "megatron_ranks")
+    cases = {
+        f"{name}-{number}{'-adapter' * adapter}": train_config(engine, layout, fields, adapter)
+        for name, fields in METHODS.items()
+        for number, layout in enumerate(LAYOUTS[engine, processes])
+        for adapter in (False, True)
+    }
+    spec = {"data": str(folder / "data"), "model": str(folder / "model"), "output": str(tmp_path), "cases": cases}
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    program = "methods_program" if engine == "fsdp" else "megatron_methods_program"
+    ranks.run(f"tests.parity.{program}", processes, tmp_path / "spec.json", log=tmp_path / "log.txt")
+    for name, fields in cases.items():
+        expected, weights = trained_plainly(folder, json.dumps(fields))
+        found = json.loads((tmp_path / f"{name}.json").read_text())
+        for step, outcome in zip(expected, found, strict=True):
+            assert outcome["metrics"] == pytest.approx(step["metrics"], rel=1e-5, abs=1e-6), name
+            assert outcome["loss"] == pytest.approx(step["loss"], rel=1e-5), name
+            assert outcome.get("grad_norm", 0.0) == pytest.approx(step.get("grad_norm", 0.0), rel=1e-5), name
+        file = "adapter_model.safetensors" if fields.get("adapter") else "model.safetensors"
+        exported = load_file(tmp_path / name / file)
+        assert exported.keys() == weights.keys()
+        for weight in weights:
+            torch.testing.assert_close(exported[weight], weights[weight], rtol=0, atol=1e-5, msg=f"{name} {weight}")
+
+
+def trained_plainly(folder, config):
+    """Outcomes of the steps and of an evaluation, and the weights."""
+    config = TrainConfig.model_validate_json(config)
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation="eager")
+    if config.adapter:
+        torch.manual_seed(SEED)
+        options = peft.LoraConfig(r=ADAPTER["rank"], lora_alpha=ADAPTER["alpha"], target_modules="all-linear")
+        model = peft.get_peft_model(model, options)
+    dataset = PackedDataset(folder / "data")
+    source = BatchSource(dataset, len(dataset), config.learning.batch_change(config.method_options))
+    batch = source.batch(range(len(dataset)))
+    if config.needs_reference:
+        with torch.no_grad():
+            batch = batch.with_reference(batch.log_probabilities(log_probabilities(model, batch)))
+    loss = config.learning.build_loss(config.method_options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), eps=EPSILON, weight_decay=0)
+    outcomes = []
+    for _ in range(NUM_STEPS + 1):
+        found, metrics = loss(log_probabilities(model, batch), batch, loss.counts(batch))
+        outcome = {"loss": found.item(), "metrics": {name: value.item() for name, value in metrics.items()}}
+        outcomes.append(outcome)
+        if len(outcomes) <= NUM_STEPS:
+            optimizer.zero_grad()
+            found.backward()
+            outcome["grad_norm"] = torch.nn.utils.get_total_norm(
+                [one.grad for one in model.parameters() if one.grad is not None]
+            ).item()
+            optimizer.step()
+    weights = peft.get_peft_model_state_dict(model) if config.adapter else dict(model.named_parameters())
+    return outcomes, {name: value.detach() for name, value in weights.items()}
+
+
+def log_probabilities(model, batch):
+    """Float32 [rows, sequence], of documents that are sent through the model one by one."""
+    ids, targets = (one.flatten().split(list(batch.document_lengths)) for one in (batch.input_ids, batch.targets))
+    found = []
+    for tokens, wanted in zip(ids, targets, strict=True):
+        logits = model(input_ids=tokens[None], use_cache=False).logits[0]
+        values = logits.log_softmax(-1).gather(1, wanted.clamp(min=0)[:, None]).squeeze(1)
+        found.append(values * (wanted >= 0))
+    return torch.cat(found).view_as(batch.targets)
