@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, FiniteFloat, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import Field, model_validator
 
+from stages.core.numbers import HELD_IN_FP32, NonNegativeFp32, PositiveFp32
 from stages.core.strict import StrictModel
 from stages.train.methods.method import Method
 from stages.train.methods.pairs import METRICS, NLL, chosen_nll, num_chosen_tokens, pair_metrics
@@ -27,21 +28,21 @@ SMOOTHED: tuple[CpoLossType, ...] = ("sigmoid", "simpo", "alphapo")
 class CpoConfig(StrictModel):
     """Contrastive preference optimization (Xu et al. 2024) and its relatives, named as in TRL."""
 
-    beta: PositiveFloat = Field(0.1, description="Scale of the rewards.")
+    beta: PositiveFp32 = Field(0.1, description="Scale of the rewards.")
     loss_type: CpoLossType = Field(
         "sigmoid",
         description="sigmoid is CPO itself, hinge is SLiC; simpo: CPO-SimPO; alphapo: simpo with `cpo_alpha` 0.",
     )
-    cpo_alpha: NonNegativeFloat = Field(
+    cpo_alpha: NonNegativeFp32 = Field(
         1.0, description="Weight of the negative log-likelihood of the preferred answers."
     )
-    label_smoothing: float = Field(
-        0.0, ge=0, lt=0.5, description=f"Share of pairs assumed to be the wrong way round ({', '.join(SMOOTHED)})."
+    label_smoothing: NonNegativeFp32 = Field(
+        0.0, lt=0.5, description=f"Share of pairs assumed to be the wrong way round ({', '.join(SMOOTHED)})."
     )
-    simpo_gamma: NonNegativeFloat = Field(
+    simpo_gamma: NonNegativeFp32 = Field(
         0.5, description="By how much the reward of the preferred answer is to be higher (simpo, alphapo)."
     )
-    alpha: FiniteFloat = Field(
+    alpha: Annotated[float, Field(allow_inf_nan=False), HELD_IN_FP32] = Field(
         0.0, description="Shape of the reward, (1 - p^-α) / α of an answer of probability p (AlphaPO); 0: log p."
     )
 

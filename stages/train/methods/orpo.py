@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field
 
+from stages.core.numbers import PositiveFp32
 from stages.core.strict import StrictModel
 from stages.train.methods.method import BatchChange, Method
 from stages.train.methods.pairs import METRICS, NLL, chosen_nll, num_chosen_tokens, pair_metrics
@@ -28,7 +29,7 @@ OWN_METRICS = {
 class OrpoConfig(StrictModel):
     """Odds ratio preference optimization (Hong et al. 2024), named as in TRL."""
 
-    beta: PositiveFloat = Field(0.1, description="Weight of the odds ratio beside the likelihood; λ in the paper.")
+    beta: PositiveFp32 = Field(0.1, description="Weight of the odds ratio beside the likelihood; λ in the paper.")
 
 
 @dataclass(frozen=True)
