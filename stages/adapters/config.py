@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -34,7 +35,7 @@ class AdapterConfig(StrictModel):
     )
     exclude_modules: tuple[str, ...] = Field((), description="Ends of names of layers that do not learn.")
     layers_to_transform: tuple[NonNegativeInt, ...] | None = Field(
-        None, description="Numbers of the transformer layers that learn; default: all."
+        None, min_length=1, description="Numbers of the transformer layers that learn; default: all."
     )
     use_rslora: bool = Field(False, description="B A x counts alpha / √rank times (Kalajdzievski 2023).")
     use_dora: Annotated[bool, AddedLater()] = Field(
@@ -67,6 +68,18 @@ class AdapterConfig(StrictModel):
     def changes_base(self) -> bool:
         """Whether what A and B start from is taken out of the base while it trains."""
         return self.init != "default"
+
+    @field_validator("target_modules")
+    @classmethod
+    def _names_something(cls, targets: tuple[str, ...] | str) -> tuple[str, ...] | str:
+        if not targets:
+            raise ValueError("found nothing that could learn; expected all-linear, names or a pattern")
+        if isinstance(targets, str):
+            try:
+                re.compile(targets)
+            except re.error as error:
+                raise ValueError(f"found {targets!r}, which is no regular expression: {error}") from error
+        return targets
 
     @field_validator("init", mode="before")
     @classmethod

@@ -1,7 +1,7 @@
 """Puts adapters into a Transformers model, by PEFT: the base is frozen, what learns are A and B of each adapted layer.
 
-Refused by name: targets that match nothing, a rank that a layer does not have, adapters of embeddings and of the head
-(servers leave those out without a word), layers that PEFT adapts but whose weights nobody could merge again.
+Refused by name: targets that match nothing (`targets`), a rank that a layer does not have, adapters of embeddings and
+of the head (servers leave those out without a word), layers that PEFT adapts but whose weights cannot be merged again.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from stages.adapters.config import AdapterConfig, BasePrecision
 from stages.adapters.quantized import quantize_base
+from stages.adapters.targets import check_layers, peft_targets
 from stages.core.errors import ModelError
 from stages.models.kept_precision import dtype_of_weights
 
@@ -35,15 +36,14 @@ def add_adapter(causal_lm: Any, config: AdapterConfig, seed: int, *, has_weights
     is_transposed = any(isinstance(module, Conv1D) for module in causal_lm.modules())
     if is_transposed and config.init == "olora":
         raise ModelError(f"adapter.init is olora, which PEFT gets wrong for {type(causal_lm).__name__}; choose pissa")
+    layers = config.layers_to_transform if isinstance(config.target_modules, tuple) else None
     lora = LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # a fraction serves as well
         lora_dropout=config.dropout,
-        target_modules=list(config.target_modules)
-        if isinstance(config.target_modules, tuple)
-        else config.target_modules,
+        target_modules=peft_targets(causal_lm, config),
         exclude_modules=list(config.exclude_modules) or None,
-        layers_to_transform=list(config.layers_to_transform) if config.layers_to_transform is not None else None,
+        layers_to_transform=list(layers) if layers else None,
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
         init_lora_weights=config.init if config.changes_base and has_weights else True,  # type: ignore[arg-type]
@@ -56,7 +56,10 @@ def add_adapter(causal_lm: Any, config: AdapterConfig, seed: int, *, has_weights
         try:
             inject_adapter_in_model(lora, causal_lm, ADAPTER_NAME)
         except ValueError as error:
-            raise ModelError(_explained(error, causal_lm, config)) from error
+            raise ModelError(
+                f"putting an adapter on {config.target_modules!r}: {str(error).partition('. ')[0]}; name linear layers "
+                "between the embedding and the head"
+            ) from error
     _check(causal_lm, config)
     _let_saved_modules_learn(causal_lm, config)
     return lora
@@ -98,12 +101,6 @@ def factors_of(causal_lm: nn.Module) -> dict[str, Tensor]:
 def _let_saved_modules_learn(causal_lm: Any, config: AdapterConfig) -> None:
     """PEFT would train a copy beside each frozen module; trained in its place the file is the same."""
     wrapped = {name: one for name, one in causal_lm.named_modules() if isinstance(one, ModulesToSaveWrapper)}
-    if unknown := [end for end in config.modules_to_save if not any(name.endswith(end) for name in wrapped)]:
-        ends = {name.rpartition(".")[2] for name, _ in causal_lm.named_modules() if "lora_" not in name}
-        raise ModelError(
-            f"adapter.modules_to_save names {', '.join(unknown)}, which {type(causal_lm).__name__} does not have; its "
-            f"modules are called {', '.join(sorted(end for end in ends if end and not end.isdigit()))}"
-        )
     edges = [causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()]
     is_tied = len({id(getattr(edge, "original_module", edge).weight) for edge in edges}) == 1
     for name, wrapper in wrapped.items():
@@ -117,6 +114,7 @@ def _let_saved_modules_learn(causal_lm: Any, config: AdapterConfig) -> None:
 
 def _check(causal_lm: Any, config: AdapterConfig) -> None:
     layers = adapted_layers(causal_lm)
+    check_layers(layers, config)
     odd = [name for name, module in causal_lm.named_modules() if hasattr(module, "lora_A") and name not in layers]
     edges = (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings())
     odd += [name for name, module in layers.items() if any(module is edge for edge in edges)]
@@ -133,13 +131,3 @@ def _check(causal_lm: Any, config: AdapterConfig) -> None:
             f"adapter.rank is {config.rank}, more than the width of {', '.join(too_narrow[:NUM_NAMED])}; lower it, or "
             "leave these layers out with exclude_modules"
         )
-
-
-def _explained(error: ValueError, causal_lm: nn.Module, config: AdapterConfig) -> str:
-    linear = (nn.Linear, Conv1D)
-    ends = sorted({name.rpartition(".")[2] for name, module in causal_lm.named_modules() if isinstance(module, linear)})
-    found = str(error).partition(". ")[0]
-    return (
-        f"putting an adapter on {config.target_modules!r}: {found}; linear layers of {type(causal_lm).__name__} are "
-        f"called {', '.join(ends)}"
-    )

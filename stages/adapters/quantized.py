@@ -108,6 +108,13 @@ class _FrozenProduct(torch.autograd.Function):
 
 def quantize_base(causal_lm: Any, precision: BasePrecision) -> None:
     """Quantize, in place, every frozen linear layer between the embedding and the head. Raises ModelError."""
+    made = {"nf4": Nf4Linear, "int8": Int8Linear}[precision]
+    for name, layer in quantizable_layers(causal_lm, precision).items():
+        causal_lm.set_submodule(name, made(layer))
+
+
+def quantizable_layers(causal_lm: Any, precision: BasePrecision) -> dict[str, nn.Linear]:
+    """Name → layer of all that `quantize_base` changes. Raises ModelError when something else would stay as it is."""
     decoder = {id(module) for module in causal_lm.get_decoder().modules()}
     layers = {
         name: module
@@ -121,9 +128,7 @@ def quantize_base(causal_lm: Any, precision: BasePrecision) -> None:
             f"adapter.base_precision is {precision}, but {', '.join(odd[:NUM_NAMED]) or type(causal_lm).__name__} "
             f"cannot be kept so: only linear layers can, for nf4 of a multiple of {BLOCK} inputs; say bf16"
         )
-    made = {"nf4": Nf4Linear, "int8": Int8Linear}[precision]
-    for name, layer in layers.items():
-        causal_lm.set_submodule(name, made(layer))
+    return layers
 
 
 def _frozen(values: Tensor) -> nn.Parameter:

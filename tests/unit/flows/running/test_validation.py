@@ -23,7 +23,7 @@ from flows.store.record import Record
 from flows.store.store import Store
 from stages.adapters.files import copy_companions
 from stages.check.config import FINDINGS_FILE
-from stages.core.errors import DataError, EvaluationError
+from stages.core.errors import DataError, EvaluationError, ModelError
 from stages.core.supervised import Supervised
 from stages.hubs.builtin import qwen3
 
@@ -137,6 +137,12 @@ def test_good_inputs_pass_and_what_was_prepared_is_found_by_the_stage(refresh_of
     run.check_inputs(logging.getLogger())
     assert {entry.state for entry in run.record.stages.values()} == {"waiting"}
     assert len([*run.store.cache_folder("train").glob("tokenized/*/about.json")]) == 2
+
+
+def test_an_adapter_that_cannot_go_on_the_model_is_found_before_what_it_starts_from_is_trained(refresh_of):
+    run = refresh_of(dpo={"adapter": {"target_modules": ["q_proj", "fc1"], "rank": 8}})
+    with pytest.raises(ModelError, match=r"stages\.dpo\.adapter: .*names fc1, which it does not have; .* q_proj"):
+        run.check_inputs(logging.getLogger())
 
 
 def test_an_adapter_that_is_there_stands_for_no_model_but_has_its_chat_template(refresh_of, artifacts, tmp_path):

@@ -59,6 +59,15 @@ def test_layers_are_chosen_by_number():
     assert list(adapted_layers(model)) == ["model.layers.1.self_attn.q_proj"]
 
 
+@pytest.mark.parametrize(
+    ("targets", "expected"), [("all-linear", PROJECTIONS), (r".*\.(q|gate)_proj", {"q_proj", "gate_proj"})]
+)
+def test_layers_are_chosen_by_number_beside_a_pattern_too_which_peft_itself_refuses(targets, expected, tmp_path):
+    model = adapted(make_model(tie_word_embeddings=False), layers_to_transform=(1,), target_modules=targets)
+    assert {name.partition(".layers.")[2][0] for name in adapted_layers(model)} == {"1"}
+    assert ends(model) == expected
+
+
 def test_only_the_adapter_learns_and_the_base_keeps_the_precision_of_its_computation():
     model = adapted()
     store_base(model, None, torch.bfloat16)
@@ -95,6 +104,18 @@ def test_frozen_weights_have_no_gradient_to_count():
         ({"target_modules": ("embed_tokens",)}, r"adapts model\.embed_tokens"),
         ({"modules_to_save": ("lm_heat",)}, "names lm_heat, which Qwen3ForCausalLM does not have; .* lm_head"),
         ({"modules_to_save": ("embed_tokens",)}, "embedding and head of this model are one weight"),
+        ({"target_modules": ("q_proj", "v_prok")}, r"names v_prok, which it .* called .*q_proj, up_proj"),
+        ({"target_modules": ("layers.7.mlp.up_proj",)}, r"names layers\.7\.mlp\.up_proj, which it does not have"),
+        ({"target_modules": ("norm",)}, r"putting an adapter on .*norm.*: Target module .*is not supported"),
+        ({"target_modules": r".*\.attn\..*"}, r"matches none of its modules; .*q_proj.*as in model\.layers\.0\."),
+        ({"target_modules": "q_proj"}, "the pattern 'q_proj' .*matches none"),
+        ({"exclude_modules": ("q_prok",)}, "exclude_modules names q_prok, which it does not have"),
+        ({"exclude_modules": tuple(PROJECTIONS)}, "No modules were targeted for adaptation"),
+        ({"layers_to_transform": (0, 2)}, "layers_to_transform names 2; its layers are 0 to 1"),
+        (
+            {"layers_to_transform": (0, 1), "target_modules": ("layers.0.mlp.up_proj",)},
+            "names 1, in which target_modules .*matches nothing",
+        ),
         ({"rank": 12}, r"rank is 12, more than the width of model\.layers\.0\.self_attn\.k_proj \(8\)"),
     ],
 )
@@ -180,6 +201,10 @@ def test_little_that_was_learned_from_large_factors_survives_rounding(tmp_path):
     ("fields", "message"),
     [
         ({"rank": 0}, "greater than 0"),
+        ({"target_modules": []}, "found nothing that could learn"),
+        ({"target_modules": ""}, "found nothing that could learn"),
+        ({"target_modules": "(q|k"}, "is no regular expression: missing"),
+        ({"layers_to_transform": []}, "at least 1 item"),
         ({"init": "eva"}, "found eva, which needs the training rows' activations"),
         ({"init": "gaussian"}, "Input should be 'default', 'pissa'"),
         ({"init": "pissa", "use_dora": True}, "`use_dora` does not go with `init: pissa`"),
