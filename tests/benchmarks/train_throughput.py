@@ -8,15 +8,11 @@ that our model FLOPs make. Aim: twice TRL's speed, at least 1.5 times; half of t
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-from workload import ROWS_PER_STEP, SEQUENCE_LENGTH, run_stage, stage_input, write_workload
+from workload import ROWS_PER_STEP, SEQUENCE_LENGTH, run_stage, run_trl, stage_input, write_workload
 
 WARMUP_STEPS = 3
 
@@ -39,18 +35,10 @@ def one_round(root: Path, index: int, steps: int, threads: int) -> tuple[float, 
     """(ratio, our tokens/s, TRL's tokens/s, our share of the matrix rate)."""
     metrics = run_stage(root, stage_input(root, name=f"ours-{index}", steps=steps), threads)[WARMUP_STEPS:]
     ours, mfu = (statistics.median(step[name] for step in metrics) for name in ("tokens_per_s", "mfu"))
-    trl = trl_tokens_per_s(root, steps, threads)
+    trl_times_s = run_trl(root, steps, threads)["step_times_s"][WARMUP_STEPS:]
+    trl = ROWS_PER_STEP * SEQUENCE_LENGTH / statistics.median(trl_times_s)
     print(f"round {index}: ours {ours:,.0f}, TRL {trl:,.0f} tokens/s, ratio {ours / trl:.2f}", flush=True)
     return ours / trl, ours, trl, mfu
-
-
-def trl_tokens_per_s(root: Path, steps: int, threads: int) -> float:
-    """Median over the steps of a run in a process of its own."""
-    command = [sys.executable, str(Path(__file__).with_name("trl_sft.py")), str(root), str(steps)]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    step_times_s = json.loads(done.stdout.splitlines()[-1])
-    return ROWS_PER_STEP * SEQUENCE_LENGTH / statistics.median(step_times_s[WARMUP_STEPS:])
 
 
 if __name__ == "__main__":

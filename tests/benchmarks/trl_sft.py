@@ -1,17 +1,21 @@
-"""TRL's `SFTTrainer` on the benchmarks' workload; its last line of output is a JSON list of step times in seconds.
+"""TRL's `SFTTrainer` on the benchmarks' workload; its last line of output is JSON: step times and peak memory.
 
-Called by `train_throughput.py` as `trl_sft.py ROOT STEPS`.
+    trl_sft.py ROOT STEPS [RANK]
+
+With a rank, PEFT's LoRA of all linear layers learns. `workload.run_trl` starts it.
 """
 
 from __future__ import annotations
 
 import json
+import resource
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 from workload import ROWS_PER_STEP, SEQUENCE_LENGTH
@@ -31,7 +35,7 @@ class StepTimes(TrainerCallback):
 
 
 def main() -> None:
-    root, steps = Path(sys.argv[1]), int(sys.argv[2])
+    root, steps, *rank = Path(sys.argv[1]), *(int(argument) for argument in sys.argv[2:])
     chats = [json.loads(line)["messages"] for line in (root / "chats/data/train.jsonl").open()]
     rows = [{"prompt": messages[:1], "completion": messages[1:]} for messages in chats]
     times = StepTimes()
@@ -40,9 +44,12 @@ def main() -> None:
         args=settings(root, steps),
         train_dataset=Dataset.from_list(rows),
         callbacks=[times],
+        peft_config=LoraConfig(r=rank[0], lora_alpha=2 * rank[0], target_modules="all-linear") if rank else None,
     )
     trainer.train()
-    print(json.dumps([end - start for start, end in zip(times.ends_s, times.ends_s[1:], strict=False)]))
+    step_times_s = [end - start for start, end in zip(times.ends_s, times.ends_s[1:], strict=False)]
+    peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(json.dumps({"step_times_s": step_times_s, "peak_memory_gib": peak_gib}))
 
 
 def settings(root: Path, steps: int) -> SFTConfig:

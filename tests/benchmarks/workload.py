@@ -1,4 +1,4 @@
-"""What the training benchmarks train: a Qwen3 of five million parameters, on chats of uneven length."""
+"""What the training benchmarks train: a Qwen3 of five million parameters or more, on chats of uneven length."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import random
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +22,29 @@ SEQUENCE_LENGTH = 256
 ROWS_PER_STEP = 8
 NUM_CHATS = 4000
 VOCABULARY = 4096
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
 
 
-def write_workload(root: Path) -> None:
+def write_workload(root: Path, **sizes: int) -> None:
     """Make the model artifact `root/model` and the dataset artifact `root/chats`."""
-    make_model(root / "model" / "model")
+    make_model(root / "model" / "model", **sizes)
     make_chats(root / "chats" / "data")
 
 
-def make_model(folder: Path) -> None:
-    """Write a Qwen3 of 4.98 million parameters (tied head) in fp32, with a tokenizer and a chat template."""
+def make_model(folder: Path, **sizes: int) -> None:
+    """Write a Qwen3 (tied head) in fp32, with a tokenizer and a chat template: of 4.98 million parameters, unless
+    `sizes` (fields of its config) say otherwise."""
     tokenizer = make_tokenizer()
     config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
+        **{**SIZES, **sizes},
         max_position_embeddings=2048,
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
@@ -66,8 +71,8 @@ def _text(generator: random.Random, most_characters: int) -> str:
     return "".join(generator.choice("abcdefghijklmnopqrstuvwxyz     ") for _ in range(length))
 
 
-def stage_input(root: Path, *, name: str, steps: int, processes: int = 1) -> StageInput:
-    """A training stage over `root/model` and `root/chats`, as a refresh would start it."""
+def stage_input(root: Path, *, name: str, steps: int, processes: int = 1, **fields: Any) -> StageInput:
+    """A training stage over `root/model` and `root/chats`, as a refresh would start it; `fields` of its config."""
     config: dict[str, Any] = {
         "kind": "train",
         "method": "sft",
@@ -84,6 +89,7 @@ def stage_input(root: Path, *, name: str, steps: int, processes: int = 1) -> Sta
         "precision": "fp32",
         "export_dtype": "float32",
         "execution": {"checkpoint_every_steps": steps + 1},
+        **fields,
     }
     inputs = {"model": root / "model", "chats": root / "chats"}
     return StageInput(name=name, kind="train", version="0" * 12, config=config, inputs=inputs, cache=root / "cache")
@@ -99,6 +105,17 @@ def run_stage(root: Path, given: StageInput, threads: int) -> list[dict[str, flo
     if done.returncode:
         raise RuntimeError(f"the train stage ended with exit code {done.returncode}:\n{done.stderr[-2000:]}")
     return [json.loads(line) for line in (work / "metrics.jsonl").read_text().splitlines()]
+
+
+def run_trl(root: Path, steps: int, threads: int, *rank: str) -> dict[str, Any]:
+    """What `trl_sft.py` prints, run in a process of its own."""
+    command = [sys.executable, str(Path(__file__).with_name("trl_sft.py")), str(root), str(steps), *rank]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"TRL ended with exit code {done.returncode}:\n{done.stderr[-2000:]}")
+    printed: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return printed
 
 
 def stage_command(given: StageInput, work: Path) -> list[str]:
