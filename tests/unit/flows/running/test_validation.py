@@ -140,8 +140,9 @@ def test_good_inputs_pass_and_what_was_prepared_is_found_by_the_stage(refresh_of
 
 
 def test_an_adapter_that_cannot_go_on_the_model_is_found_before_what_it_starts_from_is_trained(refresh_of):
-    run = refresh_of(dpo={"adapter": {"target_modules": ["q_proj", "fc1"], "rank": 8}})
-    with pytest.raises(ModelError, match=r"stages\.dpo\.adapter: .*names fc1, which it does not have; .* q_proj"):
+    adapter = {"target_modules": ["q_proj", "fc1"], "rank": 8}
+    run = refresh_of(tuned={**TREE["sft"], "model": "sft", "adapter": adapter})
+    with pytest.raises(ModelError, match=r"stages\.tuned\.adapter: .*names fc1, which it does not have; .* q_proj"):
         run.check_inputs(logging.getLogger())
 
 
