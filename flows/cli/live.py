@@ -30,6 +30,9 @@ STATE_STYLES = {
     "cancelled": "yellow",
     "waiting": "dim",
 }
+REFUSED = "not promoted"
+REFUSED_STYLE = "bold yellow"
+"""Of a verdict, whether this refresh gave it or found it cached."""
 ENDED = ("built", "cached", "failed", "cancelled")
 SHOWN_METRICS = 3
 SHOWN_CHARACTERS = 120
@@ -73,13 +76,15 @@ class View(ABC):
         for name, entry in record.stages.items():
             if entry.work and name not in self._feeds:
                 self._feeds[name] = StageFeed(entry.work)
+            is_news = self._states.get(name, "waiting") != entry.state
+            self._states[name] = entry.state
+            if is_news and entry.state == "running":
+                self.line(f"{name:<16} {summary(entry)}")
             if name in self._feeds:
                 for message in self._feeds[name].news():
                     self.line(f"{name:<16} {message}")
-            if self._states.get(name, "waiting") != entry.state:
-                self._states[name] = entry.state
-                if entry.state in ENDED or entry.state == "running":
-                    self.line(f"{name:<16} {summary(entry)}")
+            if is_news and entry.state in ENDED:
+                self.line(f"{name:<16} {summary(entry)}")
         for trial in record.trials[self._num_trials :]:
             self.line(trial_text(record, trial))
         self._num_trials = len(record.trials)
@@ -140,12 +145,13 @@ def stage_table(record: RefreshRecord, feeds: dict[str, StageFeed]) -> Table:
         feed = feeds.get(name) if entry.state == "running" else None
         progress = progress_text(feed) if feed else seconds_text(entry)
         metrics = feed.metrics if feed else headline(entry)
+        is_refused = entry.verdict == REFUSED
         table.add_row(
             name,
             entry.kind,
-            Text(entry.state, style=STATE_STYLES.get(entry.state, "")),
+            Text(entry.state, style=REFUSED_STYLE if is_refused else STATE_STYLES.get(entry.state, "")),
             progress,
-            metrics_text(metrics),
+            Text(REFUSED, style=REFUSED_STYLE) if is_refused else metrics_text(metrics),
         )
     return table
 
@@ -158,7 +164,7 @@ def summary(entry: StageEntry) -> str:
         return f"failed after {entry.seconds:.1f} s: {entry.error_class}: {entry.error}"
     if entry.state == "cancelled":
         return f"cancelled after {entry.seconds:.1f} s"
-    return f"{entry.state:<8} {seconds_text(entry):>9}  {metrics_text(headline(entry))}".rstrip()
+    return f"{entry.state:<8} {seconds_text(entry):>9}  {outcome_text(entry)}".rstrip()
 
 
 def trial_text(record: RefreshRecord, trial: TrialEnded) -> str:
@@ -167,6 +173,11 @@ def trial_text(record: RefreshRecord, trial: TrialEnded) -> str:
     layout = record.comparison.layouts[trial.layout].text
     outcome, reason = ("failed", first_line(trial.error, SHOWN_CHARACTERS)) if trial.error else ("measured", "")
     return f"round {trial.round}: {layout}: {outcome} in {trial.seconds:.1f} s  {reason}".rstrip()
+
+
+def outcome_text(entry: StageEntry) -> str:
+    """What came of a stage: `not promoted`, or the first few of its metrics."""
+    return REFUSED if entry.verdict == REFUSED else metrics_text(headline(entry))
 
 
 def headline(entry: StageEntry) -> dict[str, float]:

@@ -28,6 +28,7 @@ from flows.cli.schedule_commands import schedule, schedules
 from flows.cli.server_commands import doctor, down, status, up
 from flows.cli.store_commands import adopt, chat, gc, serve, show, verify
 from stages.core.errors import INTERNAL_ERROR, USAGE_ERROR, LifecycleError, RefreshStoppedError, error_classes
+from stages.core.lines import say
 from stages.core.redaction import redact
 
 RECIPE = click.argument("recipe", type=click.Path(path_type=Path))
@@ -120,6 +121,8 @@ COMMANDS = (
     *(init, retry, runs, logs, compare, calibrate, layouts, show, adopt, verify, gc, serve, chat, champion, rollback),
     *(schedule, schedules, notify, render, up, down, status, doctor),
 )
+WATCHED = ("run", "rerun", "retry", "compare")
+"""What they print is read later, where there is no terminal: each line has its time, the error that ends them too."""
 for command in COMMANDS:
     cli.add_command(command)
 
@@ -156,7 +159,11 @@ def _fail_unexpectedly(error: Exception, arguments: Sequence[str]) -> int:
 
 
 def _fail(error_class: str, message: str, code: int, arguments: Sequence[str]) -> int:
-    click.echo(f"{error_class}: {message}", err=True)
+    words = f"{error_class}: {message}"
+    if arguments and arguments[0] in WATCHED:
+        say(words, sys.stderr)
+    else:
+        click.echo(words, err=True)
     if "--json" in arguments:
         print_json({"error": message, "error_class": error_class, "exit_code": code})
     return code

@@ -6,7 +6,7 @@ import time
 from itertools import islice
 from typing import Any
 
-from flows.cli.live import headline, metrics_text
+from flows.cli.live import outcome_text
 from flows.compare.metrics import rows_of
 from flows.compare.table import as_json, as_text
 from flows.ledger.record import RefreshRecord, StageEntry, final_result
@@ -156,9 +156,9 @@ def refresh_as_text(record: RefreshRecord) -> str:
         f"on {record.hardware}, commit {record.git_commit or 'unknown'}",
     ]
     for name, entry in record.stages.items():
-        metrics = metrics_text(headline(entry))
+        outcome = outcome_text(entry)
         lines.append(
-            f"  {name:<20} {entry.kind:<9} {entry.version}  {entry.state:<9} {entry.seconds:8.1f} s  {metrics}".rstrip()
+            f"  {name:<20} {entry.kind:<9} {entry.version}  {entry.state:<9} {entry.seconds:8.1f} s  {outcome}".rstrip()
         )
         if entry.error:
             lines.append(f"    {entry.error_class or 'error'}: {entry.error}")

@@ -31,7 +31,10 @@ def with_changes(planned: Plan, index: Index, kept: Path) -> Plan:
 
     kept: folder of what such files held when they were planned before; what they hold now is noted there.
     """
-    stages = {name: _with_paths(_with_files(stage, index), kept) for name, stage in planned.stages.items()}
+    stages = {
+        name: _with_paths(_with_sources(_with_files(stage, index), index), kept)
+        for name, stage in planned.stages.items()
+    }
     return replace(planned, stages=stages)
 
 
@@ -67,6 +70,18 @@ def _with_files(stage: PlannedStage, index: Index) -> PlannedStage:
     if not changes:
         return stage
     words = f"files of {config.source}: {_listed(changes)}"
+    return replace(stage, reason=stage.reason.replace(str(differing), words))
+
+
+def _with_sources(stage: PlannedStage, index: Index) -> PlannedStage:
+    """Of a download from elsewhere than before: whole sources, of which a path is no identity."""
+    config = stage.config
+    product = config.product if isinstance(config, DownloadConfig) else None
+    differing = next((one for one in stage.differences if one.field == product), None)
+    earlier = index.nearest(stage.kind, stage.name, stage.identity) if differing else None
+    if differing is None or earlier is None or not isinstance(config, DownloadConfig):
+        return stage
+    words = f"{product} {earlier.record.tags.get('source', differing.old)} → {config.source}"
     return replace(stage, reason=stage.reason.replace(str(differing), words))
 
 

@@ -217,7 +217,7 @@ stages:
       over_long: {"truncate" if found.longest_characters / CHARACTERS_PER_TOKEN > 8192 else "fail"}
     epochs: {found.epochs}
     global_batch_size: {found.batch}           # packed rows; about {num_steps:,} steps in all
-    layout: auto                   # the fastest that fits the machine at hand; `lifecycle layouts {name}.yaml`
+    layout: auto                   # the fastest that fits the machine at hand; `lifecycle layouts {name}.yaml --gpus 8`
     learning_rate: {rate:.1e}         # usual for {billions:g}B parameters, all of them trained
     warmup_steps: {num_steps // 20}
     max_grad_norm: 1.0

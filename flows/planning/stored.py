@@ -16,7 +16,7 @@ from flows.recipe.recipe import Recipe
 from flows.recipe.text import closest
 from flows.store.content import CONTENT_FOLDERS
 from flows.store.record import Artifact, Index
-from stages.core.errors import INTERNAL_ERROR, RecipeError, ServerError, error_classes
+from stages.core.errors import INTERNAL_ERROR, LifecycleError, RecipeError, ServerError, error_classes
 from stages.download.config import DownloadConfig
 from stages.hubs.source import Source
 
@@ -28,7 +28,7 @@ CHAMPION_PROGRAM = "flows.champion.key"
 def find_stored(recipe: Recipe, chosen: Collection[str], index: Index) -> tuple[Recipe, list[str]]:
     """The recipe with folders of the store in place of such sources of these stages, and a sentence for each.
 
-    Raises `RecipeError` with stage and field for what is not in the store, and what asking for the champion raises.
+    Raises `RecipeError` for what is not in the store, and what asking for the champion raises, with stage and field.
     """
     stages, notes = dict(recipe.stages), []
     for name in chosen:
@@ -37,8 +37,8 @@ def find_stored(recipe: Recipe, chosen: Collection[str], index: Index) -> tuple[
             continue
         try:
             artifact = _find(config.source, index)
-        except RecipeError as error:
-            raise RecipeError(f"stages.{name}.{config.product}: {error}") from error
+        except LifecycleError as error:
+            raise type(error)(f"stages.{name}.{config.product}: {error}") from error
         folder = artifact.folder / CONTENT_FOLDERS[config.product]
         stages[name] = config.model_copy(update={config.product: f"file://{folder}"})
         notes.append(

@@ -17,15 +17,14 @@ FLOW_RUN = "/runs/flow-run/"
 
 
 def warnings_of(record: RefreshRecord) -> list[str]:
-    """`STAGE: message` of what the stages that were built in this refresh warned of, each once."""
-    found = (
-        f"{name}: {event['message']}"
-        for name, entry in record.stages.items()
-        if entry.state == "built" and entry.artifact and (entry.artifact / "events.jsonl").is_file()
-        for event in map(json.loads, (entry.artifact / "events.jsonl").read_text(encoding="utf-8").splitlines())
-        if event["event"] == "warning"
-    )
-    return list(dict.fromkeys(found))
+    """`STAGE, …: message` of what the stages that were built in this refresh warned of, each message once."""
+    stages: dict[str, list[str]] = {}
+    for name, entry in record.stages.items():
+        file = entry.artifact / "events.jsonl" if entry.state == "built" and entry.artifact else None
+        lines = file.read_text(encoding="utf-8").splitlines() if file and file.is_file() else []
+        for message in {event["message"]: None for event in map(json.loads, lines) if event["event"] == "warning"}:
+            stages.setdefault(message, []).append(name)
+    return [f"{', '.join(names)}: {message}" for message, names in stages.items()]
 
 
 def links_of(record: RefreshRecord) -> dict[str, str]:

@@ -42,6 +42,7 @@ from stages.core.errors import LifecycleError, RefreshStoppedError, TransientErr
 RETRY_BASE_S = 1.0
 COMPARE = "compare"
 """The flow's name when it compares layouts, so that nobody is notified of those as of refreshes."""
+STILL = "StillNotPromoted"
 
 
 def is_transient(_: Task[..., Any], __: TaskRun, state: State[Any]) -> bool:
@@ -224,15 +225,16 @@ def final_state(record: RefreshRecord) -> State[Any]:
     type is that of what was called off, as is a scheduled run's that was left out. Prefect's pages colour by type.
     """
     verdicts = {entry.verdict for entry in record.stages.values() if entry.state == "built"}
-    if record.state == "not_promoted" and "not promoted" in verdicts:
-        return Cancelled(name="NotPromoted", message=summary(record))
+    if record.state == "not_promoted":
+        # Of a verdict that was found cached, people were notified when it was given.
+        return Cancelled(name="NotPromoted" if "not promoted" in verdicts else STILL, message=summary(record))
     if record.state == "completed" and "promoted" in verdicts:
         return Completed(name="Promoted", message=summary(record))
     if record.state == "completed" and record.comparison:
         return Completed(message=f"{len(record.comparison.layouts)} layouts in {record.seconds:.1f} s")
     if record.nothing_new:
         return Completed(name="Cached", message=f"nothing new: {len(record.stages)} stages cached")
-    if record.state in ("completed", "not_promoted"):
+    if record.state == "completed":
         return Completed(message=f"{len(record.stages)} stages in {record.seconds:.1f} s")
     if record.state == "cancelled":
         return Cancelled(message=record.error)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from stages.core.contract import StageContext, StageResult
 from stages.core.errors import EvaluationError, LifecycleError, TransientError
+from stages.core.scores import zero_score_warning
 from stages.evaluate.check import check_chat_template
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.harnesses.harness import Harness, Results
@@ -45,10 +46,7 @@ def run(config: EvaluateConfig, context: StageContext) -> StageResult:
         )
     context.milestone(", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
     for name in zero_scores(results.scores):
-        context.warn(
-            f"{name} is 0: no answer was right; read some in samples/. Is the model asked as it was trained "
-            "(apply_chat_template, the task's prompt), and does it end an answer where the task expects it?"
-        )
+        context.warn(zero_score_warning(name))
     tags = {**endpoint.spec.version_tag, f"{harness.name}_version": harness.version()}
     return StageResult(metrics=metrics, tags=tags, files=files)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from stages.core.contract import StageContext, StageResult
 from stages.core.files import write_atomically
+from stages.core.scores import zero_score_warning
 from stages.promote.config import PromoteConfig
 from stages.promote.gates import Gate, Measurements, judge
 from stages.promote.paired import Difference, compare, read_scores
@@ -91,7 +92,7 @@ def _warnings(
         )
     for name, score in read_scores(_folders(context, config.evaluations)).items():
         if score.higher_is_better and not any(score.values.values()):
-            yield f"{name} is 0: no answer was right; is the model asked as it was trained (apply_chat_template)?"
+            yield zero_score_warning(name)
 
 
 def _measurements(config: PromoteConfig, context: StageContext, differences: Sequence[Difference]) -> Measurements:

@@ -63,12 +63,12 @@ def _serve(arguments: argparse.Namespace) -> None:
         compare_with_records(server.client, spec, spec.folders, server.engine.context_tokens(server.client))
         names = sorted(spec.folders, key=lambda name: name != spec.served_name)
         print(f"serving {', '.join(names)} at {server.url}/v1", flush=True)
-        if API_KEY_VARIABLE not in os.environ:
-            print(f"API key: {server.api_key}", flush=True)
         if arguments.chat:
             chat(server.client)
-        else:
-            guard(server)
+            return
+        if API_KEY_VARIABLE not in os.environ:
+            print(f"API key: {server.api_key}", flush=True)
+        guard(server)
 
 
 def _read(arguments: argparse.Namespace) -> tuple[LaunchSpec, ServeExecution]:

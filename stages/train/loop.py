@@ -84,7 +84,11 @@ def train(run: TrainingRun) -> LossMeans | None:
             _train_one_step(run, step, shares.__next__, is_profiled)
         run.watchdog.begins("the last checkpoint and the evaluation")
         run.checkpoints.wait()
-        return _choose_weights(run, evaluate(run))
+        last = evaluate(run)
+        kept = _choose_weights(run, last)
+        if last:
+            run.journal.rows.append({"step": run.last_step, **evaluation_metrics(last)})  # for the curve, as it went
+        return kept
 
 
 def evaluate(run: TrainingRun) -> LossMeans | None:

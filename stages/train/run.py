@@ -79,7 +79,7 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
                 record_log_probabilities(engine, *held_out, context.work, before)
     if is_main_process() and context.trial is None:
         _note_use(config, data, context.work / config.product)
-        plot_loss(_curve(training_run, evaluation), context.work / LOSS_PLOT)
+        plot_loss(training_run.journal.rows, context.work / LOSS_PLOT)
     return _result(training_run, data, evaluation, peak_memory_metrics, prediction)
 
 
@@ -197,14 +197,6 @@ def _peak(engine: Engine, config: TrainConfig) -> Peak | None:
     if engine.device.type == "cpu" and not config.execution.measure_matmul_rate:
         return None
     return device_peak(engine.device, engine.compute_dtype)
-
-
-def _curve(training_run: TrainingRun, evaluation: LossMeans | None) -> list[dict[str, float]]:
-    """What was logged, and the evaluation after the last step, if its weights are those that were kept."""
-    rows = training_run.journal.rows
-    if evaluation is None or training_run.config.keep == "best":
-        return rows
-    return [*rows, {"step": training_run.last_step, **evaluation_metrics(evaluation)}]
 
 
 def _note_use(config: TrainConfig, data: PreparedData, folder: Path) -> None:

@@ -8,9 +8,12 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import psutil
 import pytest
 import torch
+from matplotlib.colors import to_rgb
+from matplotlib.image import imread
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -106,12 +109,20 @@ def overfitted(work, few_rows, keep, **layout):
     return losses, read_result(work).metrics, [event["message"] for event in events if event["event"] == "warning"]
 
 
+def rightmost(picture, series):
+    """Column of the last pixel of matplotlib's colour of this number."""
+    pixels = imread(picture)[..., :3]
+    return np.flatnonzero((abs(pixels - to_rgb(f"C{series}")) < 0.01).all(axis=-1).any(axis=0)).max()
+
+
 def test_the_weights_of_the_best_step_are_kept_where_the_recipe_says_so(few_rows, tmp_path):
     # Of two processes, one alone knows the losses of earlier steps; both must go back.
     losses, metrics, warnings = overfitted(tmp_path / "best", few_rows, "best", dp_shard=2)
     best = min(losses.values())
     assert metrics["evaluation_loss"] == pytest.approx(best, rel=1e-6)
     assert not [one for one in warnings if "held-out" in one]  # of two processes, some steps may be slow to exchange
+    picture = tmp_path / "best" / "plots" / "loss.png"
+    assert rightmost(picture, series=1) >= rightmost(picture, series=0)  # held out to the end, as the training loss is
     again = make_config(steps=1, learning_rate=1e-12, execution={"log_every_steps": 1})
     make_context(tmp_path / "again", {**few_rows, "base": tmp_path / "best"}, again)
     run_to_end(tmp_path / "again", again)

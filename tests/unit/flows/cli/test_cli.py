@@ -1,6 +1,7 @@
 """The command line: quick, explicit about mistakes, and with `--json` nothing but one object on stdout."""
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -88,6 +89,18 @@ def test_a_mistake_is_told_without_a_traceback_and_with_its_exit_code(lifecycle,
     assert (code, output) == (error.exit_code, "")
     assert errors.startswith("RecipeError: ")
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["run small.yaml", "rerun small.yaml --stage base", "compare small.yaml --stage base --layouts fsdp", "retry none"],
+)
+def test_what_keeps_a_run_from_starting_has_its_time_as_its_other_lines_have(lifecycle, recipe, monkeypatch, command):
+    monkeypatch.chdir(recipe.parent)
+    recipe.write_text(RECIPE.replace("model:", "modle:"))
+    code, _, errors = lifecycle(*command.split())
+    assert code in (RecipeError.exit_code, StoreError.exit_code)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d (Recipe|Store)Error: .*\n(\d\d:\d\d:\d\d .*\n)*", errors)
 
 
 def test_errors_are_json_too(lifecycle, recipe):

@@ -1,6 +1,7 @@
 """`lifecycle init`: rows of one's own become a recipe that can be planned, and a task that training never sees."""
 
 import json
+import re
 
 import pytest
 
@@ -54,6 +55,15 @@ def test_what_is_written_can_be_planned(lifecycle, tmp_path, rows, method, has_t
     recipe = load_recipe(tmp_path / "my-rows.yaml")
     assert recipe.stages[method].kind == "train"
     assert (tmp_path / "tasks" / "my-rows.yaml").exists() == has_task == ("promote" in recipe.stages)
+
+
+def test_every_command_that_the_recipe_names_answers(lifecycle, tmp_path):
+    init(lifecycle, tmp_path, SHORT)
+    commands = re.findall(r"`lifecycle ([^`]+)`", (tmp_path / "my-rows.yaml").read_text())
+    assert len(commands) == 2
+    for command in commands:
+        code, said = lifecycle(*command.split())
+        assert code == 0, said
 
 
 def test_the_task_asks_what_training_holds_out_and_nothing_else(lifecycle, tmp_path):

@@ -1,17 +1,20 @@
 """What a terminal shows of a running stage, and what a file gets instead."""
 
 import io
+import json
 import os
 import re
 import termios
 import threading
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from flows.cli.live import PlainView, TerminalView, metrics_text
-from flows.ledger.events import AttemptBegan, AttemptEnded, PlannedEntry, RefreshBegan
+from flows.cli.live import PlainView, TerminalView, metrics_text, stage_table
+from flows.ledger.events import AttemptBegan, AttemptEnded, PlannedEntry, RefreshBegan, StageCached
 from flows.ledger.process_identity import ProcessIdentity
+from flows.ledger.record import after, fold
 from flows.ledger.refreshes import ledger_of
 
 ROWS, COLUMNS = 24, 80
@@ -127,6 +130,66 @@ def test_the_table_leaves_no_line_behind_when_somebody_presses_ctrl_c(record, ty
     screen = screen_of(terminal.written)
     assert [line for line in screen if "nightly-1" in line] == ["nightly-1"]
     assert not any("^C" in line for line in screen)
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch):
+    """Makes the record of a promotion that was refused, in this refresh or an earlier one."""
+    monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
+    said = {"metrics": {"gates_missed": 1.0}, "tags": {"verdict": "not promoted"}}
+    (tmp_path / "result.json").write_text(json.dumps(said))
+    began = RefreshBegan(
+        refresh="nightly-1",
+        recipe="nightly",
+        recipe_path=tmp_path / "recipe.yaml",
+        process=ProcessIdentity.own(),
+        hardware="1 × abacus",
+        git_commit=None,
+        stages={"promote": PlannedEntry(kind="promote", version="0123456789ab")},
+    )
+    attempt = {"stage": "promote", "number": 1}
+    events = {
+        "cached": [StageCached(stage="promote", artifact=tmp_path, attempt=None, seconds=0.0)],
+        "built": [
+            AttemptBegan(**attempt, work=tmp_path, first_byte=0, params={}, tags={}),
+            AttemptEnded(**attempt, outcome="finished", folder=tmp_path, last_byte=0, seconds=0.0, **said),
+        ],
+    }
+    return lambda state: fold([began, *events[state]])
+
+
+@pytest.mark.parametrize("state", ["built", "cached"])
+def test_a_refusal_reads_the_same_whether_it_is_fresh_or_found_cached(refused, state):
+    record = refused(state)
+    stream, terminal = io.StringIO(), Console(file=io.StringIO(), width=COLUMNS, force_terminal=True)
+    with PlainView(lambda: record, stream):
+        pass
+    terminal.print(stage_table(record, {}))
+    [line] = stream.getvalue().splitlines()
+    assert line[9:].split() == ["promote", state, "0.0", "s", "not", "promoted"]
+    [row] = [line for line in terminal.file.getvalue().splitlines() if "not promoted" in line]
+    assert re.findall(r"\x1b\[([\d;]+)m([\w ]+)\x1b", row) == [("1;33", state), ("1;33", "not promoted")]
+
+
+def test_that_a_stage_runs_again_is_said_before_what_it_says_itself(record, tmp_path):
+    """An attempt that follows at once on another works in the same folder."""
+    began = AttemptBegan(stage="sft", number=2, work=tmp_path, first_byte=0, params={}, tags={})
+    second = after(after(record, began.model_copy(update={"number": 1})), began)
+    first = replace(second, stages={"sft": replace(second.stages["sft"], state="waiting")})
+    records = iter([first])
+
+    def read():
+        if one := next(records, None):
+            return one
+        (tmp_path / "events.jsonl").write_text('{"event": "milestone", "message": "from step 50"}\n')
+        return second
+
+    stream, seen = io.StringIO(), threading.Event()
+    view = PlainView(read, stream)
+    view.show = lambda record: seen.set() if record is second else None
+    with view:
+        assert seen.wait(60)
+    assert [line[26:] for line in stream.getvalue().splitlines()] == ["running", "from step 50"]
 
 
 def test_every_line_of_a_file_has_its_time():

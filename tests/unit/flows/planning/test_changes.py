@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from flows.cli.main import main
+from flows.planning.changes import with_changes
 
 CONFIGS = Path(__file__).parents[4] / "configs"
 
@@ -59,6 +60,17 @@ def test_files_that_changed_are_named_instead_of_two_hashes(lifecycle, rows, cha
     assert code == 0
     assert f": files of file://{rows}: {told}\n" in said
     assert "content of revision" not in said
+
+
+def test_a_source_elsewhere_is_named_with_its_path(lifecycle, rows, recipe, make_plan, build, store, tmp_path):
+    """From files, and to files."""
+    other = rows.parent / "recipe.yaml"
+    other.write_text("stages:\n  mine: {kind: download, dataset: builtin/addition}\n")
+    assert f"dataset file://{rows} → builtin/addition" in lifecycle("plan", other)[1]
+    build(make_plan(recipe()))
+    planned = make_plan(recipe(problems={"dataset": f"file://{rows}"}))
+    reasons = with_changes(planned, store.index(), tmp_path / "kept").stages["problems"].reason
+    assert f"dataset builtin/addition → file://{rows}" in reasons
 
 
 def test_of_many_files_the_first_are_named(lifecycle, rows):

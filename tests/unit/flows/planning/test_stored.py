@@ -87,7 +87,7 @@ def test_what_was_adopted_is_cached_and_another_of_its_name_takes_its_place(find
 
 
 def test_the_champion_is_asked_of_mlflow(find, recipe, make_plan, build, tmp_path, monkeypatch):
-    with pytest.raises(ServerError, match=r"asking for models:/adder@champion: .*lifecycle up"):
+    with pytest.raises(ServerError, match=r"^stages\.base\.model: asking for models:/adder@champion: .*lifecycle up"):
         find("models:/adder@champion")
     awq = build(make_plan(recipe()))["awq"]
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
@@ -98,7 +98,9 @@ def test_the_champion_is_asked_of_mlflow(find, recipe, make_plan, build, tmp_pat
     )
     registry.promote(candidate, None)
     assert find("models:/adder@champion")[0] == f"file://{awq.folder}/model"
-    with pytest.raises(StoreError, match=r"asking for models:/adder@old: MLflow's registry has no old of adder"):
+    with pytest.raises(
+        StoreError, match=r"^stages\.base\.model: asking for models:/adder@old: MLflow's registry has no old of adder"
+    ):
         find("models:/adder@old")
     for name in os.environ.keys() - before.keys():
         monkeypatch.delenv(name)

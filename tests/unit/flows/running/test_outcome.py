@@ -12,6 +12,7 @@ from flows.ledger.refreshes import end_of, ledger_of
 from flows.running.outcome import in_words, warnings_of
 from flows.running.refresh import final_state
 from flows.tracking.cursor import Shipped, write_shipped
+from stages.core.scores import zero_score_warning
 
 RISEN = "the held-out loss has risen again"
 VERDICT = {"outcome": "not promoted", "name": "adder", "champion_version": "1", "against": "champion (version 1)"}
@@ -79,6 +80,14 @@ def test_everybody_is_told_of_scores_warnings_and_where_to_look(home):
     assert {f"warning: sft: {RISEN}", "scores: sums.exact_match 0.6"} <= set(state.message.splitlines())
     assert GATE in state.message
     assert warnings_of(record) == [f"sft: {RISEN}"]
+
+
+def test_what_several_stages_warn_of_is_said_once_with_their_names(home):
+    record = ended(home, "completed")
+    zero = zero_score_warning("sums.exact_match")
+    for stage in ("scores", "promote"):
+        (home / stage / "events.jsonl").write_text(json.dumps({"time_ms": 1, "event": "warning", "message": zero}))
+    assert warnings_of(record) == [f"sft: {RISEN}", f"scores, promote: {zero}"]
 
 
 @pytest.mark.parametrize("state", ["failed", "cancelled"])

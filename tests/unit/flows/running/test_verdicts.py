@@ -1,5 +1,7 @@
 """What a refresh says of itself to those who are notified."""
 
+import json
+
 import pytest
 
 from flows.ledger.events import (
@@ -8,11 +10,13 @@ from flows.ledger.events import (
     PlannedEntry,
     RefreshBegan,
     RefreshEnded,
+    StageCached,
     StageFailed,
 )
 from flows.ledger.process_identity import ProcessIdentity
-from flows.ledger.record import fold
+from flows.ledger.record import after, fold
 from flows.running.refresh import final_state
+from flows.service.notifications import EVENTS
 from stages.promote.verdict import TABLE_FILE, VERDICT_FILE, Verdict
 
 MISSED = "regression of sums.exact_match (standard errors) 6.514 > 2, missed by 4.514"
@@ -69,6 +73,16 @@ def test_a_missed_gate_is_said_with_its_amount_and_the_scores_and_the_run_is_not
         "scores: sums.exact_match 0.6",
         "2 stages in 30.0 s",
     ]
+
+
+def test_a_refusal_that_is_found_cached_is_not_green_either_and_nobody_is_notified_again(judged, tmp_path):
+    (tmp_path / "result.json").write_text(json.dumps({"tags": {"verdict": "not promoted"}}))
+    record = judged("not promoted", (MISSED,))
+    cached = StageCached(stage="promote", artifact=tmp_path, attempt=None, seconds=0.0)
+    state = final_state(after(record, cached))
+    assert (state.type.value, state.name) == ("CANCELLED", "StillNotPromoted")
+    assert f"prefect.flow-run.{state.name}" not in EVENTS["not-promoted"]
+    assert state.message == final_state(record).message
 
 
 def test_a_promotion_is_said_with_its_scores(judged):
