@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import sys
 from typing import Any
 
 import click
@@ -14,6 +16,11 @@ JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="Print one JS
 def print_json(value: Any) -> None:
     """Print an object as strict JSON, which has no NaN and no infinity: they become null."""
     click.echo(json.dumps(_finite(value), indent=2, allow_nan=False))
+
+
+def terminal_width() -> int | None:
+    """Characters of a line of the terminal that reads the answer; None where it goes to a file or a program."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def _finite(value: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from flows.cli.answers import JSON_OPTION, print_json
+from flows.cli.answers import JSON_OPTION, print_json, terminal_width
 
 
 class ManyValues(click.Command):
@@ -94,7 +94,7 @@ def _compare_logged(experiment: str, where: str, allow_mixed: bool, as_json: boo
     if as_json:
         print_json({"experiment": experiment, "report": str(report), "layouts": rows_as_json(rows)})
     else:
-        click.echo(f"{as_text(rows)}\n{report}")
+        click.echo(f"{as_text(rows, terminal_width())}\n{report}")
     return 0
 
 
@@ -110,6 +110,6 @@ def _measure(request: Any, as_json: bool) -> int:
     if as_json:
         print_json(comparison_as_json(record, rows, run.ledger.folder))
     else:
-        click.echo(as_text(rows))
+        click.echo(as_text(rows, terminal_width()))
         click.echo(f"{record.refresh}: {record.state} in {record.seconds:.1f} s {record.error or ''}".rstrip())
     return exit_code(record)

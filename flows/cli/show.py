@@ -6,6 +6,7 @@ import time
 from itertools import islice
 from typing import Any
 
+from flows.cli.answers import terminal_width
 from flows.cli.live import outcome_text
 from flows.compare.metrics import rows_of
 from flows.compare.table import as_json, as_text
@@ -163,7 +164,7 @@ def refresh_as_text(record: RefreshRecord) -> str:
         if entry.error:
             lines.append(f"    {entry.error_class or 'error'}: {entry.error}")
     if record.comparison:
-        lines.append(as_text(rows_of(record)))
+        lines.append(as_text(rows_of(record), terminal_width()))
     return "\n".join([*lines, *in_words(record)])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH_INCHES = 9.0
-BAR_INCHES = 0.45
+BAR_INCHES = 0.55
+LABEL_CHARACTERS = 38
+"""Of a line of a layout's name beside its bar."""
 
 
 def throughput_plot(rows: Sequence[Row]) -> str:
@@ -49,7 +52,7 @@ def memory_plot(rows: Sequence[Row]) -> str:
         if points:
             axes.scatter(*zip(*points, strict=True), marker=marker, color="black", label=label, zorder=3)
     axes.set_xlabel("peak memory of a process, GiB")
-    axes.legend()
+    figure.legend(loc="outside lower center", ncols=3)
     return _svg(figure)
 
 
@@ -93,7 +96,7 @@ def _relative_spread(row: Row) -> float:
 
 def _bars(rows: Sequence[Row]) -> tuple[Figure, Axes]:
     figure, axes = _figure(1.0 + BAR_INCHES * len(rows))
-    axes.set_yticks(range(len(rows)), [row.text for row in rows])
+    axes.set_yticks(range(len(rows)), [textwrap.fill(row.text, LABEL_CHARACTERS) for row in rows])
     axes.invert_yaxis()
     return figure, axes
 

@@ -25,13 +25,17 @@ COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
 """Metric → its heading, and how a value is written."""
 
 
-def as_text(rows: Sequence[Row]) -> str:
-    """A line for each layout that was measured, then the reasons of those that were not."""
+def as_text(rows: Sequence[Row], width: int | None = None) -> str:
+    """A line for each layout that was measured, then the reasons of those that were not.
+
+    width: characters of the terminal; a table that is wider is shown in parts, in which layouts go by number.
+    """
     lines = grid(rows)
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join(
-        [*(_aligned(line, widths) for line in lines), *(f"{row.text}  {row.error}" for row in rows if row.error)]
-    )
+    table = [_aligned(line, widths) for line in lines]
+    if width and len(table[0]) > width:
+        table = _in_parts(lines, widths, width)
+    return "\n".join([*table, *(f"{row.text}  {row.error}" for row in rows if row.error)])
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
@@ -84,6 +88,23 @@ def cells(rows: Sequence[Row]) -> list[dict[str, str | int | float | None]]:
 
 def _cell(row: Row, name: str) -> str:
     return COLUMNS[name][1](row.metrics[name]) if name in row.metrics else "–"
+
+
+def _in_parts(lines: Sequence[Sequence[str]], widths: Sequence[int], width: int) -> list[str]:
+    numbers = ["", *map(str, range(1, len(lines)))]
+    taken = num_characters = len(numbers[-1])
+    parts: list[list[int]] = [[]]
+    for column in range(1, len(widths)):
+        taken += 2 + widths[column]
+        if taken > width and parts[-1]:
+            parts.append([])
+            taken = num_characters + 2 + widths[column]
+        parts[-1].append(column)
+    shown = [f"{number}  {line[0]}" for number, line in zip(numbers[1:], lines[1:], strict=True)]
+    for part in parts:
+        cells = [[number, *(line[column] for column in part)] for number, line in zip(numbers, lines, strict=True)]
+        shown += ["", *(_aligned(line, [num_characters, *(widths[column] for column in part)]) for line in cells)]
+    return shown
 
 
 def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:

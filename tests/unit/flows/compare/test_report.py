@@ -2,9 +2,9 @@
 
 import re
 
-from flows.compare.plots import throughput_plot
+from flows.compare.plots import LABEL_CHARACTERS, throughput_plot
 from flows.compare.report import html_report
-from flows.compare.table import as_json, as_text, cells
+from flows.compare.table import COLUMNS, as_json, as_text, cells
 
 
 def test_only_what_was_measured_has_a_column(make_row):
@@ -14,6 +14,19 @@ def test_only_what_was_measured_has_a_column(make_row):
     assert "bubble" not in heading
     assert first.split()[-1] == "–"
     assert second.split()[-1] == "40.0%"
+
+
+def test_a_table_wider_than_the_terminal_is_shown_in_parts_that_fit(make_row):
+    known = dict.fromkeys(COLUMNS.keys() - {"tokens_per_s"}, 0.25)
+    rows = [make_row(1000.0 * n, n, text=f"megatron tp={n} sequence_parallel=True", **known) for n in (1, 2)]
+    wide, narrow = as_text(rows).splitlines(), as_text(rows, width=80).splitlines()
+    assert as_text(rows, width=len(wide[0])).splitlines() == wide
+    assert max(map(len, narrow)) <= 80 < len(wide[0])
+    for number, line in enumerate(wide[1:], 1):
+        cells = [cell for one in narrow if one.startswith(f"{number} ") for cell in one.split()[1:]]
+        assert cells == line.split()
+    headings = [word for one in narrow if one.startswith("  ") for word in one.split()]
+    assert ["layout", *headings] == wide[0].split()
 
 
 def test_failures_are_told_below_the_table(make_row):
@@ -52,6 +65,21 @@ def test_no_whisker_reaches_below_zero(make_row):
     ticks = re.findall(r"<!-- (\S+) -->", drawn)
     assert "0" in ticks
     assert not [tick for tick in ticks if tick.startswith(("-", "\N{MINUS SIGN}"))]
+
+
+def test_the_page_fits_a_phone_and_follows_the_colours_of_its_reader(make_row):
+    page = html_report("Layouts", [], [make_row(100.0)])
+    assert '<meta name="viewport" content="width=device-width' in page
+    assert "color-scheme: light dark" in page and "@media (prefers-color-scheme: dark)" in page
+    assert re.search(r"td:first-child {[^}]*white-space: normal", page)
+
+
+def test_a_long_layout_takes_lines_of_the_plot_and_not_its_width(make_row):
+    text = "megatron tp=2 micro_batch_size=4 sequence_parallel=True recompute=selective"
+    labels = re.findall(r"<!-- (.*?) -->", throughput_plot([make_row(100.0, text=text)]))
+    lines = [one for one in labels if "=" in one]
+    assert " ".join(lines) == text
+    assert max(map(len, lines)) <= LABEL_CHARACTERS
 
 
 def test_the_page_needs_nothing_from_elsewhere(make_row):
