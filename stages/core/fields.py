@@ -44,8 +44,7 @@ def marked_values(model: BaseModel, marker: type, prefix: str = "") -> Iterator[
     Of a tuple, each item: `evaluations.0`.
     """
     marked = marked_fields(type(model), marker)
-    for name in type(model).model_fields:
-        value = getattr(model, name)
+    for name, value in vars(model).items():
         if value is None:
             continue
         path = f"{prefix}{name}"
@@ -60,8 +59,7 @@ def marked_values(model: BaseModel, marker: type, prefix: str = "") -> Iterator[
 
 def values_named(model: BaseModel, field: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted path and value of every field of this name, at any depth."""
-    for name in type(model).model_fields:
-        value = getattr(model, name)
+    for name, value in vars(model).items():
         if name == field:
             yield f"{prefix}{name}", value
         elif isinstance(value, BaseModel):
@@ -71,9 +69,9 @@ def values_named(model: BaseModel, field: str, prefix: str = "") -> Iterator[tup
 def unset_later(model: BaseModel, prefix: str = "") -> Iterator[str]:
     """Dotted paths of fields marked `AddedLater` that have their default, at any depth."""
     marked = marked_fields(type(model), AddedLater)
-    for name, field in type(model).model_fields.items():
-        value = getattr(model, name)
-        if name in marked and value == field.get_default(call_default_factory=True):
+    fields = type(model).model_fields
+    for name, value in vars(model).items():
+        if name in marked and value == fields[name].get_default(call_default_factory=True):
             yield f"{prefix}{name}"
         elif isinstance(value, BaseModel):
             yield from unset_later(value, f"{prefix}{name}.")

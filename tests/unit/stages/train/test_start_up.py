@@ -5,11 +5,12 @@ import sys
 
 PROGRAM = """
 import sys
+from importlib.util import find_spec
 from stages.train.start_up import hide_unused_packages
 hide_unused_packages()
 import transformers.models.qwen3.modeling_qwen3
 print(*(name for name in ("sklearn", "scipy") if name in sys.modules))
-import sklearn, scipy
+assert find_spec("sklearn") and find_spec("scipy")
 """
 
 
