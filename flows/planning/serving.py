@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator
 
 from flows.planning.model_shape import config_of_download, download_of
 from flows.planning.outside import Outside
@@ -12,16 +11,13 @@ from flows.recipe.recipe import Recipe
 from flows.store.record import Index
 from stages.core.errors import LifecycleError, RecipeError
 from stages.evaluate.config import EvaluateConfig
-from stages.models.config_check import check_config
 from stages.serve.config import ServeConfig
-
-LONG_IN_THEMSELVES = ("longrope", "su", "llama3", "default", "mrope")
-"""Kinds of rotary embedding whose `max_position_embeddings` already is what they extend a model to."""
-MAY_BE_TOO_LONG = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
+from stages.serving.config import ServingConfig
+from stages.serving.limits import limit_problems
 
 
 def check_serving(recipe: Recipe, chosen: Collection[str], outside: Outside, index: Index) -> None:
-    """Raises `RecipeError` that lists the addresses and lengths of these stages' servers that cannot be."""
+    """Raises `RecipeError` that lists what these stages' servers cannot listen on or hold."""
     servers = {
         name: config
         for name, config in recipe.stages.items()
@@ -30,7 +26,7 @@ def check_serving(recipe: Recipe, chosen: Collection[str], outside: Outside, ind
     problems = [
         f"stages.{name}.{problem}"
         for name, config in servers.items()
-        for problem in [*_elsewhere(config), *_too_long(config, _max_tokens(recipe, name, outside, index))]
+        for problem in [*_elsewhere(config), *_beyond_the_model(config, recipe, name, outside, index)]
     ]
     if problems:
         raise RecipeError("\n".join(problems))
@@ -50,38 +46,15 @@ def _elsewhere(config: ServeConfig | EvaluateConfig) -> Iterator[str]:
         yield f"execution.host: cannot listen on {host}: {error.strerror}; {expected}"
 
 
-def _too_long(config: ServeConfig | EvaluateConfig, max_tokens: int | None) -> Iterator[str]:
-    if max_tokens is None or config.execution.environment.get(MAY_BE_TOO_LONG) == "1":
-        return
-    serving = config.serving
-    if serving and serving.max_model_len and serving.max_model_len > max_tokens:
-        yield f"serving.max_model_len: {serving.max_model_len}, but the model has {max_tokens} positions; lower it"
-    if isinstance(config, ServeConfig) and config.benchmark and config.benchmark.tokens > max_tokens:
-        yield (
-            f"benchmark: input_tokens and output_tokens are {config.benchmark.tokens} together, but the model has "
-            f"{max_tokens} positions; lower them"
-        )
-
-
-def _max_tokens(recipe: Recipe, stage: str, outside: Outside, index: Index) -> int | None:
-    """What the model can attend to; None where its config does not say, or cannot be read yet."""
+def _beyond_the_model(
+    config: ServeConfig | EvaluateConfig, recipe: Recipe, stage: str, outside: Outside, index: Index
+) -> list[str]:
+    """Nothing where the model's config cannot be read yet: the check after its download finds it."""
+    benchmark = config.benchmark if isinstance(config, ServeConfig) else None
     try:
-        config = config_of_download(recipe, download_of(recipe, stage), outside, index)
-        check_config(config or {}, "its config")
+        model_config = config_of_download(recipe, download_of(recipe, stage), outside, index)
+        environment = config.execution.environment
+        found = limit_problems(model_config or {}, config.serving or ServingConfig(), benchmark, environment)
+        return [f"{field}: {message}" for field, message in found]
     except LifecycleError:  # the download says so itself
-        return None
-    return _positions({**config, **(config.get("text_config") or {})}) if config else None
-
-
-def _positions(config: Mapping[str, Any]) -> int | None:
-    """As vLLM derives it: `max_position_embeddings`, stretched by the factor of the rotary embedding."""
-    positions = config.get("max_position_embeddings")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if not isinstance(positions, int):
-        return None
-    if kind in LONG_IN_THEMSELVES:
-        return positions
-    if kind == "yarn":
-        positions = rope.get("original_max_position_embeddings") or positions
-    return int(positions * (rope.get("factor") or 1.0))
+        return []

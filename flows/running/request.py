@@ -15,6 +15,7 @@ from flows.planning.layout_choice import choose_layouts
 from flows.planning.model_check import check_models
 from flows.planning.outside import resolve_outside
 from flows.planning.plan import Plan, chosen_stages, plan
+from flows.planning.quantizing import check_quantizing
 from flows.planning.serving import check_serving
 from flows.planning.stored import find_stored
 from flows.recipe.recipe import load_recipe
@@ -67,6 +68,7 @@ def make_plan(request: RefreshRequest, *, may_be_unreachable: bool = False) -> P
     recipe, notes = find_stored(recipe, chosen, index)
     outside = resolve_outside(recipe, chosen, unreachable if may_be_unreachable else None)
     check_gates(recipe, chosen)
+    check_quantizing(recipe, chosen, outside, index)
     check_serving(recipe, chosen, outside, index)
     recipe, choices = choose_layouts(recipe, outside, index)
     unusual = check_models(recipe, outside, index)

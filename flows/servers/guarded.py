@@ -23,6 +23,7 @@ import uvicorn
 from sqlalchemy.engine import make_url
 from starlette.routing import Mount
 
+from flows.servers.bounds import BoundedProtocol
 from flows.servers.guard import Guard, origins
 from flows.servers.key import KEY_FILE_VARIABLE, USER, read_named_key
 from flows.servers.ports import MAX_WAITING_CONNECTIONS
@@ -93,7 +94,7 @@ def main() -> None:
         application = APPLICATIONS[options.server](hosts, _password())
     except LifecycleError as error:
         sys.exit(f"{type(error).__name__}: {error}")
-    server = uvicorn.Server(uvicorn.Config(application, access_log=False))
+    server = uvicorn.Server(uvicorn.Config(application, access_log=False, http=BoundedProtocol))
     server.run(sockets=[public])
     sys.exit(0 if server.started else 1)
 

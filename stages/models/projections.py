@@ -13,6 +13,8 @@ from pathlib import Path
 
 from safetensors import safe_open
 
+from stages.models.shape import ModelShape
+
 EMBEDDINGS = re.compile(
     r"(embed_tokens|wte|wpe|word_embeddings|embed_in|tok_embeddings|embed_positions|position_embeddings)$"
 )
@@ -80,6 +82,24 @@ def read_projections(model_folder: Path) -> list[Projection]:
                 if name != key and len(shape) == 2 and not EMBEDDINGS.search(name):
                     found.append(Projection(name, *shape))
     return sorted(found, key=lambda projection: projection.name)
+
+
+def projections_of(shape: ModelShape) -> list[Projection]:
+    """Linear layers of one dense layer of Llama and its relatives, before there are files; none of other families."""
+    if not shape.gated_ffn or shape.num_layers == shape.num_mixture_layers:
+        return []
+    hidden, queries, keys = shape.hidden_size, shape.query_width, shape.num_kv_heads * shape.head_dim
+    sizes = {
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (shape.ffn_size, hidden),
+        "mlp.up_proj": (shape.ffn_size, hidden),
+        "mlp.down_proj": (hidden, shape.ffn_size),
+    }
+    layer = next(number for number in range(shape.num_layers) if not shape.is_mixture(number))
+    return [Projection(f"model.layers.{layer}.{name}", *size) for name, size in sizes.items()]
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:

@@ -22,6 +22,8 @@ class ServeConfig(StageConfig):
 
     STAGE_VERSION: ClassVar[int] = 2  # the time between tokens is one of whole answers, not of chunks of them
 
+    HAS_CHECK: ClassVar[bool] = True
+
     kind: Literal["serve"]
     model: ModelOrAdapterReference
     adapters: Annotated[tuple[AdapterReference, ...], AddedLater()] = Field(

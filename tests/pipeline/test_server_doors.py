@@ -8,6 +8,7 @@ import socket
 import subprocess
 import time
 import urllib.parse
+import urllib.request
 from contextlib import suppress
 from pathlib import Path
 
@@ -155,6 +156,23 @@ def test_a_header_without_end_is_not_read(home, server):
 
 
 @pytest.mark.parametrize("server", SERVERS)
+def test_a_connection_that_asks_for_nothing_is_closed(home):
+    addresses = [home.address(server).removeprefix("http://").split(":") for server in SERVERS]
+    silent = [socket.create_connection((host, int(port)), timeout=3 * PATIENCE_S) for host, port in addresses]
+    silent[0].sendall(b"GET / HT")
+    assert [connection.recv(1) for connection in silent] == [b"", b""]
+
+
+def test_a_page_may_ask_no_other_server(home):
+    for server, path in (("prefect", "/"), ("mlflow", "/health")):
+        with urllib.request.urlopen(f"{home.address(server)}{path}", timeout=PATIENCE_S) as answer:
+            policy = answer.headers["content-security-policy"]
+        port = home.servers()[server]["port"]
+        hosts = {urllib.parse.urlsplit(source).netloc for source in policy.split() if "://" in source}
+        assert hosts == {f"127.0.0.1:{port}", f"localhost:{port}"}
+        assert policy.startswith("default-src 'self' ")
+
+
 def test_health_needs_no_key(home, server):
     assert ask(home, server, path={"prefect": "/api/health", "mlflow": "/health"}[server], key=False)[0] == 200
 

@@ -100,3 +100,24 @@ def test_rotary_embeddings_stretch_it_as_they_do_in_vllm(plan, tmp_path, rope, p
     (model / "model.safetensors").touch()
     with pytest.raises(RecipeError, match=f"but the model has {positions} positions"):
         plan(model=model, serving={"max_model_len": positions + 1}, benchmark=None)
+
+
+@pytest.mark.parametrize("stage", ["serve", "scores"])
+@pytest.mark.parametrize(
+    ("serving", "found"),
+    [
+        (
+            {"tensor_parallel_size": 3},
+            r"tensor_parallel_size: 3 ranks, but the model's 4 attention heads \(2 of keys\)",
+        ),
+        ({"tensor_parallel_size": 8}, r"tensor_parallel_size: 8 ranks, .* 1 or 2 or 4 can"),
+        ({"kv_cache_memory_gib": 1e-4}, r"kv_cache_memory_gib: 0\.0001, but a request of 2048 tokens, .* 0\.00195 GiB"),
+    ],
+)
+def test_ranks_and_memory_that_do_not_suit_the_model(plan, stage, serving, found):
+    with pytest.raises(RecipeError, match=rf"stages\.{stage}\.serving\.{found}"):
+        plan(stage, serving=serving)
+
+
+def test_ranks_and_memory_that_suffice(plan):
+    assert plan(serving={"tensor_parallel_size": 4, "kv_cache_memory_gib": 0.001, "max_model_len": 256})

@@ -114,20 +114,22 @@ def test_everything_wrong_is_said_by_stage_and_field_before_anything_trains(refr
         sft={"data": {"dataset": "chats", "evaluation_split": "test"}},
         int8={"calibration": {"dataset": "chats", "split": "calibration"}},
         scores={"apply_chat_template": True, "tasks": ["additoin"]},
+        server={"kind": "serve", "model": "int8", "serving": {"tensor_parallel_size": 3}},
     )
     before_s = processor_time_of_children_s()
     with pytest.raises(DataError, match=r"stages\.sft\.data\.evaluation_split: no files of the split 'test'"):
         run.check_inputs(logging.getLogger())
     assert processor_time_of_children_s() - before_s < 60
     entries = {name: entry for name, entry in run.record.stages.items() if entry.state == "failed"}
-    assert entries.keys() == {"sft", "dpo", "int8", "scores"}
+    assert entries.keys() == {"sft", "dpo", "int8", "scores", "server"}
     assert "stages.dpo.data.dataset: training rows: 1 of 21 rows cannot be learned from:" in entries["dpo"].error
     assert "train.jsonl:21 has the same `chosen` and `rejected`" in entries["dpo"].error
     assert "stages.int8.calibration: no files of the split 'calibration'" in entries["int8"].error
     assert "did you mean addition" in entries["scores"].error
     assert entries["scores"].error_class == "EvaluationError"
+    assert "stages.server.serving.tensor_parallel_size: 3 ranks, but the model's 4 att" in entries["server"].error
     record = run.finish()
-    assert (record.state, record.error) == ("failed", "failed: sft, dpo, int8, scores")
+    assert (record.state, record.error) == ("failed", "failed: sft, dpo, int8, scores, server")
     assert "stages.dpo.data.dataset" in refresh_as_text(record)
     assert not (run.ledger.folder / "check").exists()
 

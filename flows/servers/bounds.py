@@ -1,0 +1,51 @@
+"""Bounds on the connections to a server of ours: how many there are, and how long each may keep the server waiting.
+
+uvicorn closes a connection that has had an answer and asks nothing more. One that never asks, or sends its request byte
+by byte, it would hold for ever, and with some hundreds of those nobody else would be answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+MAX_CONNECTIONS = 512
+"""Half of the files that a process may usually open."""
+HEAD_TIMEOUT_S = 15.0
+"""From the connection, or the last answer, to the end of a request's header."""
+BODY_TIMEOUT_S = 300.0
+LOOK_EVERY_S = 1.0
+
+
+class BoundedProtocol(H11Protocol):
+    """uvicorn's side of a connection, which it gives up where a client takes too long. Answers may take any time."""
+
+    _awaited: tuple[str, Any] | None = None
+    _since_s: float
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Count it, and begin to watch it."""
+        super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            transport.abort()
+        self._look()
+
+    def _look(self) -> None:
+        if self.transport.is_closing() or self.transport.get_protocol() is not self:  # a web socket has its own
+            return
+        now_s = self.loop.time()
+        if (awaited := self._find_awaited()) != self._awaited:
+            self._awaited, self._since_s = awaited, now_s
+        limit_s = {"head": HEAD_TIMEOUT_S, "body": BODY_TIMEOUT_S}.get(awaited[0]) if awaited else None
+        if limit_s is not None and now_s - self._since_s >= limit_s:
+            self.transport.abort()
+        else:
+            self.loop.call_later(LOOK_EVERY_S, self._look)
+
+    def _find_awaited(self) -> tuple[str, Any] | None:
+        """The part of a request that the client has yet to send, and which request; None while it waits itself."""
+        if self.cycle is None or self.cycle.response_complete:
+            return "head", self.cycle
+        return ("body", self.cycle) if self.cycle.more_body else None
