@@ -19,7 +19,7 @@ from flows.cli.answers import JSON_OPTION, print_json
 @click.option("--seq-len", type=int, help="Tokens of a row; default: the recipe's, else 4096.")
 @click.option("--global-batch-size", type=int, help="Rows of a step; default: the recipe's, else 1024.")
 @click.option("--precision", type=click.Choice(["fp32", "bf16", "fp8"]), help="Default: the recipe's, else bf16.")
-@click.option("--lora-rank", type=int, help="Train adapters of this rank only.")
+@click.option("--lora-rank", type=int, help="Train adapters of this rank; default: the recipe's, if it trains any.")
 @click.option("--tokens", type=float, help="Tokens of the whole training; default: the recipe's, if it counts steps.")
 @click.option("--engine", type=click.Choice(["fsdp", "megatron"]), help="Default: both.")
 @click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Layouts to show.")

@@ -22,6 +22,7 @@ from stages.models.model_config import CONFIG_FILE, read_config, shape_of_config
 from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout
 from stages.parallel.legality import layout_errors, layout_warnings, model_errors
+from stages.planner.adapted import LowRank
 from stages.planner.hardware import Hardware, built_in, from_yaml, load_hardware
 from stages.planner.local_hardware import shared_cpu
 from stages.planner.search import ENGINES, Candidate, SearchRequest, SearchResult, estimate, search
@@ -87,7 +88,7 @@ def search_request(model: str, options: LayoutOptions) -> SearchRequest:
         sequence_length=options.seq_len or workload.sequence_length,
         global_batch_size=options.global_batch_size or workload.global_batch_size,
         precision=options.precision or workload.precision,
-        lora_rank=options.lora_rank,
+        adapter=_adapter(workload.adapter, options.lora_rank),
         total_tokens=options.tokens or workload.total_tokens,
     )
     engines = (options.engine,) if options.engine else ENGINES
@@ -136,6 +137,13 @@ def _hardware(options: LayoutOptions) -> Hardware:
         return load_hardware(options.gpu, options.gpus_per_node)
     machine = from_yaml(hardware_file()) if hardware_file().is_file() else built_in("cpu")
     return shared_cpu(machine, options.num_gpus)
+
+
+def _adapter(of_recipe: LowRank | None, rank: int | None) -> LowRank | None:
+    """The recipe's, of another rank if the command line says so; without a recipe's one on all linear layers."""
+    if rank is None:
+        return of_recipe
+    return replace(of_recipe, rank=rank) if of_recipe else LowRank(rank)
 
 
 def _check_positive(options: LayoutOptions) -> None:

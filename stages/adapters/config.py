@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -16,6 +17,7 @@ from pydantic import (
 from stages.core.fields import AddedLater
 from stages.core.numbers import NonNegativeFp32, PositiveFp32
 from stages.core.strict import StrictModel
+from stages.planner.adapted import LowRank
 
 BasePrecision = Literal["bf16", "fp32", "nf4", "int8"]
 Initialization = Literal["default", "pissa", "pissa_niter_4", "pissa_niter_16", "olora"]
@@ -68,6 +70,11 @@ class AdapterConfig(StrictModel):
     def changes_base(self) -> bool:
         """Whether what A and B start from is taken out of the base while it trains."""
         return self.init != "default"
+
+    @property
+    def for_planner(self) -> LowRank:
+        """What decides memory and time."""
+        return LowRank(**{one.name: getattr(self, one.name) for one in fields(LowRank)})
 
     @field_validator("target_modules")
     @classmethod

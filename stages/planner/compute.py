@@ -60,7 +60,8 @@ class LayerWork:
     ep: int = 1
     etp: int = 1
     sequence_parallel: bool = False
-    lora_rank: int | None = None
+    is_frozen: bool = False
+    """Gradients are of activations and of an adapter only."""
 
     @property
     def tokens(self) -> float:
@@ -124,8 +125,7 @@ def head_time(work: LayerWork, hardware: Hardware) -> Pass:
     """The product with the vocabulary (filled up to whole tiles), and the cross-entropy of its logits in fp32."""
     columns = TILE * math.ceil(work.shape.vocab_size / work.tp / TILE)
     precision: Precision = "fp32" if work.precision == "fp32" else "bf16"
-    frozen = work.lora_rank is not None
-    product = _product(hardware, precision, work.tokens, work.shape.hidden_size, columns, frozen)
+    product = _product(hardware, precision, work.tokens, work.shape.hidden_size, columns, work.is_frozen)
     streaming_s = work.tokens * columns * (work.size + 8) / memory_rate(hardware)
     return product + Pass(streaming_s, streaming_s)
 
@@ -165,7 +165,7 @@ def _product(
 
 
 def _attention_products(work: LayerWork, hardware: Hardware) -> Pass:
-    shape, frozen = work.shape, work.lora_rank is not None
+    shape, frozen = work.shape, work.is_frozen
     qkv = (shape.query_width + 2 * shape.kv_width) / work.tp
     inward = _product(hardware, work.precision, work.tokens, shape.hidden_size, qkv, frozen)
     return inward + _product(
@@ -174,7 +174,7 @@ def _attention_products(work: LayerWork, hardware: Hardware) -> Pass:
 
 
 def _dense_ffn(work: LayerWork, hardware: Hardware) -> Pass:
-    shape, frozen = work.shape, work.lora_rank is not None
+    shape, frozen = work.shape, work.is_frozen
     width = shape.ffn_size / work.tp
     into = (2 if shape.gated_ffn else 1) * width
     inward = _product(hardware, work.precision, work.tokens, shape.hidden_size, into, frozen)
@@ -188,8 +188,9 @@ def _experts(work: LayerWork, hardware: Hardware) -> Pass:
     tokens = work.tokens * shape.experts_per_token * work.etp / work.tp
     rows = held * TILE * math.ceil(tokens / held / TILE)
     width = shape.expert_ffn_size / work.etp
-    inward = _product(hardware, work.precision, rows, shape.hidden_size, (2 if shape.gated_ffn else 1) * width)
-    products = inward + _product(hardware, work.precision, rows, width, shape.hidden_size)
+    into = (2 if shape.gated_ffn else 1) * width
+    inward = _product(hardware, work.precision, rows, shape.hidden_size, into, work.is_frozen)
+    products = inward + _product(hardware, work.precision, rows, width, shape.hidden_size, work.is_frozen)
     moved = 4 * tokens * shape.hidden_size * work.size / memory_rate(hardware)
     return products + Pass(moved, moved)
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout
 from stages.planner import network
+from stages.planner.adapted import frozen_bytes, gathered_layer_bytes, trained_parameters
 from stages.planner.compute import LayerTime, LayerWork, Pass
 from stages.planner.hardware import Hardware
-from stages.planner.partition import PipelineStage, outside_parameters, rank_parameters
+from stages.planner.partition import PipelineStage, RankParameters, outside_parameters, rank_parameters
 from stages.planner.workload import Software, Workload
 
 HOST_LINK_GB_PER_S = 25.0
@@ -38,6 +39,13 @@ class StepCase:
         rows = self.layout.micro_batch_size * self.layout.data_parallel_size
         return max(1.0, self.workload.global_batch_size / rows)
 
+    def trained(self, stage: PipelineStage) -> RankParameters:
+        """Parameters that learn, of one rank of a pipeline stage before data parallelism shards them."""
+        shape, layout, adapter = self.shape, self.layout, self.workload.adapter
+        if adapter is None:
+            return rank_parameters(shape, stage, layout.tp, layout.ep, layout.etp)
+        return RankParameters(trained_parameters(shape, adapter, self.engine, stage, layout.tp, layout.vpp), 0)
+
     @property
     def work(self) -> LayerWork:
         """Of a layer, in a micro-batch."""
@@ -52,7 +60,7 @@ class StepCase:
             layout.ep,
             layout.etp,
             layout.sequence_parallel,
-            workload.lora_rank,
+            workload.adapter is not None,
         )
 
 
@@ -73,7 +81,7 @@ def _gradient_reduction_s(case: StepCase, stage: PipelineStage, layer: LayerTime
     layout, hardware = case.layout, case.hardware
     if layout.data_parallel_size * layout.cp == 1:
         return 0.0
-    held = rank_parameters(case.shape, stage, layout.tp, layout.ep, layout.etp)
+    held = case.trained(stage)
     gradient_bytes = 4 if case.workload.precision == "fp32" else case.software.gradient_bytes
     shards = network.shard_group(layout)
     experts = network.expert_replica_group(layout)
@@ -102,14 +110,13 @@ def _fsdp_s(case: StepCase, stage: PipelineStage, layer: LayerTime, head: Pass, 
     """
     layout, hardware = case.layout, case.hardware
     group = network.shard_group(layout)
-    outside = outside_parameters(case.shape, stage, layout.tp)
-    held = rank_parameters(case.shape, stage, layout.tp, layout.ep, layout.etp)
-    per_layer = (held.total - outside) / stage.num_layers
     size = case.workload.compute_bytes
-    gathered_size = 1 if case.workload.precision == "fp8" else size
-    gather_s = network.gather_s(hardware, group, gathered_size * per_layer)
-    reduce_s = network.gather_s(hardware, group, 4 * per_layer)
-    replicas_s = network.all_reduce_s(hardware, network.replica_group(layout), 4 * per_layer / layout.optimizer_shards)
+    outside = outside_parameters(case.shape, stage, layout.tp)
+    outside_reduced = outside if case.workload.adapter is None else 0.0
+    reduced = (case.trained(stage).total - outside_reduced) / stage.num_layers
+    gather_s = network.gather_s(hardware, group, _gathered_layer_bytes(case, stage))
+    reduce_s = network.gather_s(hardware, group, 4 * reduced)
+    replicas_s = network.all_reduce_s(hardware, network.replica_group(layout), 4 * reduced / layout.optimizer_shards)
     forward_s = exposed_s(case, gather_s, layer.both.forward_s)
     backward_s = layer.both.backward_s + recompute_s
     again_s = gather_s if layout.reshard_after_forward and layout.pp == 1 else 0.0
@@ -117,15 +124,31 @@ def _fsdp_s(case: StepCase, stage: PipelineStage, layer: LayerTime, head: Pass, 
     without_s = exposed_s(case, again_s, backward_s)
     gatherings = case.micro_batches if layout.pp == 1 else 1.0
     reductions = 1.0 if case.software.gathers_gradients or layout.pp > 1 else case.micro_batches
-    root_s = network.gather_s(hardware, group, size * outside) + network.gather_s(hardware, group, 4 * outside)
+    root_s = network.gather_s(hardware, group, size * outside) + network.gather_s(hardware, group, 4 * outside_reduced)
     root_s = exposed_s(case, root_s, (head.forward_s + head.backward_s))
     layers_s = gatherings * (forward_s + without_s) + reductions * (with_gradients_s - without_s)
     return stage.num_layers * layers_s + reductions * root_s + _offload_s(case)
+
+
+def _gathered_layer_bytes(case: StepCase, stage: PipelineStage) -> float:
+    workload = case.workload
+    if workload.adapter:
+        return gathered_layer_bytes(case.shape, workload.adapter, workload.compute_bytes)
+    outside = outside_parameters(case.shape, stage, case.layout.tp)
+    return (
+        (1 if workload.precision == "fp8" else workload.compute_bytes)
+        * (case.trained(stage).total - outside)
+        / stage.num_layers
+    )
 
 
 def _offload_s(case: StepCase) -> float:
     """Shards come from host memory for every gathering, gradients go there once."""
     if not case.layout.cpu_offload:
         return 0.0
-    shard_bytes = 4 * case.shape.num_parameters / case.layout.dp_shard
+    workload = case.workload
+    stored: float = 4 * case.shape.num_parameters
+    if workload.adapter:
+        stored = frozen_bytes(case.shape, workload.adapter, workload.compute_bytes)
+    shard_bytes = stored / case.layout.dp_shard
     return (2 * case.micro_batches + 1) * shard_bytes / (HOST_LINK_GB_PER_S * 1e9)

@@ -17,6 +17,8 @@ class PipelineStage:
     num_layers: int
     has_embedding: bool
     has_head: bool
+    first_layer: int = 0
+    """Of consecutive ones; interleaved stages have some of every part of the model."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ def pipeline_stages(num_layers: int, pp: int, balances_head: bool = False) -> tu
     order = [pp - 1, 0, *range(pp - 2, 0, -1)]
     for place in range(lacking):
         counts[order[place % pp]] -= 1
-    return tuple(PipelineStage(i, count, i == 0, i == pp - 1) for i, count in enumerate(counts))
+    return tuple(PipelineStage(i, count, i == 0, i == pp - 1, sum(counts[:i])) for i, count in enumerate(counts))
 
 
 @lru_cache(maxsize=65536)
@@ -67,19 +69,6 @@ def rank_parameters(shape: ModelShape, stage: PipelineStage, tp: int, ep: int, e
 def outside_parameters(shape: ModelShape, stage: PipelineStage, tp: int) -> float:
     """Of the embedding and the head, so far as this stage has them, on one rank."""
     return (stage.has_embedding * shape.embedding_parameters + stage.has_head * shape.head_parameters) / tp
-
-
-@lru_cache(maxsize=65536)
-def adapter_parameters(shape: ModelShape, rank: int, tp: int = 1) -> float:
-    """LoRA parameters of a dense layer on one rank: rank × (inputs + outputs) of each matrix (Hu et al. 2021, 4.1).
-
-    Tensor parallelism cuts the factor on the side on which it cuts the matrix; the other one, of the hidden size, is
-    whole on every rank.
-    """
-    num_ffn = 3 if shape.gated_ffn else 2
-    whole = (4 + num_ffn) * shape.hidden_size
-    cut = 2 * shape.query_width + 2 * shape.kv_width + num_ffn * shape.ffn_size
-    return rank * (whole + cut / tp)
 
 
 def optimizer_parameters(held: RankParameters, layout: Layout, engine: str) -> float:

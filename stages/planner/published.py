@@ -17,6 +17,7 @@ from stages.core.errors import DataError
 from stages.models.known_models import gpt, known_model
 from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout
+from stages.planner.adapted import LowRank
 from stages.planner.hardware import HARDWARE, Hardware
 from stages.planner.memory import memory
 from stages.planner.published_cells import Cells, UnknownRunError
@@ -47,6 +48,10 @@ OTHER_SIZE = 0.1
 FULLY_SHARDED = re.compile(r"fsdp|hsdp|full_shard|zero[-_ ]*(stage)?[-_ ]*3", re.IGNORECASE)
 FIRST_YEAR_OF_FLASH = 2023
 USUAL_LORA_RANK = 16
+ATTENTION = (
+    "q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "c_attn", "attn.c_proj", "query_key_value", "dense", "Wqkv",
+)  # fmt: skip
+"""Its linear layers, by the names that families give them."""
 DEFAULT_SEQUENCE_LENGTH = 2048
 LARGEST_MICRO_BATCH_TOKENS = 32768
 ALLOWANCE = 1.3
@@ -64,7 +69,7 @@ BEFORE_FLASH = Software(
 BF16_BEFORE_FLASH = replace(BEFORE_FLASH, gradient_bytes=4, gradient_copy_bytes=2, optimizer_bytes=12)
 """Gradients in bf16 are too coarse to be added up: they are, in fp32, beside them."""
 MODERN_MEGATRON = Software(overlaps_layers=True, chunked_logits=False, gathers_gradients=False)
-FP8_MEGATRON = replace(MODERN_MEGATRON, gradient_bytes=2)
+FP8_MEGATRON = replace(MODERN_MEGATRON, gradient_bytes=2, keeps_frozen_in_fp8=True)
 """Who goes down to fp8 adds up and reduces gradients in bf16."""
 EAGER_FSDP = Software(fused_elementwise=False, chunked_logits=False, gathers_gradients=False, kept_products=0.5)
 FIRST_FSDP = replace(EAGER_FSDP, first_flash_attention=True)
@@ -133,7 +138,7 @@ def _run(cells: Cells) -> PublishedRun:
         global_batch_size=cells.number_or("gbs", layout.data_parallel_size * layout.micro_batch_size),
         precision=_precision(cells.text("precision")),
         needs_reference="dpo" in cells.text("kind").lower(),
-        lora_rank=_lora_rank(cells),
+        adapter=_adapter(cells),
     )
     sequence_parallel = layout.tp > 1 and (software.flash_attention or cells.text("recompute").startswith("selective"))
     layout = layout.model_copy(update={"sequence_parallel": sequence_parallel})
@@ -229,14 +234,15 @@ def _shards(cells: Cells, engine: EngineName, software: Software, hardware: Hard
     return dp
 
 
-def _lora_rank(cells: Cells) -> int | None:
-    """Of a run that names LoRA; 16 if it does not say."""
+def _adapter(cells: Cells) -> LowRank | None:
+    """Of a run that names LoRA: of rank 16 if it does not say, on attention, as NVIDIA's programs have it."""
     named = re.search(r"lora\D*(\d+)?", " ".join(cells.text(column).lower() for column in ("kind", "shard")))
     if not named:
         return None
     if not named.group(1):
         cells.assumed.append(f"lora rank={USUAL_LORA_RANK}")
-    return int(named.group(1) or USUAL_LORA_RANK)
+    cells.assumed.append("adapters on attention")
+    return LowRank(int(named.group(1) or USUAL_LORA_RANK), ATTENTION)
 
 
 def _micro_batch(cells: Cells, pp: int, dp: int) -> int:

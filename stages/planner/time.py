@@ -17,12 +17,7 @@ from stages.planner import network
 from stages.planner.compute import LayerTime, Pass, head_time, layer_time, memory_rate
 from stages.planner.data_parallel import HOST_LINK_GB_PER_S, StepCase, data_parallel_s, exposed_s
 from stages.planner.hardware import Hardware
-from stages.planner.partition import (
-    PipelineStage,
-    optimizer_parameters,
-    pipeline_stages,
-    rank_parameters,
-)
+from stages.planner.partition import PipelineStage, optimizer_parameters, pipeline_stages
 from stages.planner.workload import Software, Workload, our_software
 
 FLOPS_WITH_FROZEN_WEIGHTS = 2 / 3
@@ -82,7 +77,7 @@ def step_time(
     parts = _parts(case, layer)
     num_devices = layout.world_size
     flops = shape.flops().training([workload.sequence_length], workload.sequence_length) * workload.global_batch_size
-    flops *= FLOPS_WITH_FROZEN_WEIGHTS if workload.lora_rank else 1
+    flops *= FLOPS_WITH_FROZEN_WEIGHTS if workload.adapter else 1
     peak = hardware.peak_flops_per_s("fp32" if workload.precision == "fp32" else "bf16")
     forward = layer.both.forward_s * shape.num_layers + head_time(case.work, hardware).forward_s
     return TimeEstimate(
@@ -198,10 +193,7 @@ def _pipeline_messages_s(case: StepCase) -> float:
 def _optimizer_s(case: StepCase, stage: PipelineStage) -> float:
     """Adam reads and writes master weights and two moments, reads gradients twice (their norm), writes weights."""
     layout = case.layout
-    held = rank_parameters(case.shape, stage, layout.tp, layout.ep, layout.etp)
-    parameters = optimizer_parameters(held, layout, case.engine)
-    if case.workload.lora_rank:
-        parameters *= 0.01
+    parameters = optimizer_parameters(case.trained(stage), layout, case.engine)
     bytes_each = 24 + 2 * 4 + case.workload.compute_bytes
     rate = HOST_LINK_GB_PER_S * 1e9 if layout.cpu_offload else memory_rate(case.hardware)
     return parameters * bytes_each / rate

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from stages.parallel.layout import EngineName, Layout
+from stages.planner.adapted import LowRank
 
 Precision = Literal["fp32", "bf16", "fp8"]
 
@@ -21,8 +22,8 @@ class Workload:
     """bf16: master weights in fp32; fp8: bf16, with matrix products of the layers in 8 bits."""
     needs_reference: bool = False
     """Log-probabilities of the rows under the untrained model are computed before training."""
-    lora_rank: int | None = None
-    """Adapters of this rank at every matrix of the layers are trained, nothing else."""
+    adapter: LowRank | None = None
+    """What is trained instead of the model, which is frozen."""
     total_tokens: float | None = None
     """Tokens of the whole training."""
 
@@ -48,6 +49,8 @@ class Software:
     fused_elementwise: bool = True
     """Norms, activations and residuals in one pass over memory each."""
     dropout: bool = False
+    keeps_frozen_in_fp8: bool = False
+    """Weights that do not learn are a byte each (in fp8), not two."""
     gradient_bytes: int = 4
     """Bytes of a gradient as it is added up and reduced."""
     gradient_copy_bytes: int = 0

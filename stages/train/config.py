@@ -140,7 +140,7 @@ class TrainConfig(MethodFields):
             self.global_batch_size,
             self.precision,
             self.needs_reference,
-            lora_rank=self.adapter.rank if self.adapter else None,
+            adapter=self.adapter.for_planner if self.adapter else None,
         )
         return replace(workload, total_tokens=self.steps * workload.tokens_per_step) if self.steps else workload
 

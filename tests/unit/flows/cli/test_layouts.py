@@ -104,6 +104,35 @@ stages:
     assert best["days"] * 86400 == pytest.approx(10 * best["step_time_s"])
 
 
+ADAPTED = """
+stages:
+  base: {kind: download, model: builtin/qwen3-1m}
+  data: {kind: download, dataset: builtin/addition}
+  sft:
+    kind: train
+    method: sft
+    model: base
+    data: {dataset: data, sequence_length: 128}
+    global_batch_size: 8
+    learning_rate: 1.0e-3
+"""
+
+
+def test_what_a_recipe_says_of_its_adapter_counts(layouts, tmp_path):
+    def states_gib(adapter, *options):
+        recipe = tmp_path / "r.yaml"
+        recipe.write_text(ADAPTED + (f"    adapter: {adapter}\n" if adapter else ""))
+        answer = json.loads(layouts(recipe, "--gpus", 1, "--engine", "fsdp", "--json", *options)[1])
+        parts = answer["layouts"][0]["memory_parts_gib"]
+        return parts["weights"] + parts["gradients"] + parts["optimizer"]
+
+    queries = "rank: 2, target_modules: [q_proj]"
+    nf4, bf16 = states_gib(f"{{{queries}, base_precision: nf4}}"), states_gib(f"{{{queries}}}")
+    assert 3 * nf4 < bf16 < states_gib("{rank: 2}")
+    assert states_gib("{rank: 2}") < states_gib("{rank: 8}") == states_gib("{rank: 2}", "--lora-rank", 8)
+    assert states_gib("{rank: 8}") == states_gib(None, "--lora-rank", 8) < states_gib(None) / 2
+
+
 def test_a_table_is_predicted(layouts, tmp_path):
     header = "model,layers,hidden,heads,seq,gbs,mbs,tp,pp,dp,gpus,gpu"
     (tmp_path / "in.csv").write_text(f"{header}\nLlama-3-8B,,,,8192,16,1,1,1,8,8,H100\n")

@@ -8,9 +8,11 @@ import pytest
 
 from stages.models.known_models import KNOWN, gpt
 from stages.parallel.layout import Layout
+from stages.planner.activations import kept_bytes_per_token
+from stages.planner.adapted import LowRank, trained_parameters
 from stages.planner.hardware import Efficiency
-from stages.planner.memory import GIB, kept_bytes_per_token, memory
-from stages.planner.partition import adapter_parameters
+from stages.planner.memory import GIB, memory
+from stages.planner.partition import pipeline_stages
 from stages.planner.workload import Software, Workload
 
 GPT = gpt(layers=4, hidden=1024, heads=16, vocab=51200)
@@ -94,20 +96,25 @@ def test_what_saves_memory_is_predicted_to(engine, more):
 
 def test_adapters_have_the_only_gradients_and_optimizer():
     whole = memory(LLAMA, "megatron", Layout(), WORK).worst
-    adapters = memory(LLAMA, "megatron", Layout(), replace(WORK, lora_rank=16)).worst
-    assert adapters.weights == whole.weights
+    adapters = memory(LLAMA, "megatron", Layout(), replace(WORK, adapter=LowRank(16))).worst
+    (stage,) = pipeline_stages(LLAMA.num_layers, 1)
+    factors = trained_parameters(LLAMA, LowRank(16), "megatron", stage, 1, 1)
+    masks = 32 * 16 * (3 * (4096 + 2 * 1024) + 2 * (2 * 14336))  # of joint rows, and the masked B
+    assert adapters.weights * GIB == pytest.approx(whole.weights * GIB + 2 * factors + 2 * 2 * masks)
     assert adapters.gradients < whole.gradients / 50 and adapters.optimizer < whole.optimizer / 50
 
 
 def test_tensor_parallelism_cuts_one_factor_of_each_pair():
     """Llama 3 70B, rank 16: seven factors of 8,192 a layer are whole; 8,192, 1,024 and 28,672 wide ones are cut."""
     whole, cut = 7 * 8192, 2 * 8192 + 2 * 1024 + 3 * 28672
-    llama = KNOWN["llama3 70b"]
+    llama, adapter = KNOWN["llama3 70b"], LowRank(16)
+    (stage,) = pipeline_stages(llama.num_layers, 1)
     for tp in (1, 8):
         expected = 16 * (whole + cut / tp)
-        assert adapter_parameters(llama, 16, tp) == expected
-        adapter = memory(llama, "megatron", Layout(tp=tp), replace(WORK, lora_rank=16, precision="fp32")).worst
-        assert adapter.gradients * GIB == pytest.approx(80 * expected * 4)
+        assert trained_parameters(llama, adapter, "megatron", stage, tp, 1) == 80 * expected
+        workload = replace(WORK, adapter=adapter, precision="fp32")
+        adapter_memory = memory(llama, "megatron", Layout(tp=tp), workload).worst
+        assert adapter_memory.gradients * GIB == pytest.approx(80 * expected * 4)
 
 
 def test_experts_are_spread_over_expert_parallelism():

@@ -1,0 +1,114 @@
+"""Bytes of activations that a token takes on a rank: kept for the backward pass, and in the layer at work. Pure.
+
+Korthikanti et al. 2022 ("Reducing activation recomputation in large transformer models", equations 1 to 5), written
+for grouped queries, gated feed-forward layers and mixtures of experts. With its GPT (s tokens, b rows, h wide, a heads,
+t-way tensor parallel) that paper's s·b·h·(10 + 24/t + 5·a·s/(h·t)) comes out. A frozen product needs its input only
+where an adapter takes it, too, and a frozen norm only what came in.
+"""
+
+from __future__ import annotations
+
+from stages.models.linear_layers import Place
+from stages.models.shape import ModelShape
+from stages.parallel.layout import EngineName, Layout
+from stages.planner.adapted import adapted_layers, input_shares
+from stages.planner.workload import Software, Workload
+
+UNPACKING_BYTES = {"nf4": 16, "int8": 8}
+"""Of a weight while it is made of its bits: indices, levels and their product with the scale, in fp32."""
+
+
+def kept_bytes_per_token(
+    shape: ModelShape, engine: EngineName, layout: Layout, workload: Workload, software: Software
+) -> float:
+    """Bytes a token leaves in one layer for the backward pass, on one rank. In fp8, products keep their inputs so."""
+    size, hidden = workload.compute_bytes, shape.hidden_size
+    along_sequence = layout.tp if layout.sequence_parallel else 1
+    checkpoint = hidden * size / (layout.tp if software.shards_checkpoints else along_sequence)
+    if layout.recompute == "full":
+        return checkpoint
+    if layout.recompute == "selective" and engine == "fsdp":
+        products = _products_per_token(shape, size, software.kept_products)
+        return checkpoint + products + _adapters_per_token(shape, workload, keeps_results=True)
+    into_products = 1 if workload.precision == "fp8" else size
+    inputs = _kept_inputs(shape, workload)
+    of_norm = 0 if software.fused_elementwise else 4
+    of_norm += size if software.fused_elementwise or workload.adapter is None else 0
+    unsplit = hidden * (2 * of_norm + into_products * (inputs[Place.INTO_ATTENTION] + inputs[Place.INTO_FFN]))
+    unsplit += 2 * hidden if software.dropout else 0
+    split = _ffn_bytes_per_token(shape, size, into_products, inputs[Place.OUT_OF_FFN], software, workload)
+    split += size * (2 * shape.query_width + 2 * shape.kv_width)
+    split += shape.query_width * inputs[Place.OUT_OF_ATTENTION] if workload.precision == "fp8" else 0
+    split += of_norm * (shape.query_width + shape.kv_width) if shape.qk_norm else 0
+    if not software.flash_attention and layout.recompute == "none":
+        split += shape.num_heads * workload.sequence_length * (5 if software.dropout else 2)
+    return unsplit / along_sequence + split / layout.tp + _adapters_per_token(shape, workload)
+
+
+def workspace_per_token(
+    shape: ModelShape, engine: EngineName, layout: Layout, workload: Workload, software: Software
+) -> float:
+    """Bytes a token takes in the layer at work: what was not kept of it, and the widest gradients."""
+    nothing_recomputed = layout.model_copy(update={"recompute": "none"}) if layout.recompute != "none" else layout
+    whole = kept_bytes_per_token(shape, engine, nothing_recomputed, workload, software)
+    kept = kept_bytes_per_token(shape, engine, layout, workload, software)
+    gathered = 2 * shape.hidden_size
+    widest = (2 if shape.gated_ffn else 1) * _ffn_width(shape) / layout.tp
+    return max(0.0, whole - kept) + workload.compute_bytes * (gathered + widest)
+
+
+def weight_workspace(shape: ModelShape, workload: Workload) -> float:
+    """Bytes of the widest layer's weight while it is made of its bits, or (DoRA) of its sum with the adapter."""
+    adapter = workload.adapter
+    linears = [one for layer in adapted_layers(shape, adapter) for one in layer] if adapter else []
+    if adapter is None or not linears:
+        return 0.0
+    widest = max(linears, key=lambda one: one.inputs * one.outputs)
+    if adapter.use_dora:  # a diagonal through both factors, its product, and the weight with it
+        return workload.compute_bytes * widest.inputs * (widest.inputs + 3 * widest.outputs)
+    return UNPACKING_BYTES.get(adapter.base_precision or "", 0) * widest.inputs * widest.outputs
+
+
+def _kept_inputs(shape: ModelShape, workload: Workload) -> dict[Place, float]:
+    """Share of the layers that keep the input of a place; under dropout each adapter keeps one of its own."""
+    if workload.adapter is None:
+        return dict.fromkeys(Place, 1.0)
+    return dict.fromkeys(Place, 0.0) if workload.adapter.dropout else input_shares(shape, workload.adapter)
+
+
+def _adapters_per_token(shape: ModelShape, workload: Workload, *, keeps_results: bool = False) -> float:
+    """What adapters themselves keep of a layer: A x, with DoRA both products that a length scales, with dropout what
+    each of them drops of its input and what is left of it."""
+    adapter = workload.adapter
+    if adapter is None:
+        return 0.0
+    size = workload.compute_bytes
+    linears = [one for layer in adapted_layers(shape, adapter) for one in layer]
+    outputs = sum(one.outputs for one in linears)
+    kept = size * (adapter.rank * len(linears) + (2 * outputs if adapter.use_dora else 0))
+    kept += size * outputs if keeps_results else 0
+    kept += (size + 1) * sum(one.inputs for one in linears) if adapter.dropout and not keeps_results else 0
+    return kept / shape.num_layers
+
+
+def _products_per_token(shape: ModelShape, size: int, kept: float) -> float:
+    """Results of matrix products and attention, which the FSDP engine's selective recomputation keeps."""
+    ffn = (2 if shape.gated_ffn else 1) * _ffn_width(shape) + shape.hidden_size
+    products = shape.query_width + 2 * shape.kv_width + shape.hidden_size + ffn
+    return size * (shape.query_width + kept * products)
+
+
+def _ffn_width(shape: ModelShape) -> float:
+    """Feed-forward width that a token goes through, averaged over layers."""
+    mixture = shape.num_mixture_layers / shape.num_layers
+    return (1 - mixture) * shape.ffn_size + mixture * shape.experts_per_token * shape.expert_ffn_size
+
+
+def _ffn_bytes_per_token(
+    shape: ModelShape, size: int, into_products: int, inputs: float, software: Software, workload: Workload
+) -> float:
+    """What comes out of the first product, what goes into the second, and tokens dispatched to experts and back."""
+    kept = size * ((2 if shape.gated_ffn else 1) + (0 if software.fused_elementwise else 1)) + into_products * inputs
+    dispatches = 2 if workload.adapter is None else 1  # frozen experts do not need what went in
+    dispatched = dispatches * size * shape.experts_per_token * shape.hidden_size if shape.num_experts else 0
+    return kept * _ffn_width(shape) + dispatched

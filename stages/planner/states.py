@@ -1,0 +1,97 @@
+"""Bytes of weights, gradients and optimizer that a rank holds, and of what it gathers of them. Pure.
+
+After Rajbhandari et al. 2020 (ZeRO, section 3.1). With an adapter the base is frozen: it has neither gradients nor
+optimizer state, and is kept as `adapter.base_precision` says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stages.models.shape import ModelShape
+from stages.parallel.layout import EngineName, Layout
+from stages.planner.adapted import frozen_bytes, gathered_layer_bytes, joined_bytes, trained_parameters
+from stages.planner.partition import PipelineStage, optimizer_parameters, outside_parameters, rank_parameters
+from stages.planner.workload import Software, Workload
+
+
+@dataclass(frozen=True)
+class MemoryCase:
+    """What all parts of the estimate depend on."""
+
+    shape: ModelShape
+    engine: EngineName
+    layout: Layout
+    workload: Workload
+    software: Software
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step, on one rank."""
+        return max(
+            1, self.workload.global_batch_size // (self.layout.micro_batch_size * self.layout.data_parallel_size)
+        )
+
+    @property
+    def tokens(self) -> float:
+        """Of a micro-batch, on one rank."""
+        return self.layout.micro_batch_size * self.workload.sequence_length / self.layout.cp
+
+    def trained(self, stage: PipelineStage) -> float:
+        """Parameters of the adapter on one rank, before data parallelism shards them."""
+        assert self.workload.adapter
+        return trained_parameters(
+            self.shape, self.workload.adapter, self.engine, stage, self.layout.tp, self.layout.vpp
+        )
+
+
+def model_states(case: MemoryCase, stage: PipelineStage) -> tuple[float, float, float]:
+    """Bytes of weights, gradients and optimizer."""
+    layout, workload = case.layout, case.workload
+    held = rank_parameters(case.shape, stage, layout.tp, layout.ep, layout.etp)
+    sharded = optimizer_parameters(held, layout, case.engine)
+    if case.engine == "fsdp":
+        return _fsdp_states(case, stage, sharded)
+    weight_bytes = {"fp32": 4, "bf16": 2, "fp8": 2}[workload.precision]  # fp8: as they are, and transposed
+    optimizer_bytes = 8 if workload.precision == "fp32" else case.software.optimizer_bytes
+    in_precision = case.software.gradient_bytes + case.software.gradient_copy_bytes
+    gradient_bytes = 4 if workload.precision == "fp32" else in_precision
+    if workload.adapter is None:
+        return held.total * weight_bytes, held.total * gradient_bytes, sharded * optimizer_bytes
+    trained = case.trained(stage)
+    in_eight_bits = workload.precision == "fp8" and case.software.keeps_frozen_in_fp8
+    weights = held.total * (1 if in_eight_bits else weight_bytes) + trained * workload.compute_bytes
+    weights += joined_bytes(case.shape, workload.adapter, stage, layout.tp, workload.compute_bytes)
+    return weights, trained * gradient_bytes, trained / layout.optimizer_shards * optimizer_bytes
+
+
+def _fsdp_states(case: MemoryCase, stage: PipelineStage, sharded: float) -> tuple[float, float, float]:
+    """All sharded, and fp32 what learns."""
+    if case.layout.cpu_offload:
+        return 0.0, 0.0, 0.0
+    adapter, shards = case.workload.adapter, case.layout.dp_shard
+    if adapter is None:
+        return 4 * sharded, 4 * sharded, 8 * sharded
+    trained = case.trained(stage) / shards
+    frozen = frozen_bytes(case.shape, adapter, case.workload.compute_bytes) / shards
+    return frozen + 4 * trained, 4 * trained, 8 * trained
+
+
+def fsdp_buffers(case: MemoryCase, stage: PipelineStage) -> float:
+    """Gathered parameters (the root's stay; of layers a few at a time), and one layer's whole gradients.
+
+    Under a pipeline all layers of the stage stay gathered, and their gradients whole, until the step is over.
+    """
+    layout, size = case.layout, case.workload.compute_bytes
+    held = rank_parameters(case.shape, stage, layout.tp, layout.ep, layout.etp).total
+    outside = outside_parameters(case.shape, stage, layout.tp)
+    keeps_layers = not layout.reshard_after_forward or layout.pp > 1
+    alive = stage.num_layers if keeps_layers else min(stage.num_layers, 2 + layout.prefetch_layers)
+    if case.workload.adapter is not None:
+        return alive * gathered_layer_bytes(case.shape, case.workload.adapter, size) + size * outside
+    if layout.optimizer_shards == 1:
+        return (size * held) if size < 4 else 0.0
+    layer = (held - outside) / stage.num_layers
+    gathered = size * (alive * layer + outside)
+    keeps_gradients = case.micro_batches > 1 and (case.software.gathers_gradients or layout.pp > 1)
+    return gathered + 4 * (held if keeps_gradients else layer) + size * layer

@@ -1,0 +1,120 @@
+"""What learns with an adapter, counted before there is a model: as many parameters as PEFT makes of the same fields."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from stages.adapters.config import AdapterConfig
+from stages.adapters.lora import add_adapter, store_base
+from stages.models.model_config import shape_of_config
+from stages.planner.adapted import frozen_bytes, gathered_layer_bytes, trained_parameters
+from stages.planner.partition import pipeline_stages
+
+ROTARY = {
+    "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 100,
+}  # fmt: skip
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+FAMILIES = {
+    "llama": ROTARY,
+    "mistral": ROTARY,
+    "qwen2": ROTARY,
+    "qwen3": {**ROTARY, "head_dim": 16},
+    "gpt2": {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 100, "n_positions": 32},
+    "opt": {"num_hidden_layers": 2, "hidden_size": 64, "ffn_dim": 96, "num_attention_heads": 4, "vocab_size": 100,
+            "word_embed_proj_dim": 64},
+    "bloom": {"n_layer": 2, "hidden_size": 64, "n_head": 4, "vocab_size": 100},
+    "mpt": {"n_layers": 2, "d_model": 64, "n_heads": 4, "vocab_size": 100, "expansion_ratio": 4},
+}  # fmt: skip
+ADAPTERS = [
+    {"rank": 4},
+    {"rank": 8, "target_modules": ["q_proj", "down_proj"]},
+    {"rank": 8, "target_modules": "model.layers.[02].self_attn.(q|v)_proj"},
+    {"rank": 4, "exclude_modules": ["up_proj", "self_attn.k_proj"]},
+    {"rank": 4, "target_modules": ["up_proj"], "layers_to_transform": [1, 3]},
+    {"rank": 4, "use_dora": True},
+    {"rank": 4, "modules_to_save": ["lm_head", "norm"]},
+    {"rank": 4, "modules_to_save": ["mlp"]},
+    {"rank": 4, "target_modules": ["q_proj"], "modules_to_save": ["mlp", "embed_tokens"]},
+]
+
+
+def adapted_model(family, fields, adapter):
+    """The Transformers model with PEFT's adapter, and the shape of the same config."""
+    config = AutoConfig.for_model(family, **fields)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    add_adapter(model, adapter, seed=0)
+    return model, shape_of_config(config.to_dict())
+
+
+def learning(shape, adapter):
+    (stage,) = pipeline_stages(shape.num_layers, 1)
+    return trained_parameters(shape, adapter.for_planner, "fsdp", stage, tp=1, vpp=1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_the_linear_layers_of_its_transformers_model(family):
+    adapter = AdapterConfig(rank=4)
+    model, shape = adapted_model(family, FAMILIES[family], adapter)
+    assert learning(shape, adapter) == sum(one.numel() for one in model.parameters() if one.requires_grad)
+
+
+@pytest.mark.parametrize("fields", ADAPTERS, ids=str)
+def test_targets_are_those_of_peft(fields):
+    adapter = AdapterConfig.model_validate_json(json.dumps(fields))
+    model, shape = adapted_model("llama", ROTARY, adapter)
+    assert learning(shape, adapter) == sum(one.numel() for one in model.parameters() if one.requires_grad)
+
+
+def test_experts_of_a_mixture_have_no_linear_layers():
+    adapter = AdapterConfig(rank=4, target_modules=("q_proj", "o_proj"))
+    model, shape = adapted_model("qwen3_moe", {**ROTARY, **MIXTURE, "mlp_only_layers": [0]}, adapter)
+    assert learning(shape, adapter) == sum(one.numel() for one in model.parameters() if one.requires_grad)
+
+
+@pytest.mark.parametrize("precision", [None, "bf16", "fp32", "nf4", "int8"])
+@pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_frozen_base_takes_the_bytes_that_it_is_stored_in(precision, compute_dtype):
+    adapter = AdapterConfig(rank=4, base_precision=precision, modules_to_save=("lm_head",))
+    model, shape = adapted_model("llama", ROTARY, adapter)
+    store_base(model, precision, compute_dtype)
+    stored = sum(one.numel() * one.element_size() for one in model.parameters() if not one.requires_grad)
+    assert frozen_bytes(shape, adapter.for_planner, compute_dtype.itemsize) == stored
+
+
+def test_fsdp_gathers_codes_as_they_are_and_weights_as_they_are_computed():
+    sizes = {}
+    for precision in ("bf16", "fp32", "nf4", "int8"):
+        adapter = AdapterConfig(rank=4, base_precision=precision)
+        _, shape = adapted_model("llama", ROTARY, adapter)
+        sizes[precision] = gathered_layer_bytes(shape, adapter.for_planner, 2)
+    assert sizes["bf16"] == sizes["fp32"]  # both in bf16
+    assert sizes["nf4"] < sizes["int8"] < sizes["bf16"]
+
+
+def test_stages_of_a_pipeline_hold_the_adapters_of_their_own_layers():
+    config = AutoConfig.for_model("llama", **ROTARY)
+    shape, adapter = (
+        shape_of_config(config.to_dict()),
+        AdapterConfig(rank=4, layers_to_transform=(0, 1, 2), target_modules=("q_proj",)).for_planner,
+    )
+    first, last = (trained_parameters(shape, adapter, "megatron", stage, 1, 1) for stage in pipeline_stages(4, 2))
+    assert first == 2 * last > 0
+
+
+def test_megatron_has_factors_for_all_that_it_joins():
+    """One matrix of queries, keys and values: an adapter of the queries has rows for the others, which stay 0."""
+    config = AutoConfig.for_model("llama", **ROTARY)
+    shape, (stage,) = shape_of_config(config.to_dict()), pipeline_stages(4, 1)
+    queries, all_of_them = (
+        trained_parameters(shape, AdapterConfig(rank=4, target_modules=names).for_planner, "megatron", stage, 2, 1)
+        for names in (("q_proj",), ("q_proj", "k_proj", "v_proj"))
+    )
+    assert queries == all_of_them == 4 * 4 * (3 * 64 + (64 + 2 * 32) / 2)
