@@ -16,6 +16,7 @@ from flows.planning.outside import resolve_outside
 from flows.planning.plan import Plan, PlannedStage, chosen_stages, plan
 from flows.planning.stored import find_stored
 from flows.recipe.recipe import load_recipe
+from flows.recipe.text import without_secrets
 from flows.recipe.version import identity_of, resume_key_of, version_of
 from flows.running.comparison import Comparison
 from flows.running.request import PlannedRefresh, RefreshRequest
@@ -70,7 +71,7 @@ def plan_comparison(request: ComparisonRequest) -> PlannedRefresh:
     )
     comparison = Comparison(began, layouts, conclude, lambda record: cells(rows_of(record)))
     asked = RefreshRequest(request.recipe, request.overrides, until=request.stage)
-    return PlannedRefresh(asked, Plan(recipe.name, upstream), store, comparison=comparison)
+    return PlannedRefresh(asked, Plan(recipe.name, upstream), store, (), comparison, without_secrets(recipe.text))
 
 
 def _under_layout(planned: PlannedStage, config: TrainConfig, upstream: dict[str, PlannedStage]) -> PlannedStage:

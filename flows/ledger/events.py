@@ -40,12 +40,16 @@ class PlannedEntry(StrictModel):
 
 
 class RefreshBegan(Event):
-    """A refresh starts, or, as another try, starts again: what was asked for, by which process, and the plan."""
+    """A refresh starts, or, as another try, starts again: what was asked for, by which process, and the plan.
+
+    recipe_text: of the file as it was then, without secrets and without `overrides`; empty in earlier ledgers.
+    """
 
     event: Literal["refresh_began"] = "refresh_began"
     refresh: str
     recipe: str
     recipe_path: Path
+    recipe_text: str = ""
     overrides: tuple[str, ...] = ()
     until: str | None = None
     force: tuple[str, ...] = ()

@@ -119,6 +119,7 @@ class RefreshRecord:
     hardware: str
     git_commit: str | None
     started_ms: int
+    recipe_text: str = ""
     overrides: tuple[str, ...] = ()
     until: str | None = None
     force: tuple[str, ...] = ()

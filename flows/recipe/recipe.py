@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError, create_mode
 
 from flows.recipe.overrides import apply_overrides
 from flows.recipe.problems import MAX_PROBLEMS, explain, models_in
-from flows.recipe.text import absolute, closest, non_finite, read_tree, resolve_file_sources, shorten, show
+from flows.recipe.text import absolute, closest, non_finite, read_text, resolve_file_sources, shorten, show, tree_of
 from stages.core.contract import StageConfig, StrictModel
 from stages.core.errors import LayoutError, RecipeError
 from stages.core.fields import Reference, find_marker
@@ -42,13 +42,15 @@ class Recipe:
     """One complete refresh. `stages` is in topological order; outside paths in it are absolute.
 
     on_collision: whether a scheduled refresh waits or is left out while another of this recipe runs; `skip` also
-    while others hold the devices that it needs (with `queue`, its stages wait for them).
+    while others hold the devices that it needs (with `queue`, its stages wait for them). text: of its file, without
+    overrides.
     """
 
     name: str
     folder: Path
     stages: dict[str, StageConfig]
     on_collision: OnCollision = "queue"
+    text: str = ""
 
     def upstream_of(self, stage: str) -> tuple[str, ...]:
         """Names of the stages that `stage` refers to itself, each once."""
@@ -75,14 +77,15 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
     Raises `RecipeError` that lists every problem.
     """
-    tree = read_tree(path)
+    text = read_text(path)
+    tree = tree_of(text, path)
     problems = apply_overrides(tree, overrides)
     problems += _top_level_problems(tree)
     try:
         recipe = load_stages(tree.get("name") or path.stem, path.absolute().parent, tree["stages"], problems)
     except RecipeError as error:
         raise type(error)(f"{path}: {error}") from error
-    return replace(recipe, on_collision=tree.get("on_collision", recipe.on_collision))
+    return replace(recipe, on_collision=tree.get("on_collision", recipe.on_collision), text=text)
 
 
 def load_stages(name: str, folder: Path, tree: Mapping[str, Any], problems: Sequence[str] = ()) -> Recipe:

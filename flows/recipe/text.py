@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from stages.core.errors import RecipeError
+from stages.core.redaction import REPLACEMENT, redact
 from stages.core.yaml_bounds import MAX_BYTES, check_bounds
 
 BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -80,17 +81,66 @@ def parse_yaml(text: str) -> Any:
         raise RecipeError(f"not a tree of YAML values: {error}") from error
 
 
-def read_tree(path: Path) -> dict[str, Any]:
-    """The recipe file's tree. Raises `RecipeError` when it cannot be read or is not a mapping with `stages`."""
+def read_text(path: Path) -> str:
+    """The recipe file's text. Raises `RecipeError` when it cannot be read."""
     try:
-        tree = parse_yaml(_read_regular_file(path))
+        return _read_regular_file(path)
     except (OSError, ValueError) as error:
         raise RecipeError(f"cannot read the recipe {path}: {error}") from error
+    except RecipeError as error:
+        raise RecipeError(f"{path}: {error}") from error
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """The recipe file's tree. Raises what `read_text` and `tree_of` raise."""
+    return tree_of(read_text(path), path)
+
+
+def tree_of(text: str, path: Path) -> dict[str, Any]:
+    """The tree of a recipe's text. Raises `RecipeError` when that is not a mapping with `stages`."""
+    try:
+        tree = parse_yaml(text)
     except RecipeError as error:
         raise RecipeError(f"{path}: {error}") from error
     if not isinstance(tree, dict) or not isinstance(tree.get("stages"), dict) or not tree["stages"]:
         raise RecipeError(f"{path}: expected a mapping with `name` and a non-empty mapping `stages`")
     return tree
+
+
+def without_secrets(text: str) -> str:
+    """A recipe's text that may be kept: `***` for each value of an `environment` and for passwords, else as it is."""
+    hidden: set[tuple[int, int]] = set()
+    for mapping in _mappings(yaml.compose(text, RecipeLoader)):
+        for key, value in mapping.value:
+            if key.value == "environment":
+                hidden |= {(one.start_mark.index, one.end_mark.index) for one in _values(value)}
+    for start, end in sorted(hidden, reverse=True):
+        behind = text[start:end].rstrip()  # a text in lines ends with its last line break
+        text = f"{text[:start]}{REPLACEMENT!r}{text[start + len(behind) :]}"
+    return redact(text)
+
+
+def _mappings(root: yaml.Node) -> Iterator[yaml.MappingNode]:
+    """All of a document; an alias stands for the same node as its anchor."""
+    todo, seen = [root], set()
+    while todo:
+        node = todo.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            yield node
+            todo += [one for pair in node.value for one in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            todo += node.value
+
+
+def _values(node: yaml.Node) -> Iterator[yaml.ScalarNode]:
+    """Of a mapping, also of those that it merges."""
+    if isinstance(node, yaml.ScalarNode):
+        yield node
+    for child in node.value if isinstance(node, yaml.CollectionNode) else ():
+        yield from _values(child[1] if isinstance(node, yaml.MappingNode) else child)
 
 
 def _read_regular_file(path: Path) -> str:

@@ -53,7 +53,10 @@ def is_transient(_: Task[..., Any], __: TaskRun, state: State[Any]) -> bool:
 @task(cache_policy=NO_CACHE, persist_result=False, task_run_name="{name}", retry_condition_fn=is_transient)
 def build_stage(name: str, run: RefreshRun) -> State[Any]:
     """Build one stage, or find it cached."""
-    built = run.build(name, runtime.task_run.run_count, get_run_logger())
+    try:
+        built = run.build(name, runtime.task_run.run_count, get_run_logger())
+    except RefreshStoppedError as error:
+        return Cancelled(message=str(error))
     state = "Cached" if built.state == "cached" else "Completed"
     return Completed(name=state, message=f"{built.kind} {built.version} in {built.artifact}")
 

@@ -29,10 +29,10 @@ from flows.ledger.provenance import git_commit
 from flows.ledger.record import RefreshRecord, after
 from flows.ledger.refreshes import close_interrupted, end_of, ledger_of, new_refresh_id
 from flows.planning.devices import on_devices, wanted_slots
-from flows.planning.plan import Plan, PlannedStage
+from flows.planning.plan import PlannedStage
 from flows.running.comparison import Bench, Comparison, run_trial
 from flows.running.live_servers import LiveServers
-from flows.running.request import PlannedRefresh, RefreshRequest
+from flows.running.request import PlannedRefresh
 from flows.running.runner import Built, Launcher, run_stage
 from flows.running.slots import HeldSlots, Slots
 from flows.running.stage_observer import Log, StageObserver, describe
@@ -70,7 +70,7 @@ class RefreshRun:
         self._lock = threading.Lock()
         self._started_s = time.monotonic()
         earlier = self.ledger.read() if self.ledger.exists() else None
-        began = _began(planned.request, refresh, planned.plan)
+        began = _began(planned, refresh)
         self.ledger.append(began)
         self.record = after(earlier, began)
         if self.comparison:
@@ -273,11 +273,13 @@ def _as_error(problems: Sequence[InputProblem]) -> LifecycleError:
     return error_classes()[problems[0].error]("\n".join(lines))
 
 
-def _began(request: RefreshRequest, refresh: str, planned: Plan) -> RefreshBegan:
+def _began(planned: PlannedRefresh, refresh: str) -> RefreshBegan:
+    request = planned.request
     return RefreshBegan(
         refresh=refresh,
-        recipe=planned.recipe,
+        recipe=planned.plan.recipe,
         recipe_path=Path(request.recipe).absolute(),
+        recipe_text=planned.recipe_text,
         overrides=request.overrides,
         until=request.until,
         force=request.force,
@@ -286,6 +288,6 @@ def _began(request: RefreshRequest, refresh: str, planned: Plan) -> RefreshBegan
         git_commit=git_commit(),
         stages={
             name: PlannedEntry(kind=stage.kind, version=stage.version, reason=stage.reason)
-            for name, stage in planned.stages.items()
+            for name, stage in planned.plan.stages.items()
         },
     )

@@ -19,6 +19,7 @@ from flows.planning.quantizing import check_quantizing
 from flows.planning.serving import check_serving
 from flows.planning.stored import find_stored
 from flows.recipe.recipe import load_recipe
+from flows.recipe.text import without_secrets
 from flows.running.comparison import Comparison
 from flows.store.store import Store
 
@@ -44,6 +45,8 @@ class PlannedRefresh:
     """What was decided for the recipe: the layouts that `auto` became."""
     comparison: Comparison | None = None
     """What is run for a few steps once the plan's stages are there."""
+    recipe_text: str = ""
+    """As it is kept: without secrets."""
 
 
 def retry_of(record: RefreshRecord) -> RefreshRequest:
@@ -75,4 +78,5 @@ def make_plan(request: RefreshRequest, *, may_be_unreachable: bool = False) -> P
     planned = plan(recipe, outside, index, force=request.force, until=request.until, unreachable=unreachable)
     check_devices(planned)
     planned = with_changes(planned, index, store.cache_folder("contents"))
-    return PlannedRefresh(request, planned, store, (*notes, *idle, *map(str, choices), *unusual))
+    said = (*notes, *idle, *map(str, choices), *unusual)
+    return PlannedRefresh(request, planned, store, said, recipe_text=without_secrets(recipe.text))

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from flows.recipe.recipe import Recipe, json_schema, load_recipe
+from flows.recipe.text import without_secrets
 from stages.core.errors import RecipeError
 
 QUICKSTART = Path(__file__).parents[4] / "configs" / "quickstart.yaml"
@@ -273,3 +274,54 @@ def test_adapters_that_one_server_cannot_have_are_refused(problems, stage, expec
     found = problems(f"{RECIPE}{ADAPTERS}  last: {stage}\n")
     assert "stages.last." in found
     assert expected in found
+
+
+KEPT = """\
+# né: what is here, stays  # as it is
+name: kept
+stages:
+  base:
+    kind: download
+    model: "hf://Qwen/Qwen3-0.6B"
+    execution:
+      environment: &mine {HF_TOKEN: abc1, UNNAMED: "two words", 'N': "\\x61bc"}
+  rows:
+    kind: download
+    dataset: modelscope://datasets/a/b
+    execution:
+      environment:
+        <<: *mine
+        FOLDED: >-
+          of several
+          lines
+        MORE: "5"   # a comment
+"""
+SHOWN = """\
+# né: what is here, stays  # as it is
+name: kept
+stages:
+  base:
+    kind: download
+    model: "hf://Qwen/Qwen3-0.6B"
+    execution:
+      environment: &mine {HF_TOKEN: '***', UNNAMED: '***', 'N': '***'}
+  rows:
+    kind: download
+    dataset: modelscope://datasets/a/b
+    execution:
+      environment:
+        <<: *mine
+        FOLDED: '***'
+        MORE: '***'   # a comment
+"""
+
+
+def test_the_text_that_is_kept_of_a_recipe_lacks_secrets_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setenv("OTHER_TOKEN", "what is here")
+    file = tmp_path / "kept.yaml"
+    file.write_text(KEPT)
+    assert load_recipe(file).text == KEPT
+    assert without_secrets(KEPT) == SHOWN.replace("what is here", "***")
+    assert without_secrets('{"a": "https://me:hunter2@host/x"}') == '{"a": "https://me:***@host/x"}'
+    shipped = sorted((Path(__file__).parents[4] / "configs").glob("*.yaml"))
+    assert [one.name for one in shipped if without_secrets(one.read_text()) != one.read_text()] == []

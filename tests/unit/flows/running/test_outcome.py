@@ -5,12 +5,14 @@ import json
 import pytest
 
 from flows.cli.run_command import closing_words
-from flows.cli.show import refresh_as_text
+from flows.cli.show import refresh_as_json, refresh_as_text
 from flows.ledger.events import AttemptBegan, FlowRunKnown, PlannedEntry, RefreshBegan, RefreshEnded
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.refreshes import end_of, ledger_of
 from flows.running.outcome import in_words, warnings_of
 from flows.running.refresh import final_state
+from flows.running.refresh_run import RefreshRun
+from flows.running.request import RefreshRequest, make_plan
 from flows.tracking.cursor import Shipped, write_shipped
 from stages.core.scores import zero_score_warning
 
@@ -88,6 +90,18 @@ def test_what_several_stages_warn_of_is_said_once_with_their_names(home):
     for stage in ("scores", "promote"):
         (home / stage / "events.jsonl").write_text(json.dumps({"time_ms": 1, "event": "warning", "message": zero}))
     assert warnings_of(record) == [f"sft: {RISEN}", f"scores, promote: {zero}"]
+
+
+def test_the_recipe_as_it_was_is_kept_without_secrets_and_shown(home):
+    text = (
+        "stages:\n  base:  # tiny\n    kind: download\n    model: builtin/qwen3-1m\n"
+        "    execution: {environment: {UNNAMED: %s}}\n"
+    )
+    (home / "small.yaml").write_text(text % "planted")
+    run = RefreshRun(make_plan(RefreshRequest(str(home / "small.yaml"))))
+    (home / "small.yaml").write_text("changed since")
+    assert refresh_as_json(run.ledger.read())["recipe_text"] == text % "'***'"
+    assert not [file for file in run.ledger.folder.iterdir() if b"planted" in file.read_bytes()]
 
 
 @pytest.mark.parametrize("state", ["failed", "cancelled"])

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from prefect.logging import disable_run_logger
 
 from flows.ledger.events import (
     AttemptBegan,
@@ -15,8 +16,9 @@ from flows.ledger.events import (
 )
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.record import after, fold
-from flows.running.refresh import final_state
+from flows.running.refresh import build_stage, final_state
 from flows.service.notifications import EVENTS
+from stages.core.errors import RefreshStoppedError
 from stages.promote.verdict import TABLE_FILE, VERDICT_FILE, Verdict
 
 MISSED = "regression of sums.exact_match (standard errors) 6.514 > 2, missed by 4.514"
@@ -98,3 +100,13 @@ def test_a_failure_is_said_with_its_stage_and_reason(tmp_path, monkeypatch):
     state = final_state(fold([*began(tmp_path, "rows"), failed, ended]))
     assert state.type.value == "FAILED"
     assert state.message.splitlines()[:2] == ["failed: rows", "rows: DownloadError: the hub is gone"]
+
+
+def test_a_stage_that_was_stopped_has_not_failed_in_prefect_either():
+    class Stopped:
+        def build(self, name, attempt, log):
+            raise RefreshStoppedError(f"{name} was stopped, because the refresh was stopped")
+
+    with disable_run_logger():
+        state = build_stage.fn("sft", Stopped())
+    assert (state.type.value, state.message) == ("CANCELLED", "sft was stopped, because the refresh was stopped")
