@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,7 @@ from stages.core.errors import EvaluationError, LifecycleError, RecipeError, Tra
 from stages.download.config import DownloadConfig
 from stages.evaluate.config import EvaluateConfig
 
+TASK = re.compile(r"^(task|group):", re.MULTILINE)
 Outside = dict[str, dict[str, JsonValue]]
 """stage name → {field path or name: content hash, revision, …}"""
 
@@ -91,9 +93,11 @@ def _of_a_file_beside(recipe: Recipe, config: StageConfig) -> str | None:
     """What to say of a task that is unknown, while a file of its name lies where nobody looks for it."""
     if not isinstance(config, EvaluateConfig):
         return None
-    files = [file for pattern in ("*.y*ml", "*/*.y*ml") for file in recipe.folder.glob(pattern)]
-    for file in (file for file in files if file.stem in config.tasks):
-        if config.task_folder is None or not file.is_relative_to(config.task_folder):
+    found = set(config.task_folder.rglob("*.y*ml")) if config.task_folder else set()
+    unknown = set(config.tasks) - {file.stem for file in found}
+    files = [file for pattern in ("*.y*ml", "*/*.y*ml") for file in sorted(recipe.folder.glob(pattern))]
+    for file in (file for file in files if file.stem in unknown and file.is_file()):
+        if TASK.search(file.read_text(encoding="utf-8", errors="replace")):  # a recipe may have the name of its task
             folder = file.parent.relative_to(recipe.folder)
             return f"the task {file.stem} is in {file}, where it is not looked for; write `task_folder: {folder}`"
     return None

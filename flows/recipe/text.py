@@ -120,9 +120,10 @@ def without_secrets(text: str) -> str:
     return redact(text)
 
 
-def _mappings(root: yaml.Node) -> Iterator[yaml.MappingNode]:
+def _mappings(root: yaml.Node | None) -> Iterator[yaml.MappingNode]:
     """All of a document; an alias stands for the same node as its anchor."""
-    todo, seen = [root], set()
+    todo = [root] if root else []
+    seen: set[int] = set()
     while todo:
         node = todo.pop()
         if id(node) in seen:

@@ -117,3 +117,15 @@ def test_a_task_beside_the_recipe_is_pointed_at(lifecycle, tmp_path):
     _, said = lifecycle("plan", recipe)
     assert f"stages.scores: the task subtraction is in {tmp_path}/tasks/subtraction.yaml" in said
     assert "write `task_folder: tasks`" in said and "did you mean" not in said
+
+
+def test_a_task_that_is_found_and_a_recipe_of_its_name_are_not_pointed_at(lifecycle, tmp_path):
+    shutil.copytree(CONFIGS / "tasks", tmp_path / "tasks")
+    stages = {
+        "base": {"kind": "download", "model": "builtin/qwen3-1m"},
+        "scores": {"kind": "evaluate", "model": "base", "tasks": ["addition", "other"], "task_folder": "tasks"},
+    }
+    for name in ("addition", "other"):  # neither is a task
+        (tmp_path / f"{name}.yaml").write_text(json.dumps({"stages": stages}))
+    _, said = lifecycle("plan", tmp_path / "other.yaml")
+    assert f"stages.scores: neither {tmp_path}/tasks nor lm-eval has a task 'other'" in said
