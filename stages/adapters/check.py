@@ -1,4 +1,4 @@
-"""Whether a model can have the adapter that a recipe describes: found in seconds, without a weight being read or made.
+"""Whether a model can have an adapter, of a recipe or of a file: found in seconds, without a weight being read or made.
 
 The model is built of its config on the meta device; names of weights are those in the headers of its files.
 """
@@ -9,12 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftConfig, PeftModel
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from stages.adapters.config import AdapterConfig
-from stages.adapters.files import check_mergeable
+from stages.adapters.files import NUM_NAMED, check_mergeable
+from stages.adapters.headers import WEIGHTS_FILE
 from stages.adapters.lora import add_adapter, changed_weights
 from stages.adapters.quantized import quantizable_layers
+from stages.core.errors import ModelError
 
 
 def check_adapter(causal_lm: Any, config: AdapterConfig, folder: Path) -> None:
@@ -33,3 +38,24 @@ def model_without_weights(folder: Path, *, trust_remote_code: bool) -> Any:
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
+def check_loadable(folder: Path, base: Path, *, trust_remote_code: bool) -> None:
+    """Raise ModelError unless PEFT, putting the adapter in `folder` on the model in `base`, finds a place for each of
+    its tensors and a tensor for each place: it leaves out the others without an error."""
+    causal_lm = model_without_weights(base, trust_remote_code=trust_remote_code)
+    tensors = load_file(folder / WEIGHTS_FILE)
+    try:
+        model = PeftModel(causal_lm, PeftConfig.from_pretrained(str(folder)), low_cpu_mem_usage=True)
+        places = {name: one.shape for name, one in get_peft_model_state_dict(model).items()}
+    except ValueError as error:
+        raise ModelError(f"writing the adapter in {folder}: PEFT cannot put it on {base}: {error}") from error
+    odd = set(places) ^ set(tensors) | {
+        name for name in set(places) & set(tensors) if places[name] != tensors[name].shape
+    }
+    if odd:
+        raise ModelError(
+            f"writing the adapter in {folder}: PEFT, with the config beside it, would not load "
+            f"{', '.join(sorted(odd)[:NUM_NAMED])} ({len(odd)} in all), or would miss it; it is of another model "
+            f"than {base}"
+        )

@@ -46,7 +46,8 @@ def write_adapter(
 
     base: the model folder that it was trained on. initial: the factors that were taken out of the base at the start;
     merged: an adapter that was merged into it. What is written is one adapter of the base as it is in the folder, of
-    the sum of the ranks. Raises ModelError when a layer has learned nothing or a number is not finite.
+    the sum of the ranks. Raises ModelError when a layer has learned nothing, or nothing that is left of it in `dtype`,
+    and when a number is not finite.
     """
     from safetensors.torch import save_file
 
@@ -54,7 +55,9 @@ def write_adapter(
     config = {**peft_config, "base_model_name_or_path": base.parent.name, "inference_mode": True}
     if initial or merged:
         parameters, config = of_unchanged_base(parameters, config, initial or {}, merged)
-    written = {f"{PREFIX}{_in_file(name)}": weight.to(dtype).contiguous() for name, weight in parameters.items()}
+    rounded = {name: weight.to(dtype).contiguous() for name, weight in parameters.items()}
+    _check_learned(rounded, {})
+    written = {f"{PREFIX}{_in_file(name)}": weight for name, weight in rounded.items()}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(written, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     follow_file_mask(folder / WEIGHTS_FILE)

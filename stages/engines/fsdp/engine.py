@@ -17,6 +17,7 @@ from peft import LoraConfig
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from stages.adapters.check import check_loadable
 from stages.adapters.files import check_mergeable, write_adapter
 from stages.adapters.lora import add_adapter, changed_weights, factors_of, store_base
 from stages.adapters.start import go_on_with, merge_into, read_start
@@ -42,6 +43,7 @@ class FsdpEngine:
         start: folder of an adapter of it that training starts from.
         """
         self._folder = folder
+        self._trust_remote_code = settings.trust_remote_code
         self._start = start
         self.device = device
         self.data_rank = dist.get_rank()
@@ -141,6 +143,7 @@ class FsdpEngine:
             if is_main_process():
                 config = self._adapter.to_dict()
                 write_adapter(folder, learned, config, self._folder, dtype, self._taken_out, self._merged)
+                check_loadable(folder, self._folder, trust_remote_code=self._trust_remote_code)
             return
         named_weights = ((name, _full_tensor(value)) for name, value in self._model.causal_lm.state_dict().items())
         export_model(self._model.causal_lm, named_weights, source=self._folder, folder=folder, dtype=dtype)

@@ -43,7 +43,8 @@ def data_parallel_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
 def parallelize(model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
     """Apply `layout` in place. Afterwards parameters are DTensors on `mesh`, with the weights that rank 0 had."""
     layers = transformer_layers(model.causal_lm)
-    weights = _weights_of_rank_0(model)
+    # Of one process alone every weight is its own shard: keeping them here would keep the model twice.
+    weights = _weights_of_rank_0(model) if mesh.size() > 1 else {}
     apply_recompute(model.causal_lm, layout)
     if layout.compile:
         for layer in layers:

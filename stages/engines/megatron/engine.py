@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from stages.adapters.check import check_loadable
 from stages.adapters.files import write_adapter
 from stages.core.contract import is_main_process
 from stages.data.batch import Batch
@@ -159,6 +160,7 @@ class MegatronEngine:
             factors = dict(named_weights(self._chunks, self._shape, torch.float32, learning_only=True))
             if is_main_process():
                 write_adapter(folder, factors, self._adapter.config, self._folder, dtype)
+                check_loadable(folder, self._folder, trust_remote_code=False)
             return
         export_weights(self._chunks, self._shape, source=self._folder, folder=folder, dtype=dtype)
 

@@ -46,3 +46,11 @@ def test_megatron_trains_adapters_with_what_it_honours():
     adapter = {"rank": 4, "alpha": 8, "dropout": 0.1, "target_modules": ["q_proj"], "layers_to_transform": [0]}
     config = TrainConfig.model_validate({**TRAIN, "engine": "megatron", "adapter": adapter})
     assert config.engine_settings.adapter.rank == 4
+
+
+@pytest.mark.parametrize("precision", ["nf4", "int8"])
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {}])
+def test_a_base_in_few_bits_is_refused_where_no_layout_could_spread_it(precision, layout):
+    fields = {**TRAIN, "engine": "megatron", "layout": layout, "adapter": {"base_precision": precision}}
+    with pytest.raises(ValidationError, match=rf"`adapter.base_precision: \"{precision}\"` needs `engine: fsdp`"):
+        TrainConfig.model_validate(fields)

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
 
 from flows.recipe.recipe import load_stages
+from stages.adapters.check import check_loadable
 from stages.adapters.config import AdapterConfig
 from stages.adapters.files import check_mergeable, read_adapter, write_adapter
 from stages.adapters.lora import adapted_layers, add_adapter, changed_weights, factors_of, store_base
@@ -136,6 +137,37 @@ def test_an_adapter_that_learned_nothing_is_not_written(tmp_path, value):
     with pytest.raises(ModelError, match=r"of 4 factors B .*layers\.0\.self_attn\.q_proj\.lora_B"):
         write_adapter(tmp_path / "bad", factors, model.peft_config["default"].to_dict(), tmp_path, torch.float32)
     assert not (tmp_path / "bad").exists()
+
+
+def test_what_is_nothing_in_the_precision_of_the_file_is_not_written(tmp_path):
+    model = adapted(target_modules=("q_proj",))
+    factors = {name: torch.full_like(one, 1e-9) for name, one in model.named_parameters() if one.requires_grad}
+    config = model.peft_config["default"].to_dict()
+    write_adapter(tmp_path / "bfloat16", factors, config, tmp_path, torch.bfloat16)
+    with pytest.raises(ModelError, match="of 2 factors B 2 have not changed"):
+        write_adapter(tmp_path / "float16", factors, config, tmp_path, torch.float16)
+
+
+def test_tensors_that_peft_would_leave_out_or_miss_are_refused(tmp_path):
+    make_model(num_hidden_layers=1).save_pretrained(tmp_path / "smaller")
+    base = make_model()
+    base.save_pretrained(tmp_path / "base")
+    lora = add_adapter(base, AdapterConfig(rank=4, modules_to_save=("norm",), use_dora=True), seed=0)
+    learned = {name: torch.ones_like(one) for name, one in base.named_parameters() if one.requires_grad}
+    write_adapter(tmp_path / "adapter", learned, lora.to_dict(), tmp_path / "base", torch.float32)
+    check_loadable(tmp_path / "adapter", tmp_path / "base", trust_remote_code=False)
+    with pytest.raises(ModelError, match=r"would not load .*layers\.1\.mlp\.down_proj\.lora_A\.weight"):
+        check_loadable(tmp_path / "adapter", tmp_path / "smaller", trust_remote_code=False)
+
+    less = {name: one for name, one in learned.items() if "layers.1.mlp.up_proj.lora_B" not in name}
+    write_adapter(tmp_path / "adapter", less, lora.to_dict(), tmp_path / "base", torch.float32)
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj\.lora_B\.weight \(1 in all\), or would miss it"):
+        check_loadable(tmp_path / "adapter", tmp_path / "base", trust_remote_code=False)
+
+    other = {**lora.to_dict(), "r": 2}
+    write_adapter(tmp_path / "adapter", learned, other, tmp_path / "base", torch.float32)
+    with pytest.raises(ModelError, match="PEFT, with the config beside it, would not load"):
+        check_loadable(tmp_path / "adapter", tmp_path / "base", trust_remote_code=False)
 
 
 def test_transposed_weights_are_changed_transposed(tmp_path):
