@@ -50,7 +50,12 @@ OF_OTHERS = {
 """Model and adapter, of other models and of bases that are rounded."""
 CASES = {**{("qwen3", name): adapter for name, adapter in ADAPTERS.items()}, **OF_OTHERS}
 LAYOUTS = {
-    1: {"plain": {}, "accumulated": {"micro_batch_size": 1}, "recomputed": {"recompute": "full"}},
+    1: {
+        "plain": {},
+        "accumulated": {"micro_batch_size": 1},
+        "recomputed": {"recompute": "full"},
+        "compiled": {"compile": True},
+    },
     2: {
         "sharded": {"dp_shard": 2},
         "replicated": {"dp_replicate": 2},
@@ -126,7 +131,9 @@ def trained(request, ranks, folders, data, tmp_path_factory):
     first = next(iter(layouts))
     cases = {f"qwen3-all-{name}": ("qwen3", "all", name) for name in layouts}
     cases |= {f"{model}-{name}": (model, name, first) for model, name in CASES if name != "all"}
-    cases["qwen3-dora-recomputed"] = ("qwen3", "dora", list(layouts)[2])
+    # What is recomputed or compiled, and with two processes offloaded, is that of a base in 4 bits as well.
+    cases |= {f"qwen3-dora-{name}": ("qwen3", "dora", name) for name in list(layouts)[2:]}
+    cases |= {f"wide-nf4-{name}": ("wide", "nf4", name) for name in list(layouts)[2:]}
     output = tmp_path_factory.mktemp("trained")
     given = {
         name: {"model": str(folders / model), "config": config_of((model, adapter), layouts[layout])}

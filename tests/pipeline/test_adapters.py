@@ -183,6 +183,64 @@ def test_a_killed_training_goes_on_to_the_same_adapter(dpo, artifacts, tmp_path)
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
 
 
+def test_it_goes_on_with_another_number_of_processes_to_the_same_adapter(dpo, artifacts, tmp_path):
+    """From two processes to one, and back."""
+    alone, pair = tmp_path / "alone" / dpo.name, tmp_path / "pair" / dpo.name
+    every_2 = {"execution": {"checkpoint_every_steps": 2}}
+    go_on(dpo, 8, alone, artifacts, dpo_config(layout={"micro_batch_size": 4}, **every_2))
+    go_on(alone, 10, pair, artifacts, dpo_config(**every_2))
+    expected = load_file(dpo / "adapter" / "adapter_model.safetensors")
+    for work in (alone, pair):
+        assert [row["loss"] for row in logged(work)] == pytest.approx([row["loss"] for row in logged(dpo)], abs=1e-6)
+        found = load_file(work / "adapter" / "adapter_model.safetensors")
+        assert max((found[name] - weight).abs().max().item() for name, weight in expected.items()) < 1e-6
+
+
+def go_on(done, step, work, artifacts, config):
+    """Run a stage to its end from the checkpoint of this step of one that is done."""
+    shutil.copytree(done, work)
+    shutil.rmtree(work / "adapter")
+    for checkpoint in (work / "scratch" / "checkpoints").iterdir():
+        if checkpoint.name != f"step-{step}":
+            shutil.rmtree(checkpoint)
+    run_stage(work, artifacts, config)
+    assert (
+        f"continuing from the checkpoint of step {step}"
+        in (work / "log.txt").read_text() + (work / "events.jsonl").read_text()
+    )
+
+
+@pytest.mark.parametrize(("precision", "apart"), [("nf4", 0.1), ("int8", 0.01)])
+def test_an_adapter_of_a_base_in_few_bits_is_merged_into_the_base_as_it_was(precision, apart, artifacts, tmp_path):
+    """The record is of the rounded base: what is merged differs from it by the rounding, and by no more."""
+    work = tmp_path / "dpo-0123456789ab"
+    adapter = {**ADAPTER, "base_precision": precision}
+    run_stage(work, artifacts, make_config("dpo", model="sft", adapter=adapter, steps=6, learning_rate=2e-3))
+    inputs = {**artifacts, "dpo": work}
+    result = merged(inputs, tmp_path / "merged", max_difference=apart)
+    assert 1e-5 < result.metrics["mean_abs_logprob_difference"] < apart
+    assert result.metrics["kl_nats_per_token"] < 1e-6, "beside the exact base it is the same adapter"
+    with pytest.raises(GateError, match="other log-probabilities than training did"):
+        merged(inputs, tmp_path / "strict", max_difference=1e-5)
+
+
+def test_a_layer_that_no_gradient_reaches_is_named(artifacts, tmp_path):
+    """What its values are is of no account: the layer after it multiplies them by next to nothing."""
+    base = shutil.copytree(artifacts["sft"], tmp_path / artifacts["sft"].name)
+    weights = load_file(base / "model" / "model.safetensors")
+    weights["model.layers.1.self_attn.o_proj.weight"].fill_(1e-45)
+    save_file(weights, base / "model" / "model.safetensors", metadata={"format": "pt"})
+    work, config = (
+        tmp_path / "tuned",
+        make_config(model="sft", adapter={**ADAPTER, "target_modules": ["v_proj"]}, steps=3),
+    )
+    make_context(work, {**artifacts, "sft": base}, config)
+    assert start(work, config).wait(timeout=300) == ModelError.exit_code
+    message = json.loads((work / "error.json").read_text())["message"]
+    assert "B 1 have not changed (model.layers.1.self_attn.v_proj.lora_B.default.weight)" in message
+    assert not (work / "adapter").exists()
+
+
 def test_files_that_do_not_belong_together_are_refused(dpo, artifacts, tmp_path):
     other = shutil.copytree(artifacts["sft"], tmp_path / "sft-00000other00")
     with pytest.raises(ModelError, match="into sft-00000other00: it was trained on sft-0123456789ab"):
