@@ -5,6 +5,7 @@ from __future__ import annotations
 from stages.core.contract import StageConfig
 from stages.download.config import DownloadConfig
 from stages.evaluate.config import EvaluateConfig
+from stages.generate.config import GenerateConfig
 from stages.merge.config import MergeConfig
 from stages.promote.config import PromoteConfig
 from stages.quantize.config import QuantizeConfig
@@ -15,6 +16,7 @@ KINDS: dict[str, type[StageConfig]] = {
     "download": DownloadConfig,
     "train": TrainConfig,
     "merge": MergeConfig,
+    "generate": GenerateConfig,
     "quantize": QuantizeConfig,
     "serve": ServeConfig,
     "evaluate": EvaluateConfig,

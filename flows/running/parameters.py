@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from pydantic import BaseModel
 
@@ -85,7 +85,7 @@ def _reason(names: tuple[str, ...], value: Any, folder: Path, kind: type[BaseMod
     if names[-1] in CODE_FIELDS:
         return "only the recipe says whose code is trusted"
     paths = _path_fields(kind) if kind else ()
-    if not isinstance(value, str) or not any(names[2 : 2 + len(field)] == field for field in paths):
+    if not isinstance(value, str) or not any(_is_of(names[2:], field) for field in paths):
         return None
     if PYTHON_FILE.search(value):
         return "only the recipe names programs"
@@ -93,12 +93,18 @@ def _reason(names: tuple[str, ...], value: Any, folder: Path, kind: type[BaseMod
 
 
 def _path_fields(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Fields whose texts are, or may be, paths: `/no_think` elsewhere is none."""
+    """Fields whose texts are, or may be, paths: `/no_think` elsewhere is none. `*` is any name that a recipe gives."""
     for name, field in model.model_fields.items():
         if find_marker(field, OutsideInput) or find_marker(field, SourceText):
             yield (*above, name)
+        given = ("*",) if get_origin(field.annotation) is dict else ()
         for inner in models_in(field.annotation):
-            yield from _path_fields(inner, (*above, name))
+            yield from _path_fields(inner, (*above, name, *given))
+
+
+def _is_of(names: tuple[str, ...], field: tuple[str, ...]) -> bool:
+    """Whether it is the field, or an item of it."""
+    return len(names) >= len(field) and all(known in ("*", name) for known, name in zip(field, names, strict=False))
 
 
 def _is_inside(text: str, folder: Path) -> bool:

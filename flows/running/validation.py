@@ -100,8 +100,11 @@ def _stage_input(
 
 def _made_from(name: str, stages: Mapping[str, PlannedStage], built: Mapping[str, Built], folder: Path) -> Path | None:
     """The nearest model that is there, of those that a model or server comes from: it has the same tokenizer, and, but
-    for stages on the way that bring a template of their own, the same chat template. An adapter is no model.
+    for stages on the way that bring a template of their own, the same chat template. An adapter is no model, and data
+    that a model is to generate are not there.
     """
+    if stages[name].config.product == "dataset":
+        return None
     template: Path | None = None
     ancestor: str | None = name
     while ancestor and (ancestor not in built or stages[ancestor].config.product == "adapter"):

@@ -53,8 +53,9 @@ def marked_values(model: BaseModel, marker: type, prefix: str = "") -> Iterator[
                 yield from ((f"{path}.{number}", item) for number, item in enumerate(value))
             else:
                 yield path, value
-        elif isinstance(value, BaseModel):
-            yield from marked_values(value, marker, f"{path}.")
+        else:
+            for inner, content in _models(value, path):
+                yield from marked_values(content, marker, inner)
 
 
 def values_named(model: BaseModel, field: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -62,8 +63,9 @@ def values_named(model: BaseModel, field: str, prefix: str = "") -> Iterator[tup
     for name, value in vars(model).items():
         if name == field:
             yield f"{prefix}{name}", value
-        elif isinstance(value, BaseModel):
-            yield from values_named(value, field, f"{prefix}{name}.")
+        else:
+            for inner, content in _models(value, f"{prefix}{name}"):
+                yield from values_named(content, field, inner)
 
 
 def unset_later(model: BaseModel, prefix: str = "") -> Iterator[str]:
@@ -73,8 +75,17 @@ def unset_later(model: BaseModel, prefix: str = "") -> Iterator[str]:
     for name, value in vars(model).items():
         if name in marked and value == fields[name].get_default(call_default_factory=True):
             yield f"{prefix}{name}"
-        elif isinstance(value, BaseModel):
-            yield from unset_later(value, f"{prefix}{name}.")
+        else:
+            for inner, content in _models(value, f"{prefix}{name}"):
+                yield from unset_later(content, inner)
+
+
+def _models(value: object, path: str) -> Iterator[tuple[str, BaseModel]]:
+    """The model that the value of a field is, or those that it names; each with the beginning of its fields' paths."""
+    if isinstance(value, BaseModel):
+        yield f"{path}.", value
+    elif isinstance(value, dict):
+        yield from ((f"{path}.{name}.", item) for name, item in value.items() if isinstance(item, BaseModel))
 
 
 @functools.cache  # a recipe's identity asks for them at every field, again and again

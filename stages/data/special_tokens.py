@@ -66,6 +66,10 @@ class SpecialTokens:
         encoding = backend.encode(self._real_or_shielded.sub(_swap, text), add_special_tokens=False)
         return [numbers.get(number, number) for number in encoding.ids], encoding.offsets
 
+    def unshielded(self, text: str) -> str:
+        """As people wrote it."""
+        return PRIVATE.sub(_swap, text) if self.counts else text
+
     def warning(self) -> str | None:
         """What was found so far, and what became of it."""
         if not self.counts:

@@ -127,6 +127,18 @@ class DocumentTokenizer:
                 "`template_date` names another"
             )
 
+    def encode_prompt(self, document: Document) -> tuple[str, list[int]]:
+        """What a model is asked, and its token ids: a conversation that ends with a question, and the beginning of the
+        answer after it; or the prompt of a plain text, after the special tokens that begin one. Raises as `render`.
+        """
+        if isinstance(document, PlainText):
+            text = self._content.shield(self._unframed(document).prompt)
+            begin = self._beginning
+        else:
+            text = self.template.render_text(self._shielded(document), add_generation_prompt=True)
+            begin = []
+        return self._content.unshielded(text), [*begin, *self._content.encode(text)[0]]
+
     def encode(self, documents: Sequence[Rendered]) -> list[Tokens]:
         """Tokenize many at once (in parallel threads). Raises DataError for plain text without an end-of-text token."""
         texts = ["" if document.is_shielded else document.text for document in documents]
@@ -164,7 +176,7 @@ class DocumentTokenizer:
         begin, end = self._tokenizer.bos_token, self._tokenizer.eos_token
         if end and completion.rstrip().endswith(end):
             completion = completion.rstrip().removesuffix(end)
-        if begin and (prompt or completion).startswith(begin) and self._tokenizer.bos_token_id in self._frame[0]:
+        if begin and (prompt or completion).startswith(begin) and self._tokenizer.bos_token_id in self._beginning:
             prompt, completion = (prompt.removeprefix(begin), completion) if prompt else ("", completion[len(begin) :])
         return PlainText(prompt, completion)
 
@@ -179,6 +191,12 @@ class DocumentTokenizer:
         return Tokens(ids, loss)
 
     @cached_property
+    def _beginning(self) -> list[int]:
+        """The special tokens before a text."""
+        example = self._tokenizer("a", return_special_tokens_mask=True)
+        return list(example["input_ids"][: example["special_tokens_mask"].index(0)])
+
+    @cached_property
     def _frame(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """The special tokens before a text, and the end-of-text token."""
         end = self._tokenizer.eos_token_id
@@ -187,9 +205,7 @@ class DocumentTokenizer:
                 f"the data are plain text, but the tokenizer in {self._folder} has no end-of-text token (`eos_token`) "
                 "to end them with; add one to its tokenizer_config.json"
             )
-        example = self._tokenizer("a", return_special_tokens_mask=True)
-        num_special = example["special_tokens_mask"].index(0)
-        return np.array(example["input_ids"][:num_special], np.int32), np.array([end], np.int32)
+        return np.array(self._beginning, np.int32), np.array([end], np.int32)
 
 
 def _loss_mask(offsets: list[Span], spans: Sequence[Span]) -> NDArray[np.bool_]:

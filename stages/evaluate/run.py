@@ -23,7 +23,7 @@ from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.harnesses.harness import Harness, Results
 from stages.evaluate.harnesses.registry import default_harness
 from stages.evaluate.scores import score_metrics, zero_scores
-from stages.models.trained_on import has_chat_template, trained_on_conversations
+from stages.models.trained_on import is_asked_as_chat, trained_on_conversations
 from stages.serving.endpoint import Endpoint, endpoint_for
 
 
@@ -54,8 +54,7 @@ def run(config: EvaluateConfig, context: StageContext) -> StageResult:
 def _ask_as_chat(config: EvaluateConfig, model: Path, context: StageContext) -> bool:
     """As the recipe says, else as the model was trained. Raises EvaluationError for a chat without a template."""
     trained, asked = trained_on_conversations(model), config.apply_chat_template
-    expected = has_chat_template(model) if trained is None else trained
-    as_chat = expected if asked is None else asked
+    as_chat = is_asked_as_chat(model) if asked is None else asked
     if asked is None:
         why = "as it has a chat template or not" if trained is None else "as the model was trained"
         context.milestone(f"asking {'as a user of a chat' if as_chat else 'in plain text'}, {why}")

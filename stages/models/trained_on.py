@@ -36,6 +36,12 @@ def trained_on_conversations(folder: Path) -> bool | None:
     return bool(json.loads(noted.read_text())["conversations"]) if noted.is_file() else None
 
 
+def is_asked_as_chat(folder: Path) -> bool:
+    """Whether plain text is asked as by a user of a chat: as the model was trained, else if it has a template."""
+    trained = trained_on_conversations(folder)
+    return has_chat_template(folder) if trained is None else trained
+
+
 def noted_date(folder: Path) -> date | None:
     """The date that the chat template is to take for the current one, as in training; None for the default."""
     noted = folder / TRAINED_ON_FILE

@@ -102,6 +102,19 @@ def evaluate_leased(root: Path, served: Served, work: str, *tasks: str, **config
     return run_to_the_end(write_work(root / work, "evaluate", told, {"serve": served.work}, leases=served.lease))
 
 
+def generate(root: Path, served: Served, work: str, **config: Any) -> tuple[StageResult, list[dict[str, Any]]]:
+    """The result of a generate stage, and the lines of its completions."""
+    rows = [
+        {"prompt": [{"role": "user", "content": f"What is {a} + {a + 3}?"}], "answer": 2 * a + 3} for a in range(12)
+    ]
+    (root / "problems" / "data").mkdir(parents=True, exist_ok=True)
+    (root / "problems" / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = {"model": "serve", "prompts": {"dataset": "problems"}, **config}
+    inputs = {"serve": served.work, "problems": root / "problems"}
+    result = run_to_the_end(write_work(root / work, "generate", asked, inputs, leases=served.lease))
+    return result, [json.loads(line) for line in (root / work / "completions.jsonl").read_text().splitlines()]
+
+
 def samples(root: Path, work: str, task: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (root / work / "samples" / f"{task}.jsonl").read_text().splitlines()]
 
@@ -178,6 +191,35 @@ def test_generated_answers_and_scores_are_those_of_transformers(root: Path, serv
     assert len(rows) == 20
     assert result.metrics["sums.exact_match"] == sum(right) / 20
     assert "sums.exact_match_stderr" in result.metrics
+
+
+def test_greedy_completions_are_those_of_transformers(root: Path, served: Served, reference: Any) -> None:
+    model, tokenizer = reference
+
+    result, lines = generate(root, served, "greedy", temperature=0, max_tokens=24, rewards={"any": {"type": "number"}})
+
+    for line in lines:
+        prompt = tokenizer(line["prompt"], return_tensors="pt").input_ids
+        made = model.generate(prompt, max_new_tokens=24, do_sample=False)[0, prompt.shape[1] :]
+        assert line["text"] == tokenizer.decode(made, skip_special_tokens=True)
+        assert line["num_tokens"] == len(made)
+        assert line["outcome"] == ("dropped: it was cut off at max_tokens" if line["truncated"] else "kept")
+    kept = [line for line in lines if line["outcome"] == "kept"]
+    learned = [json.loads(row) for row in (root / "greedy" / "data" / "train.jsonl").read_text().splitlines()]
+    assert [row["completion"][0]["content"] for row in learned] == [line["text"] for line in kept]
+    assert result.metrics["num_rows"] == len(kept) > 0
+
+
+def test_the_same_seeds_give_the_same_completions(root: Path, served: Served) -> None:
+    config = {"num_samples": 3, "max_tokens": 48, "rewards": {"brief": {"type": "length", "max_tokens": 4}}}
+
+    _, first = generate(root, served, "first", **config, execution={"concurrent_requests": 1})
+    _, again = generate(root, served, "again", **config, execution={"concurrent_requests": 12})
+    _, other = generate(root, served, "other", **config, seed=1)
+
+    assert [line["text"] for line in first] == [line["text"] for line in again]
+    assert all(one["text"] != two["text"] for one, two in zip(first, other, strict=True))
+    assert len({line["text"] for line in first}) == 36
 
 
 def test_choices_are_scored_by_the_log_probabilities_of_transformers(

@@ -1,0 +1,102 @@
+"""What a recipe may say of a stage that lets a model answer prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from stages.core.contract import DatasetReference, StageConfig
+from stages.core.fields import Product
+from stages.core.strict import StrictModel
+from stages.rewards.registry import AnyReward
+from stages.serving.asked import AskedModelConfig
+
+
+class PromptsConfig(StrictModel):
+    """Which prompts."""
+
+    dataset: DatasetReference
+    split: str = Field("train", min_length=1, description="Files of the dataset whose name or folder begins with this.")
+    limit: PositiveInt | None = Field(None, description="Rows from the first on; default: all.")
+    reference: str | None = Field(
+        None,
+        description="Column of the right answer; default: the row's own last answer, or `answer`, `solution`, "
+        "`ground_truth`.",
+    )
+
+
+class Above(StrictModel):
+    """A bound of the reward."""
+
+    above: float = Field(allow_inf_nan=False, description="Completions with a larger sum of rewards are kept.")
+
+
+class GenerateConfig(AskedModelConfig):
+    """Let a model answer prompts, and keep what rewards say is good: rows to learn from (→ `data/`)."""
+
+    STAGE_VERSION: ClassVar[int] = 1
+    HAS_CHECK: ClassVar[bool] = True
+
+    kind: Literal["generate"]
+    prompts: PromptsConfig
+    system: str | None = Field(None, min_length=1, description="System message of chats that have none.")
+    apply_chat_template: bool | None = Field(
+        None,
+        description="Ask prompts of plain text as a user of a chat; default: as the model was trained last, if that "
+        "was here, else if it has a template.",
+    )
+    num_samples: PositiveInt = Field(1, le=1024, description="Completions of each prompt.")
+    temperature: float = Field(1.0, ge=0, le=100, description="0: always the likeliest token.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Only the likeliest tokens that have this share together.")
+    max_tokens: PositiveInt = Field(256, description="Of a completion; what is cut off there is not kept.")
+    stop: tuple[str, ...] = Field((), max_length=16, description="Texts that end a completion; they are no part of it.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Of the completions; each has its own.")
+    rewards: dict[str, AnyReward] = Field(
+        default_factory=dict, description="Name, as metrics have it → what judges each completion."
+    )
+    keep: Literal["all", "best", "pairs"] | Above = Field(
+        "all",
+        description="best: of each prompt the completion with the largest sum of rewards; {above: x}: all with a "
+        "larger one; pairs: the best as chosen and the worst as rejected, for methods that learn from preferences.",
+    )
+    min_gap: PositiveFloat | None = Field(
+        None, description="With `keep: pairs`, by how much the best must exceed the worst; default: at all."
+    )
+
+    @property
+    def product(self) -> Product:
+        return "dataset"
+
+    def custom_code(self) -> tuple[str, ...]:
+        own = ((name, reward.custom_code()) for name, reward in self.rewards.items())
+        return (*super().custom_code(), *(f"rewards.{name}: {code}" for name, code in own if code))
+
+    def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
+        yield from super().problems_among(stages)
+        longest = self.serving.max_model_len if self.serving else None
+        if longest and self.max_tokens >= longest:
+            yield (
+                f"max_tokens: is {self.max_tokens}, which leaves no room for a prompt in serving.max_model_len, "
+                f"{longest}; lower it, or raise that"
+            )
+
+    @model_validator(mode="after")
+    def _keeps_by_rewards(self) -> Self:
+        if self.keep != "all" and not self.rewards:
+            raise ValueError(f"`keep: {self.keep}` needs `rewards` to choose by; name some, or say `keep: all`")
+        if self.keep in ("best", "pairs") and self.num_samples == 1:
+            raise ValueError(f"`keep: {self.keep}` chooses among several completions; raise `num_samples`, which is 1")
+        if self.min_gap is not None and self.keep != "pairs":
+            raise ValueError("`min_gap` is of `keep: pairs` alone; remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> Self:
+        if self.temperature == 0 and self.num_samples > 1:
+            raise ValueError(
+                f"`temperature` is 0, so that {self.num_samples} completions of a prompt would all be the same; raise "
+                "it, or say `num_samples: 1`"
+            )
+        return self

@@ -1,0 +1,93 @@
+"""A dataset's rows → prompts as the model is asked them, with its own chat template: checked before any is asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+from stages.core.errors import DataError
+from stages.data.config import DEFAULT_DATE
+from stages.data.documents import Conversation, PlainText
+from stages.data.files import BadRow, Place, find_files, read_rows
+from stages.data.messages import RowError, make_message
+from stages.data.prompts import Prompt, PromptReader
+from stages.data.tokenizer import DocumentTokenizer
+from stages.generate.config import GenerateConfig
+from stages.models.trained_on import is_asked_as_chat, noted_date
+
+NUM_NAMED = 10
+
+
+@dataclass(frozen=True)
+class AskedPrompt:
+    """place: of the row. text: what the model is asked. token_ids: the same, as the server gets it."""
+
+    place: Place
+    prompt: Prompt
+    text: str
+    token_ids: list[int]
+
+
+def read_prompts(folder: Path, config: GenerateConfig, tokenizer_folder: Path) -> list[AskedPrompt]:
+    """folder: the dataset's. tokenizer_folder: of the model that is asked.
+
+    Raises DataError for bad rows, all of which it names, for none at all, and where a reward needs the right answer but
+    a row has none; ModelError for a folder without a usable tokenizer.
+    """
+    tokenizer = DocumentTokenizer(
+        tokenizer_folder, None, "assistant", template_date=noted_date(tokenizer_folder) or DEFAULT_DATE
+    )
+    as_chat = config.apply_chat_template
+    rows = _Rows(config, tokenizer, is_asked_as_chat(tokenizer_folder) if as_chat is None else as_chat)
+    files = find_files(folder, config.prompts.split)
+    found: list[AskedPrompt] = []
+    bad: list[str] = []
+    for row in islice(read_rows(folder, files), config.prompts.limit):
+        try:
+            if isinstance(row, BadRow):
+                raise RowError(row.reason)
+            found.append(rows.asked(row.place, row.content))
+        except RowError as error:
+            bad.append(f"{row.place} {error}")
+    if bad:
+        named = "\n".join(f"  {one}" for one in bad[:NUM_NAMED])
+        more = f"\n  … and {len(bad) - NUM_NAMED} more" if len(bad) > NUM_NAMED else ""
+        raise DataError(f"{len(bad)} of {len(bad) + len(found)} rows are no prompts:\n{named}{more}\nMend them.")
+    if not found:
+        raise DataError(f"no prompts: there are no rows in {', '.join(path.name for path in files)} of {folder}")
+    return found
+
+
+class _Rows:
+    """Makes prompts of rows."""
+
+    def __init__(self, config: GenerateConfig, tokenizer: DocumentTokenizer, as_chat: bool) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._as_chat = as_chat
+        self._reader = PromptReader(config.prompts.reference)
+        self._needing = [name for name, reward in config.rewards.items() if reward.NEEDS_REFERENCE]
+
+    def asked(self, place: Place, row: object) -> AskedPrompt:
+        """Raises RowError."""
+        prompt = self._reader.read(row)
+        if self._needing and prompt.reference is None:
+            raise RowError(
+                f"has no right answer, which the reward {self._needing[0]} compares with; expected an answer, or a "
+                "column that `prompts.reference` names"
+            )
+        prompt = replace(prompt, document=self._as_asked(prompt.document))
+        text, token_ids = self._tokenizer.encode_prompt(prompt.document)
+        return AskedPrompt(place, prompt, text, token_ids)
+
+    def _as_asked(self, document: Conversation | PlainText) -> Conversation | PlainText:
+        if isinstance(document, PlainText):
+            if not self._as_chat:
+                if self._config.system:
+                    raise RowError("is plain text, which has no place for `system`; expected messages")
+                return document
+            document = Conversation([make_message("user", document.prompt)])
+        if self._config.system and document.messages[0]["role"] != "system":
+            return replace(document, messages=[make_message("system", self._config.system), *document.messages])
+        return document

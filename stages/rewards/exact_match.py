@@ -1,0 +1,25 @@
+"""1 where the completion is the reference answer, else 0."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from stages.rewards.reward import Completion, Reward
+
+
+class ExactMatchReward(Reward):
+    """1 where the completion is the reference answer, but for white space around them, else 0."""
+
+    NEEDS_REFERENCE: ClassVar[bool] = True
+
+    type: Literal["exact_match"]
+    ignore_case: bool = Field(False, description="Whether Paris is paris.")
+
+    def score(self, completion: Completion) -> float:
+        assert completion.reference is not None
+        answer, reference = completion.text.strip(), completion.reference.strip()
+        if self.ignore_case:
+            answer, reference = answer.casefold(), reference.casefold()
+        return float(answer == reference)

@@ -1,0 +1,31 @@
+"""1 where the completion consists of the tags that it should have, in their order, else 0."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from stages.rewards.reward import Completion, Reward
+
+
+class FormatReward(Reward):
+    """1 where the completion is `<think>…</think><answer>…</answer>` and nothing else, with the given tags, else 0."""
+
+    type: Literal["format"]
+    tags: tuple[Annotated[str, Field(pattern=r"^[A-Za-z][\w-]*$")], ...] = Field(
+        ("think", "answer"), min_length=1, description="In this order, each once and with something in it."
+    )
+
+    def score(self, completion: Completion) -> float:
+        position, text = 0, completion.text
+        for tag in self.tags:
+            begun = re.compile(rf"\s*<{tag}>").match(text, position)
+            ended = text.find(f"</{tag}>", begun.end()) if begun else -1
+            if begun is None or ended < 0 or not text[begun.end() : ended].strip():
+                return 0.0
+            if f"<{tag}>" in text[begun.end() : ended]:
+                return 0.0
+            position = ended + len(f"</{tag}>")
+        return float(not text[position:].strip())

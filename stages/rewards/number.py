@@ -1,0 +1,45 @@
+"""1 where the last number in the completion is the last one in the reference answer, else 0."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal, InvalidOperation
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from stages.core.errors import DataError
+from stages.rewards.reward import Completion, Reward
+
+NUMBER = re.compile(
+    r"""(?:(?<!\d)[-+−])?                                      # a sign, but not the minus of 12-34
+        (?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)
+        (?:[eE][-+]?\d{1,3}\b)?""",
+    re.VERBOSE,
+)
+"""1,234.5, -7, .5, 6e3; a point that ends a sentence is none of it."""
+
+
+class NumberReward(Reward):
+    """1 where the last number in the completion is, within `tolerance`, that in the reference answer, else 0."""
+
+    NEEDS_REFERENCE: ClassVar[bool] = True
+
+    type: Literal["number"]
+    tolerance: float = Field(0.0, ge=0, allow_inf_nan=False, description="By which they may differ.")
+
+    def score(self, completion: Completion) -> float:
+        assert completion.reference is not None
+        expected = _last_number(completion.reference)
+        if expected is None:
+            raise DataError(f"the reference answer {completion.reference[:60]!r} has no number; expected one")
+        found = _last_number(completion.text)
+        return float(found is not None and abs(found - expected) <= Decimal(str(self.tolerance)))
+
+
+def _last_number(text: str) -> Decimal | None:
+    found = NUMBER.findall(text)
+    try:
+        return Decimal(found[-1].replace(",", "").replace("−", "-")) if found else None
+    except InvalidOperation:  # more digits than there is a context for
+        return None

@@ -1,0 +1,167 @@
+"""Each reward gives the number that it says it gives, and refuses by name what it cannot judge."""
+
+import json
+import os
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from stages.core.errors import DataError
+from stages.rewards import regex as regex_reward
+from stages.rewards.judging import judged
+from stages.rewards.registry import AnyReward
+from stages.rewards.reward import Completion, Reward
+
+
+def reward(**config: Any) -> Reward:
+    return TypeAdapter(AnyReward).validate_json(json.dumps(config), strict=True)
+
+
+def completion(text: str, reference: str | None = None, num_tokens: int = 1, **row: Any) -> Completion:
+    return Completion("the prompt", text, num_tokens, reference, row)
+
+
+CASES = [
+    ({"type": "exact_match"}, " 46\n", "46", 1),
+    ({"type": "exact_match"}, "the answer is 46", "46", 0),
+    ({"type": "exact_match"}, "paris", "Paris", 0),
+    ({"type": "exact_match", "ignore_case": True}, "paris", "Paris", 1),
+    ({"type": "number"}, "12 + 34 is 46.", "46", 1),
+    ({"type": "number"}, "46, not 47", "46", 0),
+    ({"type": "number"}, "so it is $1,234.50!", "#### 1234.5", 1),
+    ({"type": "number"}, "it is 12-34", "34", 1),
+    ({"type": "number"}, "minus: -34", "34", 0),
+    ({"type": "number"}, "minus: −34", "-34", 1),
+    ({"type": "number"}, "6.02e23", "602000000000000000000000", 1),
+    ({"type": "number"}, "0.1", ".10", 1),
+    ({"type": "number"}, "none", "3", 0),
+    ({"type": "number"}, "3.14", "3.14159", 0),
+    ({"type": "number", "tolerance": 0.01}, "3.14", "3.14159", 1),
+    ({"type": "number"}, "9007199254740993", "9007199254740992", 0),
+    ({"type": "regex", "pattern": r"\\boxed\{\d+\}"}, r"it is \boxed{46}", None, 1),
+    ({"type": "regex", "pattern": r"\A\d+\Z"}, "it is 46", None, 0),
+    ({"type": "format"}, "<think>12 + 34</think>\n<answer>46</answer>\n", None, 1),
+    ({"type": "format"}, "<answer>46</answer><think>12 + 34</think>", None, 0),
+    ({"type": "format"}, "<think></think><answer>46</answer>", None, 0),
+    ({"type": "format"}, "<think>a</think><answer>46</answer> and more", None, 0),
+    ({"type": "format"}, "<think>a<think>b</think><answer>46</answer>", None, 0),
+    ({"type": "format", "tags": ["sql"]}, "<sql>SELECT 1</sql>", None, 1),
+    ({"type": "json_schema", "json_schema": {"required": ["a"]}}, '{"a": 1}', None, 1),
+    ({"type": "json_schema", "json_schema": {"required": ["a"]}}, '{"b": 1}', None, 0),
+    ({"type": "json_schema", "json_schema": {}}, "Here it is: {}", None, 0),
+    ({"type": "json_schema", "json_schema": {}}, "[" * 100_000, None, 0),
+]
+
+
+@pytest.mark.parametrize(("config", "text", "reference", "expected"), CASES)
+def test_score(config: dict[str, Any], text: str, reference: str | None, expected: float) -> None:
+    assert reward(**config).score(completion(text, reference)) == expected
+
+
+@pytest.mark.parametrize(("num_tokens", "expected"), [(50, 0), (80, 0), (90, -0.5), (100, -1), (101, -1)])
+def test_a_long_completion_is_punished_the_more_the_longer_it_is(num_tokens: int, expected: float) -> None:
+    found = reward(type="length", max_tokens=100, soft_tokens=20).score(completion("a", num_tokens=num_tokens))
+    assert found == pytest.approx(expected)
+    assert reward(type="length", max_tokens=100).score(completion("a", num_tokens=100)) == 0
+
+
+def test_a_pattern_that_takes_for_ever_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regex_reward, "TIMEOUT_S", 0.1)
+    with pytest.raises(DataError, match=r"takes over 0\.1 s in a text of 61 characters"):
+        reward(type="regex", pattern=r"(?:a|aa)+$").score(completion("a" * 60 + "!"))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"type": "regex", "pattern": "("}, "is no regular expression"),
+        ({"type": "json_schema", "json_schema": {"type": 5}}, "is no JSON Schema"),
+        (
+            {"type": "json_schema", "json_schema": {"$ref": "https://example.org/x"}},
+            "refers to 'https://example.org/x'",
+        ),
+        ({"type": "length", "max_tokens": 5, "soft_tokens": 6}, "`soft_tokens` is 6; expected at most"),
+        ({"type": "exact_match", "weight": 0}, "`weight` is 0"),
+        ({"type": "exactmatch"}, "exact_match"),
+        ({"type": "python", "file": "a.py", "function": "os.system"}, "function"),
+    ],
+)
+def test_what_a_recipe_cannot_mean(config: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValidationError, match=expected.replace("(", r"\(")):
+        reward(**config)
+
+
+def programs() -> list[list[str]]:
+    """Command lines of what runs a file."""
+    children = [child.cmdline() for child in psutil.Process().children()]
+    return [line for line in children if "stages.rewards.python_program" in line]
+
+
+def python(folder: Path, code: str, **config: Any) -> Reward:
+    (folder / "rewards.py").write_text(textwrap.dedent(code))
+    return reward(type="python", file=str(folder / "rewards.py"), **config)
+
+
+def test_a_file_of_ones_own_judges_in_a_process_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("FACTOR = 2")
+    own = python(
+        tmp_path,
+        """
+        import os
+        from beside import FACTOR
+
+        print("what it prints is no answer")
+        process = os.getpid()
+
+        def score(prompt, completion, reference, row):
+            print("nor this", completion)
+            assert process == os.getpid() != row["parent"]
+            return FACTOR * (len(completion) + len(prompt)) if reference == "r" else -1
+        """,
+    )
+    with own.opened() as score:
+        assert score(completion("abc", "r", parent=os.getpid())) == 26
+        assert score(completion("ü\n\N{ROCKET}", "r", parent=os.getpid())) == 26
+    assert not programs()
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("import nothing_like_it", "cannot be imported: ModuleNotFoundError: No module named 'nothing_like_it'"),
+        ("exit(3)", "cannot be imported: SystemExit: 3"),
+        ("def judge(*_): return 1", "has no function 'score'"),
+        ("def score(*_): return 1 / 0", "ZeroDivisionError: division by zero"),
+        ("def score(*_): return 'good'", 'gave "good"; expected a number'),
+        ("def score(*_): return None", "gave null; expected a number"),
+        ("def score(*_): return object()", "TypeError: Object of type object is not JSON serializable"),
+        ("import os\ndef score(*_): os._exit(7)", "ended its process with exit code 7"),
+        ("def score(*_): return float('nan')", "the reward own is nan; expected a finite number"),
+    ],
+)
+def test_what_a_file_does_wrong_is_named_with_the_completion(tmp_path: Path, code: str, expected: str) -> None:
+    own = python(tmp_path, code)
+    with pytest.raises(DataError) as caught:
+        list(judged({"own": own}, [("completion 0 of the prompt in a.jsonl:1", completion("a"))]))
+    assert expected in str(caught.value)
+
+
+def test_a_function_that_does_not_end_is_ended(tmp_path: Path) -> None:
+    own = python(tmp_path, "def score(*_):\n    while True: pass", timeout_s=3)
+    started_s = time.monotonic()
+    with pytest.raises(DataError, match="gave no answer within timeout_s, 3 s"), own.opened() as score:
+        score(completion("a"))
+    assert time.monotonic() - started_s < 60
+    assert not programs()
+
+
+def test_the_sum_is_weighted() -> None:
+    rewards = {"right": reward(type="exact_match"), "brief": reward(type="length", max_tokens=1, weight=0.25)}
+    found = list(judged(rewards, [("", completion("1", "1")), ("", completion("1", "1", num_tokens=9))]))
+    assert [one.total for one in found] == [1.0, 0.75]
+    assert found[1].rewards == {"right": 1.0, "brief": -1.0}
