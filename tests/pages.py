@@ -3,7 +3,7 @@
 A comment above a table or a console block says where it comes from:
 
     <!-- fields train.layout -->            the fields of that block of a recipe, from the models in the code
-    <!-- exit codes -->, <!-- names -->, …  other tables: `WRITERS`
+    <!-- exit codes -->, <!-- rewards -->, …  other tables: `WRITERS`
     <!-- run -->                           a console block whose commands take seconds; their output follows them
     <!-- measured 2026-11-21 -->           a console block whose commands take minutes, or an idle machine
     <!-- measured 2026-11-21: COMMAND -->  a table that such a command prints
@@ -23,7 +23,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from click.testing import CliRunner
 from pydantic import BaseModel
@@ -40,11 +40,13 @@ from stages.core.contract import Execution  # noqa: E402
 from stages.core.errors import error_classes  # noqa: E402
 from stages.core.fields import OutsideInput, Reference, find_marker  # noqa: E402
 from stages.kinds import KINDS  # noqa: E402
+from stages.rewards.registry import REWARDS  # noqa: E402
+from stages.rewards.reward import Reward  # noqa: E402
 
 FOLDERS = ("configs", "flows", "stages", "deploy", "tests")
 PAGES = [ROOT / "README.md", *(page for folder in FOLDERS for page in sorted((ROOT / folder).rglob("README.md")))]
 SHOWN = re.compile(
-    r"^<!-- (?P<kind>fields|exit codes|names|graph|engines|run|measured) ?(?P<argument>.*?) ?-->\n"
+    r"^<!-- (?P<kind>fields|rewards|exit codes|names|graph|engines|run|measured) ?(?P<argument>.*?) ?-->\n"
     r"(?P<body>```[\s\S]*?^```$|(?:^\|.*\n?)+)",
     re.MULTILINE,
 )
@@ -172,6 +174,23 @@ def _default(field: Any) -> str:
     return f"`{', '.join(str(item).lower() if isinstance(item, bool) else str(item) for item in items)}`"
 
 
+def _rewards(_: str) -> str:
+    rows = ["| `type` | fields | gives |", "| --- | --- | --- |"]
+    shared = Reward.model_fields
+    for reward in REWARDS:
+        schema = reward.model_json_schema()["properties"]
+        own = {name: field for name, field in reward.model_fields.items() if name not in shared}
+        fields = "; ".join(
+            f"`{name}` ({_type(name, field, schema[name])}; default {_default(field)})".replace(
+                "; default required", ", required"
+            )
+            for name, field in own.items()
+        )
+        gives = " ".join((reward.__doc__ or "").split()).replace("|", "\\|")
+        rows.append(f"| `{get_args(reward.model_fields['type'].annotation)[0]}` | {fields or '–'} | {gives} |")
+    return "\n".join(rows)
+
+
 def _exit_codes(_: str) -> str:
     meanings = {error.exit_code: (f"`{name}`", error.__doc__) for name, error in error_classes().items()}
     meanings |= {0: ("", "Success."), 2: ("`UsageError`", "The command line is wrong.")}
@@ -207,6 +226,7 @@ def _best_of(model: str, num_gpus: int, engine: str) -> str:
 
 WRITERS = {
     "fields": _fields,
+    "rewards": _rewards,
     "exit codes": _exit_codes,
     "names": lambda _: markdown_table(),
     "graph": _graph,

@@ -40,13 +40,18 @@ def explain(error: ValidationError, stage: str) -> list[str]:
 def _sentence(details: ErrorDetails, stage: str) -> str:
     # Within the union of kinds, the first part of a location is the kind itself.
     kind, location = (details["loc"][0], details["loc"][1:]) if details["loc"] else (None, ())
-    path = ".".join([stage, *map(str, location)])
+    path = ".".join([stage, *(_walked(KINDS[str(kind)], location)[0] if kind in KINDS else map(str, location))])
     match details["type"]:
-        case "union_tag_not_found":
+        case "union_tag_not_found" if not location:
             return f"{path}.kind: missing; there are: {', '.join(KINDS)}"
-        case "union_tag_invalid":
-            tag = str(details.get("ctx", {}).get("tag"))
+        case "union_tag_invalid" if not location:
+            tag = str(details["ctx"]["tag"])
             return f"{path}.kind: found `{tag}`, which is no kind of stage{closest(tag, KINDS)}"
+        case "union_tag_not_found":
+            return f"{path}.{_discriminator(details)}: missing; it has no default"
+        case "union_tag_invalid":
+            tag, expected = str(details["ctx"]["tag"]), details["ctx"]["expected_tags"].replace("'", "")
+            return f"{path}.{_discriminator(details)}: found `{tag}`{closest(tag, expected.split(', '))}"
         case "extra_forbidden":
             return f"{path}: unknown field (value {show(details['input'])}){_meant(KINDS[str(kind)], location)}"
         case "missing":
@@ -65,6 +70,10 @@ def _expected(details: ErrorDetails) -> str:
     return re.sub(r"^Input should be", "expected", details["msg"])
 
 
+def _discriminator(details: ErrorDetails) -> str:
+    return str(details["ctx"]["discriminator"]).strip("'")
+
+
 def _close_literal(details: ErrorDetails) -> str:
     allowed = re.findall(r"'([^']+)'", details["msg"])
     hint = closest(str(details["input"]), allowed)
@@ -77,7 +86,7 @@ def _meant(model: type[BaseModel], location: Sequence[int | str]) -> str:
     elsewhere = [path for path in _paths(model) if path.rpartition(".")[2] == OF_OTHERS.get(name, name)]
     if elsewhere:
         return f"; did you mean `{' or '.join(elsewhere[:3])}`?"
-    return closest(name, _fields(model, location[:-1]))
+    return closest(name, [field for one in _walked(model, location[:-1])[1] for field in one.model_fields])
 
 
 def _paths(model: type[BaseModel], above: str = "") -> Iterator[str]:
@@ -87,12 +96,27 @@ def _paths(model: type[BaseModel], above: str = "") -> Iterator[str]:
             yield from _paths(inner, f"{above}{name}.")
 
 
-def _fields(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
-    """Names of the fields that may stand at `location`, which leads through models only."""
-    for part in location:
-        annotation = model.model_fields[str(part)].annotation
-        model = next(inner for inner in models_in(annotation))
-    return list(model.model_fields)
+def _walked(model: type[BaseModel], location: Sequence[int | str]) -> tuple[list[str], list[type[BaseModel]]]:
+    """The parts of a location that a recipe has too, and the models that may stand there.
+
+    It leads through fields, what a mapping or a list holds, and which model of several it is (by `type` or class).
+    """
+    parts, models, is_entry = [], [model], False
+    for part in map(str, location):
+        fields = [] if is_entry else [one.model_fields[part].annotation for one in models if part in one.model_fields]
+        chosen = [] if fields or is_entry else [one for one in models if part in _names(one)]
+        if fields:
+            models = [inner for annotation in fields for inner in models_in(annotation)]
+        parts += [] if chosen else [part]
+        models = chosen or models
+        is_entry = any(typing.get_origin(annotation) in (dict, tuple) for annotation in fields)
+    return parts, models
+
+
+def _names(model: type[BaseModel]) -> tuple[str, ...]:
+    """What errors call one model of several."""
+    discriminator = model.model_fields.get("type")
+    return (model.__name__, *(typing.get_args(discriminator.annotation) if discriminator else ()))
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -12,6 +12,8 @@ from stages.core.fields import Product
 from stages.core.strict import StrictModel
 from stages.rewards.registry import AnyReward
 from stages.serving.asked import AskedModelConfig
+
+RewardName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")]
 
 
 class PromptsConfig(StrictModel):
@@ -53,7 +55,7 @@ class GenerateConfig(AskedModelConfig):
     max_tokens: PositiveInt = Field(256, description="Of a completion; what is cut off there is not kept.")
     stop: tuple[str, ...] = Field((), max_length=16, description="Texts that end a completion; they are no part of it.")
     seed: int = Field(0, ge=0, lt=2**63, description="Of the completions; each has its own.")
-    rewards: dict[str, AnyReward] = Field(
+    rewards: dict[RewardName, AnyReward] = Field(
         default_factory=dict, description="Name, as metrics have it → what judges each completion."
     )
     keep: Literal["all", "best", "pairs"] | Above = Field(

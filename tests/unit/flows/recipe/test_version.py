@@ -30,6 +30,7 @@ TRAINING = {
     "layout": {"dp_shard": 4},
 }
 MIXTURE = {"kind": "merge", "model": "base", "adapters": ["tuned", "other"], "density": 0.5}
+GENERATION = {"kind": "generate", "model": "base", "serving": {}, "prompts": {"dataset": "problems"}, "num_samples": 2}
 HELD_OUT = {**TRAINING["data"], "evaluation_fraction": 0.1}
 EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "download": [
@@ -62,6 +63,16 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {"kind": "serve", "model": "base", "benchmark": {"input_tokens": 1, "output_tokens": 1}},
     ],
     "evaluate": [{"kind": "evaluate", "model": "base", "tasks": ["a"], "serving": {}, "task_folder": "tasks"}],
+    "generate": [
+        {**GENERATION, "rewards": {"right": {"type": "exact_match"}, "own": {"type": "python", "file": "score.py"}}},
+        {**GENERATION, "rewards": {"right": {"type": "number"}, "like": {"type": "regex", "pattern": "x"}}},
+        {
+            **GENERATION,
+            "rewards": {"form": {"type": "format"}, "brief": {"type": "length", "max_tokens": 4}},
+            "keep": "pairs",
+        },
+        {**GENERATION, "rewards": {"form": {"type": "json_schema", "json_schema": {}}}, "keep": {"above": 0.1}},
+    ],
     "promote": [{"kind": "promote", "name": "helper", "model": "base", "evaluations": ["scores"]}],
 }
 SOURCES = ("hf://org/name", "hf://datasets/org/name", "file:///x")
@@ -88,8 +99,15 @@ def leaves(model: BaseModel, above: tuple[str, ...] = ()) -> Iterator[tuple[str,
         marked = find_marker(field, Reference) or find_marker(field, OutsideInput)
         if isinstance(value, BaseModel):
             yield from leaves(value, (*above, name))
+        elif models := {key: item for key, item in _items(value) if isinstance(item, BaseModel)}:
+            for key, item in models.items():
+                yield from leaves(item, (*above, name, key))
         elif not fixed and not marked:
             yield (*above, name)
+
+
+def _items(value: Any) -> list[tuple[str, Any]]:
+    return list(value.items()) if isinstance(value, dict) else []
 
 
 def literals(annotation: Any) -> set[str]:
