@@ -23,7 +23,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from click.testing import CliRunner
 from pydantic import BaseModel
@@ -117,7 +117,8 @@ def blocks(path: str) -> Iterator[str]:
     """The path of a recipe's block, such as `train`, and those of all blocks that it declares: `train.layout`, …"""
     yield path
     for name in [*own_fields(block(path)), *({"execution"} & block(path).model_fields.keys())]:
-        if models_in(block(path).model_fields[name].annotation):
+        annotation = block(path).model_fields[name].annotation
+        if models_in(annotation) and get_origin(annotation) is not dict:  # what names several has a table of its own
             yield from blocks(f"{path}.{name}")
 
 
