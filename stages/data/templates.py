@@ -21,9 +21,10 @@ from stages.core.errors import DataError
 from stages.data.config import DEFAULT_DATE
 from stages.data.documents import Conversation
 from stages.data.messages import THOUGHTS, Message, RowError, Tool, listed, make_message, renamed, with_calls_as
+from stages.data.renderings import Write
 from stages.data.sandbox import Sandbox, Span, TemplateLimitError
 from stages.data.template_file import read_template
-from stages.data.turns import Document, Turns, UnclearTurnsError, Write, check_shown, split_thoughts
+from stages.data.turns import Document, Turns, UnclearTurnsError, check_shown, split_thoughts
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 MISTAKES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)

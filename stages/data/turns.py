@@ -9,14 +9,12 @@ moves the system prompt), a conversation becomes several documents: each turn in
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stages.data.messages import THOUGHTS, Message, RowError, listed
+from stages.data.renderings import Renderings, Write
 from stages.data.sandbox import Span
-
-Write = Callable[..., str]
-"""(messages, add_generation_prompt, **variables of the template) → text. Raises RowError."""
 
 OPENED_THOUGHTS = re.compile(r"<think>(\s*)\Z")
 CLOSED_THOUGHTS = re.compile(r"</think>\s*\Z")
@@ -75,7 +73,7 @@ class Turns:
         without its thoughts where the template drops them from earlier turns, rather than in a document of its own.
         `writes_think`: the template knows thoughts as what `<think>` and `</think>` enclose.
         """
-        self._write = write
+        self._write = Renderings(write, messages, keep=not together)
         self._messages = list(messages)
         self._markers = markers
         self._name = name
@@ -86,12 +84,13 @@ class Turns:
     def documents(self, learned_turns: Sequence[int]) -> list[Document]:
         """Each of the messages at `learned_turns`, all the assistant's, is learned in exactly one of the documents.
 
-        The longest comes last. Raises RowError when it cannot be proved where a turn lies, or the template leaves a
-        part of it out.
+        The longest comes last. Raises RowError when there are too many messages, it cannot be proved where a turn lies,
+        or the template leaves a part of it out.
         """
         remaining = list(learned_turns)
         if not remaining:
             return [Document(self._write(self._messages), (), 0)]
+        self._write.check(sum(remaining))
         found: list[Document] = []
         while remaining:
             *earlier, last = remaining
@@ -154,10 +153,10 @@ class Turns:
 
     def _within(self, turn: _Turn, messages: list[Message], number: int) -> Span | None:
         """Where an earlier turn lies in the text that ends with `turn`, if it stands there as it would as the last."""
-        before = self._write(messages[:number], add_generation_prompt=True, **turn.variables)
+        before = self._write.beginning(messages, number, add_generation_prompt=True, **turn.variables)
         if not turn.text.startswith(before):
             return None
-        own = self._write(messages[: number + 1], **turn.variables)
+        own = self._write.beginning(messages, number + 1, **turn.variables)
         if not own.startswith(before):
             return None
         span = len(before), len(before) + self._num_shared(own[len(before) :], turn.text[len(before) :])

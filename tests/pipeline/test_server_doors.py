@@ -155,7 +155,6 @@ def test_a_header_without_end_is_not_read(home, server):
     assert raw(home, server, "GET /api/health HTTP/1.1", "X: " + "a" * 2**20) in ([400], [])
 
 
-@pytest.mark.parametrize("server", SERVERS)
 def test_a_connection_that_asks_for_nothing_is_closed(home):
     addresses = [home.address(server).removeprefix("http://").split(":") for server in SERVERS]
     silent = [socket.create_connection((host, int(port)), timeout=3 * PATIENCE_S) for host, port in addresses]
@@ -173,6 +172,7 @@ def test_a_page_may_ask_no_other_server(home):
         assert policy.startswith("default-src 'self' ")
 
 
+@pytest.mark.parametrize("server", SERVERS)
 def test_health_needs_no_key(home, server):
     assert ask(home, server, path={"prefect": "/api/health", "mlflow": "/health"}[server], key=False)[0] == 200
 

@@ -19,6 +19,7 @@ WRITTEN_MARKERS = """
     <｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜User｜> <｜Assistant｜> [gMASK] <sop>
     <|observation|> <|start_of_role|> <|end_of_role|> <|end_of_text|> [INST] [/INST] [TOOL_CALLS]
     [TOOL_RESULTS] [/TOOL_RESULTS] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] <|eom|> <|eot|>
+    <|end_of_turn|>
 """
 MARKERS = tuple(WRITTEN_MARKERS.split())
 BOTH = (("bos_token", "<s>"), ("eos_token", "</s>"))
@@ -213,6 +214,13 @@ OWN = {
         "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}",
         ("<|assistant|>\n",),
         ("",),
+    ),
+    "openchat-3.5": Published(  # roles are words, no line ever breaks
+        "{{ bos_token }}{% for message in messages %}{{ 'GPT4 Correct ' + message.role.title() + ': ' "
+        "+ message.content + '<|end_of_turn|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'GPT4 Correct Assistant:' }}{% endif %}",
+        ("GPT4 Correct Assistant:",),
+        ("<|end_of_turn|>",),
     ),
     "vicuna": Published(
         "{% for message in messages %}{% if message.role == 'system' %}{{ message.content + ' ' }}"
