@@ -7,6 +7,7 @@ from pathlib import Path
 
 from flows.running.stage_observer import Tail
 
+WARNING = "warning: "
 SHOWN = ("loss", "tokens_per_s", "mfu")
 
 
@@ -31,7 +32,7 @@ class StageFeed:
             if row.get("event") == "progress":
                 self._note_progress(row)
             else:
-                messages.append(f"{'warning: ' if row.get('event') == 'warning' else ''}{row.get('message', '')}")
+                messages.append(f"{WARNING if row.get('event') == 'warning' else ''}{row.get('message', '')}")
         for row in self._rows.rows():
             self.metrics |= {name: row[name] for name in SHOWN if isinstance(row.get(name), int | float)}
         return messages

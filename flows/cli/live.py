@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
-from flows.cli.feed import StageFeed
+from flows.cli.feed import WARNING, StageFeed
 from flows.compare.metrics import first_line
 from flows.ledger.events import TrialEnded
 from flows.ledger.record import RefreshRecord, StageEntry
@@ -47,6 +47,7 @@ class View(ABC):
         self._states: dict[str, str] = {}
         self._feeds: dict[str, StageFeed] = {}
         self._num_trials = 0
+        self._warnings: set[str] = set()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True, name="view")
 
@@ -82,13 +83,21 @@ class View(ABC):
                 self.line(f"{name:<16} {summary(entry)}")
             if name in self._feeds:
                 for message in self._feeds[name].news():
-                    self.line(f"{name:<16} {message}")
+                    if not self._is_repeated(message):
+                        self.line(f"{name:<16} {message}")
             if is_news and entry.state in ENDED:
                 self.line(f"{name:<16} {summary(entry)}")
         for trial in record.trials[self._num_trials :]:
             self.line(trial_text(record, trial))
         self._num_trials = len(record.trials)
         self.show(record)
+
+    def _is_repeated(self, message: str) -> bool:
+        """Whether another stage has warned of the very same; the end of the refresh names all that did."""
+        known = message in self._warnings
+        if message.startswith(WARNING):
+            self._warnings.add(message)
+        return known
 
 
 class PlainView(View):

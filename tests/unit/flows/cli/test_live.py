@@ -171,25 +171,55 @@ def test_a_refusal_reads_the_same_whether_it_is_fresh_or_found_cached(refused, s
     assert re.findall(r"\x1b\[([\d;]+)m([\w ]+)\x1b", row) == [("1;33", state), ("1;33", "not promoted")]
 
 
-def test_that_a_stage_runs_again_is_said_before_what_it_says_itself(record, tmp_path):
+@pytest.fixture
+def shown():
+    """Lines of a file, without times, for records that are read one after the other; the last one stays."""
+
+    def shown(*steps):
+        stream, seen, left = io.StringIO(), threading.Event(), list(steps)
+
+        def read():
+            if len(left) > 1:
+                return left.pop(0)()
+            record = left[0]()
+            seen.set()
+            return record
+
+        with PlainView(read, stream):
+            assert seen.wait(60)
+        return [line[9:] for line in stream.getvalue().splitlines()]
+
+    return shown
+
+
+def test_that_a_stage_runs_again_is_said_before_what_it_says_itself(record, shown, tmp_path):
     """An attempt that follows at once on another works in the same folder."""
     began = AttemptBegan(stage="sft", number=2, work=tmp_path, first_byte=0, params={}, tags={})
-    second = after(after(record, began.model_copy(update={"number": 1})), began)
+    second = after(record, began)
     first = replace(second, stages={"sft": replace(second.stages["sft"], state="waiting")})
-    records = iter([first])
 
-    def read():
-        if one := next(records, None):
-            return one
-        (tmp_path / "events.jsonl").write_text('{"event": "milestone", "message": "from step 50"}\n')
+    def say():
+        with (tmp_path / "events.jsonl").open("w") as stream:
+            stream.write('{"event": "milestone", "message": "from step 50"}\n')
         return second
 
-    stream, seen = io.StringIO(), threading.Event()
-    view = PlainView(read, stream)
-    view.show = lambda record: seen.set() if record is second else None
-    with view:
-        assert seen.wait(60)
-    assert [line[26:] for line in stream.getvalue().splitlines()] == ["running", "from step 50"]
+    assert [line.split(maxsplit=1)[1] for line in shown(lambda: first, say)] == ["running", "from step 50"]
+
+
+def test_what_two_stages_warn_of_is_shown_once_while_they_run(record, shown, tmp_path):
+    began = AttemptBegan(stage="sft", number=2, work=tmp_path, first_byte=0, params={}, tags={})
+    sft = after(record, began).stages["sft"]
+    (tmp_path / "other").mkdir()
+    both = replace(record, stages={"sft": sft, "dpo": replace(sft, work=tmp_path / "other")})
+
+    def warn():
+        events = [{"event": "warning", "message": "it is 0"}, {"event": "milestone", "message": "done"}]
+        for folder in (tmp_path, tmp_path / "other"):
+            (folder / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in events))
+        return both
+
+    lines = [line.split(maxsplit=1) for line in shown(lambda: both, warn)]
+    assert lines[2:] == [["sft", "warning: it is 0"], ["sft", "done"], ["dpo", "done"]]
 
 
 def test_every_line_of_a_file_has_its_time():
