@@ -47,7 +47,9 @@ def check_loadable(folder: Path, base: Path, *, trust_remote_code: bool) -> None
     tensors = load_file(folder / WEIGHTS_FILE)
     try:
         model = PeftModel(causal_lm, PeftConfig.from_pretrained(str(folder)), low_cpu_mem_usage=True)
-        places = {name: one.shape for name, one in get_peft_model_state_dict(model).items()}
+        places = {
+            name: one.shape for name, one in get_peft_model_state_dict(model, save_embedding_layers=False).items()
+        }
     except ValueError as error:
         raise ModelError(f"writing the adapter in {folder}: PEFT cannot put it on {base}: {error}") from error
     odd = set(places) ^ set(tensors) | {
