@@ -32,52 +32,49 @@ class Choice:
 
 def choose(document: Document, candidates: Sequence[Candidate], config: GenerateConfig) -> Choice:
     """Of the completions of one prompt, in the order of their numbers."""
-    outcomes = dict(_unusable(candidates))
-    usable = [one for number, one in enumerate(candidates) if number not in outcomes]
-    ranked = sorted(usable, key=lambda one: -one.judgement.total)  # stable: of equal ones the first
-    kept: list[Candidate] = []
-    rows: list[Row] = []
+    unusable = dict(_unusable(candidates))
+    usable = [one for one in candidates if one.sample.sample not in unusable]
+    labels, reason = _labelled(usable, config)
+    texts = {label: one.sample.text for one in usable if (label := labels.get(one.sample.sample))}
     if config.keep == "pairs":
-        gap = ranked[0].judgement.total - ranked[-1].judgement.total if ranked else 0.0
-        if gap > 0 and gap >= (config.min_gap or 0):
-            kept = [ranked[0], ranked[-1]]
-            rows = [_pair(document, *(one.sample.text for one in kept))]
-        reason = f"the best and the worst of its prompt are {gap:g} apart"
-    elif config.keep == "best":
-        kept, reason = ranked[:1], "another of its prompt is better, or as good"
-    elif isinstance(config.keep, Above):
-        kept = [one for one in usable if one.judgement.total > config.keep.above]
-        reason = f"its reward is not above {config.keep.above:g}"
+        rows = [_pair(document, texts["chosen"], texts["rejected"])] if texts else []
     else:
-        kept, reason = usable, ""
-    if config.keep != "pairs":
-        rows = [_row(document, one.sample.text) for one in kept]
-    elif kept:
-        reason = "neither the best nor the worst of its prompt"
-    labels = ("chosen", "rejected") if config.keep == "pairs" else ("kept",) * len(kept)
-    named = {one.sample.sample: label for one, label in zip(kept, labels, strict=False)}
-    return Choice(
-        tuple(rows),
-        tuple(
-            outcomes.get(number) or named.get(one.sample.sample) or f"dropped: {reason}"
-            for number, one in enumerate(candidates)
-        ),
-    )
+        rows = [_row(document, one.sample.text) for one in usable if one.sample.sample in labels]
+    numbers = [one.sample.sample for one in candidates]
+    dropped = {number: f"dropped: {unusable.get(number, reason)}" for number in numbers if number not in labels}
+    return Choice(tuple(rows), tuple((labels | dropped)[number] for number in numbers))
+
+
+def _labelled(usable: Sequence[Candidate], config: GenerateConfig) -> tuple[dict[int, str], str]:
+    """Number of each completion that is kept, as what; and why the others are not."""
+    ranked = sorted(usable, key=lambda one: -one.judgement.total)  # stable: of equal ones the first
+    match config.keep:
+        case "all":
+            return {one.sample.sample: "kept" for one in usable}, ""
+        case "best":
+            return {one.sample.sample: "kept" for one in ranked[:1]}, "another of its prompt is better, or as good"
+        case "pairs":
+            gap = ranked[0].judgement.total - ranked[-1].judgement.total if ranked else 0.0
+            if gap == 0 or gap < (config.min_gap or 0):
+                return {}, f"the best and the worst of its prompt are {gap:g} apart"
+            labels = {ranked[0].sample.sample: "chosen", ranked[-1].sample.sample: "rejected"}
+            return labels, "neither the best nor the worst of its prompt"
+        case Above(above=bound):
+            kept = {one.sample.sample: "kept" for one in usable if one.judgement.total > bound}
+            return kept, f"its reward is not above {bound:g}"
 
 
 def _unusable(candidates: Sequence[Candidate]) -> Iterator[tuple[int, str]]:
     """Number of each that nobody should learn from, and why."""
     first: dict[str, int] = {}
-    for number, one in enumerate(candidates):
-        text = one.sample.text
+    for one in candidates:
+        text, number = one.sample.text, one.sample.sample
         if one.sample.truncated:
-            yield number, "dropped: it was cut off at max_tokens"
+            yield number, "it was cut off at max_tokens"
         elif not text.strip():
-            yield number, "dropped: it is empty"
-        elif text in first:
-            yield number, f"dropped: it is that of sample {first[text]} again"
-        else:
-            first[text] = number
+            yield number, "it is empty"
+        elif first.setdefault(text, number) != number:
+            yield number, f"it is that of sample {first[text]} again"
 
 
 def _row(document: Document, answer: str) -> Row:
