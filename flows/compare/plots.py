@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -91,7 +92,8 @@ def prediction_plot(rows: Sequence[Row], measured_name: str, predicted_name: str
 
 
 def _relative_spread(row: Row) -> float:
-    return row.metrics.get("step_time_iqr_s", 0.0) / row.metrics["step_time_s"]
+    """NaN, which is drawn as nothing, where none was measured."""
+    return row.metrics.get("step_time_iqr_s", math.nan) / row.metrics["step_time_s"]
 
 
 def _bars(rows: Sequence[Row]) -> tuple[Figure, Axes]:

@@ -82,6 +82,12 @@ def test_a_long_layout_takes_lines_of_the_plot_and_not_its_width(make_row):
     assert max(map(len, lines)) <= LABEL_CHARACTERS
 
 
+def test_a_rate_whose_spread_was_not_measured_has_no_whisker(make_row):
+    whisker = re.compile(r'<g id="LineCollection_1">\s*<path d="M ')
+    assert whisker.search(throughput_plot([make_row(100.0, step_time_iqr_s=0.5)]))
+    assert not whisker.search(throughput_plot([make_row(100.0)]))
+
+
 def test_the_page_needs_nothing_from_elsewhere(make_row):
     page = html_report("Layouts", [], [make_row(100.0)])
     assert not re.search(r"<(script|link|img)\b", page)
