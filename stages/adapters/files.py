@@ -100,6 +100,11 @@ def read_adapter(folder: Path) -> Adapter:
             f"{folder / WEIGHTS_FILE}: {', '.join(unknown[:NUM_NAMED])} unexpected or without a partner; expected "
             f"`{PREFIX}LAYER.lora_A.weight` and `…lora_B.weight` of every adapted layer"
         )
+    if odd := sorted(name for name in expected - magnitudes if tensors[name].ndim != 2):
+        raise ModelError(
+            f"{folder / WEIGHTS_FILE}: {', '.join(odd[:NUM_NAMED])} is no matrix, so its layer is no linear one (a "
+            "convolution, say); expected a LoRA of linear layers"
+        )
     rank = config["r"]
     return Adapter(
         base=config.get("base_model_name_or_path") or "",
@@ -130,6 +135,27 @@ def check_mergeable(weights: Collection[str], base: Path) -> None:
             f"training an adapter on {base}: {len(lost)} of its weights have other names in the model's files "
             f"({', '.join(lost[:NUM_NAMED])}), so it could not be merged; save the model again with Transformers' "
             "`save_pretrained`, or name layers of the language model in adapter.target_modules"
+        )
+
+
+def check_weights(adapter: Adapter, base: Path) -> None:
+    """Raise ModelError unless the model folder `base` holds each weight that the adapter changes, in its size.
+
+    Reads headers only.
+    """
+    from safetensors import safe_open
+
+    shapes: dict[str, list[int]] = {}
+    for path in weight_paths(base):
+        with safe_open(path, framework="pt") as file:
+            shapes |= {name: file.get_slice(name).get_shape() for name in adapter.weights & set(file.keys())}
+    found = {name: shapes.get(name) for name in sorted(adapter.weights)}
+    odd = [f"{name} ({shape or 'missing'})" for name, shape in found.items() if shape != adapter.shape_of(name)]
+    if odd:
+        raise ModelError(
+            f"an adapter that changes {len(found)} weights does not belong to {base}, where {len(odd)} of these are "
+            f"missing or have another size: {', '.join(odd[:NUM_NAMED])}, expected {adapter.shape_of(min(found))} and "
+            "the like; name the model that it was trained on"
         )
 
 

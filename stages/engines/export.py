@@ -108,9 +108,17 @@ def write_model(
         for name, weight in _carried(source, carried, writer.names):
             writer.add(name, weight)
     writer.finish()
-    _copy_companions(source, folder)
+    copy_all_but_weights(source, folder)
     _write_config(source, folder, dtype)
     _check_same_weights(weight_shapes(source), weight_shapes(folder), tied)
+
+
+def copy_all_but_weights(source: Path, folder: Path) -> None:
+    """What is in a model folder beside its weights and their index."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in source.iterdir():
+        if path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES):
+            shutil.copyfile(path, folder / path.name)
 
 
 def weight_shapes(folder: Path) -> Shapes:
@@ -222,12 +230,6 @@ def _layer(name: str) -> str:
     parts = name.split(".")
     number = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts))
     return ".".join(parts[: number + 1])
-
-
-def _copy_companions(source: Path, folder: Path) -> None:
-    for path in source.iterdir():
-        if path.is_file() and path.name != "config.json" and not path.name.endswith(WEIGHT_SUFFIXES):
-            shutil.copyfile(path, folder / path.name)
 
 
 def _write_config(source: Path, folder: Path, dtype: torch.dtype) -> None:

@@ -8,27 +8,25 @@ for a mixture of several adapters, what the base gives with the mixture beside i
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
 
 from stages.adapters.adapter import Adapter
 from stages.adapters.files import copy_companions, read_adapter
 from stages.adapters.headers import ADAPTER_FOLDER
 from stages.core.contract import StageContext, StageResult
 from stages.core.errors import GateError, ModelError
-from stages.engines.export import write_model
+from stages.engines.export import copy_all_but_weights
 from stages.engines.streamed import StreamedModel
 from stages.merge.combine import combine
 from stages.merge.compare import Comparison, compare
 from stages.merge.config import MergeConfig
-from stages.models.model_config import read_config
 from stages.models.model_folder import check_model_folder
 from stages.models.recorded import RECORD, differences, read_record, write_record
-from stages.models.weight_files import weight_paths
+from stages.models.weight_files import WEIGHTS_INDEX, read_tensors, weight_paths
 
 NUM_NAMED = 5
 
@@ -68,13 +66,39 @@ def _read(trained: Path, base: str) -> Adapter:
 
 
 def _write(adapter: Adapter, base: Path, trained: Path, folder: Path) -> float:
-    """Write the merged model; returns which share of the merged weights are other numbers than before."""
-    merging = _Merging(base, adapter)
-    base_config = read_config(base)
-    dtype = getattr(torch, base_config.get("dtype") or base_config.get("torch_dtype") or "float32")
-    write_model(merging.weights(), source=base, folder=folder, dtype=dtype, tied=set())
+    """Write the merged model; returns which share of the merged weights are other numbers than before.
+
+    Each file is copied, and the adapted weights in it written over, so that one of them at a time is in memory. Raises
+    ModelError for a weight that is not found, or is what it was.
+    """
+    copy_all_but_weights(base, folder)
     copy_companions(trained / ADAPTER_FOLDER, folder)
-    return merging.check()
+    if (base / WEIGHTS_INDEX).is_file():
+        shutil.copyfile(base / WEIGHTS_INDEX, folder / WEIGHTS_INDEX)
+    changed: dict[str, float] = {}
+    for path in weight_paths(base):
+        shutil.copyfile(path, folder / path.name)
+        with safe_open(path, framework="pt") as file, (folder / path.name).open("r+b") as written:
+            for tensor in read_tensors(path):
+                if tensor.name in adapter.weights:
+                    weight = file.get_tensor(tensor.name)
+                    merged = adapter.merged(tensor.name, weight).to(weight.dtype).contiguous()
+                    changed[tensor.name] = int((merged != weight).count_nonzero()) / weight.numel()
+                    written.seek(tensor.start)
+                    written.write(merged.view(torch.uint8).numpy())
+    _check_changed(adapter, changed)
+    return sum(changed.values()) / len(changed)
+
+
+def _check_changed(adapter: Adapter, changed: Mapping[str, float]) -> None:
+    lost = sorted(adapter.weights - set(changed))
+    unchanged = sorted(name for name, share in changed.items() if not share)
+    if lost or unchanged:
+        raise ModelError(
+            f"merging: {len(lost)} adapted weights are not in the model's files ({', '.join(lost[:NUM_NAMED])}), "
+            f"{len(unchanged)} are as they were after rounding ({', '.join(unchanged[:NUM_NAMED])}): the adapter "
+            "would be lost; train longer, or export the base in fp32"
+        )
 
 
 def _judged(found: Comparison, config: MergeConfig, trained: Path, context: StageContext) -> dict[str, float]:
@@ -96,37 +120,3 @@ def _check_differences(metrics: dict[str, float], config: MergeConfig) -> None:
             f"the merged model gives documents other log-probabilities {expected}, by {mean:.3g} nats per token, more "
             f"than max_difference, {config.max_difference}; merge into a model in fp32, or raise it"
         )
-
-
-class _Merging:
-    """The base's weights as they come out of its files, those with an adapter changed; counts what has changed."""
-
-    def __init__(self, base: Path, adapter: Adapter) -> None:
-        self._base, self._adapter = base, adapter
-        self._num_changed: dict[str, float] = {}
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Name in the base's files → tensor in the base's dtype."""
-        changed = self._adapter.weights
-        for path in weight_paths(self._base):
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118
-                    weight = file.get_tensor(name)
-                    yield name, self._merged(name, weight) if name in changed else weight
-
-    def check(self) -> float:
-        """The share of the merged layers' weights that are other numbers now. Raises ModelError for a layer without."""
-        lost = sorted(self._adapter.weights - set(self._num_changed))
-        unchanged = sorted(layer for layer, changed in self._num_changed.items() if not changed)
-        if lost or unchanged:
-            raise ModelError(
-                f"merging: {len(lost)} adapted weights are not in the model's files ({', '.join(lost[:NUM_NAMED])}), "
-                f"{len(unchanged)} are as they were after rounding ({', '.join(unchanged[:NUM_NAMED])}): the adapter "
-                "would be lost; train longer, or export the base in fp32"
-            )
-        return sum(self._num_changed.values()) / len(self._num_changed)
-
-    def _merged(self, name: str, weight: Tensor) -> Tensor:
-        merged = self._adapter.merged(name, weight).to(weight.dtype)
-        self._num_changed[name] = (merged != weight).float().mean().item()
-        return merged

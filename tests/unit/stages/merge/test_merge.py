@@ -2,13 +2,15 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import peft
 import pytest
 import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MambaConfig
 
 from stages.core.contract import StageContext
 from stages.core.errors import GateError, ModelError
@@ -24,6 +26,8 @@ SIZES = {
     "num_key_value_heads": 1,
     "head_dim": 16,
 }
+CONSTANT_BYTES = 2**27
+"""For what a merge has beside weights: modules that are imported late, logits, copies of one weight."""
 MIXTURES = [
     {},
     {"weights": [0.7, -0.2]},
@@ -95,6 +99,24 @@ def test_one_adapter_gives_what_was_recorded_and_keeps_the_record(artifacts, tmp
     record = (tmp_path / "work" / "log_probabilities.json").read_text()
     assert record == (artifacts["one"] / "log_probabilities.json").read_text()
     assert not (tmp_path / "work" / "scratch").exists()
+
+
+def test_layers_of_other_architectures_are_merged_as_peft_does(artifacts, tmp_path):
+    base, trained = shutil.copytree(artifacts["base"], tmp_path / BASE), tmp_path / "tuned-1"
+    torch.manual_seed(0)
+    vocabulary = json.loads((base / "model" / "config.json").read_text())["vocab_size"]
+    config = MambaConfig(vocab_size=vocabulary, hidden_size=32, state_size=8, num_hidden_layers=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(base / "model")
+    adapted = make_adapter(base, 1, ["in_proj", "x_proj"])
+    adapted.save_pretrained(trained / "adapter")
+    note_base(trained)
+    write_record(trained, adapted)
+
+    result = merge({"base": base, "one": trained}, tmp_path / "work", adapter="one", max_difference=1e-5)
+    assert result.metrics["merged_layers"] == 4
+    expected = adapted.merge_and_unload().state_dict()
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "work" / "model", dtype=torch.float32).state_dict()
+    assert max((found[name] - weight).abs().max().item() for name, weight in expected.items()) < 1e-6
 
 
 def test_in_bf16_the_rounding_is_measured(artifacts, tmp_path):
@@ -172,6 +194,12 @@ def of_other_sizes(artifact, base):
     save_file({name: torch.cat([one, one], dim=int("lora_A" in name)) for name, one in load_file(file).items()}, file)
 
 
+def of_a_convolution(artifact, base):
+    """As PEFT writes them."""
+    file = artifact / "adapter" / "adapter_model.safetensors"
+    save_file({name: one[..., None] if "q_proj" in name else one for name, one in load_file(file).items()}, file)
+
+
 def without_record(artifact, base):
     (artifact / "log_probabilities.json").unlink()
 
@@ -185,6 +213,7 @@ def without_record(artifact, base):
         (with_other_keys, r"lora_X.* unexpected or without a partner"),
         (of_other_layers, r"the adapter is of .*query, which Qwen3ForCausalLM does not have"),
         (of_other_sizes, r"they do not belong together"),
+        (of_a_convolution, r"layers.0.self_attn.q_proj.lora_A.weight.* is no matrix, so its layer is no linear one"),
         (without_record, r"log_probabilities.json: .*train the stage again"),
     ],
 )
@@ -207,3 +236,22 @@ def test_adapters_that_do_not_mix_are_refused(artifacts, tmp_path, damage, said)
     damage(other, artifacts["base"])
     with pytest.raises(ModelError, match=said):
         merge({**artifacts, "two": other}, tmp_path / "work", adapters=["one", "two"])
+
+
+def test_no_model_is_ever_in_memory_as_a_whole(tmp_path):
+    """Of 320 MiB in shards of 16: measured by the process itself, beyond what it has before it begins."""
+    artifacts, work = tmp_path / "artifacts", tmp_path / "work"
+    work.mkdir()
+    wide = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 8}
+    make_base(artifacts / BASE, **wide, num_hidden_layers=5, head_dim=128)
+    adapted = make_adapter(artifacts / BASE, 1, "all-linear")
+    adapted.save_pretrained(artifacts / "tuned-1" / "adapter")
+    note_base(artifacts / "tuned-1")
+    write_record(artifacts / "tuned-1", adapted)
+    sizes = [file.stat().st_size for file in (artifacts / BASE / "model").glob("*.safetensors")]
+    layer = sum(one.nbytes for one in adapted.get_base_model().model.layers[0].parameters())
+    del adapted
+    command = [sys.executable, "-m", "tests.merge_peak", artifacts, work]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    peak = int(done.stdout.splitlines()[-1])
+    assert peak < max(sizes) + layer + CONSTANT_BYTES < 0.7 * sum(sizes)
