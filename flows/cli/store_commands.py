@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import click
 
 from flows.cli.answers import JSON_OPTION, print_json
-from stages.core.errors import ModelError, StoreError
+from stages.core.errors import ModelError, RecipeError, StoreError
 
 
 @click.command()
@@ -38,16 +38,22 @@ def show(name: str | None, as_json: bool) -> None:
 
 @click.command()
 @click.argument("path", type=click.Path(path_type=Path))
-@click.option("--kind", type=click.Choice(["model", "dataset"]), required=True, help="What lies there.")
+@click.option("--kind", type=click.Choice(["model", "adapter", "dataset"]), required=True, help="What lies there.")
 @click.option("--name", required=True, help="Stage name of the artifact.")
+@click.option("--base", help="Of an adapter: the artifact of the model that it belongs to, by stage or version.")
 @JSON_OPTION
-def adopt(path: Path, kind: str, name: str, as_json: bool) -> None:
-    """Copy a model or dataset from outside into the store, checked like a download."""
+def adopt(path: Path, kind: Literal["model", "adapter", "dataset"], name: str, base: str | None, as_json: bool) -> None:
+    """Copy a model, an adapter or a dataset from outside into the store, checked like a download."""
+    from flows.cli import show as shown
     from flows.ledger.home import store_root
     from flows.running import adopt as adoption
     from flows.store.store import Store
 
-    built = adoption.adopt(Store(store_root()), path, "model" if kind == "model" else "dataset", name, _Silent())
+    if (base is None) == (kind == "adapter"):
+        raise RecipeError("--base names the model of an adapter: expected with `--kind adapter`, and with that alone")
+    store = Store(store_root())
+    its_base = shown.find_artifact(store.index(), base) if base else None
+    built = adoption.adopt(store, path, kind, name, _Silent(), its_base)
     if as_json:
         print_json({"name": name, "version": built.version, "state": built.state, "artifact": str(built.artifact)})
     else:

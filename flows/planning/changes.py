@@ -15,8 +15,10 @@ from flows.planning.contents import (
     kept_contents,
 )
 from flows.planning.plan import Plan, PlannedStage
+from flows.store.content import CONTENT_FOLDERS
 from flows.store.record import Artifact, Index
 from stages.core.errors import LifecycleError
+from stages.core.fields import Product
 from stages.core.hashing import sha256_of_files
 from stages.download.config import DownloadConfig
 from stages.hubs.files import requested_files
@@ -90,9 +92,9 @@ def _listed(changes: list[str]) -> str:
     return ", ".join([*changes[:MAX_NAMED], *more])
 
 
-def _changes(earlier: Artifact, product: str, files: Mapping[str, Path]) -> Iterator[str]:
+def _changes(earlier: Artifact, product: Product, files: Mapping[str, Path]) -> Iterator[str]:
     """files: those of today, by name."""
-    folder = "model/" if product == "model" else "data/"
+    folder = CONTENT_FOLDERS[product]
     before = {name.removeprefix(folder): one for name, one in earlier.record.files.items() if name.startswith(folder)}
     hashes = sha256_of_files(files)
     for name in sorted(before.keys() | files.keys()):

@@ -12,6 +12,7 @@ from flows.planning.outside import Outside
 from flows.recipe.recipe import Recipe
 from flows.recipe.version import identity_of, version_of
 from flows.store.record import Index
+from stages.core.contract import base_of
 from stages.core.errors import RecipeError, TransientError
 from stages.download.config import DownloadConfig
 from stages.hubs.registry import read_model_config
@@ -21,13 +22,13 @@ from stages.models.shape import ModelShape
 
 
 def download_of(recipe: Recipe, stage: str) -> str:
-    """The download that the field `model` of a stage leads to."""
-    name = stage
+    """The download that the field `model` of a stage leads to; of adapters, that of their base."""
+    name = base_of(stage, recipe.stages)
     while recipe.stages[name].kind != "download":
         upstream = recipe.stages[name].references().get("model")
         if upstream is None:
             raise RecipeError(f"looking for the model of {stage}: {name} refers to none")
-        name = upstream
+        name = base_of(upstream, recipe.stages)
     return name
 
 

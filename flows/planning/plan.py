@@ -14,7 +14,7 @@ from flows.recipe.recipe import Recipe
 from flows.recipe.text import closest
 from flows.recipe.version import Difference, Identity, differences, identity_of, resume_key_of, version_of
 from flows.store.record import Artifact, Index
-from stages.core.contract import StageConfig
+from stages.core.contract import StageConfig, nearest_base
 from stages.core.errors import RecipeError
 
 Action = Literal["run", "cached"]
@@ -53,11 +53,9 @@ class Plan:
     """Stage whose version is not known now → why: its source, or that of a stage it stands on, did not answer."""
 
     def base_of(self, name: str) -> str | None:
-        """The stage whose model an adapter will belong to, perhaps by way of other adapters; None for all else."""
-        base: str | None = None
-        while self.stages[base or name].config.product == "adapter":
-            base = self.stages[base or name].config.references()["model"]
-        return base
+        """The stage whose model an adapter will belong to; None for all else."""
+        config = self.stages[name].config
+        return nearest_base(config.references()) if config.product == "adapter" else None
 
 
 @dataclass(frozen=True)

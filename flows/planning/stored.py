@@ -17,6 +17,7 @@ from flows.recipe.text import closest
 from flows.store.content import CONTENT_FOLDERS
 from flows.store.record import Artifact, Index
 from stages.core.errors import INTERNAL_ERROR, LifecycleError, RecipeError, ServerError, error_classes
+from stages.core.fields import Product
 from stages.download.config import DownloadConfig
 from stages.hubs.source import Source
 
@@ -36,7 +37,7 @@ def find_stored(recipe: Recipe, chosen: Collection[str], index: Index) -> tuple[
         if not isinstance(config, DownloadConfig) or config.source.hub not in ("store", "adopted", "models"):
             continue
         try:
-            artifact = _find(config.source, index)
+            artifact = _find(config.source, config.product, index)
         except LifecycleError as error:
             raise type(error)(f"stages.{name}.{config.product}: {error}") from error
         folder = artifact.folder / CONTENT_FOLDERS[config.product]
@@ -47,15 +48,15 @@ def find_stored(recipe: Recipe, chosen: Collection[str], index: Index) -> tuple[
     return replace(recipe, stages=stages), notes
 
 
-def _find(source: Source, index: Index) -> Artifact:
-    artifacts = [one for one in index.artifacts if one.record.product == source.product and not one.damage]
+def _find(source: Source, product: Product, index: Index) -> Artifact:
+    artifacts = [one for one in index.artifacts if one.record.product == product and not one.damage]
     if source.hub == "models":
         key = _champion(str(source))
         champion = index.find(*key.split("/"))
-        if champion and (base := index.base_of(champion.record)):
+        if champion and product == "model" and (base := index.base_of(champion.record)):
             raise RecipeError(
-                f"{source} is an adapter, {champion.folder.name}, of {base.stage}-{base.version}, not a "
-                f"{source.product}; promote what a stage of `kind: merge` makes of it"
+                f"{source} is an adapter, {champion.folder.name}, of {base.stage}-{base.version}, not a model; promote "
+                "what a stage of `kind: merge` makes of it, or name it as `adapter`, with its `base`"
             )
         found = [one for one in artifacts if f"{one.record.kind}/{one.record.version}" == key]
     else:
@@ -64,7 +65,7 @@ def _find(source: Source, index: Index) -> Artifact:
         artifacts = of_recipe
     if not found:
         known = {one.record.stage for one in artifacts}
-        raise RecipeError(f"looking for {source}: the store has no such {source.product}{closest(source.name, known)}")
+        raise RecipeError(f"looking for {source}: the store has no such {product}{closest(source.name, known)}")
     return max(found, key=lambda one: one.record.finished)
 
 

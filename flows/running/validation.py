@@ -23,6 +23,8 @@ from stages.core.files import write_atomically
 
 TIMEOUT_S = 300.0
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
+COMES_FROM = ("adapter", "adapters.0", "model", "base")
+"""Of the fields that name a stage, the first of these is what a model is made from last."""
 
 
 def input_findings(
@@ -110,7 +112,8 @@ def _made_from(name: str, stages: Mapping[str, PlannedStage], built: Mapping[str
     while ancestor and (ancestor not in built or stages[ancestor].config.product == "adapter"):
         config = stages[ancestor].config
         template = template or config.own_chat_template
-        ancestor = config.references().get("adapter", config.references().get("model"))
+        references = config.references()
+        ancestor = next((references[field] for field in COMES_FROM if field in references), None)
     if ancestor is None or not template:
         return built[ancestor].artifact if ancestor else None
     return _with_template(built[ancestor].artifact, template, folder / "models" / name)

@@ -13,7 +13,7 @@ from pydantic import ConfigDict
 
 from flows.recipe.version import Identity, differences
 from flows.store.content import FileEntry
-from stages.core.contract import StrictModel
+from stages.core.contract import StrictModel, nearest_base
 from stages.core.fields import Product
 
 
@@ -91,15 +91,8 @@ class Index:
         return self._by_version.get((kind, version))
 
     def base_of(self, record: Record) -> UpstreamEntry | None:
-        """The model that an adapter belongs to, perhaps by way of adapters that it went on from; None for all else."""
-        base: UpstreamEntry | None = None
-        while record.product == "adapter":
-            base = record.upstream["model"]
-            found = self.find(base.kind, base.version)
-            if found is None:
-                break
-            record = found.record
-        return base
+        """The model that an adapter belongs to; None for all else."""
+        return nearest_base(record.upstream) if record.product == "adapter" else None
 
     def nearest(self, kind: str, stage: str, identity: Identity) -> Artifact | None:
         """The artifact of this kind and stage name with the fewest differences; the newest of equals."""

@@ -42,6 +42,13 @@ class Adapter:
         """Whether all that it does is to add scaling B A x: without DoRA, and without modules in place of others."""
         return not self.magnitudes and not self.saved
 
+    def shape_of(self, name: str) -> list[int]:
+        """Of one of `weights`."""
+        if name in self.saved:
+            return list(self.saved[name].shape)
+        a, b = self.factors[name.removesuffix(".weight")]
+        return [a.shape[1], b.shape[0]] if self.is_transposed else [b.shape[0], a.shape[1]]
+
     def change(self, layer: str) -> Tensor:
         """fp32: the product of the layer's factors, in its weight's shape; without DoRA, what the adapter adds."""
         a, b = self.factors[layer]

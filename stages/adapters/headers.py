@@ -17,6 +17,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 PREFIX = "base_model.model."
 A = ".lora_A.weight"
+CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of `init_lora_weights` of adapters that fit a changed base only."""
 
 
 @dataclass(frozen=True)

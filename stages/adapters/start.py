@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from stages.adapters.adapter import Adapter
 from stages.adapters.files import NUM_NAMED, read_adapter
-from stages.adapters.lora import ADAPTER_NAME
+from stages.adapters.lora import ADAPTER_NAME, adapted_layers
 from stages.core.errors import ModelError
 
 
@@ -35,6 +36,12 @@ def go_on_with(causal_lm: Any, adapter: Adapter) -> None:
             f"going on with an adapter: {', '.join(sorted(odd)[:NUM_NAMED])} is not in both it and what `adapter:` "
             "describes, or has another size there; give rank and target_modules that it was trained with, or say "
             "`stack: merge`"
+        )
+    scaling = next(iter(adapted_layers(causal_lm).values())).scaling[ADAPTER_NAME]
+    if not math.isclose(scaling, adapter.scaling):
+        raise ModelError(
+            f"going on with an adapter that counts {adapter.scaling:g} times: `adapter:` says {scaling:g} (alpha / "
+            "rank, or alpha / √rank with use_rslora); give those that it was trained with, or say `stack: merge`"
         )
     for name, parameter in learning.items():
         parameter.data.copy_(given[name])

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, JsonValue, PositiveFloat, PositiveInt, field_validator
 
@@ -51,6 +51,7 @@ ServerReference = Annotated[str, Reference(("server",))]
 ScoresReference = Annotated[str, Reference(("scores",))]
 NetworkInterface = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,14}$")]
 """As Linux names them."""
+T = TypeVar("T")
 OutsidePath = Annotated[Path, OutsideInput()]
 
 
@@ -167,8 +168,13 @@ class StageConfig(StrictModel, ABC):
 def base_of(name: str, stages: Mapping[str, StageConfig]) -> str:
     """The stage whose model an adapter belongs to, perhaps by way of adapters that it went on from; a model's own."""
     while stages[name].product == "adapter":
-        name = stages[name].references()["model"]
+        name = nearest_base(stages[name].references())
     return name
+
+
+def nearest_base(by_field: Mapping[str, T]) -> T:
+    """Of what an adapter refers to, by field: its base, or where that is not named, what it was trained on."""
+    return by_field.get("base") or by_field["model"]
 
 
 # ------------------------------------------------------------------------------------------------ the process's side

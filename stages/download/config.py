@@ -1,4 +1,4 @@
-"""What a recipe may say of a download: one model or one dataset, and where it comes from."""
+"""What a recipe may say of a download: one model, adapter or dataset, and where it comes from."""
 
 from __future__ import annotations
 
@@ -6,46 +6,60 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from stages.core.contract import StageConfig
-from stages.core.fields import SourceText
+from stages.adapters.headers import CONFIG_FILE, WEIGHTS_FILE
+from stages.core.contract import ModelReference, StageConfig
+from stages.core.fields import AddedLater, SourceText
 from stages.hubs.hub import Request
 from stages.hubs.registry import forms, hub_of, parse_source
 from stages.hubs.source import Source
 
 
 class DownloadConfig(StageConfig):
-    """Fetch a model (→ `model/`) or a dataset (→ `data/`)."""
+    """Fetch a model (→ `model/`), an adapter of one (→ `adapter/`) or a dataset (→ `data/`)."""
 
     STAGE_VERSION: ClassVar[int] = 1
 
     kind: Literal["download"]
     model: Annotated[str, SourceText()] | None = Field(None, description=f"Source of a model: {forms('model')}.")
     dataset: Annotated[str, SourceText()] | None = Field(None, description=f"Source of a dataset: {forms('dataset')}.")
+    adapter: Annotated[str | None, SourceText(), AddedLater()] = Field(
+        None, description="Source of an adapter in PEFT's format, trained elsewhere, as of a model."
+    )
+    base: Annotated[ModelReference | None, AddedLater()] = Field(
+        None, description="Of `adapter`: the model that it belongs to, whose layers must have its sizes."
+    )
     files: tuple[str, ...] | None = Field(None, description="Only files that match one of these glob patterns.")
     trust_remote_code: bool = Field(False, description="Keep the Python files that come with a model.")
 
     @model_validator(mode="after")
     def _exactly_one_source(self) -> Self:
-        if (self.model is None) == (self.dataset is None):
-            raise ValueError("name either a `model` or a `dataset` to download")
+        if sum(source is not None for source in (self.model, self.adapter, self.dataset)) != 1:
+            raise ValueError("name either a `model`, an `adapter` or a `dataset` to download")
+        if (self.adapter is None) != (self.base is None):
+            raise ValueError("`adapter` and `base`, the stage of the model that it belongs to, go together; name both")
+        if self.adapter is not None and self.files is not None:
+            raise ValueError("`files` is not for an `adapter`, which consists of the two that PEFT writes; remove it")
         _ = self.source
         return self
 
     @property
-    def product(self) -> Literal["model", "dataset"]:
+    def product(self) -> Literal["model", "adapter", "dataset"]:
+        if self.adapter is not None:
+            return "adapter"
         return "model" if self.model is not None else "dataset"
 
     @property
     def source(self) -> Source:
         """The source, parsed."""
-        text = self.model if self.model is not None else self.dataset
-        assert text is not None
-        return parse_source(text, self.product)
+        if self.dataset is not None:
+            return parse_source(self.dataset, "dataset")
+        return parse_source(self.adapter or self.model or "", "model")
 
     @property
     def request(self) -> Request:
         """What a hub is asked for."""
-        return Request(self.source, self.files, self.trust_remote_code)
+        patterns = self.files if self.adapter is None else (CONFIG_FILE, WEIGHTS_FILE)
+        return Request(self.source, patterns, self.trust_remote_code)
 
     def identity(self) -> dict[str, JsonValue]:
         """Without a file's path and a hub's branch: the resolved revision stands in for them."""

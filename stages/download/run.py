@@ -1,4 +1,4 @@
-"""The download stage: source → a verified model folder (`model/`) or the files of a dataset (`data/`).
+"""The download stage: source → a verified model (`model/`), an adapter (`adapter/`), the files of a dataset (`data/`).
 
 How the files come here is the hub's; this checks what a model needs, and says how much it was.
 """
@@ -18,6 +18,8 @@ from stages.hubs.delivery import size_bytes
 from stages.hubs.registry import hub_of
 from stages.models.model_folder import check_model_folder
 
+FOLDERS = {"model": "model", "adapter": "adapter", "dataset": "data"}
+
 
 def run(config: DownloadConfig, context: StageContext) -> StageResult:
     """Fetch what the recipe names, check it, and say how much it was.
@@ -27,13 +29,17 @@ def run(config: DownloadConfig, context: StageContext) -> StageResult:
     started_s = time.monotonic()
     outside = context.outside or config.resolve_outside()
     revision = str(outside["revision"])
-    folder = context.work / ("model" if config.product == "model" else "data")
+    folder = context.work / FOLDERS[config.product]
     shutil.rmtree(folder, ignore_errors=True)
     hub_of(config.source).deliver(config.request, revision, folder, context)
     if config.product == "model":
         for unusual in check_model_folder(folder):
             context.warn(f"{config.source}: {unusual}")
         _warn_of_missing_code(config, context, folder)
+    elif config.base:
+        from stages.download.adapter import take_in  # torch takes seconds to import
+
+        take_in(folder, context.inputs[config.base], context, trust_remote_code=config.trust_remote_code)
     else:
         _check_shards(config, context, folder)
     num_files = sum(path.is_file() for path in folder.rglob("*"))

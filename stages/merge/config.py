@@ -97,12 +97,13 @@ class MergeConfig(StageConfig):
 
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
         field = "adapter" if self.adapter else "adapters"
-        ranks: dict[str, object] = {}
+        ranks: dict[str, int] = {}
         for name in self.weighted:
             trained_on = base_of(name, stages)
             if trained_on != self.model:
                 yield f"{field}: {name} was trained on {trained_on}, not on {self.model}; merge it into {trained_on}"
-            ranks[name] = getattr(getattr(stages[name], "adapter", None), "rank", None)
+            if trained := getattr(getattr(stages[name], "adapter", None), "rank", None):
+                ranks[name] = trained
         if len(set(ranks.values())) > 1:
             found = ", ".join(f"{name} has {rank}" for name, rank in ranks.items())
             yield f"adapters: expected the same rank, but {found}; train them with one rank"

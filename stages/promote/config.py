@@ -108,7 +108,7 @@ class PromoteConfig(StageConfig):
         is_compared = self.server is not None or made_by.kind in ("quantize", "merge")
         while made_by.kind == "quantize":
             made_by = stages[made_by.references()["model"]]
-        return is_compared and made_by.kind in ("merge", "train")
+        return is_compared and (made_by.kind in ("merge", "train") or made_by.product == "adapter")
 
     def _problems_of_bounds(self) -> Iterator[str]:
         for name, least in self.gates.min_scores.items():

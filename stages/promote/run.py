@@ -27,6 +27,7 @@ from stages.promote.verdict import (
     gate_sentence,
     markdown,
 )
+from stages.serving.launch import LAUNCH_FILE, LaunchSpec
 
 MIB = 2**20
 LOGPROB_DIFFERENCE = "max_abs_logprob_difference"
@@ -100,7 +101,8 @@ def _measurements(config: PromoteConfig, context: StageContext, differences: Seq
     served = _metrics(context, config.server) if config.server else {}
     throughputs = [value for name, value in served.items() if name.startswith(THROUGHPUT_PREFIX)]
     made = _metrics(context, config.model)
-    from_training = [one[LOGPROB_DIFFERENCE] for one in (made, served) if LOGPROB_DIFFERENCE in one]
+    named = f"{LOGPROB_DIFFERENCE}{_end_of_names(config, context)}"
+    from_training = [one for one in (made.get(LOGPROB_DIFFERENCE), served.get(named)) if one is not None]
     candidate = context.inputs[config.model]
     weights = [*(candidate / "model").glob("*.safetensors"), *(candidate / "adapter").glob("*.safetensors")]
     return Measurements(
@@ -111,6 +113,15 @@ def _measurements(config: PromoteConfig, context: StageContext, differences: Seq
         max_abs_logprob_difference=max(from_training, default=None),
         output_tokens_per_s=max(throughputs, default=None),
     )
+
+
+def _end_of_names(config: PromoteConfig, context: StageContext) -> str:
+    """Of metrics of the server that are the candidate's, where that is an adapter beside another."""
+    launch = context.inputs[config.server] / LAUNCH_FILE if config.server else None
+    if launch is None or not launch.is_file():
+        return ""
+    asked = LaunchSpec.model_validate_json(launch.read_bytes()).served_name
+    return "" if asked == config.model else f"_{config.model}"
 
 
 def _metrics(context: StageContext, stage: str) -> dict[str, float]:

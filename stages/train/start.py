@@ -43,15 +43,18 @@ def start_problems(
 
 
 def written_adapter(name: str, stages: Mapping[str, StageConfig]) -> dict[str, Any]:
-    """Fields that an adapter stage must be given to go on with the one that `name` writes."""
+    """Fields that an adapter stage must be given to go on with the one that `name` writes, as far as recipes say it."""
     config = stages[name]
     adapter = getattr(config, "adapter", None)
-    if adapter is None:
+    if not isinstance(adapter, AdapterConfig):
         return {}
     written = adapter.model_dump(mode="json", include={*SAME, *SAME_LAYERS})
     rank = adapter.rank * (2 if adapter.changes_base else 1)
     if adapter.stack:
-        rank += written_adapter(config.references()["model"], stages)["rank"]
+        start = written_adapter(config.references()["model"], stages)
+        if not start:
+            return {}
+        rank += start["rank"]
     times = rank / adapter.rank
     return {**written, "rank": rank, "alpha": adapter.alpha * (math.sqrt(times) if adapter.use_rslora else times)}
 

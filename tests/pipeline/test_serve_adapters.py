@@ -16,9 +16,14 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from stages.core.contract import StageResult
+from stages.core.contract import StageContext, StageResult
 from stages.core.errors import ServerError
+from stages.download.config import DownloadConfig
+from stages.download.run import run as run_download
 from stages.models.recorded import Predicted
+from stages.promote.config import PromoteConfig
+from stages.promote.run import run as run_promotion
+from stages.promote.verdict import CHAMPION_FILE, VERDICT_FILE, Standing, Verdict
 from stages.serving.agreement import compare_with_records
 from stages.serving.client import Client
 from stages.serving.launch import LaunchSpec
@@ -46,9 +51,19 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model(base)
     write_record(load(base), root / "sft")
     make_adapter(base, root / "wide", rank=12)  # no size of vLLM's
-    make_adapter(base, root / "narrow", "q_proj", "v_proj", rank=3, seed=1)
+    make_adapter(base, root / "elsewhere", "q_proj", "v_proj", rank=3, seed=1)
+    adopt(root / "elsewhere" / "adapter", root / "sft", root / "narrow")
     write_tasks(root / "tasks")
     return root
+
+
+def adopt(folder: Path, base: Path, work: Path) -> None:
+    """Take in an adapter that was trained elsewhere, as a download stage does."""
+    config = DownloadConfig(kind="download", adapter=f"file://{folder}", base="sft")
+    work.mkdir()
+    run_download(
+        config, StageContext(work, "narrow", "0" * 12, {"sft": base}, {}, work.parent, config.resolve_outside())
+    )
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +159,33 @@ def test_an_evaluation_asks_the_adapter_that_it_names(root: Path, result: StageR
 
     alone = evaluate(root, result, "alone", model="wide", base="sft", serving=SERVING)
     assert alone.metrics == leased.metrics
+
+
+def promote(root: Path, work: Path, most: float) -> Verdict:
+    """What the promote stage says of `wide`, by its evaluation and its server."""
+    work.mkdir(exist_ok=True)
+    (work / CHAMPION_FILE).write_text(Standing(champion=None).model_dump_json())
+    config = PromoteConfig.model_validate(
+        {
+            **{"kind": "promote", "name": "sums", "model": "wide", "evaluations": ["leased"], "server": "serve"},
+            "gates": {"max_abs_logprob_difference": most},
+        }
+    )
+    inputs = {name: root / name for name in ("wide", "leased", "serve")}
+    run_promotion(config, StageContext(work, "promote", "0" * 12, inputs, {}, work))
+    return Verdict.model_validate_json((work / VERDICT_FILE).read_bytes())
+
+
+def test_a_promotion_is_bounded_by_what_its_server_gives_and_training_gave(
+    root: Path, result: StageResult, tmp_path: Path
+) -> None:
+    if not (root / "leased").exists():
+        evaluate(root, result, "leased", model="serve", adapter="wide")
+    assert promote(root, tmp_path, 1e-4).outcome == "promoted"
+    missed = promote(root, tmp_path, 1e-12)
+    assert missed.outcome == "not promoted"
+    found = result.metrics["max_abs_logprob_difference_wide"]
+    assert missed.missed[0].startswith(f"max_abs_logprob_difference {found:.4g} > 1e-12")
 
 
 def test_an_adapter_that_does_nothing_is_an_error(client: Client, root: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from stages.adapters.headers import AdapterHeaders, read_headers
+from stages.adapters.headers import CHANGES_THE_BASE, AdapterHeaders, read_headers
 from stages.core.errors import ModelError
 from stages.models.config_check import is_quantized
 from stages.models.model_config import read_config
@@ -25,8 +25,6 @@ from stages.serving.launch import LaunchSpec
 MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 EDGES = {"embed_tokens", "lm_head"}
 UNKNOWN = ("use_dora", "modules_to_save", "lora_bias", "target_parameters", "use_qalora", "use_bdlora")
-CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq")
-"""Initializations whose adapters fit a changed base only."""
 EXPERTS = "experts"
 NUM_NAMED = 5
 

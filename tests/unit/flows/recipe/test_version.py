@@ -36,6 +36,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "download": [
         {"kind": "download", "model": "builtin/qwen3-1m"},
         {"kind": "download", "dataset": "builtin/addition"},
+        {"kind": "download", "adapter": "hf://org/other", "base": "base"},
     ],
     "train": [
         {**TRAINING, "method": "sft"},

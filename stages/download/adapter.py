@@ -1,0 +1,110 @@
+"""A downloaded adapter, trained elsewhere: whether it is one of its base, and what it gives there, on record.
+
+Its files name a base as whoever trained it called that; here it is the artifact that the recipe names, once every layer
+is found there in its size. What base and adapter give to a few texts stands in for what training would have recorded,
+so that merging and serving are held to it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from stages.adapters.adapter import Adapter
+from stages.adapters.files import check_weights, copy_companions, read_adapter
+from stages.adapters.headers import CHANGES_THE_BASE, CONFIG_FILE, read_headers
+from stages.core.contract import StageContext
+from stages.core.errors import ModelError
+from stages.core.files import write_atomically
+from stages.engines.streamed import StreamedModel
+from stages.models.json_object import read_json_object
+from stages.models.recorded import RecordedDocument, differences, write_record
+
+HONOURED = {
+    *(
+        "peft_type",
+        "task_type",
+        "peft_version",
+        "auto_mapping",
+        "inference_mode",
+        "base_model_name_or_path",
+        "revision",
+    ),
+    *("r", "lora_alpha", "lora_dropout", "use_rslora", "fan_in_fan_out", "init_lora_weights", "eva_config"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("megatron_core", "qalora_group_size"),
+}
+"""Fields of PEFT's config that are honoured, or of no effect on their own. All others must be unset."""
+OF_THIS_STORE = re.compile(r"[a-z0-9][a-z0-9_-]*-[0-9a-f]{12}")
+TEXTS = (
+    "The quick brown fox jumps over the lazy dog, and then it goes home to sleep.",
+    "def add(a, b):\n    return a + b\n\nprint(add(12, 34))",
+    "Question: What is 12 + 34? Answer: 12 + 34 = 46.",
+    "In 1969, three people flew to the moon; two of them walked on it.",
+)
+"""To be predicted on record: any text that adapters change does."""
+LEAST_CHANGE_NATS = 1e-6
+"""Of a token, on average over a text; less is rounding, in fp32."""
+NUM_NAMED = 5
+
+
+def take_in(folder: Path, base: Path, context: StageContext, *, trust_remote_code: bool) -> None:
+    """Make the files in `folder` those of an adapter of the artifact `base`. Raises ModelError when they are not."""
+    _check_config(read_headers(folder).config, folder)
+    adapter = read_adapter(folder)
+    if not adapter.is_sum:
+        raise ModelError(
+            f"the adapter in {folder} has DoRA or whole modules; merge it where it was trained, and take that"
+        )
+    if OF_THIS_STORE.fullmatch(adapter.base) and adapter.base != base.name:
+        raise ModelError(
+            f"the adapter in {folder} was trained on {adapter.base}, not on {base.name}; name that as `base`"
+        )
+    check_weights(adapter, base / "model")
+    context.milestone(
+        f"an adapter of rank {adapter.rank} on {len(adapter.factors)} layers, by its file of "
+        f"{adapter.base or 'a model without a name'}; every layer is found in {base.name}"
+    )
+    config = {**read_json_object(folder / CONFIG_FILE), "base_model_name_or_path": base.name}
+    write_atomically(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
+    copy_companions(base / "model", folder)
+    write_record(context.work, _predicted(adapter, base / "model", context, trust_remote_code), "float32")
+
+
+def _check_config(config: Mapping[str, Any], folder: Path) -> None:
+    """Raises ModelError for what would be left out without a word."""
+    odd = sorted(f"{name}: {value}" for name, value in config.items() if value and name not in HONOURED)
+    odd = [one for one in odd if one != "bias: none"]
+    initialization = str(config.get("init_lora_weights")).lower()
+    if initialization.startswith(CHANGES_THE_BASE):
+        odd.append(f"init_lora_weights: {initialization}, which has changed its base")
+    if config.get("peft_type") != "LORA" or odd:
+        raise ModelError(
+            f"the adapter in {folder} is a {config.get('peft_type')} with {', '.join(odd[:NUM_NAMED]) or 'layers'}; "
+            "expected a plain LoRA of linear layers. Merge it where it was trained, and take the model"
+        )
+
+
+def _predicted(adapter: Adapter, base: Path, context: StageContext, trust_remote_code: bool) -> list[RecordedDocument]:
+    """The texts with what the base predicts of them with the adapter beside it. Raises ModelError if that is the same
+    as without."""
+    tokenizer = AutoTokenizer.from_pretrained(base, local_files_only=True, trust_remote_code=trust_remote_code)
+    rows = [tokenizer(text).input_ids for text in TEXTS]
+    unread = [RecordedDocument(row[:-1], row[1:], 0.0) for row in rows]
+    model = StreamedModel(base, context.scratch / "base", trust_remote_code=trust_remote_code)
+    without = [one.recording(given) for one, given in zip(unread, model.predictions(unread), strict=True)]
+    model.put_beside(adapter)
+    given = model.predictions(unread)
+    shutil.rmtree(context.scratch)
+    if not differences(given, without).most > LEAST_CHANGE_NATS:
+        raise ModelError(
+            f"the adapter does nothing: {len(TEXTS)} texts have the log-probabilities that {base.parent.name} alone "
+            "gives them; it was written before it had learned, or its B was lost"
+        )
+    return [one.recording(predicted) for one, predicted in zip(unread, given, strict=True)]
