@@ -87,6 +87,19 @@ def test_what_takes_no_adapter_says_what_it_is_and_of_which_model(store, registr
         find_stored(recipe, recipe.stages, store.index())
 
 
+def test_a_champion_can_be_gone_on_with_as_an_adapter(store, registry, first, base, tmp_path):
+    tree = {
+        "base": {"kind": "download", "model": "builtin/qwen3-1m"},
+        "start": {"kind": "download", "adapter": f"models:/{NAME}@champion", "base": "base"},
+    }
+    recipe = load_stages("next", tmp_path, tree)
+    found, notes = find_stored(recipe, ["start"], store.index())
+    version = champions.find(registry, NAME, CHAMPION)
+    folder = champions.artifact_of(version, version.registration.model).folder
+    assert found.stages["start"].adapter == f"file://{folder}/adapter"
+    assert notes[0].startswith(f"start: models:/{NAME}@champion is tuned-")
+
+
 def test_a_promotion_that_was_killed_is_completed_and_can_be_rolled_back(store, registry, first, base, monkeypatch):
     planned, upstream = offer_adapter(store, "k_proj", BETTER, **GATES)
     with monkeypatch.context() as faulty:
