@@ -163,7 +163,7 @@ def test_an_evaluation_asks_the_adapter_that_it_names(root: Path, result: StageR
 
 def promote(root: Path, work: Path, most: float) -> Verdict:
     """What the promote stage says of `wide`, by its evaluation and its server."""
-    work.mkdir(exist_ok=True)
+    (root / "wide" / "result.json").write_text(StageResult().model_dump_json())
     (work / CHAMPION_FILE).write_text(Standing(champion=None).model_dump_json())
     config = PromoteConfig.model_validate(
         {
