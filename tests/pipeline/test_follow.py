@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from flows.champion.registrations import Registration
 from flows.champion.registry import Registry
 from flows.ledger.home import store_root
 from flows.store.store import Store
+from stages.adapters.headers import WEIGHTS_FILE
+from stages.adapters.idle import write_idle_adapter
 from stages.serving.launch import LaunchSpec
 from tests.promotion import NAME, commit, own_mlflow, planned_stages
 from tests.served_adapters import adapted, greedy, make_adapter
@@ -209,6 +212,13 @@ def adapter_registration(seed: int) -> Registration:
     )
 
 
+def lose(made: Registration, folder: Path) -> None:
+    """Leave nothing of what an adapter learned in its file."""
+    adapter = Store(store_root()).find(*made.model.split("/")).folder / "adapter"
+    write_idle_adapter(adapter, folder / "lost")
+    shutil.copyfile(folder / "lost" / WEIGHTS_FILE, adapter / WEIGHTS_FILE)
+
+
 def expected_answer(made: Registration) -> str:
     """What PEFT answers to the question."""
     store = Store(store_root())
@@ -219,8 +229,12 @@ def expected_answer(made: Registration) -> str:
 
 
 def test_adapters_take_over_in_the_running_server_without_a_failed_request(environment: Path) -> None:
-    """More of them than the server has slots; a prompt longer than a block of the prefix cache shows what is stale."""
-    adapters = [adapter_registration(seed) for seed in range(5)]
+    """More of them than the server has slots; a prompt longer than a block of the prefix cache shows what is stale.
+
+    One that was lost on its way is not taken over. When the engine dies of the next, that is said.
+    """
+    adapters = [adapter_registration(seed) for seed in range(6)]
+    lose(adapters[5], environment)
     make_champion(adapters[0])
     command = [LIFECYCLE, "serve", f"models:/{NAME}@champion", "--follow"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -239,6 +253,8 @@ def test_adapters_take_over_in_the_running_server_without_a_failed_request(envir
                 make_champion(made)
                 wait_for(lambda num=num_swaps: sum("was stopped" in line for line in said) > num, what="the exchange")
             former = len(load.answers)
+            make_champion(adapters[5])
+            wait_for(lambda: any("still serving" in line and "does nothing" in line for line in said), what="a refusal")
             load.more_answers(6)
             load.enough.set()
             for asker in askers:
@@ -255,7 +271,7 @@ def test_adapters_take_over_in_the_running_server_without_a_failed_request(envir
             for engine in engines:
                 os.kill(engine, signal.SIGSTOP)
             make_champion(adapters[4])
-            wait_for(lambda: sum("is champion now" in line for line in said) == 4, what="the next exchange")
+            wait_for(lambda: sum("is champion now" in line for line in said) == 5, what="the next exchange")
             kill(engines)
             assert process.wait(120) != 0
             assert "ended while it was to load another version of adder, and nothing is served" in process.stderr.read()
