@@ -11,6 +11,9 @@ from stages.evaluate.harnesses.registry import default_harness
 from stages.promote.config import PromoteConfig
 from stages.serve.config import ServeConfig
 
+SHARES = ("acc", "acc_norm", "exact_match")
+"""Metrics of lm-eval that are means of 0 and 1."""
+
 
 def check_gates(recipe: Recipe, chosen: Collection[str]) -> None:
     """Raises `RecipeError` that lists the gates of these stages that ask for what nothing measures."""
@@ -19,7 +22,11 @@ def check_gates(recipe: Recipe, chosen: Collection[str]) -> None:
         f"stages.{name}.gates.{problem}"
         for name, config in promotions.items()
         if name in chosen
-        for problem in [*_unmeasured_scores(config, recipe), *_unmeasured_throughput(config, recipe)]
+        for problem in [
+            *_unmeasured_scores(config, recipe),
+            *_beyond_a_share(config, recipe),
+            *_unmeasured_throughput(config, recipe),
+        ]
     ]
     if problems:
         raise RecipeError("\n".join(problems))
@@ -36,6 +43,17 @@ def _unmeasured_scores(config: PromoteConfig, recipe: Recipe) -> Iterator[str]:
                     f"{field}: no evaluation gives the score {score}; the tasks are {tasks}, and their scores are "
                     "called TASK.METRIC, or TASK.FILTER.METRIC where the task has filters"
                 )
+
+
+def _beyond_a_share(config: PromoteConfig, recipe: Recipe) -> Iterator[str]:
+    """Bounds of shares that are meant in percent; code of a person's own may give such scores in any way."""
+    stages = [recipe.stages[name] for name in config.evaluations]
+    if any(isinstance(stage, EvaluateConfig) and stage.trust_task_code for stage in stages):
+        return
+    for field, bounds in (("min_scores", config.gates.min_scores), ("max_scores", config.gates.max_scores)):
+        for score, bound in bounds.items():
+            if score.rpartition(".")[2] in SHARES and not 0 <= bound <= 1:
+                yield f"{field}: {score} is a share, from 0 to 1, and the bound is {bound:g}; say 0.4 for 40%"
 
 
 def _unmeasured_throughput(config: PromoteConfig, recipe: Recipe) -> Iterator[str]:

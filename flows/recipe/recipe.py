@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError, create_mode
 
 from flows.recipe.overrides import apply_overrides
 from flows.recipe.problems import MAX_PROBLEMS, explain, models_in
-from flows.recipe.text import absolute, closest, non_finite, read_text, resolve_file_sources, shorten, show, tree_of
+from flows.recipe.text import absolute, bad_numbers, closest, read_text, resolve_file_sources, shorten, show, tree_of
 from stages.core.contract import StageConfig, StrictModel
 from stages.core.errors import LayoutError, RecipeError
 from stages.core.fields import Reference, find_marker
@@ -169,7 +169,7 @@ def _top_level_problems(tree: Mapping[str, Any]) -> Iterator[str]:
 def _stage_problems(stage: str, config: Any) -> Iterator[str]:
     if not re.fullmatch(NAME_PATTERN, stage):
         yield f"stages.{stage}: the name of a stage consists of {NAME_RULE}"
-    yield from (f"{path}: expected a finite number" for path in non_finite(config, f"stages.{stage}"))
+    yield from bad_numbers(config, f"stages.{stage}")
 
 
 def _launch_problems(stage: str, config: StageConfig) -> Iterator[str]:

@@ -26,6 +26,7 @@ from stages.core.yaml_bounds import MAX_BYTES, check_bounds
 BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 MAX_DIGITS = 100
+MAX_INTEGER = 2**63 - 1
 MAX_WORDS, MAX_WORD_CHARACTERS = 256, 100
 """Of what a word is compared with, to say what may have been meant."""
 
@@ -169,16 +170,18 @@ def absolute(path: Path, folder: Path) -> Path:
     return Path(os.path.normpath(folder / os.path.expanduser(path)))  # noqa: PTH111 (Path's raises for an unknown user)
 
 
-def non_finite(tree: Any, path: str) -> Iterator[str]:
-    """Dotted paths of infinities and NaNs, which no field may be."""
+def bad_numbers(tree: Any, path: str) -> Iterator[str]:
+    """A sentence for each infinity, NaN and integer that no program counts with, which no field may be."""
     if isinstance(tree, dict):
         for key, value in tree.items():
-            yield from non_finite(value, f"{path}.{key}")
+            yield from bad_numbers(value, f"{path}.{key}")
     elif isinstance(tree, list):
         for position, value in enumerate(tree):
-            yield from non_finite(value, f"{path}.{position}")
+            yield from bad_numbers(value, f"{path}.{position}")
     elif isinstance(tree, float) and not math.isfinite(tree):
-        yield path
+        yield f"{path}: expected a finite number"
+    elif isinstance(tree, int) and abs(tree) > MAX_INTEGER:
+        yield f"{path}: found {shorten(str(tree), 40)}, expected at most {MAX_INTEGER}, which 64 bits hold"
 
 
 def closest(word: str, known: Iterable[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,10 +19,12 @@ from flows.planning.plan import Plan, chosen_stages, plan
 from flows.planning.quantizing import check_quantizing
 from flows.planning.serving import check_serving
 from flows.planning.stored import find_stored
-from flows.recipe.recipe import load_recipe
+from flows.recipe.recipe import Recipe, load_recipe
 from flows.recipe.text import without_secrets
 from flows.running.comparison import Comparison
 from flows.store.store import Store
+from stages.core.errors import LifecycleError
+from stages.core.redaction import redact, secrets_in
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,15 @@ def make_plan(request: RefreshRequest, *, may_be_unreachable: bool = False) -> P
     Raises what `load_recipe`, `resolve_outside` and `plan` raise, and `ResourceError` when there are too few GPUs.
     """
     recipe = load_recipe(Path(request.recipe), request.overrides)
+    try:
+        return _plan_of(recipe, request, may_be_unreachable=may_be_unreachable)
+    except LifecycleError as error:  # what it quotes, a template or a task, may hold what the recipe gives to stages
+        variables = {name: text for one in recipe.stages.values() for name, text in one.execution.environment.items()}
+        error.args = (redact(str(error), secrets_in({**os.environ, **variables})),)
+        raise
+
+
+def _plan_of(recipe: Recipe, request: RefreshRequest, *, may_be_unreachable: bool) -> PlannedRefresh:
     store = Store(store_root())
     unreachable: dict[str, str] = {}
     chosen = chosen_stages(recipe, request.until)

@@ -27,7 +27,7 @@ from dataclasses import field as dataclass_field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import Field, JsonValue, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, JsonValue, PositiveInt, field_validator
 
 from stages.core.clusters import KubernetesOptions, SlurmOptions
 from stages.core.fields import (
@@ -39,6 +39,7 @@ from stages.core.fields import (
     values_named,
     without,
 )
+from stages.core.numbers import Seconds
 from stages.core.redaction import redact
 from stages.core.strict import StrictModel
 
@@ -65,8 +66,8 @@ class Execution(StrictModel):
     )
     threads: PositiveInt | None = Field(None, description="Threads of each process; default: the cores shared evenly.")
     slots: PositiveInt | None = Field(None, description="Device slots held while the stage runs; default: its devices.")
-    timeout_s: PositiveFloat | None = Field(None, description="The stage is stopped after this many seconds.")
-    retries: int = Field(2, ge=0, description="How often a transient error is tried again.")
+    timeout_s: Seconds | None = Field(None, description="The stage is stopped after this many seconds.")
+    retries: int = Field(2, ge=0, le=1000, description="How often a transient error is tried again.")
     environment: dict[str, str] = Field(default_factory=dict, description="Added to the process's environment.")
     slurm: SlurmOptions = Field(SlurmOptions(), description="Only with `launcher: slurm`.")
     kubernetes: KubernetesOptions = Field(KubernetesOptions(), description="Only with `launcher: kubernetes`.")

@@ -1,4 +1,4 @@
-"""Numbers that are computed with in fp32: one that would become 0 or infinite there is refused in a recipe."""
+"""Types of numbers in recipes: those that are computed with in fp32, where none may become 0 or infinite; durations."""
 
 from __future__ import annotations
 
@@ -26,3 +26,6 @@ HELD_IN_FP32 = AfterValidator(_as_held)
 """Last in a type: what stands behind it enters no JSON schema."""
 PositiveFp32 = Annotated[float, Field(gt=0, allow_inf_nan=False), HELD_IN_FP32]
 NonNegativeFp32 = Annotated[float, Field(ge=0, allow_inf_nan=False), HELD_IN_FP32]
+
+Seconds = Annotated[float, Field(gt=0, le=1e8, allow_inf_nan=False)]
+"""Three years at most: system calls take no length of time."""

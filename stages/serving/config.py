@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from stages.core.contract import Execution, StrictModel
+from stages.core.numbers import Seconds
 
 
 class ServingConfig(StrictModel):
@@ -46,4 +47,4 @@ class ServeExecution(Execution):
 
     host: str = Field("127.0.0.1", pattern=r"^[A-Za-z0-9:][A-Za-z0-9.:%_-]*$", description="Address to listen on.")
     port: int | None = Field(None, ge=1, le=65535, description="Default: a free one.")
-    ready_timeout_s: PositiveFloat = Field(600, description="How long the server may take to start.")
+    ready_timeout_s: Seconds = Field(600, description="How long the server may take to start.")

@@ -11,7 +11,6 @@ from pydantic import (
     Field,
     JsonValue,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     model_validator,
 )
@@ -21,7 +20,7 @@ from stages.adapters.config import AdapterConfig
 from stages.adapters.legality import adapter_errors
 from stages.core.contract import Execution, ModelOrAdapterReference, ModelReference, StageConfig, base_of
 from stages.core.fields import AddedLater, Product, without
-from stages.core.numbers import NonNegativeFp32
+from stages.core.numbers import NonNegativeFp32, Seconds
 from stages.data.config import DataConfig
 from stages.data.formats import FORMATS
 from stages.engines.settings import AdamSettings, EngineSettings
@@ -44,7 +43,7 @@ class TrainExecution(Execution):
     evaluate_every_steps: PositiveInt | None = Field(None, description="Default: only at the end.")
     checkpoint_every_steps: PositiveInt | None = Field(None, description="Default: ten times in a run.")
     checkpoints_kept: PositiveInt = Field(2, description="Older ones are removed.")
-    hang_timeout_s: PositiveFloat = Field(
+    hang_timeout_s: Seconds = Field(
         3600,
         description="A step that takes longer ends the attempt; so does what is saved or evaluated after it, a "
         "micro-batch of the reference, and reading or writing the model. After five steps of packed rows, one that "

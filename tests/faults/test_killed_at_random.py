@@ -176,6 +176,8 @@ def kill_later(pid: int, after_s: float, *, with_group: bool) -> bool:
         if has_ended:
             return False
         os.killpg(pid, signal.SIGKILL) if with_group else signal.pidfd_send_signal(handle, signal.SIGKILL)
+    except ProcessLookupError:  # it ended between the two
+        return False
     finally:
         os.close(handle)
     return True

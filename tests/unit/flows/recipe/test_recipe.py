@@ -1,6 +1,7 @@
 """A recipe says what is wrong with it, all at once, before anything starts; a good one is a DAG in order."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -325,3 +326,25 @@ def test_the_text_that_is_kept_of_a_recipe_lacks_secrets_and_nothing_else(tmp_pa
     assert without_secrets('{"a": "https://me:hunter2@host/x"}') == '{"a": "https://me:***@host/x"}'
     shipped = sorted((Path(__file__).parents[4] / "configs").glob("*.yaml"))
     assert [one.name for one in shipped if without_secrets(one.read_text()) != one.read_text()] == []
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("stages.quantized.calibration.num_samples=1" + "0" * 30, "quantized.calibration.num_samples: found 1000"),
+        ("stages.quantized.seed=9223372036854775808", "seed: found 9223372036854775808, expected at most 922"),
+        (
+            "stages.scores.limit=1" + "0" * 99,
+            "stages.scores.limit: found 1000.*…, expected at most 9223372036854775807",
+        ),
+        (
+            "stages.served.execution.ready_timeout_s=1e300",
+            "execution.ready_timeout_s: .* less than or equal to 1000000",
+        ),
+        ("stages.tuned.execution.timeout_s=1e300", "execution.timeout_s: .* less than or equal to 1000000"),
+        ("stages.tuned.execution.hang_timeout_s=1e300", "execution.hang_timeout_s: .* less than or equal to 100000"),
+        ("stages.tuned.execution.retries=100000000000", "execution.retries: .* less than or equal to 1000"),
+    ],
+)
+def test_numbers_that_no_program_counts_with(problems, override, message):
+    assert re.search(message, problems(RECIPE, override))
