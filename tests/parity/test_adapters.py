@@ -215,3 +215,21 @@ def test_merged_they_are_what_peft_trained_and_merged(trained, plain, folders):
             merged = adapter.merged(key, weight) if key in adapter.weights else weight
             assert (merged - expected[key]).abs().max().item() < 2e-6, (name, key)
         assert all((expected[key] - before[key]).abs().max().item() > 1e-4 for key in adapter.weights), name
+
+
+def test_compiled_it_learns_the_same_beside_a_base_in_4_bits(ranks, data, tmp_path):
+    """One layer, two adapted: compiling takes long."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
+    config = Qwen3Config(**sizes, num_hidden_layers=1, intermediate_size=64, initializer_range=0.2)
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "model")
+    adapter = {"rank": 4, "target_modules": ["q_proj", "down_proj"], "base_precision": "nf4"}
+    cases = {
+        name: {"model": str(tmp_path / "model"), "config": {**make_config(layout), "adapter": adapter, "seed": SEED}}
+        for name, layout in {"plain": {}, "compiled": {"compile": True}}.items()
+    }
+    (tmp_path / "spec.json").write_text(json.dumps({"data": data, "cases": cases, "output": str(tmp_path)}))
+    ranks.run("tests.parity.fsdp_program", 1, tmp_path / "spec.json", log=tmp_path / "log.txt")
+    plain, compiled = (json.loads((tmp_path / f"{name}.json").read_text())["losses"] for name in cases)
+    assert compiled == pytest.approx(plain, rel=0, abs=1e-6)
+    assert plain[-1] != pytest.approx(plain[0], abs=1e-2)
