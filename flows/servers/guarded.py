@@ -14,6 +14,7 @@ LIFECYCLE_SERVERS_KEY_FILE; a database's password in its URL or, in a file, as L
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import socket
 import sys
@@ -91,7 +92,10 @@ def main() -> None:
     try:
         public = _socket(options.descriptor, options.listen)
         hosts = options.host or [f"{name}:{public.getsockname()[1]}" for name in (LOOPBACK, "localhost")]
+        gc.disable()  # what imports make, half a million objects, stays: nobody need look through it for garbage
         application = APPLICATIONS[options.server](hosts, _password())
+        gc.freeze()
+        gc.enable()
     except LifecycleError as error:
         sys.exit(f"{type(error).__name__}: {error}")
     server = uvicorn.Server(uvicorn.Config(application, access_log=False, http=BoundedProtocol))

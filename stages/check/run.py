@@ -11,10 +11,12 @@ import importlib
 from stages.check.config import FINDINGS_FILE, CheckConfig, Findings, InputProblem, Unseen
 from stages.core.contract import StageContext, StageResult
 from stages.core.files import write_atomically
+from stages.models.start_up import hide_unused_packages
 
 
 def run(config: CheckConfig, context: StageContext) -> StageResult:
     """Write down every problem. That some are found is no failure of the check."""
+    hide_unused_packages()
     problems: list[InputProblem] = []
     unseen: list[Unseen] = []
     for number, stage in enumerate(config.stages):

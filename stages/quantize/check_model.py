@@ -40,6 +40,9 @@ def check_modules(source: Path, config: QuantizeConfig) -> QuantizedLayers:
     """What to quantize. Raises ModelError or RecipeError for what the model's modules do not allow, within seconds."""
     import torch  # which takes as long: what file headers say comes first
 
+    from stages.models.start_up import hide_unused_packages
+
+    hide_unused_packages()
     from stages.quantize.layers import build_without_weights, check_quantizable, quantized_layers
 
     model = build_without_weights(source, trust_remote_code=config.trust_remote_code)

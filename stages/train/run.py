@@ -19,6 +19,7 @@ from stages.engines.recorded import first_log_probabilities, record_log_probabil
 from stages.models.model_config import read_config
 from stages.models.model_folder import check_model_folder
 from stages.models.shape import ModelShape
+from stages.models.start_up import hide_unused_packages
 from stages.models.tokenizer_probe import check_tokenizer
 from stages.models.trained_on import note_trained_on
 from stages.parallel.devices import Peak, device_peak
@@ -37,7 +38,6 @@ from stages.train.plot import plot_loss
 from stages.train.prediction import Prediction, predict_run
 from stages.train.reference import ReferenceModel, model_digest
 from stages.train.start import data_with_template
-from stages.train.start_up import hide_unused_packages
 from stages.train.watchdog import Watchdog
 
 LOSS_PLOT = "plots/loss.png"

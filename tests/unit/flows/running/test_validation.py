@@ -21,6 +21,7 @@ from flows.running.request import PlannedRefresh, RefreshRequest
 from flows.running.runner import Built
 from flows.store.record import Record
 from flows.store.store import Store
+from stages.__main__ import run_stage
 from stages.adapters.files import copy_companions
 from stages.check.config import FINDINGS_FILE
 from stages.core.errors import DataError, EvaluationError, ModelError
@@ -100,6 +101,21 @@ def built(planned, folder):
     return Built(planned.name, planned.kind, planned.version, "built", 0.0, folder, record)
 
 
+class Here:
+    """A check in this process, which has imported what a check imports. How it is started is another test's."""
+
+    token = ""
+
+    def __init__(self, work, config):
+        run_stage(work)
+
+    def poll(self):
+        return 0
+
+    def stop(self):
+        pass
+
+
 def processor_time_of_children_s() -> float:
     """However busy the machine is with something else."""
     spent = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -135,7 +151,7 @@ def test_everything_wrong_is_said_by_stage_and_field_before_anything_trains(refr
 
 
 def test_good_inputs_pass_and_what_was_prepared_is_found_by_the_stage(refresh_of, tmp_path):
-    run = refresh_of()
+    run = refresh_of(launch=Here)
     run.check_inputs(logging.getLogger())
     assert {entry.state for entry in run.record.stages.values()} == {"waiting"}
     assert len([*run.store.cache_folder("train").glob("tokenized/*/about.json")]) == 2
@@ -143,13 +159,14 @@ def test_good_inputs_pass_and_what_was_prepared_is_found_by_the_stage(refresh_of
 
 def test_an_adapter_that_cannot_go_on_the_model_is_found_before_what_it_starts_from_is_trained(refresh_of):
     adapter = {"target_modules": ["q_proj", "fc1"], "rank": 8}
-    run = refresh_of(tuned={**TREE["sft"], "model": "sft", "adapter": adapter})
+    run = refresh_of(launch=Here, tuned={**TREE["sft"], "model": "sft", "adapter": adapter})
     with pytest.raises(ModelError, match=r"stages\.tuned\.adapter: .*names fc1, which it does not have; .* q_proj"):
         run.check_inputs(logging.getLogger())
 
 
 def test_an_adapter_that_is_there_stands_for_no_model_but_has_its_chat_template(refresh_of, artifacts, tmp_path):
     run = refresh_of(
+        launch=Here,
         dpo={"adapter": {}},
         merged={"kind": "merge", "model": "sft", "adapter": "dpo"},
         int8={"model": "merged"},

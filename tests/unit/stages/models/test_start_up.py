@@ -1,4 +1,4 @@
-"""What training leaves out of a start."""
+"""What the processes that build models leave out of their start."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ import sys
 PROGRAM = """
 import sys
 from importlib.util import find_spec
-from stages.train.start_up import hide_unused_packages
+from stages.models.start_up import hide_unused_packages
 hide_unused_packages()
 import transformers.models.qwen3.modeling_qwen3
 print(*(name for name in ("sklearn", "scipy") if name in sys.modules))

@@ -1,4 +1,4 @@
-"""A quicker start of the processes that train."""
+"""A quicker start of the processes that build models."""
 
 from __future__ import annotations
 
