@@ -23,6 +23,8 @@ LONGEST = (
     "test_killed_at_random.py",
     "test_killed_anywhere.py",
     "test_train_faults.py",
+    "test_megatron_curves.py",
+    "test_megatron.py",
     "test_promote.py",
     "test_secrets.py",
     "test_compare.py",

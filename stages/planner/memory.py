@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout
@@ -37,7 +37,7 @@ class StageMemory:
     @property
     def total(self) -> float:
         """Sum of the parts."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(vars(self).values())
 
 
 @dataclass(frozen=True)

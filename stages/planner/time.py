@@ -8,7 +8,7 @@ micro-batch (Zhao et al. 2023). Communication that can run beside compute is hid
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from stages.models.flops import model_flops_utilization
 from stages.models.shape import ModelShape
@@ -41,7 +41,7 @@ class TimeParts:
     @property
     def total(self) -> float:
         """Sum of the parts."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(vars(self).values())
 
 
 @dataclass(frozen=True)

@@ -17,24 +17,17 @@ from tests.listening import listening_addresses, reachable_from_elsewhere
 from tests.slurm_cluster import free_ports
 
 JOIN = """
-import sys, time
+import datetime, sys, time
 from pathlib import Path
 from stages.parallel.processes import gathered, joined_processes
 import torch.distributed as dist
-with joined_processes():
+from torch.distributed.distributed_c10d import _get_default_store
+with joined_processes(datetime.timedelta(minutes=47)):
+    assert _get_default_store().timeout == datetime.timedelta(minutes=47)  # they wait for each other as long
     assert gathered(dist.get_rank()) == [0.0, 1.0]
     Path(sys.argv[1], f"joined-{dist.get_rank()}").touch()
     while not Path(sys.argv[1], "go-on").exists():
         time.sleep(0.02)
-"""
-
-
-WAIT = """
-import datetime
-from stages.parallel.processes import joined_processes
-from torch.distributed.distributed_c10d import _get_default_store
-with joined_processes(datetime.timedelta(minutes=47)):
-    assert _get_default_store().timeout == datetime.timedelta(minutes=47)
 """
 
 
@@ -68,19 +61,15 @@ def joined(folder: Path, ranks: int = 2) -> bool:
     return all((folder / f"joined-{rank}").exists() for rank in range(ranks))
 
 
-def test_processes_of_one_node_meet_where_nobody_else_comes(tmp_path):
-    with started("-c", JOIN, str(tmp_path), processes=2) as process:
+def test_processes_of_one_node_meet_where_nobody_else_comes_and_wait_as_long_as_they_are_to(tmp_path):
+    with started("-c", JOIN, str(tmp_path), processes=2, log=tmp_path / "log") as process:
         eventually(lambda: joined(tmp_path) or process.poll() is not None)
+        assert joined(tmp_path), (tmp_path / "log").read_text()
         pids = [process.pid, *descendants(process.pid)]
         assert listening_addresses(pids)  # gloo's own, or this test would see nothing
         assert not reachable_from_elsewhere(pids)
         (tmp_path / "go-on").touch()
         assert process.wait(60) == 0
-
-
-def test_they_wait_for_each_other_as_long_as_they_were_told_to(tmp_path):
-    with started("-c", WAIT, processes=1, log=tmp_path / "log") as process:
-        assert process.wait() == 0, (tmp_path / "log").read_text()
 
 
 def test_those_of_several_nodes_meet_at_the_address_that_was_named(tmp_path):
