@@ -72,7 +72,10 @@ def read_model_config(source: Source, revision: str) -> dict[str, Any]:
 
     Raises DownloadError when the hub does not give it, ModelError when the source has none that can be read.
     """
-    text = hub_of(source).read_file(source, revision, CONFIG_FILE)
+    try:
+        text = hub_of(source).read_file(source, revision, CONFIG_FILE)
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{CONFIG_FILE} of {source} is not UTF-8 text: {error.reason}; save it as such") from error
     if text is None:
         raise ModelError(
             f"looking for the model's sizes: {source} has no {CONFIG_FILE}; expected a Hugging Face model folder"

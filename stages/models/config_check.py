@@ -26,9 +26,12 @@ EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_intermed
 NUMBERS = {"rope_theta", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"}
 """Numbers above 0; null means a default."""
 ROTARY = ("rope_scaling", "rope_parameters")
+ROTARY_NUMBERS = ("factor", "rope_theta", "original_max_position_embeddings")
 DTYPES = {"float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "half", "float", "double"}
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NUM_NAMED = 5
+LARGEST_SIZE = 2**53
+"""What is larger is no size of anything, and no floating-point number either."""
 
 
 def check_config(config: Mapping[str, Any], where: str) -> None:
@@ -115,7 +118,7 @@ def _rotary(config: Mapping[str, Any]) -> Iterator[str]:
         if not isinstance(value := config.get(name) or {}, Mapping):
             yield f"{name} is {value!r}, expected an object"
         else:
-            numbers |= {f"{name}.{key}": value[key] for key in ("factor", "rope_theta") if key in value}
+            numbers |= {f"{name}.{key}": value[key] for key in ROTARY_NUMBERS if key in value}
     for name, number in numbers.items():
         if number is not None and not (isinstance(number, int | float) and number > 0):
             yield f"{name} is {number!r}, expected a number above 0"
@@ -133,4 +136,4 @@ def _token_ids(config: Mapping[str, Any], size: int | None) -> Iterator[str]:
 
 
 def _is_size(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < LARGEST_SIZE

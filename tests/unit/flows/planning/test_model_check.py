@@ -82,6 +82,11 @@ def test_a_sequence_beyond_the_models_positions_is_said(recipe: MakeRecipe, stor
     [
         ({"num_hidden_layers": -1}, r"stages\.sft\.model: .*num_hidden_layers is -1"),
         ({"quantization_config": {"quant_method": "awq"}}, r"stages\.sft\.model: .*quantized already \(awq\)"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": "x"}},
+            r"stages\.sft\.model: .*original_max_position_embeddings is 'x', expected a number above 0",
+        ),
+        ({"vocab_size": 10**400}, r"stages\.sft\.model: .*vocab_size is 1000.*, expected a positive whole number"),
         ({"pad_token_id": 16}, r"stages\.sft\.model: .*pad_token_id 16 is beyond"),
     ],
 )
@@ -90,6 +95,12 @@ def test_a_model_that_cannot_be_trained(
 ) -> None:
     (model / "config.json").write_text(json.dumps({**LLAMA, **changes}))
     with pytest.raises(RecipeError, match=message):
+        check(of_folder(recipe, model), store)
+
+
+def test_a_config_that_is_not_utf_8(recipe: MakeRecipe, store: Store, model: Path) -> None:
+    (model / "config.json").write_bytes(json.dumps(LLAMA).encode("utf-16"))
+    with pytest.raises(RecipeError, match=r"stages\.sft\.model: config\.json of file://.* is not UTF-8 text"):
         check(of_folder(recipe, model), store)
 
 
