@@ -108,6 +108,15 @@ def input_shares(shape: ModelShape, adapter: LowRank) -> dict[Place, float]:
 
 
 @lru_cache(maxsize=256)
+def first_learning_layer(shape: ModelShape, adapter: LowRank) -> int:
+    """Number of the first layer through which gradients go back: those before it keep nothing for that."""
+    if adapter.modules_to_save:  # such as the embedding, before them all
+        return 0
+    layers = adapted_layers(shape, adapter)
+    return next((layer for layer, adapted in enumerate(layers) if adapted), shape.num_layers)
+
+
+@lru_cache(maxsize=256)
 def frozen_bytes(shape: ModelShape, adapter: LowRank, compute_bytes: int) -> float:
     """Of the whole base, as the FSDP engine keeps it: what does not learn."""
     other_bytes = {"bf16": 2, "fp32": 4}.get(adapter.base_precision or "", compute_bytes)

@@ -111,7 +111,7 @@ HARDWARE = {
         # One of an MI250X's two dies, which programs see as a device of its own.
         Hardware("mi250x", 191.5, 47.9, None, 63.9, 1638, 110, 8, 50, 12.5, sustained=0.6),
         Hardware("mi300x", 1307, 163, 2615, 191.5, 5300, 304, 8, 448, 50, sustained=0.6),
-        # A whole machine of two cores; a process without any model holds 0.6 GiB: the interpreter, torch.
+        # A whole machine of two cores; a process without any model holds 0.43 GiB: the interpreter, torch.
         Hardware(
             "cpu",
             0.1,
@@ -127,7 +127,7 @@ HARDWARE = {
             1e-3,
             1e-3,
             True,
-            Efficiency(launch_s=100e-6, overlapped=0.0, runtime_gib=0.6, communicator_gib=0.02, fragmentation=0.05),
+            Efficiency(launch_s=100e-6, overlapped=0.0, runtime_gib=0.43, communicator_gib=0.02, fragmentation=0.05),
         ),
     )
 }

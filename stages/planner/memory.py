@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout
 from stages.planner.activations import kept_bytes_per_token, weight_workspace, workspace_per_token
+from stages.planner.adapted import first_learning_layer
 from stages.planner.hardware import Efficiency
 from stages.planner.partition import PipelineStage, pipeline_stages
 from stages.planner.states import MemoryCase, fsdp_buffers, model_states
@@ -98,9 +99,16 @@ def _stage(case: MemoryCase, stage: PipelineStage, efficiency: Efficiency) -> St
 
 
 def _kept_activations(case: MemoryCase, stage: PipelineStage) -> float:
-    in_flight = _layers_in_flight(case, stage)
+    in_flight = _layers_in_flight(case, stage) * _share_with_gradients(case, stage)
     per_layer = case.tokens * kept_bytes_per_token(case.shape, case.engine, case.layout, case.workload, case.software)
     return in_flight * per_layer
+
+
+def _share_with_gradients(case: MemoryCase, stage: PipelineStage) -> float:
+    """Of the stage's layers, those through which gradients go back."""
+    if case.engine == "megatron" or case.workload.adapter is None:  # whose embedding asks for gradients
+        return 1.0
+    return 1 - first_learning_layer(case.shape, case.workload.adapter) / stage.num_layers
 
 
 def _layers_in_flight(case: MemoryCase, stage: PipelineStage) -> float:

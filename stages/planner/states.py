@@ -88,7 +88,9 @@ def fsdp_buffers(case: MemoryCase, stage: PipelineStage) -> float:
     keeps_layers = not layout.reshard_after_forward or layout.pp > 1
     alive = stage.num_layers if keeps_layers else min(stage.num_layers, 2 + layout.prefetch_layers)
     if case.workload.adapter is not None:
-        return alive * gathered_layer_bytes(case.shape, case.workload.adapter, size) + size * outside
+        arriving = int(layout.optimizer_shards > 1)  # gathered in one piece, then copied to where its weights are used
+        layer = gathered_layer_bytes(case.shape, case.workload.adapter, size)
+        return (alive + arriving) * layer + size * outside
     if layout.optimizer_shards == 1:
         return (size * held) if size < 4 else 0.0
     layer = (held - outside) / stage.num_layers

@@ -1,0 +1,83 @@
+"""Train two steps and leave the most memory that a process has held meanwhile, and what the planner predicted.
+
+What is freed goes back to the system at once: what the C library keeps of it for later is no part of a layout's memory,
+and neither is what reading the model took.
+
+    memory_program MODEL OUTPUT.json FIELDS
+
+`FIELDS` are those of a TrainConfig, as JSON.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from stages.core.contract import is_main_process
+from stages.data.batch import IGNORED, Batch
+from stages.engines.fsdp.engine import FsdpEngine
+from stages.models.model_config import read_config, shape_of_config
+from stages.parallel.processes import gathered, joined_processes
+from stages.planner.local_hardware import hardware_at_hand
+from stages.planner.search import SearchRequest, estimate
+from stages.train.config import TrainConfig
+from stages.train.methods.sft import SftLoss
+
+NUM_STEPS = 2
+M_MMAP_THRESHOLD, LARGE_BYTES = -3, 2**20
+"""Of `mallopt(3)`: what is as large is mapped by itself, however much was freed before."""
+FORGET_PEAK = "5"
+"""Of `/proc/self/clear_refs`."""
+
+
+def main() -> None:
+    folder, output, config = Path(sys.argv[1]), Path(sys.argv[2]), TrainConfig.model_validate_json(sys.argv[3])
+    torch.set_num_threads(1)
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
+    with joined_processes() as device:
+        shape = shape_of_config(read_config(folder))
+        hardware = hardware_at_hand(None, config.processes, None)
+        assert hardware
+        request = SearchRequest(shape, config.workload, hardware, config.layout.world_size)
+        predicted = estimate(request, config.engine, config.layout).memory
+        if config.engine == "fsdp":
+            engine = FsdpEngine(folder, config.engine_settings, device)
+        else:
+            engine = megatron_engine(folder, config, device, shape)
+        Path("/proc/self/clear_refs").write_text(FORGET_PEAK)
+        rows = [row_of(config.data.sequence_length, shape.vocab_size) for _ in range(config.micro_batches_per_step)]
+        for _ in range(NUM_STEPS):
+            engine.train_step(rows, SftLoss(), config.learning_rate, config.max_grad_norm)
+        measured_gib = gathered(held_gib())
+    if is_main_process():
+        parts = vars(predicted.worst)
+        output.write_text(
+            json.dumps({"predicted_gib": predicted.peak_gib, "measured_gib": measured_gib, "parts_gib": parts})
+        )
+
+
+def held_gib() -> float:
+    """Most that this process has held since its peak was forgotten."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 2**20
+
+
+def megatron_engine(folder, config, device, shape):
+    from stages.engines.megatron.compat import prepare_megatron
+
+    prepare_megatron()
+    from stages.engines.megatron.engine import MegatronEngine
+
+    return MegatronEngine(folder, config.engine_settings, device, shape)
+
+
+def row_of(num_tokens: int, vocabulary: int) -> Batch:
+    """One document."""
+    tokens = torch.arange(num_tokens)[None] % vocabulary
+    targets = torch.cat([tokens[:, 1:], torch.tensor([[IGNORED]])], dim=1)
+    positions = torch.arange(num_tokens)[None]
+    return Batch(tokens, targets, positions, torch.zeros_like(tokens), 1, [num_tokens])

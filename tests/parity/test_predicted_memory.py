@@ -1,0 +1,68 @@
+"""The planner's memory of training an adapter is what a CPU is measured to hold, under both engines."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.parity.ranks import started_ranks
+
+ERROR = 0.1
+SHARED = {
+    "kind": "train", "method": "sft", "model": "base", "data": {"dataset": "rows", "sequence_length": 64},
+    "global_batch_size": 1, "steps": 2, "learning_rate": 1e-3, "precision": "fp32",
+}  # fmt: skip
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+CASES = {
+    "base in fp32": (1, {"adapter": {"rank": 16}}),
+    "base in bf16, rank 64 on attention": (
+        1,
+        {"adapter": {"rank": 64, "target_modules": ATTENTION}, "precision": "bf16"},
+    ),
+    "base in nf4": (1, {"adapter": {"rank": 16, "base_precision": "nf4"}, "precision": "bf16"}),
+    "base in int8, rank 8 of half of the layers": (
+        1,
+        {"adapter": {"rank": 8, "base_precision": "int8", "target_modules": ["up_proj", "v_proj"],
+                     "layers_to_transform": [4, 5, 6, 7]}},
+    ),
+    "sharded over 2 processes": (2, {"adapter": {"rank": 32}, "global_batch_size": 2, "layout": {"dp_shard": 2}}),
+    "megatron TP2": (
+        2,
+        {"adapter": {"rank": 16}, "engine": "megatron", "layout": {"tp": 2, "sequence_parallel": True}},
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """135 million parameters: half a GiB in fp32."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 16}
+    with torch.device("meta"):
+        llama = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=512))
+    llama.to_empty(device="cpu")
+    for parameter in llama.parameters():
+        torch.nn.init.normal_(parameter.data, std=0.02)
+    folder = tmp_path_factory.mktemp("base")
+    llama.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """Of a parent that has imported nothing else."""
+    with started_ranks() as started:
+        yield started
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_frozen_base_and_what_learns_take_what_is_predicted(name, model, ranks, tmp_path):
+    processes, fields = CASES[name]
+    output = tmp_path / "memory.json"
+    ranks.run(
+        "tests.parity.memory_program", processes, model, output, json.dumps({**SHARED, **fields}), log=tmp_path / "log"
+    )
+    found = json.loads(output.read_text())
+    assert found["predicted_gib"] == pytest.approx(max(found["measured_gib"]), rel=ERROR), found
