@@ -88,9 +88,10 @@ def fsdp_buffers(case: MemoryCase, stage: PipelineStage) -> float:
     keeps_layers = not layout.reshard_after_forward or layout.pp > 1
     alive = stage.num_layers if keeps_layers else min(stage.num_layers, 2 + layout.prefetch_layers)
     if case.workload.adapter is not None:
-        arriving = int(layout.optimizer_shards > 1)  # gathered in one piece, then copied to where its weights are used
+        # What arrives is in one piece, and copied to where it is used; a process alone gathers nothing ahead.
+        alive = alive + 1 if layout.optimizer_shards > 1 else min(alive, 2)
         layer = gathered_layer_bytes(case.shape, case.workload.adapter, size)
-        return (alive + arriving) * layer + size * outside
+        return alive * layer + size * outside
     if layout.optimizer_shards == 1:
         return (size * held) if size < 4 else 0.0
     layer = (held - outside) / stage.num_layers
