@@ -89,7 +89,8 @@ def fsdp_buffers(case: MemoryCase, stage: PipelineStage) -> float:
     alive = stage.num_layers if keeps_layers else min(stage.num_layers, 2 + layout.prefetch_layers)
     if case.workload.adapter is not None:
         # What arrives is in one piece, and copied to where it is used; a process alone gathers nothing ahead.
-        alive = alive + 1 if layout.optimizer_shards > 1 else min(alive, 2)
+        is_alone = layout.optimizer_shards == 1
+        alive = min(alive, 2) if is_alone and not keeps_layers else alive + (not is_alone)
         layer = gathered_layer_bytes(case.shape, case.workload.adapter, size)
         return alive * layer + size * outside
     if layout.optimizer_shards == 1:
