@@ -6,6 +6,8 @@ import json
 import math
 import shutil
 import signal
+import subprocess
+import sys
 import time
 
 import peft
@@ -15,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 
+from stages.adapters.files import read_adapter
 from stages.core.contract import StageContext, StageResult
 from stages.core.errors import GateError, ModelError
 from stages.merge.config import MergeConfig
@@ -239,6 +242,24 @@ def test_a_layer_that_no_gradient_reaches_is_named(artifacts, tmp_path):
     message = json.loads((work / "error.json").read_text())["message"]
     assert "B 1 have not changed (model.layers.1.self_attn.v_proj.lora_B.default.weight)" in message
     assert not (work / "adapter").exists()
+
+
+def test_a_stage_that_is_killed_between_the_files_of_its_adapter_writes_it_again(tuned, artifacts, tmp_path):
+    work, config = tmp_path / "tuned-0123456789ab", make_config(model="sft", adapter=ADAPTER, steps=12)
+    make_context(work, artifacts, config)
+    with (work / "log.txt").open("ab") as log:
+        killed = [sys.executable, "-m", "tests.killed_between_files", work]
+        assert subprocess.run(killed, stdout=log, stderr=log, check=False).returncode == -signal.SIGKILL
+    assert (work / "adapter" / "adapter_model.safetensors").exists()
+    assert not (work / "adapter" / "adapter_config.json").exists()
+    assert not (work / "result.json").exists()
+    with pytest.raises(ModelError, match=r"reading the adapter in .*adapter_config.json"):
+        read_adapter(work / "adapter")
+
+    run_to_end(work, config)
+    expected, found = (load_file(one / "adapter" / "adapter_model.safetensors") for one in (tuned, work))
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    assert read_adapter(work / "adapter").base == artifacts["sft"].name
 
 
 def test_files_that_do_not_belong_together_are_refused(dpo, artifacts, tmp_path):

@@ -1,0 +1,20 @@
+"""A stage that is killed before the config of its adapter is written: `python -m tests.killed_between_files WORK`."""
+
+import os
+import signal
+from pathlib import Path
+
+from stages.__main__ import main
+from stages.adapters import files
+
+write = files.write_atomically
+
+
+def write_or_die(path: Path, content: str) -> None:
+    if path.name == files.CONFIG_FILE:
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(path, content)
+
+
+files.write_atomically = write_or_die
+main()
