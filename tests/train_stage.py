@@ -35,7 +35,7 @@ def make_artifacts(folder: Path) -> dict[str, Path]:
 
 def make_config(method: str = "sft", **fields: Any) -> TrainConfig:
     """A config with short rows and few steps."""
-    data = {"sft": "problems", "dpo": "preferences"}[method]
+    data = "problems" if method == "sft" else "preferences"
     return TrainConfig.model_validate(
         {
             "kind": "train",

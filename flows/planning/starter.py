@@ -29,8 +29,13 @@ CHARACTERS_PER_TOKEN = 3
 FEW_TOKENS = 200_000
 """Over all epochs; a hundred steps of four packed rows of 512."""
 SHORT_ANSWER_CHARACTERS = 40
-LEARNING_RATES = {"sft": ((0.01, 3e-3), (1.5, 5e-5), (5, 2e-5), (1e9, 1e-5)), "dpo": ((1.5, 2e-6), (1e9, 5e-7))}
+LEARNING_RATES = {
+    "sft": ((0.01, 3e-3), (1.5, 5e-5), (5, 2e-5), (1e9, 1e-5)),
+    "dpo": ((1.5, 2e-6), (1e9, 5e-7)),
+    "kto": ((1.5, 2e-6), (1e9, 5e-7)),
+}
 """Method → (up to so many billion parameters, learning rate of AdamW over all weights)."""
+METHOD_FOR: dict[RowKind, str] = {"examples": "sft", "pairs": "dpo", "labelled": "kto"}
 DEFAULT_MODEL = "hf://Qwen/Qwen3-0.6B"
 
 
@@ -89,7 +94,8 @@ def survey(data: Path) -> Survey:
         try:
             if isinstance(row, BadRow):
                 raise RowError(row.reason)
-            _count(found, row, reader.read(row.content))
+            documents = reader.read(row.content)
+            _count(found, row, documents, is_good=reader.label(row.content) is not False)
         except RowError as error:
             found.num_bad_rows += 1
             found.first_bad = found.first_bad or f"{row.place}: {error}"
@@ -119,15 +125,18 @@ def _kind_of(rows: Iterable[Row | BadRow], data: Path) -> RowKind:
     first = next((row.content for row in rows if isinstance(row, Row) and isinstance(row.content, dict)), None)
     if first is None:
         raise DataError(f'{data} holds no row with named columns; expected such as {{"messages": […]}} in each line')
-    return "pairs" if {"chosen", "rejected"} <= first.keys() else "examples"
+    if {"chosen", "rejected"} <= first.keys():
+        return "pairs"
+    is_labelled = {"prompt", "completion"} <= first.keys() and str(first.get("label")).lower() in ("true", "false")
+    return "labelled" if is_labelled else "examples"
 
 
-def _count(found: Survey, row: Row, documents: tuple[Document, ...]) -> None:
+def _count(found: Survey, row: Row, documents: tuple[Document, ...], *, is_good: bool) -> None:
     num_characters = sum(map(_num_characters, documents))
     found.num_rows += 1
     found.num_characters += num_characters
     found.longest_characters = max(found.longest_characters, num_characters)
-    question = _question(documents[0])
+    question = _question(documents[0]) if is_good else None
     if question and len(found.questions) < MAX_QUESTIONS and is_held_out(row.content, HELD_OUT_FRACTION):
         found.questions.append(question)
 
@@ -188,7 +197,7 @@ def _lines(tree: dict[str, Any]) -> str:
 
 
 def _recipe(name: str, data: Path, model: str, found: Survey) -> str:
-    method = "dpo" if found.rows == "pairs" else "sft"
+    method = METHOD_FOR[found.rows]
     billions = _billions(model)
     rate = next(rate for most, rate in LEARNING_RATES[method] if billions <= most)
     num_steps = max(1, found.num_packed_rows * found.epochs // found.batch)

@@ -36,6 +36,12 @@ class Batch:
     """float32 [num_documents]: what the reference model gives to the targets of each document, in nats."""
     target_weights: torch.Tensor | None = None
     """float32 [rows, sequence]: how much each target counts in its document's log-probability; default: 1 each."""
+    is_good: torch.Tensor | None = None
+    """bool [num_documents]: the label of a labelled answer."""
+    mismatched: Batch | None = None
+    """The same answers after other prompts, with their reference: they estimate the divergence from it."""
+    kl: float | None = None
+    """That divergence over the global batch, in nats."""
 
     @property
     def has_target(self) -> torch.Tensor:

@@ -11,10 +11,18 @@ from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 from stages.core.contract import DatasetReference, OutsidePath, StrictModel
 from stages.core.fields import AddedLater
 
-DataFormat = Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt", "text", "preference"]
+DataFormat = Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt", "text", "preference", "labelled"]
 
-RowKind = Literal["examples", "pairs"]
-"""What a row is to the method that learns from it: one text to imitate, or a chosen and a rejected answer."""
+RowKind = Literal["examples", "pairs", "labelled"]
+"""What a row is to the method that learns from it: one text to imitate, a chosen and a rejected answer, or an answer
+that is good or bad."""
+
+METHODS_FOR: dict[RowKind, str] = {
+    "examples": "`method: sft` learns from them",
+    "pairs": "`method: dpo` learns from them, and simpo, orpo and cpo",
+    "labelled": "`method: kto` learns from them",
+}
+"""Whom rows are for, in the words of messages; the registry of methods lies above."""
 
 SpecialTokensPolicy = Literal["text", "refuse", "allow"]
 """What becomes of special tokens within what people wrote."""

@@ -2,12 +2,14 @@
 
 A folder holds flat arrays: `tokens.bin` (int32) and `loss.bin` (bool: the token is learned) of all documents one after
 the other, `document_starts.bin` and `row_starts.bin` (int64, one more than there are documents and rows: where each
-begins, the latter counted in documents), and `about.json` (`Description`).
+begins, the latter counted in documents), and `about.json` (`Description`). Of labelled answers there is
+`labels.bin` (bool: it is a good one) as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,12 +27,13 @@ ARRAYS: dict[str, type[np.generic]] = {
     "document_starts": np.int64,
     "row_starts": np.int64,
 }
+LABELS = "labels"
 
 
 class Description(StrictModel):
     """`about.json`: what a folder of packed documents holds, and what was left out of it.
 
-    conversations: whether they were rendered by a chat template.
+    conversations: whether they were rendered by a chat template. num_good: of labelled answers.
     """
 
     sequence_length: PositiveInt
@@ -45,6 +48,11 @@ class Description(StrictModel):
     num_over_long: NonNegativeInt
     conversations: bool
     warnings: tuple[str, ...]
+    num_good: NonNegativeInt | None = None
+
+
+Row = tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]
+"""Tokens, their loss flags, and the lengths of the documents they belong to."""
 
 
 def is_complete(folder: Path) -> bool:
@@ -52,9 +60,10 @@ def is_complete(folder: Path) -> bool:
     try:
         about = Description.model_validate_json((folder / ABOUT).read_text(encoding="utf-8"))
         sizes = {name: (folder / f"{name}.bin").stat().st_size // dtype().itemsize for name, dtype in ARRAYS.items()}
+        has_labels = about.num_good is None or (folder / f"{LABELS}.bin").stat().st_size == about.num_documents
     except (OSError, ValueError):
         return False
-    return sizes == {
+    return has_labels and sizes == {
         "tokens": about.num_tokens,
         "loss": about.num_tokens,
         "document_starts": about.num_documents + 1,
@@ -70,6 +79,9 @@ class PackedDataset:
         self.about = Description.model_validate_json((folder / ABOUT).read_text(encoding="utf-8"))
         self._tokens, self._loss, self._document_starts, self._row_starts = (
             np.asarray(np.memmap(folder / f"{name}.bin", dtype=dtype, mode="r")) for name, dtype in ARRAYS.items()
+        )
+        self._labels = (
+            np.fromfile(folder / f"{LABELS}.bin", dtype=np.bool_) if self.about.num_good is not None else None
         )
 
     def __len__(self) -> int:
@@ -121,7 +133,36 @@ class PackedDataset:
 
         As wide as `sequence_length` with packing, else as the longest of the rows.
         """
-        rows = [self._row(row) for row in row_indices]
+        batch = self._batch([self._row(row) for row in row_indices], num_rows)
+        if self._labels is None:
+            return batch
+        return replace(batch, is_good=torch.from_numpy(self._labels[self.row_documents(row_indices)]))
+
+    def mismatched(self, row_indices: Sequence[int], num_rows: int | None = None) -> Batch:
+        """As `batch`, but each document's answer comes after another one's prompt, that of the next in its row.
+
+        So the same answers are there, and a row is as long as before. A document that is alone in its row gets the
+        answer of one in the row before, or the beginning that fits. What is learned is one answer a document.
+        """
+        return self._batch([self._mismatched_row(row) for row in row_indices], num_rows)
+
+    def _mismatched_row(self, row: int) -> Row:
+        documents = self._documents(row)
+        before = documents[-1] if len(documents) > 1 else self._documents((row - 1) % len(self))[-1]
+        joined = []
+        for (tokens, loss), (other, other_loss) in zip(documents, [before, *documents[:-1]], strict=True):
+            own, answer = int(loss.argmax()), int(other_loss.argmax())
+            joined.append((np.append(tokens[:own], other[answer:]), np.append(loss[:own], other_loss[answer:])))
+        cut = [(tokens[: self.about.sequence_length], loss[: self.about.sequence_length]) for tokens, loss in joined]
+        lengths = np.array([len(tokens) for tokens, _ in cut])
+        return np.concatenate([tokens for tokens, _ in cut]), np.concatenate([loss for _, loss in cut]), lengths
+
+    def _documents(self, row: int) -> list[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
+        tokens, loss, lengths = self._row(row)
+        borders = np.cumsum(lengths)[:-1]
+        return list(zip(np.split(tokens, borders), np.split(loss, borders), strict=True))
+
+    def _batch(self, rows: list[Row], num_rows: int | None) -> Batch:
         shape = (num_rows or len(rows), self._width([len(tokens) for tokens, _, _ in rows]))
         input_ids = np.full(shape, self.about.padding_token, dtype=np.int64)
         targets = np.full(shape, IGNORED, dtype=np.int64)
@@ -138,8 +179,7 @@ class PackedDataset:
             document_lengths=segments.lengths.tolist(),
         )
 
-    def _row(self, row: int) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]:
-        """Tokens, their loss flags, and the lengths of the documents they belong to."""
+    def _row(self, row: int) -> Row:
         starts = self._document_starts[self._row_starts[row] : self._row_starts[row + 1] + 1]
         tokens = slice(starts[0], starts[-1])
         return self._tokens[tokens], self._loss[tokens], np.diff(starts)

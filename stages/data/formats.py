@@ -11,6 +11,8 @@
 | `preference`        | `chosen`, `rejected`: strings, taken as they are, or lists of messages; maybe `prompt`, which |
 |                     | may also be contained in both                                                                |
 
+| `labelled`          | `prompt`, `completion` as above, and `label`: true, it is a good answer, or false            |
+
 Conversations of every format may have `system`, `tools`, what the assistant may call, and `chat_template_kwargs`,
 variables of the chat template.
 Where some of `prompt`, `completion`, `chosen`, `rejected` are lists and others strings, the strings are messages too.
@@ -20,9 +22,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from stages.core.errors import DataError
-from stages.data.config import DataFormat, RowKind
+from stages.data.config import METHODS_FOR, DataFormat, RowKind
 from stages.data.documents import Conversation, Document, PlainText
 from stages.data.messages import (
     Message,
@@ -56,6 +59,11 @@ SHAREGPT_ROLES = {
 }
 
 
+WORDS_FOR: dict[RowKind, str] = {
+    "examples": "examples",
+    "pairs": "preference pairs",
+    "labelled": "labelled answers",
+}
 OF_CONVERSATIONS = ("system", "tools", "chat_template_kwargs")
 
 
@@ -82,10 +90,18 @@ def choose_format(wanted: DataFormat, first_row: Columns, rows: RowKind) -> Form
     for form in possible.values():
         if all(column in first_row for column in form.columns):
             return form
-    hint = ""
-    if rows != "pairs" and {"chosen", "rejected"} <= first_row.keys():
-        hint = " These are preference pairs: `method: dpo` learns from them."
-    raise DataError(f"the first row has the columns {listed(first_row)}; expected {_describe(possible)}.{hint}")
+    raise DataError(
+        f"the first row has the columns {listed(first_row)}; expected {_describe(possible)}.{_hint(first_row)}"
+    )
+
+
+def _hint(first_row: Columns) -> str:
+    """Which method rows of these columns are for; of formats that fit, the one with the most columns says it."""
+    fitting = [form for form in FORMATS.values() if all(column in first_row for column in form.columns)]
+    if not fitting:
+        return ""
+    found = max(fitting, key=lambda form: len(form.columns)).rows
+    return f" These are {WORDS_FOR[found]}: {METHODS_FOR[found]}."
 
 
 class RowReader:
@@ -116,6 +132,10 @@ class RowReader:
         self._check_form(isinstance(documents[0], PlainText))
         self.unread.add(content, read)
         return documents
+
+    def label(self, content: Any) -> bool | None:
+        """Of a labelled row that was read, whether its answer is a good one. Raises RowError."""
+        return _label(content["label"]) if self._rows == "labelled" else None
 
     def _check_form(self, is_plain: bool) -> None:
         """One half of a dataset would be learned with the chat template, the other without."""
@@ -176,6 +196,14 @@ def _read_prompt_completion(row: Columns) -> tuple[Document, ...]:
     return (_conversation(row, before + after, completion, len(before)),)
 
 
+def _label(value: object) -> bool:
+    """CSV has text where JSON has words."""
+    found = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}.get(str(value).lower())
+    if found is None:
+        raise RowError(f"has {value!r} as `label`; expected true, for a good answer, or false")
+    return found
+
+
 def _read_text(row: Columns) -> tuple[Document, ...]:
     return (PlainText("", parse_text(row["text"], "text")),)
 
@@ -191,5 +219,6 @@ FORMATS: dict[str, Format] = {
     "alpaca": Format(("instruction", "output"), _read_alpaca, ("input", "history", *OF_CONVERSATIONS)),
     "text": Format(("text",), _read_text, ()),
     "preference": Format(("chosen", "rejected"), read_preference, ("prompt", *OF_CONVERSATIONS), rows="pairs"),
+    "labelled": Format(("prompt", "completion", "label"), _read_prompt_completion, rows="labelled"),
 }
 """In the order in which `auto` tries them: a dataset with `messages` may have a `prompt` or a `text` column as well."""

@@ -11,6 +11,8 @@ from stages.data.messages import INVISIBLE, Message, RowError, as_messages, orde
 from stages.data.row_fields import check_no_conversation, template_variables, unlearned_turns, with_system
 
 Columns = dict[str, Any]
+HUMAN, ASSISTANT = "Human:", "Assistant:"
+"""What turns of a transcript begin with."""
 
 
 def read_preference(row: Columns) -> tuple[Document, ...]:
@@ -35,11 +37,22 @@ def _read_plain(row: Columns) -> tuple[Document, ...]:
             )
         return PlainText(prompt, chosen), PlainText(prompt, rejected)
     shared = chosen[: _num_shared(chosen, rejected)]
+    _check_transcript(shared, chosen, rejected)
     prompt = shared[: max(shared.rfind(" "), shared.rfind("\n")) + 1]
     if not prompt.strip():
         raise RowError("has no `prompt`, and `chosen` and `rejected` do not begin with a common one; expected either")
     chosen, rejected = chosen.removeprefix(prompt), rejected.removeprefix(prompt)
     return PlainText(prompt, parse_text(chosen, "chosen")), PlainText(prompt, parse_text(rejected, "rejected"))
+
+
+def _check_transcript(shared: str, chosen: str, rejected: str) -> None:
+    """Raises RowError for transcripts (as those of Anthropic's HH-RLHF) that differ in what the human says."""
+    differ_in_question = shared.rfind(HUMAN) >= shared.rfind(ASSISTANT)
+    if differ_in_question and any(ASSISTANT in text[len(shared) :] for text in (chosen, rejected)):
+        raise RowError(
+            "has `chosen` and `rejected` that first differ in what the human says; expected the same prompt and "
+            "different answers"
+        )
 
 
 def _begins_with(answer: str, prompt: str) -> bool:

@@ -40,7 +40,8 @@ NO_STOP = (
 )
 
 
-RenderedRow = tuple[Place, list[tuple[Rendered, ...]]]
+RenderedRow = tuple[Place, list[tuple[Rendered, ...]], bool | None]
+"""Where a row stands, its units, and whether its answer is a good one."""
 
 
 class OutOfTimeError(Exception):
@@ -75,7 +76,10 @@ class Preprocessing:
 
     def run(self, target: Path) -> None:
         """Fill the empty folder `target`. Raises DataError, ModelError, OutOfTimeError."""
-        with (target / BAD_ROWS).open("w", encoding="utf-8") as stream, closing(DatasetWriter(target)) as writer:
+        with (
+            (target / BAD_ROWS).open("w", encoding="utf-8") as stream,
+            closing(DatasetWriter(target, is_labelled=self.rows == "labelled")) as writer,
+        ):
             _Run(self, BadRows(stream), writer).write(target)
 
 
@@ -126,6 +130,7 @@ class _Run:
                 num_bad_rows=self._bad_rows.num_rows,
                 num_over_long=self._over_long.num_over_long,
                 conversations=self._tokenizer.teaches_to_stop is not None,
+                num_good=self._writer.num_good if self._task.rows == "labelled" else None,
                 warnings=warnings,
             )
         )
@@ -135,10 +140,10 @@ class _Run:
         for chunk in _chunks(self._rendered()):
             if self._bad_rows.num_rows and self._config.on_bad_rows == "fail":
                 continue  # it will fail: only look for further bad rows, which is much faster
-            texts = [document for _, units in chunk for unit in units for document in unit]
+            texts = [document for _, units, _ in chunk for unit in units for document in unit]
             tokens = iter(self._tokenizer.encode(texts))
-            for place, units in chunk:
-                yield from self._fitted([Unit(tuple(islice(tokens, len(unit)))) for unit in units], place)
+            for place, units, is_good in chunk:
+                yield from self._fitted([Unit(tuple(islice(tokens, len(unit))), is_good) for unit in units], place)
 
     def _fitted(self, units: list[Unit], place: Place) -> list[Unit]:
         """What is left of a row's units. One that teaches nothing makes the row a bad one."""
@@ -168,8 +173,9 @@ class _Run:
                 documents = self._reader.read(row.content)
                 self._answers.check_text(documents)
                 rendered = self._tokenizer.render_units(documents)
+                is_good = self._reader.label(row.content)
                 self._seen.add(row.place, documents)
-                yield row.place, rendered
+                yield row.place, rendered, is_good
             except RowError as error:
                 self._bad_rows.add(BadRow(row.place, str(error)))
 
@@ -227,7 +233,17 @@ class _Run:
         )
         if not self._writer.num_rows:
             raise DataError(f"no {portion.name} rows are left: {'; '.join(filter(None, found))}")
+        self._check_labels()
         return tuple(filter(None, found))
+
+    def _check_labels(self) -> None:
+        """Raises DataError where there is nothing to tell good answers from, or bad ones."""
+        num_good, num_rows = self._writer.num_good, self._writer.num_documents
+        if self._task.rows == "labelled" and self._task.portion.name == "training" and num_good in (0, num_rows):
+            raise DataError(
+                f"all {num_rows} training rows have `label: {str(num_good > 0).lower()}`; expected good and bad "
+                "answers, to learn the difference; add the others, or learn from good ones alone (`method: sft`)"
+            )
 
 
 def _chunks(rendered: Iterator[RenderedRow]) -> Iterator[list[RenderedRow]]:

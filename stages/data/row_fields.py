@@ -7,7 +7,7 @@
 | the same of another role                     | false or 0: as it is anyway; else refused                             |
 | the same of a row                            | false or 0: refused                                                   |
 | `system` of a row                            | the system message                                                    |
-| `label: false`                               | refused: the row of a bad answer, which must not be imitated          |
+| `label: false`                               | refused where answers are imitated: this is a bad one                 |
 | `images`, `videos`, `audios` and the like    | refused: the text alone means something else                          |
 | `chat_template_kwargs` of a row              | variables of the template; those that it never reads: refused         |
 | `function_call`                              | refused                                                               |
@@ -52,10 +52,11 @@ def check_row(row: dict[str, Any], read: tuple[str, ...]) -> None:
         raise RowError(f"has {listed(unlearned)} {row[unlearned[0]]!r}: it is not to be learned; leave this row out")
     for column, number, message in _messages(row, read):
         _check_fields(message, f" of message {number} of `{column}`")
-    if (label := row.get("label")) is False or str(label).lower() == "false":  # 0 may well be a class
+    is_bad = (label := row.get("label")) is False or str(label).lower() == "false"  # 0 may well be a class
+    if is_bad and "label" not in read:
         raise RowError(
             "has `label: false`, so its answer is a bad one, which would be learned; expected good answers alone "
-            "(make pairs of good and bad ones for `method: dpo`, or leave this row out)"
+            "(`method: kto` learns from both, or leave this row out)"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -20,6 +20,8 @@ class Unit:
     """What is learned from one row of the dataset: a document, or chosen and rejected. `len` counts tokens."""
 
     documents: tuple[Tokens, ...]
+    is_good: bool | None = None
+    """Of a labelled answer."""
 
     def __len__(self) -> int:
         return sum(map(len, self.documents))
@@ -72,7 +74,7 @@ class OverLong:
         lengths = [len(document) for document in unit.documents]
         share = self.sequence_length // len(lengths)
         spare = sum(max(0, share - length) for length in lengths)
-        return Unit(tuple(document.cut(share + spare) for document in unit.documents))
+        return replace(unit, documents=tuple(document.cut(share + spare) for document in unit.documents))
 
 
 def check_learnable(unit: Unit, was_truncated: bool) -> None:

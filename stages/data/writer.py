@@ -6,8 +6,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from stages.core.files import write_atomically
-from stages.data.dataset import ABOUT, ARRAYS, Description
+from stages.data.dataset import ABOUT, ARRAYS, LABELS, Description
 from stages.data.units import Unit
 
 BUFFER_BYTES = 1 << 20
@@ -16,13 +18,15 @@ BUFFER_BYTES = 1 << 20
 class DatasetWriter:
     """Appends rows to the arrays of `folder`; the description comes last and makes the folder complete."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, is_labelled: bool = False) -> None:
         self._folder = folder
-        self._streams = {name: (folder / f"{name}.bin").open("wb", buffering=BUFFER_BYTES) for name in ARRAYS}
+        names = [*ARRAYS, *([LABELS] if is_labelled else [])]
+        self._streams = {name: (folder / f"{name}.bin").open("wb", buffering=BUFFER_BYTES) for name in names}
         self.num_rows = 0
         self.num_documents = 0
         self.num_tokens = 0
         self.num_target_tokens = 0
+        self.num_good = 0
         self._append("document_starts", 0)
         self._append("row_starts", 0)
 
@@ -41,6 +45,9 @@ class DatasetWriter:
                 self.num_target_tokens += int(document.loss.sum())
                 self._append("document_starts", self.num_tokens)
             self.num_documents += len(unit.documents)
+            if unit.is_good is not None:
+                self._streams[LABELS].write(np.bool_(unit.is_good).tobytes())
+                self.num_good += unit.is_good
         self.num_rows += 1
         self._append("row_starts", self.num_documents)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from stages.data.batch import Batch
@@ -23,13 +23,19 @@ class BatchSource:
     micro_batch_size: int
     change: BatchChange | None = None
     reference: ReferenceRows | None = None
+    mismatched: ReferenceRows | None = None
+    """Of the answers to other prompts, where batches are to have them beside."""
 
     def batch(self, rows: Sequence[int]) -> Batch:
         """The rows as one micro-batch on the CPU."""
         batch = self.dataset.batch(rows, self.micro_batch_size)
         if self.change:
             batch = self.change(batch)
-        return self.reference.attach(batch, self.dataset.row_documents(rows)) if self.reference else batch
+        documents = self.dataset.row_documents(rows)
+        if self.mismatched:
+            other = self.mismatched.attach(self.dataset.mismatched(rows, self.micro_batch_size), documents)
+            batch = replace(batch, mismatched=other)
+        return self.reference.attach(batch, documents) if self.reference else batch
 
 
 def prefetched(load: Callable[[int], T], steps: range) -> Generator[T]:

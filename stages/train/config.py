@@ -21,7 +21,7 @@ from stages.adapters.legality import adapter_errors
 from stages.core.contract import Execution, ModelOrAdapterReference, ModelReference, StageConfig, base_of
 from stages.core.fields import AddedLater, Product, without
 from stages.core.numbers import NonNegativeFp32, Seconds
-from stages.data.config import DataConfig
+from stages.data.config import METHODS_FOR, DataConfig
 from stages.data.formats import FORMATS
 from stages.engines.settings import AdamSettings, EngineSettings
 from stages.parallel.layout import AutoLayout, EngineName, Layout, LayoutOrAuto
@@ -212,7 +212,7 @@ class TrainConfig(MethodFields):
 
     @model_validator(mode="after")
     def _pairs_are_compared_by_their_answers(self) -> Self:
-        if self.learning.rows == "pairs" and self.data.train_on == "all":
+        if self.learning.rows != "examples" and self.data.train_on == "all":
             raise ValueError(
                 f"`train_on: all` does not go with `method: {self.method}`, which compares answers; remove it"
             )
@@ -224,7 +224,7 @@ class TrainConfig(MethodFields):
         if self.data.format not in ("auto", *suitable):
             raise ValueError(
                 f"`data.format: {self.data.format}` has no rows for `method: {self.method}`; expected auto or "
-                f"{' or '.join(suitable)}"
+                f"{' or '.join(suitable)}, or another method: {METHODS_FOR[FORMATS[self.data.format].rows]}"
             )
         return self
 

@@ -24,6 +24,7 @@ from stages.parallel.devices import Peak
 from stages.train.batches import BatchSource, prefetched
 from stages.train.checkpoints import Checkpoints
 from stages.train.config import TrainConfig
+from stages.train.divergence import with_divergence
 from stages.train.journal import Journal
 from stages.train.metrics import Share, communication_fraction, measure_share, throughput
 from stages.train.order import DataOrder, even_micro_batches
@@ -99,7 +100,8 @@ def evaluate(run: TrainingRun) -> LossMeans | None:
     shares = even_micro_batches(
         len(source.dataset), layout.micro_batch_size, run.engine.data_rank, run.engine.data_parallel_size
     )
-    return run.engine.evaluate((source.batch(rows) for rows in shares), run.loss)
+    batches = [source.batch(rows) for rows in shares]
+    return run.engine.evaluate(with_divergence(run.engine, batches), run.loss)
 
 
 def _train_one_step(run: TrainingRun, step: int, next_share: Callable[[], Share], is_profiled: bool) -> None:
@@ -127,7 +129,8 @@ def _update(
     """What the optimizer step did, how long it took, and how much of that was communication, if that was measured."""
     with profile() if is_profiled else nullcontext() as profiled:
         start_s = time.perf_counter()
-        outcome = run.engine.train_step(share.micro_batches, run.loss, rate, run.config.max_grad_norm)
+        micro_batches = with_divergence(run.engine, share.micro_batches)
+        outcome = run.engine.train_step(micro_batches, run.loss, rate, run.config.max_grad_norm)
         update_s = time.perf_counter() - start_s
     if profiled is None:
         return outcome, update_s, {}

@@ -37,7 +37,12 @@ def measure_share(micro_batches: Sequence[Batch], flops: ModelFlops) -> Share:
     lengths = [length for batch in micro_batches for length in real_document_lengths(batch)]
     num_targets = sum(int(batch.has_target.sum()) for batch in micro_batches)
     num_tokens = sum(batch.input_ids.numel() for batch in micro_batches)
-    return Share(micro_batches, num_tokens, sum(lengths), flops.training(lengths, num_targets))
+    forward_only = sum(
+        flops.forward(real_document_lengths(other), int(other.has_target.sum()))
+        for batch in micro_batches
+        if (other := batch.mismatched)
+    )
+    return Share(micro_batches, num_tokens, sum(lengths), flops.training(lengths, num_targets) + forward_only)
 
 
 def real_document_lengths(batch: Batch) -> list[int]:

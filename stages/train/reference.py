@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,10 +53,17 @@ class ReferenceModel:
     context: StageContext
     watchdog: Watchdog
 
-    def rows(self, dataset: PackedDataset, rows: Sequence[int], change: BatchChange | None = None) -> ReferenceRows:
+    def rows(
+        self,
+        dataset: PackedDataset,
+        rows: Sequence[int],
+        change: BatchChange | None = None,
+        *,
+        mismatched: bool = False,
+    ) -> ReferenceRows:
         """Log-probabilities of the documents of `rows` (sorted, without repetitions), in batches that `change` makes.
 
-        Collective.
+        mismatched: of their answers to other prompts. Collective.
         """
         documents = dataset.row_documents(rows)
         identity: dict[str, JsonValue] = {
@@ -67,15 +74,23 @@ class ReferenceModel:
         }
         if change:
             identity["change"] = repr(change)
+        if mismatched:
+            identity["mismatched"] = True
         path = self.context.cache / "reference" / f"{content_key(identity)}.npy"
         if self.engine.broadcast_from_rank0(float(path.is_file())):
             return ReferenceRows(documents, np.load(path))
-        values = self._compute(dataset, rows, change)
+        values = self._compute(dataset, rows, dataset.mismatched if mismatched else dataset.batch, change)
         if is_main_process():
             _save(path, values)
         return ReferenceRows(documents, values)
 
-    def _compute(self, dataset: PackedDataset, rows: Sequence[int], change: BatchChange | None) -> NDArray[np.float32]:
+    def _compute(
+        self,
+        dataset: PackedDataset,
+        rows: Sequence[int],
+        make: Callable[[Sequence[int], int], Batch],
+        change: BatchChange | None,
+    ) -> NDArray[np.float32]:
         """float32 [documents], the same on every process."""
         engine = self.engine
         positions = np.cumsum([0, *(len(dataset.row_documents([row])) for row in rows)]).tolist()
@@ -83,7 +98,7 @@ class ReferenceModel:
         shares = list(even_micro_batches(len(rows), self.micro_batch_size, engine.data_rank, engine.data_parallel_size))
         for index, share in enumerate(shares):
             self.watchdog.begins(f"micro-batch {index + 1} of {len(shares)} of the reference log-probabilities")
-            batch = dataset.batch([rows[position] for position in share], self.micro_batch_size)
+            batch = make([rows[position] for position in share], self.micro_batch_size)
             result = engine.document_log_probabilities(change(batch) if change else batch)
             if share:
                 values[positions[share[0]] : positions[share[-1] + 1]] = result

@@ -157,7 +157,8 @@ def _assemble(
 
     def source(dataset: PackedDataset, rows: list[int]) -> BatchSource:
         found = reference.rows(dataset, rows, change) if reference else None
-        return BatchSource(dataset, layout.micro_batch_size, change, found)
+        other = reference.rows(dataset, rows, mismatched=True) if reference and config.needs_divergence else None
+        return BatchSource(dataset, layout.micro_batch_size, change, found, other)
 
     held_out = None if trial else data.evaluation
     return TrainingRun(

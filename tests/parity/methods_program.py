@@ -2,7 +2,8 @@
 
     methods_program SPEC.json
 
-The spec names the folders `data` (packed rows), `model` and `output`, and `cases`: name → fields of a TrainConfig.
+The spec names the folders `data` (packed rows, of each kind), `model` and `output`, and `cases`: name → fields of a
+TrainConfig.
 A case leaves `output/NAME.json`, the outcome of each step and of an evaluation, and what it exports in `output/NAME/`.
 `megatron_methods_program.py` does the same on Megatron.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from stages.engines.fsdp.engine import FsdpEngine
 from stages.parallel.processes import joined_processes
 from stages.train.batches import BatchSource
 from stages.train.config import TrainConfig
+from stages.train.divergence import with_divergence
 
 NUM_STEPS = 2
 
@@ -43,7 +45,7 @@ def run_cases(
         for name, fields in spec["cases"].items():
             config = TrainConfig.model_validate_json(json.dumps(fields))
             engine = build(Path(spec["model"]), config, device)
-            found = train(engine, config, PackedDataset(Path(spec["data"])))
+            found = train(engine, config, PackedDataset(Path(spec["data"]) / config.learning.rows))
             engine.export(output / name, torch.float32)
             if is_main_process():
                 (output / f"{name}.json").write_text(json.dumps(found))
@@ -59,6 +61,13 @@ def train(engine: Engine, config: TrainConfig, dataset: PackedDataset) -> list[d
     batches = [source.batch(rows[start : start + size]) for start in range(0, num_rows, size)]
     if config.needs_reference:
         batches = [batch.with_reference(engine.document_log_probabilities(batch)) for batch in batches]
+    if config.needs_divergence:
+        others = [dataset.mismatched(rows[start : start + size]) for start in range(0, num_rows, size)]
+        others = [other.with_reference(engine.document_log_probabilities(other)) for other in others]
+        batches = [replace(batch, mismatched=other) for batch, other in zip(batches, others, strict=True)]
     loss = config.learning.build_loss(config.method_options)
-    steps = [engine.train_step(batches, loss, config.learning_rate, config.max_grad_norm) for _ in range(NUM_STEPS)]
-    return [asdict(outcome) for outcome in (*steps, engine.evaluate(batches, loss))]
+    steps = [
+        engine.train_step(with_divergence(engine, batches), loss, config.learning_rate, config.max_grad_norm)
+        for _ in range(NUM_STEPS)
+    ]
+    return [asdict(outcome) for outcome in (*steps, engine.evaluate(with_divergence(engine, batches), loss))]

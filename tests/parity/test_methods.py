@@ -7,6 +7,7 @@ held to TRL's by unit tests.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import peft
@@ -21,18 +22,23 @@ from stages.data.units import Unit
 from stages.data.writer import DatasetWriter
 from stages.train.batches import BatchSource
 from stages.train.config import TrainConfig
+from stages.train.methods.registry import METHODS as METHODS_THERE_ARE
 from tests.parity.methods_program import NUM_STEPS
 from tests.parity.ranks import started_ranks
 
 VOCABULARY, ROW_TOKENS, LEARNING_RATE, EPSILON, SEED = 64, 24, 5e-3, 1e-3, 3
 PAIRS = [[(7, 5), (6, 6)], [(12, 12)], [(4, 8), (5, 6)], [(10, 14)]]
 """Lengths of chosen and rejected documents, of each row; a prompt is two tokens."""
+ANSWERS = [[(7, True), (6, False), (5, True)], [(20, False)], [(9, True), (11, False)], [(24, True)]]
+"""Lengths and labels of documents, of each row; two of them are alone."""
 METHODS = {
     "dpo": {"method": "dpo", "dpo": {"rpo_alpha": 0.5, "ld_alpha": 0.3}},
     "dpo-free": {"method": "dpo", "dpo": {"loss_type": ["ipo", "sft"], "loss_weights": [1, 2], "reference": "none"}},
     "simpo": {"method": "simpo"},
     "orpo": {"method": "orpo"},
     "cpo": {"method": "cpo"},
+    "kto": {"method": "kto", "kto": {"beta": 0.5, "desirable_weight": 4.0, "undesirable_weight": 0.25}},
+    "apo": {"method": "kto", "kto": {"loss_type": "apo_zero_unpaired"}},
 }
 ADAPTER = {"rank": 4, "alpha": 8}
 LAYOUTS = {
@@ -43,14 +49,19 @@ LAYOUTS = {
 
 
 def test_every_method_is_here():
-    assert {fields["method"] for fields in METHODS.values()} >= {"dpo", "simpo", "orpo", "cpo"}
+    assert {fields["method"] for fields in METHODS.values()} == METHODS_THERE_ARE.keys() - {"sft"}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Packed pairs in `data`, a model in `model`."""
+    """Packed rows of each kind in `data`, a model in `model`."""
     folder = tmp_path_factory.mktemp("methods")
-    write_rows(folder / "data", PAIRS)
+    generator = np.random.default_rng(1)
+    pairs = [[Unit(tuple(document(generator, length) for length in pair)) for pair in row] for row in PAIRS]
+    answers = [[Unit((document(generator, length),), is_good) for length, is_good in row] for row in ANSWERS]
+    (folder / "data").mkdir()
+    write_rows(folder / "data" / "pairs", pairs)
+    write_rows(folder / "data" / "labelled", answers, is_labelled=True)
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -59,13 +70,12 @@ def folder(tmp_path_factory):
     return folder
 
 
-def write_rows(folder, rows):
-    """Packed rows of units of documents of these lengths, as preparation writes them."""
+def write_rows(folder, rows, *, is_labelled=False):
+    """Packed rows of units, as preparation writes them."""
     folder.mkdir()
-    generator = np.random.default_rng(1)
-    writer = DatasetWriter(folder)
+    writer = DatasetWriter(folder, is_labelled=is_labelled)
     for row in rows:
-        writer.write_row([Unit(tuple(document(generator, length) for length in lengths)) for lengths in row])
+        writer.write_row(row)
     writer.finish(
         Description(
             sequence_length=ROW_TOKENS,
@@ -80,6 +90,7 @@ def write_rows(folder, rows):
             num_over_long=0,
             conversations=False,
             warnings=(),
+            num_good=writer.num_good if is_labelled else None,
         )
     )
     writer.close()
@@ -129,6 +140,7 @@ def test_every_layout_learns_what_one_process_of_transformers_learns(request, fo
     ranks.run(f"tests.parity.{program}", processes, tmp_path / "spec.json", log=tmp_path / "log.txt")
     for name, fields in cases.items():
         expected, weights = trained_plainly(folder, json.dumps(fields))
+        assert name.split("-")[0] != "kto" or expected[-1]["metrics"]["kl"] > 1e-3, "or nothing is compared"
         found = json.loads((tmp_path / f"{name}.json").read_text())
         for step, outcome in zip(expected, found, strict=True):
             assert outcome["metrics"] == pytest.approx(step["metrics"], rel=1e-5, abs=1e-6), name
@@ -149,16 +161,23 @@ def trained_plainly(folder, config):
         torch.manual_seed(SEED)
         options = peft.LoraConfig(r=ADAPTER["rank"], lora_alpha=ADAPTER["alpha"], target_modules="all-linear")
         model = peft.get_peft_model(model, options)
-    dataset = PackedDataset(folder / "data")
+    dataset = PackedDataset(folder / "data" / config.learning.rows)
     source = BatchSource(dataset, len(dataset), config.learning.batch_change(config.method_options))
     batch = source.batch(range(len(dataset)))
     if config.needs_reference:
         with torch.no_grad():
             batch = batch.with_reference(batch.log_probabilities(log_probabilities(model, batch)))
+    other = dataset.mismatched(range(len(dataset)))
+    with torch.no_grad():
+        before = other.log_probabilities(log_probabilities(model, other))
     loss = config.learning.build_loss(config.method_options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), eps=EPSILON, weight_decay=0)
     outcomes = []
     for _ in range(NUM_STEPS + 1):
+        if config.needs_divergence:
+            with torch.no_grad():
+                ratios = other.log_probabilities(log_probabilities(model, other)) - before
+            batch = replace(batch, kl=max(0.0, ratios.mean().item()))
         found, metrics = loss(log_probabilities(model, batch), batch, loss.counts(batch))
         outcome = {"loss": found.item(), "metrics": {name: value.item() for name, value in metrics.items()}}
         outcomes.append(outcome)

@@ -37,6 +37,8 @@ class Method:
     """Whether batches carry the log-probabilities that the model gave to their documents before training."""
     batch_change: Callable[[Any], BatchChange | None] = lambda _: None
     """Which targets count, and how much, if that is not as data preparation has it."""
+    needs_divergence: Callable[[Any], bool] = lambda _: False
+    """Whether batches say how far the model is from the reference (see `divergence.py`)."""
     metrics: Mapping[str, str] = field(default_factory=dict)
     """What its loss measures beside itself: name → meaning."""
     averaged_over: str = "target tokens"

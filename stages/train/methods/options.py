@@ -52,6 +52,11 @@ class MethodFields(MethodBlocks):
         """Whether the method needs what the untrained model gives to the documents."""
         return self.learning.needs_reference(self.method_options)
 
+    @property
+    def needs_divergence(self) -> bool:
+        """Whether the method needs to know how far the model is from what it was."""
+        return self.learning.needs_divergence(self.method_options)
+
     @model_validator(mode="after")
     def _default_options(self) -> Self:
         """Not before the fields are read: beside such a validator, pydantic takes no list of JSON for a tuple."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from stages.train.methods.cpo import CPO
 from stages.train.methods.dpo import DPO
+from stages.train.methods.kto import KTO
 from stages.train.methods.method import Method
 from stages.train.methods.orpo import ORPO
 from stages.train.methods.sft import SFT
 from stages.train.methods.simpo import SIMPO
 
-METHODS: dict[str, Method] = {method.name: method for method in (SFT, DPO, SIMPO, ORPO, CPO)}
+METHODS: dict[str, Method] = {method.name: method for method in (SFT, DPO, SIMPO, ORPO, CPO, KTO)}
 
 
 def loss_meaning() -> str:

@@ -20,6 +20,10 @@ SHORT = [chat(f"What is {n} + 1?", str(n + 1)) for n in range(400)]
 LONG = [chat(f"Tell me of {n}.", f"{n} is a number of many uses, and there is much to say of it.") for n in range(400)]
 YES, NO = ([{"role": "assistant", "content": answer}] for answer in ("yes", "no"))
 PAIRS = [{"prompt": f"Is {2 * n} even?", "chosen": YES, "rejected": NO} for n in range(400)]
+LABELLED = [
+    {"prompt": [{"role": "user", "content": f"Is {n} even?"}], "completion": YES, "label": n % 2 == 0}
+    for n in range(400)
+]
 TEXTS = [{"text": f"Number {n}."} for n in range(400)]
 
 
@@ -44,7 +48,7 @@ def init(lifecycle, tmp_path, rows, *options, name="My rows.v2.jsonl"):
 
 @pytest.mark.parametrize(
     ("rows", "method", "has_task"),
-    [(SHORT, "sft", True), (LONG, "sft", True), (PAIRS, "dpo", True), (TEXTS, "sft", False)],
+    [(SHORT, "sft", True), (LONG, "sft", True), (PAIRS, "dpo", True), (LABELLED, "kto", True), (TEXTS, "sft", False)],
 )
 def test_what_is_written_can_be_planned(lifecycle, tmp_path, rows, method, has_task):
     code, said = init(lifecycle, tmp_path, rows)

@@ -46,6 +46,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {**TRAINING, "method": "dpo", "dpo": {"rpo_alpha": 0.5, "ld_alpha": 0.5}},
         {**TRAINING, "method": "simpo"},
         {**TRAINING, "method": "orpo"},
+        {**TRAINING, "method": "kto"},
         {**TRAINING, "method": "cpo"},
         {**TRAINING, "method": "cpo", "cpo": {"loss_type": "simpo"}},
         {**TRAINING, "method": "sft", "adapter": {}},

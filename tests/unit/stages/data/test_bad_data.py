@@ -295,6 +295,13 @@ PAIRS = {
     "the prompt twice": ({"prompt": "Why?", "chosen": "Why? So.", "rejected": "Why? No."}, "would be there twice"),
     "a system beside plain text": ({**PREFERRED, "system": "s"}, "`system` beside plain text"),
     "padding": ({**PREFERRED, "rejected": "<pad>"}, "nothing but special tokens"),
+    "transcripts of two questions": (
+        {
+            "chosen": "\n\nHuman: two?\n\nAssistant: 2",
+            "rejected": "\n\nHuman: three?\n\nAssistant: 2",
+        },
+        "first differ in what the human says",
+    ),
     "marked": (
         {
             "prompt": "q",
@@ -309,6 +316,13 @@ PAIRS = {
 @pytest.mark.parametrize(("row", "message"), PAIRS.values(), ids=PAIRS)
 def test_a_pair_that_teaches_nothing_is_refused(outcome, row, message):
     assert message in outcome(lines(PREFERRED, row), "pairs")
+
+
+def test_transcripts_that_differ_from_an_answer_on_are_a_pair(outcome):
+    shared = "\n\nHuman: two?\n\nAssistant: "
+    ends = {"chosen": "2\n\nHuman: three?\n\nAssistant: 3", "rejected": "4\n\nHuman: why?\n\nAssistant: so"}
+    rows = [{column: shared + end for column, end in ends.items()}, {"chosen": shared + "2", "rejected": shared + "3"}]
+    assert outcome(lines(*rows), "pairs") == ""
 
 
 def test_an_answer_that_begins_like_a_short_prompt_does_not_hold_it(outcome):

@@ -232,6 +232,12 @@ def test_the_wrong_method_for_the_data_is_an_error_that_names_the_right_one():
         read({"chosen": "a", "rejected": "b"})
     with pytest.raises(DataError, match=r"expected preference \(`chosen`, `rejected`\)"):
         read({"text": "a"}, rows="pairs")
+    with pytest.raises(DataError, match="These are labelled answers: `method: kto` learns from them"):
+        read({"prompt": "a", "completion": "b", "label": True}, rows="pairs")
+    with pytest.raises(DataError, match=r"These are preference pairs: `method: dpo` .* and simpo, orpo and cpo"):
+        read({"prompt": "q", "chosen": "a", "rejected": "b"}, rows="labelled")
+    with pytest.raises(DataError, match="These are examples: `method: sft` learns from them"):
+        read({"prompt": "a", "completion": "b"}, rows="labelled")
     with pytest.raises(DataError, match="format 'text' does not suit the method"):
         read({"text": "a"}, rows="pairs", wanted="text")
 

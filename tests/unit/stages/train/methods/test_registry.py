@@ -1,12 +1,14 @@
 """A method is its module and a line in the registry: the recipe, its schema and its messages follow."""
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 from pydantic import ValidationError
 
+from stages.data.config import METHODS_FOR
 from stages.train.config import TrainConfig
 from stages.train.methods.registry import METHODS
 
@@ -70,7 +72,7 @@ def test_schema_and_metric_names_follow_the_registry(extended):
     assert extended["options"].keys() == {"beta", "target"}
     assert extended["meaning"] == "MARGIN: by how much likelier a token of the preferred answer is, in nats"
     assert extended["loss"].endswith(
-        "in nats (DPO, SIMPO, MARGIN: over pairs; ORPO, CPO: over pairs and preferred tokens)"
+        "in nats (DPO, SIMPO, MARGIN: over pairs; ORPO, CPO: over pairs and preferred tokens; KTO: over documents)"
     )
 
 
@@ -86,8 +88,21 @@ def test_options_of_another_method_are_an_error():
 
 
 def test_an_unknown_method_is_an_error_that_lists_those_there_are():
-    with pytest.raises(ValidationError, match="should be 'sft', 'dpo', 'simpo', 'orpo' or 'cpo'"):
+    with pytest.raises(ValidationError, match="should be 'sft', 'dpo', 'simpo', 'orpo', 'cpo' or 'kto'"):
         make(method="ppo")
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_messages_say_whom_rows_are_for(method):
+    assert re.search(rf"\b{method.name}\b", METHODS_FOR[method.rows])
+
+
+@pytest.mark.parametrize(
+    ("method", "form", "fitting"), [("dpo", "labelled", "kto"), ("kto", "preference", "orpo"), ("kto", "text", "sft")]
+)
+def test_a_format_of_other_rows_names_the_methods_that_learn_from_them(method, form, fitting):
+    with pytest.raises(ValidationError, match=f"no rows for `method: {method}`; expected auto or .*{fitting}"):
+        make(method=method, data={"dataset": "rows", "format": form})
 
 
 def test_pairs_cannot_be_trained_on_whole():

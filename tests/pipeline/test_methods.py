@@ -1,0 +1,49 @@
+"""Stages of methods with needs of their own, beside SFT and DPO: one process learns what two learn."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from stages.train.run import run
+from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory):
+    return make_artifacts(tmp_path_factory.mktemp("artifacts"))
+
+
+@pytest.fixture(scope="module")
+def labelled(artifacts, tmp_path_factory):
+    """The artifacts, with each answer of a pair as a row of its own in the place of the pairs."""
+    folder = tmp_path_factory.mktemp("labelled")
+    (folder / "data").mkdir()
+    for path in (artifacts["preferences"] / "data").iterdir():
+        pairs = map(json.loads, path.read_text().splitlines())
+        rows = [
+            {"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"}
+            for pair in pairs
+            for side in ("chosen", "rejected")
+        ]
+        (folder / "data" / path.name).write_text("\n".join(map(json.dumps, rows)))
+    return {**artifacts, "preferences": folder}
+
+
+def test_kto_on_two_processes_is_kto_on_one(labelled, tmp_path):
+    found = []
+    for name, layout in {"alone": {"micro_batch_size": 4}, "shared": {"dp_shard": 2, "micro_batch_size": 1}}.items():
+        config = make_config("kto", steps=6, layout=layout, kto={"desirable_weight": 4.0, "undesirable_weight": 0.25})
+        context = make_context(tmp_path / name / "work", labelled, config)
+        if name == "alone":
+            run(config, context)
+        else:
+            run_to_end(context.work, config)
+        found.append(logged(context.work))
+    for one, two in zip(*found, strict=True):
+        for metric in ("loss", "kl", "reward_chosen", "reward_rejected", "reward_margin"):
+            assert two[metric] == pytest.approx(one[metric], rel=1e-6, abs=1e-6), metric
+    divergences = [row["kl"] for row in found[0]]
+    assert divergences[0] == pytest.approx(0, abs=1e-6)
+    assert max(divergences) > 1e-3, "or nothing was compared"
