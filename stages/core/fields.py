@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-Product = Literal["model", "adapter", "dataset", "server", "scores", "verdict"]
+Product = Literal["model", "adapter", "reward_model", "dataset", "server", "scores", "verdict"]
 
 
 @dataclass(frozen=True)

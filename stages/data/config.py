@@ -19,7 +19,7 @@ that is good or bad."""
 
 METHODS_FOR: dict[RowKind, str] = {
     "examples": "`method: sft` learns from them",
-    "pairs": "`method: dpo` learns from them, and simpo, orpo and cpo",
+    "pairs": "`method: dpo` learns from them, and simpo, orpo, cpo and reward",
     "labelled": "`method: kto` learns from them",
 }
 """Whom rows are for, in the words of messages; the registry of methods lies above."""

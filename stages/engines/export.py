@@ -14,6 +14,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +41,40 @@ NUM_NAMED = 3
 Shapes = dict[str, tuple[int, ...]]
 
 
+@dataclass(frozen=True)
+class ScoreHead:
+    """One number in the place of the vocabulary: the head's name in the model and in the files, and fields of
+    config.json that say so.
+    """
+
+    name: str
+    written_as: str
+    config: dict[str, Any]
+
+
 def export_model(
-    causal_lm: Any, named_weights: Iterable[tuple[str, Tensor]], *, source: Path, folder: Path, dtype: torch.dtype
+    causal_lm: Any,
+    named_weights: Iterable[tuple[str, Tensor]],
+    *,
+    source: Path,
+    folder: Path,
+    dtype: torch.dtype,
+    score: ScoreHead | None = None,
 ) -> None:
     """Write `folder`. Collective: every process consumes `named_weights`, rank 0 writes.
 
+    score: what stands in the place of the head that `source` has.
     Raises ModelError when the weights written are not those, by name and shape, that `source` has.
     """
     tied = _tied(causal_lm)
     dtype_of = dtype_of_weights(causal_lm, dtype)
     kept = ((name, _cast(weight, dtype_of(name))) for name, weight in named_weights if name not in tied)
     originals = _originals(causal_lm, kept, source) if is_main_process() else kept
-    write_model(originals, source=source, folder=folder, dtype=dtype, tied=tied, carried=_ignored(causal_lm))
+    if score:
+        originals = ((score.written_as if name == score.name else name, weight) for name, weight in originals)
+    write_model(
+        originals, source=source, folder=folder, dtype=dtype, tied=tied, carried=_ignored(causal_lm), score=score
+    )
 
 
 def check_exportable(causal_lm: Any, source: Path) -> None:
@@ -89,6 +112,7 @@ def write_model(
     dtype: torch.dtype,
     tied: set[str],
     carried: re.Pattern[str] | None = None,
+    score: ScoreHead | None = None,
 ) -> None:
     """Write `folder` from weights that have the names of the original files; those that are `tied` may be lacking.
 
@@ -109,8 +133,12 @@ def write_model(
             writer.add(name, weight)
     writer.finish()
     copy_all_but_weights(source, folder)
-    _write_config(source, folder, dtype)
-    _check_same_weights(weight_shapes(source), weight_shapes(folder), tied)
+    _write_config(source, folder, dtype, score.config if score else {})
+    written = weight_shapes(folder)
+    if score:
+        tied = {*tied, score.name}
+        written.pop(score.written_as)
+    _check_same_weights(weight_shapes(source), written, tied)
 
 
 def copy_all_but_weights(source: Path, folder: Path) -> None:
@@ -232,11 +260,11 @@ def _layer(name: str) -> str:
     return ".".join(parts[: number + 1])
 
 
-def _write_config(source: Path, folder: Path, dtype: torch.dtype) -> None:
+def _write_config(source: Path, folder: Path, dtype: torch.dtype, fields: dict[str, Any]) -> None:
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)  # what Transformers 4 called `dtype`
     config["dtype"] = str(dtype).removeprefix("torch.")
-    write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    write_atomically(folder / "config.json", json.dumps(config | fields, indent=2) + "\n")
 
 
 def _check_same_weights(expected: Shapes, written: Shapes, tied: set[str]) -> None:

@@ -37,3 +37,5 @@ class EngineSettings:
     """Whether code that came with the model may be run."""
     adapter: AdapterConfig | None = None
     """What learns beside the frozen model; None: the model itself learns."""
+    has_score_head: bool = False
+    """Whether the model gives one number a document (fsdp), not probabilities of tokens."""

@@ -55,7 +55,8 @@ class TrainExecution(Execution):
 class TrainConfig(MethodFields):
     """Training of a model by one of the methods (→ `model/`); the options of each are a field of its name.
 
-    With `adapter:` the model is frozen and low-rank weights beside it learn (→ `adapter/`).
+    With `adapter:` the model is frozen and low-rank weights beside it learn (→ `adapter/`). A method of
+    scores gives a reward model (→ `reward_model/`).
     """
 
     STAGE_VERSION: ClassVar[int] = 2
@@ -110,6 +111,8 @@ class TrainConfig(MethodFields):
 
     @property
     def product(self) -> Product:
+        if self.learning.needs_score_head:
+            return "reward_model"
         return "adapter" if self.adapter else "model"
 
     @property
@@ -167,6 +170,7 @@ class TrainConfig(MethodFields):
             self.execution.hang_timeout_s,
             self.trust_remote_code,
             self.adapter,
+            self.learning.needs_score_head,
         )
 
     def identity(self) -> dict[str, JsonValue]:
@@ -247,6 +251,16 @@ class TrainConfig(MethodFields):
     def _fp8_only_with_megatron(self) -> Self:
         if self.precision == "fp8" and self.engine != "megatron":
             raise ValueError("`precision: fp8` needs `engine: megatron`; choose it, or say `precision: bf16`")
+        return self
+
+    @model_validator(mode="after")
+    def _score_head_can_be_had(self) -> Self:
+        if not self.learning.needs_score_head:
+            return self
+        if self.engine != "fsdp":
+            raise ValueError(f"`method: {self.method}` needs `engine: fsdp`: {self.engine} has no head of scores here")
+        if self.adapter:
+            raise ValueError(f"`method: {self.method}` trains whole models only; remove `adapter`")
         return self
 
     @model_validator(mode="after")

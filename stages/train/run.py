@@ -76,7 +76,8 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
             if context.trial is None:
                 watchdog.begins("writing the model")
                 engine.export(context.work / config.product, getattr(torch, config.export_dtype))
-                record_log_probabilities(engine, *held_out, context.work, before)
+                if not config.learning.needs_score_head:
+                    record_log_probabilities(engine, *held_out, context.work, before)
     if is_main_process() and context.trial is None:
         _note_use(config, data, context.work / config.product)
         plot_loss(training_run.journal.rows, context.work / LOSS_PLOT)

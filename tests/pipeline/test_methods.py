@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from stages.core.contract import StageResult
 from stages.train.run import run
 from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end
 
@@ -47,3 +50,35 @@ def test_kto_on_two_processes_is_kto_on_one(labelled, tmp_path):
     divergences = [row["kl"] for row in found[0]]
     assert divergences[0] == pytest.approx(0, abs=1e-6)
     assert max(divergences) > 1e-3, "or nothing was compared"
+
+
+def test_a_reward_model_scores_as_transformers_scores_it(artifacts, tmp_path):
+    """On two processes and on one; the held-out accuracy that was logged is that of what was written."""
+    losses = []
+    for name, layout in {"shared": {"dp_shard": 2, "micro_batch_size": 1}, "alone": {"micro_batch_size": 2}}.items():
+        config = make_config("reward", steps=8, layout=layout, reward={"center_rewards_coefficient": 0.01})
+        context = make_context(tmp_path / name / "work", artifacts, config)
+        if name == "alone":
+            run(config, context)
+        else:
+            run_to_end(context.work, config)
+        losses.append([row["loss"] for row in logged(context.work)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0][-1] < losses[0][0]
+    folder = tmp_path / "shared" / "work" / "reward_model"
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert model.config.num_labels == 1
+    metrics = StageResult.model_validate_json((tmp_path / "shared" / "work" / "result.json").read_text()).metrics
+    pairs = map(json.loads, (artifacts["preferences"] / "data" / "validation.jsonl").read_text().splitlines())
+    texts = [
+        tokenizer.apply_chat_template(pair["prompt"] + pair[side], tokenize=False)
+        for pair in pairs
+        for side in ("chosen", "rejected")
+    ]
+    with torch.no_grad():
+        scores = model(**tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)).logits.squeeze(
+            1
+        )
+    margins = scores[0::2] - scores[1::2]
+    assert margins.mean().item() == pytest.approx(metrics["evaluation_reward_margin"], rel=1e-4, abs=1e-5)
+    assert (margins > 0).float().mean().item() == pytest.approx(metrics["evaluation_preference_accuracy"])

@@ -24,10 +24,11 @@ from stages.adapters.start import go_on_with, merge_into, read_start
 from stages.core.contract import is_main_process
 from stages.data.batch import Batch
 from stages.engines.engine import LossMeans, StepOutcome
-from stages.engines.export import check_exportable, export_model
+from stages.engines.export import ScoreHead, check_exportable, export_model
 from stages.engines.fsdp.model import load_model
 from stages.engines.fsdp.optimizer import decayed_parameters, parameter_groups
 from stages.engines.fsdp.parallelize import data_parallel_mesh, parallelize
+from stages.engines.fsdp.score import with_score_head
 from stages.engines.fsdp.state import TrainingState
 from stages.engines.loss import Loss, means, stacked, totals_of
 from stages.engines.settings import EngineSettings
@@ -56,6 +57,9 @@ class FsdpEngine:
         self._adapter = self._add_adapter(settings) if settings.adapter else None
         if not self._adapter:
             check_exportable(self._model.causal_lm, folder)
+        self._score_head: ScoreHead | None = None
+        if settings.has_score_head:
+            self._model, self._score_head = with_score_head(self._model, folder, settings.seed)
         self.flops = model_flops(self._model.causal_lm)
         if settings.adapter:
             store_base(self._model.causal_lm, settings.adapter.base_precision, self.compute_dtype)
@@ -146,7 +150,14 @@ class FsdpEngine:
                 check_loadable(folder, self._folder, trust_remote_code=self._trust_remote_code)
             return
         named_weights = ((name, _full_tensor(value)) for name, value in self._model.causal_lm.state_dict().items())
-        export_model(self._model.causal_lm, named_weights, source=self._folder, folder=folder, dtype=dtype)
+        export_model(
+            self._model.causal_lm,
+            named_weights,
+            source=self._folder,
+            folder=folder,
+            dtype=dtype,
+            score=self._score_head,
+        )
 
     def _add_adapter(self, settings: EngineSettings) -> LoraConfig:
         """Before the model is sharded; what was taken out of the base for it is kept for the export."""

@@ -39,6 +39,8 @@ class Method:
     """Which targets count, and how much, if that is not as data preparation has it."""
     needs_divergence: Callable[[Any], bool] = lambda _: False
     """Whether batches say how far the model is from the reference (see `divergence.py`)."""
+    needs_score_head: bool = False
+    """Whether the model gives one number a document, in the place of probabilities of tokens: a reward model."""
     metrics: Mapping[str, str] = field(default_factory=dict)
     """What its loss measures beside itself: name → meaning."""
     averaged_over: str = "target tokens"

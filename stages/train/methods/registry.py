@@ -7,10 +7,11 @@ from stages.train.methods.dpo import DPO
 from stages.train.methods.kto import KTO
 from stages.train.methods.method import Method
 from stages.train.methods.orpo import ORPO
+from stages.train.methods.reward import REWARD
 from stages.train.methods.sft import SFT
 from stages.train.methods.simpo import SIMPO
 
-METHODS: dict[str, Method] = {method.name: method for method in (SFT, DPO, SIMPO, ORPO, CPO, KTO)}
+METHODS: dict[str, Method] = {method.name: method for method in (SFT, DPO, SIMPO, ORPO, CPO, KTO, REWARD)}
 
 
 def loss_meaning() -> str:

@@ -47,6 +47,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {**TRAINING, "method": "simpo"},
         {**TRAINING, "method": "orpo"},
         {**TRAINING, "method": "kto"},
+        {**TRAINING, "method": "reward"},
         {**TRAINING, "method": "cpo"},
         {**TRAINING, "method": "cpo", "cpo": {"loss_type": "simpo"}},
         {**TRAINING, "method": "sft", "adapter": {}},

@@ -72,7 +72,8 @@ def test_schema_and_metric_names_follow_the_registry(extended):
     assert extended["options"].keys() == {"beta", "target"}
     assert extended["meaning"] == "MARGIN: by how much likelier a token of the preferred answer is, in nats"
     assert extended["loss"].endswith(
-        "in nats (DPO, SIMPO, MARGIN: over pairs; ORPO, CPO: over pairs and preferred tokens; KTO: over documents)"
+        "in nats (DPO, SIMPO, REWARD, MARGIN: over pairs; "
+        "ORPO, CPO: over pairs and preferred tokens; KTO: over documents)"
     )
 
 
@@ -88,7 +89,7 @@ def test_options_of_another_method_are_an_error():
 
 
 def test_an_unknown_method_is_an_error_that_lists_those_there_are():
-    with pytest.raises(ValidationError, match="should be 'sft', 'dpo', 'simpo', 'orpo', 'cpo' or 'kto'"):
+    with pytest.raises(ValidationError, match="should be 'sft', 'dpo', 'simpo', 'orpo', 'cpo', 'kto' or 'reward'"):
         make(method="ppo")
 
 

@@ -1,0 +1,103 @@
+"""A causal language model with one number an answer in the place of its vocabulary: a reward model.
+
+It is written as Transformers' sequence classification with one label, which takes the number at the last token that is
+not padding.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from stages.core.errors import ModelError
+from stages.data.batch import Batch
+from stages.engines.attention import hidden_states
+from stages.engines.export import ScoreHead
+from stages.engines.fsdp.model import TargetLogProbabilities, decoder_of
+
+WRITTEN_AS = "score.weight"
+
+
+class DocumentScores(TargetLogProbabilities):
+    """The forward maps a batch to the score of each document, at its last token, and 0 elsewhere."""
+
+    def __init__(self, causal_lm: Any, padding_token: int | None) -> None:
+        super().__init__(causal_lm)
+        self._padding_token = padding_token
+
+    def forward(self, batch: Batch, *, greedy: bool = False) -> Tensor:
+        """float32 [rows, sequence]."""
+        assert not greedy, "there is no vocabulary"
+        hidden = hidden_states(decoder_of(self.causal_lm), batch)
+        scores = self.causal_lm.get_output_embeddings()(hidden).float().squeeze(-1)
+        return torch.where(self._is_last(batch), scores, 0.0)
+
+    def _is_last(self, batch: Batch) -> Tensor:
+        """bool [rows, sequence]: the last token of each real document that is not the padding token."""
+        documents = batch.document_ids.flatten()
+        places = torch.arange(len(documents), device=documents.device)
+        counted = documents < batch.num_documents
+        if self._padding_token is not None:
+            counted &= batch.input_ids.flatten() != self._padding_token
+        last = places.new_full((len(batch.document_lengths),), -1)
+        last = last.scatter_reduce(0, documents, torch.where(counted, places, -1), "amax")
+        return (places == last[documents]).view(batch.input_ids.shape) & (batch.document_ids < batch.num_documents)
+
+
+def with_score_head(model: TargetLogProbabilities, folder: Path, seed: int) -> tuple[DocumentScores, ScoreHead]:
+    """The model of `folder` with a new head, whose weights come of the seed, and how it is written.
+
+    Raises ModelError for an architecture that Transformers has no sequence classification for.
+    """
+    causal_lm = model.causal_lm
+    head = ScoreHead(_head_name(causal_lm), WRITTEN_AS, _config_fields(causal_lm, folder))
+    text = causal_lm.config.get_text_config()
+    generator = torch.Generator().manual_seed(seed)
+    score = nn.Linear(causal_lm.get_output_embeddings().weight.shape[1], 1, bias=False)
+    nn.init.normal_(score.weight, std=getattr(text, "initializer_range", 0.02), generator=generator)
+    causal_lm.set_output_embeddings(score)
+    causal_lm.all_tied_weights_keys = {}
+    _check_names(causal_lm, head)
+    return DocumentScores(causal_lm, head.config["pad_token_id"]), head
+
+
+def _head_name(causal_lm: Any) -> str:
+    weight = causal_lm.get_output_embeddings().weight
+    names = [name for name, one in causal_lm.named_parameters(remove_duplicate=False) if one is weight]
+    embedded = {name for name, one in causal_lm.base_model.named_parameters(causal_lm.base_model_prefix)}
+    return next(name for name in names if name not in embedded)
+
+
+def _config_fields(causal_lm: Any, folder: Path) -> dict[str, Any]:
+    """What config.json says of the written model."""
+    known = AutoModelForSequenceClassification._model_mapping
+    if type(causal_lm.config) not in known:
+        raise ModelError(
+            f"training a reward model: Transformers has no sequence classification for {type(causal_lm).__name__}; "
+            "take a model of another family, such as Qwen3 or Llama"
+        )
+    found = AutoTokenizer.from_pretrained(folder, local_files_only=True).pad_token_id
+    padding_token = causal_lm.config.get_text_config().pad_token_id if found is None else found
+    return {
+        "architectures": [known[type(causal_lm.config)].__name__],
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+        "pad_token_id": padding_token,
+    }
+
+
+def _check_names(causal_lm: Any, head: ScoreHead) -> None:
+    """What is written must be what sequence classification reads."""
+    with torch.device("meta"):
+        expected = set(AutoModelForSequenceClassification.from_config(deepcopy(causal_lm.config)).state_dict())
+    written = {head.written_as if name == head.name else name for name in causal_lm.state_dict()}
+    if written != expected:
+        raise ModelError(
+            f"training a reward model: {type(causal_lm).__name__} has weights that its sequence classification has "
+            f"not, or the other way round ({', '.join(sorted(written ^ expected)[:5])}); take another model"
+        )
