@@ -37,7 +37,7 @@ METHODS = {
     "simpo": {"method": "simpo"},
     "orpo": {"method": "orpo"},
     "cpo": {"method": "cpo"},
-    "kto": {"method": "kto", "kto": {"beta": 0.5, "desirable_weight": 4.0, "undesirable_weight": 0.25}},
+    "kto": {"method": "kto", "kto": {"desirable_weight": 4.0, "undesirable_weight": 0.25}},
     "apo": {"method": "kto", "kto": {"loss_type": "apo_zero_unpaired"}},
 }
 ADAPTER = {"rank": 4, "alpha": 8}
