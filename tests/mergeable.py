@@ -14,12 +14,12 @@ BASE = "base-0123456789ab"
 LENGTHS = (9, 5, 12)
 
 
-def make_base(artifact: Path, dtype=torch.float32, **sizes) -> None:
+def make_base(artifact: Path, dtype=torch.float32, architecture=Qwen3Config, **sizes) -> None:
     """A model with random weights and the tokenizer of the built-in one."""
     qwen3.make(builtin := artifact / "builtin")
     vocabulary = json.loads((builtin / "config.json").read_text())["vocab_size"]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(Qwen3Config(vocab_size=vocabulary, **sizes)).to(dtype)
+    model = AutoModelForCausalLM.from_config(architecture(vocab_size=vocabulary, **sizes)).to(dtype)
     model.save_pretrained(artifact / "model", max_shard_size="8MB")
     for file in builtin.iterdir():
         if not (artifact / "model" / file.name).exists() and file.suffix != ".safetensors":

@@ -26,6 +26,11 @@ class Adapter:
     """With DoRA, layer's name → length of each row of its merged weight [out]."""
     saved: Mapping[str, Tensor] = field(default_factory=dict)
     """Name of a weight → what stands in its place."""
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    """Layer, of those whose factors change no linear layer → name of the parameter that they change. All experts of a
+    layer are one parameter: then A is [experts, rank, in] and B [experts, out, rank]."""
+    scalings: Mapping[str, float] = field(default_factory=dict)
+    """Layer → its own scaling, where it has one."""
 
     @property
     def rank(self) -> int:
@@ -34,13 +39,19 @@ class Adapter:
 
     @property
     def weights(self) -> set[str]:
-        """Names of the base's weights that merging changes."""
-        return {*(f"{layer}.weight" for layer in self.factors), *self.saved}
+        """Names of the base's weights that merging changes, but for `parameters` (`experts.py`)."""
+        return {*(f"{layer}.weight" for layer in self.layers), *self.saved}
+
+    @property
+    def layers(self) -> set[str]:
+        """Names of the linear layers that have factors."""
+        return set(self.factors) - set(self.parameters)
 
     @property
     def is_sum(self) -> bool:
-        """Whether all that it does is to add scaling B A x: without DoRA, and without modules in place of others."""
-        return not self.magnitudes and not self.saved
+        """Whether all that it does is to add scaling B A x to what linear layers give: it has no DoRA, no modules in
+        place of others, and nothing on parameters."""
+        return not self.magnitudes and not self.saved and not self.parameters
 
     def shape_of(self, name: str) -> list[int]:
         """Of one of `weights`."""
@@ -50,9 +61,12 @@ class Adapter:
         return [a.shape[1], b.shape[0]] if self.is_transposed else [b.shape[0], a.shape[1]]
 
     def change(self, layer: str) -> Tensor:
-        """fp32: the product of the layer's factors, in its weight's shape; without DoRA, what the adapter adds."""
+        """fp32: the product of the layer's factors, in its weight's shape; without DoRA, what the adapter adds.
+
+        Of experts: [experts, out, in].
+        """
         a, b = self.factors[layer]
-        product = self.scaling * (b.float() @ a.float())
+        product = self.scalings.get(layer, self.scaling) * (b.float() @ a.float())
         return product.T if self.is_transposed else product
 
     def merged(self, name: str, weight: Tensor) -> Tensor:

@@ -32,8 +32,14 @@ class AdapterConfig(StrictModel):
     dropout: NonNegativeFp32 = Field(0.0, lt=1, description="Of what enters A; each process draws its own.")
     target_modules: Literal["all-linear"] | tuple[str, ...] | str = Field(
         "all-linear",
-        description="Layers that learn. all-linear: all but the head; else ends of names (q_proj), or one regular "
+        description="Layers that learn. all-linear: all but the head, as PEFT has it (where it knows the mixture of "
+        "experts: attention, experts and router; else no experts); else ends of names (q_proj), or one regular "
         "expression over whole names.",
+    )
+    target_parameters: Annotated[tuple[str, ...], AddedLater()] = Field(
+        (),
+        description="Ends of names of parameters that learn, too, where all experts of a layer are one "
+        "(mlp.experts.gate_up_proj, mlp.experts.down_proj): each expert has its own A and B.",
     )
     exclude_modules: tuple[str, ...] = Field((), description="Ends of names of layers that do not learn.")
     layers_to_transform: tuple[NonNegativeInt, ...] | None = Field(
@@ -79,7 +85,7 @@ class AdapterConfig(StrictModel):
     @field_validator("target_modules")
     @classmethod
     def _names_something(cls, targets: tuple[str, ...] | str) -> tuple[str, ...] | str:
-        if not targets:
+        if targets == "":
             raise ValueError("found nothing that could learn; expected all-linear, names or a pattern")
         if isinstance(targets, str):
             try:
@@ -99,6 +105,15 @@ class AdapterConfig(StrictModel):
         return init
 
     @model_validator(mode="after")
+    def _something_learns(self) -> Self:
+        if not self.target_modules and not self.target_parameters:
+            raise ValueError(
+                "target_modules and target_parameters: found nothing that could learn; expected all-linear, names or a "
+                "pattern"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _options_go_together(self) -> Self:
         if self.use_dora and self.changes_base:
             raise ValueError(
@@ -110,4 +125,21 @@ class AdapterConfig(StrictModel):
                 f"`use_dora` does not go with `base_precision: {self.base_precision}`: lengths of rows would be "
                 "those of other weights; say bf16, or remove one"
             )
+        if self.target_parameters and self.not_on_parameters:
+            raise ValueError(
+                f"`target_parameters` does not go with {' and '.join(self.not_on_parameters)}: PEFT has no such "
+                "adapters on parameters; remove one"
+            )
         return self
+
+    @property
+    def not_on_parameters(self) -> list[str]:
+        """What it says that parameters cannot have: their adapter is added to the weight, before there is an input."""
+        found = {
+            "dropout": self.dropout > 0,
+            "use_dora": self.use_dora,
+            f"init: {self.init}": self.changes_base,
+            f"base_precision: {self.base_precision}": self.base_precision in ("nf4", "int8"),
+            "stack": self.stack is not None,
+        }
+        return [f"`{name}`" for name, is_said in found.items() if is_said]

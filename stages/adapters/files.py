@@ -1,15 +1,19 @@
 """An adapter's folder, in PEFT's format: `adapter_model.safetensors`, `adapter_config.json`, and the tokenizer.
 
 Names in the file are those of the Transformers model, between `base_model.model.` and `.lora_A.weight`; DoRA's lengths
-of rows are `.lora_magnitude_vector`, modules that learned as a whole have the names of their weights. A file is refused
-when it is written with a B that is all 0 (that layer would have learned nothing) or with numbers that are not finite,
-and when it is read with anything that `merge` would leave out.
+of rows are `.lora_magnitude_vector`, modules that learned as a whole have the names of their weights. Adapters on
+parameters of a module have its name, with a `.base_layer` for each that is wrapped around them: the config lists these
+parameters by their whole names, inmost first. A of experts is [experts × rank, in], B [out, rank × experts].
+
+A file is refused when it is written with a B that is all 0 (that layer would have learned nothing) or with numbers that
+are not finite, and when it is read with anything that `merge` would leave out.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -28,8 +32,10 @@ if TYPE_CHECKING:
 
 MAGNITUDE = ".lora_magnitude_vector"
 NUM_NAMED = 5
+INNER = ".base_layer"
+"""What PEFT puts behind the name of a module for all but the outmost adapter on its parameters."""
 COMPANIONS = ("tokenizer", "chat_template", "special_tokens", "added_tokens", "vocab", "merges", "trained_on")
-UNKNOWN = {"bias": "none", "lora_bias": False, "target_parameters": None, "rank_pattern": None, "alpha_pattern": None}
+UNKNOWN = {"bias": "none", "lora_bias": False}
 """Fields of PEFT's config that `merged` would get wrong, and the values at which it does not."""
 
 
@@ -105,17 +111,24 @@ def read_adapter(folder: Path) -> Adapter:
             f"{folder / WEIGHTS_FILE}: {', '.join(odd[:NUM_NAMED])} is no matrix, so its layer is no linear one (a "
             "convolution, say); expected a LoRA of linear layers"
         )
-    rank = config["r"]
+    factors = {
+        layer.removeprefix(PREFIX): (tensors[f"{layer}.lora_A.weight"], tensors[f"{layer}.lora_B.weight"])
+        for layer in layers
+    }
+    parameters = _parameters(set(factors), config, folder)
+    sizes = {layer: _rank_and_scaling(parameters.get(layer, layer), config) for layer in factors}
+    for layer in parameters:
+        factors[layer] = _each_expert(*factors[layer], sizes[layer][0])
+    _, scaling = _rank_and_scaling("", config)
     return Adapter(
         base=config.get("base_model_name_or_path") or "",
-        factors={
-            layer.removeprefix(PREFIX): (tensors[f"{layer}.lora_A.weight"], tensors[f"{layer}.lora_B.weight"])
-            for layer in layers
-        },
-        scaling=config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank),
+        factors=factors,
+        scaling=scaling,
         is_transposed=bool(config.get("fan_in_fan_out")),
         magnitudes={name.removeprefix(PREFIX).removesuffix(MAGNITUDE): tensors[name] for name in magnitudes},
         saved={name.removeprefix(PREFIX): tensors[name] for name in saved},
+        parameters=parameters,
+        scalings={layer: own for layer, (_, own) in sizes.items() if own != scaling},
     )
 
 
@@ -157,6 +170,40 @@ def check_weights(adapter: Adapter, base: Path) -> None:
             f"missing or have another size: {', '.join(odd[:NUM_NAMED])}, expected {adapter.shape_of(min(found))} and "
             "the like; name the model that it was trained on"
         )
+
+
+def _parameters(layers: set[str], config: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    """Layer in the file → parameter that its factors are for."""
+    modules: dict[str, list[str]] = {}
+    for name in config.get("target_parameters") or ():
+        modules.setdefault(name.rpartition(".")[0], []).append(name)
+    found: dict[str, str] = {}
+    for module, names in modules.items():
+        found |= zip((module + INNER * depth for depth in reversed(range(len(names)))), names, strict=True)
+    if unknown := sorted(({layer for layer in layers if layer.endswith(INNER)} - set(found)) | (set(found) - layers)):
+        raise ModelError(
+            f"the adapter in {folder} has {', '.join(unknown[:NUM_NAMED])} in one of its files only; expected every "
+            "adapted parameter in target_parameters, by its whole name"
+        )
+    return found
+
+
+def _rank_and_scaling(name: str, config: Mapping[str, Any]) -> tuple[int, float]:
+    """Of a layer or parameter: a pattern may give it others than the rest has."""
+
+    def own(field: str, default: Any) -> Any:
+        patterns = (config.get(field) or {}).items()
+        return next((value for pattern, value in patterns if re.match(rf"(.*\.)?({pattern})$", name)), default)
+
+    rank, alpha = own("rank_pattern", config["r"]), own("alpha_pattern", config["lora_alpha"])
+    return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _each_expert(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """A [experts, rank, in] and B [experts, out, rank]; of a parameter without experts, as they are."""
+    if len(a) == rank:
+        return a, b
+    return a.unflatten(0, (-1, rank)), b.unflatten(1, (rank, -1)).permute(2, 0, 1)
 
 
 def _in_file(parameter: str) -> str:

@@ -14,6 +14,7 @@ MEGATRON_HONOURS = {
     "alpha",
     "dropout",
     "target_modules",
+    "target_parameters",
     "exclude_modules",
     "layers_to_transform",
     "use_rslora",

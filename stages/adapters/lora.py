@@ -1,7 +1,9 @@
 """Puts adapters into a Transformers model, by PEFT: the base is frozen, what learns are A and B of each adapted layer.
 
-Refused by name: targets that match nothing (`targets`), a rank that a layer does not have, adapters of embeddings and
-of the head (servers leave those out without a word), layers that PEFT adapts but whose weights cannot be merged again.
+PEFT decides where they go: `all-linear`, and names of experts' projections, mean the parameters in which a mixture of
+experts has all experts of a layer. Refused by name: targets that match nothing (`targets`), a rank that a layer does
+not have, adapters of embeddings and of the head (servers leave those out without a word), layers that PEFT adapts but
+whose weights cannot be merged again.
 """
 
 from __future__ import annotations
@@ -11,11 +13,14 @@ from typing import Any
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.lora.layer import ParamWrapper
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from stages.adapters.config import AdapterConfig, BasePrecision
+from stages.adapters.experts import stored_names
+from stages.adapters.files import INNER
 from stages.adapters.quantized import quantize_base
 from stages.adapters.targets import check_layers, peft_targets
 from stages.core.errors import ModelError
@@ -36,12 +41,16 @@ def add_adapter(causal_lm: Any, config: AdapterConfig, seed: int, *, has_weights
     is_transposed = any(isinstance(module, Conv1D) for module in causal_lm.modules())
     if is_transposed and config.init == "olora":
         raise ModelError(f"adapter.init is olora, which PEFT gets wrong for {type(causal_lm).__name__}; choose pissa")
+    targets = peft_targets(causal_lm, config)
     layers = config.layers_to_transform if isinstance(config.target_modules, tuple) else None
     lora = LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # a fraction serves as well
         lora_dropout=config.dropout,
-        target_modules=peft_targets(causal_lm, config),
+        target_modules=targets.modules,
+        target_parameters=targets.parameters or None,
+        rank_pattern=targets.ranks,
+        alpha_pattern=targets.alphas,
         exclude_modules=list(config.exclude_modules) or None,
         layers_to_transform=list(layers) if layers else None,
         use_rslora=config.use_rslora,
@@ -60,6 +69,9 @@ def add_adapter(causal_lm: Any, config: AdapterConfig, seed: int, *, has_weights
                 f"putting an adapter on {config.target_modules!r}: {str(error).partition('. ')[0]}; name linear layers "
                 "between the embedding and the head"
             ) from error
+    lora.target_parameters = (
+        targets.parameters or None
+    )  # inmost first, as `files.py` reads them; PEFT makes a set of them
     _check(causal_lm, config)
     _let_saved_modules_learn(causal_lm, config)
     return lora
@@ -80,16 +92,43 @@ def store_base(causal_lm: Any, precision: BasePrecision | None, compute_dtype: t
             parameter.data = parameter.data.to(dtype_of(name))
 
 
-def adapted_layers(causal_lm: nn.Module) -> dict[str, LoraLinear]:
-    """Name → layer of all that have an adapter."""
-    return {name: module for name, module in causal_lm.named_modules() if isinstance(module, LoraLinear)}
+def adapted_layers(causal_lm: nn.Module) -> dict[str, LoraLinear | ParamWrapper]:
+    """Name → layer of all that have an adapter; modules whose parameters have one, too."""
+    found = causal_lm.named_modules()
+    return {name: module for name, module in found if isinstance(module, (LoraLinear, ParamWrapper))}
+
+
+def adapted_parameters(causal_lm: nn.Module) -> dict[str, str]:
+    """Of `adapted_layers`, those whose parameters have an adapter → name of the parameter in the unadapted model."""
+    return {
+        name: f"{name.replace(INNER, '')}.{module.parameter_name}"
+        for name, module in adapted_layers(causal_lm).items()
+        if isinstance(module, ParamWrapper)
+    }
+
+
+def num_experts_of_factors(causal_lm: nn.Module) -> dict[str, int]:
+    """Name of an A or a B that is of all experts of a layer → how many they are."""
+    wrapped = {name: one for name, one in adapted_layers(causal_lm).items() if isinstance(one, ParamWrapper)}
+    return {
+        f"{name}.lora_{factor}.{ADAPTER_NAME}.weight": module.num_experts
+        for name, module in wrapped.items()
+        for factor in "AB"
+        if module.num_experts > 1
+    }
 
 
 def changed_weights(causal_lm: nn.Module) -> list[str]:
-    """Names, in the model without its adapter, of all weights that are others once the adapter is merged."""
+    """Names of all weights that are others once the adapter is merged; parameters' as the model's files have them."""
     learning = [name for name, parameter in causal_lm.named_parameters() if parameter.requires_grad]
     saved = [name for name in learning if ".lora_" not in name]
-    return [*(f"{name}.weight" for name in adapted_layers(causal_lm)), *saved]
+    layers, parameters = adapted_layers(causal_lm), adapted_parameters(causal_lm)
+    stored = [
+        in_files
+        for layer, name in parameters.items()
+        for in_files in stored_names(causal_lm, name, tuple(_weight_of(layers[layer]).shape))
+    ]
+    return [*(f"{name}.weight" for name in layers if name not in parameters), *stored, *saved]
 
 
 def factors_of(causal_lm: nn.Module) -> dict[str, Tensor]:
@@ -125,9 +164,14 @@ def _check(causal_lm: Any, config: AdapterConfig) -> None:
             f"adapter.target_modules is {config.target_modules!r}, which adapts {', '.join(odd[:NUM_NAMED])}: only "
             "linear layers between the embedding and the head can be adapted; leave these out with exclude_modules"
         )
-    widths = {name: min(layer.get_base_layer().weight.shape) for name, layer in layers.items()}
+    routers = {name for name, module in layers.items() if isinstance(module, ParamWrapper) and module.num_experts == 1}
+    widths = {name: min(_weight_of(layer).shape[-2:]) for name, layer in layers.items() if name not in routers}
     if too_narrow := [f"{name} ({width})" for name, width in widths.items() if width < config.rank]:
         raise ModelError(
             f"adapter.rank is {config.rank}, more than the width of {', '.join(too_narrow[:NUM_NAMED])}; lower it, or "
             "leave these layers out with exclude_modules"
         )
+
+
+def _weight_of(layer: LoraLinear | ParamWrapper) -> Tensor:
+    return layer.get_param() if isinstance(layer, ParamWrapper) else layer.get_base_layer().weight

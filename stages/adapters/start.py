@@ -49,6 +49,11 @@ def go_on_with(causal_lm: Any, adapter: Adapter) -> None:
 
 def merge_into(causal_lm: Any, adapter: Adapter) -> None:
     """Change the model's weights as the merge stage does. Raises ModelError when it does not have them."""
+    if adapter.parameters:
+        raise ModelError(
+            f"merging an adapter, to stack another on it: it changes {next(iter(adapter.parameters.values()))}, and "
+            "adapters of parameters are not added up to one of the base; merge it by a stage of `kind: merge`"
+        )
     named = dict(causal_lm.named_parameters())
     if lost := sorted(adapter.weights - set(named)):
         raise ModelError(f"merging an adapter: the model has no {', '.join(lost[:NUM_NAMED])}; it is another one's")
@@ -60,6 +65,8 @@ def _parameters(adapter: Adapter) -> dict[str, Tensor]:
     """By the names that PEFT gives them in a model."""
     found = dict(adapter.saved)
     for layer, (a, b) in adapter.factors.items():
+        if a.ndim > 2:  # of experts, as PEFT has them
+            a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
         found[f"{layer}.lora_A.{ADAPTER_NAME}.weight"] = a
         found[f"{layer}.lora_B.{ADAPTER_NAME}.weight"] = b
     for layer, magnitude in adapter.magnitudes.items():

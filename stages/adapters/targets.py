@@ -1,44 +1,113 @@
 """Which layers an adapter goes on: what a recipe names, as PEFT takes it, or the names that the model has instead.
 
-PEFT itself leaves out without a word what it does not find, as long as something else is found.
+PEFT itself leaves out without a word what it does not find, as long as something else is found. Of the mixtures of
+experts that it knows it takes names of experts' projections and routers, and `all-linear`, for the parameters that
+these are in Transformers, in all layers: which of them a recipe means is found here.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+from peft import LoraConfig
+from peft.utils.transformers_weight_conversion import _MOE_TARGET_MODULE_MAPPING as FORMER
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from stages.adapters.config import AdapterConfig
 from stages.core.errors import ModelError
 
+NUM_NAMED = 5
 LAYER_NUMBER = re.compile(r".*?\.[^.]*\.(\d+)\.")
 """At the start of a module's name, as PEFT finds it: the first number is the layer's, a later one an expert's."""
 
 
-def peft_targets(causal_lm: Any, config: AdapterConfig) -> list[str] | str:
-    """PEFT's `target_modules`. Raises ModelError for what a field names that is not in the model, which has no adapter.
+@dataclass(frozen=True)
+class PeftTargets:
+    """PEFT's `target_modules`, `target_parameters`, `rank_pattern` and `alpha_pattern`.
 
-    PEFT takes numbers of layers only beside names: then `all-linear` and patterns become the names of their layers.
+    `parameters`: whole names; of those of one module, the first is the inmost when PEFT wraps them.
     """
+
+    modules: list[str] | str
+    parameters: list[str]
+    ranks: dict[str, Any]
+    alphas: dict[str, Any]
+
+
+def peft_targets(causal_lm: Any, config: AdapterConfig) -> PeftTargets:
+    """What a recipe's adapter is to PEFT. Raises ModelError for what a field names that is not in the model, which has
+    no adapter, and for what parameters cannot have.
+    """
+    known = _as_peft_knows_it(causal_lm, config)
+    parameters = _chosen_parameters(causal_lm, config, known.target_parameters or ())
     linear = [name for name, module in causal_lm.named_modules() if isinstance(module, nn.Linear | Conv1D)]
-    if problems := "; ".join(_not_there(causal_lm, config, linear)):
+    if problems := "; ".join(_not_there(causal_lm, config, linear, known)):
         raise ModelError(f"putting an adapter on {type(causal_lm).__name__}: {problems}")
+    if parameters and config.not_on_parameters:
+        raise ModelError(
+            f"adapter.target_modules is {config.target_modules!r}, which adapts {', '.join(parameters[:NUM_NAMED])}: "
+            f"parameters, on which PEFT has no {' and '.join(config.not_on_parameters)}; remove that, or leave these "
+            "out with exclude_modules"
+        )
+    modules = _modules(causal_lm, config, linear, known)
+    return PeftTargets(modules, parameters, dict(known.rank_pattern or {}), dict(known.alpha_pattern or {}))
+
+
+def _as_peft_knows_it(causal_lm: Any, config: AdapterConfig) -> LoraConfig:
     targets = config.target_modules
+    known = LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # a fraction serves as well
+        target_modules=list(targets) if isinstance(targets, tuple) else targets,
+        target_parameters=list(config.target_parameters) or None,
+    )
+    try:
+        convert_peft_config_for_transformers(known, causal_lm, None)
+    except ValueError as error:
+        raise ModelError(f"adapter.target_modules is {targets!r}: {error}; name both, or neither") from error
+    return known
+
+
+def _modules(causal_lm: Any, config: AdapterConfig, linear: list[str], known: LoraConfig) -> list[str] | str:
+    """PEFT takes numbers of layers only beside names: then `all-linear` and patterns become the names of their layers.
+
+    So do patterns where PEFT would take what they match in one layer for all layers: where it knows the mixture.
+    """
+    targets, layers = config.target_modules, config.layers_to_transform
+    names = None if isinstance(known.target_modules, str) else set(known.target_modules or ())
     if isinstance(targets, tuple):
-        return list(targets)
-    if config.layers_to_transform is None:
-        return targets
+        return sorted(names or ())
+    if layers is None and (names is None or targets == "all-linear"):
+        return targets if names is None else sorted(names)
     head = causal_lm.get_output_embeddings()
-    return [
-        name
-        for name in linear
-        if layer_number(name) in config.layers_to_transform
-        and (causal_lm.get_submodule(name) is not head if targets == "all-linear" else re.fullmatch(targets, name))
-    ]
+
+    def is_target(name: str) -> bool:
+        if targets != "all-linear":
+            return re.fullmatch(targets, name) is not None
+        return causal_lm.get_submodule(name) is not head and (names is None or name.rpartition(".")[2] in names)
+
+    return [name for name in linear if is_target(name) and (layers is None or layer_number(name) in layers)]
+
+
+def _chosen_parameters(causal_lm: Any, config: AdapterConfig, ends: Collection[str]) -> list[str]:
+    targets, layers = config.target_modules, config.layers_to_transform
+    pattern = targets if isinstance(targets, str) and targets != "all-linear" else None
+    chosen = []
+    for name, _ in causal_lm.named_parameters():
+        module, _, own = name.rpartition(".")
+        is_meant = _is_named(name, ends)
+        if pattern and is_meant and not _is_named(name, config.target_parameters):
+            former = [f"{module}.{old}" for known in FORMER.values() for old, new in known.items() if new == own]
+            is_meant = any(re.fullmatch(pattern, one) for one in (name, module, *former))
+        is_left_out = _is_named(name, config.exclude_modules) or _is_named(module, config.exclude_modules)
+        if is_meant and not is_left_out and (layers is None or layer_number(name) in layers):
+            chosen.append(name)
+    return chosen
 
 
 def layer_number(module: str) -> int | None:
@@ -57,17 +126,26 @@ def check_layers(adapted: Iterable[str], config: AdapterConfig) -> None:
         )
 
 
-def _not_there(causal_lm: nn.Module, config: AdapterConfig, linear: list[str]) -> Iterator[str]:
+def _not_there(causal_lm: nn.Module, config: AdapterConfig, linear: list[str], known: LoraConfig) -> Iterator[str]:
     modules = [name for name, _ in causal_lm.named_modules()]
+    parameters = {name: one.ndim for name, one in causal_lm.named_parameters()}
     called = f"linear layers are called {', '.join(_ends(linear))}"
     targets = config.target_modules
     if isinstance(targets, tuple):
-        if lost := _unmatched(targets, modules):
+        if lost := _unmatched(sorted(known.target_modules or ()), modules):
             yield f"adapter.target_modules names {lost}, which it does not have; its {called}"
-    elif targets != "all-linear" and not any(re.fullmatch(targets, name) for name in modules):
+    elif isinstance(known.target_modules, str) and not any(
+        targets == "all-linear" or re.fullmatch(targets, name) for name in modules
+    ):
         example = f", as in {linear[0]}" if linear else ""
         yield f"the pattern {targets!r} of adapter.target_modules matches none of its modules; {called}{example}"
-    if lost := _unmatched(config.exclude_modules, modules):
+    if lost := _unmatched(config.target_parameters, parameters):
+        stacked = sorted({re.sub(r".*\.\d+\.", "", name) for name, num_dims in parameters.items() if num_dims > 2})
+        yield (
+            f"adapter.target_parameters names {lost}, which it does not have; its parameters of several experts are "
+            f"called {', '.join(stacked) or 'nothing: it has none'}"
+        )
+    if lost := _unmatched(config.exclude_modules, [*modules, *parameters]):
         yield f"adapter.exclude_modules names {lost}, which it does not have; its {called}"
     if lost := _unmatched(config.modules_to_save, modules):
         yield (
@@ -81,7 +159,11 @@ def _not_there(causal_lm: nn.Module, config: AdapterConfig, linear: list[str]) -
 
 def _unmatched(ends: Collection[str], names: Collection[str]) -> str:
     """Those of `ends` that no name is or ends with, after a dot."""
-    return ", ".join(end for end in ends if not any(f".{name}".endswith(f".{end}") for name in names))
+    return ", ".join(end for end in ends if not any(_is_named(name, [end]) for name in names))
+
+
+def _is_named(name: str, ends: Collection[str]) -> bool:
+    return any(f".{name}".endswith(f".{end}") for end in ends)
 
 
 def _ends(names: Iterable[str]) -> list[str]:

@@ -22,7 +22,10 @@ def combine(adapters: Mapping[str, Adapter], config: MergeConfig, layers: Sequen
     several ranks, which linear sums of A and B do not have.
     """
     if odd := [name for name, one in adapters.items() if not one.is_sum]:
-        raise ModelError(f"combining adapters: {odd[0]} has DoRA or whole modules, which no sum has; merge it alone")
+        raise ModelError(
+            f"combining adapters: {odd[0]} has DoRA or whole modules, which no sum has, or adapters of experts, which "
+            "nothing here combines; merge it alone"
+        )
     ranks = {name: next(iter(one.factors.values()))[0].shape[0] for name, one in adapters.items()}
     if len(set(ranks.values())) > 1:
         found = ", ".join(f"{name} has {rank}" for name, rank in ranks.items())

@@ -8,13 +8,14 @@ for a mixture of several adapters, what the base gives with the mixture beside i
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
 from stages.adapters.adapter import Adapter
+from stages.adapters.experts import ChangedParameters
 from stages.adapters.files import copy_companions, read_adapter
 from stages.adapters.headers import ADAPTER_FOLDER
 from stages.core.contract import StageContext, StageResult
@@ -37,13 +38,15 @@ def run(config: MergeConfig, context: StageContext) -> StageResult:
     check_model_folder(base)
     adapters = {name: _read(context.inputs[name], base.parent.name) for name in config.weighted}
     beside = StreamedModel(base, context.scratch / "base", trust_remote_code=config.trust_remote_code)
-    layers = beside.ordered({layer for one in adapters.values() for layer in one.factors})
+    layers = beside.ordered({layer for one in adapters.values() for layer in one.layers})
     adapter = next(iter(adapters.values())) if config.is_plain else combine(adapters, config, layers)
-    changed_fraction = _write(adapter, base, trained[0], context.work / "model")
+    parameters = ChangedParameters(adapter, beside.causal_lm)
+    changed_fraction = _write(adapter, parameters, base, trained[0], context.work / "model")
     merged = StreamedModel(
         context.work / "model", context.scratch / "merged", trust_remote_code=config.trust_remote_code
     )
-    beside.put_beside(adapter)
+    if adapter.is_sum:
+        beside.put_beside(adapter)
     found = compare(merged, beside if adapter.is_sum else None, read_record(trained[0]))
     metrics = _judged(found, config, trained[0], context)
     shutil.rmtree(context.scratch)
@@ -65,7 +68,7 @@ def _read(trained: Path, base: str) -> Adapter:
     return adapter
 
 
-def _write(adapter: Adapter, base: Path, trained: Path, folder: Path) -> float:
+def _write(adapter: Adapter, parameters: ChangedParameters, base: Path, trained: Path, folder: Path) -> float:
     """Write the merged model; returns which share of the merged weights are other numbers than before.
 
     Each file is copied, and the adapted weights in it written over, so that one of them at a time is in memory. Raises
@@ -75,23 +78,25 @@ def _write(adapter: Adapter, base: Path, trained: Path, folder: Path) -> float:
     copy_companions(trained / ADAPTER_FOLDER, folder)
     if (base / WEIGHTS_INDEX).is_file():
         shutil.copyfile(base / WEIGHTS_INDEX, folder / WEIGHTS_INDEX)
+    changing: dict[str, Adapter | ChangedParameters] = dict.fromkeys(parameters.layers, parameters)
+    changing |= dict.fromkeys(adapter.weights, adapter)
     changed: dict[str, float] = {}
     for path in weight_paths(base):
         shutil.copyfile(path, folder / path.name)
         with safe_open(path, framework="pt") as file, (folder / path.name).open("r+b") as written:
             for tensor in read_tensors(path):
-                if tensor.name in adapter.weights:
+                if tensor.name in changing:
                     weight = file.get_tensor(tensor.name)
-                    merged = adapter.merged(tensor.name, weight).to(weight.dtype).contiguous()
+                    merged = changing[tensor.name].merged(tensor.name, weight).to(weight.dtype).contiguous()
                     changed[tensor.name] = int((merged != weight).count_nonzero()) / weight.numel()
                     written.seek(tensor.start)
                     written.write(merged.view(torch.uint8).numpy())
-    _check_changed(adapter, changed)
+    _check_changed(changing, changed)
     return sum(changed.values()) / len(changed)
 
 
-def _check_changed(adapter: Adapter, changed: Mapping[str, float]) -> None:
-    lost = sorted(adapter.weights - set(changed))
+def _check_changed(expected: Collection[str], changed: Mapping[str, float]) -> None:
+    lost = sorted(set(expected) - set(changed))
     unchanged = sorted(name for name, share in changed.items() if not share)
     if lost or unchanged:
         raise ModelError(

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from stages.adapters.experts import idle_experts
+from stages.adapters.files import read_adapter
 from stages.core.contract import StageContext, StageResult, is_main_process
 from stages.core.errors import LayoutError
 from stages.data.config import DEFAULT_DATE
@@ -76,6 +78,7 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
             if context.trial is None:
                 watchdog.begins("writing the model")
                 engine.export(context.work / config.product, getattr(torch, config.export_dtype))
+                _warn_of_idle_experts(config, context)
                 if not config.learning.needs_score_head:
                     record_log_probabilities(engine, *held_out, context.work, before)
     if is_main_process() and context.trial is None:
@@ -199,6 +202,13 @@ def _peak(engine: Engine, config: TrainConfig) -> Peak | None:
     if engine.device.type == "cpu" and not config.execution.measure_matmul_rate:
         return None
     return device_peak(engine.device, engine.compute_dtype)
+
+
+def _warn_of_idle_experts(config: TrainConfig, context: StageContext) -> None:
+    if config.adapter and is_main_process():
+        unusual = idle_experts(read_adapter(context.work / config.product))
+        if unusual:
+            context.warn(unusual)
 
 
 def _note_use(config: TrainConfig, data: PreparedData, folder: Path) -> None:

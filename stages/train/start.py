@@ -16,7 +16,7 @@ from stages.core.contract import StageConfig, base_of
 from stages.data.config import DataConfig
 
 SAME = ("rank", "alpha", "use_rslora", "use_dora", "modules_to_save")
-SAME_LAYERS = ("target_modules", "exclude_modules", "layers_to_transform")
+SAME_LAYERS = ("target_modules", "target_parameters", "exclude_modules", "layers_to_transform")
 
 
 def start_problems(

@@ -102,8 +102,17 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
         "loraplus_lr_ratio": 2.0,
     },
+    "experts": {"rank": 3, "alpha": 7},
+    "down": {
+        "rank": 3,
+        "alpha": 5,
+        "use_rslora": True,
+        "target_modules": [],
+        "target_parameters": ["experts.down_proj"],
+    },
 }
-"""`some`: parts of the layers that Megatron joins, and nothing on the last pipeline stage."""
+"""`some`: parts of the layers that Megatron joins, and nothing on the last pipeline stage. `experts`: what PEFT reads
+all-linear as for a mixture, attention, experts and router."""
 SEED = 3
 
 
@@ -149,6 +158,8 @@ def _alone() -> list[Case]:
         Case("llama", adapter="all"),
         Case("llama", {"recompute": "full"}, adapter="all"),
         Case("qwen3", adapter="some"),
+        Case("qwen3-moe", adapter="experts"),
+        Case("mixtral", {"recompute": "full"}, adapter="experts"),
     ]
 
 
@@ -179,6 +190,12 @@ def _two() -> list[Case]:
         *(Case("llama", {**layout, "recompute": "full"}, adapter="all") for layout in (sp, pp)),
         *(Case("qwen3", layout, adapter="some") for layout in (sp, pp, vpp, sharded)),
         *(Case("qwen3-moe", layout, adapter="attention") for layout in (sp, experts)),
+        *(
+            Case("qwen3-moe", layout, adapter="experts")
+            for layout in (sp, {**sp, "etp": 2}, pp, experts, {**sp, "ep": 2})
+        ),
+        Case("qwen3-moe", experts, "pairs", "experts"),
+        Case("mixtral", experts, adapter="down"),
     ]
 
 
@@ -214,6 +231,8 @@ def _four() -> list[Case]:
         Case("llama", {"tp": 4, "sequence_parallel": True}, adapter="all"),
         Case("llama", {**cp, "dp_shard": 2}, adapter="all"),
         Case("qwen3-moe", {**pp, "dp_shard": 2, "ep": 2}, adapter="attention"),
+        *(Case("qwen3-moe", {**layout, "dp_shard": 2, "ep": 2}, adapter="experts") for layout in (sp, pp)),
+        Case("qwen3-moe", {**sp, "dp_shard": 2, "ep": 2, "etp": 2}, adapter="experts"),
     ]
 
 

@@ -98,7 +98,7 @@ def group(case: Case) -> str:
     """The line of the table that a case belongs to."""
     degrees = case.layout.keys() - {"micro_batch_size", "sequence_parallel", "recompute"}
     if case.adapter:
-        return f"adapters, {'TP, PP, VPP, CP, DP, EP and products' if degrees else 'one process'}"
+        return f"adapters, {'TP, PP, VPP, CP, DP, EP, ETP and products' if degrees else 'one process'}"
     if "moe" in case.model or case.model == "mixtral":
         return f"mixture of experts, {'TP, PP, VPP, CP, DP, EP, ETP and products' if degrees else 'one process'}"
     if "recompute" in case.layout:

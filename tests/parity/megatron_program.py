@@ -28,6 +28,7 @@ from tests.parity.fsdp_program import pack
 from tests.parity.megatron_cases import Case, cases, global_batches, train_config
 
 prepare_megatron()
+from stages.engines.megatron.adapter import learned_factors  # noqa: E402
 from stages.engines.megatron.engine import MegatronEngine  # noqa: E402
 from stages.engines.megatron.parallel import represents_share  # noqa: E402
 from stages.engines.megatron.parts import local_parts  # noqa: E402
@@ -173,8 +174,11 @@ def under_their_names(engine: Any, gradients: dict[Tensor, Tensor]) -> dict[str,
     weights = {parameter: parameter.detach().clone() for parameter in gradients}
     for parameter, gradient in gradients.items():
         parameter.data.copy_(gradient)
-    given = named_weights(engine._chunks, engine._shape, torch.float32, learning_only=True)
-    named = {name: value.clone() for name, value in given}
+    if engine._adapter:
+        named = learned_factors(engine._chunks, engine._shape)
+    else:
+        given = named_weights(engine._chunks, engine._shape, torch.float32, learning_only=True)
+        named = {name: value.clone() for name, value in given}
     for parameter, weight in weights.items():
         parameter.data.copy_(weight)
     return named

@@ -10,9 +10,11 @@ import pytest
 import torch
 from peft.optimizers import create_loraplus_optimizer
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 from stages.adapters.config import AdapterConfig
+from stages.adapters.experts import ChangedParameters
 from stages.adapters.files import read_adapter
 from stages.adapters.quantized import Int8Linear, Nf4Linear
 from tests.parity.test_fsdp import (
@@ -46,6 +48,16 @@ OF_OTHERS = {
     ("wide", "nf4"): {"rank": 4, "alpha": 8, "base_precision": "nf4"},
     ("qwen3", "int8"): {"rank": 4, "alpha": 8, "base_precision": "int8"},
     ("qwen3", "bf16"): {"rank": 4, "alpha": 8, "base_precision": "bf16"},
+    ("moe", "experts"): {"rank": 3, "alpha": 8},
+    ("gpt-oss", "parameters"): {
+        "rank": 3,
+        "alpha": 5,
+        "target_modules": ["q_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        "use_rslora": True,
+        "loraplus_lr_ratio": 1.5,
+    },
+    ("gpt-oss", "down"): {"rank": 3, "target_modules": [], "target_parameters": ["experts.down_proj"]},
 }
 """Model and adapter, of other models and of bases that are rounded."""
 CASES = {**{("qwen3", name): adapter for name, adapter in ADAPTERS.items()}, **OF_OTHERS}
@@ -67,11 +79,15 @@ SEED = 3
 
 @pytest.fixture(scope="module")
 def folders(models):
-    """With one whose rows are as long as a block of NF4."""
+    """With one whose rows are as long as a block of NF4, and one whose experts are transposed and square."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
     config = Qwen3Config(**sizes, num_hidden_layers=2, intermediate_size=128, initializer_range=0.2)
     Qwen3ForCausalLM(config).save_pretrained(models / "wide")
+    sizes |= {"hidden_size": 24, "head_dim": 8, "intermediate_size": 24, "max_position_embeddings": 64}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": None}
+    config = GptOssConfig(**sizes, **experts, num_hidden_layers=2, initializer_range=0.2)
+    GptOssForCausalLM(config).save_pretrained(models / "gpt-oss")
     return models
 
 
@@ -96,6 +112,7 @@ def train_plainly(folder, adapter, data):
         r=adapter.rank,
         lora_alpha=adapter.alpha,
         target_modules=list(targets) if isinstance(targets, tuple) else targets,
+        target_parameters=list(adapter.target_parameters) or None,
         use_rslora=adapter.use_rslora,
         use_dora=adapter.use_dora,
         init_lora_weights=True if adapter.init == "default" else adapter.init,
@@ -132,7 +149,9 @@ def trained(request, ranks, folders, data, tmp_path_factory):
     cases |= {f"{model}-{name}": (model, name, first) for model, name in CASES if name != "all"}
     third = list(layouts)[2]
     cases |= {f"qwen3-dora-{third}": ("qwen3", "dora", third), f"wide-nf4-{third}": ("wide", "nf4", third)}
+    cases["moe-experts-recomputed"] = ("moe", "experts", list(layouts)[2])
     output = tmp_path_factory.mktemp("trained")
+    cases["moe-experts-recomputed"] = ("moe", "experts", list(layouts)[2])
     given = {
         name: {"model": str(folders / model), "config": config_of((model, adapter), layouts[layout])}
         for name, (model, adapter, layout) in cases.items()
@@ -208,11 +227,15 @@ def test_peft_loads_them_and_gives_what_training_gave(trained, folders, data):
 def test_merged_they_are_what_peft_trained_and_merged(trained, plain, folders):
     output, cases = trained
     for name, case in of_exact_bases(cases):
-        before = AutoModelForCausalLM.from_pretrained(folders / case[0], dtype=torch.float32).state_dict()
-        expected = merged_weights(plain[case][2])
+        base = AutoModelForCausalLM.from_pretrained(folders / case[0], dtype=torch.float32)
+        before, expected = (
+            revert_weight_conversion(base, one) for one in (base.state_dict(), merged_weights(plain[case][2]))
+        )
         adapter = read_adapter(output / name)
+        parameters = ChangedParameters(adapter, base)
+        changing = {**dict.fromkeys(adapter.weights, adapter), **dict.fromkeys(parameters.layers, parameters)}
         for key, weight in before.items():
-            merged = adapter.merged(key, weight) if key in adapter.weights else weight
+            merged = changing[key].merged(key, weight) if key in changing else weight
             assert (merged - expected[key]).abs().max().item() < 2e-6, (name, key)
         assert all((expected[key] - before[key]).abs().max().item() > 1e-4 for key in adapter.weights), name
 

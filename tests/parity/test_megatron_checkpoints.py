@@ -14,6 +14,7 @@ TP, PP = {"tp": 2}, {"pp": 2}
 SP = {"tp": 2, "sequence_parallel": True}
 SHARDED, REPLICATED, EXPERTS = {"dp_shard": 2}, {"dp_replicate": 2}, {"dp_shard": 2, "ep": 2}
 ADAPTER = {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]}
+OF_EXPERTS = {"rank": 3, "alpha": 8}
 TOLERANCE = 1e-6
 """Of a loss of 5, which layouts without any checkpoint differ by as well."""
 
@@ -41,6 +42,10 @@ JOURNEYS = {
     "adapter": journey("qwen3", megatron(SP), megatron({**PP, "vpp": 2}), megatron(SHARDED), FSDP, adapter=ADAPTER),
     "adapter-of-fsdp": journey("qwen3", FSDP, megatron(SP), megatron(SHARDED), adapter=ADAPTER),
     "adapter-bf16": journey("qwen3", megatron(SHARDED), precision="bf16", adapter=ADAPTER),
+    "adapter-experts": journey(
+        "qwen3-moe", megatron(EXPERTS), megatron({**SP, "etp": 2}), megatron(PP), FSDP, adapter=OF_EXPERTS
+    ),
+    "adapter-experts-of-fsdp": journey("qwen3-moe", FSDP, megatron(EXPERTS), adapter=OF_EXPERTS),
     "adapter-dropout": journey("qwen3", megatron(TP), adapter={**ADAPTER, "dropout": 0.1}),
 }
 LATER = [{"tp": 2, "dp_shard": 2}, {"pp": 2, "dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}]

@@ -13,15 +13,24 @@ from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
+from stages.adapters.experts import of_each_expert
+from stages.adapters.lora import num_experts_of_factors
 from stages.models.stored_tensors import check_stored
 
 
 class TrainingState:
-    """What a checkpoint holds, under the names that the parameters have in the Hugging Face model."""
+    """What a checkpoint holds, under the names that the parameters have in the Hugging Face model.
+
+    An adapter's B of experts [out, rank × experts] is kept as [experts, out, rank], of which experts are rectangles, so
+    that the other engine, which spreads experts over processes, can read and write its own.
+    """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model = model
         self._optimizer = optimizer
+        self._num_experts = {
+            name: number for name, number in num_experts_of_factors(model).items() if ".lora_B." in name
+        }
         # The writing thread has collectives of its own, which must not meet those of training in one group.
         self._group = dist.new_group(backend="gloo")
 
@@ -29,6 +38,8 @@ class TrainingState:
         """Copy the state to host memory, then write it in a thread; done when all processes have written."""
         state = self._state()
         state["model"] = self._untied(state["model"])  # a tied head would be there though embedding and head are frozen
+        state["model"] = self._by_expert(state["model"])
+        state["optimizer"]["state"] = self._moments_by_expert(state["optimizer"]["state"])
         return dcp.async_save(state, checkpoint_id=folder, process_group=self._group)
 
     def load(self, folder: Path) -> None:
@@ -37,7 +48,10 @@ class TrainingState:
         Raises ModelError when they are another model's.
         """
         state = self._state()
-        wanted = {"model": self._untied(state["model"]), "optimizer": {"state": state["optimizer"]["state"]}}
+        wanted = {
+            "model": self._by_expert(self._untied(state["model"])),
+            "optimizer": {"state": self._moments_by_expert(state["optimizer"]["state"])},
+        }
         check_stored(folder, {key: tuple(tensor.shape) for key, tensor in flatten_state_dict(wanted)[0].items()})
         dcp.load(wanted, checkpoint_id=folder, process_group=self._group)
         set_state_dict(
@@ -52,6 +66,20 @@ class TrainingState:
         """Without those that are another one's: they are filled with it."""
         tied = getattr(self._model, "all_tied_weights_keys", None) or {}
         return {name: weight for name, weight in weights.items() if name not in tied}
+
+    def _by_expert(self, weights: dict[str, Any]) -> dict[str, Any]:
+        """The same memory: what is loaded into it is loaded."""
+        return {
+            name: of_each_expert(one.detach(), self._num_experts[name], "B") if name in self._num_experts else one
+            for name, one in weights.items()
+        }
+
+    def _moments_by_expert(self, state: dict[str, Any]) -> dict[str, Any]:
+        def seen(name: str, kept: dict[str, Any]) -> dict[str, Any]:
+            moments = {key: self._by_expert({name: one})[name] for key, one in kept.items() if one.ndim}
+            return {**kept, **moments}
+
+        return {name: seen(name, kept) if name in self._num_experts else kept for name, kept in state.items()}
 
     def _state(self) -> dict[str, Any]:
         options = StateDictOptions(ignore_frozen_params=True)

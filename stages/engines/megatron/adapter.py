@@ -7,7 +7,8 @@ adds to the layer is for `low_rank`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,17 +22,21 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from stages.adapters.config import AdapterConfig
-from stages.adapters.files import check_mergeable
-from stages.adapters.lora import ADAPTER_NAME, adapted_layers, add_adapter, changed_weights
+from stages.adapters.experts import experts_together, of_each_expert
+from stages.adapters.files import INNER, check_mergeable
+from stages.adapters.lora import ADAPTER_NAME, adapted_layers, adapted_parameters, add_adapter, changed_weights
 from stages.adapters.start import go_on_with, read_start
 from stages.core.errors import ModelError
-from stages.engines.megatron.families import Cut, factor_name
-from stages.engines.megatron.low_rank import LowRankChange
+from stages.engines.megatron.families import Cut, expert_layer, factor_name
+from stages.engines.megatron.low_rank import ExpertChange, LowRankChange, adapt_router
 from stages.engines.megatron.parts import Part, local_parts
+from stages.engines.megatron.weights import named_weights
 from stages.models.flops import ModelFlops
 from stages.models.shape import ModelShape
 
 NUM_NAMED = 5
+INWARD = "gate_up_proj"
+OF_EXPERT = re.compile(factor_name(expert_layer(r"(?P<layer>.*\.experts(\.base_layer)?)", r"\d+"), "(?P<factor>[AB])"))
 
 
 @dataclass(frozen=True)
@@ -39,16 +44,19 @@ class PeftAdapter:
     """What PEFT puts on the Transformers model of a folder, before it has learned."""
 
     config: dict[str, Any]
-    layers: frozenset[str]
-    """Their names in that model."""
+    layers: Mapping[str, tuple[int, float]]
+    """Name in that model → rank and scaling."""
     first_values: Mapping[str, Tensor]
-    """fp32, by the names of the parameters: A [rank, in] and B [out, rank] of each layer."""
-    scaling: float
+    """fp32, by the names of the parameters: A [rank, in] and B [out, rank] of each layer, and of each expert."""
 
     @property
     def num_parameters(self) -> int:
         """That learn, over all processes."""
         return sum(value.numel() for value in self.first_values.values())
+
+    def size_of(self, names: Iterable[str]) -> tuple[int, float]:
+        """Rank and scaling of what Megatron joins of these layers, of which one at least has an adapter."""
+        return next(self.layers[name] for name in names if name in self.layers)
 
     @property
     def dropout(self) -> float:
@@ -73,18 +81,35 @@ def peft_adapter(folder: Path, config: AdapterConfig, seed: int, start: Path | N
     causal_lm.to_empty(device="cpu")
     causal_lm.tie_weights()
     lora = add_adapter(causal_lm, config, seed)
+    parameters = adapted_parameters(causal_lm)
+    if alone := [name for layer, name in parameters.items() if not layer.endswith(INNER) and name.endswith(INWARD)]:
+        raise ModelError(
+            f"putting an adapter on a model with engine megatron: it has none for {alone[0]} without one for "
+            "down_proj; name both, or say `engine: fsdp`"
+        )
     check_mergeable(changed_weights(causal_lm), folder)
     if start:
         go_on_with(causal_lm, read_start(start, folder))
     layers = adapted_layers(causal_lm)
     return PeftAdapter(
         config=lora.to_dict(),
-        layers=frozenset(layers),
-        first_values={
-            name: parameter.detach() for name, parameter in causal_lm.named_parameters() if parameter.requires_grad
-        },
-        scaling=next(iter(layers.values())).scaling[ADAPTER_NAME],
+        layers={name: (layer.r[ADAPTER_NAME], layer.scaling[ADAPTER_NAME]) for name, layer in layers.items()},
+        first_values=dict(_first_values(causal_lm)),
     )
+
+
+def learned_factors(chunks: Sequence[GPTModel], model: ModelShape) -> dict[str, Tensor]:
+    """fp32, by PEFT's names, on rank 0's CPU; nothing elsewhere. Collective."""
+    found: dict[str, Tensor] = {}
+    experts: dict[tuple[str, str], list[Tensor]] = {}
+    for name, weight in named_weights(chunks, model, torch.float32, learning_only=True):
+        if of_expert := OF_EXPERT.fullmatch(name):  # they come in the order of their numbers
+            experts.setdefault((of_expert["layer"], of_expert["factor"]), []).append(weight)
+        else:
+            found[name] = weight
+    for (layer, factor), weights in experts.items():
+        found[factor_name(layer, factor)] = experts_together(torch.stack(weights), factor)
+    return found
 
 
 def adapt(chunks: Sequence[GPTModel], model: ModelShape, adapter: PeftAdapter) -> None:
@@ -92,16 +117,20 @@ def adapt(chunks: Sequence[GPTModel], model: ModelShape, adapter: PeftAdapter) -
 
     Raises ModelError for layers on which Megatron has no adapters.
     """
-    owners = {weight: module for chunk in chunks for module in chunk.modules() for weight in module.parameters(False)}
+    owners = {
+        weight: (module, name)
+        for chunk in chunks
+        for module in chunk.modules()
+        for name, weight in module.named_parameters(recurse=False)
+    }
     frozen = list(local_parts(chunks, model))
     for chunk in chunks:
         chunk.requires_grad_(False)
         if chunk.pre_process:  # else recomputation and pipeline stages see no need of gradients
             chunk.embedding.register_forward_hook(_need_gradients)
     for part, weight in frozen:
-        layers = [name.removesuffix(".weight") for name in part.weight_names()]
-        if not adapter.layers.isdisjoint(layers):
-            _adapt_layer(owners[weight], part, layers, adapter, model)
+        if not adapter.layers.keys().isdisjoint(part.layer_names()):
+            _adapt(*owners[weight], part, adapter, model)
     _check_found(_fill(chunks, model, adapter), adapter)
 
 
@@ -117,11 +146,23 @@ def seed_dropout(adapter: PeftAdapter) -> None:
         model_parallel_cuda_manual_seed(torch.initial_seed() + place * 2**33, force_reset_rng=True)
 
 
+def _adapt(module: nn.Module, weight: str, part: Part, adapter: PeftAdapter, model: ModelShape) -> None:
+    """`part` is of the parameter of the module that is called `weight`."""
+    names, is_column = part.layer_names(), part.rule.cut is not Cut.COLUMNS
+    rank, scaling = adapter.size_of(names)
+    if part.rule.of_experts:
+        ExpertChange(scaling, is_column).put_on(module, weight, rank)
+    elif part.rule.cut is Cut.WHOLE:
+        adapt_router(module, rank, scaling)
+    else:
+        _adapt_layer(module, part, names, adapter, model)
+
+
 def _adapt_layer(layer: nn.Module, part: Part, names: list[str], adapter: PeftAdapter, model: ModelShape) -> None:
     """`part` is of the layer's weight; `names` are the layers of the Transformers model that it is made of."""
-    rank = adapter.config["r"]
+    rank, scaling = adapter.size_of(names)
     change = LowRankChange(
-        scaling=adapter.scaling,
+        scaling=scaling,
         dropout=adapter.dropout,
         is_column=part.rule.cut is not Cut.COLUMNS,
         cuts_tokens=layer.config.sequence_parallel,
@@ -135,7 +176,7 @@ def _adapt_layer(layer: nn.Module, part: Part, names: list[str], adapter: PeftAd
 
 def _mask(part: Part, names: list[str], adapter: PeftAdapter, model: ModelShape) -> Tensor:
     """[rows, joined × rank]: 1 where a row of B belongs to a row of A; 0 throughout for what does not learn."""
-    rank = adapter.config["r"]
+    rank, _ = adapter.size_of(names)
     mask = torch.zeros(part.shape[0], len(names) * rank)
     for piece in part.pieces(model):
         name = piece.weight.removesuffix(".weight")
@@ -165,6 +206,21 @@ def _check_found(mine: set[str], adapter: PeftAdapter) -> None:
             f"({', '.join(lost[:NUM_NAMED])}); leave these layers out with adapter.exclude_modules, or say "
             "`engine: fsdp`"
         )
+
+
+def _first_values(causal_lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Of each expert, where PEFT has one parameter for those of a layer."""
+    layers = adapted_layers(causal_lm)
+    for name, parameter in causal_lm.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        layer, _, end = name.partition(".lora_")
+        num_experts = getattr(layers[layer], "num_experts", 1)
+        if num_experts == 1:
+            yield name, parameter.detach()
+            continue
+        for expert, value in enumerate(of_each_expert(parameter.detach(), num_experts, end[0])):
+            yield factor_name(expert_layer(layer, expert), end[0]), value
 
 
 def _need_gradients(_: nn.Module, __: Any, output: Tensor) -> None:

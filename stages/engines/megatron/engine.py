@@ -25,7 +25,7 @@ from stages.core.contract import is_main_process
 from stages.data.batch import Batch
 from stages.engines.engine import LossMeans, StepOutcome
 from stages.engines.loss import Loss, Totals, means, stacked, totals_of
-from stages.engines.megatron.adapter import adapt, peft_adapter, seed_dropout
+from stages.engines.megatron.adapter import adapt, learned_factors, peft_adapter, seed_dropout
 from stages.engines.megatron.checkpoint import MegatronState
 from stages.engines.megatron.clock import PipelineClock
 from stages.engines.megatron.log_probabilities import greedy_tokens, target_log_probabilities
@@ -34,7 +34,7 @@ from stages.engines.megatron.optimizer import Adam, wrap_chunks
 from stages.engines.megatron.parallel import from_last_stage, represents_share, start_model_parallel
 from stages.engines.megatron.pipeline import Consumer, OfLogits, Pipeline
 from stages.engines.megatron.spec import check_precision
-from stages.engines.megatron.weights import export_weights, load_weights, named_weights
+from stages.engines.megatron.weights import export_weights, load_weights
 from stages.engines.settings import EngineSettings
 from stages.models.shape import ModelShape
 from stages.parallel.processes import collective_timeout
@@ -157,7 +157,7 @@ class MegatronEngine:
         """One weight at a time is put together on rank 0, which writes."""
         self._adam.settle()
         if self._adapter:
-            factors = dict(named_weights(self._chunks, self._shape, torch.float32, learning_only=True))
+            factors = learned_factors(self._chunks, self._shape)
             if is_main_process():
                 write_adapter(folder, factors, self._adapter.config, self._folder, dtype)
                 check_loadable(folder, self._folder, trust_remote_code=False)

@@ -31,6 +31,8 @@ class Cut(Enum):
     """Input features."""
     GATED = auto()
     """Rows of the gate's projection, below them the same rows of the up projection."""
+    HALVES = auto()
+    """Of one weight, rows of its upper half, and below them the same rows of its lower half."""
     STACKED = auto()
     """All rows of several weights, one weight below another."""
     QKV = auto()
@@ -46,6 +48,14 @@ class Rule:
     weights: tuple[str, ...]
     """Hugging Face names, in the order in which Megatron has them; `{layer}` and `{expert}` count from 0."""
     cut: Cut
+    layer: str = ""
+    """What PEFT calls the layer when adapters are on its weight; default: as the weights are called."""
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The layers of the Transformers model that it is made of; none where no adapter can be."""
+        weights = tuple(name.removesuffix(".weight") for name in self.weights if name.endswith(".weight"))
+        return (self.layer,) if self.layer else weights if self.cut in (Cut.QKV, Cut.GATED, Cut.COLUMNS) else ()
 
     @property
     def of_experts(self) -> bool:
@@ -53,8 +63,8 @@ class Rule:
         return "{expert}" in self.weights[0]
 
 
-def _in_layer(parameter: str, *weights: str, cut: Cut) -> Rule:
-    return Rule(parameter, tuple(LAYER_PREFIX + weight for weight in weights), cut)
+def _in_layer(parameter: str, *weights: str, cut: Cut, layer: str = "") -> Rule:
+    return Rule(parameter, tuple(LAYER_PREFIX + weight for weight in weights), cut, layer and LAYER_PREFIX + layer)
 
 
 MODEL = (
@@ -84,13 +94,19 @@ EXPERT = r"mlp\.experts\.(?:local_experts\.(\d+)\.{matrix}\.weight|{matrix}\.wei
 
 
 def _experts(block: str, *, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """A mixture layer's router and experts: what their module and an expert's matrices are called."""
+    """A mixture layer's router and experts: what their module and an expert's matrices are called in the files.
+
+    In the Transformers model, and to PEFT, all experts of a layer are two parameters, of which down is wrapped last.
+    """
     inward = (f"{block}.experts.{{expert}}.{matrix}.weight" for matrix in (gate, up))
     return (
-        _in_layer(r"mlp\.router\.weight", f"{block}.gate.weight", cut=Cut.WHOLE),
-        _in_layer(EXPERT.replace("{matrix}", "linear_fc1"), *inward, cut=Cut.GATED),
+        _in_layer(r"mlp\.router\.weight", f"{block}.gate.weight", cut=Cut.WHOLE, layer="mlp.gate"),
+        _in_layer(EXPERT.replace("{matrix}", "linear_fc1"), *inward, cut=Cut.GATED, layer="mlp.experts.base_layer"),
         _in_layer(
-            EXPERT.replace("{matrix}", "linear_fc2"), f"{block}.experts.{{expert}}.{down}.weight", cut=Cut.COLUMNS
+            EXPERT.replace("{matrix}", "linear_fc2"),
+            f"{block}.experts.{{expert}}.{down}.weight",
+            cut=Cut.COLUMNS,
+            layer="mlp.experts",
         ),
     )
 
@@ -123,14 +139,19 @@ def factor_name(layer: str, factor: str) -> str:
     return f"{layer}.lora_{factor}.default.weight"
 
 
+def expert_layer(layer: str, expert: int | str) -> str:
+    """What one expert's part of a layer of all experts is called here."""
+    return f"{layer}.{expert}"
+
+
 def _factors(rule: Rule) -> Iterator[Rule]:
     """Of an adapter on a layer: B is cut as the layer's rows, A as its columns. A fused layer has them of each part."""
-    layers = [name.removesuffix(".weight") for name in rule.weights if name.endswith(".weight")]
-    if not layers or rule.of_experts or rule.cut not in (Cut.QKV, Cut.GATED, Cut.COLUMNS):
-        return
-    is_column = rule.cut is not Cut.COLUMNS
-    for factor, cut in (("A", Cut.STACKED if is_column else Cut.COLUMNS), ("B", rule.cut if is_column else Cut.WHOLE)):
-        parameter = f"{rule.parameter.removesuffix('weight')}lora_{factor}"
+    layers = [expert_layer(name, "{expert}") for name in rule.layers] if rule.of_experts else rule.layers
+    cuts = {Cut.COLUMNS: (Cut.COLUMNS, Cut.WHOLE), Cut.WHOLE: (Cut.WHOLE, Cut.WHOLE)}.get(
+        rule.cut, (Cut.WHOLE, Cut.HALVES) if rule.of_experts else (Cut.STACKED, rule.cut)
+    )
+    for factor, cut in zip("AB", cuts if layers else (), strict=False):
+        parameter = rule.parameter.replace("weight", f"lora_{factor}")
         yield Rule(parameter, tuple(factor_name(layer, factor) for layer in layers), cut)
 
 

@@ -12,6 +12,9 @@ gradient norm would count it on one rank only.
 
 A layer in which Megatron joins several (queries, keys and values; gate and up) has a pair for each, as in Transformers:
 their A are stacked, their B are cut and ordered like the joint weight, and a mask says which A a row of B belongs to.
+
+Experts exchange nothing: each token comes to all ranks that have a part of its expert, and what they make of it is
+added up after the layer. Only the gradient of the whole factor is added up. A router is whole on every rank.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -91,3 +95,67 @@ class LowRankChange:
         if self.cuts_tokens:
             return reduce_scatter_to_sequence_parallel_region(narrow)
         return reduce_from_tensor_model_parallel_region(narrow)
+
+
+@dataclass(frozen=True)
+class ExpertChange:
+    """A forward hook of a linear layer of experts, which has an A and a B of each: as `LowRankChange` otherwise.
+
+    A layer of several (Transformer Engine's) gets the tokens of one after the other, and how many each has.
+    """
+
+    scaling: float
+    is_column: bool
+
+    def put_on(self, layer: nn.Module, weight: str, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
+        """Give the expert whose frozen parameter is called `weight` its A [rank, columns] and B [rows, rank], all 0."""
+        frozen, number = getattr(layer, weight), weight.removeprefix("weight")
+        rows, columns = frozen.shape
+        factor_a, factor_b = (nn.Parameter(frozen.new_zeros(size)) for size in ((rank, columns), (rows, rank)))
+        is_first = parallel_state.get_expert_tensor_parallel_rank() == 0
+        for factor, is_cut in ((factor_a, not self.is_column), (factor_b, self.is_column)):
+            # Of a factor that several ranks have, one counts in the gradient norm: it is marked as if it were cut.
+            set_tensor_model_parallel_attributes(factor, is_parallel=is_cut or is_first, dim=int(not is_cut), stride=1)
+            factor.allreduce = False  # Megatron's mark of experts
+        layer.register_parameter(f"lora_A{number}", factor_a)
+        layer.register_parameter(f"lora_B{number}", factor_b)
+        if number in ("", "0"):
+            layer.register_forward_hook(self)
+        return factor_a, factor_b
+
+    def __call__(self, layer: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor | None]) -> Any:
+        """Add to the output [tokens, rows]; its bias, if that is the caller's to add, stays beside it."""
+        output, bias = outputs
+        states, counts = inputs if len(inputs) > 1 else (inputs[0], None)
+        numbers = [""] if counts is None else [str(number) for number in range(len(counts))]
+        changes = [
+            self._change(one, getattr(layer, f"lora_A{number}"), getattr(layer, f"lora_B{number}"))
+            for number, one in zip(numbers, [states] if counts is None else states.split(counts), strict=True)
+        ]
+        return output + self.scaling * torch.cat(changes), bias
+
+    def _change(self, states: Tensor, factor_a: Tensor, factor_b: Tensor) -> Tensor:
+        group = parallel_state.get_expert_tensor_parallel_group()
+        if self.is_column:
+            factor_a = copy_to_tensor_model_parallel_region(factor_a, group)
+        else:
+            factor_b = copy_to_tensor_model_parallel_region(factor_b, group)
+        return functional.linear(functional.linear(states, factor_a), factor_b)
+
+
+def adapt_router(router: Any, rank: int, scaling: float) -> tuple[nn.Parameter, nn.Parameter]:
+    """Give a frozen router its A [rank, columns] and B [experts, rank], which are 0, and let them change its logits."""
+    num_experts, columns = router.weight.shape
+    factors = [nn.Parameter(router.weight.new_zeros(size)) for size in ((rank, columns), (num_experts, rank))]
+    for name, factor in zip(("lora_A", "lora_B"), factors, strict=True):
+        factor.sequence_parallel = router.config.sequence_parallel
+        router.register_parameter(name, factor)
+    of_base = router.gating
+
+    def gating(states: Tensor) -> Tensor:
+        logits: Tensor = of_base(states)
+        change = functional.linear(functional.linear(states, router.lora_A), router.lora_B)
+        return logits + scaling * change.to(logits.dtype)
+
+    router.gating = gating
+    return factors[0], factors[1]

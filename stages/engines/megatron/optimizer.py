@@ -108,7 +108,7 @@ class Adam:
 def _exceptions(settings: EngineSettings) -> dict[Any, Any] | None:
     """Which parameters learn faster (LoRA+: every B) or do not decay; None: Megatron leaves vectors out."""
     if settings.adapter and settings.adapter.loraplus_lr_ratio:  # all that learns are matrices
-        return {ParamKey(name="*.lora_B"): {"lr_mult": settings.adapter.loraplus_lr_ratio}}
+        return {ParamKey(name="*.lora_B*"): {"lr_mult": settings.adapter.loraplus_lr_ratio}}
     return {} if settings.adam.decay_norms_and_biases else None
 
 

@@ -72,6 +72,10 @@ class Part:
         """Hugging Face names of what the parameter is made of."""
         return [name.format(layer=self.key.layer, expert=self.key.expert) for name in self.rule.weights]
 
+    def layer_names(self) -> list[str]:
+        """What PEFT calls the layers that the parameter is made of, when adapters are on them."""
+        return [name.format(layer=self.key.layer) for name in self.rule.layers]
+
     def pieces(self, model: ModelShape) -> list[Piece]:
         """What this part shares with each weight; rows of padding, and of what is left out, are in no piece."""
         return [piece for piece in self._pieces(model) if piece.weight not in self.left_out]
@@ -90,6 +94,10 @@ class Part:
             case Cut.GATED | Cut.STACKED:
                 length = rows // len(names)
                 return [Piece(name, 0, self.index * length, place * length, length) for place, name in enumerate(names)]
+            case Cut.HALVES:
+                length = rows // 2
+                starts = [(half * self.count + self.index) * length for half in (0, 1)]
+                return [Piece(names[0], 0, start, half * length, length) for half, start in enumerate(starts)]
             case Cut.QKV:
                 return list(_overlaps(_query_groups(names, model), self.index * rows, rows))
 
@@ -105,6 +113,8 @@ class Part:
                 sizes, columns = [rows], [columns[0] * self.count]
             case Cut.GATED | Cut.STACKED:
                 sizes = [rows // len(self.rule.weights) * self.count] * len(self.rule.weights)
+            case Cut.HALVES:
+                sizes = [rows * self.count]
             case Cut.QKV:
                 sizes = [model.query_width, model.kv_width, model.kv_width]
         shapes = {name: (size, *columns) for name, size in zip(self.weight_names(), sizes, strict=True)}

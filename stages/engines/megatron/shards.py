@@ -20,6 +20,7 @@ from stages.engines.megatron.parts import Part, Piece, local_parts
 from stages.models.shape import ModelShape
 
 EXPERT = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<number>\d+)\.(?P<matrix>\w+)\.weight")
+EXPERT_FACTOR = re.compile(r"(?P<layer>.*\.mlp\.experts(\.base_layer)?)\.(?P<number>\d+)\.(?P<factor>lora_[AB]\..*)")
 UP, DOWN = ("up_proj", "w3"), ("down_proj", "w2")
 
 
@@ -171,6 +172,8 @@ def _offset(piece: Piece, row: int, column: int) -> tuple[int, int]:
 def _as_in_transformers(block: Block, model: ModelShape) -> Block:
     """Its experts of a layer are two weights, [experts, gate and up rows, columns] and of down, in `mlp` always."""
     weight = block.weight.replace(".block_sparse_moe.", ".mlp.")
+    if of_expert := EXPERT_FACTOR.fullmatch(weight):
+        return _of_all_experts(block, f"{of_expert['layer']}.{of_expert['factor']}", int(of_expert["number"]), model)
     found = EXPERT.fullmatch(weight)
     if found is None:
         return replace(block, weight=weight)
@@ -182,3 +185,13 @@ def _as_in_transformers(block: Block, model: ModelShape) -> Block:
         name, shape = "gate_up_proj", (model.num_experts, 2 * rows, columns)
     offset = (int(found["number"]), first_row + block.offset[0], block.offset[1])
     return Block(f"{found['experts']}.{name}", shape, offset, (1, *block.shape), block.start)
+
+
+def _of_all_experts(block: Block, weight: str, expert: int, model: ModelShape) -> Block:
+    """A is [experts × rank, in], as PEFT has it; B [experts, out, rank], as the FSDP engine keeps it."""
+    rows, columns = block.weight_shape
+    row, column = block.offset
+    if ".lora_A." in weight:
+        shape = (model.num_experts * rows, columns)
+        return replace(block, weight=weight, weight_shape=shape, offset=(expert * rows + row, column))
+    return Block(weight, (model.num_experts, rows, columns), (expert, row, column), (1, *block.shape), block.start)

@@ -77,7 +77,7 @@ def check_adapters(spec: LaunchSpec) -> None:
 
 def _problems(headers: AdapterHeaders) -> Iterator[str]:
     config = headers.config
-    found = [f"{field}: {config[field]}" for field in UNKNOWN if config.get(field)]
+    found = [f"{field}: {_first(config[field])}" for field in UNKNOWN if config.get(field)]
     found += [f"bias: {config['bias']}"] if config.get("bias", "none") != "none" else []
     initialization = config.get("init_lora_weights")
     if isinstance(initialization, str) and initialization.lower().startswith(CHANGES_THE_BASE):
@@ -91,6 +91,11 @@ def _problems(headers: AdapterHeaders) -> Iterator[str]:
     too_high = {rank for rank in headers.ranks.values() if rank > MAX_RANKS[-1]}
     if too_high:
         yield f"its rank is {max(too_high)}, more than {MAX_RANKS[-1]}"
+
+
+def _first(value: object) -> object:
+    """Without most of a long list: every expert's parameter of every layer may be in it."""
+    return [*value[:NUM_NAMED], "…"] if isinstance(value, list) and len(value) > NUM_NAMED else value
 
 
 def _modules(headers: AdapterHeaders) -> set[str]:

@@ -10,8 +10,11 @@ import pytest
 import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, MambaConfig
+from transformers import AutoModelForCausalLM, MambaConfig, Qwen3MoeConfig
 
+from stages.adapters.config import AdapterConfig
+from stages.adapters.files import write_adapter
+from stages.adapters.lora import add_adapter
 from stages.core.contract import StageContext
 from stages.core.errors import GateError, ModelError
 from stages.merge.config import MergeConfig
@@ -117,6 +120,45 @@ def test_layers_of_other_architectures_are_merged_as_peft_does(artifacts, tmp_pa
     expected = adapted.merge_and_unload().state_dict()
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "work" / "model", dtype=torch.float32).state_dict()
     assert max((found[name] - weight).abs().max().item() for name, weight in expected.items()) < 1e-6
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """A mixture of experts, and an adapter of its attention, experts and routers."""
+    folder = tmp_path_factory.mktemp("mixture")
+    artifacts = {"base": folder / BASE, "one": folder / "one-1"}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    make_base(artifacts["base"], architecture=Qwen3MoeConfig, **SIZES, **experts)
+    base = artifacts["base"] / "model"
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    lora = add_adapter(model, AdapterConfig(rank=3), seed=0)
+    learning = {name: one.detach().normal_(std=0.2) for name, one in model.named_parameters() if one.requires_grad}
+    write_adapter(artifacts["one"] / "adapter", learning, lora.to_dict(), base, torch.float32)
+    write_record(artifacts["one"], model.eval())
+    return artifacts
+
+
+def test_experts_are_merged_as_the_files_have_them(mixture, tmp_path):
+    result = merge(mixture, tmp_path / "work", adapter="one", max_difference=1e-5)
+    assert result.metrics["max_abs_logprob_difference"] < 1e-5
+    assert result.metrics["changed_fraction"] > 0.9
+    found, before = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "work" / "model", mixture["base"] / "model")
+    )
+    assert found.keys() == before.keys()
+    changed = [name for name, one in found.items() if not torch.equal(one, before[name])]
+    assert len([name for name in changed if ".experts." in name]) == SIZES["num_hidden_layers"] * 4 * 3
+    assert len([name for name in changed if ".mlp.gate." in name]) == SIZES["num_hidden_layers"]
+
+
+def test_an_adapter_of_experts_is_not_mixed_with_others(mixture, tmp_path):
+    with pytest.raises(ModelError, match=r"one has .* or adapters of experts, which nothing here combines"):
+        merge(mixture, tmp_path / "work", adapters=["one"], weights=[0.5])
+
+
+def test_experts_of_another_model_are_refused(artifacts, mixture, tmp_path):
+    with pytest.raises(ModelError, match=r"of model\.layers\.0\.mlp\.experts\.down_proj.* does not have"):
+        merge({**mixture, "base": artifacts["base"]}, tmp_path / "work", adapter="one")
 
 
 def test_in_bf16_the_rounding_is_measured(artifacts, tmp_path):

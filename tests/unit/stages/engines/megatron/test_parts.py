@@ -36,6 +36,7 @@ ROWS = {
     Cut.GATED: 2 * 16,
     Cut.STACKED: 2 * 3,
     Cut.QKV: 16 + 8 + 8,
+    Cut.HALVES: 2 * 8,
 }
 RULES = [rule for rule in rules_of("qwen3_moe") if not rule.of_experts]
 
@@ -100,6 +101,25 @@ def test_factors_of_what_does_not_learn_are_in_no_weight(cut):
     assert keys not in part.weight_shapes(MODEL)
     assert {piece.weight for piece in part.pieces(MODEL)} == part.weight_shapes(MODEL).keys()
     assert len(part.weight_shapes(MODEL)) == 2
+
+
+def test_factors_of_experts_are_where_peft_keeps_them():
+    inward = next(rule for rule in rules_of("qwen3_moe") if rule.cut is Cut.HALVES)
+    part = Part(Key(1, 0, 3, 0), inward, 1, 2, (8, 2))
+    assert part.layer_names() == []
+    assert part.weight_shapes(MODEL) == {"model.layers.0.mlp.experts.base_layer.3.lora_B.default.weight": (16, 2)}
+    gate, up = Shard(part, 0, torch.zeros(16), torch.optim.AdamW([torch.zeros(1)])).blocks(MODEL)
+    assert gate.weight == up.weight == "model.layers.0.mlp.experts.base_layer.lora_B.default.weight"
+    assert gate.weight_shape == up.weight_shape == (4, 16, 2)
+    assert (gate.offset, up.offset) == ((3, 4, 0), (3, 12, 0))
+
+    (down,) = (
+        one for one in rules_of("qwen3_moe") if one.weights[0].endswith("mlp.experts.{expert}.lora_A.default.weight")
+    )
+    own = Part(Key(1, 0, 3, 0), down, 1, 2, (1, 4))
+    (block,) = Shard(own, 0, torch.zeros(4), torch.optim.AdamW([torch.zeros(1)])).blocks(MODEL)
+    assert (block.weight, block.weight_shape) == ("model.layers.0.mlp.experts.lora_A.default.weight", (4, 8))
+    assert block.offset == (3, 4)
 
 
 def test_experts_are_where_transformers_keeps_them():

@@ -73,7 +73,7 @@ def adapter_on(layer, rows, columns):
         f"{layer}.lora_A.default.weight": torch.ones(2, columns),
         f"{layer}.lora_B.default.weight": torch.ones(rows, 2),
     }
-    return PeftAdapter({"r": 2, "lora_dropout": 0.0}, frozenset({layer}), values, scaling=1.0)
+    return PeftAdapter({"lora_dropout": 0.0}, {layer: (2, 1.0)}, values)
 
 
 def test_factors_belong_to_the_layer_that_uses_them_or_stale_ones_would_be_used(chunks):
