@@ -9,12 +9,14 @@ the new version before any alias moves, so that a move that was cut short, and n
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flows.champion.registrations import Registration, note
+from flows.ledger.home import home
 from flows.tracking.rows import acceptable
 from flows.tracking.shipper import CLIENT_ENVIRONMENT, experiment_id
 from stages.core.errors import OutdatedVerdictError, ServerError, StoreError, TransientError
@@ -216,15 +218,28 @@ class Registry:
         return str(version.version)
 
     def _external_model(self, registration: Registration) -> str:
-        """Id of MLflow's entry for weights that lie elsewhere; one that a crash left without a version is taken up."""
-        import mlflow
+        """Id of MLflow's entry for weights that lie elsewhere; one that a crash left without a version is taken up.
+
+        As `mlflow.create_external_model` does it, but for the folder of the file that a version needs: there it is a
+        temporary one, which a kill would leave behind for good. Here the next registration of the name clears it.
+        """
+        from mlflow.models.model import MLMODEL_FILE_NAME
+        from mlflow.models.utils import get_external_mlflow_model_spec
+        from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
 
         experiment = experiment_id(self._client)
         wanted = f"name = '{registration.name}' and tags.`{TAG}digest` = '{registration.digest}'"
         if found := self._client.search_logged_models([experiment], wanted):
             return str(found[0].model_id)
-        tags = _tags(registration)
-        return str(mlflow.create_external_model(registration.name, tags=tags, experiment_id=experiment).model_id)
+        tags = {**_tags(registration), MLFLOW_MODEL_IS_EXTERNAL: "true"}
+        model = self._client.create_logged_model(experiment, registration.name, tags=tags)
+        folder = home() / "registering" / registration.name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        get_external_mlflow_model_spec(model).save(str(folder / MLMODEL_FILE_NAME))
+        self._client.log_model_artifacts(model.model_id, str(folder))
+        shutil.rmtree(folder)
+        return str(self._client.finalize_logged_model(model.model_id, "READY").model_id)
 
 
 def _tags(registration: Registration, **more: str | None) -> dict[str, str]:
