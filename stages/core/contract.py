@@ -178,9 +178,6 @@ def nearest_base(by_field: Mapping[str, T]) -> T:
     return by_field.get("base") or by_field["model"]
 
 
-# ------------------------------------------------------------------------------------------------ the process's side
-
-
 class Lease(StrictModel):
     """A server that a serve stage keeps up for the stages of the same refresh. Its API key is in the environment."""
 
@@ -267,29 +264,30 @@ class StageContext:
 
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Append one line to `metrics.jsonl`; a step may be logged again after a resume, the first one counts."""
-        self._append("metrics.jsonl", {"step": step, "time_ms": _now_ms(), **metrics})
+        self._append("metrics.jsonl", {"step": step, "time_ms": time.time_ns() // 1_000_000, **metrics})
 
     def progress(self, done: float, total: float, unit: str, message: str = "") -> None:
         """Tell how far the stage is; cheap enough to call every few hundred milliseconds."""
-        self._event(StageEvent(time_ms=_now_ms(), event="progress", message=message, done=done, total=total, unit=unit))
+        self._event("progress", message, done=done, total=total, unit=unit)
 
     def doing(self, message: str) -> None:
         """Tell what the stage is at, where nobody knows how long that takes; shown in place of progress."""
-        self._event(StageEvent(time_ms=_now_ms(), event="progress", message=message))
+        self._event("progress", message)
 
     def milestone(self, message: str) -> None:
         """Tell what a person who watches the refresh wants to know."""
-        self._event(StageEvent(time_ms=_now_ms(), event="milestone", message=message))
+        self._event("milestone", message)
 
     def warn(self, message: str) -> None:
         """Tell what is not an error, but should be looked at."""
-        self._event(StageEvent(time_ms=_now_ms(), event="warning", message=message))
+        self._event("warning", message)
 
-    def _event(self, event: StageEvent) -> None:
-        event = event.model_copy(update={"message": redact(event.message)})
-        self._append("events.jsonl", event.model_dump(exclude_none=True))
-        if event.event != "progress":
-            print(f"{event.event}: {event.message}", flush=True)
+    def _event(self, event: Literal["progress", "milestone", "warning"], message: str, **amounts: Any) -> None:
+        now_ms = time.time_ns() // 1_000_000
+        said = StageEvent(time_ms=now_ms, event=event, message=redact(message), **amounts)
+        self._append("events.jsonl", said.model_dump(exclude_none=True))
+        if event != "progress":
+            print(f"{event}: {said.message}", flush=True)
 
     def _append(self, file: str, row: dict[str, Any]) -> None:
         if is_main_process():
@@ -300,7 +298,3 @@ class StageContext:
 def is_main_process() -> bool:
     """Whether this is rank 0, or the only process of its stage."""
     return os.environ.get("RANK", "0") == "0"
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
