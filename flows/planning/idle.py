@@ -1,4 +1,4 @@
-"""Fields of a recipe that do nothing beside what its other fields say: whoever set one meant something else."""
+"""Fields of a recipe that do nothing beside what its other fields say: a person who set one meant something else."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A downloaded adapter, trained elsewhere: whether it is one of its base, and what it gives there, on record.
 
-Its files name a base as whoever trained it called that; here it is the artifact that the recipe names, once every layer
+Its files name a base by the name that it had there; here it is the artifact that the recipe names, once every layer
 is found there in its size. What base and adapter give to a few texts stands in for what training would have recorded,
 so that merging and serving are held to it.
 """
