@@ -44,9 +44,11 @@ class Prompt:
 class PromptReader:
     """Reads the prompts of one dataset, whose rows are all of one format."""
 
-    def __init__(self, reference_column: str | None) -> None:
-        """reference_column: where the right answer stands; None for the usual places."""
+    def __init__(self, reference_column: str | None, named_in: str = "prompts.reference") -> None:
+        """reference_column: where the right answer stands, as the recipe's field `named_in` says; None for the usual
+        places."""
         self._column = reference_column
+        self._named_in = named_in
         self._answered: RowReader | None = None
         self._pairs: RowReader | None = None
 
@@ -68,7 +70,7 @@ class PromptReader:
     def _reference(self, row: dict[str, Any], answer: str | None) -> str | None:
         if self._column is not None:
             if row.get(self._column) is None:
-                raise RowError(f"has nothing in `{self._column}`, which `prompts.reference` names")
+                raise RowError(f"has nothing in `{self._column}`, which `{self._named_in}` names")
             return _as_text(row[self._column])
         if answer is not None:
             return answer

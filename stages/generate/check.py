@@ -8,7 +8,7 @@ from stages.adapters.headers import ADAPTER_FOLDER
 from stages.core.contract import StageInput
 from stages.core.errors import LifecycleError
 from stages.generate.config import GenerateConfig
-from stages.generate.prompts import read_prompts
+from stages.rollouts.prompts import read_prompts
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
@@ -24,6 +24,6 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
     folder = next((path for path in (artifact / ADAPTER_FOLDER, artifact / "model") if path.is_dir()), None)
     try:
         if folder:  # a serve stage's artifact has none; its prompts are read when its turn comes
-            read_prompts(stage_input.inputs[config.prompts.dataset] / "data", config, folder)
+            read_prompts(stage_input.inputs[config.prompts.dataset] / "data", config.prompt_options, folder)
     except LifecycleError as error:
         yield "prompts", error

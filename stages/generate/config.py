@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from stages.core.contract import DatasetReference, StageConfig
 from stages.core.fields import Product
 from stages.core.strict import StrictModel
-from stages.rewards.registry import AnyReward
+from stages.rewards.registry import AnyReward, RewardName
+from stages.rollouts.options import PromptOptions
 from stages.serving.asked import AskedModelConfig
-
-RewardName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")]
 
 
 class PromptsConfig(StrictModel):
@@ -70,6 +69,19 @@ class GenerateConfig(AskedModelConfig):
     @property
     def product(self) -> Product:
         return "dataset"
+
+    @property
+    def prompt_options(self) -> PromptOptions:
+        prompts = self.prompts
+        return PromptOptions(
+            split=prompts.split,
+            limit=prompts.limit,
+            reference=prompts.reference,
+            reference_field="prompts.reference",
+            system=self.system,
+            apply_chat_template=self.apply_chat_template,
+            rewards=self.rewards,
+        )
 
     def custom_code(self) -> tuple[str, ...]:
         own = ((name, reward.custom_code()) for name, reward in self.rewards.items())

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from stages.core.contract import StageContext, StageResult
 from stages.core.errors import DataError, full_disk_named
 from stages.generate.config import GenerateConfig
-from stages.generate.prompts import AskedPrompt, read_prompts
 from stages.generate.sampling import Sample, sample_all
 from stages.generate.selection import Candidate, Choice, choose
 from stages.rewards.judging import judged
 from stages.rewards.reward import Completion
+from stages.rollouts.prompts import AskedPrompt, read_prompts
 from stages.serving.asked import ServedModel
 from stages.serving.endpoint import endpoint_for
 
@@ -47,7 +47,9 @@ def run(config: GenerateConfig, context: StageContext) -> StageResult:
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with endpoint_for(config, context) as endpoint:
-        prompts = read_prompts(context.inputs[config.prompts.dataset] / "data", config, endpoint.asked_folder)
+        prompts = read_prompts(
+            context.inputs[config.prompts.dataset] / "data", config.prompt_options, endpoint.asked_folder
+        )
         served = endpoint.await_model()
         started_s = time.monotonic()
         samples = _sampled(prompts, served, config, context)

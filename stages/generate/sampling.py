@@ -5,20 +5,16 @@ Each is kept in a file as it arrives: what was asked before a kill is not asked 
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import httpx
 import numpy as np
 from pydantic import ValidationError
 
-from stages.core.errors import ServerError
 from stages.core.strict import StrictModel
 from stages.generate.config import GenerateConfig
-from stages.hubs.retry import RetryBackoff, busy_from_status, busy_from_transport
+from stages.rollouts.asking import Answer, Request, ask_all
 from stages.serving.client import Client
 
 Job = tuple[int, int]
@@ -52,13 +48,15 @@ def sample_all(
     jobs = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(config.num_samples)]
     with kept.open("a", encoding="utf-8") as stream:
 
-        def keep(sample: Sample) -> None:
-            found[sample.prompt, sample.sample] = sample
+        def keep(job: Job, request: Request, answer: Answer) -> None:
+            found[job] = sample = _sample(job, request, answer)
             stream.write(sample.model_dump_json() + "\n")
             stream.flush()
             report(len(found), len(jobs))
 
-        asyncio.run(_ask_all(client, prompts, config, [job for job in jobs if job not in found], keep))
+        missing = (job for job in jobs if job not in found)
+        requests = ((job, _request(client.model, prompts[job[0]], config, seed_of(config, *job))) for job in missing)
+        ask_all(client, requests, config.execution.concurrent_requests, keep)
     return [found[job] for job in jobs]
 
 
@@ -67,44 +65,19 @@ def seed_of(config: GenerateConfig, prompt: int, sample: int) -> int:
     return int(np.random.SeedSequence((config.seed, prompt, sample)).generate_state(1)[0]) >> 1
 
 
-async def _ask_all(
-    client: Client,
-    prompts: Sequence[list[int]],
-    config: GenerateConfig,
-    jobs: Iterable[Job],
-    keep: Callable[[Sample], None],
-) -> None:
-    remaining = iter(jobs)
-    concurrent = config.execution.concurrent_requests
-    limits = httpx.Limits(max_connections=concurrent, max_keepalive_connections=concurrent)
-    headers = {"Authorization": f"Bearer {client.api_key}"}
-    async with httpx.AsyncClient(base_url=client.url, headers=headers, timeout=client.timeout_s, limits=limits) as http:
-
-        async def work() -> None:
-            for prompt, sample in remaining:
-                request = _request(client.model, prompts[prompt], config, seed_of(config, prompt, sample))
-                choice, num_tokens = await _answer(http, request)
-                truncated = choice.get("finish_reason") == "length"
-                keep(
-                    Sample(
-                        prompt=prompt,
-                        sample=sample,
-                        seed=request["seed"],
-                        text=choice["text"],
-                        num_tokens=num_tokens,
-                        truncated=truncated,
-                    )
-                )
-
-        workers = [asyncio.create_task(work()) for _ in range(concurrent)]
-        try:
-            await asyncio.gather(*workers)
-        finally:
-            for worker in workers:
-                worker.cancel()
+def _sample(job: Job, request: Request, answer: Answer) -> Sample:
+    choice = answer["choices"][0]
+    return Sample(
+        prompt=job[0],
+        sample=job[1],
+        seed=request["seed"],
+        text=choice["text"],
+        num_tokens=int(answer["usage"]["completion_tokens"]),
+        truncated=choice.get("finish_reason") == "length",
+    )
 
 
-def _request(model: str, prompt: list[int], config: GenerateConfig, seed: int) -> dict[str, Any]:
+def _request(model: str, prompt: list[int], config: GenerateConfig, seed: int) -> Request:
     return {
         "model": model,
         "prompt": prompt,
@@ -114,25 +87,6 @@ def _request(model: str, prompt: list[int], config: GenerateConfig, seed: int) -
         "stop": list(config.stop) or None,
         "seed": seed,
     }
-
-
-async def _answer(http: httpx.AsyncClient, request: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """The choice, and its tokens. A server that is busy, or does not answer, is asked again a few times."""
-    backoff = RetryBackoff("asking for a completion")
-    while True:
-        try:
-            response = await http.post("/v1/completions", json=request)
-        except httpx.TransportError as error:
-            busy = busy_from_transport(error)
-        else:
-            if response.is_success:
-                answer = response.json()
-                return answer["choices"][0], int(answer["usage"]["completion_tokens"])
-            found = busy_from_status(response.status_code, response.headers)
-            if found is None:
-                raise ServerError(f"{http.base_url} answered {response.status_code}: {response.text[:500]!r}")
-            busy = found
-        await asyncio.to_thread(backoff.wait, busy)
 
 
 def _read(kept: Path) -> Iterator[Sample]:

@@ -29,3 +29,6 @@ if TYPE_CHECKING:  # what there is depends on the registry, which no type checke
     AnyReward = Reward
 else:
     AnyReward = Annotated[Union[REWARDS], Field(discriminator="type")]  # noqa: UP007
+
+RewardName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")]
+"""As recipes and metrics have it."""

@@ -13,8 +13,8 @@ from stages.data.files import BadRow, Place, find_files, read_rows
 from stages.data.messages import RowError, make_message
 from stages.data.prompts import Prompt, PromptReader
 from stages.data.tokenizer import DocumentTokenizer
-from stages.generate.config import GenerateConfig
 from stages.models.trained_on import is_asked_as_chat, noted_date
+from stages.rollouts.options import PromptOptions
 
 NUM_NAMED = 10
 
@@ -29,21 +29,20 @@ class AskedPrompt:
     token_ids: list[int]
 
 
-def read_prompts(folder: Path, config: GenerateConfig, tokenizer_folder: Path) -> list[AskedPrompt]:
+def read_prompts(folder: Path, options: PromptOptions, tokenizer_folder: Path) -> list[AskedPrompt]:
     """folder: the dataset's. tokenizer_folder: of the model that is asked.
 
     Raises DataError for bad rows, all of which it names, for none at all, and where a reward needs the right answer but
     a row has none; ModelError for a folder without a usable tokenizer.
     """
-    tokenizer = DocumentTokenizer(
-        tokenizer_folder, None, "assistant", template_date=noted_date(tokenizer_folder) or DEFAULT_DATE
-    )
-    as_chat = config.apply_chat_template
-    rows = _Rows(config, tokenizer, is_asked_as_chat(tokenizer_folder) if as_chat is None else as_chat)
-    files = find_files(folder, config.prompts.split)
+    own_date = options.template_date or noted_date(tokenizer_folder) or DEFAULT_DATE
+    tokenizer = DocumentTokenizer(tokenizer_folder, options.chat_template, "assistant", template_date=own_date)
+    as_chat = options.apply_chat_template
+    rows = _Rows(options, tokenizer, is_asked_as_chat(tokenizer_folder) if as_chat is None else as_chat)
+    files = find_files(folder, options.split)
     found: list[AskedPrompt] = []
     bad: list[str] = []
-    for row in islice(read_rows(folder, files), config.prompts.limit):
+    for row in islice(read_rows(folder, files), options.limit):
         try:
             if isinstance(row, BadRow):
                 raise RowError(row.reason)
@@ -62,12 +61,12 @@ def read_prompts(folder: Path, config: GenerateConfig, tokenizer_folder: Path) -
 class _Rows:
     """Makes prompts of rows."""
 
-    def __init__(self, config: GenerateConfig, tokenizer: DocumentTokenizer, as_chat: bool) -> None:
-        self._config = config
+    def __init__(self, options: PromptOptions, tokenizer: DocumentTokenizer, as_chat: bool) -> None:
+        self._options = options
         self._tokenizer = tokenizer
         self._as_chat = as_chat
-        self._reader = PromptReader(config.prompts.reference)
-        self._needing = [name for name, reward in config.rewards.items() if reward.NEEDS_REFERENCE]
+        self._reader = PromptReader(options.reference, options.reference_field)
+        self._needing = [name for name, reward in options.rewards.items() if reward.NEEDS_REFERENCE]
 
     def asked(self, place: Place, row: object) -> AskedPrompt:
         """Raises RowError."""
@@ -75,7 +74,7 @@ class _Rows:
         if self._needing and prompt.reference is None:
             raise RowError(
                 f"has no right answer, which the reward {self._needing[0]} compares with; expected an answer, or a "
-                "column that `prompts.reference` names"
+                f"column that `{self._options.reference_field}` names"
             )
         prompt = replace(prompt, document=self._as_asked(prompt.document))
         text, token_ids = self._tokenizer.encode_prompt(prompt.document)
@@ -84,10 +83,10 @@ class _Rows:
     def _as_asked(self, document: Conversation | PlainText) -> Conversation | PlainText:
         if isinstance(document, PlainText):
             if not self._as_chat:
-                if self._config.system:
+                if self._options.system:
                     raise RowError("is plain text, which has no place for `system`; expected messages")
                 return document
             document = Conversation([make_message("user", document.prompt)])
-        if self._config.system and document.messages[0]["role"] != "system":
-            return replace(document, messages=[make_message("system", self._config.system), *document.messages])
+        if self._options.system and document.messages[0]["role"] != "system":
+            return replace(document, messages=[make_message("system", self._options.system), *document.messages])
         return document

@@ -1,0 +1,29 @@
+"""What decides how a dataset's rows are asked: light, a config gives it without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+from stages.rewards.reward import Reward
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """Which rows are asked, and how. Fields that are None: as the row and the model's folder have it.
+
+    limit: rows from the first on. reference: column of the right answer, which a recipe names in `reference_field`.
+    system: of chats that have none. rewards: some need the right answer.
+    """
+
+    split: str
+    limit: int | None
+    reference: str | None
+    reference_field: str
+    system: str | None
+    apply_chat_template: bool | None
+    rewards: Mapping[str, Reward]
+    chat_template: Path | None = None
+    template_date: date | None = None
