@@ -4,11 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 
 IGNORED = -100
 """The target of a position that carries no loss."""
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """What is known of completions that the model gave: each is a document, with its tokens as targets.
+
+    All but the advantages are in nats, and 0 where no target is.
+    """
+
+    advantages: torch.Tensor
+    """float32 [num_documents]: by how much a completion is better than the others that answer its prompt."""
+    old_log_probabilities: torch.Tensor
+    """float32 [rows, sequence]: by the engine that trains, with the weights that the completions were sampled from."""
+    server_log_probabilities: torch.Tensor | None = None
+    """float32 [rows, sequence]: what the server said of them; NaN where it said nothing."""
+    reference_log_probabilities: torch.Tensor | None = None
+    """float32 [rows, sequence]: by the reference model, if the loss measures how far it is from that."""
+
+    def to(self, device: torch.device | str) -> Rollouts:
+        """The same on `device`."""
+        return _moved(self, device)
+
+    def without_documents(self) -> Rollouts:
+        """Of a batch of which no document is left."""
+        return replace(self, advantages=self.advantages[:0])
 
 
 @dataclass(frozen=True)
@@ -42,6 +68,8 @@ class Batch:
     """The same answers after other prompts, with their reference: they estimate the divergence from it."""
     kl: float | None = None
     """That divergence over the global batch, in nats."""
+    rollouts: Rollouts | None = None
+    """Of completions that the model gave, documents of this batch."""
 
     @property
     def has_target(self) -> torch.Tensor:
@@ -52,6 +80,11 @@ class Batch:
         """Sums of float [rows, sequence] over each real document: float [num_documents], differentiable."""
         sums = torch.zeros(len(self.document_lengths), dtype=values.dtype, device=values.device)
         return sums.index_add(0, self.document_ids.flatten(), values.flatten())[: self.num_documents]
+
+    def of_tokens(self, values: torch.Tensor) -> torch.Tensor:
+        """Each document's value at all its tokens, 0 in padding: float [rows, sequence] of [num_documents]."""
+        padding = values.new_zeros(len(self.document_lengths) - self.num_documents)
+        return torch.cat([values, padding])[self.document_ids]
 
     def log_probabilities(self, of_tokens: torch.Tensor) -> torch.Tensor:
         """Of documents, in nats, of those of the targets: float32 [num_documents] of [rows, sequence]."""
@@ -72,9 +105,16 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on `device`."""
-        moved = {
-            name: value.to(device, non_blocking=True)
-            for name, value in vars(self).items()
-            if isinstance(value, torch.Tensor)
-        }
-        return replace(self, **moved)
+        return _moved(self, device)
+
+
+Movable = TypeVar("Movable", Batch, Rollouts)
+
+
+def _moved(one: Movable, device: torch.device | str) -> Movable:
+    moved: dict[str, Any] = {
+        name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value.to(device)
+        for name, value in vars(one).items()
+        if isinstance(value, torch.Tensor | Rollouts)
+    }
+    return replace(one, **moved)

@@ -3,7 +3,7 @@
     methods_program SPEC.json
 
 The spec names the folders `data` (packed rows, of each kind), `model` and `output`, and `cases`: name → fields of a
-TrainConfig.
+TrainConfig; `grpo` among them are options of GRPO, whose completions are the labelled rows.
 A case leaves `output/NAME.json`, the outcome of each step and of an evaluation, and what it exports in `output/NAME/`.
 `megatron_methods_program.py` does the same on Megatron.
 """
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from stages.core.contract import is_main_process
+from stages.data.batch import Batch, Rollouts
 from stages.data.dataset import PackedDataset
 from stages.engines.engine import Engine
 from stages.engines.fsdp.engine import FsdpEngine
@@ -27,6 +28,7 @@ from stages.parallel.processes import joined_processes
 from stages.train.batches import BatchSource
 from stages.train.config import TrainConfig
 from stages.train.divergence import with_divergence
+from stages.train.methods.grpo import GrpoConfig, GrpoLoss
 
 NUM_STEPS = 2
 
@@ -43,16 +45,20 @@ def run_cases(
     output = Path(spec["output"])
     with joined_processes() as device:
         for name, fields in spec["cases"].items():
+            grpo = fields.pop("grpo", None)
             config = TrainConfig.model_validate_json(json.dumps(fields))
             engine = build(Path(spec["model"]), config, device)
-            found = train(engine, config, PackedDataset(Path(spec["data"]) / config.learning.rows))
+            dataset = PackedDataset(Path(spec["data"]) / ("labelled" if grpo else config.learning.rows))
+            found = train(engine, config, dataset, grpo and GrpoLoss(GrpoConfig(**grpo)))
             engine.export(output / name, torch.float32)
             if is_main_process():
                 (output / f"{name}.json").write_text(json.dumps(found))
             end()
 
 
-def train(engine: Engine, config: TrainConfig, dataset: PackedDataset) -> list[dict[str, Any]]:
+def train(
+    engine: Engine, config: TrainConfig, dataset: PackedDataset, grpo: GrpoLoss | None = None
+) -> list[dict[str, Any]]:
     """Every step is over the same rows; then they are evaluated."""
     size = config.layout.micro_batch_size
     source = BatchSource(dataset, size, config.learning.batch_change(config.method_options))
@@ -65,9 +71,19 @@ def train(engine: Engine, config: TrainConfig, dataset: PackedDataset) -> list[d
         others = [dataset.mismatched(rows[start : start + size]) for start in range(0, num_rows, size)]
         others = [other.with_reference(engine.document_log_probabilities(other)) for other in others]
         batches = [replace(batch, mismatched=other) for batch, other in zip(batches, others, strict=True)]
-    loss = config.learning.build_loss(config.method_options)
+    if grpo:
+        batches = [with_rollouts(batch, engine.predictions(batch)[0]) for batch in batches]
+    loss = grpo or config.learning.build_loss(config.method_options)
     steps = [
         engine.train_step(with_divergence(engine, batches), loss, config.learning_rate, config.max_grad_norm)
         for _ in range(NUM_STEPS)
     ]
     return [asdict(outcome) for outcome in (*steps, engine.evaluate(with_divergence(engine, batches), loss))]
+
+
+def with_rollouts(batch: Batch, old: torch.Tensor) -> Batch:
+    """As completions of the model, good and bad ones, with what would have been said of them elsewhere."""
+    assert batch.is_good is not None
+    noise = batch.input_ids.sin().where(batch.has_target, 0.0)
+    advantages = torch.where(batch.is_good, 1.0, -0.5)
+    return replace(batch, rollouts=Rollouts(advantages, old, old + 0.3 * noise, old - 0.2 * noise))

@@ -22,8 +22,9 @@ from stages.data.units import Unit
 from stages.data.writer import DatasetWriter
 from stages.train.batches import BatchSource
 from stages.train.config import TrainConfig
+from stages.train.methods.grpo import GrpoConfig, GrpoLoss
 from stages.train.methods.registry import METHODS as METHODS_THERE_ARE
-from tests.parity.methods_program import NUM_STEPS
+from tests.parity.methods_program import NUM_STEPS, with_rollouts
 from tests.parity.ranks import started_ranks
 
 VOCABULARY, ROW_TOKENS, LEARNING_RATE, EPSILON, SEED = 64, 24, 5e-3, 1e-3, 3
@@ -40,6 +41,12 @@ METHODS = {
     "kto": {"method": "kto", "kto": {"desirable_weight": 4.0, "undesirable_weight": 0.25}},
     "apo": {"method": "kto", "kto": {"loss_type": "apo_zero_unpaired"}},
 }
+GRPO = {
+    "grpo": {"loss_type": "dapo", "epsilon": 0.01, "importance_sampling_clip_max": 1.1},
+    "grpo-mean": {"loss_type": "grpo", "beta": 0.04},
+    "grpo-gspo": {"loss_type": "dr_grpo", "max_completion_length": 20, "importance_sampling_level": "sequence"},
+}
+METHODS |= {name: {"method": "sft", "grpo": options} for name, options in GRPO.items()}
 ADAPTER = {"rank": 4, "alpha": 8}
 LAYOUTS = {
     ("fsdp", 1): [{"micro_batch_size": 2}],
@@ -49,9 +56,10 @@ LAYOUTS = {
 
 
 def test_every_method_is_here():
-    assert {fields["method"] for fields in METHODS.values()} == METHODS_THERE_ARE.keys() - {"sft", "reward"}, (
-        "reward: see test_methods.py of the pipeline"
-    )
+    assert {fields["method"] for fields in METHODS.values()} - {"sft"} == METHODS_THERE_ARE.keys() - {
+        "sft",
+        "reward",
+    }, "reward: see test_methods.py of the pipeline"
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +156,7 @@ def test_every_layout_learns_what_one_process_of_transformers_learns(request, fo
     program = "methods_program" if engine == "fsdp" else "megatron_methods_program"
     ranks.run(f"tests.parity.{program}", processes, tmp_path / "spec.json", log=tmp_path / "log.txt")
     for name, fields in cases.items():
-        expected, weights = trained_plainly(folder, json.dumps(fields))
+        expected, weights = trained_plainly(folder, dict(fields))
         assert name.split("-")[0] != "kto" or expected[-1]["metrics"]["kl"] > 1e-3, "or nothing is compared"
         found = json.loads((tmp_path / f"{name}.json").read_text())
         for step, outcome in zip(expected, found, strict=True):
@@ -164,22 +172,26 @@ def test_every_layout_learns_what_one_process_of_transformers_learns(request, fo
 
 def trained_plainly(folder, config):
     """Outcomes of the steps and of an evaluation, and the weights."""
-    config = TrainConfig.model_validate_json(config)
+    grpo = config.pop("grpo", None)
+    config = TrainConfig.model_validate_json(json.dumps(config))
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation="eager")
     if config.adapter:
         torch.manual_seed(SEED)
         options = peft.LoraConfig(r=ADAPTER["rank"], lora_alpha=ADAPTER["alpha"], target_modules="all-linear")
         model = peft.get_peft_model(model, options)
-    dataset = PackedDataset(folder / "data" / config.learning.rows)
+    dataset = PackedDataset(folder / "data" / ("labelled" if grpo else config.learning.rows))
     source = BatchSource(dataset, len(dataset), config.learning.batch_change(config.method_options))
     batch = source.batch(range(len(dataset)))
     if config.needs_reference:
         with torch.no_grad():
             batch = batch.with_reference(batch.log_probabilities(log_probabilities(model, batch)))
+    if grpo:
+        with torch.no_grad():
+            batch = with_rollouts(batch, log_probabilities(model, batch))
     other = dataset.mismatched(range(len(dataset)))
     with torch.no_grad():
         before = other.log_probabilities(log_probabilities(model, other))
-    loss = config.learning.build_loss(config.method_options)
+    loss = GrpoLoss(GrpoConfig(**grpo)) if grpo else config.learning.build_loss(config.method_options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), eps=EPSILON, weight_decay=0)
     outcomes = []
     for _ in range(NUM_STEPS + 1):

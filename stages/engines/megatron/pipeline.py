@@ -126,11 +126,12 @@ def _filled_up(micro_batches: Sequence[Batch], layout: Layout) -> list[Batch]:
 
 
 def _without_documents(batch: Batch) -> Batch:
-    reference, is_good = batch.reference_log_probabilities, batch.is_good
+    reference, is_good, rollouts = batch.reference_log_probabilities, batch.is_good, batch.rollouts
     return replace(
         batch,
         targets=torch.full_like(batch.targets, IGNORED),
         num_documents=0,
         reference_log_probabilities=None if reference is None else reference[:0],
         is_good=None if is_good is None else is_good[:0],
+        rollouts=None if rollouts is None else rollouts.without_documents(),
     )
