@@ -8,15 +8,17 @@ from stages.adapters.headers import ADAPTER_FOLDER
 from stages.core.contract import StageInput
 from stages.core.errors import LifecycleError
 from stages.generate.config import GenerateConfig
+from stages.rewards.reward import RewardContext
 from stages.rollouts.prompts import read_prompts
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
     """Dotted field and error."""
     config = GenerateConfig.model_validate(stage_input.config)
+    context = RewardContext(stage_input.inputs, stage_input.cache, lambda _: None)
     for name, reward in config.rewards.items():
         try:
-            with reward.opened():
+            with reward.opened(name, context):
                 pass
         except LifecycleError as error:
             yield f"rewards.{name}", error

@@ -2,12 +2,13 @@
 
 In: a dataset's artifact, and a model's, or a serve stage's with a lease. Out: `data/train.jsonl` (rows that training
 stages read) and `completions.jsonl` (every completion: prompt, text, seed, each reward, their sum, and what became of
-it: `kept`, `chosen`, `rejected`, or why it was dropped).
+it: `kept`, `chosen`, `rejected`, or why it was dropped); in `rewards/` what rewards keep, such as a judge's answers.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import statistics
 import sys
@@ -21,13 +22,14 @@ from stages.core.errors import DataError, full_disk_named
 from stages.generate.config import GenerateConfig
 from stages.generate.sampling import Sample, sample_all
 from stages.generate.selection import Candidate, Choice, choose
-from stages.rewards.judging import judged
-from stages.rewards.reward import Completion
+from stages.rewards.judging import Judgement, Named, judging
+from stages.rewards.reward import Completion, RewardContext
 from stages.rollouts.prompts import AskedPrompt, read_prompts
 from stages.serving.asked import ServedModel
 from stages.serving.endpoint import endpoint_for
 
 COMPLETIONS_FILE = "completions.jsonl"
+REWARDS_FOLDER = "rewards"
 PROGRESS_EVERY = 10
 NUM_NAMED = 5
 
@@ -46,15 +48,21 @@ def run(config: GenerateConfig, context: StageContext) -> StageResult:
     ModelError, ResourceError or ServerError for a server that does not come up; TransientError when it goes away.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    with endpoint_for(config, context) as endpoint:
-        prompts = read_prompts(
-            context.inputs[config.prompts.dataset] / "data", config.prompt_options, endpoint.asked_folder
-        )
-        served = endpoint.await_model()
-        started_s = time.monotonic()
-        samples = _sampled(prompts, served, config, context)
-        seconds = time.monotonic() - started_s
-    answered = list(_chosen(prompts, samples, config))
+    kept = context.scratch / f"rewards-{context.version}"
+    with judging(config.rewards, RewardContext(context.inputs, kept, context.warn)) as judge:
+        with endpoint_for(config, context) as endpoint:
+            prompts = read_prompts(
+                context.inputs[config.prompts.dataset] / "data", config.prompt_options, endpoint.asked_folder
+            )
+            served = endpoint.await_model()
+            started_s = time.monotonic()
+            samples = _sampled(prompts, served, config, context)
+            seconds = time.monotonic() - started_s
+        context.doing("judging the completions")
+        judgements = judge(list(_named(prompts, samples)))
+    if kept.exists():
+        shutil.copytree(kept, context.work / REWARDS_FOLDER, dirs_exist_ok=True)
+    answered = list(_chosen(prompts, samples, judgements, config))
     num_rows = _write(answered, config, context)
     metrics = {"num_rows": float(num_rows), **_metrics(answered, config, context)}
     metrics["generate_s"] = seconds
@@ -85,20 +93,21 @@ def _sampled(
         return sample_all(served.client, token_ids, config, kept, report)
 
 
-def _chosen(prompts: Sequence[AskedPrompt], samples: Sequence[Sample], config: GenerateConfig) -> Iterator[Answered]:
-    completions = (
-        (
-            f"completion {sample.sample} of the prompt in {prompt.place}",
-            Completion(prompt.text, sample.text, sample.num_tokens, prompt.prompt.reference, prompt.prompt.row),
-        )
-        for sample in samples
-        for prompt in (prompts[sample.prompt],)
-    )
-    judgements = judged(config.rewards, completions)
+def _named(prompts: Sequence[AskedPrompt], samples: Sequence[Sample]) -> Iterator[Named]:
+    for sample in samples:
+        prompt = prompts[sample.prompt]
+        asked = prompt.prompt
+        completion = Completion(prompt.text, sample.text, sample.num_tokens, asked.reference, asked.row)
+        yield f"completion {sample.sample} of the prompt in {prompt.place}", completion
+
+
+def _chosen(
+    prompts: Sequence[AskedPrompt], samples: Sequence[Sample], judgements: Sequence[Judgement], config: GenerateConfig
+) -> Iterator[Answered]:
+    candidates = [Candidate(*one) for one in zip(samples, judgements, strict=True)]
     for number, prompt in enumerate(prompts):
-        own = samples[number * config.num_samples : (number + 1) * config.num_samples]
-        candidates = [Candidate(sample, judgement) for sample, judgement in zip(own, judgements, strict=False)]
-        yield Answered(prompt, candidates, choose(prompt.prompt.document, candidates, config))
+        own = candidates[number * config.num_samples : (number + 1) * config.num_samples]
+        yield Answered(prompt, own, choose(prompt.prompt.document, own, config))
 
 
 def _write(answered: Sequence[Answered], config: GenerateConfig, context: StageContext) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from stages.core.errors import DataError
-from stages.rewards.reward import Completion, Reward
+from stages.rewards.reward import Completion, Reward, RewardContext, Scores
+
+Named = tuple[str, Completion]
+"""What errors call a completion, and the completion."""
 
 
 @dataclass(frozen=True)
@@ -19,20 +21,51 @@ class Judgement:
     total: float
 
 
-def judged(rewards: Mapping[str, Reward], completions: Iterable[tuple[str, Completion]]) -> Iterator[Judgement]:
-    """What the rewards say of each completion; the text before it is what errors call it.
+Judge = Callable[[Sequence[Named]], list[Judgement]]
 
-    Raises DataError for one that cannot be judged, and for a number that is not finite.
+
+@contextlib.contextmanager
+def judging(rewards: Mapping[str, Reward], context: RewardContext) -> Iterator[Judge]:
+    """What judges completions, many at a time and as often as there are some.
+
+    Raises a LifecycleError that names the reward which cannot work. The judge raises DataError for a completion that
+    cannot be judged, and for a number that is not finite or not within the reward's bounds.
     """
     with contextlib.ExitStack() as stack:
-        scores = {name: stack.enter_context(reward.opened()) for name, reward in rewards.items()}
-        for place, completion in completions:
-            found: dict[str, float] = {}
-            for name, score in scores.items():
-                try:
-                    found[name] = score(completion)
-                except DataError as error:
-                    raise DataError(f"{place}: the reward {name}: {error}") from error
-                if not math.isfinite(found[name]):
-                    raise DataError(f"{place}: the reward {name} is {found[name]}; expected a finite number")
-            yield Judgement(found, sum(rewards[name].weight * value for name, value in found.items()))
+        opened = {name: stack.enter_context(_opened(name, reward, context)) for name, reward in rewards.items()}
+
+        def judge(completions: Sequence[Named]) -> list[Judgement]:
+            found = [_scored(name, rewards[name], scores, completions) for name, scores in opened.items()]
+            by_completion = [dict(zip(rewards, values, strict=True)) for values in zip(*found, strict=True)]
+            return [_summed(rewards, one) for one in by_completion or ({} for _ in completions)]
+
+        yield judge
+
+
+@contextlib.contextmanager
+def _opened(name: str, reward: Reward, context: RewardContext) -> Iterator[Scores]:
+    with contextlib.ExitStack() as stack:
+        try:
+            scores = stack.enter_context(reward.opened(name, context))
+        except DataError as error:
+            raise DataError(f"the reward {name}: {error}") from error
+        yield scores
+
+
+def _scored(name: str, reward: Reward, scores: Scores, completions: Sequence[Named]) -> list[float]:
+    given = scores([completion for _, completion in completions])
+    least, largest = reward.bounds
+    found: list[float] = []
+    for place, _ in completions:
+        try:
+            found.append(next(given))
+        except DataError as error:
+            raise DataError(f"{place}: the reward {name}: {error}") from error
+        if not least <= found[-1] <= largest or abs(found[-1]) == float("inf"):
+            expected = "a finite number" if largest == float("inf") else f"a number from {least:g} to {largest:g}"
+            raise DataError(f"{place}: the reward {name} is {found[-1]:g}; expected {expected}")
+    return found
+
+
+def _summed(rewards: Mapping[str, Reward], found: Mapping[str, float]) -> Judgement:
+    return Judgement(found, sum(rewards[name].weight * value for name, value in found.items()))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -27,6 +28,11 @@ class NumberReward(Reward):
 
     type: Literal["number"]
     tolerance: float = Field(0.0, ge=0, allow_inf_nan=False, description="By which they may differ.")
+
+    def row_problem(self, reference: str | None, row: Mapping[str, Any]) -> str | None:
+        if reference is None or _last_number(reference) is not None:
+            return None
+        return f"has the right answer {reference[:60]!r}, which has no number"
 
     def score(self, completion: Completion) -> float:
         assert completion.reference is not None

@@ -6,9 +6,11 @@ A reward's config is what a recipe says of it, and the judge itself; it is light
 from __future__ import annotations
 
 import contextlib
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
@@ -28,7 +30,21 @@ class Completion:
     row: Mapping[str, Any]
 
 
-Score = Callable[[Completion], float]
+Scores = Callable[[Sequence[Completion]], Iterator[float]]
+"""A number for each completion, in their order. Raises DataError at the one that cannot be judged."""
+
+
+@dataclass(frozen=True)
+class RewardContext:
+    """What rewards have of the stage that they work in.
+
+    inputs: stage name → folder of its artifact. kept: folder, made when needed, whose files belong to the artifact and
+    outlive a kill. warn: tells people.
+    """
+
+    inputs: Mapping[str, Path]
+    kept: Path
+    warn: Callable[[str], None]
 
 
 class Reward(StrictModel, ABC):
@@ -45,9 +61,21 @@ class Reward(StrictModel, ABC):
         """The number. Raises DataError for what cannot be judged."""
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[Score]:
-        """What judges many completions, one after another, with whatever it needs for that."""
-        yield self.score
+    def opened(self, name: str, context: RewardContext) -> Iterator[Scores]:
+        """What judges many completions, with whatever it needs for that; `name` is what the recipe calls it.
+
+        Raises a LifecycleError for what is missing, such as a server that does not answer.
+        """
+        yield lambda completions: map(self.score, completions)
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Least and largest number that it gives."""
+        return -math.inf, math.inf
+
+    def row_problem(self, reference: str | None, row: Mapping[str, Any]) -> str | None:
+        """Why it could judge no completion of a row's prompt, such as `has no tests`; None where it could."""
+        return None
 
     def custom_code(self) -> str | None:
         """Code of the recipe's that it runs, such as `rewards.py:score`."""

@@ -32,8 +32,8 @@ class AskedPrompt:
 def read_prompts(folder: Path, options: PromptOptions, tokenizer_folder: Path) -> list[AskedPrompt]:
     """folder: the dataset's. tokenizer_folder: of the model that is asked.
 
-    Raises DataError for bad rows, all of which it names, for none at all, and where a reward needs the right answer but
-    a row has none; ModelError for a folder without a usable tokenizer.
+    Raises DataError for bad rows, all of which it names, for none at all, and where a row lacks what a reward needs,
+    such as the right answer; ModelError for a folder without a usable tokenizer.
     """
     own_date = options.template_date or noted_date(tokenizer_folder) or DEFAULT_DATE
     tokenizer = DocumentTokenizer(tokenizer_folder, options.chat_template, "assistant", template_date=own_date)
@@ -66,16 +66,18 @@ class _Rows:
         self._tokenizer = tokenizer
         self._as_chat = as_chat
         self._reader = PromptReader(options.reference, options.reference_field)
-        self._needing = [name for name, reward in options.rewards.items() if reward.NEEDS_REFERENCE]
 
     def asked(self, place: Place, row: object) -> AskedPrompt:
         """Raises RowError."""
         prompt = self._reader.read(row)
-        if self._needing and prompt.reference is None:
-            raise RowError(
-                f"has no right answer, which the reward {self._needing[0]} compares with; expected an answer, or a "
-                f"column that `{self._options.reference_field}` names"
-            )
+        for name, reward in self._options.rewards.items():
+            if reward.NEEDS_REFERENCE and prompt.reference is None:
+                raise RowError(
+                    f"has no right answer, which the reward {name} compares with; expected an answer, or a column that "
+                    f"`{self._options.reference_field}` names"
+                )
+            if problem := reward.row_problem(prompt.reference, prompt.row):
+                raise RowError(f"{problem}, which the reward {name} cannot do without")
         prompt = replace(prompt, document=self._as_asked(prompt.document))
         text, token_ids = self._tokenizer.encode_prompt(prompt.document)
         return AskedPrompt(place, prompt, text, token_ids)

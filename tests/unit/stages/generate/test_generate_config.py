@@ -122,6 +122,11 @@ def test_what_is_wrong_with_prompts_and_rewards_is_found_before_a_model_is_made(
             "prompts"
         ]
     )
+    number = {"right": {"type": "number"}}
+    assert (
+        "train.jsonl:1 has the right answer 'three', which has no number, which the reward right cannot do without"
+        in problems(artifacts, [{**good, "answer": "three"}], rewards=number)["prompts"]
+    )
     (artifacts / "broken.py").write_text("import nothing_like_it")
     own = {"own": {"type": "python", "file": str(artifacts / "broken.py")}}
     assert "No module named 'nothing_like_it'" in problems(artifacts, [good], rewards=own)["rewards.own"]

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import textwrap
 import time
 from pathlib import Path
@@ -13,9 +15,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from stages.core.errors import DataError
 from stages.rewards import regex as regex_reward
-from stages.rewards.judging import judged
+from stages.rewards.judging import Judgement, Named, judging
 from stages.rewards.registry import AnyReward
-from stages.rewards.reward import Completion, Reward
+from stages.rewards.reward import Completion, Reward, RewardContext
 
 
 def reward(**config: Any) -> Reward:
@@ -24,6 +26,14 @@ def reward(**config: Any) -> Reward:
 
 def completion(text: str, reference: str | None = None, num_tokens: int = 1, **row: Any) -> Completion:
     return Completion("the prompt", text, num_tokens, reference, row)
+
+
+CONTEXT = RewardContext({}, Path("/nowhere"), lambda message: None)
+
+
+def judged(rewards: dict[str, Reward], completions: list[Named]) -> list[Judgement]:
+    with judging(rewards, CONTEXT) as judge:
+        return judge(completions)
 
 
 CASES = [
@@ -89,6 +99,7 @@ def test_a_pattern_that_takes_for_ever_is_named(monkeypatch: pytest.MonkeyPatch)
         ({"type": "exact_match", "weight": 0}, "`weight` is 0"),
         ({"type": "exactmatch"}, "exact_match"),
         ({"type": "python", "file": "a.py", "function": "os.system"}, "function"),
+        ({"type": "python", "file": "a.py", "minimum": 1, "maximum": 1}, "`minimum` is 1; expected less than"),
     ],
 )
 def test_what_a_recipe_cannot_mean(config: dict[str, Any], expected: str) -> None:
@@ -124,9 +135,9 @@ def test_a_file_of_ones_own_judges_in_a_process_of_its_own(tmp_path: Path) -> No
             return FACTOR * (len(completion) + len(prompt)) if reference == "r" else -1
         """,
     )
-    with own.opened() as score:
-        assert score(completion("abc", "r", parent=os.getpid())) == 26
-        assert score(completion("ü\n\N{ROCKET}", "r", parent=os.getpid())) == 26
+    with own.opened("own", CONTEXT) as scores:
+        asked = [completion(text, "r", parent=os.getpid()) for text in ("abc", "ü\n\N{ROCKET}")]
+        assert list(scores(asked)) == list(scores(asked)) == [26, 26]
     assert not programs()
 
 
@@ -147,21 +158,82 @@ def test_a_file_of_ones_own_judges_in_a_process_of_its_own(tmp_path: Path) -> No
 def test_what_a_file_does_wrong_is_named_with_the_completion(tmp_path: Path, code: str, expected: str) -> None:
     own = python(tmp_path, code)
     with pytest.raises(DataError) as caught:
-        list(judged({"own": own}, [("completion 0 of the prompt in a.jsonl:1", completion("a"))]))
+        judged({"own": own}, [("completion 0 of the prompt in a.jsonl:1", completion("a"))])
     assert expected in str(caught.value)
 
 
 def test_a_function_that_does_not_end_is_ended(tmp_path: Path) -> None:
     own = python(tmp_path, "def score(*_):\n    while True: pass", timeout_s=3)
     started_s = time.monotonic()
-    with pytest.raises(DataError, match="gave no answer within timeout_s, 3 s"), own.opened() as score:
-        score(completion("a"))
+    with pytest.raises(DataError, match="gave no answer within timeout_s, 3 s"):
+        own.score(completion("a"))
     assert time.monotonic() - started_s < 60
     assert not programs()
 
 
 def test_the_sum_is_weighted() -> None:
     rewards = {"right": reward(type="exact_match"), "brief": reward(type="length", max_tokens=1, weight=0.25)}
-    found = list(judged(rewards, [("", completion("1", "1")), ("", completion("1", "1", num_tokens=9))]))
+    found = judged(rewards, [("", completion("1", "1")), ("", completion("1", "1", num_tokens=9))])
     assert [one.total for one in found] == [1.0, 0.75]
     assert found[1].rewards == {"right": 1.0, "brief": -1.0}
+
+
+def test_without_rewards_completions_are_judged_by_nothing() -> None:
+    assert [one.total for one in judged({}, [("", completion("1")), ("", completion("2"))])] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("score", "bounds", "expected"),
+    [
+        (2, {"maximum": 1}, "the reward own is 2; expected a number from -inf to 1"),
+        (-2, {"minimum": -1, "maximum": 1}, "the reward own is -2; expected a number from -1 to 1"),
+        (2, {"minimum": -1}, None),
+    ],
+)
+def test_a_number_out_of_bounds_is_named_with_its_completion(
+    tmp_path: Path, score: float, bounds: dict[str, float], expected: str | None
+) -> None:
+    own = python(tmp_path, f"def score(*_): return {score}", **bounds)
+    if expected is None:
+        assert judged({"own": own}, [("completion 3", completion("a"))])[0].total == score
+        return
+    with pytest.raises(DataError, match=f"completion 3: {expected}"):
+        judged({"own": own}, [("completion 3", completion("a"))])
+
+
+SPY = """
+import os
+
+def score(prompt, completion, reference, row):
+    found = repr(sorted(os.environ.items()))
+    for folder in os.listdir("/proc"):
+        if folder.isdigit() and int(folder) != os.getpid():
+            for file in ("environ", "mem"):
+                try:
+                    found += open(f"/proc/{folder}/{file}", "rb").read(1 << 20).decode(errors="replace")
+                except OSError:
+                    continue
+    return float("planted" in found)
+"""
+
+
+def test_no_key_is_within_reach_of_a_file_of_ones_own(tmp_path: Path) -> None:
+    """Neither in its environment nor in that of the processes around it; which the file would find without us."""
+    (tmp_path / "rewards.py").write_text(SPY)
+    asks = textwrap.dedent(
+        """
+        import runpy, sys
+        from pathlib import Path
+        from tests.unit.stages.rewards.test_rewards import completion, judged, reward
+
+        print(runpy.run_path(sys.argv[1])["score"]("", "", None, {}))
+        own = reward(type="python", file=sys.argv[1])
+        print(judged({"own": own}, [("", completion("a"))])[0].total)
+        """
+    )
+    keys = dict.fromkeys(("VLLM_API_KEY", "HF_TOKEN", "PREFECT_API_AUTH_STRING", "ANYTHING"), "planted")
+    root = Path(__file__).parents[4]
+    environment = {**os.environ, **keys, "PYTHONPATH": str(root)}
+    command = [sys.executable, "-c", asks, str(tmp_path / "rewards.py")]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1.0", "0.0"]
