@@ -12,6 +12,7 @@ from flows.compare.table import cells
 from flows.ledger.events import CompareBegan, LayoutEntry
 from flows.ledger.home import store_root
 from flows.planning.layout_choice import choose_layouts
+from flows.planning.model_shape import ModelConfigs
 from flows.planning.outside import resolve_outside
 from flows.planning.plan import Plan, PlannedStage, chosen_stages, plan
 from flows.planning.stored import find_stored
@@ -54,7 +55,7 @@ def plan_comparison(request: ComparisonRequest) -> PlannedRefresh:
     index = store.index()
     recipe, _ = find_stored(recipe, chosen, index)
     outside = resolve_outside(recipe, chosen)
-    recipe, _ = choose_layouts(recipe, outside, index)
+    recipe, _ = choose_layouts(recipe, outside, ModelConfigs(recipe, outside, index))
     upstream = plan(recipe, outside, index, until=request.stage).stages
     measured = upstream.pop(request.stage)
     layouts = tuple(_under_layout(measured, config, upstream) for config in configs)

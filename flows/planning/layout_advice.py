@@ -10,13 +10,14 @@ from pydantic import ValidationError
 
 from flows.ledger.home import hardware_file, store_root
 from flows.planning.layout_text import engine_and_fields, line_problems
-from flows.planning.model_shape import download_of, shape_of_download
+from flows.planning.model_shape import ModelConfigs, download_of
 from flows.planning.outside import resolve_outside
 from flows.planning.plan import chosen_stages
 from flows.planning.stored import find_stored
 from flows.recipe.recipe import load_recipe
 from flows.store.store import Store
 from stages.core.errors import LayoutError, ModelError, RecipeError
+from stages.hubs.answers import PLANNING_LIMIT_S
 from stages.models.known_models import known_model
 from stages.models.model_config import CONFIG_FILE, read_config, shape_of_config
 from stages.models.shape import ModelShape
@@ -169,8 +170,8 @@ def _of_recipe(path: Path, stage: str | None) -> tuple[ModelShape, Workload]:
     chosen, index = chosen_stages(recipe, name), Store(store_root()).index()
     recipe, _ = find_stored(recipe, chosen, index)
     outside = resolve_outside(recipe, chosen, unreachable={})
-    shape = shape_of_download(recipe, download_of(recipe, name), outside, index)
-    return shape, trained[name].workload
+    configs = ModelConfigs(recipe, outside, index, PLANNING_LIMIT_S)
+    return configs.shape_of(download_of(recipe, name)), trained[name].workload
 
 
 def _of_config(model: str) -> ModelShape:

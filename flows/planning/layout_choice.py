@@ -6,16 +6,14 @@ the same machine finds its artifact again, and another machine, or a calibration
 
 from __future__ import annotations
 
+from collections.abc import Collection, MutableMapping
 from dataclasses import dataclass, replace
-from functools import cache
 
 from flows.ledger.home import hardware_file
 from flows.ledger.machine import gpus, num_cores
-from flows.planning.model_shape import download_of, shape_of_download
-from flows.planning.outside import Outside
+from flows.planning.model_shape import ModelConfigs, download_of
 from flows.recipe.recipe import Recipe
-from flows.store.record import Index
-from stages.core.errors import LayoutError, ResourceError
+from stages.core.errors import LayoutError, ResourceError, TransientError
 from stages.models.shape import ModelShape
 from stages.parallel.layout import AutoLayout
 from stages.planner.hardware import Hardware
@@ -44,23 +42,31 @@ class LayoutChoice:
         return text + (f"; faster with another `engine`: {_described(self.other_engine)}" if self.other_engine else "")
 
 
-def choose_layouts(recipe: Recipe, outside: Outside, index: Index) -> tuple[Recipe, list[LayoutChoice]]:
-    """The recipe with every `auto` of the stages in `outside` replaced, and what was chosen from.
+def choose_layouts(
+    recipe: Recipe,
+    stages: Collection[str],
+    configs: ModelConfigs,
+    unreachable: MutableMapping[str, str] | None = None,
+) -> tuple[Recipe, list[LayoutChoice]]:
+    """The recipe with every `auto` of these stages replaced, and what was chosen from.
 
+    unreachable: where given, a stage whose model's hub does not answer keeps its `auto`, and is noted with the reason.
     Raises LayoutError when no layout is legal or fits, ResourceError for a GPU without a description.
     """
-
-    @cache
-    def shape_of(download: str) -> ModelShape:
-        return shape_of_download(recipe, download, outside, index)
-
-    stages, choices = dict(recipe.stages), []
+    chosen, choices = dict(recipe.stages), []
     for name, config in recipe.stages.items():
-        if name in outside and isinstance(config, TrainConfig) and isinstance(config.layout, AutoLayout):
-            choice = _choose(name, config, shape_of(download_of(recipe, name)))
-            stages[name] = config.model_copy(update={"layout": choice.candidates[0].layout})
+        if name in stages and isinstance(config, TrainConfig) and isinstance(config.layout, AutoLayout):
+            try:
+                shape = configs.shape_of(download_of(recipe, name))
+            except TransientError as error:
+                if unreachable is None:
+                    raise
+                unreachable[name] = f"stages.{name}.layout: auto, which needs the model's sizes: {error}"
+                continue
+            choice = _choose(name, config, shape)
+            chosen[name] = config.model_copy(update={"layout": choice.candidates[0].layout})
             choices.append(choice)
-    return replace(recipe, stages=stages), choices
+    return replace(recipe, stages=chosen), choices
 
 
 def _choose(name: str, config: TrainConfig, shape: ModelShape) -> LayoutChoice:

@@ -6,7 +6,10 @@ from the store when it is there, else from the source itself, or a table of publ
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
+
+from pydantic import JsonValue
 
 from flows.planning.outside import Outside
 from flows.recipe.recipe import Recipe
@@ -15,6 +18,7 @@ from flows.store.record import Index
 from stages.core.contract import base_of
 from stages.core.errors import RecipeError, TransientError
 from stages.download.config import DownloadConfig
+from stages.hubs.answers import Answers
 from stages.hubs.registry import read_model_config
 from stages.models.known_models import known_model
 from stages.models.model_config import read_config, shape_of_config
@@ -32,34 +36,47 @@ def download_of(recipe: Recipe, stage: str) -> str:
     return name
 
 
-def shape_of_download(recipe: Recipe, name: str, outside: Outside, index: Index) -> ModelShape:
-    """Shape of the model that a stage downloads.
+class ModelConfigs:
+    """The `config.json` of each model that the stages in `outside` download, which its hub is asked for once.
 
-    outside: of the stages that the train stage stands on, from `resolve_outside`.
-    Raises DownloadError or ModelError when it cannot be read, or is of a kind that the planner does not know.
+    limit_s: for all of them together; what has not come by then is taken for what never comes.
     """
-    found = config_of_download(recipe, name, outside, index)
-    if found is not None:
-        return shape_of_config(found)
-    source = str(_download(recipe, name).model)
-    known = known_model(source)
-    if known is None:
-        raise TransientError(f"reading the sizes of {source}: its hub does not answer, and no table has it")
-    return known
 
+    def __init__(self, recipe: Recipe, outside: Outside, index: Index, limit_s: float | None = None) -> None:
+        self._recipe, self._outside, self._index = recipe, outside, index
+        self._limit_s = limit_s
+        self._answers = Answers[dict[str, Any] | None](limit_s)
 
-def config_of_download(recipe: Recipe, name: str, outside: Outside, index: Index) -> dict[str, Any] | None:
-    """The `config.json` of the model that a stage downloads; None when its hub has not answered.
+    def of(self, name: str) -> dict[str, Any] | None:
+        """That of the model that a stage downloads; None when its hub has not answered.
 
-    Raises DownloadError or ModelError when it cannot be read.
-    """
-    config = _download(recipe, name)
-    artifact = index.find(config.kind, version_of(identity_of(config, {}, outside[name])))
-    if artifact and not artifact.damage:
-        return read_config(artifact.folder / "model")
-    if "revision" in outside[name]:
-        return read_model_config(config.source, str(outside[name]["revision"]))
-    return None
+        Raises DownloadError or ModelError when it cannot be read.
+        """
+        if name not in self._answers:
+            self._answers.ask(name, partial(self._read, _download(self._recipe, name), self._outside[name]))
+        try:
+            return self._answers.of(name)
+        except TransientError:
+            if self._limit_s is None:
+                raise
+            return None
+
+    def shape_of(self, name: str) -> ModelShape:
+        """Shape of that model. Raises also ModelError when it is of a kind that the planner does not know."""
+        found = self.of(name)
+        if found is not None:
+            return shape_of_config(found)
+        source = str(_download(self._recipe, name).model)
+        known = known_model(source)
+        if known is None:
+            raise TransientError(f"the hub of {source} does not answer, and no table has it")
+        return known
+
+    def _read(self, config: DownloadConfig, outside: dict[str, JsonValue]) -> dict[str, Any] | None:
+        artifact = self._index.find(config.kind, version_of(identity_of(config, {}, outside)))
+        if artifact and not artifact.damage:
+            return read_config(artifact.folder / "model")
+        return read_model_config(config.source, str(outside["revision"])) if "revision" in outside else None
 
 
 def _download(recipe: Recipe, name: str) -> DownloadConfig:

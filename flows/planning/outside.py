@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, MutableMapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterator, MutableMapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from pydantic import JsonValue
@@ -16,9 +17,11 @@ from stages.core.contract import StageConfig
 from stages.core.errors import EvaluationError, LifecycleError, RecipeError, TransientError
 from stages.download.config import DownloadConfig
 from stages.evaluate.config import EvaluateConfig
+from stages.hubs.answers import PLANNING_ATTEMPT_S, PLANNING_LIMIT_S, Answers
 
 TASK = re.compile(r"^(task|group):", re.MULTILINE)
-Outside = dict[str, dict[str, JsonValue]]
+Resolved = dict[str, JsonValue]
+Outside = dict[str, Resolved]
 """stage name → {field path or name: content hash, revision, …}"""
 
 
@@ -27,7 +30,8 @@ def resolve_outside(
 ) -> Outside:
     """Resolve the outside inputs of the named stages (default: all). May ask the network.
 
-    unreachable: where given, a stage whose source does not answer is noted there with the reason, and has no inputs.
+    unreachable: where given, there is only a plan to be made: each source is asked once, all get `PLANNING_LIMIT_S`,
+        and a stage whose source does not answer by then is noted there with the reason, and has no inputs.
     Raises `RecipeError` when a path does not exist, and what the stages' own `resolve_outside` raise.
     """
     chosen = {name: config for name, config in recipe.stages.items() if stages is None or name in stages}
@@ -35,23 +39,27 @@ def resolve_outside(
     problems = {f"stages.{name}.{field}": _problem(path) for (name, field), path in paths.items()}
     if any(problems.values()):
         raise RecipeError("\n".join(f"{field}: {problem}" for field, problem in problems.items() if problem))
-    hashes = {path: hash_path(path) for path in set(paths.values())}
-    # What lies here is hashed in the thread that hears Ctrl-C; hubs are slow to answer, and slower not to.
-    here = {name: _resolve(recipe, name) for name, config in chosen.items() if _lies_here(config)}
-    elsewhere = [name for name in chosen if name not in here]
-    with ThreadPoolExecutor() as executor:
-        asked = executor.map(lambda name: _resolve(recipe, name), elsewhere)
-        resolved = here | dict(zip(elsewhere, asked, strict=True))
+    limit_s, one_attempt_s = (None, None) if unreachable is None else (PLANNING_LIMIT_S, PLANNING_ATTEMPT_S)
+    hashes, sources, others = Answers[str](limit_s), Answers[Resolved](limit_s), Answers[Resolved](None)
+    for name, config in sorted(chosen.items(), key=lambda one: _lies_here(one[1])):  # meanwhile hubs answer
+        answers = sources if isinstance(config, DownloadConfig) else others
+        answers.ask(name, partial(config.resolve_outside, one_attempt_s), here=_lies_here(config))
+    for path in set(paths.values()):
+        hashes.ask(str(path), partial(hash_path, path, one_attempt_s), here=True)
     outside: Outside = {}
-    for name, found in resolved.items():
-        if isinstance(found, TransientError):
+    for name, config in chosen.items():
+        outside[name] = {}
+        try:
+            with _about(recipe, name):
+                outside[name] = {**(sources if name in sources else others).of(name)}
+            for field, path in config.outside_paths().items():
+                with _about(recipe, name, field):
+                    outside[name][field] = hashes.of(str(path))
+        except TransientError as error:
             if unreachable is None:
-                raise found
-            unreachable[name] = str(found)
-            found = {}
-        outside[name] = dict(found)
-    for (name, field), path in paths.items():
-        outside[name][field] = hashes[path]
+                raise
+            unreachable[name] = str(error)
+            outside[name] = {}
     return outside
 
 
@@ -75,14 +83,14 @@ def _lies_here(config: StageConfig) -> bool:
     return isinstance(config, DownloadConfig) and config.source.hub == "file"
 
 
-def _resolve(recipe: Recipe, name: str) -> dict[str, JsonValue] | TransientError:
-    """Raises what `config.resolve_outside` raises, with the stage (and of a download, the field) that it is about."""
+@contextmanager
+def _about(recipe: Recipe, name: str, field: str | None = None) -> Iterator[None]:
+    """Say in errors which stage they are about, and which field of it: of a download, default, its source."""
     config = recipe.stages[name]
-    where = f"stages.{name}.{config.product}" if isinstance(config, DownloadConfig) else f"stages.{name}"
+    field = field or (config.product if isinstance(config, DownloadConfig) else None)
+    where = f"stages.{name}.{field}" if field else f"stages.{name}"
     try:
-        return config.resolve_outside()
-    except TransientError as error:
-        return type(error)(f"{where}: {error}")
+        yield
     except EvaluationError as error:
         raise EvaluationError(f"{where}: {_of_a_file_beside(recipe, config) or error}") from error
     except LifecycleError as error:

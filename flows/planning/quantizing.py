@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from flows.planning.model_shape import config_of_download, download_of
-from flows.planning.outside import Outside
+from flows.planning.model_shape import ModelConfigs, download_of
 from flows.recipe.recipe import Recipe
-from flows.store.record import Index
 from stages.core.errors import LifecycleError, RecipeError
 from stages.models.model_config import shape_of_config
 from stages.models.projections import projections_of
@@ -18,7 +16,7 @@ from stages.quantize.config import QuantizeConfig
 from stages.serving.registry import default_engine
 
 
-def check_quantizing(recipe: Recipe, chosen: Collection[str], outside: Outside, index: Index) -> None:
+def check_quantizing(recipe: Recipe, chosen: Collection[str], configs: ModelConfigs) -> None:
     """Raises `RecipeError` that lists the quantizations, of these stages, that could not be served.
 
     What a cluster does is left to it: its devices may take what those of this machine do not.
@@ -28,7 +26,7 @@ def check_quantizing(recipe: Recipe, chosen: Collection[str], outside: Outside, 
         if name not in chosen or not isinstance(config, QuantizeConfig) or config.execution.launcher != "local":
             continue
         try:
-            model_config = config_of_download(recipe, download_of(recipe, name), outside, index) or {}
+            model_config = configs.of(download_of(recipe, name)) or {}
             layers = projections_of(shape_of_config(model_config))
         except LifecycleError:  # the download says so itself, or its headers will
             continue

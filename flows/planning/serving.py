@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Collection, Iterator
+from functools import partial
+from typing import Any
 
-from flows.planning.model_shape import config_of_download, download_of
-from flows.planning.outside import Outside
+from flows.planning.model_shape import ModelConfigs, download_of
 from flows.recipe.recipe import Recipe
-from flows.store.record import Index
-from stages.core.errors import LifecycleError, RecipeError
+from stages.core.errors import LifecycleError, RecipeError, TransientError
 from stages.evaluate.config import EvaluateConfig
+from stages.hubs.answers import PLANNING_LIMIT_S, Answers
 from stages.serve.config import ServeConfig
 from stages.serving.config import ServingConfig
 from stages.serving.limits import limit_problems
 
 
-def check_serving(recipe: Recipe, chosen: Collection[str], outside: Outside, index: Index) -> None:
+def check_serving(recipe: Recipe, chosen: Collection[str], configs: ModelConfigs) -> None:
     """Raises `RecipeError` that lists what these stages' servers cannot listen on or hold."""
     servers = {
         name: config
@@ -26,7 +27,7 @@ def check_serving(recipe: Recipe, chosen: Collection[str], outside: Outside, ind
     problems = [
         f"stages.{name}.{problem}"
         for name, config in servers.items()
-        for problem in [*_elsewhere(config), *_beyond_the_model(config, recipe, name, outside, index)]
+        for problem in [*_elsewhere(config), *_beyond_the_model(config, recipe, name, configs)]
     ]
     if problems:
         raise RecipeError("\n".join(problems))
@@ -37,22 +38,26 @@ def _elsewhere(config: ServeConfig | EvaluateConfig) -> Iterator[str]:
     host = config.execution.host
     if config.execution.launcher != "local":
         return
+    names = Answers[Any](PLANNING_LIMIT_S)
+    names.ask(host, partial(socket.getaddrinfo, host, 0, type=socket.SOCK_STREAM))
     try:
-        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        family = names.of(host)[0][0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.bind((host, 0))
     except OSError as error:
         expected = "expected an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all"
         yield f"execution.host: cannot listen on {host}: {error.strerror}; {expected}"
+    except TransientError:  # who knows the name is slow to answer; the server will ask again
+        return
 
 
 def _beyond_the_model(
-    config: ServeConfig | EvaluateConfig, recipe: Recipe, stage: str, outside: Outside, index: Index
+    config: ServeConfig | EvaluateConfig, recipe: Recipe, stage: str, configs: ModelConfigs
 ) -> list[str]:
     """Nothing where the model's config cannot be read yet: the check after its download finds it."""
     benchmark = config.benchmark if isinstance(config, ServeConfig) else None
     try:
-        model_config = config_of_download(recipe, download_of(recipe, stage), outside, index)
+        model_config = configs.of(download_of(recipe, stage))
         environment = config.execution.environment
         found = limit_problems(model_config or {}, config.serving or ServingConfig(), benchmark, environment)
         return [f"{field}: {message}" for field, message in found]

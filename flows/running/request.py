@@ -14,6 +14,7 @@ from flows.planning.gates import check_gates
 from flows.planning.idle import check_idle
 from flows.planning.layout_choice import choose_layouts
 from flows.planning.model_check import check_models
+from flows.planning.model_shape import ModelConfigs
 from flows.planning.outside import resolve_outside
 from flows.planning.plan import Plan, chosen_stages, plan
 from flows.planning.quantizing import check_quantizing
@@ -25,6 +26,7 @@ from flows.running.comparison import Comparison
 from flows.store.store import Store
 from stages.core.errors import LifecycleError
 from stages.core.redaction import redact, secrets_in
+from stages.hubs.answers import PLANNING_LIMIT_S
 
 
 @dataclass(frozen=True)
@@ -76,18 +78,19 @@ def make_plan(request: RefreshRequest, *, may_be_unreachable: bool = False) -> P
 
 def _plan_of(recipe: Recipe, request: RefreshRequest, *, may_be_unreachable: bool) -> PlannedRefresh:
     store = Store(store_root())
-    unreachable: dict[str, str] = {}
+    unreachable: dict[str, str] | None = {} if may_be_unreachable else None
     chosen = chosen_stages(recipe, request.until)
     idle = check_idle(recipe, chosen)
     index = store.index()
     recipe, notes = find_stored(recipe, chosen, index)
-    outside = resolve_outside(recipe, chosen, unreachable if may_be_unreachable else None)
+    outside = resolve_outside(recipe, chosen, unreachable)
     check_gates(recipe, chosen)
-    check_quantizing(recipe, chosen, outside, index)
-    check_serving(recipe, chosen, outside, index)
-    recipe, choices = choose_layouts(recipe, outside, index)
+    configs = ModelConfigs(recipe, outside, index, PLANNING_LIMIT_S if may_be_unreachable else None)
+    check_quantizing(recipe, chosen, configs)
+    check_serving(recipe, chosen, configs)
+    recipe, choices = choose_layouts(recipe, chosen, configs, unreachable)
     unusual = check_models(recipe, outside, index)
-    planned = plan(recipe, outside, index, force=request.force, until=request.until, unreachable=unreachable)
+    planned = plan(recipe, outside, index, force=request.force, until=request.until, unreachable=unreachable or {})
     check_devices(planned)
     planned = with_changes(planned, index, store.cache_folder("contents"))
     said = (*notes, *idle, *map(str, choices), *unusual)

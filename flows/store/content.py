@@ -65,9 +65,12 @@ def hash_file(path: Path) -> FileEntry:
         return FileEntry(size=stream.tell(), sha256=digest)
 
 
-def hash_path(path: Path) -> str:
-    """sha256 of a file, or over the relative paths and contents of a folder's files; where it lies does not count."""
-    hashes = sha256_of_files(outside_files(path))
+def hash_path(path: Path, limit_s: float | None = None) -> str:
+    """sha256 of a file, or over the relative paths and contents of a folder's files; where it lies does not count.
+
+    limit_s: see `sha256_of_files`.
+    """
+    hashes = sha256_of_files(outside_files(path), limit_s)
     return _digest(hashes) if path.is_dir() else hashes[path.name]
 
 

@@ -158,10 +158,10 @@ class StageConfig(StrictModel, ABC):
         trusted = (path for path, value in values_named(self, "trust_remote_code") if value)
         return tuple(f"{path}: Python files that come with the model" for path in trusted)
 
-    def resolve_outside(self) -> dict[str, JsonValue]:
+    def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
         """What else outside the store decides the content: resolved revisions, versions of programs.
 
-        May ask the network. Raises a `StageError` that says what could not be resolved.
+        May ask the network; limit_s: once, for this long. Raises a `StageError` that says what could not be resolved.
         """
         return {}
 

@@ -13,10 +13,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+from stages.core.errors import TransientError
 from stages.core.lines import say
 
 CHUNK_BYTES = 1 << 20
@@ -28,12 +29,20 @@ REPORT_INTERVAL_S = 5
 GIB = 1 << 30
 
 
-def sha256_of_files(files: Mapping[str, Path]) -> dict[str, str]:
-    """Name → hex digest of each file. Slow ones are reported on stderr. Raises `OSError` when one cannot be read."""
-    job = _Job(sum(path.stat().st_size for path in files.values()))
+def sha256_of_files(files: Mapping[str, Path], limit_s: float | None = None) -> dict[str, str]:
+    """Name → hex digest of each file. Slow ones are reported on stderr.
+
+    limit_s: stop after this time, and raise TransientError; the files that were done need not be hashed again.
+    Raises `OSError` when one cannot be read.
+    """
+    total_bytes = sum(path.stat().st_size for path in files.values())
+    job = _Job(total_bytes)
     pool = ThreadPoolExecutor(THREADS)
     try:
         pending = {name: pool.submit(job.hash, path) for name, path in files.items()}
+        if wait(pending.values(), limit_s).not_done:
+            slow = f"hashing its {total_bytes / GIB:.1f} GiB takes longer than {limit_s:g} s"
+            raise TransientError(f"{slow}; `lifecycle run` takes the time, once")
         return {name: future.result() for name, future in pending.items()}
     finally:
         job.stop()  # otherwise Ctrl-C would wait until the last file is read

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
@@ -65,5 +66,5 @@ class DownloadConfig(StageConfig):
         """Without a file's path and a hub's branch: the resolved revision stands in for them."""
         return {**super().identity(), self.product: self.source.place}
 
-    def resolve_outside(self) -> dict[str, JsonValue]:
-        return {"revision": hub_of(self.source).resolve_revision(self.request)}
+    def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
+        return {"revision": hub_of(self.source).resolve_revision(replace(self.request, limit_s=limit_s))}

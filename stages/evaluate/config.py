@@ -42,10 +42,10 @@ class EvaluateConfig(AskedModelConfig):
     def product(self) -> Product:
         return "scores"
 
-    def resolve_outside(self) -> dict[str, JsonValue]:
+    def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
         harness = default_harness()
-        own = {f"{harness.name}_version": harness.version(), **harness.resolve_outside(self.evaluation)}
-        return {**super().resolve_outside(), **own}
+        own = {f"{harness.name}_version": harness.version(), **harness.resolve_outside(self.evaluation, limit_s)}
+        return {**super().resolve_outside(limit_s), **own}
 
     def custom_code(self) -> tuple[str, ...]:
         """Also that of the recipe's own tasks, such as `sums.yaml: !function utils.score`.

@@ -25,7 +25,7 @@ class Files:
     def resolve_revision(self, request: Request) -> str:
         files = requested_files(request)
         try:
-            return content_hash(sha256_of_files(files).items())
+            return content_hash(sha256_of_files(files, request.limit_s).items())
         except OSError as error:
             raise DownloadError(f"{request.source} cannot be read: {error}") from error
 

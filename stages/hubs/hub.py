@@ -12,11 +12,15 @@ from stages.hubs.source import Source
 
 @dataclass(frozen=True)
 class Request:
-    """Which files of a source to take. patterns: globs; None takes what a model or a dataset is made of."""
+    """Which files of a source to take. patterns: globs; None takes what a model or a dataset is made of.
+
+    limit_s: of a question that is to be answered at once, or not at all: one attempt gets this long.
+    """
 
     source: Source
     patterns: tuple[str, ...] | None = None
     trust_remote_code: bool = False
+    limit_s: float | None = None
 
 
 class Hub(Protocol):

@@ -25,7 +25,7 @@ from stages.core.errors import DownloadError, LifecycleError
 from stages.hubs.fetch import RemoteFile, Snapshot
 from stages.hubs.hub import Request
 from stages.hubs.repository import RepositoryHub
-from stages.hubs.retry import RetryBackoff, busy_from_status, busy_from_transport
+from stages.hubs.retry import NUM_ATTEMPTS, RetryBackoff, busy_from_status, busy_from_transport
 from stages.hubs.source import Source
 from stages.hubs.verification import Digest
 
@@ -44,7 +44,7 @@ class HuggingFace(RepositoryHub):
         source = request.source
         if source.revision and _COMMIT.fullmatch(source.revision):
             return source.revision
-        return str(_repository_info(source, source.revision, files_metadata=False).sha)
+        return str(_repository_info(source, source.revision, files_metadata=False, limit_s=request.limit_s).sha)
 
     def list_snapshot(self, source: Source, revision: str) -> Snapshot:
         info = _repository_info(source, revision, files_metadata=True)
@@ -66,7 +66,9 @@ def _remote_file(source: Source, revision: str, sibling: Any) -> RemoteFile:
     return RemoteFile(sibling.rfilename, sibling.size, digest, url)
 
 
-def _repository_info(source: Source, revision: str | None, *, files_metadata: bool) -> Any:
+def _repository_info(
+    source: Source, revision: str | None, *, files_metadata: bool, limit_s: float | None = None
+) -> Any:
     api = _api()
 
     def ask() -> Any:
@@ -75,15 +77,15 @@ def _repository_info(source: Source, revision: str | None, *, files_metadata: bo
             revision=revision,
             repo_type=source.product,
             files_metadata=files_metadata,
-            timeout=_TIMEOUT_S,
+            timeout=limit_s or _TIMEOUT_S,
         )
 
-    return _ask(source, ask)
+    return _ask(source, ask, NUM_ATTEMPTS if limit_s is None else 1)
 
 
-def _ask(source: Source, ask: Callable[[], Answer]) -> Answer:
+def _ask(source: Source, ask: Callable[[], Answer], num_attempts: int) -> Answer:
     """Ask the hub until it answers, or there is no use in it."""
-    backoff = RetryBackoff(f"asking {_endpoint()} for {source}")
+    backoff = RetryBackoff(f"asking {_endpoint()} for {source}", num_attempts=num_attempts)
     while True:
         try:
             return ask()

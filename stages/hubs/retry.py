@@ -30,9 +30,10 @@ class BusyError(Exception):
 class RetryBackoff:
     """Counts the failures in a row of one activity."""
 
-    def __init__(self, doing: str, stop: threading.Event | None = None) -> None:
+    def __init__(self, doing: str, stop: threading.Event | None = None, num_attempts: int = NUM_ATTEMPTS) -> None:
         self._doing = doing
         self._stop = stop or threading.Event()
+        self._num_attempts = num_attempts
         self._failures = 0
 
     def progressed(self) -> None:
@@ -45,10 +46,9 @@ class RetryBackoff:
         wait_s = busy.retry_after_s if busy.retry_after_s is not None else FIRST_WAIT_S * 2 ** (self._failures - 1)
         if wait_s > LONGEST_WAIT_S:
             raise TransientError(f"{self._doing}: {busy}, and asks to wait {wait_s:.0f} s; try again then") from busy
-        if self._failures == NUM_ATTEMPTS:
-            raise TransientError(
-                f"{self._doing}: {busy} ({NUM_ATTEMPTS} attempts); check the network, or try again later"
-            ) from busy
+        if self._failures == self._num_attempts:
+            tried = f" ({self._num_attempts} attempts)" if self._num_attempts > 1 else ""
+            raise TransientError(f"{self._doing}: {busy}{tried}; check the network, or try again later") from busy
         self._stop.wait(wait_s)
 
 

@@ -65,5 +65,5 @@ class ServeConfig(StageConfig):
     def devices(self) -> int:
         return self.serving.tensor_parallel_size
 
-    def resolve_outside(self) -> dict[str, JsonValue]:
+    def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
         return dict(installed_version())

@@ -73,5 +73,5 @@ class AskedModelConfig(StageConfig):
     def devices(self) -> int:
         return self.serving.tensor_parallel_size if self.serving else 1
 
-    def resolve_outside(self) -> dict[str, JsonValue]:
+    def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
         return {**installed_version()}

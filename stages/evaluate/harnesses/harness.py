@@ -58,8 +58,10 @@ class Harness(Protocol):
     def version(self) -> str:
         """Of the installed harness."""
 
-    def resolve_outside(self, evaluation: Evaluation) -> dict[str, JsonValue]:
-        """What else decides the scores, such as the commits of datasets. May ask the network.
+    def resolve_outside(self, evaluation: Evaluation, limit_s: float | None = None) -> dict[str, JsonValue]:
+        """What else decides the scores, such as the commits of datasets.
+
+        May ask the network; limit_s: once, for this long.
 
         Raises EvaluationError for tasks that do not exist, or have code that is not trusted; DownloadError or
         TransientError when a hub gives no answer.

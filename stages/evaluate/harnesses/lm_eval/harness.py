@@ -29,8 +29,8 @@ class LmEval:
     def version(self) -> str:
         return version("lm_eval")
 
-    def resolve_outside(self, evaluation: Evaluation) -> dict[str, JsonValue]:
-        return resolve_hub_datasets(_selection(evaluation))
+    def resolve_outside(self, evaluation: Evaluation, limit_s: float | None = None) -> dict[str, JsonValue]:
+        return resolve_hub_datasets(_selection(evaluation), limit_s)
 
     def custom_code(self, evaluation: Evaluation) -> tuple[str, ...]:
         folder = select_tasks(evaluation.tasks, evaluation.task_folder).folder

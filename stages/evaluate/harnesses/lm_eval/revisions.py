@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from pydantic import JsonValue
 
 from stages.core.errors import TransientError
 from stages.evaluate.harnesses.lm_eval.tasks import TaskSelection, hub_datasets
+from stages.hubs.answers import Answers
 from stages.hubs.hub import Request
 from stages.hubs.registry import hub_of
 from stages.hubs.source import repository
@@ -17,15 +19,17 @@ from stages.hubs.source import repository
 HUB_DATASETS = "hub_datasets"
 
 
-def resolve_hub_datasets(selection: TaskSelection) -> dict[str, JsonValue]:
+def resolve_hub_datasets(selection: TaskSelection, limit_s: float | None = None) -> dict[str, JsonValue]:
     """`hub_datasets`: repository → commit. Empty, and no hub is asked, when all tasks are local.
 
     Raises DownloadError or TransientError when the hub gives no answer.
     """
-    commits: dict[str, JsonValue] = {}
-    for dataset in sorted(hub_datasets(selection), key=str):
+    datasets = {str(dataset): dataset for dataset in sorted(hub_datasets(selection), key=str)}
+    answers = Answers[str](limit_s)
+    for name, dataset in datasets.items():
         source = repository("hf", "dataset", dataset.repository, dataset.revision)
-        commits[str(dataset)] = hub_of(source).resolve_revision(Request(source))
+        answers.ask(name, partial(hub_of(source).resolve_revision, Request(source, limit_s=limit_s)))
+    commits: dict[str, JsonValue] = {name: answers.of(name) for name in datasets}
     return {HUB_DATASETS: commits} if commits else {}
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from flows.planning.layout_choice import MUCH_FASTER, choose_layouts
-from flows.planning.model_shape import download_of, shape_of_download
+from flows.planning.model_shape import ModelConfigs, download_of
 from stages.core.errors import LayoutError, RecipeError
 from stages.hubs.builtin.catalog import BUILTINS
 from stages.models.model_config import shape_of_config
@@ -19,7 +19,7 @@ def _no_hardware_file(tmp_path, monkeypatch):
 
 
 def choose(recipe, store):
-    return choose_layouts(recipe, OUTSIDE, store.index())
+    return choose_layouts(recipe, OUTSIDE, ModelConfigs(recipe, OUTSIDE, store.index()))
 
 
 def test_auto_becomes_the_fastest_layout_that_fits(recipe, store):
@@ -85,5 +85,5 @@ def test_auto_is_no_layout_of_its_own(recipe):
 
 def test_the_shape_is_known_before_the_model_is_made(recipe, store):
     assert download_of(recipe(), "sft") == "base"
-    shape = shape_of_download(recipe(), "base", OUTSIDE, store.index())
+    shape = ModelConfigs(recipe(), OUTSIDE, store.index()).shape_of("base")
     assert shape == shape_of_config(BUILTINS["qwen3-1m"].sizes)

@@ -22,7 +22,7 @@ class ExactMatch:
     def version(self) -> str:
         return "0.1"
 
-    def resolve_outside(self, evaluation: Evaluation) -> dict[str, JsonValue]:
+    def resolve_outside(self, evaluation: Evaluation, limit_s: float | None = None) -> dict[str, JsonValue]:
         return {"letters": "all"}
 
     def custom_code(self, evaluation: Evaluation) -> tuple[str, ...]:

@@ -1,0 +1,56 @@
+"""Asks for what may be long in coming: files of this machine to be hashed, hubs that may not answer.
+
+With a limit, what takes longer is left behind in its thread: it holds up neither the caller nor the end of the process.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Generic, TypeVar
+
+from stages.core.errors import TransientError
+
+PLANNING_LIMIT_S = 0.8
+"""For all that a plan asks for. A plan is there within 2 s."""
+PLANNING_ATTEMPT_S = 0.6
+"""For one attempt: what gives up by itself says why."""
+
+Answer = TypeVar("Answer")
+
+
+class Answers(Generic[Answer]):
+    """What was asked for, several at once, under one limit. limit_s: None waits as long as it takes."""
+
+    def __init__(self, limit_s: float | None) -> None:
+        self._limit_s = limit_s
+        self._end_s = None if limit_s is None else time.monotonic() + limit_s
+        self._asked: dict[str, Future[Answer]] = {}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._asked
+
+    def ask(self, name: str, work: Callable[[], Answer], *, here: bool = False) -> None:
+        """Begin some work. here: what only this machine answers, without a limit in this thread, which hears Ctrl-C."""
+        future = self._asked[name] = Future()
+        if here and self._limit_s is None:
+            _run(work, future)
+        else:
+            threading.Thread(target=_run, args=(work, future), daemon=True).start()
+
+    def of(self, name: str) -> Answer:
+        """What the work came to. Raises what it raised, and TransientError when the time is over."""
+        left_s = None if self._end_s is None else max(0.0, self._end_s - time.monotonic())
+        try:
+            return self._asked[name].result(left_s)
+        except TimeoutError as error:
+            raise TransientError(f"no answer within {self._limit_s:g} s; `lifecycle run` waits longer") from error
+
+
+def _run(work: Callable[[], Answer], future: Future[Answer]) -> None:
+    try:
+        future.set_result(work())
+    except Exception as error:
+        future.set_exception(error)

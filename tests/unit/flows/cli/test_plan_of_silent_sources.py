@@ -1,0 +1,100 @@
+"""A plan waits for nobody: it is there within 2 s, and says which versions are not known, and why."""
+
+import socket
+import time
+
+import pytest
+from huggingface_hub import close_session
+
+from flows.cli.main import main
+
+RECIPE = """
+name: small
+stages:
+  base: {{kind: download, model: "{model}"}}
+  rows: {{kind: download, dataset: "{dataset}"}}
+  sft: {{kind: train, model: base, method: sft, data: {{dataset: rows, sequence_length: 64}}, layout: {layout},
+    global_batch_size: 8, learning_rate: 1e-4}}
+  int8: {{kind: quantize, model: sft, method: int8, calibration: {{dataset: rows}}}}
+  server: {{kind: serve, model: sft}}
+{more}
+"""
+LONGEST_S = 10
+"""2 s on a machine that does nothing else; five attempts of 30 s each if it waited."""
+
+
+@pytest.fixture
+def silent():
+    """Address of a server that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.fixture
+def refusing():
+    """Address of a port that refuses connections: it is taken, and nobody listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+@pytest.fixture
+def plan(tmp_path, monkeypatch, capsys):
+    """`lifecycle plan`: the lines that it says, by stage."""
+    monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path / "home"))
+    close_session()  # which keeps the proxy of an earlier test
+
+    def run(model="builtin/qwen3-1m", dataset="builtin/addition", layout="{dp_shard: 1}", more=""):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(RECIPE.format(model=model, dataset=dataset, layout=layout, more=more))
+        began_s = time.monotonic()
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", str(path)])
+        assert ended.value.code == 0 and time.monotonic() - began_s < LONGEST_S
+        return {line.partition(" ")[0]: line for line in capsys.readouterr().out.splitlines()}
+
+    return run
+
+
+def is_unknown(line):
+    return line.split()[2] == "unknown"
+
+
+@pytest.mark.parametrize("layout", ["auto", "{dp_shard: 1}"])
+def test_a_hub_that_refuses_is_asked_once(plan, refusing, monkeypatch, layout):
+    monkeypatch.setenv("HF_ENDPOINT", refusing)
+    lines = plan(model="hf://org/name", layout=layout)
+    assert is_unknown(lines["base"]) and f"asking {refusing} for hf://org/name" in lines["base"]
+    assert "Connection refused" in lines["base"] and "attempts" not in lines["base"]
+    assert not is_unknown(lines["rows"]) and is_unknown(lines["sft"]) and is_unknown(lines["server"])
+    assert ("layout: auto, which needs the model's sizes" in lines["sft"]) == (layout == "auto")
+
+
+@pytest.mark.parametrize("variable", ["HF_ENDPOINT", "HTTPS_PROXY", "MODELSCOPE_ENDPOINT"])
+def test_a_hub_or_a_proxy_that_takes_the_question_and_never_answers_is_not_waited_for(
+    plan, silent, monkeypatch, variable
+):
+    monkeypatch.setenv(variable, silent)
+    lines = plan(model="modelscope://org/name" if variable == "MODELSCOPE_ENDPOINT" else "hf://org/name")
+    assert is_unknown(lines["base"]) and is_unknown(lines["sft"])
+    assert "no answer within" in lines["base"] or "timed out" in lines["base"]
+
+
+def test_a_config_that_never_comes_of_a_known_revision_is_not_waited_for(plan, silent, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", silent)
+    lines = plan(model=f"hf://org/name@{'5a' * 20}", layout="auto")
+    assert not is_unknown(lines["base"]) and is_unknown(lines["sft"]) and is_unknown(lines["int8"])
+
+
+def test_the_datasets_of_tasks_are_not_waited_for(plan, silent, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", silent)
+    lines = plan(more="  scores: {kind: evaluate, model: base, tasks: [arc_easy, hellaswag]}")
+    assert is_unknown(lines["scores"]) and not is_unknown(lines["sft"])
+
+
+def test_files_that_take_long_to_hash_are_left_to_the_refresh(plan, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    with rows.open("wb") as stream:
+        stream.truncate(1 << 40)
+    lines = plan(dataset=f"file://{rows}")
+    assert is_unknown(lines["rows"]) and "hashing its 1024.0 GiB takes longer than" in lines["rows"]
