@@ -17,33 +17,21 @@ from stages.core.errors import ModelError
 from stages.models.recorded import RecordedDocument, write_record
 
 if TYPE_CHECKING:
-    from stages.data.dataset import PackedDataset
+    from stages.data.batch import Batch
     from stages.engines.engine import Engine
 
 MOST_DOCUMENTS = 16
 
 
-def first_log_probabilities(engine: Engine, dataset: PackedDataset, micro_batch_size: int) -> torch.Tensor:
-    """What the engine gives to the documents that will be recorded, as it is now. Collective."""
-    return engine.document_log_probabilities(dataset.batch([0], micro_batch_size))[:MOST_DOCUMENTS]
+def record_log_probabilities(engine: Engine, batch: Batch, before: torch.Tensor | None, folder: Path) -> None:
+    """Write what the engine gives to the first documents of `batch`. Collective; every process gives the same.
 
-
-def record_log_probabilities(
-    engine: Engine,
-    dataset: PackedDataset,
-    micro_batch_size: int,
-    folder: Path,
-    before: torch.Tensor | None = None,
-) -> None:
-    """Write what the engine gives to the first documents of `dataset`. Collective; every process takes the same row.
-
-    before: of an adapter, what it gave to them before it learned. Raises ModelError when it gives the same now.
+    before: of an adapter, what it gave to all of them before it learned. Raises ModelError when it gives the same now.
     """
-    batch = dataset.batch([0], micro_batch_size)
     log_probabilities, greedy = engine.predictions(batch)
     sums = batch.document_sums(log_probabilities)
     if before is not None:
-        _check_effect(before, sums[:MOST_DOCUMENTS], engine.compute_dtype)
+        _check_effect(before[:MOST_DOCUMENTS], sums[:MOST_DOCUMENTS], engine.compute_dtype)
     if not is_main_process():
         return
     documents = []

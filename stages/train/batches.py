@@ -1,18 +1,68 @@
-"""Rows of a packed dataset → micro-batches, with the reference's log-probabilities where the loss needs them."""
+"""Where a run's micro-batches come from: `Batches` is what the loop asks for; here, the rows of a packed dataset, with
+the reference's log-probabilities where the loss needs them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import ClassVar, Protocol, TypeVar
+
+import torch
 
 from stages.data.batch import Batch
 from stages.data.dataset import PackedDataset
+from stages.engines.engine import Engine
 from stages.train.methods.method import BatchChange
+from stages.train.order import DataOrder
 from stages.train.reference import ReferenceRows
+from stages.train.watchdog import Watchdog
 
 T = TypeVar("T")
+
+
+class TrainingData(Protocol):
+    """What a run learns from. counts: metrics. conversations: whether chats, by a template. steps_of_epochs: optimizer
+    steps of the epochs that the recipe wants."""
+
+    @property
+    def longest_document(self) -> int: ...
+    @property
+    def conversations(self) -> bool: ...
+    @property
+    def counts(self) -> dict[str, float]: ...
+    @property
+    def steps_of_epochs(self) -> int: ...
+
+    def batches(self, engine: Engine, last_step: int, watchdog: Watchdog) -> Batches:
+        """For the steps up to `last_step`, with the engine as it is before training. Collective; to be closed."""
+
+
+class Batches(Protocol):
+    """This process's share of every global batch. made_ahead: while the step before is being computed, by a thread.
+    steps_together: a resumed run begins at a multiple of so many steps.
+    """
+
+    @property
+    def made_ahead(self) -> bool: ...
+    @property
+    def steps_together(self) -> int: ...
+    @property
+    def held_out(self) -> BatchSource | None: ...
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        """On the CPU; equally many for every process. Collective, unless they are made ahead."""
+
+    def metrics(self, step: int, update_s: float) -> dict[str, float]:
+        """What making them has shown; update_s: seconds that the optimizer step took."""
+
+    def recorded(self) -> tuple[Batch, torch.Tensor | None]:
+        """A few documents, to be kept with what the trained model gives them, the same on every process; and float32
+        [num_documents], what the untrained one gave them, if that is known."""
+
+    def close(self) -> None:
+        """End what makes them."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +86,33 @@ class BatchSource:
             other = self.mismatched.attach(self.dataset.mismatched(rows, self.micro_batch_size), documents)
             batch = replace(batch, mismatched=other)
         return self.reference.attach(batch, documents) if self.reference else batch
+
+
+@dataclass(frozen=True)
+class RowBatches:
+    """Rows in an order that is a function of the seed and the step."""
+
+    made_ahead: ClassVar[bool] = True
+    steps_together: ClassVar[int] = 1
+
+    order: DataOrder
+    training: BatchSource
+    held_out: BatchSource | None
+    untrained: torch.Tensor | None = None
+    """float32: what the documents of `recorded` had before training."""
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        return [self.training.batch(rows) for rows in self.order.micro_batches(step)]
+
+    def metrics(self, step: int, update_s: float) -> dict[str, float]:
+        return {}
+
+    def recorded(self) -> tuple[Batch, torch.Tensor | None]:
+        source = self.held_out or self.training
+        return source.dataset.batch([0], source.micro_batch_size), self.untrained
+
+    def close(self) -> None:
+        pass
 
 
 def prefetched(load: Callable[[int], T], steps: range) -> Generator[T]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 
@@ -21,13 +21,13 @@ from stages.core.errors import TrainingError
 from stages.engines.engine import Engine, LossMeans, StepOutcome
 from stages.engines.loss import Loss
 from stages.parallel.devices import Peak
-from stages.train.batches import BatchSource, prefetched
+from stages.train.batches import Batches, prefetched
 from stages.train.checkpoints import Checkpoints
 from stages.train.config import TrainConfig
 from stages.train.divergence import with_divergence
 from stages.train.journal import Journal
 from stages.train.metrics import Share, communication_fraction, measure_share, throughput
-from stages.train.order import DataOrder, even_micro_batches
+from stages.train.order import even_micro_batches
 from stages.train.schedule import learning_rate
 from stages.train.watchdog import Watchdog
 
@@ -46,15 +46,17 @@ class TrainingRun:
     config: TrainConfig
     engine: Engine
     loss: Loss
-    order: DataOrder
-    training: BatchSource
-    evaluation: BatchSource | None
+    batches: Batches
     num_steps: int
     checkpoints: Checkpoints
     journal: Journal
     peak: Peak | None
     watchdog: Watchdog
     trial: Trial | None = None
+
+    def close(self) -> None:
+        """End what makes batches."""
+        self.batches.close()
 
     @property
     def last_step(self) -> int:
@@ -63,8 +65,9 @@ class TrainingRun:
 
     @property
     def checkpoint_every_steps(self) -> int:
-        """As the recipe says, else ten times in a run."""
-        return self.config.execution.checkpoint_every_steps or math.ceil(self.num_steps / 10)
+        """As the recipe says, else ten times in a run; or a little later, where steps go together."""
+        wanted = self.config.execution.checkpoint_every_steps or math.ceil(self.num_steps / 10)
+        return math.ceil(wanted / self.batches.steps_together) * self.batches.steps_together
 
 
 def train(run: TrainingRun) -> LossMeans | None:
@@ -78,7 +81,7 @@ def train(run: TrainingRun) -> LossMeans | None:
         run.journal.milestone(f"continuing from the checkpoint of step {done_steps}")
         _, run.checkpoints.best_step = run.journal.lowest_evaluation(done_steps)
     steps = range(done_steps + 1, run.last_step + 1)
-    with closing(prefetched(lambda step: _load_share(run, step), steps)) as shares:
+    with closing(_shares(run, steps)) as shares:
         for step in steps:
             run.watchdog.begins_step(step)
             is_profiled = run.engine.num_devices > 1 and is_main_process() and step == done_steps + PROFILED_STEP
@@ -94,9 +97,9 @@ def train(run: TrainingRun) -> LossMeans | None:
 
 def evaluate(run: TrainingRun) -> LossMeans | None:
     """Loss and metrics over the held-out rows; None when there are none."""
-    if run.evaluation is None:
+    layout, source = run.config.layout, run.batches.held_out
+    if source is None:
         return None
-    layout, source = run.config.layout, run.evaluation
     shares = even_micro_batches(
         len(source.dataset), layout.micro_batch_size, run.engine.data_rank, run.engine.data_parallel_size
     )
@@ -118,7 +121,7 @@ def _train_one_step(run: TrainingRun, step: int, next_share: Callable[[], Share]
     run.journal.progress(step, outcome.loss)
     if evaluation or run.journal.is_due(step):
         metrics = {"loss": outcome.loss, "learning_rate": rate, "grad_norm": outcome.grad_norm, **outcome.metrics}
-        metrics |= outcome.measured
+        metrics |= {**outcome.measured, **run.batches.metrics(step, update_s)}
         rates = throughput(run.engine, share, wait_s + update_s, wait_s, run.peak)
         run.journal.log(step, {**metrics, **rates, **communication, **evaluation})
 
@@ -137,9 +140,11 @@ def _update(
     return outcome, update_s, {"communication_fraction": communication_fraction(profiled, update_s)}
 
 
-def _load_share(run: TrainingRun, step: int) -> Share:
-    micro_batches = [run.training.batch(rows) for rows in run.order.micro_batches(step)]
-    return measure_share(micro_batches, run.engine.flops)
+def _shares(run: TrainingRun, steps: range) -> Generator[Share]:
+    def load(step: int) -> Share:
+        return measure_share(run.batches.micro_batches(step), run.engine.flops)
+
+    return prefetched(load, steps) if run.batches.made_ahead else (load(step) for step in steps)
 
 
 def _stop_if_diverged(run: TrainingRun, step: int, outcome: StepOutcome) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -14,10 +14,8 @@ from stages.adapters.files import read_adapter
 from stages.core.contract import StageContext, StageResult, is_main_process
 from stages.core.errors import LayoutError
 from stages.data.config import DEFAULT_DATE
-from stages.data.dataset import PackedDataset
-from stages.data.prepare import PreparedData, prepare
 from stages.engines.engine import Engine, LossMeans
-from stages.engines.recorded import first_log_probabilities, record_log_probabilities
+from stages.engines.recorded import record_log_probabilities
 from stages.models.model_config import read_config
 from stages.models.model_folder import check_model_folder
 from stages.models.shape import ModelShape
@@ -27,18 +25,17 @@ from stages.models.trained_on import note_trained_on
 from stages.parallel.devices import Peak, device_peak
 from stages.parallel.layout import describe_layout
 from stages.parallel.processes import collective_timeout, joined_processes
-from stages.train.batches import BatchSource
+from stages.train.batches import TrainingData
 from stages.train.check_model import check_lengths, check_model
 from stages.train.checkpoints import Checkpoints, check_free_disk
 from stages.train.config import TrainConfig
 from stages.train.journal import Journal
 from stages.train.loop import TrainingRun, evaluation_metrics, train
 from stages.train.metrics import peak_memory
-from stages.train.order import DataOrder
 from stages.train.out_of_memory import explained_out_of_memory
 from stages.train.plot import plot_loss
 from stages.train.prediction import Prediction, predict_run
-from stages.train.reference import ReferenceModel, model_digest
+from stages.train.rows import RowData
 from stages.train.start import data_with_template
 from stages.train.watchdog import Watchdog
 
@@ -58,7 +55,7 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
     for unusual in [*check_model_folder(model_folder), *tokenizer_notes]:
         context.warn(unusual)
     shape = check_model(config, context, model_folder)
-    data = _prepare_data(config, context, model_folder)
+    data: TrainingData = RowData.read(config, context, model_folder)
     check_lengths(data.longest_document, context, model_folder)
     with joined_processes(collective_timeout(config.execution.hang_timeout_s)) as device:
         prediction = predict_run(config, context, shape, device)
@@ -69,18 +66,12 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
             ) as watchdog,
         ):
             engine = _build_engine(config, context, model_folder, shape, device)
-            training_run = _assemble(config, context, engine, data, model_folder, watchdog)
-            held_out = (data.evaluation or data.training, config.layout.micro_batch_size)
-            has_base = config.adapter is not None and context.trial is None
-            before = first_log_probabilities(engine, *held_out) if has_base else None
-            evaluation = train(training_run)
-            peak_memory_metrics = peak_memory(engine.device, every_rank=True)
-            if context.trial is None:
-                watchdog.begins("writing the model")
-                engine.export(context.work / config.product, getattr(torch, config.export_dtype))
-                _warn_of_idle_experts(config, context)
-                if not config.learning.needs_score_head:
-                    record_log_probabilities(engine, *held_out, context.work, before)
+            with closing(_assemble(config, context, engine, data, watchdog)) as training_run:
+                evaluation = train(training_run)
+                peak_memory_metrics = peak_memory(engine.device, every_rank=True)
+                if context.trial is None:
+                    watchdog.begins("writing the model")
+                    _write(training_run, context)
     if is_main_process() and context.trial is None:
         _note_use(config, data, context.work / config.product)
         plot_loss(training_run.journal.rows, context.work / LOSS_PLOT)
@@ -95,18 +86,6 @@ def _check_world_size(config: TrainConfig) -> None:
             f"the layout needs {config.layout.world_size} processes ({layout}), {started} were started; start as many, "
             "or change the layout"
         )
-
-
-def _prepare_data(config: TrainConfig, context: StageContext, model_folder: Path) -> PreparedData:
-    return prepare(
-        context.inputs[config.data.dataset] / "data",
-        config.data,
-        model_folder,
-        rows=config.learning.rows,
-        cache=context.cache,
-        report=context,
-        bad_rows_file=context.work / "bad_rows.jsonl",
-    )
 
 
 def _build_engine(
@@ -128,51 +107,21 @@ def _build_engine(
 
 
 def _assemble(
-    config: TrainConfig,
-    context: StageContext,
-    engine: Engine,
-    data: PreparedData,
-    model_folder: Path,
-    watchdog: Watchdog,
+    config: TrainConfig, context: StageContext, engine: Engine, data: TrainingData, watchdog: Watchdog
 ) -> TrainingRun:
-    layout, trial = config.layout, context.trial
+    trial = context.trial
     checkpoints_folder = context.scratch / "checkpoints"
     if is_main_process() and trial is None:
         num_files = config.execution.checkpoints_kept + 1 + (config.keep == "best")
         check_free_disk(context.scratch, num_files * engine.checkpoint_bytes, f"{num_files} checkpoints")
-    order = DataOrder(
-        len(data.training),
-        config.global_batch_size,
-        layout.micro_batch_size,
-        engine.data_rank,
-        engine.data_parallel_size,
-        config.seed,
-    )
-    num_steps = _num_steps(config, context, len(data.training))
+    num_steps = _num_steps(config, context, data)
     last_step = trial.steps if trial else num_steps
-    num_steps = max(num_steps, last_step)
-    training_rows = sorted({row for step in range(1, last_step + 1) for row in order.global_batch(step)})
-    reference = (
-        ReferenceModel(engine, _start_digest(config, context), layout.micro_batch_size, context, watchdog)
-        if config.needs_reference
-        else None
-    )
-    change = config.learning.batch_change(config.method_options)
-
-    def source(dataset: PackedDataset, rows: list[int]) -> BatchSource:
-        found = reference.rows(dataset, rows, change) if reference else None
-        other = reference.rows(dataset, rows, mismatched=True) if reference and config.needs_divergence else None
-        return BatchSource(dataset, layout.micro_batch_size, change, found, other)
-
-    held_out = None if trial else data.evaluation
     return TrainingRun(
         config=config,
         engine=engine,
         loss=config.learning.build_loss(config.method_options),
-        order=order,
-        training=source(data.training, training_rows),
-        evaluation=source(held_out, list(range(len(held_out)))) if held_out else None,
-        num_steps=num_steps,
+        batches=data.batches(engine, last_step, watchdog),
+        num_steps=max(num_steps, last_step),
         checkpoints=Checkpoints(checkpoints_folder, engine, config.execution.checkpoints_kept),
         journal=Journal(context, last_step, 1 if trial else config.execution.log_every_steps),
         peak=_peak(engine, config),
@@ -181,16 +130,8 @@ def _assemble(
     )
 
 
-def _start_digest(config: TrainConfig, context: StageContext) -> str:
-    """Identifies the weights that training starts from: what the reference's log-probabilities are of."""
-    start = [context.inputs[config.model] / "adapter"] if config.base else []
-    precision = config.adapter and config.adapter.base_precision
-    digest = model_digest(context.inputs[config.base or config.model] / "model", *start)
-    return f"{digest} {precision} {config.adapter.init}" if config.adapter and precision else digest
-
-
-def _num_steps(config: TrainConfig, context: StageContext, num_rows: int) -> int:
-    num_steps = config.steps or math.ceil(config.epochs * num_rows / config.global_batch_size)
+def _num_steps(config: TrainConfig, context: StageContext, data: TrainingData) -> int:
+    num_steps = config.steps or data.steps_of_epochs
     if config.warmup_steps > num_steps:
         context.warn(
             f"warmup_steps {config.warmup_steps} is more than the {num_steps} steps: learning_rate is not reached"
@@ -204,6 +145,15 @@ def _peak(engine: Engine, config: TrainConfig) -> Peak | None:
     return device_peak(engine.device, engine.compute_dtype)
 
 
+def _write(training_run: TrainingRun, context: StageContext) -> None:
+    """What was trained, and what it gives to a few documents."""
+    config, engine = training_run.config, training_run.engine
+    engine.export(context.work / config.product, getattr(torch, config.export_dtype))
+    _warn_of_idle_experts(config, context)
+    if not config.learning.needs_score_head:
+        record_log_probabilities(engine, *training_run.batches.recorded(), context.work)
+
+
 def _warn_of_idle_experts(config: TrainConfig, context: StageContext) -> None:
     if config.adapter and is_main_process():
         unusual = idle_experts(read_adapter(context.work / config.product))
@@ -211,29 +161,22 @@ def _warn_of_idle_experts(config: TrainConfig, context: StageContext) -> None:
             context.warn(unusual)
 
 
-def _note_use(config: TrainConfig, data: PreparedData, folder: Path) -> None:
+def _note_use(config: TrainConfig, data: TrainingData, folder: Path) -> None:
     """What was trained with is what the model is to be used with."""
     own_date = config.data.template_date if config.data.template_date != DEFAULT_DATE else None
-    note_trained_on(folder, conversations=data.training.about.conversations, template_date=own_date)
+    note_trained_on(folder, conversations=data.conversations, template_date=own_date)
     if config.data.chat_template:
         shutil.copyfile(config.data.chat_template, folder / "chat_template.jinja")
 
 
 def _result(
     training_run: TrainingRun,
-    data: PreparedData,
+    data: TrainingData,
     evaluation: LossMeans | None,
     peak_memory_metrics: dict[str, float],
     prediction: Prediction,
 ) -> StageResult:
     config, engine, peak = training_run.config, training_run.engine, training_run.peak
-    counts = {
-        "num_rows": float(len(data.training)),
-        "num_documents": float(data.training.num_documents),
-        "num_tokens": float(data.training.num_tokens),
-        "num_target_tokens": float(data.training.num_target_tokens),
-        "padding_fraction": data.training.padding_fraction,
-    }
     held_out = evaluation_metrics(evaluation) if evaluation else {}
     tags = {
         "engine": config.engine,
@@ -246,7 +189,7 @@ def _result(
             "device_name": peak.device_name,
             "peak": f"{peak.flops_per_s / 1e12:.3g} TFLOP/s a device, {peak.source}",
         }
-    metrics = {**training_run.journal.summary(), **peak_memory_metrics, **prediction.metrics, **held_out, **counts}
+    metrics = {**training_run.journal.summary(), **peak_memory_metrics, **prediction.metrics, **held_out, **data.counts}
     headline = ("evaluation_loss", *(f"evaluation_{name}" for name in config.learning.headline), "tokens_per_s", "mfu")
     first = {name: metrics[name] for name in headline if name in metrics}
     return StageResult(metrics={**first, **metrics}, tags=tags, files=[] if training_run.trial else [LOSS_PLOT])

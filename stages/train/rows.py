@@ -1,0 +1,106 @@
+"""Rows of a dataset as what a run learns from: prepared, checked, and dealt out to the processes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from stages.core.contract import StageContext
+from stages.data.dataset import PackedDataset
+from stages.data.prepare import PreparedData, prepare
+from stages.engines.engine import Engine
+from stages.train.batches import BatchSource, RowBatches
+from stages.train.config import TrainConfig
+from stages.train.order import DataOrder
+from stages.train.reference import ReferenceModel, model_digest
+from stages.train.watchdog import Watchdog
+
+
+@dataclass(frozen=True)
+class RowData:
+    """See `stages.train.batches.TrainingData`."""
+
+    config: TrainConfig
+    context: StageContext
+    prepared: PreparedData
+
+    @classmethod
+    def read(cls, config: TrainConfig, context: StageContext, model_folder: Path) -> RowData:
+        """Raises DataError and ModelError as `prepare` does."""
+        prepared = prepare(
+            context.inputs[config.data.dataset] / "data",
+            config.data,
+            model_folder,
+            rows=config.learning.rows,
+            cache=context.cache,
+            report=context,
+            bad_rows_file=context.work / "bad_rows.jsonl",
+        )
+        return cls(config, context, prepared)
+
+    @property
+    def longest_document(self) -> int:
+        return self.prepared.longest_document
+
+    @property
+    def conversations(self) -> bool:
+        return self.prepared.training.about.conversations
+
+    @property
+    def counts(self) -> dict[str, float]:
+        training = self.prepared.training
+        return {
+            "num_rows": float(len(training)),
+            "num_documents": float(training.num_documents),
+            "num_tokens": float(training.num_tokens),
+            "num_target_tokens": float(training.num_target_tokens),
+            "padding_fraction": training.padding_fraction,
+        }
+
+    @property
+    def steps_of_epochs(self) -> int:
+        return math.ceil(self.config.epochs * len(self.prepared.training) / self.config.global_batch_size)
+
+    def batches(self, engine: Engine, last_step: int, watchdog: Watchdog) -> RowBatches:
+        """With the reference's log-probabilities of all rows that are learned from until `last_step`."""
+        config, context, training = self.config, self.context, self.prepared.training
+        micro_batch_size = config.layout.micro_batch_size
+        order = DataOrder(
+            len(training),
+            config.global_batch_size,
+            micro_batch_size,
+            engine.data_rank,
+            engine.data_parallel_size,
+            config.seed,
+        )
+        rows = sorted({row for step in range(1, last_step + 1) for row in order.global_batch(step)})
+        reference = (
+            ReferenceModel(engine, _start_digest(config, context), micro_batch_size, context, watchdog)
+            if config.needs_reference
+            else None
+        )
+        change = config.learning.batch_change(config.method_options)
+
+        def source(dataset: PackedDataset, rows: list[int]) -> BatchSource:
+            found = reference.rows(dataset, rows, change) if reference else None
+            other = reference.rows(dataset, rows, mismatched=True) if reference and config.needs_divergence else None
+            return BatchSource(dataset, micro_batch_size, change, found, other)
+
+        held_out = None if context.trial else self.prepared.evaluation
+        batches = RowBatches(
+            order=order,
+            training=source(training, rows),
+            held_out=source(held_out, list(range(len(held_out)))) if held_out else None,
+        )
+        if config.adapter is None or context.trial:
+            return batches
+        return replace(batches, untrained=engine.document_log_probabilities(batches.recorded()[0]))
+
+
+def _start_digest(config: TrainConfig, context: StageContext) -> str:
+    """Identifies the weights that training starts from: what the reference's log-probabilities are of."""
+    start = [context.inputs[config.model] / "adapter"] if config.base else []
+    precision = config.adapter and config.adapter.base_precision
+    digest = model_digest(context.inputs[config.base or config.model] / "model", *start)
+    return f"{digest} {precision} {config.adapter.init}" if config.adapter and precision else digest
