@@ -80,6 +80,12 @@ class TinyEngine:
     def unload_adapter(self, address: EngineAddress, api_key: str, name: str) -> None:
         raise ModelError("Tiny serves no adapters")
 
+    def prepare_reloads(self, folder: Path) -> None:
+        raise ModelError("Tiny loads its weights once")
+
+    def reload_weights(self, address: EngineAddress, api_key: str, folder: Path) -> None:
+        raise ModelError("Tiny loads its weights once")
+
     def check_loadable(
         self, model_config: dict[str, Any], projections: list[Projection], quantization: Quantization
     ) -> None:

@@ -70,6 +70,8 @@ class Batch:
     """That divergence over the global batch, in nats."""
     rollouts: Rollouts | None = None
     """Of completions that the model gave, documents of this batch."""
+    temperature: float = 1.0
+    """What logits are divided by: log-probabilities are of what was sampled from."""
 
     @property
     def has_target(self) -> torch.Tensor:

@@ -164,20 +164,7 @@ class PackedDataset:
 
     def _batch(self, rows: list[Row], num_rows: int | None) -> Batch:
         shape = (num_rows or len(rows), self._width([len(tokens) for tokens, _, _ in rows]))
-        input_ids = np.full(shape, self.about.padding_token, dtype=np.int64)
-        targets = np.full(shape, IGNORED, dtype=np.int64)
-        for row, (tokens, loss, _) in enumerate(rows):
-            input_ids[row, : len(tokens)] = tokens
-            targets[row, : len(tokens) - 1] = np.where(loss[1:], tokens[1:], IGNORED)
-        segments = _Segments([lengths for _, _, lengths in rows], shape)
-        return Batch(
-            input_ids=torch.from_numpy(input_ids),
-            targets=torch.from_numpy(targets),
-            position_ids=torch.from_numpy(segments.position_ids),
-            document_ids=torch.from_numpy(segments.document_ids),
-            num_documents=segments.num_documents,
-            document_lengths=segments.lengths.tolist(),
-        )
+        return packed_batch(rows, shape, self.about.padding_token)
 
     def _row(self, row: int) -> Row:
         starts = self._document_starts[self._row_starts[row] : self._row_starts[row + 1] + 1]
@@ -186,6 +173,24 @@ class PackedDataset:
 
     def _width(self, num_tokens: list[int]) -> int:
         return self.about.sequence_length if self.about.packing else max(num_tokens, default=2)
+
+
+def packed_batch(rows: Sequence[Row], shape: tuple[int, int], padding_token: int) -> Batch:
+    """A micro-batch of `shape` [rows, sequence] on the CPU; what the rows leave of it is padding."""
+    input_ids = np.full(shape, padding_token, dtype=np.int64)
+    targets = np.full(shape, IGNORED, dtype=np.int64)
+    for row, (tokens, loss, _) in enumerate(rows):
+        input_ids[row, : len(tokens)] = tokens
+        targets[row, : len(tokens) - 1] = np.where(loss[1:], tokens[1:], IGNORED)
+    segments = _Segments([lengths for _, _, lengths in rows], shape)
+    return Batch(
+        input_ids=torch.from_numpy(input_ids),
+        targets=torch.from_numpy(targets),
+        position_ids=torch.from_numpy(segments.position_ids),
+        document_ids=torch.from_numpy(segments.document_ids),
+        num_documents=segments.num_documents,
+        document_lengths=segments.lengths.tolist(),
+    )
 
 
 class _Segments:

@@ -64,6 +64,9 @@ class Engine(Protocol):
     def document_log_probabilities(self, batch: Batch) -> torch.Tensor:
         """float32 [num_documents] on the CPU, in nats: see `Batch.log_probabilities`. Forward only."""
 
+    def target_log_probabilities(self, batch: Batch) -> torch.Tensor:
+        """float32 [rows, sequence] on the CPU, in nats, 0 where no target is. Forward only."""
+
     def predictions(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """On the CPU, forward only: float32 [rows, sequence], the targets' log-probabilities in nats, and int64, the
         likeliest token in the place of each target, negative where there is none."""

@@ -73,6 +73,13 @@ def logits_transform(model_config: Any) -> LogitsTransform | None:
     return None if scale == 1.0 else lambda logits: logits * scale
 
 
+def tempered(transform: LogitsTransform | None, temperature: float) -> LogitsTransform | None:
+    """`transform`, and the logits that come of it divided by the temperature."""
+    if temperature == 1:
+        return transform
+    return lambda logits: (transform(logits) if transform else logits) / temperature
+
+
 def _logits_scale(model_config: Any) -> float:
     model_type = getattr(model_config, "model_type", "")
     if model_type.startswith("cohere"):

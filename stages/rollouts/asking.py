@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from stages.core.errors import ServerError
+from stages.core.errors import ServerError, TransientError
 from stages.hubs.retry import RetryBackoff, busy_from_status, busy_from_transport
 from stages.serving.client import Client
 
@@ -23,12 +23,14 @@ def ask_all(
     requests: Iterable[tuple[Job, Request]],
     concurrent: int,
     keep: Callable[[Job, Request, Answer], None],
+    stall_s: float | None = None,
 ) -> None:
     """`keep` is called with each answer as it arrives; which request it answers, its caller calls a job.
 
-    Raises ServerError for a request that is refused, TransientError when the server is gone for good.
+    Raises ServerError for a request that is refused, TransientError when the server is gone for good, or gives no
+    answer at all for `stall_s` seconds.
     """
-    asyncio.run(_ask_all(client, requests, concurrent, keep))
+    asyncio.run(_ask_all(client, requests, concurrent, keep, stall_s))
 
 
 async def _ask_all(
@@ -36,19 +38,29 @@ async def _ask_all(
     requests: Iterable[tuple[Job, Request]],
     concurrent: int,
     keep: Callable[[Job, Request, Answer], None],
+    stall_s: float | None,
 ) -> None:
     remaining = iter(requests)
+    num_answers = 0
     limits = httpx.Limits(max_connections=concurrent, max_keepalive_connections=concurrent)
     headers = {"Authorization": f"Bearer {client.api_key}"}
     async with httpx.AsyncClient(base_url=client.url, headers=headers, timeout=client.timeout_s, limits=limits) as http:
 
         async def work() -> None:
+            nonlocal num_answers
             for job, request in remaining:
                 keep(job, request, await _answer(http, request))
+                num_answers += 1
 
         workers = [asyncio.create_task(work()) for _ in range(concurrent)]
+        done = asyncio.gather(*workers)
         try:
-            await asyncio.gather(*workers)
+            while not done.done():
+                before = num_answers
+                await asyncio.wait([done], timeout=stall_s)
+                if num_answers == before and not done.done():
+                    raise TransientError(f"{client.url} gave no answer for {stall_s:g} s")
+            await done
         finally:
             for worker in workers:
                 worker.cancel()

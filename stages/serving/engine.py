@@ -111,6 +111,13 @@ class Engine(Protocol):
     def unload_adapter(self, address: EngineAddress, api_key: str, name: str) -> None:
         """Of a running server, which has no more requests for it. Raises as `load_adapter` does."""
 
+    def prepare_reloads(self, folder: Path) -> None:
+        """Make a model's folder, which the caller owns, fit to be started from or loaded by `reload_weights`."""
+
+    def reload_weights(self, address: EngineAddress, api_key: str, folder: Path) -> None:
+        """Of a running server of a spec `for_training`, which has no request under way: those of this folder, in the
+        place of what it has. Raises as `load_adapter` does."""
+
     def check_loadable(
         self, model_config: dict[str, Any], projections: list[Projection], quantization: Quantization
     ) -> None:

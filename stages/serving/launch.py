@@ -23,6 +23,11 @@ class LaunchSpec(StrictModel):
     adapters: dict[str, Path] = Field(default_factory=dict, description="Name in requests → folder of the adapter.")
     base_name: str | None = Field(None, description="Of `model` in requests, where `served_name` is an adapter.")
     swaps_adapters: bool = Field(False, description="Other adapters of `model` may be loaded while it runs.")
+    for_training: bool = Field(
+        False,
+        description="Answers are learned from: other weights may be loaded while it runs, and nothing but the "
+        "request says how to sample.",
+    )
     serving: ServingConfig
     engine: str = "vllm"
     engine_version: str = Field(validation_alias=AliasChoices("engine_version", "vllm_version"))

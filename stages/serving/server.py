@@ -12,9 +12,10 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from stages.core.errors import LifecycleError, ResourceError, ServerError
 from stages.core.supervised import Supervised
@@ -106,12 +107,18 @@ class Server:
 
 
 @contextlib.contextmanager
-def started_server(spec: LaunchSpec, execution: ServeExecution, log_file: Path, runtime: Path) -> Iterator[Server]:
+def started_server(
+    spec: LaunchSpec,
+    execution: ServeExecution,
+    log_file: Path,
+    runtime: Path,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Server]:
     """Start `spec.engine` for `spec.model`, and a proxy on the address that `execution` names, the only way to it.
 
     On leaving, no process, port or temporary file of them is left. log_file: receives all that the engine prints.
     runtime: a folder for its socket and temporary files, emptied first and removed in the end. The API key is
-    VLLM_API_KEY of our environment, or a new one.
+    VLLM_API_KEY of our environment, or a new one. environment: has the last word in the engine's.
 
     Raises at once, before anything slow: ModelError for a missing or damaged folder, or an adapter that the engine
     could not put on the model; ResourceError when the port is taken or the engine is not installed.
@@ -130,9 +137,13 @@ def started_server(spec: LaunchSpec, execution: ServeExecution, log_file: Path, 
         client = Client(url, api_key(), spec.served_name)
         command = program.server_command(spec, inside)
         # Servers leave files in their temporary folder even after a clean stop.
-        environment = {**program.server_environment(spec, client.api_key), "TMPDIR": str(runtime.resolve())}
+        of_engine = {
+            **program.server_environment(spec, client.api_key),
+            "TMPDIR": str(runtime.resolve()),
+            **environment,
+        }
         with log_file.open("wb") as output:
-            process = Supervised(command, environment=environment, output=output, folder=runtime, grace_s=GRACE_S)
+            process = Supervised(command, environment=of_engine, output=output, folder=runtime, grace_s=GRACE_S)
         try:
             with listening(Proxy(outside, client.api_key), public):
                 yield Server(client, engine, outside, spec, log_file, process, time.monotonic())

@@ -111,6 +111,10 @@ class FsdpEngine:
         on_device = batch.to(self.device)
         return on_device.log_probabilities(self._forward_only(on_device)).cpu()
 
+    def target_log_probabilities(self, batch: Batch) -> Tensor:
+        """Forward only."""
+        return self._forward_only(batch.to(self.device)).cpu()
+
     def predictions(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Two forward passes."""
         on_device = batch.to(self.device)

@@ -23,6 +23,7 @@ from stages.engines.log_probabilities import (
     LogitsTransform,
     greedy_tokens,
     logits_transform,
+    tempered,
     token_log_probabilities,
 )
 from stages.engines.rotary import long_from, rotate_by_document
@@ -55,7 +56,8 @@ class TargetLogProbabilities(nn.Module):
         if greedy:
             return greedy_tokens(hidden, head, batch.targets)
         # FSDP2 hangs its backward hooks on the output, and cannot rely on them when that is a view.
-        return token_log_probabilities(hidden, head, batch.targets, self.transform).clone()
+        transform = tempered(self.transform, batch.temperature)
+        return token_log_probabilities(hidden, head, batch.targets, transform).clone()
 
 
 def load_model(

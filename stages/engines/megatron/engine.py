@@ -113,18 +113,13 @@ class MegatronEngine:
         sums = found[0] if found else torch.empty(batch.num_documents, device=self.device)
         return from_last_stage(sums.float()).cpu()
 
+    def target_log_probabilities(self, batch: Batch) -> Tensor:
+        """Forward only."""
+        return self._of_tokens(batch, target_log_probabilities, torch.float32)
+
     def predictions(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Two forward passes."""
-
-        def as_it_is(values: Tensor, _: Batch) -> tuple[Tensor, Tensor]:
-            return values.sum().float(), values
-
-        def on_every_stage(of_logits: OfLogits, dtype: torch.dtype) -> Tensor:
-            found = self._pipeline.run([batch], as_it_is, backward=False, of_logits=of_logits)
-            values = found[0] if found else torch.empty(batch.targets.shape, dtype=dtype, device=self.device)
-            return from_last_stage(values).cpu()
-
-        return on_every_stage(target_log_probabilities, torch.float32), on_every_stage(greedy_tokens, torch.int64)
+        return self.target_log_probabilities(batch), self._of_tokens(batch, greedy_tokens, torch.int64)
 
     def sum_over_data(self, values: Tensor) -> Tensor:
         """One all-reduce, to which every share contributes once."""
@@ -163,6 +158,16 @@ class MegatronEngine:
                 check_loadable(folder, self._folder, trust_remote_code=False)
             return
         export_weights(self._chunks, self._shape, source=self._folder, folder=folder, dtype=dtype)
+
+    def _of_tokens(self, batch: Batch, of_logits: OfLogits, dtype: torch.dtype) -> Tensor:
+        """[rows, sequence] of `dtype` on the CPU, the same on every pipeline stage."""
+
+        def as_it_is(values: Tensor, _: Batch) -> tuple[Tensor, Tensor]:
+            return values.sum().float(), values
+
+        found = self._pipeline.run([batch], as_it_is, backward=False, of_logits=of_logits)
+        values = found[0] if found else torch.empty(batch.targets.shape, dtype=dtype, device=self.device)
+        return from_last_stage(values).cpu()
 
     def _bubble(self) -> dict[str, float]:
         if self._clock is None:

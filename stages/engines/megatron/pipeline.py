@@ -112,7 +112,7 @@ class Pipeline:
         """Called on the last stage: (what to differentiate, how many tokens Megatron should divide by, the result)."""
         group = parallel_state.get_context_parallel_group()
         targets = split.local(batch.targets, group.rank(), padding=IGNORED)
-        local = of_logits(logits, targets, self.vocab_size)
+        local = of_logits(logits if batch.temperature == 1 else logits / batch.temperature, targets, self.vocab_size)
         values = gather_tokens(local, split, group).view(batch.input_ids.shape)
         differentiated, result = consume(values, batch)
         return differentiated, torch.zeros((), dtype=torch.int, device=self.device), result

@@ -64,6 +64,17 @@ class Vllm:
 
         unload_adapter(address, api_key, name)
 
+    def prepare_reloads(self, folder: Path) -> None:
+        if self.find_program().runs_on_cpu:
+            from stages.serving.vllm.swap import prepare_reloads
+
+            prepare_reloads(folder)
+
+    def reload_weights(self, address: EngineAddress, api_key: str, folder: Path) -> None:
+        from stages.serving.vllm.swap import reload_weights
+
+        reload_weights(address, api_key, folder)
+
     def check_loadable(
         self, model_config: dict[str, Any], projections: list[Projection], quantization: Quantization
     ) -> None:

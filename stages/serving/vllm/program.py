@@ -33,6 +33,11 @@ QUIET = {
     "PYTHONUNBUFFERED": "1",
 }
 
+NOT_INHERITED = {
+    *("PYTHONPATH", "VIRTUAL_ENV"),
+    # Of a training process that starts a server: the server is no part of its group.
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+}
 LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """Where the processes of a server, all on one machine, reach one another."""
 
@@ -68,6 +73,10 @@ class VllmProgram:
             command += ["--trust-remote-code"]
         if spec.adapters:
             command += adapter_arguments(spec)
+        if spec.for_training:
+            # What a model's own generation_config.json says of sampling, nobody asked for; log-probabilities are those
+            # of what was sampled from, temperature included.
+            command += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
         if self._runs_in_one_worker(serving):
             command += ["--distributed-executor-backend", "uni"]
         return command
@@ -75,7 +84,7 @@ class VllmProgram:
     def server_environment(self, spec: LaunchSpec, api_key: str) -> dict[str, str]:
         """Ours, without what would confuse vLLM, with the key and the CPU's settings."""
         serving = spec.serving
-        inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        inherited = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
         # Sockets get names relative to the working folder, since their paths may not be longer than 107 bytes.
         environment = {**inherited, **QUIET, "VLLM_API_KEY": api_key, "VLLM_RPC_BASE_PATH": "."}
         for variable, value in LOOPBACK.items():
@@ -86,6 +95,8 @@ class VllmProgram:
             environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         # Its routes would let anybody with the key read folders as adapters; the proxy passes none of them on.
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = str(int(spec.swaps_adapters))
+        # The routes that load other weights run any method of a worker; the proxy passes none of them on, either.
+        environment["VLLM_SERVER_DEV_MODE"] = str(int(spec.for_training))
         if self._runs_in_one_worker(serving):
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if self.runs_on_cpu and serving.enforce_eager:

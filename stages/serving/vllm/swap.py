@@ -1,41 +1,92 @@
-"""Adapters of a running vLLM, loaded and unloaded at the socket where it listens: never by way of the proxy.
+"""Other weights for a running vLLM, loaded at the socket where it listens: never by way of the proxy.
 
-Each version has a name and a folder of its own. Under a name that was used before, vLLM would answer from the prefix
-cache of the former weights, or read the files again at every request.
+Each version of an adapter has a name and a folder of its own. Under a name that was used before, vLLM would answer from
+the prefix cache of the former weights, or read the files again at every request. Whole weights come in the place of
+those that it has.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
-from stages.core.errors import ServerError, TransientError
+from stages.core.errors import ModelError, ServerError, TransientError
+from stages.core.files import write_atomically
 from stages.serving.proxy import EngineAddress
 
 TIMEOUT_S = 120.0
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+HEAD_FILE = "head.safetensors"
 
 
 def load_adapter(address: EngineAddress, api_key: str, name: str, folder: Path) -> None:
     """Raises ServerError when vLLM refuses it, which harms nothing; TransientError when it does not answer."""
-    asyncio.run(_post(address, api_key, "load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}))
+    _post(address, api_key, "v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, f" {name}")
 
 
 def unload_adapter(address: EngineAddress, api_key: str, name: str) -> None:
     """Forget the name; its weights make room when another needs it. Raises as `load_adapter` does."""
-    asyncio.run(_post(address, api_key, "unload_lora_adapter", {"lora_name": name}))
+    _post(address, api_key, "v1/unload_lora_adapter", {"lora_name": name}, f" {name}")
 
 
-async def _post(address: EngineAddress, api_key: str, route: str, body: dict[str, str]) -> None:
+def reload_weights(address: EngineAddress, api_key: str, folder: Path) -> None:
+    """In the place of the model's, those of `folder`, which `prepare_reloads` has seen; no request may be under way.
+
+    Raises as `load_adapter` does, but where vLLM refuses, it ends at the next request.
+    """
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+    _post(address, api_key, "collective_rpc", body, f" of {folder}")
+    # A prompt that was seen before would be answered from the keys and values of the former weights.
+    _post(address, api_key, "reset_prefix_cache", {}, "")
+
+
+def prepare_reloads(folder: Path) -> None:
+    """Write the head of a model whose embedding serves as it, and say so in its config.
+
+    vLLM on a CPU keeps the head in another order, and does not renew that when it is tied: new layers would answer
+    through an old head. Raises ModelError for a model whose weights have other names than most have.
+    """
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if not config.get("tie_word_embeddings"):
+        return
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as stored:
+            if EMBEDDING in stored.keys():  # noqa: SIM118 (it is no mapping)
+                save_file({HEAD: stored.get_tensor(EMBEDDING)}, folder / HEAD_FILE, {"format": "pt"})
+                break
+    else:
+        raise ModelError(
+            f"giving new weights to a running vLLM on a CPU: {folder} ties its head, and has no {EMBEDDING} to make "
+            "one of; train it on GPUs, or untie its head"
+        )
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        content = json.loads(index.read_text(encoding="utf-8"))
+        content["weight_map"][HEAD] = HEAD_FILE
+        write_atomically(index, json.dumps(content))
+    write_atomically(folder / "config.json", json.dumps({**config, "tie_word_embeddings": False}, indent=2))
+
+
+def _post(address: EngineAddress, api_key: str, route: str, body: dict[str, Any], what: str) -> None:
+    asyncio.run(_posted(address, api_key, route, body, f"{route.rpartition('/')[2]}{what}"))
+
+
+async def _posted(address: EngineAddress, api_key: str, route: str, body: dict[str, Any], asked: str) -> None:
     timeout, headers = aiohttp.ClientTimeout(total=TIMEOUT_S), {"Authorization": f"Bearer {api_key}"}
     try:
         async with (
             aiohttp.ClientSession(connector=address.connector(), timeout=timeout, headers=headers) as session,
-            session.post(address.url / "v1" / route, json=body) as answer,
+            session.post(address.url / route, json=body) as answer,
         ):
             said = await answer.text()
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise TransientError(f"asking vLLM to {route} {body['lora_name']}: {type(error).__name__}: {error}") from error
+        raise TransientError(f"asking vLLM to {asked}: {type(error).__name__}: {error}") from error
     if answer.status != 200:
-        raise ServerError(f"asking vLLM to {route} {body['lora_name']}: it answered {answer.status}: {said[:500]}")
+        raise ServerError(f"asking vLLM to {asked}: it answered {answer.status}: {said[:500]}")

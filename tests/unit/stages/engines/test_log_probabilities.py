@@ -13,7 +13,13 @@ from transformers import CohereConfig, FalconH1Config, Gemma2Config, GraniteConf
 
 from stages.data.batch import IGNORED
 from stages.engines import log_probabilities
-from stages.engines.log_probabilities import LogitsTransform, greedy_tokens, logits_transform, token_log_probabilities
+from stages.engines.log_probabilities import (
+    LogitsTransform,
+    greedy_tokens,
+    logits_transform,
+    tempered,
+    token_log_probabilities,
+)
 
 ROWS, SEQUENCE, WIDTH, VOCABULARY = 2, 24, 16, 50
 
@@ -150,3 +156,10 @@ def test_what_models_do_to_their_logits_is_known(config: Any, expected: float) -
 
 def test_most_models_leave_their_logits_alone() -> None:
     assert logits_transform(Qwen3Config()) is None
+
+
+def test_a_temperature_divides_what_a_model_makes_of_its_logits(hidden: Tensor, targets: Tensor) -> None:
+    for transform in (None, softcapped):
+        found = token_log_probabilities(hidden, head(), targets, tempered(transform, 0.7))
+        expected = plain(hidden, head(), targets, lambda logits, own=transform: (own(logits) if own else logits) / 0.7)
+        assert torch.allclose(found, expected, atol=1e-5)

@@ -18,6 +18,7 @@ from stages.core.errors import ServerError, TransientError
 from stages.generate.config import GenerateConfig
 from stages.generate.sampling import Sample, sample_all, seed_of
 from stages.hubs import retry
+from stages.rollouts.asking import ask_all
 from stages.serving.client import Client
 
 PROMPTS = [[1], [2, 3], [4]]
@@ -148,3 +149,10 @@ def test_a_server_that_is_gone_is_worth_another_attempt(tmp_path: Path, monkeypa
     monkeypatch.setattr(retry, "FIRST_WAIT_S", 0.01)
     with pytest.raises(TransientError, match="the connection failed"):
         sample(Server("http://127.0.0.1:9"), tmp_path / "kept")
+
+
+def test_a_server_that_answers_nothing_is_given_up_after_a_while(server: Server) -> None:
+    server.waits_s = 5.0
+    client = Client(server.url, "key", "sft", timeout_s=60)
+    with pytest.raises(TransientError, match=r"gave no answer for 0\.2 s"):
+        ask_all(client, [(1, {"prompt": [1], "seed": 1})], 2, lambda *_: None, stall_s=0.2)

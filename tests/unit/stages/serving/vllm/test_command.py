@@ -115,3 +115,15 @@ def test_adapters_are_loaded_at_run_time_only_into_a_server_that_is_to_swap_them
 
     assert ON_CPU.server_environment(spec(), "key")["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "0"
     assert ON_CPU.server_environment(swapping, "key")["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+
+
+def test_weights_are_reloaded_only_into_a_server_that_samples_for_training(monkeypatch) -> None:
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    monkeypatch.setenv("RANK", "0")
+    sampling = spec().model_copy(update={"for_training": True})
+
+    assert ON_CPU.server_environment(spec(), "key")["VLLM_SERVER_DEV_MODE"] == "0"
+    assert ON_CPU.server_environment(sampling, "key")["VLLM_SERVER_DEV_MODE"] == "1"
+    assert "RANK" not in ON_CPU.server_environment(sampling, "key"), "it is no process of the training's group"
+    assert option(ON_CPU.server_command(sampling, SOCKET), "--generation-config") == "vllm"
+    assert "--generation-config" not in ON_CPU.server_command(spec(), SOCKET)
