@@ -17,6 +17,7 @@ from flows.compare.calibration import (
     mean_errors,
     observations_of,
     rank_correlation,
+    why_left_out,
 )
 from flows.compare.names import HARDWARE
 from flows.ledger.home import hardware_file
@@ -31,7 +32,7 @@ LEAST_RUNS = 3
 
 
 def calibrate_hardware(experiment: str, where: str | None, out: Path | None) -> tuple[Calibration, Path]:
-    """Fit to runs of one machine, and write its description.
+    """Fit to runs of one machine, and write its description; runs that cannot be predicted are left out, by name.
 
     Raises RecipeError when there are too few runs, or they are of several machines.
     """
@@ -40,12 +41,14 @@ def calibrate_hardware(experiment: str, where: str | None, out: Path | None) -> 
     runs = [run for run in find_runs(experiment, wanted) if "model_shape" in run.tags]
     start = _start_of(runs, wanted)
     observations = observations_of(runs, start)
+    left_out = {f"{run.name} ({run.run_id})": why for run in runs if (why := why_left_out(run))}
     if len(observations) < LEAST_RUNS:
         raise RecipeError(
             f"calibrating with the runs of {experiment} where {wanted}: {len(observations)} have a layout, a step time "
             f"and a model whose shape is known, expected at least {LEAST_RUNS}; `lifecycle compare` makes some"
+            + "".join(f"\nleft out: {name} {why}" for name, why in left_out.items())
         )
-    calibration = fit(observations, start)
+    calibration = replace(fit(observations, start), left_out=left_out)
     path = out or hardware_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, as_yaml(calibration, start.name, f"{experiment} where {wanted}"))
@@ -68,6 +71,7 @@ def as_text(calibration: Calibration, path: Path) -> str:
         off = f"step time off by {time_error:.0%} on average, memory by {memory_error:.0%}"
         lines.append(f"{name:<6}: {off}; Spearman {rank_correlation(calibration, machine):.2f}")
     used = "is what predictions and `layout: auto` start from now" if path == hardware_file() else "is for `--gpu`"
+    lines += [f"left out: {name} {why}" for name, why in calibration.left_out.items()]
     return "\n".join([*lines, f"{path} {used}"])
 
 
@@ -89,7 +93,13 @@ def as_object(calibration: Calibration, path: Path) -> dict[str, Any]:
             }
         )
     machine = calibration.hardware
-    return {"file": str(path), "hardware": machine.name, "constants": calibration.constants, "runs": runs}
+    return {
+        "file": str(path),
+        "hardware": machine.name,
+        "constants": calibration.constants,
+        "runs": runs,
+        "left_out": calibration.left_out,
+    }
 
 
 def _start_of(runs: Sequence[LoggedRun], wanted: str) -> Hardware:

@@ -31,7 +31,7 @@ MEMORY_GROUPS = {
     "other": ("communication", "runtime"),
 }
 TIME_GROUPS = {
-    "compute": ("compute", "recompute"),
+    "compute": ("compute", "recompute", "method_passes"),
     "tp+cp+ep": ("tensor_parallel", "context_parallel", "expert_parallel"),
     "pipeline": ("pipeline_messages", "bubble"),
     "dp": ("data_parallel",),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from flows.tracking.logged_runs import LoggedRun
 from stages.models.shape import ModelShape
@@ -18,6 +18,7 @@ from stages.planner.hardware import Hardware
 from stages.planner.local_hardware import shared_cpu
 from stages.planner.search import Candidate, SearchRequest, estimate
 from stages.planner.workload import Workload
+from stages.train.methods.registry import METHODS
 
 TIME_CONSTANTS = ("matmul", "attention", "memory", "intra_link", "launch_s")
 MEMORY_CONSTANTS = ("runtime_gib",)
@@ -25,6 +26,8 @@ CONSTANTS = (*TIME_CONSTANTS, *MEMORY_CONSTANTS)
 SHARES = ("matmul", "attention", "memory", "intra_link")
 """Constants that are shares of a peak, and so at most 1."""
 LATENCY = "intra_node_latency_s"
+WORKLOAD = "workload"
+"""Tag of a run in which its stage leaves what the planner predicted it for."""
 WIDEST_FACTOR = 100.0
 FITTED_FROM = ("engine", "layout.dp_shard", "global_batch_size", "data.sequence_length", "precision")
 
@@ -61,6 +64,8 @@ class Calibration:
     hardware: Hardware
     start: Hardware
     observations: tuple[Observation, ...]
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Run → why it could not be used."""
 
     @property
     def constants(self) -> dict[str, float]:
@@ -74,8 +79,25 @@ class Calibration:
 
 
 def observations_of(runs: Sequence[LoggedRun], hardware: Hardware) -> list[Observation]:
-    """Finished runs of train stages that have all that a prediction needs."""
-    return [_observation(run, hardware) for run in runs if _is_usable(run)]
+    """Runs of train stages that have all that a prediction needs."""
+    return [_observation(run, hardware) for run in runs if why_left_out(run) is None]
+
+
+def why_left_out(run: LoggedRun) -> str | None:
+    """What a run lacks that a prediction needs, in words; None for one that is used."""
+    lacking = [name for name in ("step_time_s", "peak_memory_gib") if not run.metrics.get(name, 0) > 0]
+    lacking += [name for name in ("model_shape",) if name not in run.tags]
+    lacking += [name for name in FITTED_FROM if name not in run.params]
+    if lacking:
+        return f"has no {', '.join(lacking)}"
+    if WORKLOAD in run.tags:
+        return None
+    adapts = any(name.startswith("adapter.") for name in run.params)
+    method = METHODS.get(run.params.get("method", ""))
+    if adapts or method is None or method.options:
+        what = "its adapter" if adapts else f"the passes of its method ({run.params.get('method', 'unknown')})"
+        return f"is of a version that does not record {what} for the planner; run it again"
+    return None
 
 
 def fit(observations: Sequence[Observation], start: Hardware) -> Calibration:
@@ -150,28 +172,31 @@ def as_yaml(calibration: Calibration, like: str, source: str) -> str:
     return "\n".join([*lines, ""])
 
 
-def _is_usable(run: LoggedRun) -> bool:
-    measured = run.metrics.get("step_time_s", 0) > 0 and run.metrics.get("peak_memory_gib", 0) > 0
-    return measured and "model_shape" in run.tags and all(name in run.params for name in FITTED_FROM)
-
-
 def _observation(run: LoggedRun, hardware: Hardware) -> Observation:
     params = run.params
     fields = {name: params[f"layout.{name}"] for name in Layout.model_fields if f"layout.{name}" in params}
     layout = Layout.model_validate_strings(fields)
-    workload = Workload(
-        sequence_length=int(params["data.sequence_length"]),
-        global_batch_size=int(params["global_batch_size"]),
-        precision="fp32" if params["precision"] == "fp32" else "bf16",
-    )
     return Observation(
         run_id=run.run_id,
-        request=SearchRequest(ModelShape.from_json(run.tags["model_shape"]), workload, hardware, layout.world_size),
+        request=SearchRequest(
+            ModelShape.from_json(run.tags["model_shape"]), _workload(run), hardware, layout.world_size
+        ),
         engine="fsdp" if params["engine"] == "fsdp" else "megatron",
         layout=layout,
         is_cpu=run.tags.get("device") == "cpu",
         step_time_s=run.metrics["step_time_s"],
         memory_gib=run.metrics["peak_memory_gib"],
+    )
+
+
+def _workload(run: LoggedRun) -> Workload:
+    """As the stage left it; runs that say nothing of it learn from each row once, all weights."""
+    if WORKLOAD in run.tags:
+        return Workload.from_json(run.tags[WORKLOAD])
+    return Workload(
+        sequence_length=int(run.params["data.sequence_length"]),
+        global_batch_size=int(run.params["global_batch_size"]),
+        precision="fp32" if run.params["precision"] == "fp32" else "bf16",
     )
 
 

@@ -17,7 +17,7 @@ from pydantic import (
 from stages.core.fields import AddedLater
 from stages.core.numbers import NonNegativeFp32, PositiveFp32
 from stages.core.strict import StrictModel
-from stages.planner.adapted import LowRank
+from stages.planner.low_rank import LowRank
 
 BasePrecision = Literal["bf16", "fp32", "nf4", "int8"]
 Initialization = Literal["default", "pissa", "pissa_niter_4", "pissa_niter_16", "olora"]

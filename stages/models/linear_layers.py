@@ -1,7 +1,7 @@
 """The linear layers of a model, and all modules that have parameters, by their names in Transformers. Pure.
 
 From the shape alone, before there is a model: `projections` reads them from the files of one that is there. In a
-mixture of experts only attention has linear layers: experts are stacked, and routers are none.
+mixture of experts only attention has linear layers: experts are stacked parameters, and routers are parameters, too.
 """
 
 from __future__ import annotations
@@ -34,6 +34,18 @@ class Linear:
     place: Place
     inputs: int
     outputs: int
+
+
+@dataclass(frozen=True)
+class StackedParameter:
+    """A parameter of a mixture of experts: one matrix [outputs, inputs] of each expert, or the router's one."""
+
+    name: str
+    place: Place
+    inputs: int
+    outputs: int
+    num_experts: int
+    is_router: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,6 +139,20 @@ def linear_layers(shape: ModelShape, layer: int) -> tuple[Linear, ...]:
         for name, width in zip(called, outputs, strict=False):  # without a gate only one matrix leads in
             found.append(Linear(f"{names.layer}.{layer}.{name}", place, inputs, width))
     return tuple(found)
+
+
+def stacked_parameters(shape: ModelShape, layer: int) -> tuple[StackedParameter, ...]:
+    """Of a layer's experts and router, by the names of the Transformers model; none in a dense layer."""
+    if not shape.is_mixture(layer):
+        return ()
+    hidden, width, number = shape.hidden_size, shape.expert_ffn_size, shape.num_experts
+    mlp = f"{_FAMILIES.get(shape.family, _LLAMA).layer}.{layer}.mlp"
+    inward = (2 if shape.gated_ffn else 1) * width
+    return (
+        StackedParameter(f"{mlp}.experts.gate_up_proj", Place.INTO_FFN, hidden, inward, number),
+        StackedParameter(f"{mlp}.experts.down_proj", Place.OUT_OF_FFN, width, hidden, number),
+        StackedParameter(f"{mlp}.gate.weight", Place.INTO_FFN, hidden, number, 1, is_router=True),
+    )
 
 
 def module_parameters(shape: ModelShape) -> dict[str, int]:

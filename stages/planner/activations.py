@@ -11,7 +11,7 @@ from __future__ import annotations
 from stages.models.linear_layers import Place
 from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout
-from stages.planner.adapted import adapted_layers, input_shares
+from stages.planner.adapted import adapted_layers, dispatched_share, input_shares, merged_experts, stacked_ranks
 from stages.planner.workload import Software, Workload
 
 UNPACKING_BYTES = {"nf4": 16, "int8": 8}
@@ -29,7 +29,7 @@ def kept_bytes_per_token(
         return checkpoint
     if layout.recompute == "selective" and engine == "fsdp":
         products = _products_per_token(shape, size, software.kept_products)
-        return checkpoint + products + _adapters_per_token(shape, workload, keeps_results=True)
+        return checkpoint + products + _adapters_per_token(shape, engine, workload, keeps_results=True)
     into_products = 1 if workload.precision == "fp8" else size
     inputs = _kept_inputs(shape, workload)
     of_norm = 0 if software.fused_elementwise else 4
@@ -42,7 +42,7 @@ def kept_bytes_per_token(
     split += of_norm * (shape.query_width + shape.kv_width) if shape.qk_norm else 0
     if not software.flash_attention and layout.recompute == "none":
         split += shape.num_heads * workload.sequence_length * (5 if software.dropout else 2)
-    return unsplit / along_sequence + split / layout.tp + _adapters_per_token(shape, workload)
+    return unsplit / along_sequence + split / layout.tp + _adapters_per_token(shape, engine, workload)
 
 
 def workspace_per_token(
@@ -69,6 +69,19 @@ def weight_workspace(shape: ModelShape, workload: Workload) -> float:
     return UNPACKING_BYTES.get(adapter.base_precision or "", 0) * widest.inputs * widest.outputs
 
 
+def merged_experts_bytes(shape: ModelShape, engine: EngineName, workload: Workload) -> float:
+    """Of one layer's experts with their adapter in them: PEFT adds it to the weights, so FSDP computes with the sum,
+    and keeps it for the backward pass. Megatron adds it to what comes out."""
+    return workload.compute_bytes * sum(merged_experts(shape, engine, workload.adapter)) / shape.num_layers
+
+
+def merged_experts_workspace(shape: ModelShape, engine: EngineName, layout: Layout, workload: Workload) -> float:
+    """Bytes of a gradient of that sum, and of the sum itself where it is not kept but made again."""
+    sums = merged_experts(shape, engine, workload.adapter)
+    again = merged_experts_bytes(shape, engine, workload) if layout.recompute != "none" else 0.0
+    return workload.compute_bytes * max(sums, default=0) + again
+
+
 def _kept_inputs(shape: ModelShape, workload: Workload) -> dict[Place, float]:
     """Share of the layers that keep the input of a place; under dropout each adapter keeps one of its own."""
     if workload.adapter is None:
@@ -76,7 +89,9 @@ def _kept_inputs(shape: ModelShape, workload: Workload) -> dict[Place, float]:
     return dict.fromkeys(Place, 0.0) if workload.adapter.dropout else input_shares(shape, workload.adapter)
 
 
-def _adapters_per_token(shape: ModelShape, workload: Workload, *, keeps_results: bool = False) -> float:
+def _adapters_per_token(
+    shape: ModelShape, engine: EngineName, workload: Workload, *, keeps_results: bool = False
+) -> float:
     """What adapters themselves keep of a layer: A x, with DoRA both products that a length scales, with dropout what
     each of them drops of its input and what is left of it."""
     adapter = workload.adapter
@@ -85,7 +100,8 @@ def _adapters_per_token(shape: ModelShape, workload: Workload, *, keeps_results:
     size = workload.compute_bytes
     linears = [one for layer in adapted_layers(shape, adapter) for one in layer]
     outputs = sum(one.outputs for one in linears)
-    kept = size * (adapter.rank * len(linears) + (2 * outputs if adapter.use_dora else 0))
+    ranks = adapter.rank * len(linears) + stacked_ranks(shape, engine, adapter)
+    kept = size * (ranks + (2 * outputs if adapter.use_dora else 0))
     kept += size * outputs if keeps_results else 0
     kept += (size + 1) * sum(one.inputs for one in linears) if adapter.dropout and not keeps_results else 0
     return kept / shape.num_layers
@@ -109,6 +125,6 @@ def _ffn_bytes_per_token(
 ) -> float:
     """What comes out of the first product, what goes into the second, and tokens dispatched to experts and back."""
     kept = size * ((2 if shape.gated_ffn else 1) + (0 if software.fused_elementwise else 1)) + into_products * inputs
-    dispatches = 2 if workload.adapter is None else 1  # frozen experts do not need what went in
+    dispatches = 2 if workload.adapter is None else 1 + dispatched_share(shape, workload.adapter)
     dispatched = dispatches * size * shape.experts_per_token * shape.hidden_size if shape.num_experts else 0
     return kept * _ffn_width(shape) + dispatched

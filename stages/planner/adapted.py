@@ -1,59 +1,31 @@
 """What learns when an adapter is trained, and what its frozen base is kept in: by layer, counted. Pure.
 
 Targets are named and chosen as PEFT does it, in the words of the Transformers model (Hu et al. 2021, section 4.1): a
-layer of `inputs` and `outputs` gets A [rank, inputs] and B [outputs, rank].
+layer of `inputs` and `outputs` gets A [rank, inputs] and B [outputs, rank]; of stacked experts, each gets its own.
 """
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Literal
 
-from stages.models.linear_layers import Linear, Place, linear_layers, module_parameters
+from stages.models.flops import ModelFlops
+from stages.models.linear_layers import (
+    Linear,
+    Place,
+    StackedParameter,
+    linear_layers,
+    module_parameters,
+    stacked_parameters,
+)
 from stages.models.shape import ModelShape
-from stages.parallel.layout import EngineName
-from stages.planner.partition import PipelineStage, pipeline_stages
+from stages.parallel.layout import EngineName, Layout
+from stages.planner.low_rank import LowRank
+from stages.planner.partition import PipelineStage, RankParameters, pipeline_stages, rank_parameters
 
 NF4_BLOCK = 64
 """Weights along a row that share a scale of a byte; see `stages.adapters.quantized`."""
 ROW_SCALE_BYTES = 4
-
-
-@dataclass(frozen=True)
-class LowRank:
-    """The fields of a recipe's `adapter:` that decide memory or time, meant as there."""
-
-    rank: int
-    target_modules: str | tuple[str, ...] = "all-linear"
-    exclude_modules: tuple[str, ...] = ()
-    layers_to_transform: tuple[int, ...] | None = None
-    modules_to_save: tuple[str, ...] = ()
-    use_dora: bool = False
-    dropout: float = 0.0
-    base_precision: Literal["bf16", "fp32", "nf4", "int8"] | None = None
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether frozen linear layers are kept as bytes of which weights are made when they are used."""
-        return self.base_precision in ("nf4", "int8")
-
-    def targets(self, name: str, layer: int) -> bool:
-        """Whether PEFT adapts the linear layer of this name."""
-        if _ends(name, self.exclude_modules) or self.saves(name):
-            return False
-        if self.layers_to_transform is not None and layer not in self.layers_to_transform:
-            return False
-        if isinstance(self.target_modules, str):
-            return self.target_modules == "all-linear" or re.fullmatch(self.target_modules, name) is not None
-        return _ends(name, self.target_modules)
-
-    def saves(self, name: str) -> bool:
-        """Whether the module of this name learns as a whole, by itself or in one that does."""
-        parts = name.split(".")
-        modules = (".".join(parts[: index + 1]) for index in range(len(parts)))
-        return any(module.endswith(end) for module in modules for end in self.modules_to_save)
 
 
 @lru_cache(maxsize=256)
@@ -61,20 +33,93 @@ def adapted_layers(shape: ModelShape, adapter: LowRank) -> tuple[tuple[Linear, .
     """Linear layers that have an adapter, by the layer of the model."""
     layers = (linear_layers(shape, layer) for layer in range(shape.num_layers))
     return tuple(
-        tuple(one for one in linears if adapter.targets(one.name, layer)) for layer, linears in enumerate(layers)
+        tuple(one for one in linears if adapter.targets(one.name, layer, shape.family))
+        for layer, linears in enumerate(layers)
     )
+
+
+@lru_cache(maxsize=256)
+def adapted_parameters(shape: ModelShape, adapter: LowRank) -> tuple[tuple[tuple[StackedParameter, int], ...], ...]:
+    """Parameters of mixtures of experts that have an adapter, each with its rank, by the layer of the model."""
+    found = []
+    for layer in range(shape.num_layers):
+        ranks = ((one, adapter.rank_on(one, layer, shape.family)) for one in stacked_parameters(shape, layer))
+        found.append(tuple((one, rank) for one, rank in ranks if rank))
+    return tuple(found)
 
 
 @lru_cache(maxsize=65536)
 def trained_parameters(
     shape: ModelShape, adapter: LowRank, engine: EngineName, stage: PipelineStage, tp: int, vpp: int
 ) -> float:
-    """That learn, of one rank of a pipeline stage, before data parallelism shards them."""
-    first, last = stage.first_layer, stage.first_layer + stage.num_layers
-    layers = range(shape.num_layers) if vpp > 1 else range(first, last)
-    share = stage.num_layers / shape.num_layers if vpp > 1 else 1
+    """That learn, of one rank of a pipeline stage, before data parallelism shards them; without adapters of experts."""
+    layers, share = _layers_of(shape, stage, vpp)
     factors = sum(_layer_parameters(shape, adapter, engine, layer, tp) for layer in layers)
     return share * factors + saved_parameters(shape, adapter)
+
+
+@lru_cache(maxsize=65536)
+def trained_expert_parameters(
+    shape: ModelShape, adapter: LowRank, stage: PipelineStage, vpp: int, ep: int, etp: int
+) -> float:
+    """As `trained_parameters`, of the adapters of experts, which lie with their experts."""
+    layers, share = _layers_of(shape, stage, vpp)
+    adapted = adapted_parameters(shape, adapter)
+    return share * sum(
+        one.num_experts / ep * _factor_parameters(one, rank, etp)
+        for layer in layers
+        for one, rank in adapted[layer]
+        if not one.is_router
+    )
+
+
+@lru_cache(maxsize=256)
+def merged_experts(shape: ModelShape, engine: EngineName, adapter: LowRank | None) -> tuple[int, ...]:
+    """Weights of each parameter of experts, in all layers, that is added up with its adapter before it is used: PEFT
+    does so, under FSDP. Megatron adds what the adapter makes of the input."""
+    if engine == "megatron" or adapter is None:
+        return ()
+    adapted = (one for layer in adapted_parameters(shape, adapter) for one, _ in layer if not one.is_router)
+    return tuple(one.num_experts * one.inputs * one.outputs for one in adapted)
+
+
+@lru_cache(maxsize=256)
+def adapted_flops(shape: ModelShape, adapter: LowRank) -> ModelFlops:
+    """Of the model with its adapter, counted as for a model that is there: of experts those that a token meets."""
+    added, saved = 0.0, 0.0
+    for layer in range(shape.num_layers):
+        stacked = stacked_parameters(shape, layer)
+        met = {one.name: 1 if one.is_router else shape.experts_per_token for one in stacked}
+        added += sum(_factor_parameters(one, adapter.rank, 1) for one in adapted_layers(shape, adapter)[layer])
+        added += sum(
+            met[one.name] * _factor_parameters(one, rank, 1) for one, rank in adapted_parameters(shape, adapter)[layer]
+        )
+        matrices: tuple[Linear | StackedParameter, ...] = (*linear_layers(shape, layer), *stacked)
+        saved += sum(met.get(one.name, 1) * one.inputs * one.outputs for one in matrices if adapter.saves(one.name))
+    base = shape.flops()
+    return replace(
+        base,
+        layer_parameters=base.layer_parameters + added,
+        frozen_layer_parameters=base.layer_parameters - saved,
+        is_head_frozen=not adapter.saves("lm_head"),
+    )
+
+
+def learning_parameters(
+    shape: ModelShape, engine: EngineName, layout: Layout, adapter: LowRank | None, stage: PipelineStage
+) -> RankParameters:
+    """All that learn, of one rank of a pipeline stage, before data parallelism shards them."""
+    if adapter is None:
+        return rank_parameters(shape, stage, layout.tp, layout.ep, layout.etp)
+    experts = trained_expert_parameters(shape, adapter, stage, layout.vpp, layout.ep, layout.etp)
+    return RankParameters(trained_parameters(shape, adapter, engine, stage, layout.tp, layout.vpp), experts)
+
+
+def _layers_of(shape: ModelShape, stage: PipelineStage, vpp: int) -> tuple[range, float]:
+    """Layers of a stage, and its share of them: interleaved ones have the average."""
+    if vpp > 1:
+        return range(shape.num_layers), stage.num_layers / shape.num_layers
+    return range(stage.first_layer, stage.first_layer + stage.num_layers), 1.0
 
 
 @lru_cache(maxsize=65536)
@@ -100,11 +145,37 @@ def saved_parameters(shape: ModelShape, adapter: LowRank) -> int:
 @lru_cache(maxsize=256)
 def input_shares(shape: ModelShape, adapter: LowRank) -> dict[Place, float]:
     """Share of the model's layers in which a linear layer of a place learns, so that its input is kept."""
-    learn = [
-        {one.place for one in adapted} | {one.place for one in linear_layers(shape, layer) if adapter.saves(one.name)}
-        for layer, adapted in enumerate(adapted_layers(shape, adapter))
-    ]
+    learn = []
+    for layer, adapted in enumerate(adapted_layers(shape, adapter)):
+        saved = {one.place for one in linear_layers(shape, layer) if adapter.saves(one.name)}
+        stacked = {one.place for one in _learning_stacks(shape, adapter, layer) if not _is_dispatched_to(one)}
+        learn.append({one.place for one in adapted} | saved | stacked)
     return {place: sum(place in one for one in learn) / shape.num_layers for place in Place}
+
+
+@lru_cache(maxsize=256)
+def dispatched_share(shape: ModelShape, adapter: LowRank) -> float:
+    """Share of the mixture layers in which what is dispatched to the experts is kept, since they learn from it."""
+    learn = [any(map(_is_dispatched_to, _learning_stacks(shape, adapter, layer))) for layer in range(shape.num_layers)]
+    return sum(learn) / max(1, shape.num_mixture_layers)
+
+
+@lru_cache(maxsize=256)
+def stacked_ranks(shape: ModelShape, engine: EngineName, adapter: LowRank) -> float:
+    """Numbers that a token leaves in the adapters of experts and routers (A x), in all layers."""
+    if engine == "fsdp":  # added to the weights, an adapter meets no token
+        return 0.0
+    adapted = (one for layer in adapted_parameters(shape, adapter) for one in layer)
+    return sum(rank * (1 if one.is_router else shape.experts_per_token) for one, rank in adapted)
+
+
+def _learning_stacks(shape: ModelShape, adapter: LowRank, layer: int) -> list[StackedParameter]:
+    adapted = [one for one, _ in adapted_parameters(shape, adapter)[layer]]
+    return adapted + [one for one in stacked_parameters(shape, layer) if adapter.saves(one.name)]
+
+
+def _is_dispatched_to(one: StackedParameter) -> bool:
+    return one.place is Place.INTO_FFN and not one.is_router
 
 
 @lru_cache(maxsize=256)
@@ -112,8 +183,8 @@ def first_learning_layer(shape: ModelShape, adapter: LowRank) -> int:
     """Number of the first layer through which gradients go back: those before it keep nothing for that."""
     if adapter.modules_to_save:  # such as the embedding, before them all
         return 0
-    layers = adapted_layers(shape, adapter)
-    return next((layer for layer, adapted in enumerate(layers) if adapted), shape.num_layers)
+    layers = zip(adapted_layers(shape, adapter), adapted_parameters(shape, adapter), strict=True)
+    return next((layer for layer, adapted in enumerate(layers) if any(adapted)), shape.num_layers)
 
 
 @lru_cache(maxsize=256)
@@ -134,6 +205,7 @@ def gathered_layer_bytes(shape: ModelShape, adapter: LowRank, compute_bytes: int
     )
     (whole,) = pipeline_stages(shape.num_layers, 1)
     trained = trained_parameters(shape, adapter, "fsdp", whole, 1, 1)
+    trained += trained_expert_parameters(shape, adapter, whole, 1, 1, 1)
     outside = shape.embedding_parameters + shape.head_parameters
     return (frozen + compute_bytes * (trained - outside)) / shape.num_layers
 
@@ -144,14 +216,16 @@ def _layer_parameters(shape: ModelShape, adapter: LowRank, engine: EngineName, l
         places = {one.place for one in linears}
         linears = tuple(one for one in linear_layers(shape, layer) if one.place in places)
     lengths = sum(one.outputs for one in linears) if adapter.use_dora else 0
-    return sum(_factor_parameters(one, adapter.rank, tp) for one in linears) + lengths
+    routers = [(one, rank) for one, rank in adapted_parameters(shape, adapter)[layer] if one.is_router]
+    factors = sum(_factor_parameters(one, adapter.rank, tp) for one in linears)
+    return factors + lengths + sum(_factor_parameters(one, rank, 1) for one, rank in routers)
 
 
-def _factor_parameters(linear: Linear, rank: int, tp: int) -> float:
+def _factor_parameters(one: Linear | StackedParameter, rank: int, tp: int) -> float:
     """Of A and B on one rank: the factor on the side that tensor parallelism cuts is cut with it."""
-    if linear.place.cuts_inputs:
-        return rank * (linear.inputs / tp + linear.outputs)
-    return rank * (linear.inputs + linear.outputs / tp)
+    if one.place.cuts_inputs:
+        return rank * (one.inputs / tp + one.outputs)
+    return rank * (one.inputs + one.outputs / tp)
 
 
 def _stored_bytes(linear: Linear, precision: str | None, other_bytes: int) -> float:
@@ -161,8 +235,3 @@ def _stored_bytes(linear: Linear, precision: str | None, other_bytes: int) -> fl
     if precision == "int8":
         return linear.outputs * (linear.inputs + ROW_SCALE_BYTES)
     return linear.outputs * linear.inputs * other_bytes
-
-
-def _ends(name: str, ends: tuple[str, ...]) -> bool:
-    """As PEFT compares them: equal, or the last parts."""
-    return any(name == end or name.endswith(f".{end}") for end in ends)

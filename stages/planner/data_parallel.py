@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout
 from stages.planner import network
-from stages.planner.adapted import frozen_bytes, gathered_layer_bytes, trained_parameters
+from stages.planner.adapted import frozen_bytes, gathered_layer_bytes, learning_parameters
 from stages.planner.compute import LayerTime, LayerWork, Pass
 from stages.planner.hardware import Hardware
-from stages.planner.partition import PipelineStage, RankParameters, outside_parameters, rank_parameters
+from stages.planner.partition import PipelineStage, RankParameters, outside_parameters
 from stages.planner.workload import Software, Workload
 
 HOST_LINK_GB_PER_S = 25.0
@@ -41,10 +41,7 @@ class StepCase:
 
     def trained(self, stage: PipelineStage) -> RankParameters:
         """Parameters that learn, of one rank of a pipeline stage before data parallelism shards them."""
-        shape, layout, adapter = self.shape, self.layout, self.workload.adapter
-        if adapter is None:
-            return rank_parameters(shape, stage, layout.tp, layout.ep, layout.etp)
-        return RankParameters(trained_parameters(shape, adapter, self.engine, stage, layout.tp, layout.vpp), 0)
+        return learning_parameters(self.shape, self.engine, self.layout, self.workload.adapter, stage)
 
     @property
     def work(self) -> LayerWork:
@@ -74,6 +71,14 @@ def data_parallel_s(case: StepCase, stage: PipelineStage, layer: LayerTime, head
     if case.engine == "fsdp":
         return _fsdp_s(case, stage, layer, head, recompute_s)
     return _gradient_reduction_s(case, stage, layer)
+
+
+def forward_gather_s(case: StepCase, stage: PipelineStage, layer: LayerTime) -> float:
+    """What of gathering a layer for a forward pass is not hidden beside it; 0 where layers are whole anyway."""
+    if case.engine != "fsdp" or case.layout.pp > 1:
+        return 0.0
+    gather_s = network.gather_s(case.hardware, network.shard_group(case.layout), _gathered_layer_bytes(case, stage))
+    return exposed_s(case, gather_s, layer.both.forward_s)
 
 
 def _gradient_reduction_s(case: StepCase, stage: PipelineStage, layer: LayerTime) -> float:

@@ -24,6 +24,7 @@ MEANING = {
     "bubble": "pipeline bubble",
     "data_parallel": "communication of data parallelism",
     "optimizer": "optimizer step",
+    "method_passes": "forward passes of the method beside the one that learns",
 }
 
 

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 
 from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout
-from stages.planner.activations import kept_bytes_per_token, weight_workspace, workspace_per_token
+from stages.planner.activations import (
+    kept_bytes_per_token,
+    merged_experts_bytes,
+    merged_experts_workspace,
+    weight_workspace,
+    workspace_per_token,
+)
 from stages.planner.adapted import first_learning_layer
 from stages.planner.hardware import Efficiency
 from stages.planner.partition import PipelineStage, pipeline_stages
@@ -69,7 +75,7 @@ def memory(
     every_stage: bool = True,
 ) -> MemoryEstimate:
     """Estimate the peak of every pipeline stage (`every_stage=False`: of the first and the last)."""
-    case = MemoryCase(shape, engine, layout, workload, software or our_software(engine, layout))
+    case = MemoryCase(workload.trained_shape(shape), engine, layout, workload, software or our_software(engine, layout))
     stages = pipeline_stages(shape.num_layers, layout.pp, case.software.balances_head)
     chosen = stages if every_stage or len(stages) < 3 else _fullest(stages)
     return MemoryEstimate(tuple(_stage(case, stage, efficiency or Efficiency()) for stage in chosen))
@@ -87,6 +93,7 @@ def _stage(case: MemoryCase, stage: PipelineStage, efficiency: Efficiency) -> St
     activations = _kept_activations(case, stage)
     per_token = workspace_per_token(case.shape, case.engine, case.layout, case.workload, case.software)
     workspace = case.tokens * per_token + weight_workspace(case.shape, case.workload)
+    workspace += merged_experts_workspace(case.shape, case.engine, case.layout, case.workload)
     logits = _logits(case) if stage.has_head else 0.0
     communication = _communication(case, stage)
     parts = [weights, gradients, optimizer, activations, workspace, logits, communication]
@@ -101,6 +108,8 @@ def _stage(case: MemoryCase, stage: PipelineStage, efficiency: Efficiency) -> St
 def _kept_activations(case: MemoryCase, stage: PipelineStage) -> float:
     in_flight = _layers_in_flight(case, stage) * _share_with_gradients(case, stage)
     per_layer = case.tokens * kept_bytes_per_token(case.shape, case.engine, case.layout, case.workload, case.software)
+    if case.layout.recompute == "none":
+        per_layer += merged_experts_bytes(case.shape, case.engine, case.workload)
     return in_flight * per_layer
 
 
@@ -123,6 +132,8 @@ def _layers_in_flight(case: MemoryCase, stage: PipelineStage) -> float:
 
 def _logits(case: MemoryCase) -> float:
     """Logits, their fp32 copy and its gradient; where they are chunked, three fp32 chunks and the head's gradient."""
+    if case.workload.scores_documents:
+        return 0.0
     logits = case.tokens * case.shape.vocab_size / case.layout.tp
     if case.software.chunked_logits:
         adapter = case.workload.adapter

@@ -17,11 +17,11 @@ from stages.core.errors import DataError
 from stages.models.known_models import gpt, known_model
 from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout
-from stages.planner.adapted import LowRank
 from stages.planner.hardware import HARDWARE, Hardware
+from stages.planner.low_rank import LowRank
 from stages.planner.memory import memory
 from stages.planner.published_cells import Cells, UnknownRunError
-from stages.planner.workload import Precision, Software, Workload
+from stages.planner.workload import Passes, Precision, Software, Workload
 
 COLUMNS = ("model", "layers", "hidden", "heads", "seq", "gbs", "mbs", "tp", "pp", "dp", "gpus", "gpu")
 """Columns that a table must have; others that are read: see `_run`."""
@@ -137,7 +137,7 @@ def _run(cells: Cells) -> PublishedRun:
         sequence_length=cells.number_or("seq", DEFAULT_SEQUENCE_LENGTH),
         global_batch_size=cells.number_or("gbs", layout.data_parallel_size * layout.micro_batch_size),
         precision=_precision(cells.text("precision")),
-        needs_reference="dpo" in cells.text("kind").lower(),
+        passes=Passes(before_training=int("dpo" in cells.text("kind").lower())),
         adapter=_adapter(cells),
     )
     sequence_parallel = layout.tp > 1 and (software.flash_attention or cells.text("recompute").startswith("selective"))

@@ -10,8 +10,20 @@ from dataclasses import dataclass
 
 from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout
-from stages.planner.adapted import frozen_bytes, gathered_layer_bytes, joined_bytes, trained_parameters
-from stages.planner.partition import PipelineStage, optimizer_parameters, outside_parameters, rank_parameters
+from stages.planner.adapted import (
+    frozen_bytes,
+    gathered_layer_bytes,
+    joined_bytes,
+    learning_parameters,
+    merged_experts,
+)
+from stages.planner.partition import (
+    PipelineStage,
+    RankParameters,
+    optimizer_parameters,
+    outside_parameters,
+    rank_parameters,
+)
 from stages.planner.workload import Software, Workload
 
 
@@ -37,12 +49,9 @@ class MemoryCase:
         """Of a micro-batch, on one rank."""
         return self.layout.micro_batch_size * self.workload.sequence_length / self.layout.cp
 
-    def trained(self, stage: PipelineStage) -> float:
-        """Parameters of the adapter on one rank, before data parallelism shards them."""
-        assert self.workload.adapter
-        return trained_parameters(
-            self.shape, self.workload.adapter, self.engine, stage, self.layout.tp, self.layout.vpp
-        )
+    def trained(self, stage: PipelineStage) -> RankParameters:
+        """Parameters that learn, of one rank of a pipeline stage before data parallelism shards them."""
+        return learning_parameters(self.shape, self.engine, self.layout, self.workload.adapter, stage)
 
 
 def model_states(case: MemoryCase, stage: PipelineStage) -> tuple[float, float, float]:
@@ -60,9 +69,10 @@ def model_states(case: MemoryCase, stage: PipelineStage) -> tuple[float, float, 
         return held.total * weight_bytes, held.total * gradient_bytes, sharded * optimizer_bytes
     trained = case.trained(stage)
     in_eight_bits = workload.precision == "fp8" and case.software.keeps_frozen_in_fp8
-    weights = held.total * (1 if in_eight_bits else weight_bytes) + trained * workload.compute_bytes
+    weights = held.total * (1 if in_eight_bits else weight_bytes) + trained.total * workload.compute_bytes
     weights += joined_bytes(case.shape, workload.adapter, stage, layout.tp, workload.compute_bytes)
-    return weights, trained * gradient_bytes, trained / layout.optimizer_shards * optimizer_bytes
+    sharded = optimizer_parameters(trained, layout, case.engine)
+    return weights, trained.total * gradient_bytes, sharded * optimizer_bytes
 
 
 def _fsdp_states(case: MemoryCase, stage: PipelineStage, sharded: float) -> tuple[float, float, float]:
@@ -72,7 +82,7 @@ def _fsdp_states(case: MemoryCase, stage: PipelineStage, sharded: float) -> tupl
     adapter, shards = case.workload.adapter, case.layout.dp_shard
     if adapter is None:
         return 4 * sharded, 4 * sharded, 8 * sharded
-    trained = case.trained(stage) / shards
+    trained = case.trained(stage).total / shards
     frozen = frozen_bytes(case.shape, adapter, case.workload.compute_bytes) / shards
     return frozen + 4 * trained, 4 * trained, 8 * trained
 
@@ -91,6 +101,8 @@ def fsdp_buffers(case: MemoryCase, stage: PipelineStage) -> float:
         # What arrives is in one piece, and copied to where it is used; a process alone gathers nothing ahead.
         is_alone = layout.optimizer_shards == 1
         alive = min(alive, 2) if is_alone and not keeps_layers else alive + (not is_alone)
+        if is_alone and not keeps_layers and any(merged_experts(case.shape, case.engine, case.workload.adapter)):
+            alive = 1  # the copy is gone before the sum of experts and their adapter is made, which is as large
         layer = gathered_layer_bytes(case.shape, case.workload.adapter, size)
         return alive * layer + size * outside
     if layout.optimizer_shards == 1:

@@ -8,20 +8,24 @@ micro-batch (Zhao et al. 2023). Communication that can run beside compute is hid
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from stages.models.flops import model_flops_utilization
+from stages.models.flops import ModelFlops, model_flops_utilization
 from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout
 from stages.planner import network
+from stages.planner.adapted import adapted_flops
 from stages.planner.compute import LayerTime, Pass, head_time, layer_time, memory_rate
-from stages.planner.data_parallel import HOST_LINK_GB_PER_S, StepCase, data_parallel_s, exposed_s
+from stages.planner.data_parallel import (
+    HOST_LINK_GB_PER_S,
+    StepCase,
+    data_parallel_s,
+    exposed_s,
+    forward_gather_s,
+)
 from stages.planner.hardware import Hardware
 from stages.planner.partition import PipelineStage, optimizer_parameters, pipeline_stages
 from stages.planner.workload import Software, Workload, our_software
-
-FLOPS_WITH_FROZEN_WEIGHTS = 2 / 3
-"""Of a step's model FLOPs, without gradients of weights."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,8 @@ class TimeParts:
     bubble: float
     data_parallel: float
     optimizer: float
+    method_passes: float
+    """Forward passes that the method takes in each step beside the one that learns."""
 
     @property
     def total(self) -> float:
@@ -54,7 +60,7 @@ class TimeEstimate:
     """Model FLOPs (`stages.models.flops`) over the peak in bf16 (fp32 in fp32)."""
     bubble_fraction: float
     reference_pass_s: float
-    """The forward pass over a step's rows that computed their reference log-probabilities, before training, if any."""
+    """Forward passes over a step's rows before training, such as for their reference log-probabilities, if any."""
 
     @property
     def step_time_s(self) -> float:
@@ -72,20 +78,19 @@ def step_time(
     software: Software | None = None,
 ) -> TimeEstimate:
     """Estimate one optimizer step of `workload` on `layout.world_size` devices."""
+    shape = workload.trained_shape(shape)
     case = StepCase(shape, engine, layout, workload, software or our_software(engine, layout), hardware)
     layer = layer_time(case.work, case.software, hardware)
     parts = _parts(case, layer)
     num_devices = layout.world_size
-    flops = shape.flops().training([workload.sequence_length], workload.sequence_length) * workload.global_batch_size
-    flops *= FLOPS_WITH_FROZEN_WEIGHTS if workload.adapter else 1
+    flops = _model_flops(case).training([workload.sequence_length], workload.sequence_length)
     peak = hardware.peak_flops_per_s("fp32" if workload.precision == "fp32" else "bf16")
-    forward = layer.both.forward_s * shape.num_layers + head_time(case.work, hardware).forward_s
     return TimeEstimate(
         parts=parts,
         tokens_per_s_per_gpu=workload.tokens_per_step / parts.total / num_devices,
-        mfu=model_flops_utilization(flops, parts.total, peak, num_devices),
+        mfu=model_flops_utilization(flops * workload.global_batch_size, parts.total, peak, num_devices),
         bubble_fraction=parts.bubble / parts.total,
-        reference_pass_s=case.micro_batches * forward / layout.pp if workload.needs_reference else 0.0,
+        reference_pass_s=workload.passes.before_training * _forward_pass_s(case, layer),
     )
 
 
@@ -93,7 +98,7 @@ def _parts(case: StepCase, layer: LayerTime) -> TimeParts:
     """A micro-batch on the slowest stage, times their number, plus what happens once a step."""
     layout, micro_batches = case.layout, case.micro_batches
     stages = pipeline_stages(case.shape.num_layers, layout.pp, case.software.balances_head)
-    head = head_time(case.work, case.hardware)
+    head = _head(case)
     tensor, context, expert = _tensor_parallel(case), _context_parallel(case, layer), _expert_parallel(case, layer)
     recompute_s = _recompute_s(case, layer)
     layer_s = _sum(layer.both) + recompute_s + _sum(tensor) + _sum(context) + _sum(expert)
@@ -113,7 +118,29 @@ def _parts(case: StepCase, layer: LayerTime) -> TimeParts:
         bubble=bubble_s,
         data_parallel=data_parallel_s(case, slowest, layer, head, recompute_s),
         optimizer=_optimizer_s(case, slowest),
+        method_passes=case.workload.passes.each_step * _forward_pass_s(case, layer),
     )
+
+
+def _forward_pass_s(case: StepCase, layer: LayerTime) -> float:
+    """Over a step's rows, without gradients: micro-batches follow each other through a pipeline."""
+    layout = case.layout
+    communication = (_tensor_parallel(case), _context_parallel(case, layer), _expert_parallel(case, layer))
+    layer_s = layer.both.forward_s + sum(one.forward_s for one in communication)
+    layer_s += forward_gather_s(case, pipeline_stages(case.shape.num_layers, layout.pp)[0], layer)
+    model_s = case.shape.num_layers * layer_s + _head(case).forward_s
+    return (case.micro_batches + layout.pp - 1) * model_s / layout.pp
+
+
+def _head(case: StepCase) -> Pass:
+    return Pass(0.0, 0.0) if case.workload.scores_documents else head_time(case.work, case.hardware)
+
+
+def _model_flops(case: StepCase) -> ModelFlops:
+    """As training counts them."""
+    adapter = case.workload.adapter
+    flops = adapted_flops(case.shape, adapter) if adapter else case.shape.flops()
+    return replace(flops, head_parameters=0) if case.workload.scores_documents else flops
 
 
 def _sum(both: Pass) -> float:

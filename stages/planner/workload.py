@@ -5,10 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from pydantic import TypeAdapter
+
+from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout
-from stages.planner.adapted import LowRank
+from stages.planner.low_rank import LowRank
 
 Precision = Literal["fp32", "bf16", "fp8"]
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What a training method computes beside learning from each row: forward passes of the model, over all rows."""
+
+    before_training: int = 0
+    """Of each row once, such as a reference's."""
+    each_step: int = 0
+    """Of a step's rows, before the model learns from them."""
 
 
 @dataclass(frozen=True)
@@ -20,12 +33,23 @@ class Workload:
     """Rows of one optimizer step, over all processes."""
     precision: Precision = "bf16"
     """bf16: master weights in fp32; fp8: bf16, with matrix products of the layers in 8 bits."""
-    needs_reference: bool = False
-    """Log-probabilities of the rows under the untrained model are computed before training."""
+    passes: Passes = Passes()
+    """Beside the one that learns."""
+    scores_documents: bool = False
+    """The head gives one number, where a language model's has the vocabulary: a reward model."""
     adapter: LowRank | None = None
     """What is trained instead of the model, which is frozen."""
     total_tokens: float | None = None
     """Tokens of the whole training."""
+
+    @classmethod
+    def from_json(cls, text: str) -> Workload:
+        """What `to_json` wrote."""
+        return TypeAdapter(cls).validate_json(text)
+
+    def to_json(self) -> str:
+        """One line, without what is default."""
+        return TypeAdapter(Workload).dump_json(self, exclude_defaults=True).decode()
 
     @property
     def tokens_per_step(self) -> int:
@@ -36,6 +60,10 @@ class Workload:
     def compute_bytes(self) -> int:
         """Bytes of an activation or a gathered weight."""
         return 4 if self.precision == "fp32" else 2
+
+    def trained_shape(self, shape: ModelShape) -> ModelShape:
+        """Of the model as it is trained: a head of scores has next to no parameters."""
+        return replace(shape, tied_embeddings=True) if self.scores_documents else shape
 
 
 @dataclass(frozen=True)

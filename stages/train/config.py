@@ -141,7 +141,8 @@ class TrainConfig(MethodFields):
             self.data.sequence_length,
             self.global_batch_size,
             self.precision,
-            self.needs_reference,
+            self.learning.passes(self.method_options),
+            scores_documents=self.learning.needs_score_head,
             adapter=self.adapter.for_planner if self.adapter else None,
         )
         return replace(workload, total_tokens=self.steps * workload.tokens_per_step) if self.steps else workload

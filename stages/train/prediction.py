@@ -54,7 +54,11 @@ def predict_run(
     check_memory(request, candidate, available_gib)
     if is_main_process():
         _write(context.work / PREDICTION_FILE, request, candidate)
-    tags = {"model_shape": shape.to_json(), "planner_hardware": hardware.name}
+    tags = {
+        "model_shape": shape.to_json(),
+        "workload": config.workload.to_json(),
+        "planner_hardware": hardware.name,
+    }
     return Prediction(predicted_metrics(candidate), tags)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.parity.ranks import started_ranks
 
@@ -16,6 +17,19 @@ SHARED = {
     "global_batch_size": 1, "steps": 2, "learning_rate": 1e-3, "precision": "fp32",
 }  # fmt: skip
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+MODELS = {
+    "llama": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8},
+    "qwen3_moe": {"hidden_size": 512, "moe_intermediate_size": 1024, "num_hidden_layers": 8, "num_experts": 16,
+                  "num_experts_per_tok": 2, "num_key_value_heads": 4, "head_dim": 32},
+}  # fmt: skip
+"""135 and 205 million parameters: 0.5 and 0.8 GiB in fp32."""
+EXPERT_CASES = {
+    "experts, fsdp": (1, {"adapter": {"rank": 8}}),
+    "experts, megatron EP2": (
+        2,
+        {"adapter": {"rank": 8}, "engine": "megatron", "global_batch_size": 2, "layout": {"dp_shard": 2, "ep": 2}},
+    ),
+}
 CASES = {
     "base in fp32": (1, {"adapter": {"rank": 16}}),
     "base in bf16, rank 64 on attention": (
@@ -38,16 +52,21 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """135 million parameters: half a GiB in fp32."""
-    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 16}
-    with torch.device("meta"):
-        llama = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=512))
-    llama.to_empty(device="cpu")
-    for parameter in llama.parameters():
-        torch.nn.init.normal_(parameter.data, std=0.02)
-    folder = tmp_path_factory.mktemp("base")
-    llama.to(torch.bfloat16).save_pretrained(folder)
-    return folder
+    """Folder of the model of a family, made when it is asked for."""
+
+    @cache
+    def make(family):
+        config = AutoConfig.for_model(family, **MODELS[family], num_attention_heads=16, vocab_size=512)
+        with torch.device("meta"):
+            causal_lm = AutoModelForCausalLM.from_config(config)
+        causal_lm.to_empty(device="cpu")
+        for parameter in causal_lm.parameters():
+            torch.nn.init.normal_(parameter.data, std=0.02)
+        folder = tmp_path_factory.mktemp("base")
+        causal_lm.to(torch.bfloat16).save_pretrained(folder)
+        return folder
+
+    return make
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +76,13 @@ def ranks():
         yield started
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *EXPERT_CASES])
 def test_the_frozen_base_and_what_learns_take_what_is_predicted(name, model, ranks, tmp_path):
-    processes, fields = CASES[name]
+    processes, fields = {**CASES, **EXPERT_CASES}[name]
+    folder = model("qwen3_moe" if name in EXPERT_CASES else "llama")
     output = tmp_path / "memory.json"
     ranks.run(
-        "tests.parity.memory_program", processes, model, output, json.dumps({**SHARED, **fields}), log=tmp_path / "log"
+        "tests.parity.memory_program", processes, folder, output, json.dumps({**SHARED, **fields}), log=tmp_path / "log"
     )
     found = json.loads(output.read_text())
     assert found["predicted_gib"] == pytest.approx(max(found["measured_gib"]), rel=ERROR), found

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from stages.core.strict import StrictModel
 from stages.data.config import RowKind
+from stages.planner.workload import Passes
 
 if TYPE_CHECKING:
     from stages.data.batch import Batch
@@ -50,3 +51,9 @@ class Method:
     is_null_in_identity: bool = False
     """Whether the identity of other methods' stages holds `NAME: null`. A method to come must leave this False: what is
     not there changes no version."""
+
+    def passes(self, options: Any) -> Passes:
+        """What its needs cost in forward passes, for the planner: a new need adds its own here. Of a divergence,
+        mismatched rows go through the reference before training and through the model in each step."""
+        num_divergences = int(self.needs_divergence(options))
+        return Passes(before_training=int(self.needs_reference(options)) + num_divergences, each_step=num_divergences)

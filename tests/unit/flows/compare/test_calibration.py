@@ -10,6 +10,7 @@ from flows.compare.calibration import (
     mean_errors,
     observations_of,
     rank_correlation,
+    why_left_out,
     with_constants,
 )
 from flows.tracking.logged_runs import LoggedRun
@@ -17,6 +18,8 @@ from stages.models.shape import ModelShape
 from stages.parallel.layout import Layout
 from stages.planner.hardware import from_yaml
 from stages.planner.local_hardware import cpu_of
+from stages.planner.low_rank import LowRank
+from stages.planner.workload import Passes, Workload
 
 START = cpu_of(4)
 TRUTH = with_constants(
@@ -105,6 +108,31 @@ def test_the_file_is_read_back_as_the_hardware(calibration, tmp_path):
     assert one.predict(read).time.step_time_s == pytest.approx(
         one.predict(calibration.hardware).time.step_time_s, rel=0.01
     )
+
+
+def test_a_run_is_predicted_for_what_it_trained(observations):
+    adapter = Workload(512, 16, "fp32", passes=Passes(2, 1), adapter=LowRank(4, ("q_proj",), dropout=0.1))
+    run = make_run(0, LAYOUTS[0])
+    (whole,), (one,) = (observations_of([replace(run, tags=run.tags | more)], START) for more in
+                        ({}, {"workload": adapter.to_json()}))  # fmt: skip
+    assert one.request.workload == adapter
+    found, all_weights = one.predict(TRUTH), whole.predict(TRUTH)
+    assert found.memory.worst.optimizer < all_weights.memory.worst.optimizer / 50
+    assert found.time.parts.method_passes > 0 == all_weights.time.parts.method_passes
+    measured = replace(one, step_time_s=found.time.step_time_s, memory_gib=found.memory.peak_gib)
+    assert mean_errors(fit([*observations, measured], START), TRUTH) == pytest.approx((0, 0), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("params", "named"),
+    [({"adapter.rank": "8"}, "adapter"), ({"method": "kto"}, "kto"), ({"method": "reward"}, "reward")],
+)
+def test_runs_that_do_not_record_what_they_trained_are_left_out_by_name(params, named):
+    run = make_run(0, LAYOUTS[0])
+    run = replace(run, params=run.params | params)
+    assert observations_of([run], START) == []
+    assert named in why_left_out(run)
+    assert "step_time_s" in why_left_out(replace(run, metrics={"peak_memory_gib": 1.0}))
 
 
 def test_runs_that_do_not_tell_their_model_are_left_out():

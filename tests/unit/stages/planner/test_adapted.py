@@ -11,7 +11,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from stages.adapters.config import AdapterConfig
 from stages.adapters.lora import add_adapter, store_base
 from stages.models.model_config import shape_of_config
-from stages.planner.adapted import frozen_bytes, gathered_layer_bytes, trained_parameters
+from stages.models.transformers_flops import model_flops
+from stages.parallel.layout import Layout
+from stages.planner.adapted import (
+    adapted_flops,
+    frozen_bytes,
+    gathered_layer_bytes,
+    learning_parameters,
+    trained_parameters,
+)
+from stages.planner.low_rank import LowRank
 from stages.planner.partition import pipeline_stages
 
 ROTARY = {
@@ -19,6 +28,10 @@ ROTARY = {
     "num_key_value_heads": 2, "vocab_size": 100,
 }  # fmt: skip
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+MIXTURES = {
+    "qwen3_moe": {**ROTARY, **MIXTURE, "mlp_only_layers": [0]},
+    "mixtral": {**ROTARY, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
 FAMILIES = {
     "llama": ROTARY,
     "mistral": ROTARY,
@@ -40,6 +53,18 @@ ADAPTERS = [
     {"rank": 4, "modules_to_save": ["lm_head", "norm"]},
     {"rank": 4, "modules_to_save": ["mlp"]},
     {"rank": 4, "target_modules": ["q_proj"], "modules_to_save": ["mlp", "embed_tokens"]},
+]
+EXPERT_ADAPTERS = [
+    {},
+    {"target_modules": ["q_proj", "gate_proj", "up_proj"]},
+    {"target_modules": ["gate"], "layers_to_transform": [1, 2]},
+    {"exclude_modules": ["experts"]},
+    {"exclude_modules": ["down_proj", "gate"], "layers_to_transform": [3]},
+    {"target_modules": [], "target_parameters": ["down_proj"]},
+    {"target_modules": ["k_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+    {"target_modules": r".*\.[12]\.mlp\.experts\..*|.*\.3\.self_attn\.q_proj"},
+    {"target_modules": r".*\.mlp\.gate"},
+    {"modules_to_save": ["mlp.gate"], "exclude_modules": ["gate"]},
 ]
 
 
@@ -71,12 +96,44 @@ def test_targets_are_those_of_peft(fields):
     adapter = AdapterConfig.model_validate_json(json.dumps(fields))
     model, shape = adapted_model("llama", ROTARY, adapter)
     assert learning(shape, adapter) == sum(one.numel() for one in model.parameters() if one.requires_grad)
+    if not adapter.use_dora:  # whose lengths of rows are parameters, but no matrices
+        assert adapted_flops(shape, adapter.for_planner) == model_flops(model)
 
 
 def test_experts_of_a_mixture_have_no_linear_layers():
     adapter = AdapterConfig(rank=4, target_modules=("q_proj", "o_proj"))
     model, shape = adapted_model("qwen3_moe", {**ROTARY, **MIXTURE, "mlp_only_layers": [0]}, adapter)
     assert learning(shape, adapter) == sum(one.numel() for one in model.parameters() if one.requires_grad)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("fields", EXPERT_ADAPTERS, ids=str)
+def test_experts_and_routers_learn_where_peft_has_them(family, fields):
+    former = {"gate_proj": "w1", "up_proj": "w3"} if family == "mixtral" else {}
+    if isinstance(names := fields.get("target_modules"), list):
+        fields = {**fields, "target_modules": [former.get(name, name) for name in names]}
+    adapter = AdapterConfig.model_validate_json(json.dumps({"rank": 4, **fields}))
+    model, shape = adapted_model(family, MIXTURES[family], adapter)
+    learns = {name: one.numel() for name, one in model.named_parameters() if one.requires_grad}
+    (stage,) = pipeline_stages(shape.num_layers, 1)
+    found = learning_parameters(shape, "fsdp", Layout(), adapter.for_planner, stage)
+    assert found.total == sum(learns.values())
+    assert found.expert == sum(size for name, size in learns.items() if ".experts" in name)
+    assert adapted_flops(shape, adapter.for_planner) == model_flops(model)
+
+
+def test_experts_adapters_lie_with_their_experts():
+    """Mixtral's shape, rank 4: gate and up together have 8; a whole expert's factor on one side is cut by etp."""
+    shape, adapter = shape_of_config(AutoConfig.for_model("mixtral", **MIXTURES["mixtral"]).to_dict()), LowRank(4)
+    (stage,) = pipeline_stages(shape.num_layers, 1)
+    whole, spread, cut = (
+        learning_parameters(shape, "megatron", Layout(dp_shard=4, tp=tp, ep=ep, etp=etp), adapter, stage)
+        for tp, ep, etp in ((1, 1, 1), (1, 2, 1), (2, 2, 2))
+    )
+    hidden, width = 64, 128
+    assert whole.expert == 4 * 4 * (8 * (hidden + 2 * width) + 4 * (width + hidden))
+    assert spread.expert == whole.expert / 2 and spread.dense == whole.dense
+    assert cut.expert == 4 * 2 * (8 * (hidden + 2 * width / 2) + 4 * (width / 2 + hidden))
 
 
 @pytest.mark.parametrize("precision", [None, "bf16", "fp32", "nf4", "int8"])

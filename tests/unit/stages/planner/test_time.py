@@ -9,14 +9,16 @@ import pytest
 from stages.models.known_models import KNOWN
 from stages.parallel.layout import Layout
 from stages.planner import network
-from stages.planner.compute import matmul_s
+from stages.planner.compute import LayerWork, head_time, matmul_s
 from stages.planner.hardware import HARDWARE
+from stages.planner.memory import GIB, memory
 from stages.planner.time import step_time
-from stages.planner.workload import Workload
+from stages.planner.workload import Passes, Workload
 
 H100 = HARDWARE["h100-80gb"]
 LLAMA = KNOWN["llama3 8b"]
 WORK = Workload(sequence_length=4096, global_batch_size=64)
+LLAMA_WORK = LayerWork(LLAMA, 1, 4096, "bf16")
 
 
 def estimate(layout, work=WORK, engine="megatron", hardware=H100):
@@ -90,8 +92,30 @@ def test_keeping_gathered_parameters_saves_communication():
     assert kept.parts.data_parallel < estimate(Layout(dp_shard=64), engine="fsdp").parts.data_parallel
 
 
+def test_passes_of_each_step_take_a_forward_pass_over_its_rows():
+    """Without a pipeline, a forward pass is what full recomputation adds, and that of the head."""
+    for engine, layout in (("megatron", Layout(dp_shard=8)), ("fsdp", Layout(dp_shard=8))):
+        plain, twice = (estimate(layout, replace(WORK, passes=Passes(each_step=n)), engine) for n in (0, 2))
+        recomputed = estimate(layout.model_copy(update={"recompute": "full"}), engine=engine).parts.recompute
+        assert plain.parts.method_passes == 0
+        assert twice.step_time_s == pytest.approx(plain.step_time_s + twice.parts.method_passes)
+        assert 2 * recomputed < twice.parts.method_passes < 2.5 * recomputed
+
+
+def test_a_head_of_scores_has_neither_logits_nor_their_product():
+    scores = replace(WORK, scores_documents=True)
+    worst, whole = (memory(LLAMA, "fsdp", Layout(), work).worst for work in (scores, WORK))
+    assert worst.logits == 0 < whole.logits
+    assert whole.weights - worst.weights == pytest.approx(4 * LLAMA.head_parameters / GIB)
+    layers, all_of_it = (estimate(Layout(), work, "fsdp").parts.compute for work in (scores, WORK))
+    assert layers == pytest.approx(all_of_it - 64 * sum(vars(head_time(LLAMA_WORK, H100)).values()))
+
+
 def test_preferences_need_a_forward_pass_for_their_reference():
-    plain, preferences = estimate(Layout(dp_shard=8)), estimate(Layout(dp_shard=8), replace(WORK, needs_reference=True))
+    plain, preferences = (
+        estimate(Layout(dp_shard=8)),
+        estimate(Layout(dp_shard=8), replace(WORK, passes=Passes(before_training=1))),
+    )
     assert plain.reference_pass_s == 0
     assert 0.2 < preferences.reference_pass_s / preferences.step_time_s < 0.4
 

@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from stages.data.config import METHODS_FOR
+from stages.planner.workload import Passes
 from stages.train.config import TrainConfig
 from stages.train.methods.registry import METHODS
 
@@ -53,6 +54,22 @@ def extended():
     """What a process says in which one more method is registered."""
     command = [sys.executable, "-c", WITH_ANOTHER_METHOD, json.dumps(TRAINING)]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+@pytest.mark.parametrize(
+    ("fields", "passes"),
+    [
+        ({"method": "sft"}, Passes()),
+        ({"method": "dpo"}, Passes(before_training=1)),
+        ({"method": "dpo", "dpo": {"reference": "none"}}, Passes()),
+        ({"method": "kto"}, Passes(before_training=2, each_step=1)),
+        ({"method": "kto", "kto": {"loss_type": "apo_zero_unpaired"}}, Passes(before_training=1)),
+    ],
+)
+def test_the_planner_is_given_the_passes_that_a_method_takes(fields, passes):
+    workload = make(**fields).workload
+    assert workload.passes == passes and not workload.scores_documents
+    assert make(method="reward").workload.scores_documents
 
 
 @pytest.mark.parametrize("method", ["sft", "dpo"])
