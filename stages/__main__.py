@@ -21,6 +21,7 @@ from stages.core.files import write_atomically
 from stages.core.redaction import redact
 from stages.core.supervisor import die_with_parent
 from stages.kinds import KINDS
+from stages.look.config import LookConfig
 
 OBJECTS_BETWEEN_COLLECTIONS = 50_000
 """Python's own 700 suit small programs: imports for training alone make half a million objects, and looking through
@@ -46,8 +47,8 @@ def run_stage(work: Path) -> None:
     """Run the stage that `config.json` describes and write its `result.json`."""
     stage_input = StageInput.model_validate_json((work / "config.json").read_text())
     run = importlib.import_module(f"stages.{stage_input.kind}.run").run
-    kind: type[StageConfig] = CheckConfig if stage_input.kind == "check" else KINDS[stage_input.kind]
-    config = kind.model_validate(stage_input.config)
+    kinds: dict[str, type[StageConfig]] = {**KINDS, "check": CheckConfig, "look": LookConfig}
+    config = kinds[stage_input.kind].model_validate(stage_input.config)
     context = StageContext(
         work,
         stage_input.name,

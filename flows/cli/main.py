@@ -18,6 +18,7 @@ import click
 
 from flows.cli.answers import JSON_OPTION, print_json
 from flows.cli.compare_commands import calibrate, compare
+from flows.cli.data_commands import data
 from flows.cli.init_command import init
 from flows.cli.layout_commands import layouts
 from flows.cli.model_commands import champion, rollback
@@ -118,8 +119,8 @@ def schema() -> None:
 
 
 COMMANDS = (
-    *(init, retry, runs, logs, compare, calibrate, layouts, show, adopt, verify, gc, serve, chat, champion, rollback),
-    *(schedule, schedules, notify, render, up, down, status, doctor),
+    *(init, data, retry, runs, logs, compare, calibrate, layouts, show, adopt, verify, gc, serve, chat),
+    *(champion, rollback, schedule, schedules, notify, render, up, down, status, doctor),
 )
 WATCHED = ("run", "rerun", "retry", "compare")
 """What they print is read later, where there is no terminal: each line has its time, the error that ends them too."""

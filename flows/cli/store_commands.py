@@ -53,7 +53,7 @@ def adopt(path: Path, kind: Literal["model", "adapter", "dataset"], name: str, b
         raise RecipeError("--base names the model of an adapter: expected with `--kind adapter`, and with that alone")
     store = Store(store_root())
     its_base = shown.find_artifact(store.index(), base) if base else None
-    built = adoption.adopt(store, path, kind, name, _Silent(), its_base)
+    built = adoption.adopt(store, path, kind, name, Silent(), its_base)
     if as_json:
         print_json({"name": name, "version": built.version, "state": built.state, "artifact": str(built.artifact)})
     else:
@@ -183,7 +183,7 @@ def _what_to_serve(name: str) -> list[str]:
     return shown.serve_arguments(found, index)
 
 
-class _Silent:
+class Silent:
     """An observer of a stage that belongs to no refresh."""
 
     def __init__(self) -> None:

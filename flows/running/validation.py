@@ -41,7 +41,7 @@ def input_findings(
     Raises what `watch` raises when the check itself fails or is stopped.
     """
     waiting = [stage for stage in stages.values() if stage.config.HAS_CHECK and _will_run(stage, built)]
-    inputs = [one for stage in waiting if (one := _stage_input(stage, stages, built, store, folder))]
+    inputs = [one for stage in waiting if (one := input_of(stage, stages, built, store, folder))]
 
     def environment(stage_input: StageInput) -> list[tuple[str, str]]:
         return sorted(stages[stage_input.name].config.execution.environment.items())
@@ -78,10 +78,11 @@ def _run(config: CheckConfig, store: Store, folder: Path, launch: Launcher, stop
     return Findings.model_validate_json((work / FINDINGS_FILE).read_bytes())
 
 
-def _stage_input(
+def input_of(
     stage: PlannedStage, stages: Mapping[str, PlannedStage], built: Mapping[str, Built], store: Store, folder: Path
 ) -> StageInput | None:
-    """None while data that the stage needs is not made, nor a model from which its own will be made."""
+    """What the stage would be given now; None while data that it needs are not made, nor a model that its own will be
+    made from."""
     inputs = {}
     for name in stage.upstream:
         if name in built:

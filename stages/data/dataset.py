@@ -98,9 +98,14 @@ class PackedDataset:
         return self.about.num_documents
 
     @property
+    def document_lengths(self) -> NDArray[np.int64]:
+        """int64 [num_documents]: tokens of each."""
+        return np.diff(self._document_starts)
+
+    @property
     def longest_document(self) -> int:
         """Tokens of the longest."""
-        return int(np.diff(self._document_starts).max())
+        return int(self.document_lengths.max())
 
     @property
     def num_tokens(self) -> int:
@@ -128,6 +133,16 @@ class PackedDataset:
             [np.arange(self._row_starts[row], self._row_starts[row + 1]) for row in row_indices] or [np.arange(0)]
         )
 
+    def documents(self, row: int) -> list[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
+        """Tokens and loss flags, [tokens] each, of every document of a row."""
+        tokens, loss, lengths = self._row(row)
+        borders = np.cumsum(lengths)[:-1]
+        return list(zip(np.split(tokens, borders), np.split(loss, borders), strict=True))
+
+    def labels(self, row: int) -> list[bool]:
+        """Of a row of labelled answers, whether each is a good one; of other rows nothing."""
+        return [] if self._labels is None else self._labels[self.row_documents([row])].tolist()
+
     def batch(self, row_indices: Sequence[int], num_rows: int | None = None) -> Batch:
         """The rows as a micro-batch on the CPU; with `num_rows`, rows of padding follow until there are as many.
 
@@ -147,8 +162,8 @@ class PackedDataset:
         return self._batch([self._mismatched_row(row) for row in row_indices], num_rows)
 
     def _mismatched_row(self, row: int) -> Row:
-        documents = self._documents(row)
-        before = documents[-1] if len(documents) > 1 else self._documents((row - 1) % len(self))[-1]
+        documents = self.documents(row)
+        before = documents[-1] if len(documents) > 1 else self.documents((row - 1) % len(self))[-1]
         joined = []
         for (tokens, loss), (other, other_loss) in zip(documents, [before, *documents[:-1]], strict=True):
             own, answer = int(loss.argmax()), int(other_loss.argmax())
@@ -156,11 +171,6 @@ class PackedDataset:
         cut = [(tokens[: self.about.sequence_length], loss[: self.about.sequence_length]) for tokens, loss in joined]
         lengths = np.array([len(tokens) for tokens, _ in cut])
         return np.concatenate([tokens for tokens, _ in cut]), np.concatenate([loss for _, loss in cut]), lengths
-
-    def _documents(self, row: int) -> list[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
-        tokens, loss, lengths = self._row(row)
-        borders = np.cumsum(lengths)[:-1]
-        return list(zip(np.split(tokens, borders), np.split(loss, borders), strict=True))
 
     def _batch(self, rows: list[Row], num_rows: int | None) -> Batch:
         shape = (num_rows or len(rows), self._width([len(tokens) for tokens, _, _ in rows]))

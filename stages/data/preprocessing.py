@@ -7,6 +7,7 @@ aside on the way, and are judged when all rows were seen.
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing
@@ -63,7 +64,7 @@ class Report(Protocol):
 @dataclass(frozen=True)
 class Preprocessing:
     """Everything that decides what `run` writes. time_limit_s: of the processor, from the first row on; default:
-    as long as it takes."""
+    as long as it takes. part: a folder that takes the rows so far when that is over, as if they were all."""
 
     portion: Portion
     folder: Path
@@ -73,6 +74,7 @@ class Preprocessing:
     rows: RowKind
     report: Report
     time_limit_s: float | None = None
+    part: Path | None = None
 
     def run(self, target: Path) -> None:
         """Fill the empty folder `target`. Raises DataError, ModelError, OutOfTimeError."""
@@ -80,7 +82,12 @@ class Preprocessing:
             (target / BAD_ROWS).open("w", encoding="utf-8") as stream,
             closing(DatasetWriter(target, is_labelled=self.rows == "labelled")) as writer,
         ):
-            _Run(self, BadRows(stream), writer).write(target)
+            run = _Run(self, BadRows(stream), writer)
+            run.write(target)
+        if run.last_in_time:
+            assert self.part
+            shutil.move(target, self.part)
+            raise OutOfTimeError(run.last_in_time)
 
 
 class _Run:
@@ -106,6 +113,8 @@ class _Run:
         self._over_long = OverLong(config.over_long, config.sequence_length)
         self._num_source_rows = 0
         self._num_tokenized_rows = 0
+        self.last_in_time: Place | None = None
+        """The last row that was read, where there was no time for all."""
 
     def write(self, target: Path) -> None:
         units = self._units()
@@ -188,8 +197,12 @@ class _Run:
                 self._report(number, row.place)
                 continue
             ends_s = min(ends_s, time.process_time() + self._task.time_limit_s)
-            if time.process_time() > ends_s:
+            if time.process_time() <= ends_s:
+                continue
+            if not self._task.part:
                 raise OutOfTimeError(row.place)
+            self.last_in_time = row.place
+            return
 
     def _report(self, number: int, place: Place) -> None:
         if number % CHUNK_ROWS == 0:

@@ -77,6 +77,15 @@ class DocumentTokenizer:
         return tuple(str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special)
 
     @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Their numbers."""
+        return frozenset(number for number, token in self._tokenizer.added_tokens_decoder.items() if token.special)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens, special ones written out."""
+        return str(self._backend.decode(list(ids), skip_special_tokens=False))
+
+    @cached_property
     def template(self) -> ChatTemplate:
         """Raises DataError when there is none."""
         return load_chat_template(self._tokenizer, self._folder, self._chat_template, self._template_date)

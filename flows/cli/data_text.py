@@ -1,0 +1,120 @@
+"""A look at data as text: learned tokens in colour, or between marks where there are no colours."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.text import Text
+
+from stages.data.shown import Bar, DataLook, ShownDocument, ShownPortion, ShownRow
+
+UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""What a terminal or a browser would obey instead of showing: control characters, changes of the writing direction."""
+BEGIN, END = "⟦", "⟧"
+BAR_CHARACTERS = 40
+MAX_CHARACTERS = 3000
+"""Of a document; the page has more."""
+STYLES = {(True, False): "green", (True, True): "green dim", (False, True): "dim", (False, False): ""}
+"""By whether tokens are learned, and special."""
+
+
+def visible(text: str) -> str:
+    """The text with what would be obeyed written out, as in `\\x1b`."""
+    return UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def print_look(look: DataLook) -> None:
+    """To the terminal, or without colours to wherever else the output goes."""
+    console = Console(highlight=False, soft_wrap=True)
+    is_coloured = console.is_terminal and console.color_system is not None and not console.no_color
+    for portion in look.portions:
+        console.print("\n".join(portion_lines(portion)), markup=False)
+    for warning in look.warnings:
+        console.print(f"warning: {visible(warning)}", markup=False)
+    for row in look.rows:
+        console.print()
+        for line in _row(row, coloured=is_coloured):
+            console.print(line)
+
+
+def portion_lines(portion: ShownPortion) -> list[str]:
+    """Counts, what was left out and why, warnings, and a histogram."""
+    lines = [f"{portion.name}: {summary(portion)}"]
+    if portion.unread_after:
+        lines.append(f"  there was no time for the rows after {visible(portion.unread_after)}")
+    lines += [f"  {line}" for line in left_out(portion)]
+    lines += [f"  warning: {visible(warning)}" for warning in portion.warnings]
+    lines.append("  tokens of a document")
+    width = max(len(span(bar)) for bar in portion.lengths)
+    most = max(bar.count for bar in portion.lengths)
+    for bar in portion.lengths:
+        characters = "█" * -(-BAR_CHARACTERS * bar.count // most)
+        lines.append(f"    {span(bar):>{width}}  {characters} {bar.count:,}".rstrip())
+    return lines
+
+
+def span(bar: Bar) -> str:
+    """`12-15`."""
+    return f"{bar.first:,}" if bar.first == bar.last else f"{bar.first:,}-{bar.last:,}"
+
+
+def summary(portion: ShownPortion) -> str:
+    """How much there is, and how much of it is learned."""
+    if portion.sequence_length is None:
+        return f"{portion.num_source_rows:,} rows, {portion.num_tokens:,} tokens"
+    return (
+        f"{portion.num_source_rows:,} rows read → {portion.num_documents:,} documents in {portion.num_rows:,} packed "
+        f"rows of {portion.sequence_length:,} tokens ({portion.padding_fraction:.1%} padding); "
+        f"{portion.num_tokens:,} tokens, {portion.num_target_tokens:,} of them ({portion.target_fraction:.1%}) learned"
+    )
+
+
+def left_out(portion: ShownPortion) -> Iterator[str]:
+    """A line a reason, each with its count."""
+    if portion.num_over_long:
+        what = "were cut off at" if portion.over_long == "truncate" else "were left out, longer than"
+        yield f"{portion.num_over_long:,} rows {what} {portion.sequence_length:,} tokens"
+    if portion.num_bad_rows:
+        yield f"{portion.num_bad_rows:,} rows were left out that cannot be learned from"
+    for one in portion.dropped:
+        yield f"  {one.count:,} × {visible(one.reason)} (first: {visible(one.example)})"
+
+
+def _row(row: ShownRow, *, coloured: bool) -> Iterator[Text]:
+    yield Text(f"── {heading(row)}", style="bold")
+    for document in row.documents:
+        yield Text(f"· {document_heading(document)}", style="cyan")
+        yield _text(document, coloured=coloured)
+
+
+def heading(row: ShownRow) -> str:
+    """Name of a row, and what it holds."""
+    padding = f", {row.num_padding_tokens:,} tokens of padding" if row.num_padding_tokens is not None else ""
+    documents = "1 document" if len(row.documents) == 1 else f"{len(row.documents)} documents"
+    return f"{visible(row.name)}: {documents}{padding}"
+
+
+def document_heading(document: ShownDocument) -> str:
+    """Name of a document, and its tokens."""
+    counts = f"{document.num_tokens:,} tokens, {document.num_target_tokens:,} learned" if document.num_tokens else ""
+    return ": ".join(filter(None, [document.name, counts]))
+
+
+def _text(document: ShownDocument, *, coloured: bool) -> Text:
+    text, was_learned = Text(), False
+    for piece in document.pieces:
+        if not coloured and piece.learned != was_learned:
+            text.append(BEGIN if piece.learned else END)
+            was_learned = piece.learned
+        text.append(visible(piece.text), STYLES[piece.learned, piece.special] if coloured else "")
+        if len(text) > MAX_CHARACTERS:
+            text.truncate(MAX_CHARACTERS)
+            break
+    is_cut = len(text) >= MAX_CHARACTERS
+    if was_learned and not is_cut:
+        text.append(END)
+    if is_cut or document.num_hidden_tokens:
+        text.append(" … (the rest is not shown here)", "italic")
+    return text

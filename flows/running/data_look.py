@@ -1,0 +1,148 @@
+"""A look at the data of a stage before anything is trained: what is in the store is read, what lies here is taken in.
+
+Nothing but downloads is run, and those from elsewhere only when they are asked for. The look itself is a process like
+a stage's.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from flows.launch import local
+from flows.launch.stage_process import watch
+from flows.ledger.home import store_root
+from flows.planning.outside import resolve_outside
+from flows.planning.plan import Plan, PlannedStage, chosen_stages, plan
+from flows.planning.stored import find_stored
+from flows.recipe.recipe import load_recipe
+from flows.running.runner import Built, Observer, run_stage
+from flows.running.validation import COMES_FROM, input_of
+from flows.store.record import Artifact, Index
+from flows.store.store import Store
+from stages.core.contract import Execution, StageInput
+from stages.core.errors import RecipeError, StoreError
+from stages.core.files import write_atomically
+from stages.data.shown import DataLook
+from stages.download.config import DownloadConfig
+from stages.hubs.files import requested_files
+from stages.look.config import LOOK_FILE, LookConfig
+
+LARGE_BYTES = 1 << 30
+"""Of files of this machine, which are copied into the store: seconds."""
+
+
+@dataclass(frozen=True)
+class LookRequest:
+    """What to look at. downloads: whether what is not in the store may be fetched from elsewhere."""
+
+    recipe: Path
+    stage: str
+    overrides: Sequence[str] = ()
+    num_rows: int = 5
+    downloads: bool = False
+
+
+def look_at_data(request: LookRequest, observer: Observer) -> DataLook:
+    """What the stage will see of its data. observer: of downloads.
+
+    Raises RecipeError for a stage without data, StoreError for data or a tokenizer that are not there yet (it says what
+    to run), and what the download and the preparation of the data raise.
+    """
+    store = Store(store_root())
+    index = store.index()
+    planned = _planned(request, index)
+    stage = planned.stages[request.stage]
+    built: dict[str, Built] = {}
+    for name in _needed(stage, planned):
+        built[name] = _built(name, planned, request, index, store, observer)
+    with tempfile.TemporaryDirectory(dir=store.make_folder(store.root / ".work" / "look")) as folder:
+        stage_input = input_of(stage, planned.stages, built, store, Path(folder))
+        assert stage_input, "all that it needs has been built"
+        return _look(stage_input, stage, request.num_rows, Path(folder) / "look")
+
+
+def _planned(request: LookRequest, index: Index) -> Plan:
+    recipe = load_recipe(request.recipe, request.overrides)
+    chosen = chosen_stages(recipe, request.stage)
+    kind = recipe.stages[request.stage].kind
+    if find_spec(f"stages.{kind}.look") is None:
+        with_data = [name for name, config in recipe.stages.items() if find_spec(f"stages.{config.kind}.look")]
+        raise RecipeError(
+            f"looking at the data of `{request.stage}`: a stage of kind {kind} has none to look at; "
+            f"expected {', '.join(with_data) or 'a stage that trains or generates'}"
+        )
+    recipe, _ = find_stored(recipe, chosen, index)
+    unreachable: dict[str, str] = {}
+    outside = resolve_outside(recipe, chosen, unreachable)
+    return plan(recipe, outside, index, until=request.stage, unreachable=unreachable)
+
+
+def _needed(stage: PlannedStage, planned: Plan) -> Iterator[str]:
+    """Of the stages that it stands on, its data, and the nearest of the models that its own is made from."""
+    for name in stage.upstream:
+        config = planned.stages[name].config
+        while config.product in ("server", "adapter", "model") and not _is_there(name, planned):
+            references = config.references()
+            before = next((references[field] for field in COMES_FROM if field in references), None)
+            if before is None:
+                break
+            name, config = before, planned.stages[before].config
+        yield name
+
+
+def _is_there(name: str, planned: Plan) -> bool:
+    return planned.stages[name].action == "cached" and planned.stages[name].config.product == "model"
+
+
+def _built(name: str, planned: Plan, request: LookRequest, index: Index, store: Store, observer: Observer) -> Built:
+    stage = planned.stages[name]
+    artifact = index.find(stage.kind, stage.version) if stage.action == "cached" else None
+    if artifact:
+        return _of(artifact)
+    download = stage.config if isinstance(stage.config, DownloadConfig) else None
+    if download and download.product != "adapter" and (request.downloads or _is_at_hand(download)):
+        return run_stage(stage, {}, store, observer)
+    why = planned.unknown.get(name, "it is not in the store")
+    source = f" ({download.source})" if download else ""
+    remedy = "add `--download`, or run" if source else "first run"
+    raise StoreError(
+        f"looking at the data of {request.stage}: it needs {name}{source}, and {why}; {remedy} "
+        f"`lifecycle run {request.recipe} --until {name}`"
+    )
+
+
+def _of(artifact: Artifact) -> Built:
+    record = artifact.record
+    return Built(record.stage, record.kind, record.version, "cached", 0.0, artifact.folder, record)
+
+
+def _is_at_hand(config: DownloadConfig) -> bool:
+    if config.source.hub != "file":
+        return config.source.hub == "builtin"
+    return sum(path.stat().st_size for path in requested_files(config.request).values()) <= LARGE_BYTES
+
+
+def _look(stage_input: StageInput, stage: PlannedStage, num_rows: int, work: Path) -> DataLook:
+    """One process on this machine, wherever the stage itself will run."""
+    execution = Execution(environment=stage.config.execution.environment)
+    config = LookConfig(stage=stage_input, num_rows=num_rows, execution=execution)
+    work.mkdir()
+    planned = PlannedStage(
+        "", "the look at data", config.kind, "", "", {}, config, upstream=(), ancestors=(), action="run", reason=""
+    )
+    own_input = StageInput(
+        name=planned.name,
+        kind=config.kind,
+        version="",
+        config=config.model_dump(mode="json", exclude={"execution"}),
+        inputs={},
+        cache=stage_input.cache,
+    )
+    write_atomically(work / "config.json", own_input.model_dump_json(indent=2))
+    watch(local.start(work, config), planned, work, lambda: None, threading.Event())
+    return DataLook.model_validate_json((work / LOOK_FILE).read_bytes())

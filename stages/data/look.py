@@ -1,0 +1,178 @@
+"""A stage's data as training will see them, before it does: prepared as `prepare` does, from its cache or into it.
+
+What takes longer than there is time for is shown as far as it was read, and kept nowhere.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stages.data.check import LARGE_BYTES, Silent
+from stages.data.config import DataConfig, RowKind
+from stages.data.dataset import PackedDataset, row_order
+from stages.data.files import find_files
+from stages.data.portion import portions
+from stages.data.prepare import CACHE_FOLDER, prepare_portion
+from stages.data.preprocessing import BAD_ROWS, OutOfTimeError, Preprocessing
+from stages.data.seen_rows import check_held_out
+from stages.data.shown import Bar, DataLook, Dropped, Piece, ShownDocument, ShownPortion, ShownRow
+from stages.data.tokenizer import DocumentTokenizer
+
+SECONDS = 10.0
+"""Of the processor, for a portion that is not in the cache."""
+MAX_SHOWN_TOKENS = 4096
+"""Of a row."""
+NUM_BARS = 16
+NUM_REASONS = 20
+NAMES: dict[RowKind, tuple[str, ...]] = {"examples": ("",), "pairs": ("chosen", "rejected"), "labelled": ("",)}
+"""Of the documents of a row's units."""
+
+
+def look_at(
+    folder: Path,
+    config: DataConfig,
+    tokenizer_folder: Path,
+    *,
+    rows: RowKind,
+    seed: int,
+    num_rows: int,
+    cache: Path,
+    scratch: Path,
+) -> DataLook:
+    """The rows of the first step, `num_rows` of them, and counts of all. Arguments as of `prepare`; scratch: a folder.
+
+    Raises as `prepare` does.
+    """
+    shown: list[ShownPortion] = []
+    opened: list[PackedDataset] = []
+    for portion in portions(config):
+        part = scratch / f"part-{portion.name}"
+        files = find_files(folder, portion.split)
+        task = Preprocessing(portion, folder, files, config, tokenizer_folder, rows, Silent(), SECONDS, part)
+        dataset, unread_after = _opened(task, cache / CACHE_FOLDER, scratch)
+        opened.append(dataset)
+        shown.append(_portion(portion.name, dataset, config, unread_after))
+    tokenizer = DocumentTokenizer(tokenizer_folder, config.chat_template, config.train_on)
+    chosen = row_order(len(opened[0]), seed, 0)[:num_rows]
+    leak = check_held_out(opened[0].folder, opened[1].folder) if len(opened) > 1 else None
+    return DataLook(
+        what={"examples": "examples", "pairs": "preference pairs", "labelled": "labelled answers"}[rows],
+        portions=tuple(shown),
+        rows=tuple(_row(opened[0], int(row), tokenizer, NAMES[rows]) for row in chosen),
+        warnings=(leak,) if leak else (),
+    )
+
+
+def _opened(task: Preprocessing, cache: Path, scratch: Path) -> tuple[PackedDataset, str | None]:
+    """The packed rows; where there was no time for all, also the place of the last one that was read."""
+    assert task.part
+    try:
+        if sum(path.stat().st_size for path in task.files) <= LARGE_BYTES:
+            return prepare_portion(task, cache), None
+        whole = Path(tempfile.mkdtemp(dir=scratch))
+        task.run(whole)
+        return PackedDataset(whole), None
+    except OutOfTimeError as error:
+        return PackedDataset(task.part), str(error.last)
+
+
+def _portion(name: str, dataset: PackedDataset, config: DataConfig, unread_after: str | None) -> ShownPortion:
+    about = dataset.about
+    return ShownPortion(
+        name=name,
+        **about.model_dump(
+            include={
+                "num_source_rows",
+                "num_rows",
+                "num_documents",
+                "num_tokens",
+                "num_target_tokens",
+                "num_over_long",
+                "num_bad_rows",
+                "sequence_length",
+                "warnings",
+            }
+        ),
+        padding_fraction=dataset.padding_fraction,
+        over_long=config.over_long,
+        dropped=_dropped(dataset.folder / BAD_ROWS),
+        lengths=histogram(dataset.document_lengths),
+        unread_after=unread_after,
+    )
+
+
+def _dropped(bad_rows: Path) -> tuple[Dropped, ...]:
+    """The commonest reasons first; those after the first `NUM_REASONS` together."""
+    counts: Counter[str] = Counter()
+    examples: dict[str, str] = {}
+    with bad_rows.open(encoding="utf-8") as stream:
+        for row in map(json.loads, stream):
+            counts[row["reason"]] += 1
+            place = f"{row['file']}:{row['line']}" if "line" in row else f"{row['file']} row {row['row']}"
+            examples.setdefault(row["reason"], place)
+    commonest = counts.most_common()
+    named = [Dropped(reason=reason, count=count, example=examples[reason]) for reason, count in commonest[:NUM_REASONS]]
+    if others := commonest[NUM_REASONS:]:
+        count = sum(count for _, count in others)
+        named.append(Dropped(reason=f"{len(others)} other reasons", count=count, example=examples[others[0][0]]))
+    return tuple(named)
+
+
+def histogram(lengths: NDArray[np.int64]) -> tuple[Bar, ...]:
+    """Bars of equal width, at most `NUM_BARS`, from the shortest to the longest of int64 [num_documents], in tokens."""
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    width = -(-(longest - shortest + 1) // NUM_BARS)
+    counts = np.bincount((lengths - shortest) // width)
+    firsts = range(shortest, longest + 1, width)
+    return tuple(
+        Bar(first=first, last=min(first + width - 1, longest), count=int(count))
+        for first, count in zip(firsts, counts, strict=True)
+    )
+
+
+def _row(dataset: PackedDataset, row: int, tokenizer: DocumentTokenizer, names: Sequence[str]) -> ShownRow:
+    labels = dataset.labels(row)
+    documents, left = [], MAX_SHOWN_TOKENS
+    for number, (tokens, loss) in enumerate(dataset.documents(row)):
+        name = {True: "good answer", False: "bad answer"}[labels[number]] if labels else names[number % len(names)]
+        documents.append(shown_document(name, tokens, loss, tokenizer, max(0, left)))
+        left -= len(tokens)
+    num_padding = dataset.about.sequence_length - sum(one.num_tokens for one in documents)
+    return ShownRow(
+        name=f"row {row + 1} of {len(dataset)}",
+        documents=tuple(documents),
+        num_padding_tokens=num_padding if dataset.about.packing else None,
+    )
+
+
+def shown_document(
+    name: str, tokens: NDArray[np.int32], loss: NDArray[np.bool_], tokenizer: DocumentTokenizer, max_tokens: int
+) -> ShownDocument:
+    """Tokens and their loss flags, [tokens] each, as text; only the first `max_tokens` of them."""
+    ids, flags = tokens[:max_tokens].tolist(), loss[:max_tokens].tolist()
+    return ShownDocument(
+        name=name,
+        num_tokens=len(tokens),
+        num_target_tokens=int(loss.sum()),
+        pieces=tuple(_pieces(ids, flags, tokenizer)),
+        num_hidden_tokens=len(tokens) - len(ids),
+    )
+
+
+def _pieces(ids: list[int], learned: list[bool], tokenizer: DocumentTokenizer) -> Iterator[Piece]:
+    """Each is what its tokens add to the text before them: alone, some tokenizers would take its first space away."""
+    marks = [(flag, token in tokenizer.special_ids) for token, flag in zip(ids, learned, strict=True)]
+    ends = [end for end in range(1, len(ids) + 1) if end == len(ids) or marks[end] != marks[end - 1]]
+    begin, before = 0, ""
+    for end in ends:
+        text = tokenizer.decode(ids[:end])
+        added = text[len(before) :] if text.startswith(before) else tokenizer.decode(ids[begin:end])
+        yield Piece(text=added, learned=marks[begin][0], special=marks[begin][1])
+        begin, before = end, text

@@ -1,0 +1,84 @@
+"""What a look at a stage's data shows: counts, lengths, what was left out, and rows as the model gets them."""
+
+from __future__ import annotations
+
+from stages.core.strict import StrictModel
+
+
+class Piece(StrictModel):
+    """Neighbouring tokens as text, all learned or all not; all special tokens or none."""
+
+    text: str
+    learned: bool = False
+    special: bool = False
+
+
+class ShownDocument(StrictModel):
+    """A text that attends to itself alone. name: what it is of its row, such as `chosen`.
+
+    num_hidden_tokens: of its end, which is left out here for its length.
+    """
+
+    name: str
+    num_tokens: int
+    num_target_tokens: int
+    pieces: tuple[Piece, ...]
+    num_hidden_tokens: int = 0
+
+
+class ShownRow(StrictModel):
+    """Documents that share a row. name: its number, or where it stands. num_padding_tokens: None without packing."""
+
+    name: str
+    documents: tuple[ShownDocument, ...]
+    num_padding_tokens: int | None = None
+
+
+class Bar(StrictModel):
+    """Of a histogram: how many documents have from `first` to `last` tokens."""
+
+    first: int
+    last: int
+    count: int
+
+
+class Dropped(StrictModel):
+    """Rows that were left out for one reason. example: where the first of them stands."""
+
+    reason: str
+    count: int
+    example: str
+
+
+class ShownPortion(StrictModel):
+    """All rows of a portion, or the first, until there was no time for more: `unread_after` says after which."""
+
+    name: str
+    num_source_rows: int
+    num_rows: int
+    num_documents: int
+    num_tokens: int
+    num_target_tokens: int
+    sequence_length: int | None
+    padding_fraction: float
+    over_long: str
+    num_over_long: int
+    num_bad_rows: int
+    dropped: tuple[Dropped, ...]
+    lengths: tuple[Bar, ...]
+    warnings: tuple[str, ...] = ()
+    unread_after: str | None = None
+
+    @property
+    def target_fraction(self) -> float:
+        """Share of the tokens that are learned."""
+        return self.num_target_tokens / max(1, self.num_tokens)
+
+
+class DataLook(StrictModel):
+    """rows: those that the first step learns from, or the first prompts."""
+
+    what: str
+    portions: tuple[ShownPortion, ...]
+    rows: tuple[ShownRow, ...]
+    warnings: tuple[str, ...] = ()

@@ -1,0 +1,47 @@
+"""Prompts as a person looks at them, before any model is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from stages.data.look import MAX_SHOWN_TOKENS, histogram, shown_document
+from stages.data.shown import DataLook, Piece, ShownDocument, ShownPortion, ShownRow
+from stages.data.tokenizer import DocumentTokenizer
+from stages.rollouts.prompts import AskedPrompt
+
+
+def look_at_prompts(prompts: Sequence[AskedPrompt], tokenizer_folder: Path, num_rows: int) -> DataLook:
+    """The first `num_rows` of them with their right answers, and counts of all."""
+    lengths = np.array([len(one.token_ids) for one in prompts])
+    tokenizer = DocumentTokenizer(tokenizer_folder, None, "assistant")
+    portion = ShownPortion(
+        name="prompts",
+        num_source_rows=len(prompts),
+        num_rows=len(prompts),
+        num_documents=len(prompts),
+        num_tokens=int(lengths.sum()),
+        num_target_tokens=0,
+        sequence_length=None,
+        padding_fraction=0.0,
+        over_long="fail",
+        num_over_long=0,
+        num_bad_rows=0,
+        dropped=(),
+        lengths=histogram(lengths),
+    )
+    return DataLook(what="prompts", portions=(portion,), rows=tuple(_row(one, tokenizer) for one in prompts[:num_rows]))
+
+
+def _row(asked: AskedPrompt, tokenizer: DocumentTokenizer) -> ShownRow:
+    tokens = np.array(asked.token_ids, np.int32)
+    prompt = shown_document("prompt", tokens, np.zeros(len(tokens), np.bool_), tokenizer, MAX_SHOWN_TOKENS)
+    reference = asked.prompt.reference
+    return ShownRow(name=str(asked.place), documents=(prompt, *([] if reference is None else [_answer(reference)])))
+
+
+def _answer(reference: str) -> ShownDocument:
+    """It is compared with, and no token of it is given to the model."""
+    return ShownDocument(name="right answer", num_tokens=0, num_target_tokens=0, pieces=(Piece(text=reference),))

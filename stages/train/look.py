@@ -1,0 +1,26 @@
+"""What a training stage will see of its data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stages.core.contract import StageInput
+from stages.data.look import look_at
+from stages.data.shown import DataLook
+from stages.train.config import TrainConfig
+from stages.train.start import data_with_template
+
+
+def look(stage_input: StageInput, num_rows: int, scratch: Path) -> DataLook:
+    """The rows of its first step, and counts. Raises what `prepare` raises."""
+    config = TrainConfig.model_validate(stage_input.config)
+    return look_at(
+        stage_input.inputs[config.data.dataset] / "data",
+        data_with_template(config.data, stage_input.inputs[config.model]),
+        stage_input.inputs[config.base or config.model] / "model",
+        rows=config.learning.rows,
+        seed=config.seed,
+        num_rows=num_rows,
+        cache=stage_input.cache,
+        scratch=scratch,
+    )

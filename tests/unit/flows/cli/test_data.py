@@ -1,0 +1,171 @@
+"""`lifecycle data`: rows as the model sees them, for a terminal, a pipe and a browser; what they hold stays text."""
+
+import io
+import json
+from html.parser import HTMLParser
+
+import pytest
+from rich.console import Console
+
+from flows.cli import data_text
+from flows.cli.data_page import data_page
+from flows.cli.data_text import print_look, visible
+from flows.cli.main import main
+from stages.core.errors import RecipeError, StoreError
+from stages.data.shown import Bar, DataLook, Dropped, Piece, ShownDocument, ShownPortion, ShownRow
+
+HOSTILE = (
+    "</pre><script src=https://evil.example/x.js></script><img src=x onerror=alert(1)> \x1b[31m \u202e {{ 7 * 7 }}"
+)
+PIECES = (Piece(text="Q: "), Piece(text=HOSTILE, learned=True), Piece(text="<|im_end|>", learned=True, special=True))
+LOOK = DataLook(
+    what="examples",
+    portions=(
+        ShownPortion(
+            name="training",
+            num_source_rows=1_205,
+            num_rows=100,
+            num_documents=1_200,
+            num_tokens=10_000,
+            num_target_tokens=2_500,
+            sequence_length=128,
+            padding_fraction=0.125,
+            over_long="truncate",
+            num_over_long=3,
+            num_bad_rows=5,
+            dropped=(Dropped(reason=HOSTILE, count=5, example="train.jsonl:7"),),
+            lengths=(Bar(first=1, last=10, count=1_000), Bar(first=11, last=20, count=200)),
+            warnings=(HOSTILE,),
+        ),
+    ),
+    rows=(
+        ShownRow(
+            name="row 1 of 100",
+            documents=(ShownDocument(name="", num_tokens=9, num_target_tokens=5, pieces=PIECES, num_hidden_tokens=2),),
+            num_padding_tokens=4,
+        ),
+    ),
+)
+RECIPE = """
+name: small
+stages:
+  base: {kind: download, model: builtin/qwen3-1m}
+  rows: {kind: download, dataset: file://rows.jsonl}
+  far: {kind: download, dataset: "hf://datasets/org/rows@0123456789012345678901234567890123456789"}
+  sft:
+    kind: train
+    method: sft
+    model: base
+    data: {dataset: rows, sequence_length: 512, on_bad_rows: drop, max_bad_row_fraction: 0.5}
+    global_batch_size: 2
+    learning_rate: 1.0e-3
+  later:
+    kind: train
+    method: sft
+    model: sft
+    data: {dataset: far}
+    global_batch_size: 2
+    learning_rate: 1.0e-3
+  answers: {kind: generate, model: sft, prompts: {dataset: rows, limit: 3}}
+"""
+
+
+class Page(HTMLParser):
+    """Tags, with their attributes, and the text of what is learned."""
+
+    def __init__(self):
+        super().__init__()
+        self.tags, self.learned = [], []
+        self._is_learned = False
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self._is_learned = "learned" in dict(attrs).get("class", "")
+
+    def handle_endtag(self, tag):
+        self._is_learned = False
+
+    def handle_data(self, data):
+        if self._is_learned:
+            self.learned.append(data)
+
+
+def printed(monkeypatch, **options):
+    stream = io.StringIO()
+    monkeypatch.setattr(data_text, "Console", lambda **given: Console(file=stream, width=200, **given, **options))
+    print_look(LOOK)
+    return stream.getvalue()
+
+
+def test_without_a_terminal_marks_enclose_what_is_learned(monkeypatch):
+    text = printed(monkeypatch)
+    assert "1,205 rows read → 1,200 documents in 100 packed rows of 128 tokens (12.5% padding)" in text
+    assert "10,000 tokens, 2,500 of them (25.0%) learned" in text
+    assert "3 rows were cut off at 128 tokens" in text
+    assert f"5 × {visible(HOSTILE)} (first: train.jsonl:7)" in text
+    assert f"Q: ⟦{visible(HOSTILE)}<|im_end|>⟧" in text
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+
+
+def test_at_a_terminal_colours_do_unless_they_are_off(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    coloured = printed(monkeypatch, force_terminal=True, color_system="standard")
+    assert "\x1b[32m" in coloured
+    assert "⟦" not in coloured
+    assert "\x1b[31m" not in coloured  # what the row itself says
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "⟦" in printed(monkeypatch, force_terminal=True, color_system="standard")
+
+
+def test_the_page_shows_hostile_rows_as_text_and_needs_nothing_else():
+    text = data_page(LOOK, f"Data of {HOSTILE}")
+    page = Page()
+    page.feed(text)
+    assert not {tag for tag, _ in page.tags} & {"script", "img", "link", "iframe", "a"}
+    assert not [name for _, attributes in page.tags for name in attributes if name in ("src", "href", "onerror")]
+    assert "".join(page.learned[1:]) == visible(HOSTILE) + "<|im_end|>"  # the first one is in the legend
+    assert "prefers-color-scheme: dark" in text
+    assert "default-src 'none'" in text
+    assert "\x1b" not in text
+    assert "and 2 more tokens" in text
+
+
+@pytest.fixture
+def lifecycle(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path / "home"))
+    (tmp_path / "small.yaml").write_text(RECIPE)
+    chat = [{"role": "user", "content": HOSTILE}, {"role": "assistant", "content": "fine"}]
+    rows = [{"messages": chat}, {"messages": []}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        return ended.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_rows_of_a_local_file_are_shown_before_anything_was_run(lifecycle, tmp_path):
+    code, output, errors = lifecycle("data", tmp_path / "small.yaml", "--stage", "sft")
+    assert (code, errors) == (0, "")
+    assert "training: 2 rows read → 1 documents in 1 packed rows of 512 tokens" in output
+    assert "1 × has an empty list in `messages`; expected messages (first: rows.jsonl:2)" in output
+    assert "⟦fine<|im_end|>⟧" in output
+    page = tmp_path / "home" / "data" / "small-sft.html"
+    assert f"as a page: {page}" in output
+    assert "fine" in page.read_text()
+    assert not [*(tmp_path / "home" / "store" / ".work" / "look").iterdir()]
+    assert not (tmp_path / "home" / "ledger").exists()  # no refresh was begun
+
+
+def test_what_is_not_here_is_named_with_what_to_run(lifecycle, tmp_path):
+    recipe = tmp_path / "small.yaml"
+    code, _, errors = lifecycle("data", recipe, "--stage", "later")
+    assert code == StoreError.exit_code
+    assert "it needs far (hf://datasets/org/rows@0123" in errors
+    assert f"add `--download`, or run `lifecycle run {recipe} --until far`" in errors
+    code, output, _ = lifecycle("data", recipe, "--stage", "base", "--json")
+    assert code == RecipeError.exit_code
+    assert "kind download has none to look at; expected sft, later, answers" in json.loads(output)["error"]

@@ -1,0 +1,120 @@
+"""A look at data shows the tokens that training will get, which of them are learned, and what became of all rows."""
+
+import numpy as np
+import pytest
+
+from stages.data import look as looking
+from stages.data.config import DataConfig
+from stages.data.dataset import row_order
+from stages.data.look import histogram, look_at
+from stages.data.prepare import prepare
+
+CHATS = [
+    {"messages": [{"role": "user", "content": f"{number}?"}, {"role": "assistant", "content": f"{number}!"}]}
+    for number in range(40)
+]
+
+
+@pytest.fixture
+def look(tmp_path, tokenizer_folder):
+    """Options of a recipe's `data` → what is shown."""
+
+    def find(folder, rows="examples", num_rows=2, seed=3, **options):
+        config = DataConfig(dataset="data", **{"sequence_length": 256, **options})
+        cache, scratch = tmp_path / "cache", tmp_path / "scratch"
+        scratch.mkdir(exist_ok=True)
+        return look_at(
+            folder, config, tokenizer_folder, rows=rows, seed=seed, num_rows=num_rows, cache=cache, scratch=scratch
+        )
+
+    return find
+
+
+def texts(document, *, learned):
+    return [piece.text for piece in document.pieces if piece.learned is learned]
+
+
+def test_rows_are_those_of_the_first_step_with_what_is_learned_of_them(look, write_rows, tmp_path, tokenizer_folder):
+    folder = write_rows(CHATS)
+    found = look(folder, sequence_length=64)
+    config = DataConfig(dataset="data", sequence_length=64)
+    silent = type("Silent", (), {"progress": lambda *_, **__: None, "warn": lambda *_: None})()
+    options = {"rows": "examples", "cache": tmp_path / "other", "report": silent}
+    prepared = prepare(folder, config, tokenizer_folder, bad_rows_file=tmp_path / "bad.jsonl", **options).training
+    first = row_order(len(prepared), 3, 0)[:2]
+    assert [row.name for row in found.rows] == [f"row {row + 1} of {len(prepared)}" for row in first]
+    for shown, row in zip(found.rows, first, strict=True):
+        documents = prepared.documents(int(row))
+        assert [one.num_tokens for one in shown.documents] == [len(tokens) for tokens, _ in documents]
+        assert shown.num_padding_tokens == 64 - sum(len(tokens) for tokens, _ in documents)
+        for one in shown.documents:
+            question = one.pieces[1].text.removeprefix("user\n").removesuffix("?")
+            assert "".join(texts(one, learned=True)) == f"{question}!<|im_end|>"
+            assert {piece.text for piece in one.pieces if piece.special} == {"<|im_start|>", "<|im_end|>"}
+    (portion,) = found.portions
+    assert (portion.num_source_rows, portion.num_documents, portion.num_rows) == (40, 40, len(prepared))
+    assert (portion.num_tokens, portion.num_target_tokens) == (prepared.num_tokens, prepared.num_target_tokens)
+    assert sum(bar.count for bar in portion.lengths) == 40
+
+
+def test_it_uses_the_cache_of_training(look, write_rows, monkeypatch):
+    folder = write_rows(CHATS)
+    first = look(folder)
+    monkeypatch.setattr(looking, "SECONDS", -1.0)
+    assert look(folder) == first
+
+
+@pytest.mark.parametrize("limit", ["SECONDS", "LARGE_BYTES"])
+def test_of_data_that_take_too_long_the_first_rows_are_shown_and_nothing_is_kept(
+    look, write_rows, monkeypatch, tmp_path, limit
+):
+    monkeypatch.setattr(looking, "SECONDS", -1.0)
+    if limit == "LARGE_BYTES":
+        monkeypatch.setattr(looking, "LARGE_BYTES", 0)
+    (portion,) = look(write_rows(CHATS)).portions
+    assert portion.unread_after == "train.jsonl:1"
+    assert (portion.num_source_rows, portion.num_documents) == (1, 1)
+    assert not [*(tmp_path / "cache").glob("tokenized/*/about.json")]
+
+
+def test_what_was_left_out_is_counted_by_reason(look, write_rows):
+    long = {"messages": [CHATS[0]["messages"][0], {"role": "assistant", "content": "x" * 300}]}
+    rows = [*CHATS, {"messages": []}, {"messages": []}, {"text": "x"}, long]
+    (portion,) = look(write_rows(rows), on_bad_rows="drop", max_bad_row_fraction=0.5, over_long="drop").portions
+    assert (portion.num_bad_rows, portion.num_over_long, portion.num_documents) == (3, 1, 40)
+    assert [(one.count, one.example) for one in portion.dropped] == [(2, "train.jsonl:41"), (1, "train.jsonl:43")]
+    assert portion.dropped[0].reason == "has an empty list in `messages`; expected messages"
+
+
+def test_documents_of_pairs_and_labelled_answers_are_named(look, write_rows):
+    pairs = [{"prompt": f"{n} = ", "chosen": "good", "rejected": "bad"} for n in range(9)]
+    (row,) = look(write_rows(pairs), "pairs", 1, sequence_length=128).rows
+    assert [one.name for one in row.documents] == ["chosen", "rejected"] * (len(row.documents) // 2)
+    assert {"".join(texts(one, learned=True)) for one in row.documents[:2]} == {"good</s>", "bad</s>"}
+    labelled = [{"prompt": f"{n} = ", "completion": "yes" if n % 2 else "no", "label": n % 2 == 1} for n in range(9)]
+    (row,) = look(write_rows(labelled, "train.jsonl"), "labelled", 1, sequence_length=64).rows
+    answers = {"good answer": "yes</s>", "bad answer": "no</s>"}
+    assert [("".join(texts(one, learned=True))) for one in row.documents] == [answers[o.name] for o in row.documents]
+
+
+def test_both_portions_are_counted_and_rows_in_both_are_warned_of(look, write_rows):
+    write_rows([*CHATS[:1], {"messages": CHATS[5]["messages"] * 2}], "test.jsonl")
+    found = look(write_rows(CHATS), evaluation_split="test")
+    assert [portion.name for portion in found.portions] == ["training", "evaluation"]
+    assert "1 of 2 held-out rows are among the training rows too" in found.warnings[0]
+
+
+def test_what_is_long_is_cut_for_showing_and_counted(look, write_rows, monkeypatch):
+    monkeypatch.setattr(looking, "MAX_SHOWN_TOKENS", 30)
+    (row,) = look(write_rows(CHATS), num_rows=1, sequence_length=256).rows
+    hidden = sum(one.num_hidden_tokens for one in row.documents)
+    assert hidden == sum(one.num_tokens for one in row.documents) - 30
+    assert row.documents[-1].pieces == ()
+
+
+def test_bars_hold_every_length_once():
+    for lengths in (np.array([7]), np.array([1, 2, 2, 3]), np.random.default_rng(0).integers(3, 5000, 999)):
+        bars = histogram(lengths)
+        assert len(bars) <= 16
+        assert [bar.count for bar in bars] == [int(((lengths >= b.first) & (lengths <= b.last)).sum()) for b in bars]
+        assert sum(bar.count for bar in bars) == len(lengths)
