@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Union
 
 from pydantic import Field
 
+from stages.rewards.code import CodeReward
 from stages.rewards.exact_match import ExactMatchReward
 from stages.rewards.format import FormatReward
 from stages.rewards.json_schema import JsonSchemaReward
@@ -22,6 +23,7 @@ REWARDS: tuple[type[Reward], ...] = (
     FormatReward,
     LengthReward,
     JsonSchemaReward,
+    CodeReward,
     PythonReward,
 )
 

@@ -74,7 +74,11 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
             "rewards": {"form": {"type": "format"}, "brief": {"type": "length", "max_tokens": 4}},
             "keep": "pairs",
         },
-        {**GENERATION, "rewards": {"form": {"type": "json_schema", "json_schema": {}}}, "keep": {"above": 0.1}},
+        {
+            **GENERATION,
+            "rewards": {"form": {"type": "json_schema", "json_schema": {}}, "tested": {"type": "code"}},
+            "keep": {"above": 0.1},
+        },
     ],
     "promote": [{"kind": "promote", "name": "helper", "model": "base", "evaluations": ["scores"]}],
 }

@@ -1,0 +1,151 @@
+"""1 where the code in a completion passes the tests of its row, run within limits, else 0."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from stages.core.errors import ResourceError
+from stages.core.numbers import Seconds
+from stages.rewards.environment import bare_environment
+from stages.rewards.reward import Completion, Reward, RewardContext, Scores
+
+BLOCK = re.compile(r"^```[ \t]*(?:python|py)?[0-9.]*[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL | re.IGNORECASE)
+MIB, GIB = 1 << 20, 1 << 30
+FILE_BYTES = 16 * MIB
+FOLDER_BYTES = 64 * MIB
+NUM_FILES = 1000
+LOOK_EVERY_S = 0.05
+ANSWER_BYTES = 4096
+PROGRAM = ("-m", "stages.rewards.code_program")
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+"""NumPy starts none then; it would fail, where none may be started."""
+PROBE = """
+import os, socket
+
+for refused, *arguments in (
+    (socket.socket,), (os.fork,), (os.listdir, ".."), (open, "../new", "w"), (open, f"/proc/{os.getppid()}/environ")
+):
+    try:
+        refused(*arguments)
+    except PermissionError:
+        continue
+    raise AssertionError("this was not refused")
+open("within", "w").close()
+"""
+
+
+class CodeReward(Reward):
+    """1 where the completion's code (its last block of Python, or all of it) passes every test of the row, else 0. It
+    runs in a process of its own: no network, no other process or thread, no file outside a folder of its own, no keys.
+    """
+
+    type: Literal["code"]
+    tests: str = Field("tests", min_length=1, description="Column of the tests: Python code, or a list of it.")
+    timeout_s: Seconds = Field(10.0, description="Of the code and all its tests.")
+    memory_gib: float = Field(1.0, ge=0.125, le=1024, description="That the process may address.")
+
+    def row_problem(self, reference: str | None, row: Mapping[str, Any]) -> str | None:
+        found = row.get(self.tests)
+        if found is None:
+            return f"has no tests in `{self.tests}`"
+        if not _tests_in(found):
+            return (
+                f"has no tests in `{self.tests}`, but {json.dumps(found, default=str)[:60]}; expected code, or a list"
+            )
+        for test in _tests_in(found):
+            try:
+                compile(test, self.tests, "exec")
+            except (SyntaxError, ValueError) as error:
+                return f"has a test in `{self.tests}` that is no Python ({error})"
+        return None
+
+    def score(self, completion: Completion) -> float:
+        blocks = BLOCK.findall(completion.text)
+        return float(self._passes(blocks[-1] if blocks else completion.text, _tests_in(completion.row[self.tests]))[0])
+
+    @contextlib.contextmanager
+    def opened(self, name: str, context: RewardContext) -> Iterator[Scores]:
+        """Raises ResourceError where the machine cannot keep code within the limits."""
+        passed, answer = self._passes(PROBE, ("assert True",))
+        if not passed:
+            raise ResourceError(
+                f"the reward {name} would run code of a model, which this machine cannot keep within limits "
+                f"({answer or 'what should be refused is not, or not in time'}); it needs Linux 5.13 or later with "
+                "Landlock, seccomp and libseccomp.so.2 (on Debian, libseccomp2)"
+            )
+        pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+        try:
+            yield lambda completions: pool.map(self.score, completions)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def custom_code(self) -> str:
+        return "code in the model's answers, within limits"
+
+    def _passes(self, code: str, tests: tuple[str, ...]) -> tuple[bool, str]:
+        """Whether all tests passed in time; and what else the program said."""
+        word = secrets.token_hex()
+        limits = {
+            "cpu_s": math.ceil(self.timeout_s),
+            "memory_bytes": int(self.memory_gib * GIB),
+            "file_bytes": FILE_BYTES,
+        }
+        command = [sys.executable, "-s", *PROGRAM, json.dumps(limits)]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        with tempfile.TemporaryDirectory(prefix="code-", ignore_cleanup_errors=True) as folder:
+            environment = bare_environment(Path(folder)) | dict.fromkeys(THREADS, "1")
+            own: dict[str, Any] = {"cwd": folder, "env": environment, "start_new_session": True}
+            with subprocess.Popen(command, **pipes, **own) as process:
+                assert process.stdin and process.stdout
+                try:
+                    with contextlib.suppress(BrokenPipeError):  # that it said nothing is the answer
+                        process.stdin.write(json.dumps({"code": code, "tests": tests, "word": word}).encode())
+                        process.stdin.close()
+                    ended = self._await_end(process, Path(folder))
+                finally:
+                    process.kill()
+                answer = process.stdout.read(ANSWER_BYTES).decode(errors="replace")
+        return ended and answer == word, answer
+
+    def _await_end(self, process: subprocess.Popen[bytes], folder: Path) -> bool:
+        """Whether it ended by itself, in time and within its share of the disk."""
+        end_s = time.monotonic() + self.timeout_s
+        while time.monotonic() < end_s:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(LOOK_EVERY_S)
+                return True
+            if not _is_small(folder):
+                return False
+        return False
+
+
+def _tests_in(found: object) -> tuple[str, ...]:
+    """Empty for what holds none."""
+    tests = tuple(found) if isinstance(found, list) else (found,)
+    return tests if all(isinstance(test, str) and test.strip() for test in tests) else ()
+
+
+def _is_small(folder: Path) -> bool:
+    """Files lie in the folder itself: the code can make none within it."""
+    num_bytes = 0
+    for num_files, file in enumerate(folder.iterdir(), 1):
+        with contextlib.suppress(FileNotFoundError):  # gone by now
+            num_bytes += file.lstat().st_blocks * 512
+        if num_files > NUM_FILES or num_bytes > FOLDER_BYTES:
+            return False
+    return True
