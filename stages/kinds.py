@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from stages.core.contract import StageConfig
+from stages.curate.config import CurateConfig
 from stages.download.config import DownloadConfig
 from stages.evaluate.config import EvaluateConfig
 from stages.generate.config import GenerateConfig
@@ -17,6 +18,7 @@ KINDS: dict[str, type[StageConfig]] = {
     "train": TrainConfig,
     "merge": MergeConfig,
     "generate": GenerateConfig,
+    "curate": CurateConfig,
     "quantize": QuantizeConfig,
     "serve": ServeConfig,
     "evaluate": EvaluateConfig,

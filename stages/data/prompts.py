@@ -56,7 +56,7 @@ class PromptReader:
         """Raises RowError for a bad row, DataError when the first one is of no known format."""
         if not isinstance(row, dict):
             raise RowError(f"is {kind_of(row)}; expected an object with named columns")
-        if _is_prompt_alone(row):
+        if is_prompt_alone(row):
             return Prompt(_prompt_alone(row), self._reference(row, None), row)
         if {"chosen", "rejected"} <= row.keys():
             self._pairs = self._pairs or RowReader("auto", "pairs")
@@ -77,7 +77,8 @@ class PromptReader:
         return next((_as_text(row[name]) for name in REFERENCE_COLUMNS if row.get(name) is not None), None)
 
 
-def _is_prompt_alone(row: dict[str, Any]) -> bool:
+def is_prompt_alone(row: dict[str, Any]) -> bool:
+    """Whether a row asks, and has no answer in a place where a model would learn it."""
     if "prompt" in row:
         return not {"completion", "chosen"} & row.keys()
     messages = row.get("messages")

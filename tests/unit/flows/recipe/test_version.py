@@ -30,6 +30,7 @@ TRAINING = {
     "layout": {"dp_shard": 4},
 }
 MIXTURE = {"kind": "merge", "model": "base", "adapters": ["tuned", "other"], "density": 0.5}
+CURATION = {"kind": "curate", "datasets": ["problems"], "exact_duplicates": True}
 GENERATION = {"kind": "generate", "model": "base", "serving": {}, "prompts": {"dataset": "problems"}, "num_samples": 2}
 HELD_OUT = {**TRAINING["data"], "evaluation_fraction": 0.1}
 EXAMPLES: dict[str, list[dict[str, Any]]] = {
@@ -37,6 +38,10 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {"kind": "download", "model": "builtin/qwen3-1m"},
         {"kind": "download", "dataset": "builtin/addition"},
         {"kind": "download", "adapter": "hf://org/other", "base": "base"},
+    ],
+    "curate": [
+        {**CURATION, "length": {"min_characters": 1, "max_characters": 5}, "near_duplicates": {}},
+        {**CURATION, "length": {"min_turns": 1, "max_turns": 5}, "near_duplicates": {}},
     ],
     "train": [
         {**TRAINING, "method": "sft"},
@@ -208,10 +213,12 @@ def test_the_order_of_keys_and_a_round_trip_through_a_file_change_no_version(ide
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "download"])
 def test_versions_and_not_names_of_upstream_stages_count(kind):
-    config = KINDS[kind].model_validate(EXAMPLES[kind][0])
-    assert version_of(identity_of(config, {**UPSTREAM, "base": "b" * 12}, OUTSIDE)) != version(config)
-    renamed = KINDS[kind].model_validate({**EXAMPLES[kind][0], "model": "renamed"})
-    assert version_of(identity_of(renamed, {**UPSTREAM, "renamed": UPSTREAM["base"]}, OUTSIDE)) == version(config)
+    example = EXAMPLES[kind][0]
+    config = KINDS[kind].model_validate(example)
+    name = next(iter(config.references().values()))
+    assert version_of(identity_of(config, {**UPSTREAM, name: "b" * 12}, OUTSIDE)) != version(config)
+    renamed = KINDS[kind].model_validate_json(json.dumps(example).replace(f'"{name}"', '"renamed"'))
+    assert version_of(identity_of(renamed, {**UPSTREAM, "renamed": UPSTREAM[name]}, OUTSIDE)) == version(config)
 
 
 def test_content_and_not_place_of_outside_paths_counts():

@@ -1,0 +1,109 @@
+"""What each step left out, and why: `dropped.jsonl`, a line a row; `report.json`, counts and examples; metrics."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+from stages.core.errors import DataError
+from stages.curate.config import CurateConfig
+from stages.curate.spool import SourcePlace
+
+BAD_ROWS = "bad_rows"
+NUM_EXAMPLES = 5
+EXAMPLE_CHARACTERS = 200
+
+
+class Report:
+    """Takes each row that is read, and each that is left out; memory does not grow with their number."""
+
+    def __init__(self, steps: Sequence[str], stream: TextIO) -> None:
+        """stream: takes a JSON object a line: `dataset`, `file`, `line` or `row`, `step`, `reason`."""
+        self._stream = stream
+        self._read: Counter[str] = Counter()
+        self._dropped = Counter(dict.fromkeys((BAD_ROWS, *steps), 0))
+        self._examples: dict[str, list[dict[str, object]]] = {step: [] for step in self._dropped}
+
+    @property
+    def num_read(self) -> int:
+        return self._read.total()
+
+    @property
+    def num_kept(self) -> int:
+        return self.num_read - self._dropped.total()
+
+    def read(self, dataset: str) -> None:
+        """Count a row."""
+        self._read[dataset] += 1
+
+    def drop(self, place: SourcePlace, step: str, reason: str, content: object = None) -> None:
+        """List a row that `step` leaves out."""
+        self._dropped[step] += 1
+        row = {**place.columns(), "step": step, "reason": reason}
+        self._stream.write(json.dumps(row, ensure_ascii=False) + "\n")
+        if len(self._examples[step]) < NUM_EXAMPLES:
+            text = json.dumps(content, ensure_ascii=False, default=str)[:EXAMPLE_CHARACTERS]
+            self._examples[step].append({"row": str(place), "reason": reason, "content": text})
+
+    def check(self, config: CurateConfig) -> None:
+        """Raises DataError for more bad rows than the recipe allows, and when nothing is left: which step emptied the
+        dataset, and what those before it left.
+        """
+        self._check_bad_rows(config)
+        if self.num_kept:
+            return
+        if not self.num_read:
+            raise DataError(f"there are no rows in the datasets {', '.join(config.datasets)}; expected some to curate")
+        emptied = next(step for step, _, kept in self._counts() if not kept)
+        course = ", ".join(
+            f"{step} dropped {dropped} and left {kept}" for step, dropped, kept in self._counts() if dropped
+        )
+        reasons = "; ".join(f"{one['row']} {one['reason']}" for one in self._examples[emptied])
+        raise DataError(
+            f"`{emptied}` leaves nothing of the dataset: of {self.num_read} rows, {course}. For instance {reasons}. "
+            f"Widen `{emptied}`, or leave it out"
+        )
+
+    def _check_bad_rows(self, config: CurateConfig) -> None:
+        num_bad, allowed = self._dropped[BAD_ROWS], config.max_bad_row_fraction
+        if config.on_bad_rows == "drop" and num_bad <= allowed * self.num_read:
+            return
+        if num_bad:
+            named = "\n".join(f"  {one['row']} {one['reason']}" for one in self._examples[BAD_ROWS])
+            remedy = (
+                f"raise max_bad_row_fraction, {allowed:g}"
+                if config.on_bad_rows == "drop"
+                else "say `on_bad_rows: drop`"
+            )
+            raise DataError(
+                f"{num_bad} of {self.num_read} rows cannot be read:\n{named}\nMend them (all are in dropped.jsonl), or "
+                f"{remedy}"
+            )
+
+    def document(self) -> dict[str, Any]:
+        """What `report.json` holds."""
+        steps = [
+            {"step": step, "dropped": dropped, "kept": kept, "examples": self._examples[step]}
+            for step, dropped, kept in self._counts()
+        ]
+        return {"rows_read": dict(self._read), "steps": steps}
+
+    def metrics(self) -> dict[str, float]:
+        """By the names that MLflow has."""
+        found = {"num_rows": float(self.num_kept), "kept_share": self.num_kept / max(1, self.num_read)}
+        return found | {f"dropped_{step}": float(dropped) for step, dropped, _ in self._counts()}
+
+    def sentence(self) -> str:
+        """For a person who watches."""
+        dropped = ", ".join(f"{step} dropped {dropped}" for step, dropped, _ in self._counts() if dropped)
+        return f"{self.num_kept} of {self.num_read} rows are kept{': ' if dropped else ''}{dropped}"
+
+    def _counts(self) -> list[tuple[str, int, int]]:
+        """Step, rows that it dropped, rows that it left."""
+        left, found = self.num_read, []
+        for step, dropped in self._dropped.items():
+            left -= dropped
+            found.append((step, dropped, left))
+        return found

@@ -1,0 +1,47 @@
+"""The steps that look at one row at a time: each gives the reason to leave a row out, or None."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from stages.core.errors import DataError
+from stages.curate.config import CurateConfig, Length
+from stages.curate.spool import SourcePlace
+from stages.data.any_rows import ReadRow
+
+RowStep = Callable[[ReadRow], str | None]
+
+
+def row_steps(config: CurateConfig) -> Iterator[tuple[str, RowStep]]:
+    """Name and step, in the order in which they are done."""
+    if length := config.length:
+        yield "length", lambda row: too_short_or_long(row, length)
+
+
+def first_reason(steps: Sequence[tuple[str, RowStep]], place: SourcePlace, row: ReadRow) -> tuple[str, str] | None:
+    """Step and reason of the first that leaves out the row; DataErrors say which row cannot be looked at."""
+    for name, step in steps:
+        try:
+            reason = step(row)
+        except DataError as error:
+            raise DataError(f"`{name}`: {place} {error}") from error
+        if reason:
+            return name, reason
+    return None
+
+
+def too_short_or_long(row: ReadRow, bounds: Length) -> str | None:
+    """Raises DataError for a row without turns where these are counted."""
+    characters = sum(len(text) for texts in row.parts for text in texts)
+    measured = {"characters": characters}
+    if bounds.counts_turns:
+        if row.num_turns is None:
+            raise DataError("is plain text, which has no turns for `length` to count; bound its characters")
+        measured["turns"] = row.num_turns
+    for unit, number in measured.items():
+        least, most = getattr(bounds, f"min_{unit}"), getattr(bounds, f"max_{unit}")
+        if number < least:
+            return f"has {number} {unit}, fewer than min_{unit}, {least}"
+        if most is not None and number > most:
+            return f"has {number} {unit}, more than max_{unit}, {most}"
+    return None

@@ -1,0 +1,47 @@
+"""Texts → words → runs of words (n-grams), as 64-bit numbers that are the same in every process."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+import unicodedata
+
+import numpy as np
+from numpy.typing import NDArray
+
+Hashes = NDArray[np.uint64]
+UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+"""Characters of languages that put no spaces between words; each counts as a word."""
+WORD = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+")
+WORD_OR_SIGN = re.compile(rf"{WORD.pattern}|[-+*/=<>^%×÷±√]")
+"""12 - 34 is not 12 + 34."""
+CACHED_WORDS = 1 << 18
+FACTOR = np.uint64(0x9E3779B97F4A7C15)
+"""Odd, so that nothing is lost when it is multiplied with; the golden ratio's digits, as Knuth has it."""
+
+
+def words_of(text: str, pattern: re.Pattern[str] = WORD) -> list[str]:
+    """In small letters, without punctuation and however their characters are put together (NFKC)."""
+    return pattern.findall(unicodedata.normalize("NFKC", text).lower())
+
+
+def hashes_of(words: list[str]) -> Hashes:
+    """[words]"""
+    return np.fromiter(map(_hash, words), np.uint64, len(words))
+
+
+def runs_of(hashes: Hashes, num_words: int) -> Hashes:
+    """[words - num_words + 1]: a number for each run of words; none where there are fewer."""
+    num_runs = len(hashes) - num_words + 1
+    if num_runs < 1:
+        return hashes[:0]
+    found = np.zeros(num_runs, np.uint64)
+    for first in range(num_words):  # a polynomial in FACTOR, modulo 2^64
+        found = found * FACTOR + hashes[first : first + num_runs]
+    return (found ^ (found >> np.uint64(29))) * FACTOR
+
+
+@functools.lru_cache(CACHED_WORDS)
+def _hash(word: str) -> int:
+    return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "little")
