@@ -21,6 +21,7 @@ from stages.serving.registry import default_engine, engine_of, new_launch_spec
 
 URI_PREFIX = "models:/"
 URI = re.compile(r"models:/(?P<name>[^/@]+)@(?P<alias>[^/@]+)")
+URI_OF_VERSION = re.compile(r"models:/(?P<name>[^/@]+)/(?P<number>[0-9]+)")
 
 
 def connect() -> Registry:
@@ -57,6 +58,17 @@ def find(registry: Registry, name: str, alias: str) -> RegisteredVersion:
     version = registry.find(name, alias)
     if version is None:
         raise StoreError(f"MLflow's registry has no {alias} of {name}; a stage of kind promote makes one")
+    return version
+
+
+def find_version(registry: Registry, uri: str) -> RegisteredVersion:
+    """Of `models:/NAME@ALIAS`, or `models:/NAME/NUMBER`. Raises StoreError when there is none."""
+    by_number = URI_OF_VERSION.fullmatch(uri)
+    if by_number is None:
+        return find(registry, *parse(uri))
+    version = registry.version(by_number["name"], by_number["number"])
+    if version is None:
+        raise StoreError(f"MLflow's registry has no version {by_number['number']} of {by_number['name']}")
     return version
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -67,15 +67,13 @@ class Registry:
 
     def find(self, name: str, alias: str = CHAMPION) -> RegisteredVersion | None:
         """The version that an alias points to; None when there is no such model or alias."""
-        from mlflow.exceptions import MlflowException
-
         with _explained(f"asking for the {alias} of {name}"):
-            try:
-                return _registered(self._client.get_model_version_by_alias(name, alias))
-            except MlflowException as error:
-                if error.error_code in ABSENT:
-                    return None
-                raise
+            return _unless_absent(lambda: _registered(self._client.get_model_version_by_alias(name, alias)))
+
+    def version(self, name: str, number: str) -> RegisteredVersion | None:
+        """The version of this number; None when there is no such model or version."""
+        with _explained(f"asking for version {number} of {name}"):
+            return _unless_absent(lambda: _registered(self._client.get_model_version(name, number)))
 
     def register(
         self, registration: Registration, predecessor: str | None = None, promotion: str | None = None
@@ -149,15 +147,8 @@ class Registry:
 
     def was_cut_short(self, name: str) -> bool:
         """Whether a move stopped between its two writes: `previous` is on the champion itself. Or is under way."""
-        from mlflow.exceptions import MlflowException
-
         with _explained(f"asking for the aliases of {name}"):
-            try:
-                aliases = self._client.get_registered_model(name).aliases
-            except MlflowException as error:
-                if error.error_code in ABSENT:
-                    return False
-                raise
+            aliases = _unless_absent(lambda: dict(self._client.get_registered_model(name).aliases)) or {}
         return CHAMPION in aliases and aliases[CHAMPION] == aliases.get(PREVIOUS)
 
     def mend(self, name: str) -> None:
@@ -254,6 +245,18 @@ def _tags(registration: Registration, **more: str | None) -> dict[str, str]:
         **more,
     }
     return {f"{TAG}{name}": value for name, value in tags.items() if value}
+
+
+def _unless_absent(ask: Callable[[], Any]) -> Any:
+    """What MLflow answers; None where there is no such thing."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return ask()
+    except MlflowException as error:
+        if error.error_code in ABSENT:
+            return None
+        raise
 
 
 def _registered(version: Any) -> RegisteredVersion:

@@ -15,16 +15,18 @@ from flows.planning.contents import (
     kept_contents,
 )
 from flows.planning.plan import Plan, PlannedStage
+from flows.recipe.version import Difference
 from flows.store.content import CONTENT_FOLDERS
 from flows.store.record import Artifact, Index
 from stages.core.errors import LifecycleError
-from stages.core.fields import Product
 from stages.core.hashing import sha256_of_files
 from stages.download.config import DownloadConfig
 from stages.hubs.files import requested_files
 
 REVISION = "content of revision"
 CONTENT = "content of "
+CONTENTS_CACHE = "contents"
+"""Cache of the store that takes what such files held."""
 MAX_NAMED = 5
 
 
@@ -68,7 +70,7 @@ def _with_files(stage: PlannedStage, index: Index) -> PlannedStage:
         files = requested_files(config.request)
     except LifecycleError:
         return stage
-    changes = [*_changes(earlier, config.product, files)] if earlier else []
+    changes = [*_file_changes(_contents(earlier), _outside(files))] if earlier else []
     if not changes:
         return stage
     words = f"files of {config.source}: {_listed(changes)}"
@@ -92,16 +94,38 @@ def _listed(changes: list[str]) -> str:
     return ", ".join([*changes[:MAX_NAMED], *more])
 
 
-def _changes(earlier: Artifact, product: Product, files: Mapping[str, Path]) -> Iterator[str]:
-    """files: those of today, by name."""
-    folder = CONTENT_FOLDERS[product]
-    before = {name.removeprefix(folder): one for name, one in earlier.record.files.items() if name.startswith(folder)}
+def artifact_changes(old: Artifact, new: Artifact) -> Iterator[str]:
+    """Which files of what dependents read are gone, new or others; `train.jsonl 300 → 350 rows`."""
+    return _file_changes(_contents(old), _contents(new))
+
+
+def kept_changes(kept: Path, differing: Difference) -> str | None:
+    """What changed in a path outside the store, whose hashes differ; None where it was not noted what it held."""
+    before, after = (kept_contents(kept, str(digest)) for digest in (differing.old, differing.new))
+    changes = [*content_changes(before, after)] if before and after else []
+    return _listed(changes) if changes else None
+
+
+Hashed = dict[str, tuple[str, Path]]
+"""Name of a file → its sha256, and where it lies."""
+
+
+def _contents(artifact: Artifact) -> Hashed:
+    folder = CONTENT_FOLDERS[artifact.record.product]
+    files = {name: entry for name, entry in artifact.record.files.items() if name.startswith(folder)}
+    return {name.removeprefix(folder): (entry.sha256, artifact.folder / name) for name, entry in files.items()}
+
+
+def _outside(files: Mapping[str, Path]) -> Hashed:
     hashes = sha256_of_files(files)
-    for name in sorted(before.keys() | files.keys()):
-        if name not in files:
+    return {name: (hashes[name], path) for name, path in files.items()}
+
+
+def _file_changes(before: Hashed, after: Hashed) -> Iterator[str]:
+    for name in sorted(before.keys() | after.keys()):
+        if name not in after:
             yield f"{name} is gone"
         elif name not in before:
-            yield f"{name} is new ({amount_of(files[name])})"
-        elif before[name].sha256 != hashes[name]:
-            old, new = amount_of(earlier.folder / folder / name), amount_of(files[name])
-            yield f"{name} {changed_amount(old, new)}"
+            yield f"{name} is new ({amount_of(after[name][1])})"
+        elif before[name][0] != after[name][0]:
+            yield f"{name} {changed_amount(*(amount_of(side[name][1]) for side in (before, after)))}"

@@ -89,11 +89,16 @@ def changed_amount(old: str, new: str) -> str:
 
 def amount_of(file: Path) -> str:
     """`350 rows`, or `1,234 bytes`. Raises OSError."""
+    num_rows = rows_of(file)
+    return f"{file.stat().st_size:,} bytes" if num_rows is None else f"{num_rows:,} rows"
+
+
+def rows_of(file: Path) -> int | None:
+    """Rows of a file that has some, and is not too large to count them. Raises OSError."""
     if file.suffix not in ROW_FILES or file.stat().st_size > MAX_COUNTED_BYTES:
-        return f"{file.stat().st_size:,} bytes"
+        return None
     with file.open("rb") as stream:
-        num_rows = sum(bool(line.strip()) for line in stream)
-    return f"{num_rows - (file.suffix == '.csv'):,} rows"
+        return sum(bool(line.strip()) for line in stream) - (file.suffix == ".csv")
 
 
 def _text(file: Path) -> str | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flows.ledger.home import store_root
 from flows.ledger.record import RefreshRecord
-from flows.planning.changes import with_changes
+from flows.planning.changes import CONTENTS_CACHE, with_changes
 from flows.planning.devices import check_devices
 from flows.planning.gates import check_gates
 from flows.planning.idle import check_idle
@@ -92,6 +92,6 @@ def _plan_of(recipe: Recipe, request: RefreshRequest, *, may_be_unreachable: boo
     unusual = check_models(recipe, outside, index)
     planned = plan(recipe, outside, index, force=request.force, until=request.until, unreachable=unreachable or {})
     check_devices(planned)
-    planned = with_changes(planned, index, store.cache_folder("contents"))
+    planned = with_changes(planned, index, store.cache_folder(CONTENTS_CACHE))
     said = (*notes, *idle, *map(str, choices), *unusual)
     return PlannedRefresh(request, planned, store, said, recipe_text=without_secrets(recipe.text))

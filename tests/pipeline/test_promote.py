@@ -1,5 +1,6 @@
 """Night after night with a real Prefect and MLflow: who becomes champion, who does not, who comes back, who is kept."""
 
+import hashlib
 import json
 import re
 import subprocess
@@ -113,6 +114,21 @@ def test_the_table_is_an_artifact_in_prefect_and_in_mlflow(nights, worse):
     assert "missed by" in table["data"]
     assert (tags["verdict"], tags["registered_version"]) == ("not promoted", "2")
     assert {"verdict.md", "verdict.json"} <= {file["path"] for file in files}
+
+
+def test_a_champion_says_what_it_was_made_from_and_what_differs_from_the_former(nights, better):
+    found = json.loads(nights.lifecycle("lineage", f"models:/{NAME}@champion", "--json").stdout)
+    assert found["registered"] == f"version 3 of {NAME}"
+    assert found["tree"]["version"] == better["stages"]["model"]["version"]
+    assert found["tree"]["refresh"] == better["refresh"]
+    weights = nights.artifact_of("c") / "model" / "model.safetensors"
+    hashes = {file["name"]: file["sha256"] for file in found["tree"]["files"]}
+    assert hashes["model.safetensors"] == hashlib.sha256(weights.read_bytes()).hexdigest()
+    assert [one["scores"] for one in found["evaluations"]] == [{"sums.exact_match": 0.95}]
+    said = nights.lifecycle("diff", f"models:/{NAME}/1", f"models:/{NAME}@champion").stdout
+    assert "model.safetensors other bytes" in said
+    assert "sums.exact_match 0.9 → 0.95" in said
+    assert nights.lifecycle("lineage", f"models:/{NAME}/99").returncode == StoreError.exit_code
 
 
 def test_a_better_candidate_follows_and_a_rollback_brings_the_former_back(nights, better):

@@ -1,0 +1,193 @@
+"""What differs between two champions, refreshes or artifacts, as a person would say it. Reads the store."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flows.champion.lineage import Subject, closure, scores_of
+from flows.ledger.record import RefreshRecord
+from flows.planning.changes import CONTENT, REVISION, artifact_changes, kept_changes
+from flows.recipe.version import Difference, differences
+from flows.store.record import Artifact, Index
+from stages.core.strict import StrictModel
+
+UPSTREAM = "version of "
+COMMIT_CHARACTERS = 12
+
+
+@dataclass(frozen=True)
+class Side:
+    """What is compared: artifacts, and what they scored. root: where one artifact is meant, and not a refresh.
+
+    unbuilt: stages of a refresh without an artifact → how they ended.
+    """
+
+    name: str
+    artifacts: tuple[Artifact, ...]
+    scores: dict[str, float]
+    root: Artifact | None = None
+    unbuilt: Mapping[str, str] = field(default_factory=dict)
+    overrides: tuple[str, ...] = ()
+
+
+class Differences(StrictModel):
+    """A sentence each, from the old one's side to the new one's. rebuilt: what only follows from the others."""
+
+    old: str
+    new: str
+    data: tuple[str, ...]
+    config: tuple[str, ...]
+    code: tuple[str, ...]
+    stages: tuple[str, ...]
+    scores: tuple[str, ...]
+    rebuilt: tuple[str, ...]
+    same: tuple[str, ...]
+
+    @property
+    def none(self) -> bool:
+        """Whether both are the same."""
+        return not (self.data or self.config or self.code or self.stages or self.scores or self.rebuilt)
+
+
+def side_of_subject(subject: Subject, index: Index) -> Side:
+    """An artifact, all that it was made from, and its evaluations."""
+    found = {one.folder: one for root in (subject.root, *subject.evaluations) for one in closure(root, index)}
+    name = f"{subject.name} ({subject.registered + ', ' if subject.registered else ''}{subject.root.folder.name})"
+    return Side(name, tuple(found.values()), scores_of(subject.evaluations), subject.root)
+
+
+def side_of_refresh(record: RefreshRecord, index: Index) -> Side:
+    """All stages of a refresh."""
+    found = {name: index.find(entry.kind, entry.version) for name, entry in record.stages.items()}
+    artifacts = tuple(one for name, one in found.items() if one and record.stages[name].artifact)
+    unbuilt = {name: entry.state for name, entry in record.stages.items() if not entry.artifact}
+    evaluations = [one for one in artifacts if one.record.kind == "evaluate"]
+    return Side(record.refresh, artifacts, scores_of(evaluations), None, unbuilt, record.overrides)
+
+
+def compare(old: Side, new: Side, kept: Path) -> Differences:
+    """kept: folder of what files outside the store held, by their hash (`flows/planning/contents.py`)."""
+    pairs, gone, come = _paired(old, new)
+    changed = [pair for pair in pairs if not _is_same(*pair)]
+    found: dict[str, list[str]] = defaultdict(list)
+    for pair in changed:
+        _compare_pair(*pair, kept, found)
+    found["code"] += _commits(changed)
+    found["code"] += _packages(changed)
+    if old.overrides != new.overrides:
+        found["config"].append(f"overrides {' '.join(old.overrides) or 'none'} → {' '.join(new.overrides) or 'none'}")
+    found["stages"] += [f"{one.folder.name} ({one.record.kind}) is gone" for one in gone]
+    found["stages"] += [f"{one.folder.name} ({one.record.kind}) is new" for one in come]
+    for side in (old, new):
+        found["stages"] += [
+            f"{name} was not built in {side.name}: {state}" for name, state in (side.unbuilt or {}).items()
+        ]
+    return Differences(
+        old=old.name,
+        new=new.name,
+        data=tuple(found["data"]),
+        config=tuple(found["config"]),
+        code=tuple(found["code"]),
+        stages=tuple(found["stages"]),
+        scores=tuple(_scores(old.scores, new.scores)),
+        rebuilt=tuple(found["rebuilt"]),
+        same=tuple(one.folder.name for pair in pairs if _is_same(*pair) for one in pair[1:]),
+    )
+
+
+def _paired(old: Side, new: Side) -> tuple[list[tuple[Artifact, Artifact]], list[Artifact], list[Artifact]]:
+    """Which stand for each other: the two that are meant, of one version or stage name, or the only ones of a kind."""
+    before, after = [*old.artifacts], [*new.artifacts]
+    pairs: list[tuple[Artifact, Artifact]] = []
+
+    def pair(one: Artifact, other: Artifact) -> None:
+        pairs.append((one, other))
+        before.remove(one)
+        after.remove(other)
+
+    if old.root and new.root and old.root.record.kind == new.root.record.kind:
+        pair(old.root, new.root)
+    for matches in (_same_version, _same_stage):
+        for one in [*before]:
+            if other := next((other for other in after if matches(one, other)), None):
+                pair(one, other)
+    for kind in {one.record.kind for one in before}:
+        olds, news = ([one for one in side if one.record.kind == kind] for side in (before, after))
+        if len(olds) == len(news) == 1:
+            pair(olds[0], news[0])
+    return pairs, before, after
+
+
+def _same_version(one: Artifact, other: Artifact) -> bool:
+    return (one.record.kind, one.record.version) == (other.record.kind, other.record.version)
+
+
+def _same_stage(one: Artifact, other: Artifact) -> bool:
+    return (one.record.kind, one.record.stage) == (other.record.kind, other.record.stage)
+
+
+def _is_same(old: Artifact, new: Artifact) -> bool:
+    return _same_version(old, new) and old.record.digest == new.record.digest
+
+
+def _compare_pair(old: Artifact, new: Artifact, kept: Path, found: dict[str, list[str]]) -> None:
+    name = new.record.stage if _same_stage(old, new) else f"{old.record.stage} → {new.record.stage}"
+    own = [one for one in differences(old.record.identity, new.record.identity) if not one.field.startswith(UPSTREAM)]
+    if new.record.product == "dataset" or new.record.kind == "download":
+        found["data"] += [f"{name}: {change}" for change in _content(old, new, own)]
+    elif not own:
+        found["rebuilt"].append(name)
+    for one in own:
+        if one.field == "stage_version":
+            found["code"].append(f"{name}: how its kind computes ({new.record.kind} {one.old} → {one.new})")
+        elif one.field.startswith(CONTENT) and one.field != REVISION:
+            said = kept_changes(kept, one) or "has changed"
+            found["config"].append(f"{name}: {one.field.removeprefix(CONTENT)} {said}")
+        elif one.field != REVISION:
+            found["config"].append(f"{name}: {one}")
+
+
+def _content(old: Artifact, new: Artifact, own: Sequence[Difference]) -> Iterator[str]:
+    """Of data and downloads: another source, another revision of it, and which files that changed."""
+    sources = [one.record.tags.get("source") for one in (old, new)]
+    revision = next((one for one in own if one.field == REVISION), None)
+    if sources[0] != sources[1]:
+        yield f"from {sources[0] or 'elsewhere'} → {sources[1] or 'elsewhere'}"
+    elif revision and "has changed" not in str(revision):  # of a file it is a hash, and says nothing
+        yield f"revision {revision.old} → {revision.new}"
+    yield from artifact_changes(old, new)
+
+
+def _commits(changed: Sequence[tuple[Artifact, Artifact]]) -> Iterator[str]:
+    """What the stages that differ were built by, each pair of commits once."""
+    stages: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for old, new in changed:
+        stages[_commit(old.record.git_commit), _commit(new.record.git_commit)].append(new.record.stage)
+    for (before, after), names in stages.items():
+        if before != after:
+            yield f"commit {before} → {after} ({', '.join(names)})"
+
+
+def _commit(commit: str | None) -> str:
+    return "unknown" if commit is None else commit[:COMMIT_CHARACTERS] + ("-dirty" if commit.endswith("-dirty") else "")
+
+
+def _packages(changed: Sequence[tuple[Artifact, Artifact]]) -> Iterator[str]:
+    """Each change once, although many stages have it."""
+    found: dict[str, tuple[str | None, str | None]] = {}
+    for old, new in changed:
+        before, after = old.record.packages, new.record.packages
+        found |= {name: (before.get(name), after.get(name)) for name in before.keys() | after.keys()}
+    for name, (one, other) in sorted(found.items()):
+        if one != other:
+            yield f"{name} {one or 'none'} → {other or 'none'}"
+
+
+def _scores(old: dict[str, float], new: dict[str, float]) -> Iterator[str]:
+    for name in sorted(old.keys() | new.keys()):
+        before, after = (f"{side[name]:.4g}" if name in side else "none" for side in (old, new))
+        if old.get(name) != new.get(name):
+            yield f"{name} {before} → {after}"

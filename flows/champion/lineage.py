@@ -1,0 +1,197 @@
+"""What an artifact was made from, down to the bytes that came from outside: the tree of its stages. Reads the store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from pydantic import Field, JsonValue
+
+from flows.champion import champions
+from flows.ledger.record import final_result
+from flows.planning.contents import rows_of
+from flows.store.content import CONTENT_FOLDERS
+from flows.store.record import Artifact, Index, UpstreamEntry
+from flows.tracking.cursor import run_id_of
+from stages.core.fields import Product
+from stages.core.strict import StrictModel
+
+COUNTS = ("num_rows", "num_documents", "num_tokens", "num_target_tokens")
+"""Metrics that say how much a stage read or made."""
+
+
+class ContentFile(StrictModel):
+    """A file of what dependents read. num_rows: of rows that can be counted, in a file that is there."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+    num_rows: int | None
+
+
+class Node(StrictModel):
+    """A stage's artifact, and by field what it was made from.
+
+    `folder` is None, and nothing else known, once it is no longer in the store. rebuilt: it is there, but was built
+    again with other content since. refresh: which one built it. source, revision: of a download.
+    """
+
+    stage: str
+    kind: str
+    version: str
+    digest: str
+    folder: Path | None = None
+    rebuilt: bool = False
+    damage: tuple[str, ...] = ()
+    product: Product | None = None
+    recipe: str | None = None
+    refresh: str | None = None
+    mlflow_run_id: str | None = None
+    git_commit: str | None = None
+    finished: datetime | None = None
+    source: str | None = None
+    revision: str | None = None
+    config: dict[str, JsonValue] = Field(default_factory=dict)
+    counts: dict[str, int] = Field(default_factory=dict)
+    files: tuple[ContentFile, ...] = ()
+    upstream: dict[str, Node] = Field(default_factory=dict)
+
+
+class Scored(StrictModel):
+    """An evaluation: its scores, without standard errors."""
+
+    stage: str
+    version: str
+    scores: dict[str, float]
+
+
+class Lineage(StrictModel):
+    """registered: of a registered version, such as `version 3 of adder`."""
+
+    name: str
+    registered: str | None
+    tree: Node
+    evaluations: tuple[Scored, ...]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An artifact that a person has named, and what was evaluated of it."""
+
+    name: str
+    root: Artifact
+    evaluations: tuple[Artifact, ...]
+    registered: str | None = None
+
+
+def registered_subject(uri: str, index: Index) -> Subject:
+    """Of `models:/NAME@ALIAS` or `models:/NAME/VERSION`. Raises what MLflow does, StoreError when it is not here."""
+    version = champions.find_version(champions.connect(), uri)
+    registration = version.registration
+    found = (index.find(*key.split("/")) for key in registration.evaluations)
+    return Subject(
+        uri,
+        champions.artifact_of(version, registration.model),
+        tuple(one for one in found if one),
+        f"version {version.number} of {version.name}",
+    )
+
+
+def artifact_subject(name: str, root: Artifact, index: Index) -> Subject:
+    """With every evaluation of it in the store, or of a server of it, the newest first."""
+    asked = {root.record.version}
+    asked |= {one.record.version for one in index.artifacts if one.record.kind == "serve" and _stands_on(one, asked)}
+    found = [one for one in index.artifacts if one.record.kind == "evaluate" and _stands_on(one, asked)]
+    return Subject(name, root, tuple(sorted(found, key=lambda one: one.record.finished, reverse=True)))
+
+
+def lineage_of(subject: Subject, index: Index) -> Lineage:
+    """The tree from the artifact to what came from outside, with its evaluations."""
+    entry = entry_of(subject.root)
+    scored = [
+        Scored(stage=one.record.stage, version=one.record.version, scores=scores_of([one]))
+        for one in subject.evaluations
+    ]
+    return Lineage(
+        name=subject.name, registered=subject.registered, tree=_node(entry, index, {}), evaluations=tuple(scored)
+    )
+
+
+def closure(root: Artifact, index: Index) -> Iterator[Artifact]:
+    """An artifact and all in the store that it was made from, each once, the artifact first."""
+    todo, seen = [root], set()
+    while todo:
+        artifact = todo.pop(0)
+        if artifact.folder not in seen:
+            seen.add(artifact.folder)
+            yield artifact
+            entries = artifact.record.upstream.values()
+            todo += [found for entry in entries if (found := index.find(entry.kind, entry.version))]
+
+
+def scores_of(evaluations: Sequence[Artifact]) -> dict[str, float]:
+    """TASK.METRIC → value of all of them; of two of one name, that of the first."""
+    return {
+        name: value
+        for one in reversed(evaluations)
+        for name, value in final_result(one.folder).metrics.items()
+        if "." in name and not name.endswith("_stderr")
+    }
+
+
+def entry_of(artifact: Artifact) -> UpstreamEntry:
+    """As the records of what stands on it refer to it."""
+    record = artifact.record
+    return UpstreamEntry(stage=record.stage, kind=record.kind, version=record.version, digest=record.digest)
+
+
+def _stands_on(artifact: Artifact, versions: set[str]) -> bool:
+    return any(entry.version in versions for entry in artifact.record.upstream.values())
+
+
+def _node(entry: UpstreamEntry, index: Index, known: dict[tuple[str, str], Node]) -> Node:
+    """known: nodes made so far, since a tree may name an artifact many times."""
+    key = (entry.kind, entry.version)
+    if key not in known:
+        artifact = index.find(*key)
+        known[key] = _node_of(artifact, index, known) if artifact else Node(**entry.model_dump())
+    node = known[key]
+    return node if node.digest == entry.digest else node.model_copy(update={"rebuilt": True})
+
+
+def _node_of(artifact: Artifact, index: Index, known: dict[tuple[str, str], Node]) -> Node:
+    record = artifact.record
+    config = record.identity.get("config")
+    metrics = final_result(artifact.folder).metrics
+    return Node(
+        **entry_of(artifact).model_dump(),
+        folder=artifact.folder,
+        damage=artifact.damage,
+        product=record.product,
+        recipe=record.recipe,
+        refresh=record.attempt.partition("/")[0] if record.attempt else None,
+        mlflow_run_id=run_id_of(record.attempt) or record.mlflow_run_id,
+        git_commit=record.git_commit,
+        finished=record.finished,
+        source=record.tags.get("source"),
+        revision=record.tags.get("revision"),
+        config=dict(config) if isinstance(config, dict) else {},
+        counts={name: int(metrics[name]) for name in COUNTS if name in metrics},
+        files=tuple(_files(artifact)),
+        upstream={field: _node(one, index, known) for field, one in record.upstream.items()},
+    )
+
+
+def _files(artifact: Artifact) -> Iterator[ContentFile]:
+    folder = CONTENT_FOLDERS.get(artifact.record.product)
+    for name, entry in artifact.record.files.items():
+        if folder and name.startswith(folder):
+            num_rows = None
+            with suppress(OSError):
+                num_rows = rows_of(artifact.folder / name)
+            yield ContentFile(
+                name=name.removeprefix(folder), size_bytes=entry.size, sha256=entry.sha256, num_rows=num_rows
+            )

@@ -1,0 +1,81 @@
+"""Lineage and differences as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flows.champion.differing import Differences
+from flows.champion.lineage import ContentFile, Lineage, Node
+
+MAX_FILES = 8
+SHOWN_DIGITS = 12
+
+
+def lineage_as_text(lineage: Lineage) -> str:
+    """A tree: a stage a branch, with its files where they came from outside; what is in it twice is told once."""
+    registered = f": {lineage.registered}" if lineage.registered else ""
+    lines = [f"{lineage.name}{registered}", *_lines(lineage.tree, "", "", set()), "evaluations"]
+    for one in lineage.evaluations:
+        scores = ", ".join(f"{name} {value:.4g}" for name, value in one.scores.items())
+        lines.append(f"  {one.stage}-{one.version}: {scores or 'no scores'}")
+    return "\n".join([*lines, *([] if lineage.evaluations else ["  none in the store"])])
+
+
+def _lines(node: Node, field: str, indent: str, told: set[str]) -> Iterator[str]:
+    """field: of the stage above, which refers to this one."""
+    title = f"{field}: " if field else ""
+    again = f"{node.kind}/{node.version}" in told
+    told.add(f"{node.kind}/{node.version}")
+    yield f"{title}{node.stage}-{node.version} ({node.kind}){', as above' if again else ''}"
+    if again:
+        return
+    branches = [*node.upstream.items()]
+    bar = "│ " if branches else "  "
+    yield from (f"{indent}{bar} {line}" for line in _facts(node))
+    for number, (name, child) in enumerate(branches, 1):
+        is_last = number == len(branches)
+        first, *rest = _lines(child, name, indent + ("   " if is_last else "│  "), told)
+        yield f"{indent}{'└─ ' if is_last else '├─ '}{first}"
+        yield from rest
+
+
+def _facts(node: Node) -> Iterator[str]:
+    if node.folder is None:
+        yield "no longer in the store: nothing else is known of it"
+        return
+    if node.rebuilt:
+        yield "REBUILT since with other content"
+    yield from (f"DAMAGED: {damage}" for damage in node.damage)
+    built = f"built {node.finished:%Y-%m-%d %H:%M} UTC" if node.finished else "built"
+    of = f"recipe {node.recipe}" + (f", refresh {node.refresh}" if node.refresh else "")
+    yield f"{built} by commit {node.git_commit or 'unknown'}; {of}"
+    if node.source:
+        yield f"from {node.source}, revision {node.revision}"
+    if node.counts:
+        yield ", ".join(
+            f"{name.removeprefix('num_').replace('_', ' ')} {value:,}" for name, value in node.counts.items()
+        )
+    if node.source or node.product == "dataset":
+        yield from map(_file, node.files[:MAX_FILES])
+        if len(node.files) > MAX_FILES:
+            yield f"… and {len(node.files) - MAX_FILES} more files (`--json` lists all)"
+
+
+def _file(file: ContentFile) -> str:
+    amount = f"{file.size_bytes:,} bytes" if file.num_rows is None else f"{file.num_rows:,} rows"
+    return f"{file.name}: {amount}, sha256 {file.sha256[:SHOWN_DIGITS]}"
+
+
+def differences_as_text(found: Differences) -> str:
+    """A heading for each kind of difference that there is."""
+    lines = [f"from {found.old}", f"to   {found.new}"]
+    for heading in ("data", "config", "code", "stages", "scores"):
+        said = getattr(found, heading)
+        lines += [heading, *(f"  {line}" for line in said)] if said else []
+    if found.rebuilt:
+        lines.append(f"built again, since what it stands on differs: {', '.join(found.rebuilt)}")
+    if found.none:
+        lines.append("nothing differs")
+    if found.same:
+        lines.append(f"the same in both: {', '.join(found.same)}")
+    return "\n".join(lines)
