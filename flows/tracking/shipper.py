@@ -25,6 +25,7 @@ from flows.ledger.home import store_root
 from flows.ledger.record import AttemptRecord, RefreshRecord
 from flows.ledger.refreshes import NOTE_FILE, REPORT_FILE, ROWS_FILE, Ledger, ledgers
 from flows.tracking.cursor import LAYOUTS, ShippedAttempt, read_shipped, run_id_of, write_shipped
+from flows.tracking.datasets import datasets_read, tasks_read
 from flows.tracking.pages import EXPERIMENT_TAGS, UNFOLDED
 from flows.tracking.rows import (
     MetricRow,
@@ -43,7 +44,7 @@ from flows.tracking.rows import (
     stage_tags,
     trial_rows,
 )
-from flows.tracking.writing import LONGEST_VALUE, METRICS_PER_BATCH, log_metrics, log_params, set_tags
+from flows.tracking.writing import LONGEST_VALUE, METRICS_PER_BATCH, log_datasets, log_metrics, log_params, set_tags
 from stages.core.redaction import redact
 
 if TYPE_CHECKING:
@@ -131,6 +132,7 @@ class Shipper:
         identity = f"{self.ledger.folder.name}/{attempt.name}"
         run = self._create_run("attempt", identity, attempt.stage, attempt.started_ms, tags)
         log_params(self.client, run, attempt.params)
+        log_datasets(self.client, run, datasets_read(attempt.tags, attempt.params, store_root()))
         return self._save_attempt(attempt, ShippedAttempt(run_id=run, next_byte=attempt.first_byte))
 
     def _ship_layout(self, record: RefreshRecord, number: int, parent: str) -> None:
@@ -185,6 +187,7 @@ class Shipper:
         scores = scores_text(attempt.tags["kind"], attempt.metrics)
         tags |= {"scores": scores} if scores else {}
         set_tags(self.client, run, tags)
+        log_datasets(self.client, run, tasks_read(_folder(attempt)))
         self._log_files(attempt, run)
         self.client.set_terminated(run, ATTEMPT_STATUS[attempt.outcome], attempt.ended_ms)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from flows.tracking.datasets import ReadDataset
 from flows.tracking.rows import MetricRow
 
 if TYPE_CHECKING:
@@ -31,6 +33,28 @@ def log_metrics(client: MlflowClient, run: str, rows: Sequence[MetricRow]) -> No
     metrics = [Metric(row.name, row.value, row.time_ms, row.step) for row in rows]
     for start in range(0, len(metrics), METRICS_PER_BATCH):
         client.log_batch(run, metrics=metrics[start : start + METRICS_PER_BATCH])
+
+
+def log_datasets(client: MlflowClient, run: str, datasets: Iterable[ReadDataset]) -> None:
+    """Log what a run has read; an input that it has already is kept once."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    inputs = [
+        DatasetInput(
+            Dataset(
+                one.name,
+                one.digest,
+                one.source_type,
+                json.dumps(one.source),
+                schema=json.dumps({"mlflow_colspec": one.columns}) if one.columns else None,
+                profile=json.dumps(one.profile),
+            ),
+            [InputTag("mlflow.data.context", one.context)],
+        )
+        for one in datasets
+    ]
+    if inputs:
+        client.log_inputs(run, inputs)
 
 
 def set_tags(client: MlflowClient, run: str, tags: Mapping[str, str]) -> None:

@@ -1,0 +1,123 @@
+"""What a run has read, as MLflow's dataset inputs: the splits of a stage's data, the tasks of an evaluation."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flows.planning.contents import rows_of
+from flows.store.record import Artifact, Record
+from flows.store.store import read_artifact
+from stages.core.errors import DataError
+from stages.data.files import Row, find_files, read_rows
+
+UPSTREAM = "upstream."
+DIGEST_CHARACTERS = 36
+"""As many as MLflow takes."""
+SPLITS = {"split": "training", "evaluation_split": "evaluation"}
+"""Fields beside the one that names the dataset → what MLflow calls the context of an input."""
+TYPES = {bool: "boolean", int: "long", float: "double", str: "string"}
+
+
+@dataclass(frozen=True)
+class ReadDataset:
+    """source, profile: JSON objects. columns: MLflow's schema, of the first row; None where there is no row."""
+
+    name: str
+    digest: str
+    source_type: str
+    source: dict[str, str]
+    profile: dict[str, int]
+    columns: list[dict[str, Any]] | None
+    context: str
+
+
+def datasets_read(tags: Mapping[str, str], params: Mapping[str, str], store: Path) -> Iterator[ReadDataset]:
+    """Of an attempt with these tags and parameters; of each dataset that is in the store, the splits that it reads."""
+    for tag, version in tags.items():
+        if not tag.startswith(UPSTREAM) or not tag.endswith("dataset"):
+            continue
+        artifact = next((one for folder in store.glob(f"*/*-{version}") if (one := read_artifact(folder))), None)
+        if artifact and artifact.record.product == "dataset":
+            prefix = tag.removeprefix(UPSTREAM).removesuffix("dataset")
+            splits = {
+                params[f"{prefix}{name}"]: context for name, context in SPLITS.items() if f"{prefix}{name}" in params
+            }
+            for split, context in splits.items():
+                with suppress(DataError, OSError):  # the stage itself says what is wrong with its data
+                    yield _read_split(artifact, split, context)
+
+
+def tasks_read(folder: Path) -> Iterator[ReadDataset]:
+    """The tasks of a finished evaluation, with the number of samples that were asked."""
+    with suppress(OSError, ValueError):
+        scores = json.loads((folder / "scores.json").read_bytes())
+        for task, numbers in scores.get("n-samples", {}).items():
+            config = scores.get("configs", {}).get(task, {})
+            place = " ".join(str(config[name]) for name in ("dataset_path", "dataset_name") if config.get(name))
+            yield ReadDataset(
+                name=task,
+                digest=_task_digest(folder, task, config),
+                source_type="lm_eval",
+                source={"uri": place or task, "version": str(scores.get("versions", {}).get(task))},
+                profile={"num_rows": numbers["original"], "num_asked": numbers["effective"]},
+                columns=None,
+                context="evaluation",
+            )
+
+
+def _task_digest(folder: Path, task: str, config: object) -> str:
+    """Of the samples that were asked, as far as they are recorded; and of how they were asked."""
+    hashes = [json.dumps(config, sort_keys=True, default=str)]
+    with suppress(OSError, ValueError):
+        lines = (folder / "samples" / f"{task}.jsonl").read_text(encoding="utf-8").splitlines()
+        hashes += [str(json.loads(line).get("doc_hash")) for line in lines]
+    return hashlib.sha256("\n".join(hashes).encode()).hexdigest()[:DIGEST_CHARACTERS]
+
+
+def _read_split(artifact: Artifact, split: str, context: str) -> ReadDataset:
+    record, folder = artifact.record, artifact.folder / "data"
+    files = find_files(folder, split)
+    first = next((row.content for row in read_rows(folder, files) if isinstance(row, Row)), None)
+    counts = [_num_rows(file) for file in files]
+    sizes = {"num_files": len(files), "num_bytes": sum(file.stat().st_size for file in files)}
+    known = [count for count in counts if count is not None]
+    source_type, source = _source(record)
+    return ReadDataset(
+        name=f"{record.stage}/{split}",
+        digest=record.digest[:DIGEST_CHARACTERS],
+        source_type=source_type,
+        source=source,
+        profile={**({"num_rows": sum(known)} if len(known) == len(counts) else {}), **sizes},
+        columns=[*map(_column, first.items())] if isinstance(first, dict) else None,
+        context=context,
+    )
+
+
+def _num_rows(file: Path) -> int | None:
+    if file.suffix == ".parquet":
+        import pyarrow.parquet
+
+        return int(pyarrow.parquet.read_metadata(file).num_rows)
+    return rows_of(file)
+
+
+def _column(named: tuple[str, object]) -> dict[str, Any]:
+    name, value = named
+    return {"type": TYPES.get(type(value), "any"), "name": name, "required": True}
+
+
+def _source(record: Record) -> tuple[str, dict[str, str]]:
+    """MLflow's type of a source, and what it says of it; it knows the Hugging Face hub and local files itself."""
+    source, revision = record.tags.get("source"), record.tags.get("revision", "")
+    if source is None:
+        return record.kind, {"uri": f"{record.kind}/{record.stage}-{record.version}"}
+    hub, _, rest = source.partition("://")
+    if hub == "hf":
+        return "hugging_face", {"path": rest.removeprefix("datasets/").partition("@")[0], "revision": revision}
+    return ("local" if hub == "file" else "code"), {"uri": rest if hub == "file" else source, "revision": revision}
