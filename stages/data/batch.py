@@ -38,6 +38,22 @@ class Rollouts:
 
 
 @dataclass(frozen=True)
+class Candidates:
+    """Tokens that might stand in the place of each target, and what a teacher gives to them."""
+
+    tokens: torch.Tensor
+    """int64 [rows, sequence, k], from the one that the teacher holds likeliest on; anything where no target is."""
+    log_probabilities: torch.Tensor
+    """float32 [rows, sequence, k], in nats."""
+    is_whole_vocabulary: bool = False
+    """Whether there are no other tokens."""
+
+    def to(self, device: torch.device | str) -> Candidates:
+        """The same on `device`."""
+        return _moved(self, device)
+
+
+@dataclass(frozen=True)
 class Batch:
     """Packed documents. A document is a text that attends to itself only; preference data has two a pair.
 
@@ -70,6 +86,8 @@ class Batch:
     """That divergence over the global batch, in nats."""
     rollouts: Rollouts | None = None
     """Of completions that the model gave, documents of this batch."""
+    candidates: Candidates | None = None
+    """Whose log-probabilities engines give to a loss beside those of the targets."""
     temperature: float = 1.0
     """What logits are divided by: log-probabilities are of what was sampled from."""
 
@@ -77,6 +95,12 @@ class Batch:
     def has_target(self) -> torch.Tensor:
         """bool [rows, sequence]: where there is loss."""
         return self.targets != IGNORED
+
+    @property
+    def wanted(self) -> torch.Tensor:
+        """int64 [rows, sequence, 1 + k]: each target, and the k candidates in its place, if there are any."""
+        targets = self.targets.unsqueeze(-1)
+        return targets if self.candidates is None else torch.cat([targets, self.candidates.tokens], -1)
 
     def document_sums(self, values: torch.Tensor) -> torch.Tensor:
         """Sums of float [rows, sequence] over each real document: float [num_documents], differentiable."""
@@ -110,13 +134,13 @@ class Batch:
         return _moved(self, device)
 
 
-Movable = TypeVar("Movable", Batch, Rollouts)
+Movable = TypeVar("Movable", Batch, Rollouts, Candidates)
 
 
 def _moved(one: Movable, device: torch.device | str) -> Movable:
     moved: dict[str, Any] = {
         name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value.to(device)
         for name, value in vars(one).items()
-        if isinstance(value, torch.Tensor | Rollouts)
+        if isinstance(value, torch.Tensor | Rollouts | Candidates)
     }
     return replace(one, **moved)

@@ -18,7 +18,7 @@ RowKind = Literal["examples", "pairs", "labelled"]
 that is good or bad."""
 
 METHODS_FOR: dict[RowKind, str] = {
-    "examples": "`method: sft` learns from them",
+    "examples": "`method: sft` learns from them, and distill",
     "pairs": "`method: dpo` learns from them, and simpo, orpo, cpo and reward",
     "labelled": "`method: kto` learns from them",
 }

@@ -143,6 +143,10 @@ class PackedDataset:
         """Of a row of labelled answers, whether each is a good one; of other rows nothing."""
         return [] if self._labels is None else self._labels[self.row_documents([row])].tolist()
 
+    def num_row_targets(self, row_indices: Sequence[int]) -> NDArray[np.int64]:
+        """int64 [rows]: how many targets `batch` has in each of them."""
+        return np.array([self._row(row)[1][1:].sum() for row in row_indices], dtype=np.int64)
+
     def batch(self, row_indices: Sequence[int], num_rows: int | None = None) -> Batch:
         """The rows as a micro-batch on the CPU; with `num_rows`, rows of padding follow until there are as many.
 

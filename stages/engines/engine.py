@@ -6,6 +6,7 @@ the whereabouts of checkpoints are the loop's. All methods are collective: every
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -71,6 +72,10 @@ class Engine(Protocol):
         """On the CPU, forward only: float32 [rows, sequence], the targets' log-probabilities in nats, and int64, the
         likeliest token in the place of each target, negative where there is none."""
 
+    def likeliest_tokens(self, batch: Batch, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """On the CPU, forward only: int64 and float32 [rows, sequence, number], the likeliest tokens in the place of
+        each target and their log-probabilities in nats, in descending order; 0 where no target is."""
+
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
         """Add up float64 values on the CPU over the shares of a global batch."""
 
@@ -89,3 +94,13 @@ class Engine(Protocol):
 
     def export(self, folder: Path, dtype: torch.dtype) -> None:
         """Write the model as a Hugging Face folder; see `stages.engines.export`."""
+
+    def close(self) -> None:
+        """Free what it holds of the model; nothing more may be asked of it, and another one may be made."""
+
+
+def free_memory() -> None:
+    """Give back what nothing refers to any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

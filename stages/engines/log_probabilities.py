@@ -29,21 +29,22 @@ LogitsTransform = Callable[[Tensor], Tensor]
 
 
 def token_log_probabilities(
-    hidden: Tensor, head: nn.Module, targets: Tensor, transform: LogitsTransform | None = None
+    hidden: Tensor, head: nn.Module, wanted: Tensor, transform: LogitsTransform | None = None
 ) -> Tensor:
-    """log p(target) at every position that has one, 0 elsewhere; float32 [rows, sequence], differentiable.
+    """log p(token) of the wanted tokens of every position, 0 where none are; float32 as `wanted`, differentiable.
 
-    `hidden` is [rows, sequence, width], `targets` int64 [rows, sequence] with IGNORED where there is none. `head` has a
-    `weight` [vocabulary, width] and perhaps a `bias`; both are read here, so under FSDP2 this belongs into the forward
-    of the module that gathers them. `transform` maps fp32 logits to fp32 logits, element by element.
+    `hidden` is [rows, sequence, width], `wanted` int64 [rows, sequence] or [rows, sequence, number], with IGNORED, in
+    the first place, where a position has none. `head` has a `weight` [vocabulary, width] and perhaps a `bias`; both are
+    read here, so under FSDP2 this belongs into the forward of the module that gathers them. `transform` maps fp32
+    logits to fp32 logits, element by element.
     """
     bias = getattr(head, "bias", None)
-    flat_targets = targets.reshape(-1)
-    positions = (flat_targets != IGNORED).nonzero().squeeze(1)
-    selected_targets = flat_targets.index_select(0, positions)
+    several = wanted.reshape(wanted.shape[0] * wanted.shape[1], -1)
+    positions = _positions(several[:, 0])
+    selected = several.index_select(0, positions)
     flat_hidden = hidden.reshape(-1, hidden.shape[-1])
-    result = _LogProbabilities.apply(flat_hidden, head.weight, bias, positions, selected_targets, transform)
-    return result.unflatten(0, targets.shape).clone()  # FSDP2 warns of a root module that returns a view
+    result = _LogProbabilities.apply(flat_hidden, head.weight, bias, positions, selected, transform)
+    return result.view(wanted.shape).clone()  # FSDP2 warns of a root module that returns a view
 
 
 @torch.no_grad()
@@ -53,12 +54,34 @@ def greedy_tokens(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
     Arguments as above; what models do to their logits keeps the order of those, so no `transform` is needed.
     """
     bias = getattr(head, "bias", None)
-    positions = (targets.reshape(-1) != IGNORED).nonzero().squeeze(1)
+    positions = _positions(targets)
     selected = hidden.reshape(-1, hidden.shape[-1]).index_select(0, positions)
     tokens = torch.full((targets.numel(),), IGNORED, device=targets.device)
     for chunk in _chunks(len(positions), head.weight.shape[0]):
         tokens[positions[chunk]] = _head_output(selected[chunk], head.weight, bias).argmax(1)
     return tokens.view(targets.shape)
+
+
+@torch.no_grad()
+def likeliest_tokens(
+    hidden: Tensor, head: nn.Module, targets: Tensor, number: int, transform: LogitsTransform | None = None
+) -> Tensor:
+    """The `number` likeliest tokens at every position that has a target, and their log-probabilities, in descending
+    order: float32 [rows, sequence, 2, number], which holds tokens exactly below 2^24; 0 elsewhere. Arguments as above.
+    """
+    bias = getattr(head, "bias", None)
+    positions = _positions(targets)
+    selected = hidden.reshape(-1, hidden.shape[-1]).index_select(0, positions)
+    found = torch.zeros(targets.numel(), 2, number, device=targets.device)
+    for chunk in _chunks(len(positions), head.weight.shape[0]):
+        values, tokens = _log_softmax(_head_output(selected[chunk], head.weight, bias), transform).topk(number)
+        found[positions[chunk]] = torch.stack([tokens.float(), values], 1)
+    return found.view(*targets.shape, 2, number)
+
+
+def _positions(targets: Tensor) -> Tensor:
+    """Those that have a target, in the flattened rows: int64 [positions]."""
+    return (targets.reshape(-1) != IGNORED).nonzero().squeeze(1)
 
 
 def logits_transform(model_config: Any) -> LogitsTransform | None:
@@ -94,7 +117,8 @@ def _logits_scale(model_config: Any) -> float:
 class _LogProbabilities(torch.autograd.Function):
     """Gather the selected rows, log-softmax over the head's output, scatter.
 
-    With z = transform(W h + b) and p = softmax(z): d log p[target] / dz = onehot(target) - p.
+    `targets` is int64 [positions, number]. With z = transform(W h + b) and p = softmax(z):
+    d log p[target] / dz = onehot(target) - p.
     """
 
     @staticmethod
@@ -108,15 +132,15 @@ class _LogProbabilities(torch.autograd.Function):
         transform: LogitsTransform | None,
     ) -> Tensor:
         selected = hidden.index_select(0, positions)
-        values = torch.empty(len(positions), dtype=torch.float32, device=hidden.device)
+        values = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
         chunks = _chunks(len(positions), weight.shape[0])
         for chunk in chunks:
             log_softmax = _log_softmax(_head_output(selected[chunk], weight, bias), transform)
-            values[chunk] = log_softmax.gather(1, targets[chunk, None]).squeeze(1)
+            values[chunk] = log_softmax.gather(1, targets[chunk])
         kept = log_softmax if len(chunks) == 1 and transform is None and any(ctx.needs_input_grad) else None
         ctx.save_for_backward(selected, weight, bias, positions, targets, kept)
         ctx.transform, ctx.chunks, ctx.num_tokens = transform, chunks, hidden.shape[0]
-        return values.new_zeros(hidden.shape[0]).index_copy_(0, positions, values)
+        return values.new_zeros(hidden.shape[0], targets.shape[1]).index_copy_(0, positions, values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -176,9 +200,9 @@ def _output_gradient(
 
 
 def _softmax_gradient(log_softmax: Tensor, targets: Tensor, gradient: Tensor) -> Tensor:
-    """gradient × (onehot(target) - softmax)."""
-    result = log_softmax.exp().mul_(-gradient[:, None])
-    return result.scatter_add_(1, targets[:, None], gradient[:, None])
+    """Σ gradient × (onehot(target) - softmax), over the targets of a position."""
+    result = log_softmax.exp().mul_(-gradient.sum(1, keepdim=True))
+    return result.scatter_add_(1, targets, gradient)
 
 
 def _chunks(num_tokens: int, vocabulary: int) -> list[slice]:

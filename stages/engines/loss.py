@@ -38,7 +38,8 @@ class Loss(Protocol):
 
     def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
         """The micro-batch's parts of the means; `token_log_probabilities` is float32 [rows, sequence], 0 where no
-        target is. A metric that is a mean over nothing is NaN, and not logged."""
+        target is; of a batch with k candidates [rows, sequence, 1 + k], the target's first. A metric that is a mean
+        over nothing is NaN, and not logged."""
 
 
 def totals_of(loss: Loss, micro_batches: Sequence[Batch], add_up: Callable[[Tensor], Tensor]) -> Totals:

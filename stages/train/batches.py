@@ -1,5 +1,5 @@
 """Where a run's micro-batches come from: `Batches` is what the loop asks for; here, the rows of a packed dataset, with
-the reference's log-probabilities where the loss needs them.
+what the reference or a teacher gives where the loss needs it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from stages.engines.engine import Engine
 from stages.train.methods.method import BatchChange
 from stages.train.order import DataOrder
 from stages.train.reference import ReferenceRows
+from stages.train.teacher import BuildEngine, TeacherRows
 from stages.train.watchdog import Watchdog
 
 T = TypeVar("T")
@@ -34,6 +35,10 @@ class TrainingData(Protocol):
     def counts(self) -> dict[str, float]: ...
     @property
     def steps_of_epochs(self) -> int: ...
+
+    def taught(self, build: BuildEngine, watchdog: Watchdog) -> TrainingData:
+        """With what a teacher says of it, if the method has one, that is loaded before the model that learns.
+        Collective."""
 
     def batches(self, engine: Engine, last_step: int, watchdog: Watchdog) -> Batches:
         """For the steps up to `last_step`, with the engine as it is before training. Collective; to be closed."""
@@ -75,12 +80,15 @@ class BatchSource:
     reference: ReferenceRows | None = None
     mismatched: ReferenceRows | None = None
     """Of the answers to other prompts, where batches are to have them beside."""
+    teacher: TeacherRows | None = None
 
     def batch(self, rows: Sequence[int]) -> Batch:
         """The rows as one micro-batch on the CPU."""
         batch = self.dataset.batch(rows, self.micro_batch_size)
         if self.change:
             batch = self.change(batch)
+        if self.teacher:
+            batch = self.teacher.attach(batch, rows)
         documents = self.dataset.row_documents(rows)
         if self.mismatched:
             other = self.mismatched.attach(self.dataset.mismatched(rows, self.micro_batch_size), documents)

@@ -1,4 +1,4 @@
-"""What is wrong with a training stage's data, and with its adapter, before the model that it starts from is made."""
+"""What is wrong with a training stage's data, adapter and teacher, before the model that it starts from is made."""
 
 from __future__ import annotations
 
@@ -9,17 +9,23 @@ from stages.adapters.config import AdapterConfig
 from stages.core.contract import StageInput
 from stages.core.errors import LifecycleError, ModelError
 from stages.data.check import data_problems
+from stages.train.check_teacher import teacher_problems
 from stages.train.config import TrainConfig
 from stages.train.start import data_with_template
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]:
-    """Dotted field and error: what an adapter goes on, splits, format, every row, chat template, sequence length; or
-    what was not looked at."""
+    """Dotted field and error: what an adapter goes on, the teacher's tokens, splits, format, every row, chat template,
+    sequence length; or what was not looked at."""
     config = TrainConfig.model_validate(stage_input.config)
     model_folder = stage_input.inputs[config.base or config.model] / "model"
     if config.adapter:
         yield from adapter_problems(config, config.adapter, model_folder)
+    if config.teacher and config.teacher_tokens:
+        trusted = config.trust_remote_code
+        teacher = stage_input.inputs[config.teacher] / "model"
+        found = teacher_problems(config.teacher_tokens, teacher, model_folder, trust_remote_code=trusted)
+        yield from (("teacher", error) for error in found)
     problems = data_problems(
         stage_input.inputs[config.data.dataset] / "data",
         data_with_template(config.data, stage_input.inputs[config.model]),

@@ -32,6 +32,10 @@ class DataOrder:
         start = (step - 1) * self.global_batch_size
         return [self._row(position) for position in range(start, start + self.global_batch_size)]
 
+    def rows(self, num_steps: int) -> list[int]:
+        """Numbers of the rows that so many steps learn from, sorted."""
+        return sorted({row for step in range(1, num_steps + 1) for row in self.global_batch(step)})
+
     def micro_batches(self, step: int) -> list[list[int]]:
         """This process's share of a global batch, cut into micro-batches."""
         num_rows = self.global_batch_size // self.data_parallel_size

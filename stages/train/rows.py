@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from stages.core.contract import StageContext
@@ -14,6 +15,7 @@ from stages.train.batches import BatchSource, RowBatches
 from stages.train.config import TrainConfig
 from stages.train.order import DataOrder
 from stages.train.reference import ReferenceModel, model_digest
+from stages.train.teacher import BuildEngine, RowsOf, TeacherRows, ask_teacher
 from stages.train.watchdog import Watchdog
 
 
@@ -24,6 +26,7 @@ class RowData:
     config: TrainConfig
     context: StageContext
     prepared: PreparedData
+    teacher: Mapping[PackedDataset, TeacherRows] = field(default_factory=dict)
 
     @classmethod
     def read(cls, config: TrainConfig, context: StageContext, model_folder: Path) -> RowData:
@@ -62,19 +65,23 @@ class RowData:
     def steps_of_epochs(self) -> int:
         return math.ceil(self.config.epochs * len(self.prepared.training) / self.config.global_batch_size)
 
+    def taught(self, build: BuildEngine, watchdog: Watchdog) -> RowData:
+        """Of the rows that are learned from, and of those held out."""
+        config, context = self.config, self.context
+        if not config.teacher:
+            return self
+        last_step = context.trial.steps if context.trial else config.steps or self.steps_of_epochs
+        wanted: list[RowsOf] = [(self.prepared.training, self._order(0, 1).rows(last_step))]
+        if self._held_out:
+            wanted.append((self._held_out, range(len(self._held_out))))
+        start_digest = _start_digest(config, context)
+        return replace(self, teacher=ask_teacher(config, context, wanted, start_digest, watchdog, build))
+
     def batches(self, engine: Engine, last_step: int, watchdog: Watchdog) -> RowBatches:
         """With the reference's log-probabilities of all rows that are learned from until `last_step`."""
         config, context, training = self.config, self.context, self.prepared.training
         micro_batch_size = config.layout.micro_batch_size
-        order = DataOrder(
-            len(training),
-            config.global_batch_size,
-            micro_batch_size,
-            engine.data_rank,
-            engine.data_parallel_size,
-            config.seed,
-        )
-        rows = sorted({row for step in range(1, last_step + 1) for row in order.global_batch(step)})
+        order = self._order(engine.data_rank, engine.data_parallel_size)
         reference = (
             ReferenceModel(engine, _start_digest(config, context), micro_batch_size, context, watchdog)
             if config.needs_reference
@@ -85,17 +92,31 @@ class RowData:
         def source(dataset: PackedDataset, rows: list[int]) -> BatchSource:
             found = reference.rows(dataset, rows, change) if reference else None
             other = reference.rows(dataset, rows, mismatched=True) if reference and config.needs_divergence else None
-            return BatchSource(dataset, micro_batch_size, change, found, other)
+            return BatchSource(dataset, micro_batch_size, change, found, other, self.teacher.get(dataset))
 
-        held_out = None if context.trial else self.prepared.evaluation
+        held_out = self._held_out
         batches = RowBatches(
             order=order,
-            training=source(training, rows),
+            training=source(training, order.rows(last_step)),
             held_out=source(held_out, list(range(len(held_out)))) if held_out else None,
         )
         if config.adapter is None or context.trial:
             return batches
         return replace(batches, untrained=engine.document_log_probabilities(batches.recorded()[0]))
+
+    @property
+    def _held_out(self) -> PackedDataset | None:
+        return None if self.context.trial else self.prepared.evaluation
+
+    def _order(self, data_rank: int, data_parallel_size: int) -> DataOrder:
+        return DataOrder(
+            len(self.prepared.training),
+            self.config.global_batch_size,
+            self.config.layout.micro_batch_size,
+            data_rank,
+            data_parallel_size,
+            self.config.seed,
+        )
 
 
 def _start_digest(config: TrainConfig, context: StageContext) -> str:

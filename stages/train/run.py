@@ -27,6 +27,7 @@ from stages.parallel.layout import describe_layout
 from stages.parallel.processes import collective_timeout, joined_processes
 from stages.train.batches import TrainingData
 from stages.train.check_model import check_lengths, check_model
+from stages.train.check_teacher import check_teacher
 from stages.train.checkpoints import Checkpoints, check_free_disk
 from stages.train.config import TrainConfig
 from stages.train.journal import Journal
@@ -55,6 +56,7 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
     for unusual in [*check_model_folder(model_folder), *tokenizer_notes]:
         context.warn(unusual)
     shape = check_model(config, context, model_folder)
+    check_teacher(config, context, model_folder)
     data: TrainingData = RowData.read(config, context, model_folder)
     check_lengths(data.longest_document, context, model_folder)
     with joined_processes(collective_timeout(config.execution.hang_timeout_s)) as device:
@@ -65,6 +67,7 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
                 context.work, config.execution.hang_timeout_s, learns_step_times=config.has_even_steps
             ) as watchdog,
         ):
+            data = data.taught(lambda other, folder, of: _build_engine(other, context, folder, of, device), watchdog)
             engine = _build_engine(config, context, model_folder, shape, device)
             with closing(_assemble(config, context, engine, data, watchdog)) as training_run:
                 evaluation = train(training_run)

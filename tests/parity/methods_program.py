@@ -2,8 +2,8 @@
 
     methods_program SPEC.json
 
-The spec names the folders `data` (packed rows, of each kind), `model` and `output`, and `cases`: name → fields of a
-TrainConfig; `grpo` among them are options of GRPO, whose completions are the labelled rows.
+The spec names the folders `data` (packed rows, of each kind), `model`, `teacher` and `output`, and `cases`: name →
+fields of a TrainConfig; `grpo` among them are options of GRPO, whose completions are the labelled rows.
 A case leaves `output/NAME.json`, the outcome of each step and of an evaluation, and what it exports in `output/NAME/`.
 `megatron_methods_program.py` does the same on Megatron.
 """
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from stages.core.contract import is_main_process
-from stages.data.batch import Batch, Rollouts
+from stages.data.batch import Batch, Candidates, Rollouts
 from stages.data.dataset import PackedDataset
 from stages.engines.engine import Engine
 from stages.engines.fsdp.engine import FsdpEngine
@@ -30,7 +30,7 @@ from stages.train.config import TrainConfig
 from stages.train.divergence import with_divergence
 from stages.train.methods.grpo import GrpoConfig, GrpoLoss
 
-NUM_STEPS = 2
+NUM_STEPS, VOCABULARY = 2, 64
 
 
 def main() -> None:
@@ -47,28 +47,62 @@ def run_cases(
         for name, fields in spec["cases"].items():
             grpo = fields.pop("grpo", None)
             config = TrainConfig.model_validate_json(json.dumps(fields))
-            engine = build(Path(spec["model"]), config, device)
             dataset = PackedDataset(Path(spec["data"]) / ("labelled" if grpo else config.learning.rows))
-            found = train(engine, config, dataset, grpo and GrpoLoss(GrpoConfig(**grpo)))
+            taught = ask(build, Path(spec["teacher"]), config, device, dataset) if config.teacher_tokens else None
+            engine = build(Path(spec["model"]), config, device)
+            found = train(engine, config, dataset, taught, grpo and GrpoLoss(GrpoConfig(**grpo)))
             engine.export(output / name, torch.float32)
             if is_main_process():
                 (output / f"{name}.json").write_text(json.dumps(found))
             end()
 
 
-def train(
-    engine: Engine, config: TrainConfig, dataset: PackedDataset, grpo: GrpoLoss | None = None
-) -> list[dict[str, Any]]:
-    """Every step is over the same rows; then they are evaluated."""
+def ask(
+    build: Callable[[Path, TrainConfig, torch.device], Engine],
+    folder: Path,
+    config: TrainConfig,
+    device: torch.device,
+    dataset: PackedDataset,
+) -> list[Batch]:
+    """This process's micro-batches with what a teacher says of them, of which nothing is left."""
+    asked = config.teacher_tokens
+    assert asked
+    teacher = build(folder, config.model_copy(update={"adapter": None}), device)
+    taught = []
+    for batch in micro_batches(teacher, config, dataset):
+        tempered = replace(batch, temperature=asked.temperature)
+        said = teacher.likeliest_tokens(tempered, asked.number)
+        taught.append(replace(tempered, candidates=Candidates(*said, asked.number == VOCABULARY)))
+    teacher.close()
+    return taught
+
+
+def micro_batches(engine: Engine, config: TrainConfig, dataset: PackedDataset) -> list[Batch]:
     size = config.layout.micro_batch_size
     source = BatchSource(dataset, size, config.learning.batch_change(config.method_options))
+    rows = own_rows(engine, dataset)
+    return [source.batch(rows[start : start + size]) for start in range(0, len(rows), size)]
+
+
+def own_rows(engine: Engine, dataset: PackedDataset) -> range:
     num_rows = len(dataset) // engine.data_parallel_size
-    rows = range(engine.data_rank * num_rows, (engine.data_rank + 1) * num_rows)
-    batches = [source.batch(rows[start : start + size]) for start in range(0, num_rows, size)]
+    return range(engine.data_rank * num_rows, (engine.data_rank + 1) * num_rows)
+
+
+def train(
+    engine: Engine,
+    config: TrainConfig,
+    dataset: PackedDataset,
+    taught: list[Batch] | None = None,
+    grpo: GrpoLoss | None = None,
+) -> list[dict[str, Any]]:
+    """Every step is over the same rows; then they are evaluated."""
+    batches = taught or micro_batches(engine, config, dataset)
     if config.needs_reference:
         batches = [batch.with_reference(engine.document_log_probabilities(batch)) for batch in batches]
     if config.needs_divergence:
-        others = [dataset.mismatched(rows[start : start + size]) for start in range(0, num_rows, size)]
+        rows, size = own_rows(engine, dataset), config.layout.micro_batch_size
+        others = [dataset.mismatched(rows[start : start + size]) for start in range(0, len(rows), size)]
         others = [other.with_reference(engine.document_log_probabilities(other)) for other in others]
         batches = [replace(batch, mismatched=other) for batch, other in zip(batches, others, strict=True)]
     if grpo:

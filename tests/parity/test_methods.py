@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from stages.data.batch import Candidates
 from stages.data.dataset import Description, PackedDataset
 from stages.data.tokenizer import Tokens
 from stages.data.units import Unit
@@ -24,10 +25,10 @@ from stages.train.batches import BatchSource
 from stages.train.config import TrainConfig
 from stages.train.methods.grpo import GrpoConfig, GrpoLoss
 from stages.train.methods.registry import METHODS as METHODS_THERE_ARE
-from tests.parity.methods_program import NUM_STEPS, with_rollouts
+from tests.parity.methods_program import NUM_STEPS, VOCABULARY, with_rollouts
 from tests.parity.ranks import started_ranks
 
-VOCABULARY, ROW_TOKENS, LEARNING_RATE, EPSILON, SEED = 64, 24, 5e-3, 1e-3, 3
+ROW_TOKENS, LEARNING_RATE, EPSILON, SEED = 24, 5e-3, 1e-3, 3
 PAIRS = [[(7, 5), (6, 6)], [(12, 12)], [(4, 8), (5, 6)], [(10, 14)]]
 """Lengths of chosen and rejected documents, of each row; a prompt is two tokens."""
 ANSWERS = [[(7, True), (6, False), (5, True)], [(20, False)], [(9, True), (11, False)], [(24, True)]]
@@ -41,6 +42,12 @@ METHODS = {
     "kto": {"method": "kto", "kto": {"desirable_weight": 4.0, "undesirable_weight": 0.25}},
     "apo": {"method": "kto", "kto": {"loss_type": "apo_zero_unpaired"}},
 }
+DISTILL = {
+    "distill": {"loss_top_k": VOCABULARY},
+    "distill-top": {"loss_top_k": 5, "temperature": 2.0, "beta": 0.0},
+    "distill-reverse": {"loss_top_k": 5, "beta": 1.0},
+}
+METHODS |= {name: {"method": "distill", "teacher": "teacher", "distill": options} for name, options in DISTILL.items()}
 GRPO = {
     "grpo": {"loss_type": "dapo", "epsilon": 0.01, "importance_sampling_clip_max": 1.1},
     "grpo-mean": {"loss_type": "grpo", "beta": 0.04},
@@ -64,7 +71,7 @@ def test_every_method_is_here():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Packed rows of each kind in `data`, a model in `model`."""
+    """Packed rows of each kind in `data`, a model in `model`, and a larger one in `teacher`."""
     folder = tmp_path_factory.mktemp("methods")
     generator = np.random.default_rng(1)
     pairs = [[Unit(tuple(document(generator, length) for length in pair)) for pair in row] for row in PAIRS]
@@ -72,11 +79,14 @@ def folder(tmp_path_factory):
     (folder / "data").mkdir()
     write_rows(folder / "data" / "pairs", pairs)
     write_rows(folder / "data" / "labelled", answers, is_labelled=True)
-    torch.manual_seed(0)
+    write_rows(folder / "data" / "examples", [[replace(unit, is_good=None) for unit in row] for row in answers])
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = Qwen3Config(**sizes, **heads, vocab_size=VOCABULARY, initializer_range=0.2, max_position_embeddings=64)
+    torch.manual_seed(0)
     Qwen3ForCausalLM(config).save_pretrained(folder / "model")
+    config.num_hidden_layers, config.layer_types = 4, config.layer_types * 2
+    Qwen3ForCausalLM(config).save_pretrained(folder / "teacher")
     return folder
 
 
@@ -151,7 +161,11 @@ def test_every_layout_learns_what_one_process_of_transformers_learns(request, fo
         for number, layout in enumerate(LAYOUTS[engine, processes])
         for adapter in (False, True)
     }
-    spec = {"data": str(folder / "data"), "model": str(folder / "model"), "output": str(tmp_path), "cases": cases}
+    if engine == "megatron":
+        split = {"cp": 2, "micro_batch_size": 2}
+        cases |= {f"{name}-cp": train_config(engine, split, METHODS[name], False) for name in ("distill-top", "grpo")}
+    folders = {name: str(folder / name) for name in ("data", "model", "teacher")}
+    spec = {**folders, "output": str(tmp_path), "cases": cases}
     (tmp_path / "spec.json").write_text(json.dumps(spec))
     program = "methods_program" if engine == "fsdp" else "megatron_methods_program"
     ranks.run(f"tests.parity.{program}", processes, tmp_path / "spec.json", log=tmp_path / "log.txt")
@@ -188,6 +202,8 @@ def trained_plainly(folder, config):
     if grpo:
         with torch.no_grad():
             batch = with_rollouts(batch, log_probabilities(model, batch))
+    if config.teacher_tokens:
+        batch = taught(folder, config.teacher_tokens, batch)
     other = dataset.mismatched(range(len(dataset)))
     with torch.no_grad():
         before = other.log_probabilities(log_probabilities(model, other))
@@ -213,12 +229,25 @@ def trained_plainly(folder, config):
     return outcomes, {name: value.detach() for name, value in weights.items()}
 
 
+def taught(folder, asked, batch):
+    """The batch with its candidates, of a teacher that sees every document alone."""
+    teacher = AutoModelForCausalLM.from_pretrained(folder / "teacher", dtype=torch.float32)
+    whole = torch.arange(VOCABULARY).expand(*batch.targets.shape, VOCABULARY)
+    batch = replace(batch, temperature=asked.temperature)
+    with torch.no_grad():
+        values = log_probabilities(teacher, replace(batch, candidates=Candidates(whole, torch.empty(0))))[..., 1:]
+    values, tokens = values.topk(asked.number)
+    return replace(batch, candidates=Candidates(tokens, values, asked.number == VOCABULARY))
+
+
 def log_probabilities(model, batch):
-    """Float32 [rows, sequence], of documents that are sent through the model one by one."""
-    ids, targets = (one.flatten().split(list(batch.document_lengths)) for one in (batch.input_ids, batch.targets))
+    """As an engine gives them; documents are sent through the model one by one."""
+    lengths = list(batch.document_lengths)
     found = []
-    for tokens, wanted in zip(ids, targets, strict=True):
-        logits = model(input_ids=tokens[None], use_cache=False).logits[0]
-        values = logits.log_softmax(-1).gather(1, wanted.clamp(min=0)[:, None]).squeeze(1)
-        found.append(values * (wanted >= 0))
-    return torch.cat(found).view_as(batch.targets)
+    for tokens, wanted in zip(
+        batch.input_ids.flatten().split(lengths), batch.wanted.flatten(0, 1).split(lengths), strict=True
+    ):
+        logits = model(input_ids=tokens[None], use_cache=False).logits[0] / batch.temperature
+        values = logits.log_softmax(-1).gather(1, wanted.clamp(min=0))
+        found.append(values * (wanted[:, :1] >= 0))
+    return torch.cat(found).view_as(batch.wanted).squeeze(-1)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from stages.core.contract import StageResult
 from stages.train.run import run
@@ -50,6 +51,44 @@ def test_kto_on_two_processes_is_kto_on_one(labelled, tmp_path):
     divergences = [row["kl"] for row in found[0]]
     assert divergences[0] == pytest.approx(0, abs=1e-6)
     assert max(divergences) > 1e-3, "or nothing was compared"
+
+
+@pytest.fixture(scope="module")
+def with_teacher(artifacts, tmp_path_factory):
+    """The artifacts, and the model with other weights as `teacher`."""
+    folder = tmp_path_factory.mktemp("teacher")
+    shutil.copytree(artifacts["base"] / "model", folder / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    torch.manual_seed(0)
+    for weight in model.parameters():
+        weight.data += 0.05 * torch.randn(weight.shape)
+    model.save_pretrained(folder / "model")
+    return {**artifacts, "teacher": folder}
+
+
+def test_a_teacher_is_asked_once_and_learned_from_alike_on_two_processes(with_teacher, tmp_path):
+    losses, written = [], []
+    for name, layout in {
+        "alone/first": {"micro_batch_size": 4},
+        "alone/again": {"micro_batch_size": 2},
+        "shared/first": {"dp_shard": 2, "micro_batch_size": 1},
+    }.items():
+        data = {"dataset": "problems", "evaluation_split": "validation", "sequence_length": 64}
+        fields = {"data": data, "teacher": "teacher", "distill": {"loss_top_k": 8}}
+        config = make_config("distill", steps=8, layout=layout, **fields)
+        context = make_context(tmp_path / name, with_teacher, config)
+        if name.startswith("alone"):
+            run(config, context)
+        else:
+            run_to_end(context.work, config)
+        losses.append([row["loss"] for row in logged(context.work)])
+        written.append({path.name: path.stat().st_mtime_ns for path in (context.cache / "teacher").iterdir()})
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[0][-1] < 0.7 * losses[0][0]
+    assert written[1] == written[0], "what the teacher said was there"
+    assert written[2].keys() == written[0].keys()
+    assert len(written[0]) == 2, "of the rows that are learned from, and of those held out"
 
 
 def test_a_reward_model_scores_as_transformers_scores_it(artifacts, tmp_path):

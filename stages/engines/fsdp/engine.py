@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from stages.adapters.lora import add_adapter, changed_weights, factors_of, store
 from stages.adapters.start import go_on_with, merge_into, read_start
 from stages.core.contract import is_main_process
 from stages.data.batch import Batch
-from stages.engines.engine import LossMeans, StepOutcome
+from stages.engines.engine import LossMeans, StepOutcome, free_memory
 from stages.engines.export import ScoreHead, check_exportable, export_model
 from stages.engines.fsdp.model import load_model
 from stages.engines.fsdp.optimizer import decayed_parameters, parameter_groups
@@ -120,6 +121,11 @@ class FsdpEngine:
         on_device = batch.to(self.device)
         return self._forward_only(on_device).cpu(), self._forward_only(on_device, greedy=True).cpu()
 
+    def likeliest_tokens(self, batch: Batch, number: int) -> tuple[Tensor, Tensor]:
+        """Forward only."""
+        tokens, values = self._forward_only(batch.to(self.device), num_likeliest=number).cpu().unbind(2)
+        return tokens.long(), values
+
     def sum_over_data(self, values: Tensor) -> Tensor:
         """One all-reduce."""
         return self._all_reduce(values.to(self.device)).cpu()
@@ -163,6 +169,11 @@ class FsdpEngine:
             score=self._score_head,
         )
 
+    def close(self) -> None:
+        """Weights and gradients; a process group holds nothing of a model."""
+        del self._model, self._optimizer, self._parameters, self._state
+        free_memory()
+
     def _add_adapter(self, settings: EngineSettings) -> LoraConfig:
         """Before the model is sharded; what was taken out of the base for it is kept for the export."""
         causal_lm = self._model.causal_lm
@@ -179,9 +190,9 @@ class FsdpEngine:
         return added
 
     @torch.no_grad()
-    def _forward_only(self, batch: Batch, *, greedy: bool = False) -> Tensor:
+    def _forward_only(self, batch: Batch, **wanted: Any) -> Tensor:
         self._model.eval()
-        return self._model(batch, greedy=greedy)
+        return self._model(batch, **wanted)
 
     def _update(self, learning_rate: float, grad_norm: float, max_grad_norm: float | None) -> None:
         if max_grad_norm is not None and grad_norm > max_grad_norm:

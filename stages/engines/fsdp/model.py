@@ -22,6 +22,7 @@ from stages.engines.attention import hidden_states, prepare_attention
 from stages.engines.log_probabilities import (
     LogitsTransform,
     greedy_tokens,
+    likeliest_tokens,
     logits_transform,
     tempered,
     token_log_probabilities,
@@ -49,15 +50,18 @@ class TargetLogProbabilities(nn.Module):
         self.transform: LogitsTransform | None = logits_transform(causal_lm.config)
         rotate_by_document(decoder_of(causal_lm))
 
-    def forward(self, batch: Batch, *, greedy: bool = False) -> Tensor:
-        """float32 [rows, sequence], 0 where there is no target; greedy: the likeliest tokens there, as int64."""
+    def forward(self, batch: Batch, *, greedy: bool = False, num_likeliest: int = 0) -> Tensor:
+        """float32 [rows, sequence], 0 where there is no target, or [rows, sequence, 1 + k] with those of candidates;
+        greedy: the likeliest tokens there, as int64; num_likeliest: see `likeliest_tokens`."""
         hidden = hidden_states(decoder_of(self.causal_lm), batch)
         head = self.causal_lm.get_output_embeddings()
         if greedy:
             return greedy_tokens(hidden, head, batch.targets)
-        # FSDP2 hangs its backward hooks on the output, and cannot rely on them when that is a view.
         transform = tempered(self.transform, batch.temperature)
-        return token_log_probabilities(hidden, head, batch.targets, transform).clone()
+        if num_likeliest:
+            return likeliest_tokens(hidden, head, batch.targets, num_likeliest, transform)
+        # FSDP2 hangs its backward hooks on the output, and cannot rely on them when that is a view.
+        return token_log_probabilities(hidden, head, batch.wanted, transform).squeeze(-1).clone()
 
 
 def load_model(

@@ -30,9 +30,9 @@ class DocumentScores(TargetLogProbabilities):
         super().__init__(causal_lm)
         self._padding_token = padding_token
 
-    def forward(self, batch: Batch, *, greedy: bool = False) -> Tensor:
+    def forward(self, batch: Batch, *, greedy: bool = False, num_likeliest: int = 0) -> Tensor:
         """float32 [rows, sequence]."""
-        assert not greedy, "there is no vocabulary"
+        assert not greedy and not num_likeliest, "there is no vocabulary"
         hidden = hidden_states(decoder_of(self.causal_lm), batch)
         scores = self.causal_lm.get_output_embeddings()(hidden).float().squeeze(-1)
         return torch.where(self._is_last(batch), scores, 0.0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,12 +24,16 @@ from stages.adapters.check import check_loadable
 from stages.adapters.files import write_adapter
 from stages.core.contract import is_main_process
 from stages.data.batch import Batch
-from stages.engines.engine import LossMeans, StepOutcome
+from stages.engines.engine import LossMeans, StepOutcome, free_memory
 from stages.engines.loss import Loss, Totals, means, stacked, totals_of
 from stages.engines.megatron.adapter import adapt, learned_factors, peft_adapter, seed_dropout
 from stages.engines.megatron.checkpoint import MegatronState
 from stages.engines.megatron.clock import PipelineClock
-from stages.engines.megatron.log_probabilities import greedy_tokens, target_log_probabilities
+from stages.engines.megatron.log_probabilities import (
+    greedy_tokens,
+    likeliest_tokens,
+    wanted_log_probabilities,
+)
 from stages.engines.megatron.model import build_model_chunks, compute_dtype
 from stages.engines.megatron.optimizer import Adam, wrap_chunks
 from stages.engines.megatron.parallel import from_last_stage, represents_share, start_model_parallel
@@ -115,11 +120,16 @@ class MegatronEngine:
 
     def target_log_probabilities(self, batch: Batch) -> Tensor:
         """Forward only."""
-        return self._of_tokens(batch, target_log_probabilities, torch.float32)
+        return self._of_tokens(batch, wanted_log_probabilities, torch.float32)
 
     def predictions(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Two forward passes."""
         return self.target_log_probabilities(batch), self._of_tokens(batch, greedy_tokens, torch.int64)
+
+    def likeliest_tokens(self, batch: Batch, number: int) -> tuple[Tensor, Tensor]:
+        """Forward only."""
+        found = self._of_tokens(batch, partial(likeliest_tokens, number=number), torch.float32, 2 * number)
+        return found[..., :number].long(), found[..., number:]
 
     def sum_over_data(self, values: Tensor) -> Tensor:
         """One all-reduce, to which every share contributes once."""
@@ -159,15 +169,21 @@ class MegatronEngine:
             return
         export_weights(self._chunks, self._shape, source=self._folder, folder=folder, dtype=dtype)
 
-    def _of_tokens(self, batch: Batch, of_logits: OfLogits, dtype: torch.dtype) -> Tensor:
-        """[rows, sequence] of `dtype` on the CPU, the same on every pipeline stage."""
+    def close(self) -> None:
+        """Weights, gradients and Megatron's groups."""
+        del self._chunks, self._pipeline, self._adam, self._state
+        parallel_state.destroy_model_parallel()
+        free_memory()
+
+    def _of_tokens(self, batch: Batch, of_logits: OfLogits, dtype: torch.dtype, *last: int) -> Tensor:
+        """[rows, sequence, *last] of `dtype` on the CPU, the same on every pipeline stage."""
 
         def as_it_is(values: Tensor, _: Batch) -> tuple[Tensor, Tensor]:
             return values.sum().float(), values
 
         found = self._pipeline.run([batch], as_it_is, backward=False, of_logits=of_logits)
-        values = found[0] if found else torch.empty(batch.targets.shape, dtype=dtype, device=self.device)
-        return from_last_stage(values).cpu()
+        shape = (*batch.targets.shape, *last)
+        return from_last_stage(found[0] if found else torch.empty(shape, dtype=dtype, device=self.device)).cpu()
 
     def _bubble(self) -> dict[str, float]:
         if self._clock is None:

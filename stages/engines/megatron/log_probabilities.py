@@ -1,6 +1,8 @@
-"""Logits that are split over tensor-parallel ranks by vocabulary → log-probabilities of targets, likeliest tokens."""
+"""Logits that are split over tensor-parallel ranks by vocabulary → log-probabilities of tokens, likeliest tokens."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,29 +13,88 @@ from torch import Tensor
 from stages.data.batch import IGNORED
 
 
-def target_log_probabilities(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-    """float32 [rows, tokens], 0 where no target is; the same on every tensor-parallel rank. Differentiable.
+def wanted_log_probabilities(logits: Tensor, wanted: Tensor, vocab_size: int) -> Tensor:
+    """float32 as `wanted`, 0 where no target is; the same on every tensor-parallel rank. Differentiable.
 
-    `logits` is [rows, tokens, entries of this rank], `targets` int64 [rows, tokens]. Entries from `vocab_size` on are
-    padding of the vocabulary. `logits` must not be used afterwards: the memory is.
+    `logits` is [rows, tokens, entries of this rank], `wanted` int64 [rows, tokens, number] with the target in the first
+    place. Entries from `vocab_size` on are padding of the vocabulary. `logits` must not be used afterwards: the memory
+    is.
     """
-    has_target = targets != IGNORED
-    losses = vocab_parallel_cross_entropy(_without_padding(logits, vocab_size).float(), targets.where(has_target, 0))
-    return torch.where(has_target, -losses, 0.0)
+    has_target = wanted[..., :1] != IGNORED
+    logits, tokens = _without_padding(logits, vocab_size).float(), wanted.where(has_target, 0)
+    if wanted.shape[-1] == 1:
+        found = -vocab_parallel_cross_entropy(logits, tokens.squeeze(-1)).unsqueeze(-1)
+    else:
+        found = _WantedLogProbabilities.apply(logits, tokens)
+    return torch.where(has_target, found, 0.0)
 
 
-def greedy_tokens(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-    """The likeliest tokens, IGNORED where no target is: int64 [rows, tokens], the same on every rank.
+def greedy_tokens(logits: Tensor, wanted: Tensor, vocab_size: int) -> Tensor:
+    """The likeliest tokens, IGNORED where no target is: int64 [rows, tokens, 1], the same on every rank.
 
     Arguments as above; the first of several that are equally likely.
     """
     group = parallel_state.get_tensor_model_parallel_group()
     largest, tokens = _without_padding(logits, vocab_size).float().max(-1)
-    of_ranks = [[torch.empty_like(found) for _ in range(group.size())] for found in (largest, tokens)]
-    for everyones, own in zip(of_ranks, (largest, tokens + group.rank() * logits.shape[-1]), strict=True):
-        dist.all_gather(everyones, own, group=group)
-    rank = torch.stack(of_ranks[0]).argmax(0, keepdim=True)
-    return torch.stack(of_ranks[1]).gather(0, rank)[0].where(targets != IGNORED, IGNORED)
+    of_ranks = [_of_ranks(found, group) for found in (largest, tokens + group.rank() * logits.shape[-1])]
+    rank = of_ranks[0].argmax(0, keepdim=True)
+    return of_ranks[1].gather(0, rank)[0].unsqueeze(-1).where(wanted[..., :1] != IGNORED, IGNORED)
+
+
+def likeliest_tokens(logits: Tensor, wanted: Tensor, vocab_size: int, *, number: int) -> Tensor:
+    """The likeliest tokens and then their log-probabilities, in descending order: float32 [rows, tokens, 2 × number].
+
+    Arguments as above; 0 where no target is. fp32 holds tokens exactly below 2^24.
+    """
+    group = parallel_state.get_tensor_model_parallel_group()
+    own = _log_softmax(_without_padding(logits, vocab_size).float(), group)
+    values, tokens = own.topk(min(number, own.shape[-1]))
+    everyones = [_of_ranks(found, group) for found in (values, tokens + group.rank() * own.shape[-1])]
+    values, tokens = (torch.cat(list(found), -1) for found in everyones)
+    values, places = values.topk(number)
+    found = torch.cat([tokens.gather(-1, places).float(), values], -1)
+    return found.where(wanted[..., :1] != IGNORED, 0.0)
+
+
+class _WantedLogProbabilities(torch.autograd.Function):
+    """log p of several tokens a position, of logits that are split by vocabulary.
+
+    d log p[token] / d logits = onehot(token) - p, as in `stages.engines.log_probabilities`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor) -> Tensor:
+        group = parallel_state.get_tensor_model_parallel_group()
+        log_softmax = _log_softmax(logits, group)
+        places = tokens - group.rank() * logits.shape[-1]
+        is_own = (places >= 0) & (places < logits.shape[-1])
+        places = places.where(is_own, 0)
+        values = log_softmax.gather(-1, places).where(is_own, 0.0)
+        dist.all_reduce(values, group=group)
+        ctx.save_for_backward(log_softmax, places, is_own)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        log_softmax, places, is_own = ctx.saved_tensors
+        result = log_softmax.exp().mul_(-gradients[0].sum(-1, keepdim=True))
+        return result.scatter_add_(-1, places, gradients[0].where(is_own, 0.0)), None
+
+
+def _log_softmax(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Of this rank's entries, [rows, tokens, entries], over those of all ranks."""
+    largest = logits.max(-1, keepdim=True).values
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    total = (logits - largest).exp().sum(-1, keepdim=True)
+    dist.all_reduce(total, group=group)
+    return logits - (largest + total.log())
+
+
+def _of_ranks(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[ranks, …]"""
+    everyones = [torch.empty_like(values) for _ in range(group.size())]
+    dist.all_gather(everyones, values.contiguous(), group=group)
+    return torch.stack(everyones)
 
 
 def _without_padding(logits: Tensor, vocab_size: int) -> Tensor:

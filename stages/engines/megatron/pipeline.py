@@ -21,7 +21,7 @@ from stages.data.batch import IGNORED, Batch
 from stages.engines.documents import PackedDocuments
 from stages.engines.megatron.attention import PackedTokens
 from stages.engines.megatron.clock import PipelineClock
-from stages.engines.megatron.log_probabilities import target_log_probabilities
+from stages.engines.megatron.log_probabilities import wanted_log_probabilities
 from stages.engines.megatron.tokens import TokenSplit, gather_tokens, padded_size, split_tokens
 from stages.parallel.layout import Layout
 
@@ -32,10 +32,11 @@ FP8_ROWS = 16
 """Products in 8 bits take rows in multiples of this."""
 
 OfLogits = Callable[[Tensor, Tensor, int], Tensor]
-"""(this rank's logits [rows, tokens, entries], targets, entries of the vocabulary) → [rows, tokens], on every rank."""
+"""(this rank's logits [rows, tokens, entries], wanted tokens [rows, tokens, number], entries of the vocabulary) →
+[rows, tokens, values], on every rank."""
 
 Consumer = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]
-"""(log-probabilities float32 [rows, sequence], batch) → (what to differentiate, what to return)."""
+"""(log-probabilities as a loss takes them, batch) → (what to differentiate, what to return)."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Pipeline:
         consume: Consumer,
         *,
         backward: bool,
-        of_logits: OfLogits = target_log_probabilities,
+        of_logits: OfLogits = wanted_log_probabilities,
     ) -> list[Tensor]:
         """What `consume` returned for each micro-batch; empty but on the last stage. Gradients are added up."""
         batches = _filled_up(micro_batches, self.layout)
@@ -111,10 +112,10 @@ class Pipeline:
     ) -> tuple[Tensor, Tensor, Any]:
         """Called on the last stage: (what to differentiate, how many tokens Megatron should divide by, the result)."""
         group = parallel_state.get_context_parallel_group()
-        targets = split.local(batch.targets, group.rank(), padding=IGNORED)
-        local = of_logits(logits if batch.temperature == 1 else logits / batch.temperature, targets, self.vocab_size)
-        values = gather_tokens(local, split, group).view(batch.input_ids.shape)
-        differentiated, result = consume(values, batch)
+        wanted = split.local(batch.wanted, group.rank(), padding=IGNORED)
+        local = of_logits(logits if batch.temperature == 1 else logits / batch.temperature, wanted, self.vocab_size)
+        values = gather_tokens(local, split, group).unflatten(0, batch.input_ids.shape)
+        differentiated, result = consume(values.squeeze(-1), batch)
         return differentiated, torch.zeros((), dtype=torch.int, device=self.device), result
 
 

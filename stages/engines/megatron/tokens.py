@@ -36,8 +36,8 @@ class TokenSplit:
     """Tokens of the flattened rows"""
 
     def local(self, values: Tensor, rank: int, padding: int) -> Tensor:
-        """int64 [rows, sequence] → [1, tokens of a rank]."""
-        padded = torch.cat([values.flatten(), values.new_full((1,), padding)])
+        """int64 [rows, sequence, …] → [1, tokens of a rank, …]."""
+        padded = torch.cat([values.flatten(0, 1), values.new_full((1, *values.shape[2:]), padding)])
         return padded[self.origins[rank]].unsqueeze(0)
 
     def to(self, device: torch.device) -> TokenSplit:
@@ -75,7 +75,7 @@ def split_tokens(batch: Batch, num_ranks: int, size: int) -> TokenSplit:
 
 
 def gather_tokens(values: Tensor, split: TokenSplit, group: dist.ProcessGroup) -> Tensor:
-    """[1, tokens of a rank] on every rank → [tokens of the flattened rows], on every rank alike; differentiable.
+    """[1, tokens of a rank, …] on every rank → [tokens of the flattened rows, …], on all alike; differentiable.
 
     Every rank is expected to compute the same of the result, so a rank's gradient is its part of it, not a sum.
     """
@@ -106,11 +106,11 @@ class _GatherTokens(torch.autograd.Function):
         ctx.own_origins = split.origins[group.rank()]
         everyones = [torch.empty_like(values) for _ in range(group.size())]
         dist.all_gather(everyones, values.contiguous(), group=group)
-        whole = values.new_zeros(split.num_tokens + 1)
+        whole = values.new_zeros(split.num_tokens + 1, *values.shape[2:])
         whole[split.origins.flatten()] = torch.cat(everyones, dim=1).squeeze(0)
         return whole[:-1].clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        padded = torch.cat([gradients[0], gradients[0].new_zeros(1)])
+        padded = torch.cat([gradients[0], torch.zeros_like(gradients[0][:1])])
         return padded[ctx.own_origins].unsqueeze(0), None, None

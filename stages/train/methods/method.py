@@ -24,6 +24,15 @@ BatchChange = Callable[["Batch"], "Batch"]
 
 
 @dataclass(frozen=True)
+class TeacherTokens:
+    """What batches carry of a teacher, in the place of every target: its likeliest tokens, with log-probabilities."""
+
+    number: int
+    temperature: float
+    """What logits are divided by before probabilities are taken of them, the teacher's and the model's."""
+
+
+@dataclass(frozen=True)
 class Method:
     """A way to learn from rows. Functions take the options in the recipe, or None where the method has none."""
 
@@ -40,6 +49,8 @@ class Method:
     """Which targets count, and how much, if that is not as data preparation has it."""
     needs_divergence: Callable[[Any], bool] = lambda _: False
     """Whether batches say how far the model is from the reference (see `divergence.py`)."""
+    asks_teacher: Callable[[Any], TeacherTokens | None] = lambda _: None
+    """What a teacher says of every target, if there is one: the stage that `teacher:` of the recipe names."""
     needs_score_head: bool = False
     """Whether the model gives one number a document, in the place of probabilities of tokens: a reward model."""
     metrics: Mapping[str, str] = field(default_factory=dict)

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, create_model, model_validator
 
-from stages.core.contract import StageConfig
+from stages.core.contract import ModelReference, StageConfig
 from stages.core.fields import AddedLater
 from stages.core.strict import StrictModel
-from stages.train.methods.method import Method
+from stages.train.methods.method import Method, TeacherTokens
 from stages.train.methods.registry import METHODS
 
 if TYPE_CHECKING:  # what there is depends on the registry, which no type checker runs
@@ -36,6 +36,9 @@ class MethodFields(MethodBlocks):
     """The method, and the options of it and of no other."""
 
     method: MethodName
+    teacher: Annotated[ModelReference | None, AddedLater()] = Field(
+        None, description="With a method that learns from one: the stage whose model it is, with the same tokenizer."
+    )
 
     @property
     def learning(self) -> Method:
@@ -53,6 +56,11 @@ class MethodFields(MethodBlocks):
         return self.learning.needs_reference(self.method_options)
 
     @property
+    def teacher_tokens(self) -> TeacherTokens | None:
+        """What the method needs of a teacher."""
+        return self.learning.asks_teacher(self.method_options)
+
+    @property
     def needs_divergence(self) -> bool:
         """Whether the method needs to know how far the model is from what it was."""
         return self.learning.needs_divergence(self.method_options)
@@ -62,6 +70,14 @@ class MethodFields(MethodBlocks):
         """Not before the fields are read: beside such a validator, pydantic takes no list of JSON for a tuple."""
         if self.learning.options and self.method_options is None:
             object.__setattr__(self, self.method, self.learning.options())
+        return self
+
+    @model_validator(mode="after")
+    def _teacher_where_there_is_one(self) -> Self:
+        if self.teacher and not self.teacher_tokens:
+            raise ValueError(f"`teacher` is {self.teacher}, but `method: {self.method}` has no teacher; remove it")
+        if self.teacher_tokens and not self.teacher:
+            raise ValueError(f"`method: {self.method}` learns from a teacher; name the stage of its model (`teacher`)")
         return self
 
     @model_validator(mode="after")

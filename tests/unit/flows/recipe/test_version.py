@@ -53,6 +53,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {**TRAINING, "method": "orpo"},
         {**TRAINING, "method": "kto"},
         {**TRAINING, "method": "reward"},
+        {**TRAINING, "method": "distill", "teacher": "other"},
         {**TRAINING, "method": "cpo"},
         {**TRAINING, "method": "cpo", "cpo": {"loss_type": "simpo"}},
         {**TRAINING, "method": "sft", "adapter": {}},

@@ -16,6 +16,7 @@ from stages.engines import log_probabilities
 from stages.engines.log_probabilities import (
     LogitsTransform,
     greedy_tokens,
+    likeliest_tokens,
     logits_transform,
     tempered,
     token_log_probabilities,
@@ -90,6 +91,38 @@ def test_greedy_tokens_are_the_likeliest_where_there_is_a_target(
     assert torch.equal(greedy_tokens(hidden, module, targets), expected)
     nothing = torch.full_like(targets, IGNORED)
     assert torch.equal(greedy_tokens(hidden, module, nothing), nothing)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 1000])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_several_tokens_of_a_position_are_given_with_gradients(
+    hidden: Tensor, targets: Tensor, chunk_tokens: int, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same token twice, too."""
+    monkeypatch.setattr(log_probabilities, "CHUNK_LOGITS", chunk_tokens * VOCABULARY)
+    module = head()
+    others = torch.stack([targets, torch.zeros_like(targets), torch.ones_like(targets)], -1).clamp(min=0)
+    wanted = torch.cat([targets.unsqueeze(-1), others], -1)
+    transform = tempered(softcapped, temperature)
+    found = token_log_probabilities(hidden, module, wanted, transform)
+    values = (softcapped(module(hidden)) / temperature).log_softmax(-1).gather(-1, wanted.clamp(min=0))
+    expected = values * (targets != IGNORED).unsqueeze(-1)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+    inputs = (hidden, module.weight)
+    for one, other in zip(gradients_of(found, *inputs), gradients_of(expected, *inputs), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 1000])
+@pytest.mark.parametrize("number", [1, 5, VOCABULARY])
+def test_the_likeliest_tokens_are_those_of_the_whole_softmax(
+    hidden: Tensor, targets: Tensor, chunk_tokens: int, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_probabilities, "CHUNK_LOGITS", chunk_tokens * VOCABULARY)
+    module = head(bias=True)
+    values, tokens = softcapped(module(hidden)).log_softmax(-1).topk(number)
+    expected = torch.stack([tokens.float(), values], 2) * (targets != IGNORED)[..., None, None]
+    torch.testing.assert_close(likeliest_tokens(hidden, module, targets, number, softcapped), expected)
 
 
 def test_chunks_do_not_add_up_in_half_precision(

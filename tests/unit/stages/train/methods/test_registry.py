@@ -106,7 +106,9 @@ def test_options_of_another_method_are_an_error():
 
 
 def test_an_unknown_method_is_an_error_that_lists_those_there_are():
-    with pytest.raises(ValidationError, match="should be 'sft', 'dpo', 'simpo', 'orpo', 'cpo', 'kto' or 'reward'"):
+    with pytest.raises(
+        ValidationError, match="should be 'sft', 'dpo', 'simpo', 'orpo', 'cpo', 'kto', 'reward' or 'distill'"
+    ):
         make(method="ppo")
 
 
