@@ -8,7 +8,7 @@ from typing import Any
 
 from flows.planning.layout_advice import Explained, Ranked
 from stages.planner.explain import near_misses, what_limits
-from stages.planner.search import Candidate, SearchRequest
+from stages.planner.search import UNCERTAINTY, Candidate, SearchRequest
 
 SECONDS_PER_DAY = 86400
 COLUMNS = {
@@ -49,6 +49,7 @@ def row_as_json(candidate: Candidate, request: SearchRequest) -> dict[str, Any]:
         "tokens_per_s_per_gpu": candidate.time.tokens_per_s_per_gpu,
         "mfu": candidate.time.mfu,
         "fits": candidate.fits,
+        "memory_fit": candidate.memory_fit,
         "memory_parts_gib": asdict(candidate.memory.worst),
         "step_time_parts_s": asdict(candidate.time.parts),
         "bubble_fraction": candidate.time.bubble_fraction,
@@ -77,7 +78,7 @@ def ranked_as_text(answer: Ranked) -> str:
     if best is None:
         lines.append(f"nothing fits into {answer.shown[0].available_gib:.1f} GiB; the nearest are shown")
     else:
-        lines += [f"why: {what_limits(best)}", _duration(best, request)]
+        lines += [f"why: {what_limits(best)}", _margin(best), _duration(best, request)]
     return "\n".join([*lines, "near misses:", *(f"  {miss}" for miss in near_misses(answer.result))])
 
 
@@ -95,10 +96,10 @@ def explained_as_json(answer: Explained) -> dict[str, Any]:
 def explained_as_text(answer: Explained) -> str:
     """Parts of memory by pipeline stage, parts of a step, and warnings."""
     candidate, request = answer.candidate, answer.request
-    verdict = "fits" if candidate.fits else "does not fit"
     lines = [
         _headline(request),
-        f"{candidate.text}: {candidate.memory.peak_gib:.1f} of {candidate.available_gib:.1f} GiB, {verdict}",
+        f"{candidate.text}: {candidate.memory.peak_gib:.1f} of {candidate.available_gib:.1f} GiB, "
+        f"{candidate.memory_fit}",
         "memory of a rank, GiB:",
         *_stages(candidate),
         f"step: {candidate.time.step_time_s:.3g} s, {candidate.time.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, "
@@ -109,6 +110,7 @@ def explained_as_text(answer: Explained) -> str:
             if value
         ),
         f"why: {what_limits(candidate)}",
+        _margin(candidate),
         _duration(candidate, request),
     ]
     return "\n".join([*lines, *(f"warning: {warning}" for warning in answer.warnings)])
@@ -124,6 +126,7 @@ def _request_as_json(request: SearchRequest) -> dict[str, Any]:
         "sequence_length": workload.sequence_length,
         "global_batch_size": workload.global_batch_size,
         "precision": workload.precision,
+        "memory_uncertainty": UNCERTAINTY,
     }
 
 
@@ -137,7 +140,7 @@ def _headline(request: SearchRequest) -> str:
 
 
 def _table(candidates: Sequence[Candidate], request: SearchRequest) -> list[str]:
-    headings = (*COLUMNS.values(), "GiB", *MEMORY_GROUPS, "step s", *TIME_GROUPS, "tok/s/GPU", "MFU")
+    headings = (*COLUMNS.values(), "GiB", "memory", *MEMORY_GROUPS, "step s", *TIME_GROUPS, "tok/s/GPU", "MFU")
     headings += ("days", "GPU-hours") if request.workload.total_tokens else ()
     return _aligned([headings, *(_cells(candidate, request) for candidate in candidates)])
 
@@ -151,6 +154,7 @@ def _cells(candidate: Candidate, request: SearchRequest) -> tuple[str, ...]:
     return (
         *(str(layout[name]) for name in COLUMNS),
         f"{candidate.memory.peak_gib:.1f}",
+        candidate.memory_fit,
         *(f"{sum(memory[name] for name in names):.1f}" for names in MEMORY_GROUPS.values()),
         f"{candidate.time.step_time_s:.3g}",
         *(f"{sum(parts[name] for name in names):.2f}" for names in TIME_GROUPS.values()),
@@ -171,6 +175,12 @@ def _stages(candidate: Candidate) -> list[str]:
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _margin(candidate: Candidate) -> str:
+    """What `fits`, `tight` and `does not fit` mean here."""
+    least, most = (1 - UNCERTAINTY) * candidate.available_gib, candidate.available_gib / (1 - UNCERTAINTY)
+    return f"memory: fits up to {least:.1f} GiB, tight up to {most:.1f}: predictions may be off by {UNCERTAINTY:.0%}"
 
 
 def _duration(candidate: Candidate, request: SearchRequest) -> str:

@@ -26,7 +26,7 @@ from stages.parallel.legality import layout_errors, layout_warnings, model_error
 from stages.planner.hardware import Hardware, built_in, from_yaml, load_hardware
 from stages.planner.local_hardware import shared_cpu
 from stages.planner.low_rank import LowRank
-from stages.planner.search import ENGINES, Candidate, SearchRequest, SearchResult, estimate, search
+from stages.planner.search import ENGINES, Candidate, SearchRequest, SearchResult, estimate, safest_first, search
 from stages.planner.workload import Precision, Workload
 from stages.train.config import TrainConfig
 
@@ -60,8 +60,8 @@ class Ranked:
 
     @property
     def shown(self) -> tuple[Candidate, ...]:
-        """Those that fit; where none does, those that come nearest."""
-        return (self.result.fitting or self.result.too_large)[: self.top]
+        """Those that fit, then those that are tight; where none is, those that come nearest."""
+        return (safest_first(self.result.fitting) or self.result.too_large)[: self.top]
 
 
 @dataclass(frozen=True)

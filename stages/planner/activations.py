@@ -8,6 +8,8 @@ where an adapter takes it, too, and a frozen norm only what came in.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from stages.models.linear_layers import Place
 from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout
@@ -26,7 +28,10 @@ def kept_bytes_per_token(
     along_sequence = layout.tp if layout.sequence_parallel else 1
     checkpoint = hidden * size / (layout.tp if software.shards_checkpoints else along_sequence)
     if layout.recompute == "full":
-        return checkpoint
+        rest = 1 - software.recomputed_share
+        whole_layer = layout.model_copy(update={"recompute": "none"})
+        kept = kept_bytes_per_token(shape, engine, whole_layer, workload, software) if rest else 0.0
+        return software.recomputed_share * checkpoint + rest * kept
     if layout.recompute == "selective" and engine == "fsdp":
         products = _products_per_token(shape, size, software.kept_products)
         return checkpoint + products + _adapters_per_token(shape, engine, workload, keeps_results=True)
@@ -51,7 +56,7 @@ def workspace_per_token(
     """Bytes a token takes in the layer at work: what was not kept of it, and the widest gradients."""
     nothing_recomputed = layout.model_copy(update={"recompute": "none"}) if layout.recompute != "none" else layout
     whole = kept_bytes_per_token(shape, engine, nothing_recomputed, workload, software)
-    kept = kept_bytes_per_token(shape, engine, layout, workload, software)
+    kept = kept_bytes_per_token(shape, engine, layout, workload, replace(software, recomputed_share=1.0))
     gathered = 2 * shape.hidden_size
     widest = (2 if shape.gated_ffn else 1) * _ffn_width(shape) / layout.tp
     return max(0.0, whole - kept) + workload.compute_bytes * (gathered + widest)
@@ -124,7 +129,9 @@ def _ffn_bytes_per_token(
     shape: ModelShape, size: int, into_products: int, inputs: float, software: Software, workload: Workload
 ) -> float:
     """What comes out of the first product, what goes into the second, and tokens dispatched to experts and back."""
-    kept = size * ((2 if shape.gated_ffn else 1) + (0 if software.fused_elementwise else 1)) + into_products * inputs
+    into_activation = 1 if software.fp8_activation_inputs else size
+    kept: float = into_activation * (2 if shape.gated_ffn else 1) + (0 if software.fused_elementwise else size)
+    kept += into_products * inputs
     dispatches = 2 if workload.adapter is None else 1 + dispatched_share(shape, workload.adapter)
     dispatched = dispatches * size * shape.experts_per_token * shape.hidden_size if shape.num_experts else 0
     return kept * _ffn_width(shape) + dispatched

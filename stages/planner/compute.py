@@ -109,7 +109,8 @@ def layer_time(work: LayerWork, software: Software, hardware: Hardware) -> Layer
         _flash(work, software, hardware) if software.flash_attention else _unfused_attention(work, software, hardware)
     )
     kernels = KERNELS["fused" if software.fused_elementwise else "eager"] + mixture * KERNELS["experts"]
-    host_s = (kernels + _collective_launches(work)) * hardware.efficiency.launch_s
+    launches = 0 if software.cuda_graphs else kernels + _collective_launches(work)
+    host_s = launches * hardware.efficiency.launch_s
     return LayerTime(core, products, _elementwise(work, software, hardware), host_s, hardware.host_is_device)
 
 

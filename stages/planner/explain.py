@@ -7,13 +7,11 @@ from dataclasses import asdict
 from heapq import nlargest
 
 from stages.parallel.layout import Layout
-from stages.planner.search import Candidate, SearchResult
+from stages.planner.search import UNCERTAINTY, Candidate, SearchResult
 
 NUM_NEAR_MISSES = 5
 LARGE_SHARE = 0.05
 """Of a step, from which a part of it is worth naming."""
-TIGHT = 0.9
-"""Of the memory there is, from which it is called tight."""
 MEANING = {
     "compute": "compute",
     "recompute": "recomputation",
@@ -34,8 +32,7 @@ def what_limits(candidate: Candidate) -> str:
     by_size = sorted(parts, key=lambda name: parts[name], reverse=True)
     large = [name for name in by_size if parts[name] >= LARGE_SHARE * total_s]
     shares = ", ".join(f"{MEANING[name]} {parts[name] / total_s:.0%}" for name in large)
-    free_gib = candidate.available_gib - candidate.memory.peak_gib
-    return f"{candidate.text} spends its step on {shares}; {_room(free_gib, candidate.available_gib)}"
+    return f"{candidate.text} spends its step on {shares}; {_room(candidate)}"
 
 
 def near_misses(result: SearchResult) -> list[str]:
@@ -43,16 +40,20 @@ def near_misses(result: SearchResult) -> list[str]:
     best = result.best
     if best is None:
         return [_too_large(candidate, None) for candidate in _of_other_degrees(result.too_large, [])]
+    before = result.fitting.index(best)
     faster = _of_other_degrees(result.too_large, [best])
-    slower = _of_other_degrees(result.fitting, [best])
-    return [_too_large(one, best) for one in faster] + [_slower(one, best) for one in slower]
+    tight = _of_other_degrees(result.fitting[:before], [best])
+    slower = _of_other_degrees(result.fitting[before:], [best])
+    too_full = [_too_large(one, best) for one in faster] + [_tight(one, best) for one in tight]
+    return too_full + [_slower(one, best) for one in slower]
 
 
-def _room(free_gib: float, available_gib: float) -> str:
-    if free_gib < 0:
-        return f"it lacks {-free_gib:.1f} GiB of memory"
-    tight = free_gib <= (1 - TIGHT) * available_gib
-    return f"memory is tight ({free_gib:.1f} GiB free)" if tight else f"{free_gib:.1f} GiB are free"
+def _room(candidate: Candidate) -> str:
+    free_gib = candidate.available_gib - candidate.memory.peak_gib
+    free = f"{free_gib:.1f} GiB free" if free_gib >= 0 else f"{-free_gib:.1f} GiB too little"
+    if candidate.memory_fit == "tight":
+        return f"memory is tight ({free}, predicted to {UNCERTAINTY:.0%})"
+    return f"it lacks {-free_gib:.1f} GiB of memory" if free_gib < 0 else f"{free_gib:.1f} GiB are free"
 
 
 def _too_large(candidate: Candidate, best: Candidate | None) -> str:
@@ -60,10 +61,17 @@ def _too_large(candidate: Candidate, best: Candidate | None) -> str:
     over_gib = needed_gib - candidate.available_gib
     causes = nlargest(2, asdict(candidate.memory.worst).items(), key=lambda part: part[1])
     named = ", ".join(f"{name.replace('_', ' ')} {gib:.1f}" for name, gib in causes)
-    gain = ""
-    if best is not None:
-        gain = f", would be {1 - candidate.time.step_time_s / best.time.step_time_s:.0%} faster, but"
+    gain = "" if best is None else _gain(candidate, best)
     return f"{candidate.text}{gain or ':'} lacks {over_gib:.1f} GiB: {needed_gib:.1f} GiB ({named})"
+
+
+def _tight(candidate: Candidate, best: Candidate) -> str:
+    free_gib = candidate.available_gib - candidate.memory.peak_gib
+    return f"{candidate.text}{_gain(candidate, best)} is tight: {free_gib:.1f} GiB are free"
+
+
+def _gain(candidate: Candidate, best: Candidate) -> str:
+    return f", would be {1 - candidate.time.step_time_s / best.time.step_time_s:.0%} faster, but"
 
 
 def _slower(candidate: Candidate, best: Candidate) -> str:

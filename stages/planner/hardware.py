@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from stages.core.errors import RecipeError
-from stages.planner.workload import Precision
+from stages.parallel.layout import EngineName, Layout
+from stages.planner.workload import Precision, Software, our_software
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Efficiency:
     communicator_gib: float = 1.0
     """Held by the buffers of each group that communicates."""
     fragmentation: float = 0.13
-    """Of allocated memory, what lies idle between tensors."""
+    """Of what comes and goes within a step, as much again lies idle between tensors; what stays leaves no gaps."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,13 @@ class Hardware:
     host_is_device: bool = False
     """Whether what launches kernels also runs them, as on a CPU: neither then goes on beside the other."""
     efficiency: Efficiency = Efficiency()
+    software: tuple[tuple[str, bool | int | float], ...] = ()
+    """Fields of `Software` in which what trains here differs from our engines."""
+
+    def software_of(self, engine: EngineName, layout: Layout) -> Software:
+        """Of an engine under a layout, as it runs here."""
+        changes: dict[str, Any] = dict(self.software)
+        return replace(our_software(engine, layout), **changes)
 
     def peak_flops_per_s(self, precision: Precision) -> float:
         """Dense peak of matrix products; a device without fp8 does them in bf16."""
@@ -171,12 +179,31 @@ def from_yaml(path: Path) -> Hardware:
     base = given.pop("like", None)
     start = {f.name: getattr(built_in(base), f.name) for f in fields(Hardware)} if base else {}
     efficiency = _checked(path, Efficiency, given.pop("efficiency", None) or {})
+    software = _software(path, given.pop("software", None) or {})
     merged = {**start, "name": path.stem, **_checked(path, Hardware, given)}
     missing = [f.name for f in fields(Hardware) if f.name not in merged and f.default is MISSING]
     if missing:
         raise RecipeError(f"reading hardware from {path}: {', '.join(missing)} missing; or say `like: h100-80gb`")
     hardware = Hardware(**merged)
-    return replace(hardware, efficiency=replace(hardware.efficiency, **efficiency))
+    software = {**dict(hardware.software), **software}
+    return replace(
+        hardware, efficiency=replace(hardware.efficiency, **efficiency), software=tuple(sorted(software.items()))
+    )
+
+
+def _software(path: Path, given: Any) -> dict[str, Any]:
+    """`given`, if its fields are those of `Software`, each as its default is: true or false, or a number."""
+    if not isinstance(given, dict):
+        raise RecipeError(f"reading hardware from {path}: software is {given!r}; expected fields with values")
+    known = {field.name: field.default for field in fields(Software)}
+    for name, value in given.items():
+        if name not in known:
+            raise RecipeError(f"reading hardware from {path}: unknown software {name!r}; known: {', '.join(known)}")
+        is_switch = isinstance(known[name], bool)
+        if isinstance(value, bool) != is_switch or not isinstance(value, int | float) or value < 0:
+            expected = "true or false" if is_switch else "a number, at least 0"
+            raise RecipeError(f"reading hardware from {path}: software.{name} is {value!r}; expected {expected}")
+    return given
 
 
 def _checked(path: Path, kind: type, given: Any) -> dict[str, Any]:

@@ -101,7 +101,8 @@ def _stage(case: MemoryCase, stage: PipelineStage, efficiency: Efficiency) -> St
     degrees = (layout.tp, layout.pp, layout.cp, layout.ep, layout.data_parallel_size)
     num_groups = sum(degree > 1 for degree in degrees)
     held_gib = efficiency.runtime_gib + num_groups * efficiency.communicator_gib
-    runtime = held_gib * GIB + efficiency.fragmentation * sum(parts)
+    fragmented = sum(parts) if case.software.fragments_states else sum(parts[3:])
+    runtime = held_gib * GIB + efficiency.fragmentation * fragmented
     return StageMemory(*(part / GIB for part in (*parts, runtime)))
 
 

@@ -8,10 +8,8 @@ from heapq import nlargest
 from typing import Any
 
 from stages.core.errors import LayoutError
-from stages.planner.search import Candidate, SearchRequest, fitting_layouts
+from stages.planner.search import Candidate, SearchRequest, fitting_layouts, memory_fit
 
-UNCERTAINTY = 0.1
-"""Share by which a prediction of memory may be too high: what would not fit even then is refused."""
 NUM_ALTERNATIVES = 5
 NUM_PARTS_NAMED = 3
 
@@ -28,9 +26,10 @@ def predicted_metrics(candidate: Candidate) -> dict[str, float]:
 
 
 def check_memory(request: SearchRequest, candidate: Candidate, available_gib: float) -> None:
-    """Raises LayoutError when the layout needs more than each device has available, with the closest one that fits."""
+    """Raises LayoutError when the layout needs more than each device has available, by more than the margin, with the
+    closest one that fits."""
     needed_gib = candidate.memory.peak_gib
-    if needed_gib * (1 - UNCERTAINTY) <= available_gib:
+    if memory_fit(needed_gib, available_gib) != "does not fit":
         return
     parts = nlargest(NUM_PARTS_NAMED, vars(candidate.memory.worst).items(), key=lambda part: part[1])
     largest = ", ".join(f"{name} {gib:.1f}" for name, gib in parts)

@@ -3,7 +3,7 @@ reading the file.
 
 Two formats: the columns of a table of layouts (`model, params_b, layers, …`, cells may be empty), and vTrain's
 (`# GPUs, global batch, …, iteration time (ms)`). How the training program worked is not in them; it is inferred from
-the year that the hardware and the model are of (see `_software`).
+the year that the hardware and the model are of (see `published_software`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import csv
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from stages.core.errors import DataError
 from stages.models.known_models import gpt, known_model
@@ -21,7 +22,8 @@ from stages.planner.hardware import HARDWARE, Hardware
 from stages.planner.low_rank import LowRank
 from stages.planner.memory import memory
 from stages.planner.published_cells import Cells, UnknownRunError
-from stages.planner.workload import Passes, Precision, Software, Workload
+from stages.planner.published_software import precision_of, software_of_run
+from stages.planner.workload import Passes, Software, Workload
 
 COLUMNS = ("model", "layers", "hidden", "heads", "seq", "gbs", "mbs", "tp", "pp", "dp", "gpus", "gpu")
 """Columns that a table must have; others that are read: see `_run`."""
@@ -46,7 +48,6 @@ USABLE_MEMORY = 0.99
 OTHER_SIZE = 0.1
 """Share by which a size in a GPU's name is another one than is known of this GPU."""
 FULLY_SHARDED = re.compile(r"fsdp|hsdp|full_shard|zero[-_ ]*(stage)?[-_ ]*3", re.IGNORECASE)
-FIRST_YEAR_OF_FLASH = 2023
 USUAL_LORA_RANK = 16
 ATTENTION = (
     "q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "c_attn", "attn.c_proj", "query_key_value", "dense", "Wqkv",
@@ -57,22 +58,6 @@ LARGEST_MICRO_BATCH_TOKENS = 32768
 ALLOWANCE = 1.3
 """Estimated memory without recomputation over what there is, up to which a run that says nothing is taken to do
 without: it did run, by means that its row does not name."""
-BEFORE_FLASH = Software(
-    flash_attention=False,
-    dropout=True,
-    gradient_bytes=2,
-    optimizer_bytes=16,
-    overlaps_gradients=False,
-    chunked_logits=False,
-    gathers_gradients=False,
-)
-BF16_BEFORE_FLASH = replace(BEFORE_FLASH, gradient_bytes=4, gradient_copy_bytes=2, optimizer_bytes=12)
-"""Gradients in bf16 are too coarse to be added up: they are, in fp32, beside them."""
-MODERN_MEGATRON = Software(overlaps_layers=True, chunked_logits=False, gathers_gradients=False)
-FP8_MEGATRON = replace(MODERN_MEGATRON, gradient_bytes=2, keeps_frozen_in_fp8=True)
-"""Who goes down to fp8 adds up and reduces gradients in bf16."""
-EAGER_FSDP = Software(fused_elementwise=False, chunked_logits=False, gathers_gradients=False, kept_products=0.5)
-FIRST_FSDP = replace(EAGER_FSDP, first_flash_attention=True)
 
 
 @dataclass
@@ -129,18 +114,20 @@ def _run(cells: Cells) -> PublishedRun:
     hardware = _hardware(cells)
     engine: EngineName = "fsdp" if FULLY_SHARDED.search(cells.text("shard")) else "megatron"
     shape = _shape(cells)
-    software = _software(cells, engine, shape, hardware)
+    software = software_of_run(cells, engine, shape, hardware)
     layout = _degrees(cells, engine, software, hardware)
     if (gpus := cells.number("gpus")) and gpus != layout.world_size:
         cells.assumed.append(f"{layout.world_size} GPUs, by its degrees")
     workload = Workload(
         sequence_length=cells.number_or("seq", DEFAULT_SEQUENCE_LENGTH),
         global_batch_size=cells.number_or("gbs", layout.data_parallel_size * layout.micro_batch_size),
-        precision=_precision(cells.text("precision")),
+        precision=precision_of(cells.text("precision")),
         passes=Passes(before_training=int("dpo" in cells.text("kind").lower())),
         adapter=_adapter(cells),
     )
-    sequence_parallel = layout.tp > 1 and (software.flash_attention or cells.text("recompute").startswith("selective"))
+    usual = software.flash_attention or cells.text("recompute").startswith("selective")
+    said = cells.switch("sp", "SP")
+    sequence_parallel = layout.tp > 1 and (usual if said is None else said)
     layout = layout.model_copy(update={"sequence_parallel": sequence_parallel})
     needed_gib = memory(shape, engine, layout, workload, software=software).peak_gib
     recompute = _recompute(cells, fits=needed_gib <= ALLOWANCE * hardware.memory_gib)
@@ -170,10 +157,10 @@ def _shape(cells: Cells) -> ModelShape:
     """From the sizes; without them by the model's name; without that from the number of parameters."""
     known = known_model(cells.text("model"))
     layers, hidden = cells.number("layers"), cells.number("hidden")
-    if known is not None and (layers, hidden) in ((None, None), (known.num_layers, known.hidden_size)):
-        if layers is None:
+    if known is not None and hidden in (None, known.hidden_size):
+        if hidden is None:
             cells.assumed.append("sizes of the model of this name")
-        return known
+        return _as_stated(known, cells)
     layers, hidden = _main_sizes(cells, layers, hidden)
     heads = cells.number_or("heads", max(1, hidden // 128))
     kv_heads = cells.number("kv_heads") or heads
@@ -184,6 +171,20 @@ def _shape(cells: Cells) -> ModelShape:
     if is_gpt:
         return base
     return ModelShape(layers, hidden, heads, kv_heads, max(1, hidden // heads), ffn, vocab)
+
+
+def _as_stated(known: ModelShape, cells: Cells) -> ModelShape:
+    """A known model with the sizes that the row has instead of its own."""
+    columns = {"num_layers": "layers", "num_heads": "heads", "num_kv_heads": "kv_heads", "ffn_size": "ffn"}
+    stated: dict[str, Any] = {field: value for field, column in columns.items() if (value := cells.number(column))}
+    if vocab := cells.number("vocab"):
+        stated["vocab_size"] = vocab
+    heads = stated.get("num_heads", known.num_heads)
+    if heads != known.num_heads:
+        stated["head_dim"] = max(1, known.query_width // heads)
+    layers = stated.get("num_layers", known.num_layers)
+    dense = frozenset(layer for layer in known.dense_layers if layer < layers)
+    return replace(known, **stated, dense_layers=dense)
 
 
 def _main_sizes(cells: Cells, layers: int | None, hidden: int | None) -> tuple[int, int]:
@@ -252,34 +253,14 @@ def _micro_batch(cells: Cells, pp: int, dp: int) -> int:
     return max(1, rows) if all_at_once else 1
 
 
-def _software(cells: Cells, engine: EngineName, shape: ModelShape, hardware: Hardware) -> Software:
-    """FSDP runs eagerly (but Megatron's), FSDP1 with the first flash attention; Megatron on V100, and of GPTs on A100,
-    is of the time before it (mid 2022), unless its source names a later year."""
-    origin = " ".join(cells.text(column).lower() for column in ("source", "shard"))
-    if engine == "fsdp" and not re.search("megatron|nemo", origin):
-        return FIRST_FSDP if "fsdp1" in origin else EAGER_FSDP
-    years = [int(year) for year in re.findall(r"\b20[12]\d\b", origin)]
-    old = hardware.name.startswith("v100") or (hardware.name.startswith("a100") and shape.family == "gpt2")
-    old = old and max(years, default=0) < FIRST_YEAR_OF_FLASH
-    cells.assumed.append("attention without flash" if old else "flash attention")
-    if not old:
-        return FP8_MEGATRON if _precision(cells.text("precision")) == "fp8" else MODERN_MEGATRON
-    return BF16_BEFORE_FLASH if cells.text("precision").lower() == "bf16" else BEFORE_FLASH
-
-
 def _recompute(cells: Cells, fits: bool) -> str:
     """What the row says; without that nothing, if that fits, else everything."""
     text = cells.text("recompute").lower()
+    if cells.said("recompute_layers", "recompute layers"):
+        return "full"
     for word in ("full", "selective", "none"):
         if text.startswith(word):
             return word
     default = "none" if fits else "full"
     cells.assumed.append(f"recompute={default}")
     return default
-
-
-def _precision(text: str) -> Precision:
-    lowered = text.lower()
-    if "fp8" in lowered or "fp4" in lowered:
-        return "fp8"
-    return "fp32" if "fp32" in lowered else "bf16"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from stages.core.errors import DataError
+
+YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 class UnknownRunError(Exception):
@@ -40,6 +43,27 @@ class Cells:
                 "positive whole number"
             )
         return int(value)
+
+    def said(self, column: str, *in_note: str) -> str:
+        """What a column says of the software, in lower case; without that column what `note` does, as `key=value`."""
+        if text := self.text(column):
+            return text.lower()
+        for key in in_note:
+            if found := re.search(rf"(?:^|;)\s*{re.escape(key)}\s*=\s*([^;]+)", self.text("note"), re.IGNORECASE):
+                return found.group(1).strip().lower()
+        return ""
+
+    def switch(self, column: str, *in_note: str) -> bool | None:
+        """Whether it is on; None where nothing is said. Raises DataError for other words than yes and no."""
+        said = self.said(column, *in_note)
+        if not said:
+            return None
+        if said not in (*YES, *NO):
+            raise DataError(
+                f"reading the table {self.path}: line {self.line}, column {column}: {said!r} is none of "
+                f"{', '.join((*YES, *NO))}"
+            )
+        return said in YES
 
     def number_or(self, column: str, default: int) -> int:
         """A number, or the default, which is noted."""

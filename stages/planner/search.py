@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from stages.core.errors import LayoutError
 from stages.models.shape import ModelShape
@@ -18,7 +19,7 @@ from stages.parallel.legality import RunConstraints, is_legal
 from stages.planner.hardware import Hardware
 from stages.planner.memory import MemoryEstimate, memory
 from stages.planner.time import TimeEstimate, step_time
-from stages.planner.workload import OURS, Software, Workload
+from stages.planner.workload import Software, Workload
 
 LEAST_TOKENS_OF_A_CONTEXT_RANK = 1024
 LARGEST_MICRO_BATCH_TOKENS = 65536
@@ -26,6 +27,16 @@ INTERLEAVINGS = (1, 2, 3, 4, 5, 6, 8)
 NEAR_MISS = 1.6
 """Memory over what there is, up to which a layout's time is estimated all the same."""
 ENGINES: tuple[EngineName, ...] = ("fsdp", "megatron")
+UNCERTAINTY = 0.1
+"""Share by which a prediction of memory may be too low or too high."""
+MemoryFit = Literal["fits", "tight", "does not fit"]
+
+
+def memory_fit(peak_gib: float, available_gib: float) -> MemoryFit:
+    """Whether a predicted peak is there for sure, perhaps, or for sure not."""
+    if peak_gib <= (1 - UNCERTAINTY) * available_gib:
+        return "fits"
+    return "tight" if (1 - UNCERTAINTY) * peak_gib <= available_gib else "does not fit"
 
 
 @dataclass(frozen=True)
@@ -39,19 +50,29 @@ class Candidate:
     available_gib: float
 
     @property
+    def memory_fit(self) -> MemoryFit:
+        """Whether the fullest rank's memory is there, with the margin by which predictions are off."""
+        return memory_fit(self.memory.peak_gib, self.available_gib)
+
+    @property
     def text(self) -> str:
         """Engine and what differs from the default layout."""
         return describe_layout(self.engine, self.layout)
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest rank's memory is there."""
-        return self.memory.peak_gib <= self.available_gib
+        """Whether it is for sure."""
+        return self.memory_fit == "fits"
+
+
+def safest_first(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    """Those that fit for sure before those that are tight, else in the order that they have."""
+    return tuple(sorted(candidates, key=lambda one: not one.fits))
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Those that fit, fastest first, and those that would be faster than the best but do not fit, fastest first.
+    """Those that fit (or are tight), fastest first, and those that would be faster but do not, fastest first.
 
     Where nothing fits, `too_large` has the layouts of least memory first; one of the two is never empty.
     """
@@ -62,8 +83,8 @@ class SearchResult:
 
     @property
     def best(self) -> Candidate | None:
-        """The fastest that fits."""
-        return self.fitting[0] if self.fitting else None
+        """The fastest that fits for sure; where none does, of those that are tight."""
+        return next(iter(safest_first(self.fitting)), None)
 
 
 @dataclass(frozen=True)
@@ -99,9 +120,9 @@ def search(request: SearchRequest) -> SearchResult:
 
 
 def fitting_layouts(request: SearchRequest) -> tuple[Candidate, ...]:
-    """Those that fit, fastest first; none where no layout is legal."""
+    """Those that fit, fastest first, then those that are tight; none where no layout is legal."""
     try:
-        return search(request).fitting
+        return safest_first(search(request).fitting)
     except LayoutError:
         return ()
 
@@ -147,7 +168,7 @@ def _memory(request: SearchRequest, engine: EngineName, layout: Layout, *, every
         engine,
         layout,
         request.workload,
-        software=request.software,
+        software=request.software or request.hardware.software_of(engine, layout),
         efficiency=request.hardware.efficiency,
         every_stage=every_stage,
     )
@@ -199,7 +220,7 @@ def _megatron_variants(request: SearchRequest, degrees: dict, shares: int) -> It
     per_stage = request.shape.num_layers // degrees["pp"]
     even = request.shape.num_layers % degrees["pp"] == 0
     chunks = [vpp for vpp in INTERLEAVINGS if vpp == 1 or (degrees["pp"] > 1 and even and per_stage % vpp == 0)]
-    flash = (request.software or OURS["megatron"]).flash_attention
+    flash = (request.software or request.hardware.software_of("megatron", Layout())).flash_attention
     for vpp in chunks:
         for dp_shard in {shares, 1}:
             for recompute in ("none", "full") if flash else ("none", "selective", "full"):

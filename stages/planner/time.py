@@ -25,7 +25,7 @@ from stages.planner.data_parallel import (
 )
 from stages.planner.hardware import Hardware
 from stages.planner.partition import PipelineStage, optimizer_parameters, pipeline_stages
-from stages.planner.workload import Software, Workload, our_software
+from stages.planner.workload import Software, Workload
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def step_time(
 ) -> TimeEstimate:
     """Estimate one optimizer step of `workload` on `layout.world_size` devices."""
     shape = workload.trained_shape(shape)
-    case = StepCase(shape, engine, layout, workload, software or our_software(engine, layout), hardware)
+    case = StepCase(shape, engine, layout, workload, software or hardware.software_of(engine, layout), hardware)
     layer = layer_time(case.work, case.software, hardware)
     parts = _parts(case, layer)
     num_devices = layout.world_size
@@ -156,7 +156,7 @@ def _recompute_s(case: StepCase, layer: LayerTime) -> float:
     """Forward work of one layer done again, reductions of tensor parallelism not included."""
     recompute = case.layout.recompute
     if recompute == "full":
-        return layer.both.forward_s + _tensor_parallel(case).forward_s
+        return case.software.recomputed_share * (layer.both.forward_s + _tensor_parallel(case).forward_s)
     if recompute == "none":
         return 0.0
     if case.engine == "megatron":

@@ -95,6 +95,15 @@ class Software:
     """FSDP reduces gradients with the last micro-batch only, and holds them whole until then."""
     kept_products: float = 1.0
     """Share of matrix products whose results selective recomputation keeps (fsdp)."""
+    recomputed_share: float = 1.0
+    """Of the layers, those that full recomputation is of."""
+    fp8_activation_inputs: bool = False
+    """What goes into activation functions is kept in fp8."""
+    cuda_graphs: bool = False
+    """Kernels are launched from a recording of a step: the host sets no pace."""
+    fragments_states: bool = False
+    """Weights, gradients and optimizer are a tensor each (not flat buffers, as in Megatron since it has its distributed
+    optimizer), and lie between what comes and goes, with its gaps."""
     shards_checkpoints: bool = False
     """Under tensor parallelism, what full recomputation keeps is spread over the ranks."""
     balances_head: bool = False
@@ -102,7 +111,7 @@ class Software:
 
 
 OURS: dict[EngineName, Software] = {
-    "fsdp": Software(fused_elementwise=False),
+    "fsdp": Software(fused_elementwise=False, fragments_states=True),
     "megatron": Software(chunked_logits=False, gathers_gradients=False),
 }
 """The engines of this project. FSDP runs the layers of Transformers, whose norms are chains of operations."""

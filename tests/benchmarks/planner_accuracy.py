@@ -3,6 +3,7 @@
 python tests/benchmarks/planner_accuracy.py                  # with the constants in the code
 python tests/benchmarks/planner_accuracy.py --fit            # fit them again, on the sources of FIT only
 python tests/benchmarks/planner_accuracy.py --leave-one-out  # fit on all sources of FIT but one, for each
+python tests/benchmarks/planner_accuracy.py --tables *.csv   # by other tables of published runs (columns: published.py)
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
-from planner_runs import Measured, all_runs
+from planner_runs import Measured, all_runs, runs_of
 from scipy.stats import spearmanr
 
 from stages.planner import compute
 from stages.planner.hardware import Efficiency
+from stages.planner.search import memory_fit
 
 FIT = ("MPT a100-80gb", "vTrain 1024 wide", "Narayanan 2021", "Megatron-LM 2020")
 """Sources that the constants are fitted to; the others are other clusters, models, GPUs or programs."""
@@ -31,6 +34,10 @@ LARGEST_ERROR = 0.7
 """Log error beyond which a run counts no more: an outlier."""
 RUNS_OF_A_SOURCE = 80
 LEAST_GROUP = 3
+TITLES = (
+    f"{'step time':<22} {'':<9} "
+    f"{'runs':>5} {'mean':>6} {'median':>7} {'bias':>6} {'groups':>7} {'rank':>5} {'regret':>7}"
+)
 
 
 def main() -> None:
@@ -38,8 +45,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--leave-one-out", action="store_true")
+    parser.add_argument("--tables", type=Path, nargs="+", default=[], metavar="CSV", help="judge by these instead")
     arguments = parser.parse_args()
     runs = all_runs()
+    for table in arguments.tables:
+        print_table(runs_of(table))
+    if arguments.tables:
+        return
     if arguments.leave_one_out:
         print_leave_one_out(runs)
         return
@@ -52,8 +64,7 @@ def main() -> None:
 
 def print_times(runs: Sequence[Measured], efficiency: Efficiency | None) -> None:
     """A line a source: errors of the step time, rank correlation within groups, regret of the predicted best."""
-    titles = f"{'runs':>5} {'mean':>6} {'median':>7} {'bias':>6} {'groups':>7} {'rank':>5} {'regret':>7}"
-    print(f"\n{'step time':<22} {'':<9} {titles}")
+    print(f"\n{TITLES}")
     by_source = _by_source(run for run in runs if run.step_time_s)
     for source, members in sorted(by_source.items(), key=lambda item: (item[0] not in FIT, item[0])):
         print_line(source, "fitted" if source in FIT else "held out", members, efficiency)
@@ -89,6 +100,27 @@ def print_memory(runs: Sequence[Measured], efficiency: Efficiency | None) -> Non
             counts[run.out_of_memory, run.predicted_gib(efficiency) > run.run.hardware.memory_gib] += 1
     print(f"ran out of memory: {counts[True, True]} said so, {counts[True, False]} said to fit")
     print(f"fitted: {counts[False, False]} said so, {counts[False, True]} said to run out of memory")
+
+
+def print_table(runs: Sequence[Measured]) -> None:
+    """Lines by what is trained, with all of it and by device; memory; what is said of runs that did fit."""
+    print(f"\n{runs[0].table}: {len(runs)} runs\n{TITLES}")
+    by_source = _by_source(runs)
+    for trained in sorted({source.split()[0] for source in by_source}):
+        members = {name: group for name, group in by_source.items() if name.split()[0] == trained}
+        print_line(trained, "all", [run for group in members.values() for run in group], None)
+        for name, group in sorted(members.items()):
+            print_line(f"  {name}", "", group, None)
+    for source, members in by_source.items():
+        errors = [run.predicted_gib() / run.memory_gib - 1 for run in members if run.memory_gib]
+        if errors:
+            print(f"memory of {source}: {len(errors)} runs, mean error {statistics.mean(map(abs, errors)):.1%}")
+    verdicts = Counter(
+        (run.out_of_memory, memory_fit(run.predicted_gib(), run.run.hardware.memory_gib)) for run in runs
+    )
+    for out_of_memory, verdict in sorted(verdicts):
+        what = "ran out of memory" if out_of_memory else "ran"
+        print(f"{what}, said: {verdict}: {verdicts[out_of_memory, verdict]}")
 
 
 def print_leave_one_out(runs: Sequence[Measured]) -> None:

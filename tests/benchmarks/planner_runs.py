@@ -8,7 +8,8 @@ from pathlib import Path
 
 from stages.planner.hardware import Efficiency
 from stages.planner.predict_table import predicted_memory_gib, predicted_step_time_s
-from stages.planner.published import BF16_BEFORE_FLASH, PublishedRun, read_table
+from stages.planner.published import PublishedRun, read_table
+from stages.planner.published_software import BF16_BEFORE_FLASH
 
 DATA = Path(__file__).parent / "data"
 SOURCES = {
@@ -38,6 +39,8 @@ class Measured:
     step_time_s: float | None
     memory_gib: float | None
     out_of_memory: bool
+    table: str | None = None
+    """Another table that it is of, which nothing was fitted to."""
 
     @property
     def group(self) -> tuple[object, ...]:
@@ -58,6 +61,22 @@ def all_runs() -> list[Measured]:
     """Every row that says enough of its model and does not contradict itself."""
     tables = ("published_layouts.csv", "vtrain_single_node.csv", "literature.csv", "later_runs.csv")
     return [measured for table in tables for measured in _runs(DATA / table)]
+
+
+def runs_of(table: Path) -> list[Measured]:
+    """Of a table beside those of `data/`, by what is trained on which device."""
+    found, name = [], table.stem.removesuffix("_layouts")
+    for run in read_table(table)[1]:
+        if isinstance(run, PublishedRun) and run.cells["iter_time_s"]:
+            trained = "LoRA" if run.workload.adapter else "experts" if run.shape.num_experts else "dense"
+            memory = run.cells["mem_gb"]
+            source = f"{trained} {run.hardware.name} {run.workload.precision}"
+            found.append(
+                Measured(
+                    source, run, _step_time_s(run), float(memory) if memory else None, run.cells["oom"] == "1", name
+                )
+            )
+    return found
 
 
 def _runs(table: Path) -> Iterator[Measured]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
 from stages.core.errors import RecipeError
+from stages.models.known_models import KNOWN
+from stages.parallel.layout import Layout
 from stages.planner.hardware import HARDWARE, Hardware, built_in, from_yaml, load_hardware
+from stages.planner.search import SearchRequest, estimate
+from stages.planner.time import step_time
+from stages.planner.workload import OURS, Workload
 
 
 def test_issue_s_devices_are_built_in():
@@ -28,9 +33,33 @@ def test_yaml_takes_from_a_built_in_what_it_does_not_say(tmp_path):
     assert ours.efficiency.memory == HARDWARE["h100-80gb"].efficiency.memory
 
 
+def test_yaml_says_in_what_the_software_differs_from_our_engines(tmp_path):
+    file, layout = tmp_path / "ours.yaml", Layout(dp_shard=8)
+    file.write_text("like: h100-80gb\nsoftware: {gradient_bytes: 2, cuda_graphs: true, overlaps_gradients: false}\n")
+    ours, usual = from_yaml(file), HARDWARE["h100-80gb"]
+    assert ours.software_of("fsdp", layout) == replace(
+        OURS["fsdp"], gradient_bytes=2, cuda_graphs=True, overlaps_gradients=False
+    )
+    assert usual.software_of("megatron", layout) == OURS["megatron"]
+    llama, work = KNOWN["llama3 8b"], Workload(4096, 64)
+    for part, is_more in (("compute", False), ("data_parallel", True)):
+        changed, before = (
+            getattr(step_time(llama, "megatron", layout, work, hardware).parts, part) for hardware in (ours, usual)
+        )
+        assert (changed > before) == is_more and changed != before
+    changed, before = (
+        estimate(SearchRequest(llama, work, one, 8), "megatron", layout).memory.worst.gradients for one in (ours, usual)
+    )
+    assert changed == before / 2
+
+
 def test_yaml_may_say_everything_itself(tmp_path):
     h200 = HARDWARE["h200"]
-    lines = [f"{one.name}: {getattr(h200, one.name)}" for one in fields(Hardware) if one.name != "efficiency"]
+    lines = [
+        f"{one.name}: {getattr(h200, one.name)}"
+        for one in fields(Hardware)
+        if one.name not in ("efficiency", "software")
+    ]
     (tmp_path / "all.yaml").write_text("\n".join(lines))
     assert from_yaml(tmp_path / "all.yaml") == h200
 
@@ -42,6 +71,10 @@ def test_yaml_may_say_everything_itself(tmp_path):
         ("like: h100-80gb\nmemory_gib: 0", "memory_gib is 0"),
         ("like: h100-80gb\nmemory_gib: much", "memory_gib is 'much'"),
         ("like: h100-80gb\nefficiency: {matmul: -1}", "matmul is -1"),
+        ("like: h100-80gb\nsoftware: fast", "software is 'fast'"),
+        ("like: h100-80gb\nsoftware: {overlap: true}", "unknown software 'overlap'; known: .*overlaps_layers"),
+        ("like: h100-80gb\nsoftware: {overlaps_layers: 1}", "software.overlaps_layers is 1; expected true or false"),
+        ("like: h100-80gb\nsoftware: {gradient_bytes: true}", "software.gradient_bytes is True; expected a number"),
         ("bf16_tflops: 100", "memory_gib.*missing"),
         ("like: h1000", "did you mean h100-80gb|known:"),
         ("- a list", "expected fields with values"),

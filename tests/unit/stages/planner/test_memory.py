@@ -10,9 +10,10 @@ from stages.models.known_models import KNOWN, gpt
 from stages.parallel.layout import Layout
 from stages.planner.activations import kept_bytes_per_token
 from stages.planner.adapted import LowRank, trained_parameters
-from stages.planner.hardware import Efficiency
+from stages.planner.hardware import HARDWARE, Efficiency
 from stages.planner.memory import GIB, memory
 from stages.planner.partition import pipeline_stages
+from stages.planner.time import step_time
 from stages.planner.workload import Software, Workload
 
 GPT = gpt(layers=4, hidden=1024, heads=16, vocab=51200)
@@ -122,3 +123,29 @@ def test_experts_are_spread_over_expert_parallelism():
     alone, spread = (memory(mixtral, "megatron", Layout(dp_shard=8, ep=ep), WORK).worst.weights for ep in (1, 8))
     experts = mixtral.num_mixture_layers * mixtral.num_experts * mixtral.expert_parameters * 2 / GIB
     assert alone - spread == pytest.approx(experts * 7 / 8)
+
+
+def test_what_stays_leaves_no_gaps_between_tensors():
+    efficiency = replace(NO_OVERHEAD, fragmentation=0.2)
+    for software in (PAPER, replace(PAPER, fragments_states=True)):
+        worst = memory(GPT, "megatron", Layout(), WORK, software=software, efficiency=efficiency).worst
+        states = worst.weights + worst.gradients + worst.optimizer
+        passing = worst.activations + worst.workspace + worst.logits + worst.communication
+        expected = passing + states if software.fragments_states else passing
+        assert worst.runtime == pytest.approx(0.2 * expected)
+
+
+def test_recomputation_of_some_layers_saves_and_costs_its_share():
+    whole, none, half = (
+        kept(Layout(recompute=recompute), replace(PAPER, recomputed_share=share))
+        for recompute, share in (("full", 1.0), ("none", 1.0), ("full", 0.5))
+    )
+    assert half == pytest.approx((whole + none) / 2)
+    hardware, full = HARDWARE["h100-80gb"], Layout(recompute="full")
+    half_s, whole_s = (
+        step_time(
+            GPT, "megatron", full, WORK, hardware, software=replace(PAPER, recomputed_share=share)
+        ).parts.recompute
+        for share in (0.5, 1.0)
+    )
+    assert half_s == pytest.approx(whole_s / 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from stages.core.errors import DataError
 from stages.models.known_models import KNOWN, known_model
 from stages.planner.predict_table import PREDICTED, predict_table
 from stages.planner.published import VTRAIN_COLUMNS, read_table
+from stages.planner.search import memory_fit
 
 COLUMNS = (
     "model,params_b,layers,hidden,heads,kv_heads,ffn,vocab,seq,gbs,mbs,tp,pp,dp,shard,recompute,gpus,gpu,precision"
@@ -153,3 +155,55 @@ def test_fully_sharded_training_gains_from_pipelines_and_tensor_parallelism(tmp_
 def test_a_table_that_is_not_there_is_an_error_of_the_user(tmp_path):
     with pytest.raises(DataError, match="nowhere"):
         read_table(tmp_path / "nowhere.csv")
+
+
+SOFTWARE = LLAMA.replace("FSDP2,selective", "DDP+distopt,none").replace(",2,1,1,8,", ",2,2,1,4,")
+
+
+@pytest.mark.parametrize(
+    ("header", "cells"),
+    [
+        (",sp,overlap,kernel,cuda_graphs,fp8_activations,recompute_layers", ",no,yes,unfused,1,on,8"),
+        (",kernel,note", ",core,median of 6 runs; SP=False; tp overlap=1; cudagraph=1; activation input in fp8=True; "
+         "recompute layers=8"),
+    ],
+)  # fmt: skip
+def test_what_a_row_says_of_its_software_counts(tmp_path, header, cells):
+    (run,) = read_table(table(tmp_path, SOFTWARE + cells, header=COLUMNS + header))[1]
+    (usual,) = read_table(table(tmp_path, SOFTWARE))[1]
+    assert usual.layout.sequence_parallel and not run.layout.sequence_parallel
+    assert run.software == replace(
+        usual.software, overlaps_layers=True, flash_attention=False, cuda_graphs=True, fp8_activation_inputs=True,
+        recomputed_share=8 / 32,
+    )  # fmt: skip
+    assert run.layout.recompute == "full" and usual.layout.recompute == "none"
+
+
+def test_software_that_is_neither_yes_nor_no_is_named(tmp_path):
+    with pytest.raises(DataError, match="line 2, column overlap: 'partly' is none of 1, true, yes"):
+        read_table(table(tmp_path, SOFTWARE + ",partly", header=COLUMNS + ",overlap"))
+
+
+def test_a_known_model_s_name_does_not_override_the_sizes_that_a_row_states(tmp_path):
+    row = "Llama3-405B-kv16 cut to 4 layers,,4,16384,128,16,53248,128256,4096,8,1,1,1,8,DDP,none,8,B200,bf16"
+    mixture = "DeepSeekV3 cut to 4 layers,,4,7168,,,,,4096,8,1,1,1,8,DDP,none,8,B200,bf16"
+    cut, cut_mixture = (run.shape for run in read_table(table(tmp_path, row, mixture))[1])
+    assert cut == replace(KNOWN["llama3 405b"], num_layers=4, num_kv_heads=16)
+    assert (cut_mixture.num_experts, cut_mixture.num_mixture_layers) == (257, 1)
+
+
+@pytest.mark.parametrize(
+    ("share", "fit"), [(0.89, "fits"), (0.91, "tight"), (1.1, "tight"), (1.12, "does not fit")]
+)  # fmt: skip
+def test_what_is_near_the_memory_there_is_is_tight(share, fit):
+    """Predictions are off by up to a tenth, either way."""
+    assert memory_fit(share * 80, 80) == fit
+
+
+def test_llama_70b_by_lora_on_one_device_takes_what_it_took(tmp_path):
+    """MLPerf Training 5.0, Llama-2-70B on a B200 that has 180 GB: TP1, inputs of activation functions in fp8."""
+    row = "Llama2-70B,70,80,8192,64,8,28672,32000,8192,8,1,1,1,8,DDP+distopt,none,8,B200-SXM-180GB,fp8,lora 16"
+    with_note = f"{row},SP=0; cudagraph=0; fp8 attention=1; activation input in fp8=1"
+    file = table(tmp_path, row + ",", with_note, header=COLUMNS + ",kind,note")
+    without, found = (float(one["pred_memory_gb"]) for one in predicted(tmp_path, file)[1])
+    assert 0.9 * 178 < found < 178.4 < without

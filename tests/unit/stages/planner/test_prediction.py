@@ -6,8 +6,8 @@ from stages.core.errors import LayoutError
 from stages.models.shape import ModelShape
 from stages.parallel.layout import Layout
 from stages.planner.hardware import built_in
-from stages.planner.prediction import UNCERTAINTY, alternatives, check_memory, closest, predicted_metrics
-from stages.planner.search import SearchRequest, estimate
+from stages.planner.prediction import alternatives, check_memory, closest, predicted_metrics
+from stages.planner.search import UNCERTAINTY, SearchRequest, estimate
 from stages.train.config import TrainConfig
 
 SHAPE = ModelShape(

@@ -12,7 +12,7 @@ from stages.parallel.layout import Layout
 from stages.parallel.legality import is_legal
 from stages.planner.explain import near_misses, what_limits
 from stages.planner.hardware import HARDWARE
-from stages.planner.search import SearchRequest, estimate, legal_layouts, search
+from stages.planner.search import SearchRequest, estimate, fitting_layouts, legal_layouts, search
 from stages.planner.workload import Workload
 
 A100 = HARDWARE["a100-80gb"]
@@ -37,6 +37,18 @@ def test_the_best_is_that_of_estimating_every_layout():
     every = [estimate(FEW, engine, layout) for engine, layout in legal_layouts(FEW)]
     fastest = min((one for one in every if one.fits), key=lambda one: one.time.step_time_s)
     assert search(FEW).best.time.step_time_s == pytest.approx(fastest.time.step_time_s)
+
+
+def test_what_fits_for_sure_comes_before_what_is_tight():
+    result = search(FEW)
+    best, fastest = result.best, result.fitting[0]
+    assert (best.memory_fit, fastest.memory_fit) == ("fits", "tight")
+    assert best.memory.peak_gib <= 0.9 * A100.memory_gib < fastest.memory.peak_gib <= A100.memory_gib
+    safest = fitting_layouts(FEW)
+    assert safest[0] == best and set(safest) == set(result.fitting)
+    fits = [one.fits for one in safest]
+    assert fits == sorted(fits, reverse=True)
+    assert any(line.startswith(f"{fastest.text}, would be") and "is tight" in line for line in near_misses(result))
 
 
 def test_a_mixture_of_experts_spreads_them():
