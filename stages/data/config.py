@@ -11,7 +11,21 @@ from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 from stages.core.contract import DatasetReference, OutsidePath, StrictModel
 from stages.core.fields import AddedLater
 
-DataFormat = Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt", "text", "preference", "labelled"]
+DataFormat = Literal[
+    "auto",
+    "messages",
+    "prompt_completion",
+    "alpaca",
+    "query_response",
+    "sharegpt",
+    "human_assistant",
+    "text",
+    "preference",
+    "rejected_response",
+    "rejected_messages",
+    "labelled",
+    "labelled_messages",
+]
 
 RowKind = Literal["examples", "pairs", "labelled"]
 """What a row is to the method that learns from it: one text to imitate, a chosen and a rejected answer, or an answer

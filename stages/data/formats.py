@@ -7,11 +7,15 @@
 | `prompt_completion` | `prompt`, `completion`: two strings, taken as they are, or lists of messages                 |
 | `alpaca`            | `instruction`, `output`, maybe `input`: one turn each; maybe `history`: earlier questions    |
 |                     | and answers                                                                                  |
+| `query_response`    | `query`, `response`; maybe `history`, as above                                               |
+| `human_assistant`   | `conversation`: list of {human, assistant}, a question and its answer each                   |
 | `text`              | `text`: a string, taken as it is                                                             |
 | `preference`        | `chosen`, `rejected`: strings, taken as they are, or lists of messages; maybe `prompt`, which |
 |                     | may also be contained in both                                                                |
-
+| `rejected_response` | `messages`, and `rejected_response`: a worse answer than their last                          |
+| `rejected_messages` | `messages`, and `rejected_messages`: the same with a worse answer                            |
 | `labelled`          | `prompt`, `completion` as above, and `label`: true, it is a good answer, or false            |
+| `labelled_messages` | `messages`, and `label`: of their last answer                                                |
 
 Conversations of every format may have `system`, `tools`, what the assistant may call, and `chat_template_kwargs`,
 variables of the chat template.
@@ -25,6 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stages.core.errors import DataError
+from stages.data.agent_messages import with_tool_calls
 from stages.data.config import METHODS_FOR, DataFormat, RowKind
 from stages.data.documents import Conversation, Document, PlainText
 from stages.data.messages import (
@@ -64,6 +69,12 @@ WORDS_FOR: dict[RowKind, str] = {
     "pairs": "preference pairs",
     "labelled": "labelled answers",
 }
+OTHER_FORMATS = {
+    frozenset({"prompt", "completions", "labels"}): "stepwise supervision (TRL), which no method here learns from",
+    frozenset({"input_ids"}): "tokens; give the text, which is tokenized here",
+    frozenset({"anchor", "positive"}): "embedding pairs, which no method here learns from",
+}
+"""Columns of formats that are known by name, and not read."""
 OF_CONVERSATIONS = ("system", "tools", "chat_template_kwargs")
 
 
@@ -96,7 +107,9 @@ def choose_format(wanted: DataFormat, first_row: Columns, rows: RowKind) -> Form
 
 
 def _hint(first_row: Columns) -> str:
-    """Which method rows of these columns are for; of formats that fit, the one with the most columns says it."""
+    """What rows of these columns are, or which method they are for; the format with the most columns says it."""
+    if named := next((name for columns, name in OTHER_FORMATS.items() if columns <= first_row.keys()), None):
+        return f" These look like {named}."
     fitting = [form for form in FORMATS.values() if all(column in first_row for column in form.columns)]
     if not fitting:
         return ""
@@ -147,7 +160,51 @@ class RowReader:
 
 
 def _read_messages(row: Columns) -> tuple[Document, ...]:
-    return (_conversation(row, parse_messages(row["messages"], "messages"), row["messages"]),)
+    raw = with_tool_calls(row["messages"])
+    messages = parse_messages(raw, "messages")
+    if [message["role"] for message in messages] == ["assistant"]:
+        raise RowError(
+            "has one message, of the assistant, as ms-swift's pre-training rows have; expected a question before it, "
+            "or its text in a column `text`"
+        )
+    return (_conversation(row, messages, raw),)
+
+
+def _read_labelled_messages(row: Columns) -> tuple[Document, ...]:
+    """The last message is the answer that the label is of."""
+    raw = with_tool_calls(row["messages"])
+    messages = parse_messages(raw, "messages")
+    return (_conversation(row, messages, raw, len(messages) - 1),)
+
+
+def _read_human_assistant(row: Columns) -> tuple[Document, ...]:
+    turns = decoded(row["conversation"])
+    if not (isinstance(turns, list) and turns and all(isinstance(turn, dict) for turn in turns)):
+        raise RowError(f"has {kind_of(turns)} in `conversation`; expected a list of {{human, assistant}}")
+    pairs = [(parse_text(turn.get("human"), "human"), parse_text(turn.get("assistant"), "assistant")) for turn in turns]
+    return (_conversation(row, _turns(pairs), None),)
+
+
+def _read_query_response(row: Columns) -> tuple[Document, ...]:
+    last = parse_text(row["query"], "query"), parse_text(row["response"], "response")
+    return (_conversation(row, _turns([*_history(row), last]), None),)
+
+
+def _read_rejected_response(row: Columns) -> tuple[Document, ...]:
+    raw = with_tool_calls(row["messages"])
+    rejected = make_message("assistant", parse_text(row["rejected_response"], "rejected_response"))
+    return _read_rejected(row, raw, [*raw[:-1], rejected] if isinstance(raw, list) else raw)
+
+
+def _read_rejected_messages(row: Columns) -> tuple[Document, ...]:
+    return _read_rejected(row, *(with_tool_calls(row[column]) for column in ("messages", "rejected_messages")))
+
+
+def _read_rejected(row: Columns, chosen: object, rejected: object) -> tuple[Document, ...]:
+    for column, messages in (("messages", chosen), ("rejected_messages", rejected)):
+        parse_messages(messages, column)
+    shared = {column: row[column] for column in OF_CONVERSATIONS if column in row}
+    return read_preference({**shared, "chosen": chosen, "rejected": rejected})
 
 
 def _read_sharegpt(row: Columns) -> tuple[Document, ...]:
@@ -169,11 +226,12 @@ def _read_alpaca(row: Columns) -> tuple[Document, ...]:
     question = parse_text(row["instruction"], "instruction")
     if row.get("input") not in (None, ""):
         question += "\n\n" + parse_text(row["input"], "input")
-    turns = [*_history(row), (question, parse_text(row["output"], "output"))]
-    messages = [
-        make_message(role, text) for turn in turns for role, text in zip(("user", "assistant"), turn, strict=True)
-    ]
-    return (_conversation(row, messages, None),)
+    return (_conversation(row, _turns([*_history(row), (question, parse_text(row["output"], "output"))]), None),)
+
+
+def _turns(turns: list[tuple[str, str]]) -> list[Message]:
+    """Questions and their answers as messages."""
+    return [make_message(role, text) for turn in turns for role, text in zip(("user", "assistant"), turn, strict=True)]
 
 
 def _history(row: Columns) -> list[tuple[str, str]]:
@@ -217,8 +275,13 @@ FORMATS: dict[str, Format] = {
     "sharegpt": Format(("conversations",), _read_sharegpt),
     "prompt_completion": Format(("prompt", "completion"), _read_prompt_completion),
     "alpaca": Format(("instruction", "output"), _read_alpaca, ("input", "history", *OF_CONVERSATIONS)),
+    "query_response": Format(("query", "response"), _read_query_response, ("history", *OF_CONVERSATIONS)),
+    "human_assistant": Format(("conversation",), _read_human_assistant),
     "text": Format(("text",), _read_text, ()),
     "preference": Format(("chosen", "rejected"), read_preference, ("prompt", *OF_CONVERSATIONS), rows="pairs"),
+    "rejected_response": Format(("messages", "rejected_response"), _read_rejected_response, rows="pairs"),
+    "rejected_messages": Format(("messages", "rejected_messages"), _read_rejected_messages, rows="pairs"),
     "labelled": Format(("prompt", "completion", "label"), _read_prompt_completion, rows="labelled"),
+    "labelled_messages": Format(("messages", "label"), _read_labelled_messages, rows="labelled"),
 }
 """In the order in which `auto` tries them: a dataset with `messages` may have a `prompt` or a `text` column as well."""

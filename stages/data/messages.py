@@ -178,12 +178,24 @@ def _checked(item: object, name: str, keys: tuple[str, str], roles: dict[str, st
     content = item.get(content_key)
     if has_calls and content is None:
         content = ""
+    if isinstance(content, list):
+        content = _text_of_parts(content, f"`{content_key}` of {name}")
     if not isinstance(content, str):
         raise RowError(f"has {kind_of(content)} as `{content_key}` of {name}; expected a string")
     may_be_empty = has_calls or roles[role] in ("system", "tool")
     if not may_be_empty and not content.strip():
         raise RowError(f"has an empty `{content_key}` in {name}; expected text")
     return {**make_message(roles[role], content), **_extras(item, roles[role], name)}
+
+
+def _text_of_parts(parts: list[Any], name: str) -> str:
+    """Content as a list of {type: text, text}, one text. Raises RowError for parts that are pictures or sound."""
+    others = sorted({str(part.get("type")) for part in parts if isinstance(part, dict)} - {"text"})
+    if others:
+        raise RowError(f"has {', '.join(others)} in {name}, as multimodal data have; only text is learned")
+    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+        raise RowError(f"has a list as {name}; expected a string, or a list of {{type: text, text}}")
+    return "".join(part["text"] for part in parts)
 
 
 def _extras(item: dict[str, Any], role: str, name: str) -> Message:

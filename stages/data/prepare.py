@@ -17,7 +17,7 @@ from stages.data.portion import portions
 from stages.data.preprocessing import BAD_ROWS, Preprocessing, Report
 from stages.data.seen_rows import check_held_out
 
-PREPARATION_VERSION = 6
+PREPARATION_VERSION = 7
 """Raised when the same input would give other tokens, masks or rows than before."""
 
 CACHE_FOLDER = "tokenized"

@@ -10,7 +10,7 @@
 | `label: false`                               | refused where answers are imitated: this is a bad one                 |
 | `images`, `videos`, `audios` and the like    | refused: the text alone means something else                          |
 | `chat_template_kwargs` of a row              | variables of the template; those that it never reads: refused         |
-| `function_call`                              | refused                                                               |
+| `function_call`, `objects`, and the like     | refused                                                               |
 
 Whatever else no format reads is counted (`Unread`).
 """
@@ -40,6 +40,9 @@ NOT_LEARNED = ("false", "0", "0.0")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 REFUSED = {
     "function_call": "a form of tool calls that is not read; expected `tool_calls`",
+    "objects": "boxes within pictures (grounding, ms-swift), which are not learned; only text is",
+    "positive_messages": "what embedding and reranking learn from (ms-swift), which no method here does",
+    "negative_messages": "what embedding and reranking learn from (ms-swift), which no method here does",
 }
 
 
