@@ -2,8 +2,8 @@
 
 What a line leaves out has the default of a layout, not the value of the recipe, so that a line means the same for every
 recipe (`flows/planning/layout_text.py`). It may also say `global_batch_size`, for weak scaling. A line that is misspelt
-stops a comparison before it starts; one that cannot work with the stage's batch is a row of it, with the reason. How
-long a layout takes, and whether the model fits it, is found out by running it.
+stops a comparison before it starts; one that cannot work with the stage's batch, or with its model's sizes, is a row of
+it, with the reason. How long a layout takes, and whether there is memory for it, is found out by running it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from pydantic import ValidationError
 from flows.planning.layout_text import engine_and_fields, line_problems
 from flows.recipe.text import show
 from stages.core.errors import RecipeError
+from stages.models.shape import ModelShape
 from stages.parallel.layout import Layout, describe_layout
+from stages.parallel.legality import model_errors
 from stages.train.config import LAYOUT_PROBLEM, TrainConfig
 
 BATCH_FIELD = "global_batch_size"
@@ -57,12 +59,41 @@ def read_layouts(texts: Sequence[str], stage: TrainConfig) -> tuple[list[TrainCo
             found = [] if _is_refusal(error) else [_sentence(details) for details in error.errors()]
         problems += [f"{line}: {problem}" for problem in found]
     problems += [] if problems else _repeated(configs)
+    if not lines:
+        raise RecipeError("there is no layout; expected such as `fsdp dp_shard=2`")
     if problems or not configs:
-        problems += [f"{one.text}: {one.reason}" for one in refused]
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        found_text = f"the layouts have {count}:" if lines else "there is no layout; expected such as `fsdp dp_shard=2`"
-        raise RecipeError("\n".join([found_text, *(f"  {problem}" for problem in problems)]))
+        raise _bad_layouts(problems, refused)
     return configs, refused
+
+
+def without_misfits(
+    configs: Sequence[TrainConfig], shape: ModelShape, refused: Sequence[RefusedLayout]
+) -> tuple[list[TrainConfig], list[RefusedLayout]]:
+    """Those whose layout the model's sizes allow; the others are added to those that cannot work.
+
+    Raises RecipeError when none is left.
+    """
+    reasons = ["; ".join(model_errors(config.engine, config.layout, shape)) for config in configs]
+    misfits = [
+        RefusedLayout(
+            describe_layout(config.engine, config.layout),
+            config.engine,
+            config.layout,
+            config.global_batch_size,
+            reason,
+        )
+        for config, reason in zip(configs, reasons, strict=True)
+        if reason
+    ]
+    if len(misfits) == len(configs):
+        raise _bad_layouts([], [*misfits, *refused])
+    return [config for config, reason in zip(configs, reasons, strict=True) if not reason], [*refused, *misfits]
+
+
+def _bad_layouts(problems: Sequence[str], refused: Sequence[RefusedLayout]) -> RecipeError:
+    lines = [*problems, *(f"{one.text}: {one.reason}" for one in refused)]
+    count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
+    return RecipeError("\n".join([f"the layouts have {count}:", *(f"  {line}" for line in lines)]))
 
 
 def text_of(config: TrainConfig, recipe_batch: int) -> str:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flows.compare.layouts import BATCH_FIELD, RefusedLayout, read_layouts, text_of
+from flows.compare.layouts import BATCH_FIELD, RefusedLayout, read_layouts, text_of, without_misfits
 from flows.compare.metrics import rows_of
 from flows.compare.report import conclude
 from flows.compare.table import cells
 from flows.ledger.events import CompareBegan, LayoutEntry
 from flows.ledger.home import store_root
 from flows.planning.layout_choice import choose_layouts
-from flows.planning.model_shape import ModelConfigs
+from flows.planning.model_shape import ModelConfigs, download_of
 from flows.planning.outside import resolve_outside
 from flows.planning.plan import Plan, PlannedStage, chosen_stages, plan
 from flows.planning.stored import find_stored
@@ -23,7 +24,7 @@ from flows.running.comparison import Comparison
 from flows.running.request import PlannedRefresh, RefreshRequest
 from flows.store.store import Store
 from flows.tracking.labels import params_of, tags_of
-from stages.core.errors import RecipeError
+from stages.core.errors import ModelError, RecipeError, TransientError
 from stages.train.config import TrainConfig
 
 
@@ -55,7 +56,10 @@ def plan_comparison(request: ComparisonRequest) -> PlannedRefresh:
     index = store.index()
     recipe, _ = find_stored(recipe, chosen, index)
     outside = resolve_outside(recipe, chosen)
-    recipe, _ = choose_layouts(recipe, outside, ModelConfigs(recipe, outside, index))
+    models = ModelConfigs(recipe, outside, index)
+    with suppress(ModelError, TransientError):  # sizes that nobody knows before the download
+        configs, refused = without_misfits(configs, models.shape_of(download_of(recipe, request.stage)), refused)
+    recipe, _ = choose_layouts(recipe, outside, models)
     upstream = plan(recipe, outside, index, until=request.stage).stages
     measured = upstream.pop(request.stage)
     layouts = tuple(_under_layout(measured, config, upstream) for config in configs)

@@ -160,7 +160,7 @@ def resolve_file_sources(tree: Any, folder: Path) -> Any:
         return {key: resolve_file_sources(value, folder) for key, value in tree.items()}
     if isinstance(tree, list):
         return [resolve_file_sources(value, folder) for value in tree]
-    if isinstance(tree, str) and tree.startswith("file://"):
+    if isinstance(tree, str) and tree.startswith("file://") and tree != "file://":  # which is refused as it is
         return f"file://{absolute(Path(tree.removeprefix('file://')), folder)}"
     return tree
 

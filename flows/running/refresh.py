@@ -42,7 +42,7 @@ from stages.core.errors import LifecycleError, RefreshStoppedError, TransientErr
 RETRY_BASE_S = 1.0
 COMPARE = "compare"
 """The flow's name when it compares layouts, so that nobody is notified of those as of refreshes."""
-STILL = "StillNotPromoted"
+REFUSED, STILL = "NotPromoted", "StillNotPromoted"
 
 
 def is_transient(_: Task[..., Any], __: TaskRun, state: State[Any]) -> bool:
@@ -52,13 +52,15 @@ def is_transient(_: Task[..., Any], __: TaskRun, state: State[Any]) -> bool:
 
 @task(cache_policy=NO_CACHE, persist_result=False, task_run_name="{name}", retry_condition_fn=is_transient)
 def build_stage(name: str, run: RefreshRun) -> State[Any]:
-    """Build one stage, or find it cached."""
+    """Build one stage, or find it cached. One that refuses a model has the state, and the colour, of its refresh."""
     try:
         built = run.build(name, runtime.task_run.run_count, get_run_logger())
     except RefreshStoppedError as error:
         return Cancelled(message=str(error))
-    state = "Cached" if built.state == "cached" else "Completed"
-    return Completed(name=state, message=f"{built.kind} {built.version} in {built.artifact}")
+    where = f"{built.kind} {built.version} in {built.artifact}"
+    if run.record.stages[name].verdict == "not promoted":
+        return Cancelled(name=REFUSED if built.state == "built" else STILL, message=where)
+    return Completed(name="Cached" if built.state == "cached" else "Completed", message=where)
 
 
 @task(cache_policy=NO_CACHE, persist_result=False, retries=0, task_run_name="check of inputs")
@@ -230,7 +232,7 @@ def final_state(record: RefreshRecord) -> State[Any]:
     verdicts = {entry.verdict for entry in record.stages.values() if entry.state == "built"}
     if record.state == "not_promoted":
         # Of a verdict that was found cached, people were notified when it was given.
-        return Cancelled(name="NotPromoted" if "not promoted" in verdicts else STILL, message=summary(record))
+        return Cancelled(name=REFUSED if "not promoted" in verdicts else STILL, message=summary(record))
     if record.state == "completed" and "promoted" in verdicts:
         return Completed(name="Promoted", message=summary(record))
     if record.state == "completed" and record.comparison:

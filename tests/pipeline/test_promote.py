@@ -44,6 +44,11 @@ class Nights(Home):
         (found,) = self.prefect("flow_runs/filter", {"flow_runs": {"name": {"any_": [refresh["refresh"]]}}})
         return found["state"]["name"]
 
+    def tasks_in_prefect(self, refresh: str) -> dict[str, tuple[str, str]]:
+        """Type, which pages colour by, and name of the state of each."""
+        found = self.prefect("task_runs/filter", {"flow_runs": {"name": {"any_": [refresh]}}})
+        return {task["name"]: (task["state"]["type"], task["state"]["name"]) for task in found}
+
     def artifact_of(self, model: str) -> Path | None:
         found = self.folder.glob("store/download/model-*/model/model.safetensors")
         return next((path.parents[1] for path in found if json.dumps([model]).encode() in path.read_bytes()), None)
@@ -107,6 +112,7 @@ def test_a_worse_candidate_ends_the_refresh_as_not_promoted_with_a_table(nights,
 def test_the_table_is_an_artifact_in_prefect_and_in_mlflow(nights, worse):
     refresh = worse.stdout.split("lifecycle show ")[1].strip()
     assert nights.state_in_prefect({"refresh": refresh}) == "NotPromoted"
+    assert nights.tasks_in_prefect(refresh)["promote"] == ("CANCELLED", "NotPromoted")
     (table,) = nights.prefect("artifacts/latest/filter", {"artifacts": {"key": {"any_": ["verdict-promote"]}}})
     run = nights.attempts("promote")[-1]
     tags = {tag["key"]: tag["value"] for tag in run["data"]["tags"]}

@@ -4,8 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flows.compare.layouts import read_layouts, text_of
+from flows.compare.layouts import read_layouts, text_of, without_misfits
 from stages.core.errors import RecipeError
+from stages.hubs.builtin.catalog import BUILTINS
+from stages.models.model_config import shape_of_config
 from stages.train.config import TrainConfig
 
 
@@ -96,6 +98,17 @@ def test_a_layout_that_cannot_work_does_not_keep_others_from_being_compared():
     assert len(configs) == 1
     assert (refused.text, refused.layout.world_size) == ("fsdp dp_shard=3 micro_batch_size=2", 3)
     assert "global_batch_size 64 is not divisible" in refused.reason
+
+
+def test_what_the_sizes_of_the_model_do_not_allow_is_not_started():
+    shape = shape_of_config(BUILTINS["qwen3-1m"].sizes)  # 4 heads, 2 of keys, in 4 layers
+    configs, refused = read_layouts(["fsdp dp_shard=3 micro_batch_size=2", "fsdp", "tp=2", "tp=3", "pp=8"], STAGE)
+    fit, unfit = without_misfits(configs, shape, refused)
+    assert [text_of(config, 64) for config in fit] == ["fsdp", "megatron tp=2"]
+    assert [one.text for one in unfit] == ["fsdp dp_shard=3 micro_batch_size=2", "megatron tp=3", "megatron pp=8"]
+    assert "does not divide the model's 4 attention heads" in unfit[1].reason
+    with pytest.raises(RecipeError, match=r"2 problems:\n  megatron tp=3: .*\n  megatron pp=8: .* only 4 layers"):
+        without_misfits(configs[2:], shape, [])
 
 
 def test_all_bad_lines_are_told_at_once():

@@ -83,6 +83,11 @@ def test_outside_paths_start_at_the_recipe_folder(load, tmp_path):
     assert load(text).stages["base"].model == f"file://{tmp_path}/mine"
 
 
+def test_a_file_source_without_a_path_is_not_the_folder_of_the_recipe(load):
+    with pytest.raises(RecipeError, match="file:// needs a path"):
+        load(RECIPE.replace("builtin/qwen3-1m", "file://"))
+
+
 def test_an_override_changes_one_place_of_an_aliased_value(load):
     text = RECIPE.replace("tasks: [addition]", "tasks: &t [addition]") + (
         "  more: {kind: evaluate, model: served, tasks: *t}\n"
