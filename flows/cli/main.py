@@ -106,9 +106,9 @@ def plan(recipe: Path, overrides: Sequence[str], until: str | None, force: Seque
         RefreshRequest(str(recipe.absolute()), tuple(overrides), until, tuple(force)), may_be_unreachable=True
     )
     if as_json:
-        print_json({**shown.plan_as_json(made.plan), "notes": list(made.notes)})
+        print_json(shown.without_secrets({**shown.plan_as_json(made.plan), "notes": list(made.notes)}))
     else:
-        click.echo("\n".join([shown.plan_as_text(made.plan), *made.notes]))
+        click.echo(redact("\n".join([shown.plan_as_text(made.plan), *made.notes])))
 
 
 @cli.command()

@@ -20,6 +20,7 @@ from flows.tracking.cursor import run_id_of
 from flows.tracking.labels import flatten
 from stages.adapters.headers import ADAPTER_FOLDER
 from stages.core.errors import StoreError
+from stages.core.redaction import redact
 from stages.serving.launch import LAUNCH_FILE, LaunchSpec
 
 RECENT_REFRESHES = 10
@@ -47,6 +48,15 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         for stage in plan.stages.values()
     ]
     return {"recipe": plan.recipe, "stages": stages}
+
+
+def without_secrets(value: Any) -> Any:
+    """An object that is to be printed as JSON, with every text in it redacted; its keys stay."""
+    if isinstance(value, dict):
+        return {name: without_secrets(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_secrets(item) for item in value]
+    return redact(value) if isinstance(value, str) else value
 
 
 def plan_as_text(plan: Plan) -> str:

@@ -19,7 +19,7 @@ from stages.data.template_file import read_template
 from stages.download.config import DownloadConfig
 from stages.engines.megatron.families import check_supported
 from stages.hubs.registry import read_model_config
-from stages.models.config_check import check_config, check_unquantized
+from stages.models.config_check import check_config, check_unquantized, code_not_run
 from stages.models.model_config import CONFIG_FILE, max_positions, read_config
 from stages.models.model_folder import check_model_folder
 from stages.parallel.legality import layout_warnings, model_errors
@@ -60,6 +60,8 @@ def _check(recipe: Recipe, name: str, config: TrainConfig, outside: Outside, ind
         return
     check_config(model_config, f"the config of {source.source}")
     check_unquantized(model_config, str(source.source))
+    if note := code_not_run(model_config, trusted=config.trust_remote_code):
+        yield note
     if source.source.hub == "file" and source.files is None:
         yield from check_model_folder(Path(source.source.name))
     if config.engine == "megatron":

@@ -21,6 +21,7 @@ from prefect.client.schemas.filters import (
     FlowRunFilterExpectedStartTime,
 )
 from prefect.client.schemas.objects import FlowRun, State
+from prefect.events import emit_event
 from prefect.states import Cancelled
 
 from flows.ledger.home import home
@@ -35,6 +36,20 @@ from flows.running.request import RefreshRequest, make_plan, retry_of
 from flows.running.slots import Slots
 
 POLL_S = 2.0
+
+
+def announce_schedule() -> None:
+    """Emit the event of a scheduled run's first state, which Prefect's scheduler leaves out.
+
+    Prefect holds an event of a run back until the one before it has come, for 15 minutes at the longest, and with it
+    the notification of how the run ended. It holds them in memory: a server that is stopped meanwhile never sends it.
+    """
+    with get_client(sync_client=True) as client:
+        own = client.read_flow_run(UUID(str(runtime.flow_run.id)))
+        if own.auto_scheduled and own.run_count == 1:
+            first = min(client.read_flow_run_states(own.id), key=lambda state: state.timestamp)
+            resource = {"prefect.resource.id": f"prefect.flow-run.{own.id}"}
+            emit_event(f"prefect.flow-run.{first.name}", resource, occurred=first.timestamp, id=first.id)
 
 
 def start_when_due(request: RefreshRequest) -> RefreshRun | State[Any]:

@@ -30,7 +30,7 @@ from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import ledger_of, new_refresh_id
 from flows.recipe.recipe import load_recipe
 from flows.running.comparison import Comparison
-from flows.running.due import start_when_due
+from flows.running.due import announce_schedule, start_when_due
 from flows.running.refresh_run import RefreshRun
 from flows.running.request import RefreshRequest
 from flows.running.verdicts import summary, verdict_tables
@@ -90,6 +90,7 @@ def refresh(
         until: Only this stage and what it stands on.
         force: Stages to build although they are cached.
     """
+    announce_schedule()
     try:
         due = start_when_due(RefreshRequest(recipe, overrides, until, force))
     except LifecycleError as error:

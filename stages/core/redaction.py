@@ -1,4 +1,5 @@
-"""Takes secrets out of texts: values of environment variables that are named like secrets, and passwords in URLs.
+"""Takes secrets out of texts: values of environment variables that are named like secrets, passwords in URLs, and what
+has the shape that known services give to their keys.
 
 A secret reaches a stage only through its environment. Messages are redacted where they are made; logs, which many
 programs write, when their stage has ended. A text of any length takes time in proportion to it. Standard library only.
@@ -26,7 +27,15 @@ _SWITCHES = frozenset({"true", "false", "none", "null"})
 """What HF_HUB_DISABLE_IMPLICIT_TOKEN and its like are set to."""
 # Begins at `://` instead of the scheme, and stops at `/`: no character is looked at from two places where it may begin,
 # so the time is linear. The last `@` ends the password: a URL's host has none.
-_URL_PASSWORD = re.compile(r"(://[^/\s:@]*:)([^/\s\"<>]+)@")
+_URL_PASSWORD = re.compile(r"(:/{1,2}[^/\s:@]*:)([^/\s\"<>]+)@")  # of one slash where a path was made of it
+_KNOWN_SHAPE = re.compile(
+    r"(?<![\w-])(?:hf_[A-Za-z0-9]{20,}|gh[oprsu]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}|npm_[A-Za-z0-9]{30,}"
+    r"|sk-(?:(?:ant|or|proj)-|(?=[\w-]*\d))[\w-]{20,}|A[KS]IA[A-Z0-9]{16}|AIza[\w-]{35}|xox[abeprs]-[\w-]{10,}"
+    r"|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,})"
+)
+"""Keys of Hugging Face, GitHub, GitLab, npm, OpenAI and its like, Amazon, Google, Slack; JSON web tokens."""
+_WEBHOOK = re.compile(r"(hooks\.slack\.com/(?:services|workflows)/|discord(?:app)?\.com/api/webhooks/)[\w/-]{6,}")
+"""An address that is a key: who knows it may post."""
 _JSON_STRING = re.compile(r'"[^"\\\n]*(?:\\.[^"\\\n]*)*(?:"|$)(\s*:)?', re.MULTILINE)
 """A string, and the colon that makes it a key; the last one of a line that a crash has torn may lack its end."""
 _TEXT_SUFFIXES = (".txt", ".log", ".json", ".jsonl")
@@ -51,7 +60,7 @@ def secrets_in(environment: Mapping[str, str]) -> set[str]:
 
 
 def redact(text: str, secrets: Iterable[str] | None = None) -> str:
-    """`text` without the secrets (default: those of this process's environment) and without any URL's password.
+    """`text` without the secrets (default: those of this process's environment), any URL's password, and known keys.
 
     A secret is found as it is, and as JSON, Python or a URL spell it.
     """
@@ -93,4 +102,5 @@ def _without(text: str, spellings: Iterable[str]) -> str:
             text = text.replace(spelling, REPLACEMENT)
         else:
             text = re.sub(rf"(?<![^\W_]){re.escape(spelling)}(?![^\W_])", REPLACEMENT, text)
+    text = _WEBHOOK.sub(rf"\1{REPLACEMENT}", _KNOWN_SHAPE.sub(REPLACEMENT, text))
     return _URL_PASSWORD.sub(rf"\1{REPLACEMENT}@", text)

@@ -47,6 +47,16 @@ def check_config(config: Mapping[str, Any], where: str) -> None:
         raise ModelError(f"{where}: {'; '.join(problems[:NUM_NAMED])}{more}; mend this file or fetch it again")
 
 
+def code_not_run(config: Mapping[str, Any], *, trusted: bool) -> str | None:
+    """What to say of a model that brings Python files which nobody runs, since the recipe does not trust them."""
+    if not config.get("auto_map") or trusted:
+        return None
+    return (
+        "the model's config names Python files of its own (auto_map), which are not run: Transformers' own code "
+        "for its model_type is. If you trust them, set trust_remote_code: true"
+    )
+
+
 def check_generation_config(generation: Mapping[str, Any], config: Mapping[str, Any], where: str) -> None:
     """Raise ModelError when the tokens that end an answer are not in the model's vocabulary."""
     if problems := list(_token_ids(generation, vocabulary_size(config))):

@@ -10,7 +10,7 @@ from pathlib import Path
 from stages.core.contract import StageContext
 from stages.core.errors import LayoutError, ModelError
 from stages.engines.megatron.families import check_supported
-from stages.models.config_check import check_unquantized
+from stages.models.config_check import check_unquantized, code_not_run
 from stages.models.model_config import LEARNED_POSITIONS, max_positions, read_config, shape_of_config
 from stages.models.shape import ModelShape
 from stages.parallel.legality import layout_warnings, model_errors
@@ -42,11 +42,8 @@ def check_model(config: TrainConfig, context: StageContext, model_folder: Path) 
     """
     model_config = read_config(model_folder)
     check_unquantized(model_config, str(model_folder))
-    if model_config.get("auto_map") and not config.trust_remote_code:
-        context.warn(
-            "the model's config names Python files of its own (auto_map), which are not run: Transformers' own code "
-            "for its model_type is. If you trust them, set trust_remote_code: true"
-        )
+    if note := code_not_run(model_config, trusted=config.trust_remote_code):
+        context.warn(note)
     if config.engine == "megatron":
         shape = check_supported(model_config)
         if errors := "; ".join(model_errors(config.engine, config.layout, shape)):

@@ -70,6 +70,21 @@ def test_a_webhook_is_told_of_a_failure_and_of_nothing_else(worker_home, receive
     assert told == []
 
 
+def test_a_webhook_is_told_of_what_prefects_scheduler_began(worker_home, receiver, monkeypatch):
+    """Whose events Prefect would hold back for 15 minutes, since its scheduler leaves the first of them out."""
+    port, received = receiver
+    monkeypatch.setitem(worker_home.environment, VARIABLE, f"http://127.0.0.1:{port}/{SECRET}")
+    added = worker_home.lifecycle("notify", "add", "webhook", "--url-from", VARIABLE)
+    assert added.returncode == 0, added.stderr
+    worker_home.schedule(worker_home.write("unlucky", {"rows": stage("known_error", "unlucky")}))
+    (run,) = worker_home.miss_nights("unlucky", 1)
+    ended = worker_home.ended(run)
+    eventually(lambda: received)
+    assert [message["subject"] for message in received] == [f"{ended['name']}: Failed"]
+    assert worker_home.lifecycle("schedules", "remove", "unlucky").returncode == 0
+    assert worker_home.lifecycle("notify", "remove", "webhook").returncode == 0
+
+
 @pytest.fixture
 def post_office():
     """A mail server that wants a password: its port, and the letters that it got, with who sent them."""

@@ -1,10 +1,9 @@
 """Scheduled refreshes on a real Prefect server, run by a real worker; only the stage processes are small."""
 
 import json
-import sqlite3
 import subprocess
 import sys
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 
 import pytest
 from refreshes import ROOT, after, eventually, finish, model, stage, trained
@@ -99,21 +98,8 @@ def test_a_refresh_is_called_after_its_recipe_however_it_was_started(worker_home
 
 
 def test_missed_runs_do_not_pile_up(worker_home, nightly):
-    """Runs that were due while everything was down, by the dates in Prefect's own database."""
-    database = worker_home.folder / "prefect" / "prefect.db"
-    deployment = worker_home.deployment("nightly")["id"]
-    scheduled = {
-        "deployments": {"id": {"any_": [deployment]}},
-        "flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}},
-    }
-    runs = [run["id"] for run in eventually(lambda: worker_home.prefect("flow_runs/filter", scheduled))]
-    with sqlite3.connect(database, timeout=60) as connection:
-        for nights_ago, run in enumerate(runs, start=1):
-            missed = datetime.now(UTC) - timedelta(days=nights_ago)
-            column, changes = f"{missed:%Y-%m-%d %H:%M:%S.%f}", "expected_start_time = ?, next_scheduled_start_time = ?"
-            connection.execute(f"UPDATE flow_run SET {changes} WHERE id = ?", (column, column, run))
-            details = "state_details = json_set(state_details, '$.scheduled_time', ?)"
-            connection.execute(f"UPDATE flow_run_state SET {details} WHERE flow_run_id = ?", (missed.isoformat(), run))
+    """Runs that were due while everything was down."""
+    runs = worker_home.miss_nights("nightly")
     assert len(runs) >= 2
     ended = [worker_home.ended(run)["state"]["name"] for run in runs]
     assert ended.count("Cached") == 1

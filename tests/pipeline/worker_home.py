@@ -3,9 +3,10 @@
 import json
 import os
 import signal
+import sqlite3
 import urllib.error
 import uuid
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,26 @@ class WorkerHome(Home):
         deployment = self.deployment(name)
         body = {"parameters": {**deployment["parameters"], **parameters}, "state": {"type": state}}
         return self.prefect(f"deployments/{deployment['id']}/create_flow_run", body)["id"]
+
+    def miss_nights(self, name: str, count: int | None = None) -> list[str]:
+        """Have the runs that Prefect's scheduler made (at most `count`) be due since the last nights; returns them.
+
+        By the dates in Prefect's own database.
+        """
+        scheduled = {
+            "deployments": {"id": {"any_": [self.deployment(name)["id"]]}},
+            "flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}},
+        }
+        runs = [run["id"] for run in eventually(lambda: self.prefect("flow_runs/filter", scheduled))][:count]
+        with sqlite3.connect(self.folder / "prefect" / "prefect.db", timeout=60) as connection:
+            for nights_ago, run in enumerate(runs, start=1):
+                missed = datetime.now(UTC) - timedelta(days=nights_ago)
+                column, due = f"{missed:%Y-%m-%d %H:%M:%S.%f}", "expected_start_time = ?, next_scheduled_start_time = ?"
+                connection.execute(f"UPDATE flow_run SET {due} WHERE id = ?", (column, column, run))
+                details = "state_details = json_set(state_details, '$.scheduled_time', ?)"
+                dated = (missed.isoformat(), run)
+                connection.execute(f"UPDATE flow_run_state SET {details} WHERE flow_run_id = ?", dated)
+        return runs
 
     def press_retry(self, flow_run: str) -> None:
         """What Prefect's Retry button does."""

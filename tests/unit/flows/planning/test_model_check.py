@@ -51,6 +51,13 @@ def of_folder(recipe: MakeRecipe, model: Path, **sft: Any) -> Recipe:
     return recipe(base={"model": f"file://{model}"}, sft=sft)
 
 
+def test_code_of_the_model_that_will_not_be_run_is_said(recipe: MakeRecipe, model: Path, store: Store) -> None:
+    (model / "config.json").write_text(json.dumps({**LLAMA, "auto_map": {"AutoModelForCausalLM": "mine.Model"}}))
+    (note,) = [note for note in check(of_folder(recipe, model), store) if "auto_map" in note]
+    assert note.startswith("sft: ") and "are not run" in note
+    assert not any("auto_map" in note for note in check(of_folder(recipe, model, trust_remote_code=True), store))
+
+
 @pytest.mark.parametrize(
     ("layout", "message"),
     [

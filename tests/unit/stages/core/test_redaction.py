@@ -77,7 +77,64 @@ def test_switches_that_are_named_like_secrets_hold_none():
 
 
 @pytest.mark.parametrize(
-    "piece", ["a", "://a:", "://", "@", "x@", "://u:p@", "hunter2", " hunter2", 'p"w\\', "http://u:aaaa", ":"]
+    "key",
+    [
+        "hf_AbCdEfGhIjKlMnOpQrStUvWxYz012345",
+        "ghp_0123456789abcdefghijABCDEFGHIJ012345",
+        "sk-proj-abcdefghijklmnopqrstuvwx",
+        "sk-0123456789abcdefghijklmnopqr",
+        "AKIAIOSFODNN7EXAMPLE",
+        "xoxb-123456789012-abcdefghij",
+        "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.dozjgNryP4J3jVmNHl0w5N",
+    ],
+)
+def test_keys_of_known_services_are_found_whether_or_not_they_are_in_the_environment(key):
+    assert redact(f"file:///home/{key} is no folder; found `{key}`", ()) == "file:///home/*** is no folder; found `***`"
+    assert redact(f"{key}-and-more_of_it/{key}", ()).endswith("/***")
+
+
+def test_an_address_that_is_a_key_is_hidden_and_so_is_the_password_of_one_that_became_a_path():
+    assert (
+        redact('"https://hooks.slack.com/services/T0/B0/CC-C" fails', ())
+        == '"https://hooks.slack.com/services/***" fails'
+    )
+    assert redact("there is no file /rows/https:/me:p%40ss@hub/x", ()) == "there is no file /rows/https:/me:***@hub/x"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "sk-learn-like-pipelines-and-models",
+        "the task hf_something",
+        "models:/adder@champion",
+        "expected https://hooks.slack.com/services/…",
+    ],
+)
+def test_names_that_look_a_little_like_keys_stay(text):
+    assert redact(text, ()) == text
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "a",
+        "sk-",
+        "hf_",
+        "eyJ",
+        "eyJaaaaaaaaaaa.",
+        "xoxb-",
+        ":/",
+        "://a:",
+        "://",
+        "@",
+        "x@",
+        "://u:p@",
+        "hunter2",
+        " hunter2",
+        'p"w\\',
+        "http://u:aaaa",
+        ":",
+    ],
 )
 def test_ten_megabytes_are_redacted_in_seconds(piece):
     text = piece * (10_000_000 // len(piece))
