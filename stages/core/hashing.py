@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -36,14 +36,17 @@ def sha256_of_files(files: Mapping[str, Path], limit_s: float | None = None) -> 
     Raises `OSError` when one cannot be read.
     """
     total_bytes = sum(path.stat().st_size for path in files.values())
+    end_s = None if limit_s is None else time.monotonic() + limit_s
     job = _Job(total_bytes)
     pool = ThreadPoolExecutor(THREADS)
     try:
         pending = {name: pool.submit(job.hash, path) for name, path in files.items()}
-        if wait(pending.values(), limit_s).not_done:
-            slow = f"hashing its {total_bytes / GIB:.1f} GiB takes longer than {limit_s:g} s"
-            raise TransientError(f"{slow}; `lifecycle run` takes the time, once")
-        return {name: future.result() for name, future in pending.items()}
+        return {name: future.result(end_s and max(0.0, end_s - time.monotonic())) for name, future in pending.items()}
+    except TimeoutError as error:
+        if limit_s is None:  # a file system's
+            raise
+        slow = f"hashing its {total_bytes / GIB:.1f} GiB takes longer than {limit_s:g} s"
+        raise TransientError(f"{slow}; `lifecycle run` takes the time, once") from error
     finally:
         job.stop()  # otherwise Ctrl-C would wait until the last file is read
         pool.shutdown(cancel_futures=True)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Iterator
+from typing import Annotated, Any, get_args
 
 import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from stages.adapters.config import AdapterConfig
+from flows.recipe.problems import models_in
 from stages.merge.config import MergeConfig
 from stages.train.config import TrainConfig
-from stages.train.methods.dpo import DpoConfig
-from stages.train.methods.simpo import SimpoConfig
 from tests.train_stage import make_config
 
 
@@ -41,25 +40,45 @@ def test_is_refused(fields: dict[str, Any], message: str) -> None:
         make_config(**fields)
 
 
-@pytest.mark.parametrize(
-    ("config", "fields"),
-    [
-        (DpoConfig, ("beta", "discopop_tau", "label_smoothing", "loss_weights")),
-        (SimpoConfig, ("beta", "gamma")),
-        (AdapterConfig, ("alpha", "dropout", "loraplus_lr_ratio")),
-        (MergeConfig, ("density", "weights")),
-        (TrainConfig, ("adam_beta1", "adam_beta2", "adam_epsilon", "learning_rate", "max_grad_norm")),
-        (TrainConfig, ("min_learning_rate_fraction", "weight_decay")),
-    ],
-)
-def test_every_number_is_one_that_fp32_holds(config: type[BaseModel], fields: tuple[str, ...]) -> None:
+NOT_COMPUTED_WITH = {
+    TrainConfig: {"execution", "data", "epochs"},
+    MergeConfig: {"execution", "max_difference"},
+}
+"""Limits in time and bounds that something is compared with, shares of rows, and how often rows are seen."""
+
+
+def is_number(annotation: Any) -> bool:
+    return annotation is float or any(map(is_number, get_args(annotation)))
+
+
+def numbers_of(config: type[BaseModel]) -> Iterator[tuple[type[BaseModel], str]]:
+    """Each field that holds floating-point numbers, of a config and of the blocks in it."""
+    for name, field in config.model_fields.items():
+        if name in NOT_COMPUTED_WITH.get(config, ()):
+            continue
+        if is_number(field.annotation):
+            yield config, name
+        for block in models_in(field.annotation):
+            yield from numbers_of(block)
+
+
+NUMBERS = [pair for config in NOT_COMPUTED_WITH for pair in numbers_of(config)]
+
+
+def test_numbers_of_every_block_are_looked_at() -> None:
+    blocks = {config.__name__ for config, _ in NUMBERS}
+    assert blocks > {"TrainConfig", "MergeConfig", "AdapterConfig", "DpoConfig", "OrpoConfig", "CpoConfig", "KtoConfig"}
+
+
+@pytest.mark.parametrize(("config", "name"), NUMBERS, ids=lambda value: getattr(value, "__name__", value))
+def test_every_number_is_one_that_fp32_holds(config: type[BaseModel], name: str) -> None:
     """By the type of each field alone, so that nothing else of the config can be what refuses it."""
-    for name in fields:
-        field = config.model_fields[name]
-        adapter = TypeAdapter(Annotated[field.annotation, field])
-        for number in (1e-46, 1e39):
-            with pytest.raises(ValidationError, match=r"too (small|large) for fp32|or equal to|less than"):
-                adapter.validate_python((number,) if "weights" in name else number)
+    field = config.model_fields[name]
+    adapter = TypeAdapter(Annotated[field.annotation, field])
+    is_list = "tuple[" in str(field.annotation)
+    for number in (1e-46, 1e39):
+        with pytest.raises(ValidationError, match=r"too (small|large) for fp32|or equal to|less than"):
+            adapter.validate_python((number,) if is_list else number)
 
 
 def test_the_ends_of_what_is_meant_are_taken() -> None:
