@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from flows.ledger.machine import gpus
 from flows.planning.plan import Plan, PlannedStage
+from flows.recipe.recipe import Recipe
 from stages.core.contract import StageConfig
 from stages.core.errors import ResourceError
+from stages.train.config import TrainConfig
 
 
 def wanted_slots(config: StageConfig, count: int) -> int:
@@ -33,6 +35,15 @@ def check_devices(planned: Plan) -> None:
         if count and stage.action == "run" and stage.kind != "download" and wanted > count:
             remedy = f"change its layout, or set stages.{name}.execution.slots if processes are to share GPUs"
             raise ResourceError(f"stage {name} wants {wanted} GPUs, this machine has {count}; {remedy}")
+
+
+def device_notes(recipe: Recipe, chosen: Collection[str]) -> Iterator[str]:
+    """How the devices of a stage are divided, where some do something else than others."""
+    for name in chosen:
+        config = recipe.stages[name]
+        if isinstance(config, TrainConfig) and config.rollouts:
+            training, sampling = config.processes, config.devices - config.processes
+            yield f"{name}: {training} devices train, {sampling} sample completions; on a CPU both share the cores"
 
 
 def on_devices(planned: PlannedStage, numbers: Sequence[int]) -> PlannedStage:

@@ -9,7 +9,7 @@ from pathlib import Path
 from flows.ledger.home import store_root
 from flows.ledger.record import RefreshRecord
 from flows.planning.changes import CONTENTS_CACHE, with_changes
-from flows.planning.devices import check_devices
+from flows.planning.devices import check_devices, device_notes
 from flows.planning.gates import check_gates
 from flows.planning.idle import check_idle
 from flows.planning.layout_choice import choose_layouts
@@ -93,5 +93,5 @@ def _plan_of(recipe: Recipe, request: RefreshRequest, *, may_be_unreachable: boo
     planned = plan(recipe, outside, index, force=request.force, until=request.until, unreachable=unreachable or {})
     check_devices(planned)
     planned = with_changes(planned, index, store.cache_folder(CONTENTS_CACHE))
-    said = (*notes, *idle, *map(str, choices), *unusual)
+    said = (*notes, *idle, *map(str, choices), *device_notes(recipe, chosen), *unusual)
     return PlannedRefresh(request, planned, store, said, recipe_text=without_secrets(recipe.text))

@@ -47,22 +47,24 @@ def write_adapter(
     dtype: Any,
     initial: Mapping[str, Tensor] | None = None,
     merged: Adapter | None = None,
+    *,
+    is_trained: bool = True,
 ) -> None:
     """Write the adapter's parameters (`LAYER.lora_A.default.weight` → tensor on the CPU) beside the base's tokenizer.
 
     base: the model folder that it was trained on. initial: the factors that were taken out of the base at the start;
     merged: an adapter that was merged into it. What is written is one adapter of the base as it is in the folder, of
-    the sum of the ranks. Raises ModelError when a layer has learned nothing, or nothing that is left of it in `dtype`,
-    and when a number is not finite.
+    the sum of the ranks. Raises ModelError when a number is not finite and, if it `is_trained`, when a layer has
+    learned nothing, or nothing that is left of it in `dtype`.
     """
     from safetensors.torch import save_file
 
-    _check_learned(parameters, initial or {})
+    _check_learned(parameters, initial or {}, is_trained=is_trained)
     config = {**peft_config, "base_model_name_or_path": base.parent.name, "inference_mode": True}
     if initial or merged:
         parameters, config = of_unchanged_base(parameters, config, initial or {}, merged)
     rounded = {name: weight.to(dtype).contiguous() for name, weight in parameters.items()}
-    _check_learned(rounded, {})
+    _check_learned(rounded, {}, is_trained=is_trained)
     written = {f"{PREFIX}{_in_file(name)}": weight for name, weight in rounded.items()}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(written, folder / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -210,14 +212,14 @@ def _in_file(parameter: str) -> str:
     return parameter.replace(f"{MAGNITUDE}.default.weight", MAGNITUDE).replace(".default.", ".")
 
 
-def _check_learned(parameters: Mapping[str, Tensor], initial: Mapping[str, Tensor]) -> None:
+def _check_learned(parameters: Mapping[str, Tensor], initial: Mapping[str, Tensor], *, is_trained: bool) -> None:
     changes = {
         name: weight - initial[name] if name in initial else weight
         for name, weight in parameters.items()
         if ".lora_B." in name
     }
     broken = [name for name, weight in parameters.items() if not weight.isfinite().all()]
-    zero = [name for name, change in changes.items() if not change.any()]
+    zero = [name for name, change in changes.items() if is_trained and not change.any()]
     if broken or zero:
         raise ModelError(
             f"writing the adapter: of {len(changes)} factors B {len(zero)} have not changed "

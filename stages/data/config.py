@@ -27,14 +27,15 @@ DataFormat = Literal[
     "labelled_messages",
 ]
 
-RowKind = Literal["examples", "pairs", "labelled"]
-"""What a row is to the method that learns from it: one text to imitate, a chosen and a rejected answer, or an answer
-that is good or bad."""
+RowKind = Literal["examples", "pairs", "labelled", "prompts"]
+"""What a row is to the method that learns from it: one text to imitate, a chosen and a rejected answer, an answer that
+is good or bad, or a prompt that the model answers itself."""
 
 METHODS_FOR: dict[RowKind, str] = {
     "examples": "`method: sft` learns from them, and distill",
     "pairs": "`method: dpo` learns from them, and simpo, orpo, cpo and reward",
     "labelled": "`method: kto` learns from them",
+    "prompts": "`method: grpo` learns from them",
 }
 """Whom rows are for, in the words of messages; the registry of methods lies above."""
 

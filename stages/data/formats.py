@@ -68,6 +68,7 @@ WORDS_FOR: dict[RowKind, str] = {
     "examples": "examples",
     "pairs": "preference pairs",
     "labelled": "labelled answers",
+    "prompts": "prompts",
 }
 OTHER_FORMATS = {
     frozenset({"prompt", "completions", "labels"}): "stepwise supervision (TRL), which no method here learns from",

@@ -92,8 +92,10 @@ class Engine(Protocol):
     def checkpoint_bytes(self) -> int:
         """Size of what `save` writes, over all processes."""
 
-    def export(self, folder: Path, dtype: torch.dtype) -> None:
-        """Write the model as a Hugging Face folder; see `stages.engines.export`."""
+    def export(self, folder: Path, dtype: torch.dtype, *, is_trained: bool = True) -> None:
+        """Write the model as a Hugging Face folder, or the adapter as PEFT has it; see `stages.engines.export`.
+
+        is_trained: the training is over, so an adapter of which a layer has learned nothing is a ModelError."""
 
     def close(self) -> None:
         """Free what it holds of the model; nothing more may be asked of it, and another one may be made."""

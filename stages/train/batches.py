@@ -47,6 +47,7 @@ class TrainingData(Protocol):
 class Batches(Protocol):
     """This process's share of every global batch. made_ahead: while the step before is being computed, by a thread.
     steps_together: a resumed run begins at a multiple of so many steps.
+    files: in the work folder, for people to read.
     """
 
     @property
@@ -55,6 +56,9 @@ class Batches(Protocol):
     def steps_together(self) -> int: ...
     @property
     def held_out(self) -> BatchSource | None: ...
+
+    @property
+    def files(self) -> Sequence[str]: ...
 
     def micro_batches(self, step: int) -> list[Batch]:
         """On the CPU; equally many for every process. Collective, unless they are made ahead."""
@@ -102,6 +106,7 @@ class RowBatches:
 
     made_ahead: ClassVar[bool] = True
     steps_together: ClassVar[int] = 1
+    files: ClassVar[Sequence[str]] = ()
 
     order: DataOrder
     training: BatchSource

@@ -9,8 +9,10 @@ from stages.adapters.config import AdapterConfig
 from stages.core.contract import StageInput
 from stages.core.errors import LifecycleError, ModelError
 from stages.data.check import data_problems
+from stages.rewards.reward import RewardContext
 from stages.train.check_teacher import teacher_problems
 from stages.train.config import TrainConfig
+from stages.train.methods.rollouts import RolloutOptions
 from stages.train.start import data_with_template
 
 
@@ -26,6 +28,9 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]
         teacher = stage_input.inputs[config.teacher] / "model"
         found = teacher_problems(config.teacher_tokens, teacher, model_folder, trust_remote_code=trusted)
         yield from (("teacher", error) for error in found)
+    if config.rollouts:
+        yield from rollout_problems(config, config.rollouts, stage_input, model_folder)
+        return
     problems = data_problems(
         stage_input.inputs[config.data.dataset] / "data",
         data_with_template(config.data, stage_input.inputs[config.model]),
@@ -34,6 +39,27 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]
         cache=stage_input.cache,
     )
     yield from ((f"data.{field}", error) for field, error in problems)
+
+
+def rollout_problems(
+    config: TrainConfig, options: RolloutOptions, stage_input: StageInput, model_folder: Path
+) -> Iterator[tuple[str, LifecycleError]]:
+    """Of the rewards, and of every prompt."""
+    from stages.train.rollouts.prompts import checked_prompts  # and torch, with what lies beneath it
+
+    context = RewardContext(stage_input.inputs, stage_input.cache, lambda _: None)
+    for name, reward in options.rewards.items():
+        try:
+            with reward.opened(name, context):
+                pass
+        except LifecycleError as error:
+            yield f"{config.method}.rewards.{name}", error
+    data = data_with_template(config.data, stage_input.inputs[config.model])
+    try:
+        folder = stage_input.inputs[data.dataset] / "data"
+        checked_prompts(config.model_copy(update={"data": data}), options, folder, model_folder)
+    except LifecycleError as error:
+        yield "data", error
 
 
 def adapter_problems(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,38 +19,24 @@ from pydantic_core import PydanticCustomError
 
 from stages.adapters.config import AdapterConfig
 from stages.adapters.legality import adapter_errors
-from stages.core.contract import Execution, ModelOrAdapterReference, ModelReference, StageConfig, base_of
+from stages.core.contract import ModelOrAdapterReference, ModelReference, StageConfig, base_of
 from stages.core.fields import AddedLater, Product, without
-from stages.core.numbers import NonNegativeFp32, Seconds
+from stages.core.numbers import NonNegativeFp32
 from stages.data.config import METHODS_FOR, DataConfig
 from stages.data.formats import FORMATS
 from stages.engines.settings import AdamSettings, EngineSettings
 from stages.parallel.layout import AutoLayout, EngineName, Layout, LayoutOrAuto
 from stages.parallel.legality import RunConstraints, layout_errors
 from stages.planner.workload import Precision, Workload
+from stages.serving.registry import installed_version
+from stages.train.execution import TrainExecution
 from stages.train.methods.options import MethodFields, MethodName
+from stages.train.methods.rollout_errors import IDLE_DATA, RolloutRun, rollout_errors
 from stages.train.numbers import Denominator, Epochs, Rate, Seed, contradiction
 from stages.train.start import start_problems
 
 LAYOUT_PROBLEM = "layout"
 """Type of the validation errors about a layout."""
-
-
-class TrainExecution(Execution):
-    """Where a training stage runs, how often it logs, evaluates and saves."""
-
-    processes: PositiveInt | None = Field(None, description="Processes on each node; default: what the layout needs.")
-    log_every_steps: PositiveInt = Field(1, description="Steps between two points of the curves in MLflow.")
-    evaluate_every_steps: PositiveInt | None = Field(None, description="Default: only at the end.")
-    checkpoint_every_steps: PositiveInt | None = Field(None, description="Default: ten times in a run.")
-    checkpoints_kept: PositiveInt = Field(2, description="Older ones are removed.")
-    hang_timeout_s: Seconds = Field(
-        3600,
-        description="A step that takes longer ends the attempt; so does what is saved or evaluated after it, a "
-        "micro-batch of the reference, and reading or writing the model. After five steps of packed rows, one that "
-        "takes over three times the longest of the last ones (and 30 s) does, too, unless layout.compile is on.",
-    )
-    measure_matmul_rate: bool = Field(True, description="On a CPU, measure the peak that MFU is relative to.")
 
 
 class TrainConfig(MethodFields):
@@ -77,7 +64,9 @@ class TrainConfig(MethodFields):
 
     steps: PositiveInt | None = Field(None, description="Optimizer steps; else `epochs` counts.")
     epochs: Epochs = Field(1.0, description="Passes over the training data.")
-    global_batch_size: PositiveInt = Field(description="Packed rows of one optimizer step, over all processes.")
+    global_batch_size: PositiveInt = Field(
+        description="Packed rows of one optimizer step, over all processes; with `method: grpo`, completions."
+    )
     learning_rate: Rate = Field(description="Of AdamW, after the warm-up.")
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="Of the learning rate.")
     warmup_steps: NonNegativeInt = Field(
@@ -132,20 +121,34 @@ class TrainConfig(MethodFields):
     def has_even_steps(self) -> bool:
         """Whether steps take alike long: without packing, they are as long as their longest row; compiled, one of a new
         shape takes as long as many others."""
-        return self.data.packing and not self.layout.compile
+        return self.data.packing and not self.layout.compile and not self.rollouts
 
     @property
     def workload(self) -> Workload:
         """What the planner compares layouts for; `epochs` are of a dataset whose tokens are not counted yet."""
         workload = Workload(
             self.data.sequence_length,
-            self.global_batch_size,
+            self._packed_rows,
             self.precision,
             self.learning.passes(self.method_options),
             scores_documents=self.learning.needs_score_head,
             adapter=self.adapter.for_planner if self.adapter else None,
         )
         return replace(workload, total_tokens=self.steps * workload.tokens_per_step) if self.steps else workload
+
+    @property
+    def _packed_rows(self) -> int:
+        """Of an optimizer step: of completions that are as long as they may be, and their prompts not counted."""
+        if self.rollouts is None:
+            return self.global_batch_size
+        tokens = self.global_batch_size * self.rollouts.max_completion_length
+        together = self.layout.micro_batch_size * self.layout.data_parallel_size
+        return math.ceil(tokens / self.data.sequence_length / together) * together
+
+    @property
+    def devices(self) -> int:
+        """The server that samples has some of its own; on a CPU, it shares those that there are."""
+        return self.processes + (self.rollouts.serving.tensor_parallel_size if self.rollouts else 0)
 
     @property
     def constraints(self) -> RunConstraints:
@@ -197,6 +200,11 @@ class TrainConfig(MethodFields):
     def idle_fields(self) -> Iterator[tuple[str, str]]:
         yield from super().idle_fields()
         yield from ((f"data.{field}", why) for field, why in self.data.idle_fields())
+        if self.rollouts:
+            yield from ((f"data.{field}", why) for field, why in IDLE_DATA.items())
+        else:
+            for field in ("ready_timeout_s", "rollout_timeout_s", "concurrent_requests"):
+                yield f"execution.{field}", f"`method: {self.method}` samples no completions"
         if self.learning.rows == "pairs":
             yield "data.turns", f"`method: {self.method}` learns from single answers"
         if self.schedule == "constant":
@@ -211,13 +219,23 @@ class TrainConfig(MethodFields):
                 "no rows are held out (`data.evaluation_split` or `data.evaluation_fraction`)",
             )
 
+    def custom_code(self) -> tuple[str, ...]:
+        rewards = self.rollouts.rewards if self.rollouts else {}
+        own = ((name, reward.custom_code()) for name, reward in rewards.items())
+        found = (f"{self.method}.rewards.{name}: {code}" for name, code in own if code)
+        return (*super().custom_code(), *found)
+
+    def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
+        """What samples, where anything does."""
+        return {**installed_version()} if self.rollouts else {}
+
     def resume_identity(self) -> dict[str, JsonValue]:
         """Without engine and layout: a checkpoint of either engine can be loaded by both, under any layout."""
         return {key: value for key, value in self.identity().items() if key not in ("engine", "layout")}
 
     @model_validator(mode="after")
     def _pairs_are_compared_by_their_answers(self) -> Self:
-        if self.learning.rows != "examples" and self.data.train_on == "all":
+        if self.learning.rows not in ("examples", "prompts") and self.data.train_on == "all":
             raise ValueError(
                 f"`train_on: all` does not go with `method: {self.method}`, which compares answers; remove it"
             )
@@ -225,6 +243,8 @@ class TrainConfig(MethodFields):
 
     @model_validator(mode="after")
     def _format_suits_the_method(self) -> Self:
+        if self.rollouts:
+            return self
         suitable = [name for name, form in FORMATS.items() if form.rows == self.learning.rows]
         if self.data.format not in ("auto", *suitable):
             raise ValueError(
@@ -262,6 +282,24 @@ class TrainConfig(MethodFields):
             raise ValueError(f"`method: {self.method}` needs `engine: fsdp`: {self.engine} has no head of scores here")
         if self.adapter:
             raise ValueError(f"`method: {self.method}` trains whole models only; remove `adapter`")
+        return self
+
+    @model_validator(mode="after")
+    def _rollouts_can_be_had(self) -> Self:
+        if self.rollouts is None:
+            return self
+        run = RolloutRun(
+            block=self.method,
+            options=self.rollouts,
+            global_batch_size=self.global_batch_size,
+            sequence_length=self.data.sequence_length,
+            num_nodes=self.execution.nodes,
+            engine=self.engine,
+            needs_reference=self.needs_reference,
+            adapter=self.adapter,
+        )
+        if errors := "; ".join(rollout_errors(run)):
+            raise ValueError(errors)
         return self
 
     @model_validator(mode="after")

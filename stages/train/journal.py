@@ -35,7 +35,7 @@ class Journal:
         self._num_steps = num_steps
         self._log_every_steps = log_every_steps
         if is_main_process():
-            _remove_cut_off_line(context.work / METRICS_FILE)
+            remove_cut_off_line(context.work / METRICS_FILE)
         self.rows = read_metrics(context.work)
         """What all attempts have logged, this one included."""
         self._last_logged_step = max((int(row["step"]) for row in self.rows), default=0)
@@ -101,7 +101,7 @@ def read_metrics(work: Path) -> list[Metrics]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def _remove_cut_off_line(path: Path) -> None:
+def remove_cut_off_line(path: Path) -> None:
     """What a killed process was writing would spoil the next line."""
     if path.is_file():
         content = path.read_bytes()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from stages.core.contract import StageInput
+from stages.core.errors import RecipeError
 from stages.data.look import look_at
 from stages.data.shown import DataLook
 from stages.train.config import TrainConfig
@@ -14,6 +15,11 @@ from stages.train.start import data_with_template
 def look(stage_input: StageInput, num_rows: int, scratch: Path) -> DataLook:
     """The rows of its first step, and counts. Raises what `prepare` raises."""
     config = TrainConfig.model_validate(stage_input.config)
+    if config.rollouts:
+        raise RecipeError(
+            f"`method: {config.method}` learns from what the model will answer, so there are no rows to show yet; a "
+            "stage of `kind: generate` shows prompts and answers"
+        )
     return look_at(
         stage_input.inputs[config.data.dataset] / "data",
         data_with_template(config.data, stage_input.inputs[config.model]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -57,7 +58,7 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
         context.warn(unusual)
     shape = check_model(config, context, model_folder)
     check_teacher(config, context, model_folder)
-    data: TrainingData = RowData.read(config, context, model_folder)
+    data = _read_data(config, context, model_folder, shape)
     check_lengths(data.longest_document, context, model_folder)
     with joined_processes(collective_timeout(config.execution.hang_timeout_s)) as device:
         prediction = predict_run(config, context, shape, device)
@@ -89,6 +90,17 @@ def _check_world_size(config: TrainConfig) -> None:
             f"the layout needs {config.layout.world_size} processes ({layout}), {started} were started; start as many, "
             "or change the layout"
         )
+
+
+def _read_data(
+    config: TrainConfig, context: StageContext, model_folder: Path, shape: ModelShape | None
+) -> TrainingData:
+    if config.rollouts is None:
+        return RowData.read(config, context, model_folder)
+    from stages.train.rollouts.data import RolloutData
+
+    build_reference = partial(_build_engine, config, context, model_folder, shape)
+    return RolloutData.read(config, context, config.rollouts, model_folder, build_reference)
 
 
 def _build_engine(
@@ -193,6 +205,13 @@ def _result(
             "peak": f"{peak.flops_per_s / 1e12:.3g} TFLOP/s a device, {peak.source}",
         }
     metrics = {**training_run.journal.summary(), **peak_memory_metrics, **prediction.metrics, **held_out, **data.counts}
-    headline = ("evaluation_loss", *(f"evaluation_{name}" for name in config.learning.headline), "tokens_per_s", "mfu")
+    headline = (
+        "evaluation_loss",
+        *(f"evaluation_{name}" for name in config.learning.headline),
+        "reward",
+        "tokens_per_s",
+        "mfu",
+    )
     first = {name: metrics[name] for name in headline if name in metrics}
-    return StageResult(metrics={**first, **metrics}, tags=tags, files=[] if training_run.trial else [LOSS_PLOT])
+    files = [] if training_run.trial else [LOSS_PLOT, *training_run.batches.files]
+    return StageResult(metrics={**first, **metrics}, tags=tags, files=files)

@@ -149,14 +149,15 @@ class FsdpEngine:
         """fp32 weights that learn, and Adam's two moments of them."""
         return 3 * 4 * sum(parameter.numel() for parameter in self._parameters)
 
-    def export(self, folder: Path, dtype: torch.dtype) -> None:
+    def export(self, folder: Path, dtype: torch.dtype, *, is_trained: bool = True) -> None:
         """One weight at a time is gathered; rank 0 writes."""
         if self._adapter:
             parameters = self._model.causal_lm.named_parameters()
             learned = {name: _full_tensor(one.detach()).cpu() for name, one in parameters if one.requires_grad}
             if is_main_process():
                 config = self._adapter.to_dict()
-                write_adapter(folder, learned, config, self._folder, dtype, self._taken_out, self._merged)
+                start = self._taken_out, self._merged
+                write_adapter(folder, learned, config, self._folder, dtype, *start, is_trained=is_trained)
                 check_loadable(folder, self._folder, trust_remote_code=self._trust_remote_code)
             return
         named_weights = ((name, _full_tensor(value)) for name, value in self._model.causal_lm.state_dict().items())

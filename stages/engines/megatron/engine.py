@@ -158,13 +158,13 @@ class MegatronEngine:
         learning = self._adapter.num_parameters if self._adapter else self._shape.num_parameters
         return (3 * 4 + half) * learning
 
-    def export(self, folder: Path, dtype: torch.dtype) -> None:
+    def export(self, folder: Path, dtype: torch.dtype, *, is_trained: bool = True) -> None:
         """One weight at a time is put together on rank 0, which writes."""
         self._adam.settle()
         if self._adapter:
             factors = learned_factors(self._chunks, self._shape)
             if is_main_process():
-                write_adapter(folder, factors, self._adapter.config, self._folder, dtype)
+                write_adapter(folder, factors, self._adapter.config, self._folder, dtype, is_trained=is_trained)
                 check_loadable(folder, self._folder, trust_remote_code=False)
             return
         export_weights(self._chunks, self._shape, source=self._folder, folder=folder, dtype=dtype)

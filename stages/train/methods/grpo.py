@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
 from stages.core.numbers import NonNegativeFp32, PositiveFp32
-from stages.core.strict import StrictModel
+from stages.train.methods.method import Method
+from stages.train.methods.rollouts import RolloutOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +36,7 @@ METRICS = {
 }
 
 
-class GrpoConfig(StrictModel):
+class GrpoConfig(RolloutOptions):
     """Group-relative policy optimization (Shao et al. 2024) and its relatives, named as in TRL."""
 
     beta: NonNegativeFp32 = Field(
@@ -65,11 +66,6 @@ class GrpoConfig(StrictModel):
         description="Divide advantages by the deviation of the group's rewards, of the batch's, or by nothing "
         "(Dr. GRPO).",
     )
-    num_iterations: PositiveInt = Field(1, description="How often a batch of completions is learned from.")
-    max_completion_length: PositiveInt = Field(512, description="Tokens after which a completion is cut off.")
-    mask_truncated_completions: bool = Field(
-        False, description="Whether completions that were cut off are learned from by nobody (DAPO)."
-    )
     importance_sampling_correction: bool = Field(
         True, description="Weigh by the probability that the trainer gives over that which the server says it gave."
     )
@@ -80,6 +76,9 @@ class GrpoConfig(StrictModel):
         "truncate tokens.",
     )
     importance_sampling_clip_max: PositiveFp32 = Field(3.0, description="The largest such weight; verl has 2.")
+
+    def advantages(self, rewards: Tensor) -> Tensor:
+        return group_advantages(rewards, self.num_generations, self.scale_rewards)
 
     @model_validator(mode="after")
     def _options_that_do_something(self) -> Self:
@@ -226,3 +225,14 @@ def _mean(values: Tensor, batch: Batch, totals: Totals) -> Tensor:
     if values.dim() == 1:
         return values.sum() / totals["completions"]
     return values.where(batch.has_target, 0.0).sum() / max(1.0, totals["tokens"])
+
+
+GRPO = Method(
+    name="grpo",
+    rows="prompts",
+    build_loss=GrpoLoss,
+    options=GrpoConfig,
+    needs_reference=lambda config: config.beta > 0,
+    needs_rollouts=True,
+    metrics=METRICS,
+)

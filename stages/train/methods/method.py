@@ -51,6 +51,8 @@ class Method:
     """Whether batches say how far the model is from the reference (see `divergence.py`)."""
     asks_teacher: Callable[[Any], TeacherTokens | None] = lambda _: None
     """What a teacher says of every target, if there is one: the stage that `teacher:` of the recipe names."""
+    needs_rollouts: bool = False
+    """Whether it learns from what the model answers while it is trained; its options are `RolloutOptions` then."""
     needs_score_head: bool = False
     """Whether the model gives one number a document, in the place of probabilities of tokens: a reward model."""
     metrics: Mapping[str, str] = field(default_factory=dict)
@@ -66,5 +68,7 @@ class Method:
     def passes(self, options: Any) -> Passes:
         """What its needs cost in forward passes, for the planner: a new need adds its own here. Of a divergence,
         mismatched rows go through the reference before training and through the model in each step."""
+        if self.needs_rollouts:  # what the completions had when they were sampled, by the model and by the reference
+            return Passes(before_training=0, each_step=1 + int(self.needs_reference(options)))
         num_divergences = int(self.needs_divergence(options))
         return Passes(before_training=int(self.needs_reference(options)) + num_divergences, each_step=num_divergences)

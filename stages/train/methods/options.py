@@ -11,6 +11,7 @@ from stages.core.fields import AddedLater
 from stages.core.strict import StrictModel
 from stages.train.methods.method import Method, TeacherTokens
 from stages.train.methods.registry import METHODS
+from stages.train.methods.rollouts import RolloutOptions
 
 if TYPE_CHECKING:  # what there is depends on the registry, which no type checker runs
     MethodName = str
@@ -49,6 +50,12 @@ class MethodFields(MethodBlocks):
     def method_options(self) -> StrictModel | None:
         """What the recipe says of the method; None for one without options."""
         return dict(self).get(self.method)
+
+    @property
+    def rollouts(self) -> RolloutOptions | None:
+        """How the model that is trained answers prompts, where the method learns from that."""
+        options = self.method_options
+        return options if isinstance(options, RolloutOptions) and self.learning.needs_rollouts else None
 
     @property
     def needs_reference(self) -> bool:

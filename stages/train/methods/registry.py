@@ -5,6 +5,7 @@ from __future__ import annotations
 from stages.train.methods.cpo import CPO
 from stages.train.methods.distill import DISTILL
 from stages.train.methods.dpo import DPO
+from stages.train.methods.grpo import GRPO
 from stages.train.methods.kto import KTO
 from stages.train.methods.method import Method
 from stages.train.methods.orpo import ORPO
@@ -12,7 +13,9 @@ from stages.train.methods.reward import REWARD
 from stages.train.methods.sft import SFT
 from stages.train.methods.simpo import SIMPO
 
-METHODS: dict[str, Method] = {method.name: method for method in (SFT, DPO, SIMPO, ORPO, CPO, KTO, REWARD, DISTILL)}
+METHODS: dict[str, Method] = {
+    method.name: method for method in (SFT, DPO, SIMPO, ORPO, CPO, KTO, REWARD, DISTILL, GRPO)
+}
 
 
 def loss_meaning() -> str:

@@ -32,6 +32,7 @@ TRAINING = {
 MIXTURE = {"kind": "merge", "model": "base", "adapters": ["tuned", "other"], "density": 0.5}
 CURATION = {"kind": "curate", "datasets": ["problems"], "exact_duplicates": True}
 GENERATION = {"kind": "generate", "model": "base", "serving": {}, "prompts": {"dataset": "problems"}, "num_samples": 2}
+ROLLOUTS = {"num_generations": 2, "max_completion_length": 1, "rewards": {"right": {"type": "exact_match"}}}
 HELD_OUT = {**TRAINING["data"], "evaluation_fraction": 0.1}
 EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "download": [
@@ -55,6 +56,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {**TRAINING, "method": "reward"},
         {**TRAINING, "method": "distill", "teacher": "other"},
         {**TRAINING, "method": "cpo"},
+        {**TRAINING, "method": "grpo", "grpo": {**ROLLOUTS, "beta": 0.1}},
         {**TRAINING, "method": "cpo", "cpo": {"loss_type": "simpo"}},
         {**TRAINING, "method": "sft", "adapter": {}},
         {**TRAINING, "method": "sft", "engine": "megatron"},

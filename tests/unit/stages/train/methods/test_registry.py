@@ -107,7 +107,7 @@ def test_options_of_another_method_are_an_error():
 
 def test_an_unknown_method_is_an_error_that_lists_those_there_are():
     with pytest.raises(
-        ValidationError, match="should be 'sft', 'dpo', 'simpo', 'orpo', 'cpo', 'kto', 'reward' or 'distill'"
+        ValidationError, match="should be 'sft', 'dpo', 'simpo', 'orpo', 'cpo', 'kto', 'reward', 'distill' or 'grpo'"
     ):
         make(method="ppo")
 

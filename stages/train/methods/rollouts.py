@@ -1,0 +1,63 @@
+"""What a recipe may say of completions that are sampled from the model while it is trained: how, and what judges them.
+
+A method that learns from them has these options among its own (`Method.needs_rollouts`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from pydantic import Field, PositiveInt
+
+from stages.core.strict import StrictModel
+from stages.rewards.registry import AnyReward, RewardName
+from stages.serving.config import ServingConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class RolloutOptions(StrictModel, ABC):
+    """How prompts are answered, by whom, and what the answers are worth."""
+
+    num_generations: int = Field(8, ge=2, le=1024, description="Completions of each prompt, a group.")
+    steps_per_generation: PositiveInt = Field(
+        1,
+        description="Optimizer steps that share the completions of one sampling, each `global_batch_size` of them; "
+        "TRL has as many as it accumulates gradients over.",
+    )
+    num_iterations: PositiveInt = Field(1, description="How often a batch of completions is learned from.")
+    max_completion_length: PositiveInt = Field(512, description="Tokens after which a completion is cut off.")
+    mask_truncated_completions: bool = Field(
+        False, description="Whether completions that were cut off are learned from by nobody (DAPO)."
+    )
+    temperature: float = Field(1.0, gt=0, le=100, description="Of sampling, and of the probabilities that learn.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Only the likeliest tokens that have this share together.")
+    stop: tuple[str, ...] = Field((), max_length=16, description="Texts that end a completion.")
+    system: str | None = Field(None, min_length=1, description="System message of chats that have none.")
+    apply_chat_template: bool | None = Field(
+        None, description="Ask prompts of plain text as a user of a chat; default: as `kind: generate` does."
+    )
+    reference: str | None = Field(
+        None,
+        description="Column of the right answer; default: the row's own last answer, or `answer`, `solution`, "
+        "`ground_truth`.",
+    )
+    rewards: dict[RewardName, AnyReward] = Field(
+        default_factory=dict, description="Name, as metrics have it → what judges each completion; at least one."
+    )
+    max_draws: PositiveInt = Field(
+        1,
+        le=100,
+        description="Groups whose completions are all worth the same teach nothing. They are replaced by those of "
+        "other prompts, up to so many samplings in all (dynamic sampling); what is left then stays. 1: all stay.",
+    )
+    serving: ServingConfig = Field(
+        ServingConfig(), description="Of the server that samples; `dtype: auto` is the precision of the training."
+    )
+
+    @abstractmethod
+    def advantages(self, rewards: Tensor) -> Tensor:
+        """By how much each completion is better than the others: float32 [completions], of their rewards, whose groups
+        follow each other."""

@@ -1,0 +1,94 @@
+"""Prompts as what a run learns from: read and checked like the rows of any dataset, answered while it trains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from stages.core.contract import StageContext
+from stages.data.documents import Conversation
+from stages.data.tokenizer import DocumentTokenizer
+from stages.engines.engine import Engine
+from stages.rollouts.prompts import AskedPrompt
+from stages.train.config import TrainConfig
+from stages.train.methods.rollouts import RolloutOptions
+from stages.train.rollouts.batches import RolloutBatches
+from stages.train.rollouts.documents import Packing
+from stages.train.rollouts.prompts import checked_prompts, most_tokens
+from stages.train.rollouts.rounds import RoundPlan
+from stages.train.teacher import BuildEngine
+from stages.train.watchdog import Watchdog
+
+
+@dataclass(frozen=True)
+class RolloutData:
+    """See `stages.train.batches.TrainingData`."""
+
+    config: TrainConfig
+    context: StageContext
+    options: RolloutOptions
+    model_folder: Path
+    prompts: Sequence[AskedPrompt]
+    build_reference: Callable[[torch.device], Engine]
+    """The model that training starts from, once more."""
+
+    @classmethod
+    def read(
+        cls,
+        config: TrainConfig,
+        context: StageContext,
+        options: RolloutOptions,
+        model_folder: Path,
+        build_reference: Callable[[torch.device], Engine],
+    ) -> RolloutData:
+        """Raises DataError for rows that are no prompts, or are too long; ModelError as `read_prompts` does."""
+        prompts = checked_prompts(config, options, context.inputs[config.data.dataset] / "data", model_folder)
+        return cls(config, context, options, model_folder, prompts, build_reference)
+
+    @property
+    def longest_document(self) -> int:
+        return max(len(one.token_ids) for one in self.prompts) + self.options.max_completion_length
+
+    @property
+    def conversations(self) -> bool:
+        return isinstance(self.prompts[0].prompt.document, Conversation)
+
+    @property
+    def counts(self) -> dict[str, float]:
+        return {"num_prompts": float(len(self.prompts))}
+
+    @property
+    def steps_of_epochs(self) -> int:
+        plan = self._plan
+        return math.ceil(self.config.epochs * len(self.prompts) / plan.prompts_per_round) * plan.steps_per_round
+
+    def taught(self, build: BuildEngine, watchdog: Watchdog) -> RolloutData:
+        """No method has a teacher for what a model answers itself."""
+        return self
+
+    def batches(self, engine: Engine, last_step: int, watchdog: Watchdog) -> RolloutBatches:
+        """The server is started with the first of them."""
+        config = self.config
+        packing = Packing(
+            config.data.sequence_length,
+            most_tokens(config, self.options, self.model_folder),
+            config.data.packing,
+            config.layout.micro_batch_size,
+            DocumentTokenizer(self.model_folder, None, "assistant").padding_token,
+            self.options.temperature,
+        )
+        base = self.model_folder if config.adapter else None
+        reference = self.build_reference(engine.device) if config.needs_reference else None
+        return RolloutBatches(
+            config, self.context, self.options, engine, watchdog, self.prompts, self._plan, packing, base, reference
+        )
+
+    @property
+    def _plan(self) -> RoundPlan:
+        config, options = self.config, self.options
+        per_round = config.global_batch_size * options.steps_per_generation // options.num_generations
+        return RoundPlan(len(self.prompts), per_round, options, config.seed)

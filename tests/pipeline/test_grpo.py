@@ -1,0 +1,125 @@
+"""GRPO as a stage, with real servers: weights go over and are right, kills of trainer and server lose nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from stages.core.contract import StageResult
+from stages.core.errors import TrainingError
+from stages.models.recorded import read_record
+from stages.serving.vllm.engine import Vllm
+from stages.train.config import TrainConfig
+from stages.train.run import run
+from tests.serving import served_processes, wait_for
+from tests.train_stage import logged, make_artifacts, make_config, make_context, start
+
+OPTIONS: dict[str, Any] = {
+    "num_generations": 4,
+    "num_iterations": 2,
+    "max_completion_length": 6,
+    "rewards": {"like": {"type": "regex", "pattern": "e"}},
+    "serving": {"enforce_eager": True, "kv_cache_memory_gib": 0.0625},
+}
+NUM_PROMPTS = 8
+NUM_STEPS = 30
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return make_artifacts(tmp_path_factory.mktemp("artifacts"))
+
+
+def make(steps: int, **changed: Any) -> TrainConfig:
+    return make_config(
+        "grpo",
+        data={"dataset": "problems", "sequence_length": 64},
+        steps=steps,
+        global_batch_size=NUM_PROMPTS * OPTIONS["num_generations"],
+        schedule="constant",
+        grpo=OPTIONS,
+        **{"execution": {"checkpoint_every_steps": 2}, **changed},
+    )
+
+
+def asked(work: Path) -> dict[int, set[str]]:
+    """Step → rows of the prompts that were shown of it; a step that was sampled twice has those of both."""
+    found: dict[int, set[str]] = {}
+    for line in (work / "completions.jsonl").read_text().splitlines(keepends=True):
+        if not line.endswith("\n"):
+            continue  # torn by the kill
+        sample = json.loads(line)
+        found.setdefault(sample["step"], set()).add(sample["row"])
+    return found
+
+
+def test_kills_of_trainer_and_server_lose_nothing(artifacts: dict[str, Path], tmp_path: Path) -> None:
+    """The trainer is killed after its second round, the server of the next attempt before its last one."""
+    config = make(NUM_STEPS)
+    work = make_context(tmp_path / "work", artifacts, config).work
+    runtime = work / "scratch" / "server"
+    attempt = start(work, config)
+    checkpoints = work / "scratch" / "checkpoints"
+    wait_for(lambda: attempt.poll() is not None or list(checkpoints.glob("step-*")), what="a checkpoint")
+    attempt.send_signal(signal.SIGKILL)
+    attempt.wait()
+    wait_for(lambda: not served_processes(runtime), what="the end of the server whose trainer was killed")
+    before, num_logged = asked(work), len(logged(work))
+    assert num_logged < NUM_STEPS - 10, "or nothing is left to be done again"
+
+    attempt = start(work, config)
+    wait_for(lambda: attempt.poll() is not None or len(logged(work)) >= num_logged + 5, what="another round")
+    for pid in served_processes(runtime):
+        os.kill(pid, signal.SIGKILL)
+    assert attempt.wait(500) == 0, (work / "log.txt").read_text()[-3000:]
+    rows = logged(work)
+    assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
+    assert all(len(found) == 4 for found in asked(work).values()), "a step that is done again asks the same prompts"
+    assert asked(work).items() >= before.items()
+    events = (work / "events.jsonl").read_text()
+    assert "continuing from the checkpoint of step" in events
+    assert "started again, with the same weights" in events
+    assert max(row["mismatch_mean"] for row in rows) < 1e-4
+    assert [row["staleness_steps"] for row in rows] == [0, 1] * (NUM_STEPS // 2)
+    assert not served_processes(runtime)
+    assert [path.name for path in (work / "scratch" / "weights").iterdir()] == [f"step-{NUM_STEPS - 1}"]
+    _check_record(work / "model", work)
+    assert StageResult.model_validate_json((work / "result.json").read_text()).files[-1] == "completions.jsonl"
+
+
+def test_an_adapter_on_two_processes_is_loaded_under_new_names(artifacts: dict[str, Path], tmp_path: Path) -> None:
+    config = make(4, adapter={"rank": 4}, layout={"dp_shard": 2, "micro_batch_size": 2}, learning_rate=1e-2)
+    work = make_context(tmp_path / "work", artifacts, config).work
+    attempt = start(work, config)
+    assert attempt.wait(500) == 0, (work / "log.txt").read_text()[-3000:]
+    rows = logged(work)
+    assert max(row["mismatch_mean"] for row in rows) < 1e-4
+    assert max(row["clipped_low_fraction"] for row in rows) > 0, "or the second adapter was the first one again"
+    assert (work / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_a_server_that_keeps_its_weights_is_an_error(
+    artifacts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM keeps a head that is tied, unless it is written out: the very trap, on the real server."""
+    monkeypatch.setattr(Vllm, "prepare_reloads", lambda *_: None)
+    config = make(4, learning_rate=1e-2)
+    with pytest.raises(TrainingError, match=r"given the weights of step 2, the server gives .* at most 0\.001"):
+        run(config, make_context(tmp_path / "work", artifacts, config))
+
+
+def _check_record(folder: Path, work: Path) -> None:
+    """What was recorded of the first completions is what Transformers gives to them."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for one in read_record(work):
+        with torch.no_grad():
+            values = model(input_ids=torch.tensor([one.input_ids])).logits[0].log_softmax(-1)
+        given = sum(values[place, target].item() for place, target in enumerate(one.targets) if target >= 0)
+        assert given == pytest.approx(one.log_probability, abs=1e-3)
