@@ -193,7 +193,7 @@ def _experts(work: LayerWork, hardware: Hardware) -> Pass:
     inward = _product(hardware, work.precision, rows, shape.hidden_size, into, work.is_frozen)
     products = inward + _product(hardware, work.precision, rows, width, shape.hidden_size, work.is_frozen)
     moved = 4 * tokens * shape.hidden_size * work.size / memory_rate(hardware)
-    return products + Pass(moved, moved)
+    return products.times(1 / hardware.efficiency.grouped) + Pass(moved, moved)
 
 
 def _flash(work: LayerWork, software: Software, hardware: Hardware) -> Pass:

@@ -26,6 +26,8 @@ class Efficiency:
     """Waves of output tiles over the device's processors at which half of that is reached."""
     matmul_half_depth: float = 109.0
     """Length of the summed dimension at which half of that is reached."""
+    grouped: float = 0.62
+    """Rate of the experts' grouped products over that of dense ones."""
     attention: float = 0.5
     """Of the peak, by a fused attention kernel."""
     first_flash_attention: float = 0.31
@@ -74,6 +76,8 @@ class Hardware:
     host_is_device: bool = False
     """Whether what launches kernels also runs them, as on a CPU: neither then goes on beside the other."""
     efficiency: Efficiency = Efficiency()
+    sustained_gain_eight_bits: float = 1.0
+    """How much more of its peak a product in 8 bits sustains: it draws less power for it."""
     software: tuple[tuple[str, bool | int | float], ...] = ()
     """Fields of `Software` in which what trains here differs from our engines."""
 
@@ -89,7 +93,8 @@ class Hardware:
 
     def sustained_flops_per_s(self, precision: Precision) -> float:
         """The peak that a long run can come near."""
-        return self.sustained * self.peak_flops_per_s(precision)
+        gain = self.sustained_gain_eight_bits if precision == "fp8" else 1.0
+        return gain * self.sustained * self.peak_flops_per_s(precision)
 
 
 HARDWARE = {
@@ -103,10 +108,12 @@ HARDWARE = {
         Hardware("h200", 989, 67, 1979, 139.8, 4800, 132, 8, 450, 50, sustained=0.77),
         Hardware("h800-80gb", 989, 67, 1979, 79.1, 3350, 132, 8, 200, 50, sustained=0.75),
         Hardware("h20", 148, 44, 296, 95.1, 4000, 78, 8, 450, 50),
-        Hardware("b200", 2250, 75, 4500, 178.4, 8000, 148, 8, 900, 50, sustained=0.8),
-        Hardware("b300", 2250, 75, 4500, 267.7, 8000, 148, 8, 900, 100, sustained=0.8),
-        Hardware("gb200", 2500, 80, 5000, 184.0, 8000, 152, 72, 900, 50, sustained=0.8),
-        Hardware("gb300", 2500, 80, 5000, 276.0, 8000, 152, 72, 900, 100, sustained=0.8),
+        Hardware("b200", 2250, 75, 4500, 178.4, 8000, 148, 8, 900, 50, sustained=0.6, sustained_gain_eight_bits=1.2),
+        Hardware("b300", 2250, 75, 4500, 267.7, 8000, 148, 8, 900, 100, sustained=0.6, sustained_gain_eight_bits=1.42),
+        Hardware("gb200", 2500, 80, 5000, 184.0, 8000, 152, 72, 900, 50, sustained=0.6, sustained_gain_eight_bits=1.2),
+        Hardware(
+            "gb300", 2500, 80, 5000, 276.0, 8000, 152, 72, 900, 100, sustained=0.6, sustained_gain_eight_bits=1.42
+        ),
         Hardware("l40s", 362, 91.6, 733, 44.4, 864, 142, 8, 25, 12.5, sustained=0.75),
         Hardware("l4", 121, 30.3, 242, 22.5, 300, 58, 8, 25, 12.5),
         Hardware("a10", 125, 31.2, None, 22.5, 600, 72, 8, 25, 12.5),
@@ -118,7 +125,7 @@ HARDWARE = {
         Hardware("rtx-5090", 209.5, 104.8, 419, 31.4, 1792, 170, 4, 25, 1.25),
         # One of an MI250X's two dies, which programs see as a device of its own.
         Hardware("mi250x", 191.5, 47.9, None, 63.9, 1638, 110, 8, 50, 12.5, sustained=0.6),
-        Hardware("mi300x", 1307, 163, 2615, 191.5, 5300, 304, 8, 448, 50, sustained=0.6),
+        Hardware("mi300x", 1307, 163, 2615, 191.5, 5300, 304, 8, 448, 50, sustained=0.6, sustained_gain_eight_bits=0.8),
         # A whole machine of two cores; a process without any model holds 0.43 GiB: the interpreter, torch.
         Hardware(
             "cpu",

@@ -9,11 +9,11 @@ import pytest
 from stages.models.known_models import KNOWN
 from stages.parallel.layout import Layout
 from stages.planner import network
-from stages.planner.compute import LayerWork, head_time, matmul_s
+from stages.planner.compute import LayerWork, head_time, layer_time, matmul_s
 from stages.planner.hardware import HARDWARE
 from stages.planner.memory import GIB, memory
 from stages.planner.time import step_time
-from stages.planner.workload import Passes, Workload
+from stages.planner.workload import OURS, Passes, Workload
 
 H100 = HARDWARE["h100-80gb"]
 LLAMA = KNOWN["llama3 8b"]
@@ -90,6 +90,27 @@ def test_tensor_parallelism_across_nodes_is_slow():
 def test_keeping_gathered_parameters_saves_communication():
     kept = estimate(Layout(dp_shard=64, reshard_after_forward=False), engine="fsdp")
     assert kept.parts.data_parallel < estimate(Layout(dp_shard=64), engine="fsdp").parts.data_parallel
+
+
+def test_experts_products_run_at_their_own_rate():
+    mixture, hardware = KNOWN["qwen3 30b"], replace(H100, efficiency=replace(H100.efficiency, grouped=0.31))
+    slow, usual = (
+        layer_time(LayerWork(mixture, 4, 4096, "bf16"), OURS["megatron"], one).products for one in (hardware, H100)
+    )
+    dense, same = (
+        layer_time(LayerWork(LLAMA, 4, 4096, "bf16"), OURS["megatron"], one).products for one in (hardware, H100)
+    )
+    assert 1.3 < slow.forward_s / usual.forward_s < 2 and dense == same
+
+
+def test_products_in_eight_bits_sustain_a_share_of_their_own():
+    """Measured on B200: 0.46 to 0.49 of the peak in bf16."""
+    b200 = HARDWARE["b200"]
+    assert b200.sustained_flops_per_s("bf16") == pytest.approx(0.6 * 2250e12)
+    assert b200.sustained_flops_per_s("fp8") == pytest.approx(0.72 * 4500e12)
+    assert H100.sustained_flops_per_s("fp8") == 0.75 * 1979e12
+    reached = 2 * 16384**3 / matmul_s(b200, "bf16", 16384, 16384, 16384) / 2250e12
+    assert 0.45 < reached < 0.49
 
 
 def test_passes_of_each_step_take_a_forward_pass_over_its_rows():
