@@ -142,7 +142,7 @@ HARDWARE = {
             1e-3,
             1e-3,
             True,
-            Efficiency(launch_s=100e-6, overlapped=0.0, runtime_gib=0.43, communicator_gib=0.02, fragmentation=0.05),
+            Efficiency(launch_s=100e-6, overlapped=0.0, runtime_gib=0.43, communicator_gib=0.04, fragmentation=0.05),
         ),
     )
 }
