@@ -6,6 +6,7 @@ a stage's.
 
 from __future__ import annotations
 
+import shlex
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -110,9 +111,10 @@ def _built(name: str, planned: Plan, request: LookRequest, index: Index, store: 
     why = planned.unknown.get(name, "it is not in the store")
     source = f" ({download.source})" if download else ""
     remedy = "add `--download`, or run" if source else "first run"
+    options = "".join(f" --set {shlex.quote(one)}" for one in request.overrides)
     raise StoreError(
         f"looking at the data of {request.stage}: it needs {name}{source}, and {why}; {remedy} "
-        f"`lifecycle run {request.recipe} --until {name}`"
+        f"`lifecycle run {request.recipe} --until {name}{options}`"
     )
 
 

@@ -13,6 +13,7 @@ from flows.cli.data_text import print_look, visible
 from flows.cli.main import main
 from stages.core.errors import RecipeError, StoreError
 from stages.data.shown import Bar, DataLook, Dropped, Piece, ShownDocument, ShownPortion, ShownRow
+from tests.hub_server import running_hub
 
 HOSTILE = (
     "</pre><script src=https://evil.example/x.js></script><img src=x onerror=alert(1)> \x1b[31m \u202e {{ 7 * 7 }}"
@@ -51,7 +52,7 @@ name: small
 stages:
   base: {kind: download, model: builtin/qwen3-1m}
   rows: {kind: download, dataset: file://rows.jsonl}
-  far: {kind: download, dataset: "hf://datasets/org/rows@0123456789012345678901234567890123456789"}
+  far: {kind: download, dataset: "hf://datasets/org/rows"}
   sft:
     kind: train
     method: sft
@@ -63,7 +64,7 @@ stages:
     kind: train
     method: sft
     model: sft
-    data: {dataset: far}
+    data: {dataset: far, sequence_length: 64}
     global_batch_size: 2
     learning_rate: 1.0e-3
   answers: {kind: generate, model: sft, prompts: {dataset: rows, limit: 3}}
@@ -160,12 +161,23 @@ def test_rows_of_a_local_file_are_shown_before_anything_was_run(lifecycle, tmp_p
     assert not (tmp_path / "home" / "ledger").exists()  # no refresh was begun
 
 
-def test_what_is_not_here_is_named_with_what_to_run(lifecycle, tmp_path):
+def test_what_is_elsewhere_is_fetched_when_asked_for_and_else_named_with_what_to_run(lifecycle, tmp_path, monkeypatch):
     recipe = tmp_path / "small.yaml"
-    code, _, errors = lifecycle("data", recipe, "--stage", "later")
-    assert code == StoreError.exit_code
-    assert "it needs far (hf://datasets/org/rows@0123" in errors
-    assert f"add `--download`, or run `lifecycle run {recipe} --until far`" in errors
-    code, output, _ = lifecycle("data", recipe, "--stage", "base", "--json")
+    with running_hub() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        hub.repository("datasets/org/rows").commit({"train.jsonl": b'{"prompt": "2 + 2 = ", "completion": "4"}\n' * 3})
+        code, _, errors = lifecycle("data", recipe, "--stage", "later")
+        assert code == StoreError.exit_code
+        assert "it needs far (hf://datasets/org/rows), and it is not in the store" in errors
+        assert f"add `--download`, or run `lifecycle run {recipe} --until far`" in errors
+        code, output, _ = lifecycle("data", recipe, "--stage", "later", "--download", "--rows", "1")
+    assert code == 0
+    assert "2 + 2 = ⟦4" in output
+    assert "2 of 3 rows repeat an earlier one" in output
+
+
+def test_a_stage_without_data_is_named_with_those_that_have_some(lifecycle, tmp_path):
+    code, output, _ = lifecycle("data", tmp_path / "small.yaml", "--stage", "base", "--json")
     assert code == RecipeError.exit_code
     assert "kind download has none to look at; expected sft, later, answers" in json.loads(output)["error"]
