@@ -57,3 +57,10 @@ def planted_duplicates(num_rows: int, seed: int = 0) -> Planted:
     for half in draw.sample(sorted(set(range(num_rows * 8 // 10)) - set(originals)), num_rows - len(texts)):
         texts.append(f"{' '.join(texts[half].split(' ')[: WORDS_PER_ROW // 2])} {text(draw, WORDS_PER_ROW // 2)}")
     return Planted(texts, copies)
+
+
+def with_overlap(draw: random.Random, row: str, sample: str, num_words: int) -> str:
+    """The row with so many words of the sample, one after another, somewhere in it."""
+    words, of_sample = row.split(" "), sample.split(" ")
+    start, at = draw.randrange(len(of_sample) - num_words + 1), draw.randrange(len(words))
+    return " ".join([*words[:at], *of_sample[start : start + num_words], *words[at:]])

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from flows.recipe.recipe import Recipe
 from stages.core.errors import RecipeError
 from stages.evaluate.config import EvaluateConfig
-from stages.evaluate.harnesses.registry import default_harness
+from stages.harnesses.registry import default_harness
 from stages.promote.config import PromoteConfig
 from stages.serve.config import ServeConfig
 

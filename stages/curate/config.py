@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import ClassVar, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt, model_validator
 
-from stages.core.contract import DatasetReference, StageConfig
+from stages.core.contract import DatasetReference, OutsidePath, StageConfig
 from stages.core.fields import Product
 from stages.core.strict import StrictModel
+from stages.harnesses.harness import Evaluation
+from stages.harnesses.registry import default_harness
 
-STEPS = ("length", "exact_duplicates", "near_duplicates")
+STEPS = ("length", "decontaminate", "exact_duplicates", "near_duplicates")
 """In the order in which they are done."""
 
 
@@ -52,6 +55,38 @@ class NearDuplicates(StrictModel):
     words: PositiveInt = Field(3, le=50, description="Words of a run.")
 
 
+class BenchmarkTasks(StrictModel):
+    """Tasks that an evaluation asks."""
+
+    tasks: tuple[str, ...] = Field(min_length=1, description="Names of the harness's tasks, or of `task_folder`.")
+    task_folder: OutsidePath | None = Field(None, description="Folder of local tasks (YAML and JSONL).")
+    trust_task_code: bool = Field(False, description="As in `evaluate`.")
+
+    @property
+    def evaluation(self) -> Evaluation:
+        """What a harness is asked for."""
+        return Evaluation(
+            tasks=self.tasks,
+            task_folder=self.task_folder,
+            limit=None,
+            num_fewshot=None,
+            apply_chat_template=False,
+            seed=None,
+            trust_task_code=self.trust_task_code,
+            concurrent_requests=1,
+        )
+
+
+class Decontaminate(StrictModel):
+    """Rows that hold what a benchmark asks are left out, lest its scores be of memory."""
+
+    words: int = Field(13, ge=5, le=50, description="Of a run (n-gram) that a row may not share with a sample.")
+    min_shared: PositiveInt = Field(1, description="Such runs of a row from which on it is left out.")
+    benchmarks: dict[str, BenchmarkTasks] = Field(
+        default_factory=dict, description="Name → tasks; default: those of all `evaluate` stages of the recipe."
+    )
+
+
 class CurateConfig(StageConfig):
     """Leave out rows of datasets that should not be learned from, each for a reason that is listed (→ `data/`)."""
 
@@ -65,6 +100,7 @@ class CurateConfig(StageConfig):
     on_bad_rows: Literal["fail", "drop"] = Field("fail", description="drop: list them and go on without them.")
     max_bad_row_fraction: float = Field(0.01, ge=0, le=1, description="More dropped bad rows than this is an error.")
     length: Length | None = Field(None, description="Step: too short and too long rows.")
+    decontaminate: Decontaminate | None = Field(None, description="Step: rows that hold what a benchmark asks.")
     exact_duplicates: bool = Field(False, description="Step: rows from which the same would be learned again.")
     near_duplicates: NearDuplicates | None = Field(None, description="Step: rows that say nearly the same.")
 
@@ -77,12 +113,43 @@ class CurateConfig(StageConfig):
         """Those that are asked for, in the order in which they are done."""
         return tuple(name for name in STEPS if getattr(self, name))
 
+    def completed_among(self, stages: Mapping[str, StageConfig]) -> Self:
+        if not self.decontaminate or self.decontaminate.benchmarks:
+            return self
+        benchmarks = {str(number): one for number, one in enumerate(_benchmarks_of(stages), 1)}
+        return self.model_copy(
+            update={"decontaminate": self.decontaminate.model_copy(update={"benchmarks": benchmarks})}
+        )
+
+    def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
+        """What the tasks' datasets hold now."""
+        if not self.decontaminate:
+            return {}
+        harness = default_harness()
+        found: dict[str, JsonValue] = {f"{harness.name}_version": harness.version()}
+        for benchmark in self.decontaminate.benchmarks.values():
+            for name, value in harness.resolve_outside(benchmark.evaluation, limit_s).items():
+                before = found.get(name)
+                found[name] = before | value if isinstance(before, dict) and isinstance(value, dict) else value
+        return found
+
+    def custom_code(self) -> tuple[str, ...]:
+        """Also that of tasks of a folder, which the evaluation trusts. Raises EvaluationError for unknown tasks."""
+        benchmarks = self.decontaminate.benchmarks.values() if self.decontaminate else ()
+        of_tasks = (code for one in benchmarks for code in default_harness().custom_code(one.evaluation))
+        return (*super().custom_code(), *of_tasks)
+
     def idle_fields(self) -> Iterator[tuple[str, str]]:
         yield from super().idle_fields()
         if self.on_bad_rows == "fail":
             yield "max_bad_row_fraction", "`on_bad_rows: fail` drops none"
 
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
+        if self.decontaminate and not self.decontaminate.benchmarks:
+            yield (
+                "decontaminate: the recipe has no `evaluate` stage whose tasks rows could be compared with; name tasks "
+                "in `benchmarks`, or remove `decontaminate`"
+            )
         known: dict[str, str] = {}
         for name in self.datasets:
             same = known.setdefault(_what_it_is(stages[name]), name)
@@ -96,6 +163,19 @@ class CurateConfig(StageConfig):
         if not self.steps:
             raise ValueError(f"names no step, so that it would leave out nothing; expected some of {', '.join(STEPS)}")
         return self
+
+
+def _benchmarks_of(stages: Mapping[str, StageConfig]) -> list[BenchmarkTasks]:
+    """The tasks of all evaluations, one for each task folder; without the names of stages, which are no identity."""
+    tasks: dict[tuple[Path | None, bool], set[str]] = {}
+    for stage in stages.values():
+        evaluation = getattr(stage, "evaluation", None)
+        if isinstance(evaluation, Evaluation):
+            tasks.setdefault((evaluation.task_folder, evaluation.trust_task_code), set()).update(evaluation.tasks)
+    return [
+        BenchmarkTasks(tasks=tuple(sorted(names)), task_folder=folder, trust_task_code=trusted)
+        for (folder, trusted), names in tasks.items()
+    ]
 
 
 def _what_it_is(config: StageConfig) -> str:

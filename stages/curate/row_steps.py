@@ -4,18 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from stages.core.errors import DataError
-from stages.curate.config import CurateConfig, Length
+from stages.core.contract import StageContext
+from stages.core.errors import DataError, EvaluationError
+from stages.curate.config import CurateConfig, Decontaminate, Length
+from stages.curate.contamination import SHORTEST_WHOLE, Benchmarks
 from stages.curate.spool import SourcePlace
 from stages.data.any_rows import ReadRow
+from stages.harnesses.registry import default_harness
 
 RowStep = Callable[[ReadRow], str | None]
 
 
-def row_steps(config: CurateConfig) -> Iterator[tuple[str, RowStep]]:
-    """Name and step, in the order in which they are done."""
+def row_steps(config: CurateConfig, context: StageContext) -> Iterator[tuple[str, RowStep]]:
+    """Name and step, in the order in which they are done. Raises EvaluationError for tasks that cannot be read."""
     if length := config.length:
         yield "length", lambda row: too_short_or_long(row, length)
+    if decontaminate := config.decontaminate:
+        yield "decontaminate", benchmarks_of(decontaminate, context).reason
+
+
+def benchmarks_of(config: Decontaminate, context: StageContext) -> Benchmarks:
+    """The samples of the tasks. Warns of those that no row can be compared with."""
+    context.doing("reading the tasks of the evaluations")
+    harness = default_harness()
+    items = (item for one in config.benchmarks.values() for item in harness.items(one.evaluation, context))
+    found = Benchmarks(config, items)
+    if not found.num_items:
+        raise EvaluationError("the tasks to decontaminate against have no samples; name others")
+    if found.num_too_short:
+        context.warn(
+            f"{found.num_too_short} of {found.num_items} samples say fewer than {SHORTEST_WHOLE} words: whether rows "
+            "hold them was not looked for"
+        )
+    context.milestone(f"rows are compared with {found.num_items} samples, by runs of {config.words} words")
+    return found
 
 
 def first_reason(steps: Sequence[tuple[str, RowStep]], place: SourcePlace, row: ReadRow) -> tuple[str, str] | None:

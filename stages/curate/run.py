@@ -63,7 +63,7 @@ def run(config: CurateConfig, context: StageContext) -> StageResult:
 
 def _spool(config: CurateConfig, context: StageContext, folder: Path, report: Report) -> None:
     """Read all rows, and write those that are left by the steps of one row at a time to `folder`."""
-    steps, near = list(row_steps(config)), config.near_duplicates
+    steps, near = list(row_steps(config, context)), config.near_duplicates
     with SpoolWriter(folder) as spool, Sets(folder) as sets:
         for place, row in rows_of(config, context, report):
             dropped = first_reason(steps, place, row)

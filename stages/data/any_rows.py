@@ -35,6 +35,14 @@ class ReadRow:
         return (tuple(_texts(first, 0)), *(tuple(_texts(other, _num_prompt_texts(other))) for other in others))
 
     @property
+    def asked(self) -> tuple[str, ...]:
+        """What a person says in the first document: the user's messages, a prompt, or all of a text without one."""
+        document = self.documents[0]
+        if isinstance(document, PlainText):
+            return (document.prompt or document.completion,)
+        return tuple(message["content"] for message in document.messages if message["role"] == "user")
+
+    @property
     def num_turns(self) -> int | None:
         """Messages of the first document, but for the system's; None of plain text, which has none."""
         document = self.documents[0]

@@ -10,7 +10,7 @@ from stages.adapters.headers import ADAPTER_FOLDER
 from stages.core.contract import StageInput
 from stages.core.errors import EvaluationError, LifecycleError, RecipeError
 from stages.evaluate.config import EvaluateConfig
-from stages.evaluate.harnesses.registry import default_harness
+from stages.harnesses.registry import default_harness
 from stages.models.model_config import read_config
 from stages.models.trained_on import has_chat_template
 from stages.serving.limits import limit_problems

@@ -8,8 +8,8 @@ from pydantic import Field, JsonValue, PositiveInt
 
 from stages.core.contract import OutsidePath
 from stages.core.fields import AddedLater, Product
-from stages.evaluate.harnesses.harness import Evaluation
-from stages.evaluate.harnesses.registry import default_harness
+from stages.harnesses.harness import Evaluation
+from stages.harnesses.registry import default_harness
 from stages.serving.asked import AskedModelConfig
 
 

@@ -1,7 +1,7 @@
 """The evaluate stage: runs benchmark tasks against the server of a serve stage, or one of its own for a model.
 
 In: a model's artifact, or a serve stage's with a lease. Out: `scores.json`, `samples/TASK.jsonl` (every prompt, answer
-and score; schema in `harnesses/harness.py`), and the scores as metrics.
+and score; schema in `stages/harnesses/harness.py`), and the scores as metrics.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from stages.core.errors import EvaluationError, LifecycleError, TransientError
 from stages.core.scores import zero_score_warning
 from stages.evaluate.check import check_chat_template
 from stages.evaluate.config import EvaluateConfig
-from stages.evaluate.harnesses.harness import Harness, Results
-from stages.evaluate.harnesses.registry import default_harness
-from stages.evaluate.scores import score_metrics, zero_scores
+from stages.harnesses.harness import Harness, Results
+from stages.harnesses.registry import default_harness
+from stages.harnesses.scores import score_metrics, zero_scores
 from stages.models.trained_on import is_asked_as_chat, trained_on_conversations
 from stages.serving.endpoint import Endpoint, endpoint_for
 

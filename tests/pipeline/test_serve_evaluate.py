@@ -14,7 +14,7 @@ import pytest
 
 from stages.core.contract import StageResult
 from stages.core.supervisor import descendants
-from stages.evaluate.harnesses.lm_eval.tasks import select_tasks
+from stages.harnesses.lm_eval.tasks import select_tasks
 from stages.serving.client import Client
 from tests.listening import listening_addresses, reachable_from_elsewhere
 from tests.serving import (

@@ -43,6 +43,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "curate": [
         {**CURATION, "length": {"min_characters": 1, "max_characters": 5}, "near_duplicates": {}},
         {**CURATION, "length": {"min_turns": 1, "max_turns": 5}, "near_duplicates": {}},
+        {**CURATION, "decontaminate": {"benchmarks": {"own": {"tasks": ["a"]}}}},
     ],
     "train": [
         {**TRAINING, "method": "sft"},
@@ -93,7 +94,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
 SOURCES = ("hf://org/name", "hf://datasets/org/name", "file:///x")
 MAPPINGS = ({"x": "y"}, {"x": 0.5}, {"X": "x/y"})
 TEXTS = ("x", "1:30:00", "2026-02-03")
-VALUES = (None, True, False, 1, 2, 4, 0.25, 1e-3, *SOURCES, *TEXTS, [3], [0.5], ["x"], ["--x"], ["ipo"], *MAPPINGS)
+VALUES = (None, True, False, 1, 2, 4, 20, 0.25, 1e-3, *SOURCES, *TEXTS, [3], [0.5], ["x"], ["--x"], ["ipo"], *MAPPINGS)
 """Of every type that a field may have; a new type of field needs a value here."""
 
 UPSTREAM = {

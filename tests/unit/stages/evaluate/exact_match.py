@@ -2,14 +2,14 @@
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pydantic import JsonValue
 
 from stages.core.contract import StageContext
 from stages.core.errors import EvaluationError
-from stages.evaluate.harnesses.harness import Evaluation, Results
+from stages.harnesses.harness import Evaluation, Results, TaskItem
 from stages.serving.asked import ServedModel
 
 METRIC = "exact_match"
@@ -35,6 +35,12 @@ class ExactMatch:
         for task in evaluation.tasks:
             if not _file(evaluation, task).is_file():
                 raise EvaluationError(f"Exact does not have a task {task!r}")
+
+    def items(self, evaluation: Evaluation, context: StageContext) -> Iterator[TaskItem]:
+        for task in evaluation.tasks:
+            for number, line in enumerate(_file(evaluation, task).read_text().splitlines()):
+                row = json.loads(line)
+                yield TaskItem(task, number, (row["question"],), (row["question"], row["answer"]))
 
     def evaluate(
         self, evaluation: Evaluation, context: StageContext, await_model: Callable[[], ServedModel]

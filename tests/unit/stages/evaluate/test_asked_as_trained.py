@@ -11,10 +11,10 @@ import pytest
 from stages.core.contract import StageContext
 from stages.core.errors import EvaluationError
 from stages.evaluate.config import EvaluateConfig
-from stages.evaluate.harnesses import registry
-from stages.evaluate.harnesses.harness import Evaluation, Results
 from stages.evaluate.run import run
-from stages.evaluate.scores import zero_scores
+from stages.harnesses import registry
+from stages.harnesses.harness import Evaluation, Results
+from stages.harnesses.scores import zero_scores
 from stages.models.trained_on import note_trained_on
 from tests.hub_repository import model_files
 from tests.tiny_engine import TinyEngine

@@ -1,6 +1,6 @@
 """From lm-eval's results to metric names."""
 
-from stages.evaluate.scores import score_metrics
+from stages.harnesses.scores import score_metrics
 
 
 def test_every_score_comes_with_its_standard_error() -> None:

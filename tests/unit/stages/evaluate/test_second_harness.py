@@ -10,8 +10,8 @@ import pytest
 from stages.core.contract import StageContext
 from stages.core.errors import EvaluationError
 from stages.evaluate.config import EvaluateConfig
-from stages.evaluate.harnesses import registry
 from stages.evaluate.run import run
+from stages.harnesses import registry
 from stages.promote.paired import compare
 from tests.hub_repository import model_files
 from tests.tiny_engine import TinyEngine

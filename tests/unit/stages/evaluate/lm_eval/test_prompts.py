@@ -13,7 +13,7 @@ from stages.core.errors import DataError, EvaluationError
 from stages.data.documents import Conversation
 from stages.data.tokenizer import DocumentTokenizer
 from stages.evaluate.config import EvaluateConfig
-from stages.evaluate.harnesses.lm_eval.scoring import LmEvalModel
+from stages.harnesses.lm_eval.scoring import LmEvalModel
 from stages.models.trained_on import note_trained_on
 from stages.serving.asked import ServedModel
 from stages.serving.client import Client

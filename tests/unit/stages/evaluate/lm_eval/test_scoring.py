@@ -20,10 +20,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalL
 
 from stages.core.errors import EvaluationError
 from stages.evaluate.config import EvaluateConfig
-from stages.evaluate.harnesses.harness import Evaluation
-from stages.evaluate.harnesses.lm_eval.harness import LmEval
-from stages.evaluate.harnesses.lm_eval.scoring import LmEvalModel, evaluate_tasks, load_tasks
-from stages.evaluate.harnesses.lm_eval.tasks import select_tasks
+from stages.harnesses.harness import Evaluation
+from stages.harnesses.lm_eval.harness import LmEval
+from stages.harnesses.lm_eval.scoring import LmEvalModel, evaluate_tasks, load_tasks
+from stages.harnesses.lm_eval.tasks import select_tasks
 from stages.serving.asked import ServedModel
 from stages.serving.client import Client
 from tests.serving import make_model

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from stages.core.errors import EvaluationError
-from stages.evaluate.harnesses.lm_eval import installed_tasks
-from stages.evaluate.harnesses.lm_eval.tasks import hub_datasets, select_tasks
+from stages.harnesses.lm_eval import installed_tasks
+from stages.harnesses.lm_eval.tasks import hub_datasets, select_tasks
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ task can be paired sample by sample (`stages/promote/paired.py`), whichever harn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -47,6 +47,19 @@ class Results:
     samples: Mapping[str, list[dict[str, Any]]]
 
 
+@dataclass(frozen=True)
+class TaskItem:
+    """What a sample of a task says; number: its `doc_id`.
+
+    questions: what is asked, as the task writes it and in words of the sample alone. texts: all that it holds.
+    """
+
+    task: str
+    number: int
+    questions: tuple[str, ...]
+    texts: tuple[str, ...]
+
+
 class Harness(Protocol):
     """name: in records, as `NAME_version`. title: in messages."""
 
@@ -79,6 +92,12 @@ class Harness(Protocol):
         """Check the tasks before anything slow, and set what libraries read when they are imported.
 
         Raises EvaluationError.
+        """
+
+    def items(self, evaluation: Evaluation, context: StageContext) -> Iterator[TaskItem]:
+        """All samples of the tasks, whatever `limit` says, task by task: what no training row should hold.
+
+        Raises EvaluationError as `prepare` does, and for samples that their task cannot write down.
         """
 
     def evaluate(

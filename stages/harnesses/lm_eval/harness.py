@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 
 from pydantic import JsonValue
 
 from stages.core.contract import StageContext
-from stages.evaluate.harnesses.harness import Evaluation, Results
-from stages.evaluate.harnesses.lm_eval.revisions import check_loaded, resolve_hub_datasets
-from stages.evaluate.harnesses.lm_eval.score_names import may_give
-from stages.evaluate.harnesses.lm_eval.tasks import TaskSelection, check_trusted, select_tasks
+from stages.harnesses.harness import Evaluation, Results, TaskItem
+from stages.harnesses.lm_eval.revisions import check_loaded, resolve_hub_datasets
+from stages.harnesses.lm_eval.score_names import may_give
+from stages.harnesses.lm_eval.tasks import TaskSelection, check_trusted, select_tasks
 from stages.serving.asked import ServedModel
 
 PROGRESS_EVERY = 10
@@ -46,10 +46,19 @@ class LmEval:
         if selection.offline:
             os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
+    def items(self, evaluation: Evaluation, context: StageContext) -> Iterator[TaskItem]:
+        from stages.harnesses.lm_eval import scoring
+        from stages.harnesses.lm_eval.items import items_of
+
+        self.prepare(evaluation, context.cache)
+        tasks = scoring.load_tasks(_selection(evaluation), evaluation)["tasks"]
+        check_loaded(tasks.values(), context.outside)
+        return items_of(tasks)
+
     def evaluate(
         self, evaluation: Evaluation, context: StageContext, await_model: Callable[[], ServedModel]
     ) -> Results:
-        from stages.evaluate.harnesses.lm_eval import scoring
+        from stages.harnesses.lm_eval import scoring
 
         def report(num_answered: int, num_asked: int) -> None:
             if num_answered % PROGRESS_EVERY == 0 or num_answered == num_asked:

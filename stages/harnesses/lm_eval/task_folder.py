@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from stages.core.errors import EvaluationError, RecipeError
-from stages.evaluate.harnesses.lm_eval.task_file import (
+from stages.harnesses.lm_eval.task_file import (
     Function,
     HubDataset,
     code_in,

@@ -28,8 +28,8 @@ from stages.data.documents import Conversation
 from stages.data.messages import RowError
 from stages.data.special_tokens import SpecialTokens
 from stages.data.templates import ChatTemplate, load_chat_template
-from stages.evaluate.harnesses.harness import Evaluation
-from stages.evaluate.harnesses.lm_eval.tasks import TaskSelection
+from stages.harnesses.harness import Evaluation
+from stages.harnesses.lm_eval.tasks import TaskSelection
 from stages.models.trained_on import noted_date
 from stages.serving.asked import ServedModel
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stages.core.errors import EvaluationError
-from stages.evaluate.harnesses.lm_eval import installed_tasks
-from stages.evaluate.harnesses.lm_eval.task_file import HubDataset
-from stages.evaluate.harnesses.lm_eval.task_folder import TaskFolder, read_task_folder
+from stages.harnesses.lm_eval import installed_tasks
+from stages.harnesses.lm_eval.task_file import HubDataset
+from stages.harnesses.lm_eval.task_folder import TaskFolder, read_task_folder
 
 
 @dataclass(frozen=True)

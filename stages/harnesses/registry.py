@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from stages.evaluate.harnesses.harness import Harness
-from stages.evaluate.harnesses.lm_eval.harness import LmEval
+from stages.harnesses.harness import Harness
+from stages.harnesses.lm_eval.harness import LmEval
 
 HARNESSES: dict[str, Harness] = {"lm_eval": LmEval()}
 DEFAULT_HARNESS = "lm_eval"

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from stages.core.errors import TransientError
-from stages.evaluate.harnesses.lm_eval.tasks import TaskSelection, hub_datasets
+from stages.harnesses.lm_eval.tasks import TaskSelection, hub_datasets
 from stages.hubs.answers import Answers
 from stages.hubs.hub import Request
 from stages.hubs.registry import hub_of

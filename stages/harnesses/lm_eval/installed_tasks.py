@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from stages.evaluate.harnesses.lm_eval.task_file import (
+from stages.harnesses.lm_eval.task_file import (
     Function,
     HubDataset,
     dataset_of,

@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
-from stages.evaluate.harnesses.lm_eval import installed_tasks
-from stages.evaluate.harnesses.lm_eval.task_file import members_of, names_of, parse_task_file, strings_in
-from stages.evaluate.scores import NO_FILTER
+from stages.harnesses.lm_eval import installed_tasks
+from stages.harnesses.lm_eval.task_file import members_of, names_of, parse_task_file, strings_in
+from stages.harnesses.scores import NO_FILTER
 
 DEFAULT_METRICS = {
     "loglikelihood": ("perplexity", "acc"),

@@ -12,7 +12,7 @@ NO_FILTER = "none"
 def zero_scores(scores: Mapping[str, Any]) -> list[str]:
     """Names of the scores that are 0 where higher is better: most often the model does not know the prompt.
 
-    scores: what a harness gives (`harnesses/harness.py`).
+    scores: what a harness gives (`stages/harnesses/harness.py`).
     """
     names: list[str] = []
     for task, values in scores["results"].items():
