@@ -59,6 +59,8 @@ def run_stage(work: Path) -> None:
         stage_input.outside,
         stage_input.trial,
     )
+    for warning in stage_input.warnings:
+        context.warn(warning)
     outcome = run(config, context)
     for result in (outcome,) if isinstance(outcome, StageResult) else outcome:
         if is_main_process():

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from flows.launch.cluster import cancel_left_over
 from flows.ledger.provenance import git_commit, package_versions
+from flows.planning.contamination import contamination_warnings
 from flows.planning.plan import PlannedStage
 from flows.store.content import ATTEMPT_FILE, LOG_FILE, SCRATCH_FOLDER, content_digest, hash_files
 from flows.store.record import Artifact, Record, UpstreamEntry
@@ -127,6 +128,7 @@ def stage_input(
         leases=resolved_inputs.leases,
         outside=outside,
         trial=trial,
+        warnings=tuple(contamination_warnings(planned.identity, resolved_inputs.upstream, store.find)),
         cache=store.make_folder(store.cache_folder(planned.kind)),
     )
 

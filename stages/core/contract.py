@@ -207,6 +207,9 @@ class StageInput(StrictModel):
         default_factory=dict, description="what `resolve_outside` gave when the version was computed"
     )
     trial: Trial | None = Field(None, description="set when the stage is only to be measured")
+    warnings: tuple[str, ...] = Field(
+        (), description="what the orchestrator knows of the inputs, and the stage warns of"
+    )
     cache: Path = Field(description="kept between runs; entries are keyed by content and written atomically")
 
 

@@ -1,0 +1,77 @@
+"""Whether a model that is evaluated has learned from rows that nobody compared with the benchmark.
+
+By what records say of artifacts: also of models that another recipe trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from flows.recipe.version import Identity
+from flows.store.record import Artifact, Record, UpstreamEntry
+
+Find = Callable[[str, str], Artifact | None]
+Task = tuple[str, str | None]
+"""Its name, and the hash of the folder that defines it; None of the harness's own."""
+
+
+def contamination_warnings(identity: Identity, upstream: Mapping[str, UpstreamEntry], find: Find) -> Iterator[str]:
+    """What an evaluation of this identity should be looked at for; nothing of other kinds.
+
+    upstream: what it stands on, by field. find: artifact of a kind and version.
+    """
+    if identity["kind"] != "evaluate":
+        return
+    tasks = _tasks_of(identity, "")
+    learned = {(stage, dataset.version): dataset for stage, dataset in _learned(upstream, find)}
+    for (stage, _), dataset in learned.items():
+        if missing := sorted(name for name, _ in tasks - _compared_with(dataset, find)):
+            yield (
+                f"{dataset.stage}, from which {stage} learned, was not decontaminated against {', '.join(missing)}: "
+                "scores may be of memory; learn from a stage of `kind: curate` that has the step `decontaminate`"
+            )
+
+
+def _learned(upstream: Mapping[str, UpstreamEntry], find: Find) -> Iterator[tuple[str, UpstreamEntry]]:
+    """Training stage and dataset of every training that the artifacts come from."""
+    for entry in upstream.values():
+        record = _record(entry, find)
+        if not record or record.product == "dataset":
+            continue
+        for one in record.upstream.values() if record.kind == "train" else ():
+            if _is_dataset(one, find):
+                yield record.stage, one
+        yield from _learned(record.upstream, find)
+
+
+def _compared_with(dataset: UpstreamEntry, find: Find) -> set[Task]:
+    """Tasks against which all rows of a dataset were decontaminated, by its own stage or by all it is made of."""
+    record = _record(dataset, find)
+    if record is None:
+        return set()
+    config: Any = record.identity["config"]
+    own: set[Task] = set()
+    for name in (config.get("decontaminate") or {}).get("benchmarks", {}):
+        own |= _tasks_of(record.identity, f"decontaminate.benchmarks.{name}.")
+    made_of = [entry for entry in record.upstream.values() if _is_dataset(entry, find)]
+    return own.union(set.intersection(*(_compared_with(entry, find) for entry in made_of)) if made_of else ())
+
+
+def _tasks_of(identity: Identity, path: str) -> set[Task]:
+    """The tasks that the block at a dotted path names."""
+    block: Any = identity["config"]
+    for name in path.split(".")[:-1]:
+        block = block[name]
+    outside: Any = identity["outside"]
+    return {(task, outside.get(f"{path}task_folder")) for task in block["tasks"]}
+
+
+def _is_dataset(entry: UpstreamEntry, find: Find) -> bool:
+    record = _record(entry, find)
+    return record is not None and record.product == "dataset"
+
+
+def _record(entry: UpstreamEntry, find: Find) -> Record | None:
+    artifact = find(entry.kind, entry.version)
+    return artifact.record if artifact else None
