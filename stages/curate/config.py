@@ -4,17 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt, model_validator
+import regex
+from pydantic import AfterValidator, Field, JsonValue, NonNegativeInt, PositiveInt, model_validator
 
 from stages.core.contract import DatasetReference, OutsidePath, StageConfig
 from stages.core.fields import Product
 from stages.core.strict import StrictModel
 from stages.harnesses.harness import Evaluation
 from stages.harnesses.registry import default_harness
+from stages.rewards.registry import AnyReward, RewardName
 
-STEPS = ("length", "decontaminate", "exact_duplicates", "near_duplicates")
+STEPS = (
+    "length",
+    "patterns",
+    "decontaminate",
+    "redact",
+    "exact_duplicates",
+    "near_duplicates",
+    "quality",
+    "sample",
+    "held_out",
+)
 """In the order in which they are done."""
 
 
@@ -40,6 +52,69 @@ class Length(StrictModel):
             if most is not None and least > most:
                 raise ValueError(f"`min_{unit}` is {least}, more than `max_{unit}`, {most}: no row is both")
         return self
+
+
+def _compiled(pattern: str) -> str:
+    try:
+        regex.compile(pattern)
+    except regex.error as error:
+        raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+    return pattern
+
+
+RowPattern = Annotated[str, Field(min_length=1), AfterValidator(_compiled)]
+PersonalData = Literal["email", "ip_address", "iban", "credit_card", "phone"]
+
+
+class Patterns(StrictModel):
+    """Regular expressions, looked for in the texts of a row, a line or more each."""
+
+    exclude: tuple[RowPattern, ...] = Field((), description="Rows in which one of these is found are left out.")
+    require: tuple[RowPattern, ...] = Field((), description="Rows in which one of these is not found are left out.")
+
+    @model_validator(mode="after")
+    def _names_some(self) -> Self:
+        if not (self.exclude or self.require):
+            raise ValueError("names no pattern, so that it would leave out nothing; name some, or remove `patterns`")
+        return self
+
+
+class Quality(StrictModel):
+    """Rows whose answer the rewards of the repository do not praise enough are left out."""
+
+    rewards: dict[RewardName, AnyReward] = Field(
+        min_length=1, description="As in `generate`, but for `length`, which counts tokens."
+    )
+    above: float = Field(allow_inf_nan=False, description="Rows with a larger sum of rewards are kept.")
+    reference: str | None = Field(None, description="Column of the right answer, for rewards that compare with it.")
+
+    @model_validator(mode="after")
+    def _can_judge(self) -> Self:
+        for name, reward in self.rewards.items():
+            if reward.type == "length":
+                raise ValueError(f"the reward {name} counts tokens, which rows have not; bound characters by `length`")
+            if reward.NEEDS_REFERENCE and self.reference is None:
+                raise ValueError(f"the reward {name} compares with the right answer; name its column in `reference`")
+        return self
+
+
+class Sample(StrictModel):
+    """A part of the rows, drawn by what they say: more rows change nothing about which of these are drawn first."""
+
+    rows: PositiveInt | None = Field(None, description="How many; fewer where there are no more.")
+    fraction: float | None = Field(None, gt=0, lt=1, description="Or which share of them.")
+
+    @model_validator(mode="after")
+    def _names_one(self) -> Self:
+        if (self.rows is None) == (self.fraction is None):
+            raise ValueError("names both or neither of `rows` and `fraction`; expected one of the two")
+        return self
+
+
+class HeldOut(StrictModel):
+    """Rows to evaluate on, in `data/validation.jsonl`; near-duplicates are all on one side."""
+
+    fraction: float = Field(gt=0, lt=1, description="Share of the groups of near-duplicates that are held out.")
 
 
 class NearDuplicates(StrictModel):
@@ -101,8 +176,16 @@ class CurateConfig(StageConfig):
     max_bad_row_fraction: float = Field(0.01, ge=0, le=1, description="More dropped bad rows than this is an error.")
     length: Length | None = Field(None, description="Step: too short and too long rows.")
     decontaminate: Decontaminate | None = Field(None, description="Step: rows that hold what a benchmark asks.")
+    patterns: Patterns | None = Field(None, description="Step: rows with or without a pattern.")
+    redact: tuple[PersonalData, ...] = Field(
+        (), description="Step: what is written over, with `[EMAIL]` and the like, in all texts of rows."
+    )
     exact_duplicates: bool = Field(False, description="Step: rows from which the same would be learned again.")
     near_duplicates: NearDuplicates | None = Field(None, description="Step: rows that say nearly the same.")
+    quality: Quality | None = Field(None, description="Step: rows whose answer is not good enough.")
+    sample: Sample | None = Field(None, description="Step: rows that are not drawn.")
+    held_out: HeldOut | None = Field(None, description="Step: rows to evaluate on; drops none.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Of `sample` and `held_out`.")
 
     @property
     def product(self) -> Product:
@@ -112,6 +195,11 @@ class CurateConfig(StageConfig):
     def steps(self) -> tuple[str, ...]:
         """Those that are asked for, in the order in which they are done."""
         return tuple(name for name in STEPS if getattr(self, name))
+
+    @property
+    def compared(self) -> NearDuplicates | None:
+        """How rows are compared with one another, to be left out or to be held out together."""
+        return self.near_duplicates or (NearDuplicates() if self.held_out else None)
 
     def completed_among(self, stages: Mapping[str, StageConfig]) -> Self:
         if not self.decontaminate or self.decontaminate.benchmarks:
@@ -137,12 +225,15 @@ class CurateConfig(StageConfig):
         """Also that of tasks of a folder, which the evaluation trusts. Raises EvaluationError for unknown tasks."""
         benchmarks = self.decontaminate.benchmarks.values() if self.decontaminate else ()
         of_tasks = (code for one in benchmarks for code in default_harness().custom_code(one.evaluation))
-        return (*super().custom_code(), *of_tasks)
+        own = ((name, reward.custom_code()) for name, reward in self.quality.rewards.items()) if self.quality else ()
+        return (*super().custom_code(), *of_tasks, *(f"quality.rewards.{name}: {code}" for name, code in own if code))
 
     def idle_fields(self) -> Iterator[tuple[str, str]]:
         yield from super().idle_fields()
         if self.on_bad_rows == "fail":
             yield "max_bad_row_fraction", "`on_bad_rows: fail` drops none"
+        if not (self.sample or self.held_out):
+            yield "seed", "neither `sample` nor `held_out` draws"
 
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
         if self.decontaminate and not self.decontaminate.benchmarks:

@@ -10,7 +10,7 @@ alike as asked for, one in 200 is missed at most. Written with numpy, since 60 l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -87,32 +87,55 @@ class Sets:
 
 
 class Comparison:
-    """The rows of `Sets` that are still there, compared with one another."""
+    """The rows of `Sets`, compared with one another."""
 
-    def __init__(self, folder: Path, kept: NDArray[np.bool_], threshold: float) -> None:
+    def __init__(self, folder: Path, threshold: float) -> None:
         self._ends = _read(folder / "ends.bin", np.uint64).astype(np.int64)
         self._runs = _read(folder / "runs.bin", np.uint64)
         self._signatures = _read(folder / "signatures.bin", np.uint32).reshape(-1, NUM_HASHES)
         self._threshold = threshold
-        self._kept = kept & (np.diff(self._ends, prepend=0) > 0)
-        self._previous = self._linked()
+        self._says_something = np.diff(self._ends, prepend=0) > 0
 
-    def repeats(self, report: Report) -> Repeats:
-        """Each row that says nearly the same as one before it that repeats none itself; the first such is named."""
+    def repeats(self, kept: NDArray[np.bool_], report: Report) -> Repeats:
+        """Of the rows that are `kept`, each that says nearly the same as one before it that repeats none itself; the
+        first such is named.
+        """
+        rows = np.flatnonzero(kept & self._says_something)
+        links = self._linked(rows)
         of = np.arange(len(self._ends))
         similarity = np.zeros(len(of), np.float32)
-        for number in map(int, np.flatnonzero(self._kept)):
+        for number in map(int, rows):
             report(number, len(of))
-            for candidate in self._alike(number, self._first_ones(number, of)):
+            for candidate in self._alike(number, _first_ones(number, of, links)):
                 found = self._similarity(number, candidate)
                 if found >= self._threshold:
                     of[number], similarity[number] = candidate, found
                     break
         return Repeats(of, similarity)
 
-    def _linked(self) -> list[NDArray[np.int64]]:
+    def groups(self, kept: NDArray[np.bool_], report: Report) -> NDArray[np.int64]:
+        """[rows]: of each row that is `kept`, the first of those that it is alike to, directly or by way of others."""
+        rows = np.flatnonzero(kept & self._says_something)
+        links = self._linked(rows)
+        first = np.arange(len(self._ends))
+
+        def find(row: int) -> int:
+            while first[row] != row:
+                first[row] = first[first[row]]
+                row = int(first[row])
+            return row
+
+        for number in map(int, rows):
+            report(number, len(first))
+            others = {row for row in _before(number, links) if find(row) != find(number)}
+            for other in self._alike(number, iter(others)):
+                if find(other) != find(number) and self._similarity(number, other) >= self._threshold:
+                    low, high = sorted((find(other), find(number)))
+                    first[high] = low
+        return np.array([find(row) for row in range(len(first))], np.int64)
+
+    def _linked(self, rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         """Of each band, each row's predecessor with the same values there; -1 where there is none."""
-        rows = np.flatnonzero(self._kept)
         num_values = values_per_band(self._threshold)
         found = []
         for band in range(NUM_HASHES // num_values):
@@ -124,19 +147,6 @@ class Comparison:
             previous[rows[order[1:][same]]] = rows[order[:-1][same]]
             found.append(previous)
         return found
-
-    def _first_ones(self, number: int, of: NDArray[np.int64]) -> Iterator[int]:
-        """Earlier rows that share a band and repeat none; links over those that do are shortened on the way."""
-        for previous in self._previous:
-            other = number
-            while other >= 0:
-                before = int(previous[other])
-                while before >= 0 and of[before] != before:
-                    before = int(previous[before])
-                previous[other] = before
-                if before >= 0:
-                    yield before
-                other = before
 
     def _alike(self, number: int, candidates: Iterator[int]) -> list[int]:
         """Those that may well be as alike as asked for, in their order."""
@@ -153,6 +163,29 @@ class Comparison:
 
     def _start(self, row: int) -> int:
         return int(self._ends[row - 1]) if row else 0
+
+
+def _first_ones(number: int, of: NDArray[np.int64], links: Sequence[NDArray[np.int64]]) -> Iterator[int]:
+    """Earlier rows that share a band and repeat none; links over those that do are shortened on the way."""
+    for previous in links:
+        other = number
+        while other >= 0:
+            before = int(previous[other])
+            while before >= 0 and of[before] != before:
+                before = int(previous[before])
+            previous[other] = before
+            if before >= 0:
+                yield before
+            other = before
+
+
+def _before(number: int, links: Sequence[NDArray[np.int64]]) -> Iterator[int]:
+    """Earlier rows that share a band."""
+    for previous in links:
+        other = int(previous[number])
+        while other >= 0:
+            yield other
+            other = int(previous[other])
 
 
 def values_per_band(threshold: float) -> int:

@@ -11,7 +11,7 @@ from stages.core.errors import DataError
 from stages.curate.config import CurateConfig
 from stages.curate.spool import SourcePlace
 
-BAD_ROWS = "bad_rows"
+BAD_ROWS, HELD_OUT = "bad_rows", "held_out"
 NUM_EXAMPLES = 5
 EXAMPLE_CHARACTERS = 200
 
@@ -23,7 +23,10 @@ class Report:
         """stream: takes a JSON object a line: `dataset`, `file`, `line` or `row`, `step`, `reason`."""
         self._stream = stream
         self._read: Counter[str] = Counter()
-        self._dropped = Counter(dict.fromkeys((BAD_ROWS, *steps), 0))
+        self._dropped = Counter(dict.fromkeys((BAD_ROWS, *(step for step in steps if step != HELD_OUT)), 0))
+        self.redacted: Counter[str] = Counter()
+        """How many of each kind were written over."""
+        self.num_held_out: int | None = None
         self._examples: dict[str, list[dict[str, object]]] = {step: [] for step in self._dropped}
 
     @property
@@ -88,17 +91,21 @@ class Report:
             {"step": step, "dropped": dropped, "kept": kept, "examples": self._examples[step]}
             for step, dropped, kept in self._counts()
         ]
-        return {"rows_read": dict(self._read), "steps": steps}
+        more = {"redacted": dict(self.redacted), "held_out": self.num_held_out}
+        return {"rows_read": dict(self._read), "steps": steps, **{name: one for name, one in more.items() if one}}
 
     def metrics(self) -> dict[str, float]:
         """By the names that MLflow has."""
         found = {"num_rows": float(self.num_kept), "kept_share": self.num_kept / max(1, self.num_read)}
-        return found | {f"dropped_{step}": float(dropped) for step, dropped, _ in self._counts()}
+        found |= {} if self.num_held_out is None else {"num_held_out": float(self.num_held_out)}
+        found |= {f"dropped_{step}": float(dropped) for step, dropped, _ in self._counts()}
+        return found | {f"redacted_{kind}": float(count) for kind, count in self.redacted.items()}
 
     def sentence(self) -> str:
         """For a person who watches."""
         dropped = ", ".join(f"{step} dropped {dropped}" for step, dropped, _ in self._counts() if dropped)
-        return f"{self.num_kept} of {self.num_read} rows are kept{': ' if dropped else ''}{dropped}"
+        held_out = f" ({self.num_held_out} of them held out)" if self.num_held_out else ""
+        return f"{self.num_kept} of {self.num_read} rows are kept{held_out}{': ' if dropped else ''}{dropped}"
 
     def _counts(self) -> list[tuple[str, int, int]]:
         """Step, rows that it dropped, rows that it left."""

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+import regex
+
 from stages.core.contract import StageContext
 from stages.core.errors import DataError, EvaluationError
-from stages.curate.config import CurateConfig, Decontaminate, Length
+from stages.curate.config import CurateConfig, Decontaminate, Length, Patterns
 from stages.curate.contamination import SHORTEST_WHOLE, Benchmarks
 from stages.curate.spool import SourcePlace
 from stages.data.any_rows import ReadRow
 from stages.harnesses.registry import default_harness
 
+SEARCH_TIMEOUT_S = 5.0
+"""Of one pattern in one row: some take time that grows exponentially with the text."""
+SHOWN_CHARACTERS = 60
 RowStep = Callable[[ReadRow], str | None]
 
 
@@ -19,6 +24,8 @@ def row_steps(config: CurateConfig, context: StageContext) -> Iterator[tuple[str
     """Name and step, in the order in which they are done. Raises EvaluationError for tasks that cannot be read."""
     if length := config.length:
         yield "length", lambda row: too_short_or_long(row, length)
+    if patterns := config.patterns:
+        yield "patterns", lambda row: found_or_not(row, patterns)
     if decontaminate := config.decontaminate:
         yield "decontaminate", benchmarks_of(decontaminate, context).reason
 
@@ -67,3 +74,25 @@ def too_short_or_long(row: ReadRow, bounds: Length) -> str | None:
         if most is not None and number > most:
             return f"has {number} {unit}, more than max_{unit}, {most}"
     return None
+
+
+def found_or_not(row: ReadRow, patterns: Patterns) -> str | None:
+    """Raises DataError for a search that does not end within `SEARCH_TIMEOUT_S`."""
+    text = "\n".join(text for texts in row.parts for text in texts)
+    for pattern in patterns.exclude:
+        if match := _searched(pattern, text):
+            return f"holds {match[0][:SHOWN_CHARACTERS]!r}, which the pattern {pattern!r} excludes"
+    for pattern in patterns.require:
+        if not _searched(pattern, text):
+            return f"holds nothing like {pattern!r}, which is required"
+    return None
+
+
+def _searched(pattern: str, text: str) -> regex.Match[str] | None:
+    try:
+        return regex.search(pattern, text, timeout=SEARCH_TIMEOUT_S)
+    except TimeoutError as error:
+        raise DataError(
+            f"has {len(text)} characters, in which the search for {pattern!r} takes over {SEARCH_TIMEOUT_S:g} s; write "
+            "a pattern without repetitions of repetitions"
+        ) from error

@@ -9,6 +9,7 @@ keep numbers of them in memory, and not what they say. The same rows and steps g
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stages.core.contract import StageContext, StageResult
-from stages.core.errors import full_disk_named
+from stages.core.errors import DataError, full_disk_named
 from stages.curate.config import CurateConfig
+from stages.curate.drawing import below, drawn, ranks
 from stages.curate.near_duplicates import Comparison, Sets, set_of
+from stages.curate.quality import scored
 from stages.curate.reading import rows_of
+from stages.curate.redaction import Redactor
 from stages.curate.report import Report
 from stages.curate.row_steps import first_reason, row_steps
 from stages.curate.spool import Spool, SpoolWriter
@@ -54,7 +58,12 @@ def run(config: CurateConfig, context: StageContext) -> StageResult:
         _spool(config, context, folder, report)
         report.check(config)
         spool = Spool(folder)
-        _write(spool, list(_compared(config, context, spool, folder)), context, report)
+        comparison = Comparison(folder, config.compared.similarity) if config.compared else None
+        left_out = list(_left_out(config, context, spool, comparison))
+        kept = ~np.logical_or.reduce([np.zeros(len(spool), np.bool_), *(one.rows for one in left_out)])
+        held_out = _held_out(config, context, spool, comparison, kept) if kept.any() else ~kept
+        report.num_held_out = int(held_out.sum()) if config.held_out else None
+        _write(spool, left_out, held_out, context, report)
         report.check(config)
     (context.work / REPORT_FILE).write_text(json.dumps(report.document(), indent=2, ensure_ascii=False))
     context.milestone(report.sentence())
@@ -63,41 +72,84 @@ def run(config: CurateConfig, context: StageContext) -> StageResult:
 
 def _spool(config: CurateConfig, context: StageContext, folder: Path, report: Report) -> None:
     """Read all rows, and write those that are left by the steps of one row at a time to `folder`."""
-    steps, near = list(row_steps(config, context)), config.near_duplicates
+    steps, compared = list(row_steps(config, context)), config.compared
+    redactor = Redactor(config.redact, report.redacted)
     with SpoolWriter(folder) as spool, Sets(folder) as sets:
         for place, row in rows_of(config, context, report):
             dropped = first_reason(steps, place, row)
+            if not dropped and config.redact:
+                row, dropped = redactor.redacted(place.dataset, row)
             if dropped:
                 report.drop(place, *dropped, row.content)
                 continue
             spool.add(place, row.content, row.canonical())
-            if near:
-                sets.add(set_of(row.parts, row.label, near.words))
+            if compared:
+                sets.add(set_of(row.parts, row.label, compared.words))
 
 
-def _compared(config: CurateConfig, context: StageContext, spool: Spool, folder: Path) -> Iterator[LeftOut]:
+def _left_out(
+    config: CurateConfig, context: StageContext, spool: Spool, comparison: Comparison | None
+) -> Iterator[LeftOut]:
+    """By each of the steps that look at all rows."""
     kept = np.ones(len(spool), np.bool_)
     if config.exact_duplicates:
         first = _first_equal(spool.digests)
         repeated = first != np.arange(len(first))
-        kept &= ~repeated
         yield LeftOut(
             "exact_duplicates", repeated, lambda number: f"says the same as {spool.row(int(first[number])).place}"
         )
-    if near := config.near_duplicates:
-        repeats = Comparison(folder, kept, near.similarity).repeats(
-            lambda done, total: (
-                context.progress(done, total, "rows", "comparing") if not done % PROGRESS_EVERY else None
-            )
-        )
+        kept &= ~repeated
+    if comparison and config.near_duplicates:
+        repeats = comparison.repeats(kept, _progress(context, "comparing"))
+        alike = repeats.of != np.arange(len(kept))
         yield LeftOut(
             "near_duplicates",
-            repeats.of != np.arange(len(kept)),
+            alike,
             lambda number: (
                 f"says nearly the same as {spool.row(int(repeats.of[number])).place} "
                 f"(similarity {repeats.similarity[number]:.2f})"
             ),
         )
+        kept &= ~alike
+    if quality := config.quality:
+        totals = np.full(len(spool), np.nan)
+        report = _progress(context, "judging")
+        for number, total in scored(quality, (row for row in spool.rows() if kept[row.number]), context):
+            totals[number] = total
+            report(number, len(spool))
+        poor = kept & ~(totals > quality.above)
+        yield LeftOut("quality", poor, lambda number: f"has the reward {totals[number]:g}, not above {quality.above:g}")
+        kept &= ~poor
+    if config.sample:
+        yield LeftOut(
+            "sample", kept & ~drawn(spool.digests, kept, config.sample, config.seed), lambda _: "was not drawn"
+        )
+
+
+def _held_out(
+    config: CurateConfig, context: StageContext, spool: Spool, comparison: Comparison | None, kept: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
+    """[rows]: those to evaluate on, groups of near-duplicates together. Raises DataError when a side is empty."""
+    if not (comparison and config.held_out):
+        return np.zeros(len(spool), np.bool_)
+    groups = comparison.groups(kept, _progress(context, "grouping"))
+    numbers = ranks(spool.digests, config.seed, "held out")
+    found = kept & below(numbers[groups], config.held_out.fraction)
+    if not found.any() or not (kept & ~found).any():
+        side = "trained on" if found.any() else "held out"
+        raise DataError(
+            f"`held_out`: a fraction of {config.held_out.fraction:g} of {len(np.unique(groups[kept]))} groups of "
+            f"near-duplicates leaves no row to be {side}; change `fraction` or `seed`, or add rows"
+        )
+    return found
+
+
+def _progress(context: StageContext, doing: str) -> Callable[[int, int], None]:
+    def report(done: int, total: int) -> None:
+        if not done % PROGRESS_EVERY:
+            context.progress(done, total, "rows", doing)
+
+    return report
 
 
 def _first_equal(digests: NDArray[np.uint64]) -> NDArray[np.int64]:
@@ -106,14 +158,19 @@ def _first_equal(digests: NDArray[np.uint64]) -> NDArray[np.int64]:
     return first[inverse]
 
 
-def _write(spool: Spool, left_out: Sequence[LeftOut], context: StageContext, report: Report) -> None:
-    """Rows that no step leaves out, as they were; the others are reported."""
-    shutil.rmtree(context.work / "data", ignore_errors=True)
-    (context.work / "data").mkdir()
-    with (context.work / "data" / "train.jsonl").open("w", encoding="utf-8") as stream:
+def _write(
+    spool: Spool, left_out: Sequence[LeftOut], held_out: NDArray[np.bool_], context: StageContext, report: Report
+) -> None:
+    """Rows that no step leaves out, as they were but for what is written over; the others are reported."""
+    data = context.work / "data"
+    shutil.rmtree(data, ignore_errors=True)
+    data.mkdir()
+    with contextlib.ExitStack() as files:
+        splits = ("train", "validation") if held_out.any() else ("train",)
+        streams = [files.enter_context((data / f"{split}.jsonl").open("w", encoding="utf-8")) for split in splits]
         for row in spool.rows():
             dropped = next((one for one in left_out if one.rows[row.number]), None)
             if dropped:
                 report.drop(row.place, dropped.step, dropped.reason(row.number), row.content)
             else:
-                stream.write(json.dumps(row.content, ensure_ascii=False) + "\n")
+                streams[int(held_out[row.number])].write(json.dumps(row.content, ensure_ascii=False) + "\n")

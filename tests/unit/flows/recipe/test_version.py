@@ -30,6 +30,7 @@ TRAINING = {
     "layout": {"dp_shard": 4},
 }
 MIXTURE = {"kind": "merge", "model": "base", "adapters": ["tuned", "other"], "density": 0.5}
+HALF = {"fraction": 0.5}
 CURATION = {"kind": "curate", "datasets": ["problems"], "exact_duplicates": True}
 GENERATION = {"kind": "generate", "model": "base", "serving": {}, "prompts": {"dataset": "problems"}, "num_samples": 2}
 ROLLOUTS = {"num_generations": 2, "max_completion_length": 1, "rewards": {"right": {"type": "exact_match"}}}
@@ -44,6 +45,9 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {**CURATION, "length": {"min_characters": 1, "max_characters": 5}, "near_duplicates": {}},
         {**CURATION, "length": {"min_turns": 1, "max_turns": 5}, "near_duplicates": {}},
         {**CURATION, "decontaminate": {"benchmarks": {"own": {"tasks": ["a"]}}}},
+        {**CURATION, "patterns": {"exclude": ["a"], "require": ["b"]}, "redact": ["phone"], "held_out": HALF},
+        {**CURATION, "quality": {"rewards": {"own": {"type": "regex", "pattern": "b"}}, "above": 0}, "sample": HALF},
+        {**CURATION, "sample": {"rows": 5}},
     ],
     "train": [
         {**TRAINING, "method": "sft"},
@@ -94,7 +98,26 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
 SOURCES = ("hf://org/name", "hf://datasets/org/name", "file:///x")
 MAPPINGS = ({"x": "y"}, {"x": 0.5}, {"X": "x/y"})
 TEXTS = ("x", "1:30:00", "2026-02-03")
-VALUES = (None, True, False, 1, 2, 4, 20, 0.25, 1e-3, *SOURCES, *TEXTS, [3], [0.5], ["x"], ["--x"], ["ipo"], *MAPPINGS)
+VALUES = (
+    None,
+    True,
+    False,
+    1,
+    2,
+    4,
+    20,
+    0.25,
+    1e-3,
+    *SOURCES,
+    *TEXTS,
+    [3],
+    [0.5],
+    ["x"],
+    ["email"],
+    ["--x"],
+    ["ipo"],
+    *MAPPINGS,
+)
 """Of every type that a field may have; a new type of field needs a value here."""
 
 UPSTREAM = {
