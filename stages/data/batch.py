@@ -80,6 +80,8 @@ class Batch:
     """float32 [rows, sequence]: how much each target counts in its document's log-probability; default: 1 each."""
     is_good: torch.Tensor | None = None
     """bool [num_documents]: the label of a labelled answer."""
+    margins: torch.Tensor | None = None
+    """float32 [pairs]: by how much the chosen answer of each is better, where rows say it."""
     mismatched: Batch | None = None
     """The same answers after other prompts, with their reference: they estimate the divergence from it."""
     kl: float | None = None

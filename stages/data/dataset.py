@@ -3,7 +3,8 @@
 A folder holds flat arrays: `tokens.bin` (int32) and `loss.bin` (bool: the token is learned) of all documents one after
 the other, `document_starts.bin` and `row_starts.bin` (int64, one more than there are documents and rows: where each
 begins, the latter counted in documents), and `about.json` (`Description`). Of labelled answers there is
-`labels.bin` (bool: it is a good one) as well.
+`labels.bin` (bool: it is a good one) as well, and of pairs whose rows say so `margins.bin` (float32: by how much the
+chosen answer is better).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ ARRAYS: dict[str, type[np.generic]] = {
     "row_starts": np.int64,
 }
 LABELS = "labels"
+MARGINS = "margins"
 
 
 class Description(StrictModel):
@@ -49,6 +51,7 @@ class Description(StrictModel):
     conversations: bool
     warnings: tuple[str, ...]
     num_good: NonNegativeInt | None = None
+    has_margins: bool = False
 
 
 Row = tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]
@@ -60,10 +63,12 @@ def is_complete(folder: Path) -> bool:
     try:
         about = Description.model_validate_json((folder / ABOUT).read_text(encoding="utf-8"))
         sizes = {name: (folder / f"{name}.bin").stat().st_size // dtype().itemsize for name, dtype in ARRAYS.items()}
+        margins = (folder / f"{MARGINS}.bin").stat().st_size if about.has_margins else None
         has_labels = about.num_good is None or (folder / f"{LABELS}.bin").stat().st_size == about.num_documents
     except (OSError, ValueError):
         return False
-    return has_labels and sizes == {
+    has_own = has_labels and margins in (None, about.num_documents // 2 * np.dtype(np.float32).itemsize)
+    return has_own and sizes == {
         "tokens": about.num_tokens,
         "loss": about.num_tokens,
         "document_starts": about.num_documents + 1,
@@ -83,6 +88,8 @@ class PackedDataset:
         self._labels = (
             np.fromfile(folder / f"{LABELS}.bin", dtype=np.bool_) if self.about.num_good is not None else None
         )
+
+        self._margins = np.fromfile(folder / f"{MARGINS}.bin", dtype=np.float32) if self.about.has_margins else None
 
     def __len__(self) -> int:
         return self.about.num_rows
@@ -153,6 +160,9 @@ class PackedDataset:
         As wide as `sequence_length` with packing, else as the longest of the rows.
         """
         batch = self._batch([self._row(row) for row in row_indices], num_rows)
+        if self._margins is not None:
+            pairs = self.row_documents(row_indices)[0::2] // 2
+            batch = replace(batch, margins=torch.from_numpy(self._margins[pairs]))
         if self._labels is None:
             return batch
         return replace(batch, is_good=torch.from_numpy(self._labels[self.row_documents(row_indices)]))

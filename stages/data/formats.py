@@ -11,7 +11,8 @@
 | `human_assistant`   | `conversation`: list of {human, assistant}, a question and its answer each                   |
 | `text`              | `text`: a string, taken as it is                                                             |
 | `preference`        | `chosen`, `rejected`: strings, taken as they are, or lists of messages; maybe `prompt`, which |
-|                     | may also be contained in both                                                                |
+|                     | may also be contained in both; of all pairs maybe `margin`: by how much the better answer is |
+|                     | better                                                                                       |
 | `rejected_response` | `messages`, and `rejected_response`: a worse answer than their last                          |
 | `rejected_messages` | `messages`, and `rejected_messages`: the same with a worse answer                            |
 | `labelled`          | `prompt`, `completion` as above, and `label`: true, it is a good answer, or false            |
@@ -50,6 +51,8 @@ from stages.data.row_fields import (
     Unread,
     check_no_conversation,
     check_row,
+    parse_label,
+    parse_margin,
     template_variables,
     unlearned_turns,
     with_system,
@@ -77,6 +80,7 @@ OTHER_FORMATS = {
 }
 """Columns of formats that are known by name, and not read."""
 OF_CONVERSATIONS = ("system", "tools", "chat_template_kwargs")
+OF_PAIRS = ("margin", *OF_CONVERSATIONS)
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,7 @@ class RowReader:
         self._wanted = wanted
         self._rows = rows
         self._format: Format | None = None
+        self._has_margins = False
         self._is_plain: bool | None = None
         self.unread = Unread()
 
@@ -137,6 +142,7 @@ class RowReader:
             raise RowError(f"is {kind_of(content)}; expected an object with named columns")
         if self._format is None:
             self._format = choose_format(self._wanted, content, self._rows)
+            self._has_margins = self._rows == "pairs" and content.get("margin") is not None
         missing = [column for column in self._format.columns if column not in content]
         if missing:
             raise RowError(f"has no {listed(missing)}; found {listed(content)}")
@@ -149,7 +155,17 @@ class RowReader:
 
     def label(self, content: Any) -> bool | None:
         """Of a labelled row that was read, whether its answer is a good one. Raises RowError."""
-        return _label(content["label"]) if self._rows == "labelled" else None
+        return parse_label(content["label"]) if self._rows == "labelled" else None
+
+    def margin(self, content: Any) -> float | None:
+        """Of a pair that was read, by how much the chosen answer is better, if the first row says it. Raises RowError
+        where only some do."""
+        value = content.get("margin") if self._rows == "pairs" else None
+        if (value is not None) != self._has_margins:
+            raise RowError(
+                f"has {'a' if value is not None else 'no'} `margin`, unlike the first row; expected it in all"
+            )
+        return None if value is None else parse_margin(value)
 
     def _check_form(self, is_plain: bool) -> None:
         """One half of a dataset would be learned with the chat template, the other without."""
@@ -255,14 +271,6 @@ def _read_prompt_completion(row: Columns) -> tuple[Document, ...]:
     return (_conversation(row, before + after, completion, len(before)),)
 
 
-def _label(value: object) -> bool:
-    """CSV has text where JSON has words."""
-    found = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}.get(str(value).lower())
-    if found is None:
-        raise RowError(f"has {value!r} as `label`; expected true, for a good answer, or false")
-    return found
-
-
 def _read_text(row: Columns) -> tuple[Document, ...]:
     return (PlainText("", parse_text(row["text"], "text")),)
 
@@ -279,9 +287,9 @@ FORMATS: dict[str, Format] = {
     "query_response": Format(("query", "response"), _read_query_response, ("history", *OF_CONVERSATIONS)),
     "human_assistant": Format(("conversation",), _read_human_assistant),
     "text": Format(("text",), _read_text, ()),
-    "preference": Format(("chosen", "rejected"), read_preference, ("prompt", *OF_CONVERSATIONS), rows="pairs"),
-    "rejected_response": Format(("messages", "rejected_response"), _read_rejected_response, rows="pairs"),
-    "rejected_messages": Format(("messages", "rejected_messages"), _read_rejected_messages, rows="pairs"),
+    "preference": Format(("chosen", "rejected"), read_preference, ("prompt", *OF_PAIRS), rows="pairs"),
+    "rejected_response": Format(("messages", "rejected_response"), _read_rejected_response, OF_PAIRS, rows="pairs"),
+    "rejected_messages": Format(("messages", "rejected_messages"), _read_rejected_messages, OF_PAIRS, rows="pairs"),
     "labelled": Format(("prompt", "completion", "label"), _read_prompt_completion, rows="labelled"),
     "labelled_messages": Format(("messages", "label"), _read_labelled_messages, rows="labelled"),
 }

@@ -41,7 +41,7 @@ NO_STOP = (
 )
 
 
-RenderedRow = tuple[Place, list[tuple[Rendered, ...]], bool | None]
+RenderedRow = tuple[Place, list[tuple[Rendered, ...]], bool | None, float | None]
 """Where a row stands, its units, and whether its answer is a good one."""
 
 
@@ -140,6 +140,7 @@ class _Run:
                 num_over_long=self._over_long.num_over_long,
                 conversations=self._tokenizer.teaches_to_stop is not None,
                 num_good=self._writer.num_good if self._task.rows == "labelled" else None,
+                has_margins=self._writer.has_margins,
                 warnings=warnings,
             )
         )
@@ -149,10 +150,11 @@ class _Run:
         for chunk in _chunks(self._rendered()):
             if self._bad_rows.num_rows and self._config.on_bad_rows == "fail":
                 continue  # it will fail: only look for further bad rows, which is much faster
-            texts = [document for _, units, _ in chunk for unit in units for document in unit]
+            texts = [document for _, units, _, _ in chunk for unit in units for document in unit]
             tokens = iter(self._tokenizer.encode(texts))
-            for place, units, is_good in chunk:
-                yield from self._fitted([Unit(tuple(islice(tokens, len(unit))), is_good) for unit in units], place)
+            for place, units, is_good, margin in chunk:
+                tokenized = [Unit(tuple(islice(tokens, len(unit))), is_good, margin) for unit in units]
+                yield from self._fitted(tokenized, place)
 
     def _fitted(self, units: list[Unit], place: Place) -> list[Unit]:
         """What is left of a row's units. One that teaches nothing makes the row a bad one."""
@@ -182,9 +184,9 @@ class _Run:
                 documents = self._reader.read(row.content)
                 self._answers.check_text(documents)
                 rendered = self._tokenizer.render_units(documents)
-                is_good = self._reader.label(row.content)
+                is_good, margin = self._reader.label(row.content), self._reader.margin(row.content)
                 self._seen.add(row.place, documents)
-                yield row.place, rendered, is_good
+                yield row.place, rendered, is_good, margin
             except RowError as error:
                 self._bad_rows.add(BadRow(row.place, str(error)))
 

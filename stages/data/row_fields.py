@@ -17,10 +17,12 @@ Whatever else no format reads is counted (`Unread`).
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from stages.core.numbers import LARGEST
 from stages.data.messages import (
     MESSAGE_FIELDS,
     TOOL_ANSWER_FIELDS,
@@ -160,3 +162,22 @@ def _check_fields(fields: dict[str, Any], where: str) -> None:
     for name, reason in REFUSED.items():
         if says_something(fields.get(name)):
             raise RowError(f"has {kind_of(fields[name])} as `{name}`{where}, {reason}")
+
+
+def parse_label(value: object) -> bool:
+    """CSV has text where JSON has words."""
+    found = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}.get(str(value).lower())
+    if found is None:
+        raise RowError(f"has {value!r} as `label`; expected true, for a good answer, or false")
+    return found
+
+
+def parse_margin(value: object) -> float:
+    """CSV has text where JSON has numbers."""
+    try:
+        found = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else math.nan
+    except ValueError:
+        found = math.nan
+    if not abs(found) <= LARGEST:
+        raise RowError(f"has {value!r} as `margin`; expected a number")
+    return found

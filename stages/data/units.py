@@ -22,6 +22,8 @@ class Unit:
     documents: tuple[Tokens, ...]
     is_good: bool | None = None
     """Of a labelled answer."""
+    margin: float | None = None
+    """Of a pair, by how much its chosen answer is better."""
 
     def __len__(self) -> int:
         return sum(map(len, self.documents))

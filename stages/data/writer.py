@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from stages.core.files import write_atomically
-from stages.data.dataset import ABOUT, ARRAYS, LABELS, Description
+from stages.data.dataset import ABOUT, ARRAYS, LABELS, MARGINS, Description
 from stages.data.units import Unit
 
 BUFFER_BYTES = 1 << 20
@@ -20,13 +20,14 @@ class DatasetWriter:
 
     def __init__(self, folder: Path, *, is_labelled: bool = False) -> None:
         self._folder = folder
-        names = [*ARRAYS, *([LABELS] if is_labelled else [])]
+        names = [*ARRAYS, LABELS if is_labelled else MARGINS]
         self._streams = {name: (folder / f"{name}.bin").open("wb", buffering=BUFFER_BYTES) for name in names}
         self.num_rows = 0
         self.num_documents = 0
         self.num_tokens = 0
         self.num_target_tokens = 0
         self.num_good = 0
+        self.has_margins = False
         self._append("document_starts", 0)
         self._append("row_starts", 0)
 
@@ -45,6 +46,9 @@ class DatasetWriter:
                 self.num_target_tokens += int(document.loss.sum())
                 self._append("document_starts", self.num_tokens)
             self.num_documents += len(unit.documents)
+            if unit.margin is not None:
+                self.has_margins = True
+                self._streams[MARGINS].write(np.float32(unit.margin).tobytes())
             if unit.is_good is not None:
                 self._streams[LABELS].write(np.bool_(unit.is_good).tobytes())
                 self.num_good += unit.is_good

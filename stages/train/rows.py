@@ -40,6 +40,8 @@ class RowData:
             report=context,
             bad_rows_file=context.work / "bad_rows.jsonl",
         )
+        if prepared.training.about.has_margins and not config.learning.reads_margins:
+            context.warn(f"the rows have a `margin`, which `method: {config.method}` makes no use of")
         return cls(config, context, prepared)
 
     @property

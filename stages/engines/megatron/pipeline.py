@@ -134,5 +134,6 @@ def _without_documents(batch: Batch) -> Batch:
         num_documents=0,
         reference_log_probabilities=None if reference is None else reference[:0],
         is_good=None if is_good is None else is_good[:0],
+        margins=None if batch.margins is None else batch.margins[:0],
         rollouts=None if rollouts is None else rollouts.without_documents(),
     )

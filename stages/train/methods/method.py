@@ -55,6 +55,8 @@ class Method:
     """Whether it learns from what the model answers while it is trained; its options are `RolloutOptions` then."""
     needs_score_head: bool = False
     """Whether the model gives one number a document, in the place of probabilities of tokens: a reward model."""
+    reads_margins: bool = False
+    """Whether it makes use of the `margin` that rows of pairs may have."""
     metrics: Mapping[str, str] = field(default_factory=dict)
     """What its loss measures beside itself: name → meaning."""
     averaged_over: str = "target tokens"

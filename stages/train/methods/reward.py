@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class RewardConfig(StrictModel):
-    """Reward modelling (Bradley-Terry), named as in TRL."""
+    """Reward modelling (Bradley-Terry), named as in TRL. Rows may have a `margin`, by which rewards are to differ."""
 
     center_rewards_coefficient: PositiveFp32 | None = Field(
         None, description="Pull of the rewards towards a mean of 0; its authors advise 0.01. Default: none."
@@ -29,8 +29,9 @@ class RewardConfig(StrictModel):
 
 @dataclass(frozen=True)
 class RewardLoss:
-    """Mean over pairs of -log σ(r_chosen - r_rejected): Ouyang et al. 2022, equation 1; and of (r_chosen + r_rejected)²
-    times `center_rewards_coefficient`: Eisenstein et al. 2023, equation 2.
+    """Mean over pairs of -log σ(r_chosen - r_rejected - margin): Ouyang et al. 2022, equation 1, and, where rows have a
+    margin, Touvron et al. 2023, equation 2; and of (r_chosen + r_rejected)² times `center_rewards_coefficient`:
+    Eisenstein et al. 2023, equation 2.
     """
 
     config: RewardConfig
@@ -46,7 +47,7 @@ class RewardLoss:
 
         rewards = batch.document_sums(token_log_probabilities)
         chosen, rejected = rewards[0::2], rewards[1::2]
-        losses = -logsigmoid(chosen - rejected)
+        losses = -logsigmoid(chosen - rejected - (0.0 if batch.margins is None else batch.margins))
         if self.config.center_rewards_coefficient:
             losses = losses + self.config.center_rewards_coefficient * (chosen + rejected) ** 2
         return losses.sum() / totals["pairs"], pair_metrics(chosen, rejected, totals)
@@ -58,6 +59,7 @@ REWARD = Method(
     build_loss=RewardLoss,
     options=RewardConfig,
     needs_score_head=True,
+    reads_margins=True,
     metrics=METRICS,
     averaged_over="pairs",
     headline=("preference_accuracy",),

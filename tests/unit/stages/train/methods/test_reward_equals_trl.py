@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from datasets import Dataset
@@ -31,16 +33,23 @@ def scores_of(model, batch):
     return torch.cat(found)[None]
 
 
+MARGINS = [0.5, 0.0, 2.0, -1.0]
+
+
+@pytest.mark.parametrize("margins", [None, MARGINS], ids=["", "margins"])
 @pytest.mark.parametrize("fields", [{}, {"center_rewards_coefficient": 0.01}, {"center_rewards_coefficient": 2.0}])
-def test_reward(tmp_path, fields):
+def test_reward(tmp_path, fields, margins):
     arguments = TrlConfig(output_dir=str(tmp_path), **ARGUMENTS, **fields)
-    dataset = Dataset.from_dict(PAIRS)
+    dataset = Dataset.from_dict({**PAIRS, "margin": margins} if margins else PAIRS)
     trainer = RewardTrainer(make_model(), arguments, train_dataset=dataset, processing_class=make_tokenizer())
     inputs = next(iter(trainer.get_train_dataloader()))
     lengths = inputs["attention_mask"].sum(1)
     order = torch.arange(len(lengths)).view(2, -1).T.flatten()
     documents = [inputs["input_ids"][number][: lengths[number]] for number in order]
     batch = packed(documents, [torch.ones(len(tokens), dtype=torch.bool) for tokens in documents])
+    if margins:
+        batch = replace(batch, margins=inputs["margin"])
+        assert sorted(inputs["margin"].tolist()) == sorted(MARGINS)
     expected = trainer.compute_loss(trainer.model, inputs)
     expected_gradient = gradient(trainer.model, expected)
     loss = REWARD.build_loss(RewardConfig(**fields))
