@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field, PositiveInt
 
+from stages.core.numbers import PositiveFp32
 from stages.core.strict import StrictModel
 from stages.rewards.registry import AnyReward, RewardName
 from stages.serving.config import ServingConfig
@@ -32,8 +33,8 @@ class RolloutOptions(StrictModel, ABC):
     mask_truncated_completions: bool = Field(
         False, description="Whether completions that were cut off are learned from by nobody (DAPO)."
     )
-    temperature: float = Field(1.0, gt=0, le=100, description="Of sampling, and of the probabilities that learn.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Only the likeliest tokens that have this share together.")
+    temperature: PositiveFp32 = Field(1.0, le=100, description="Of sampling, and of the probabilities that learn.")
+    top_p: PositiveFp32 = Field(1.0, le=1, description="Only the likeliest tokens that have this share together.")
     stop: tuple[str, ...] = Field((), max_length=16, description="Texts that end a completion.")
     system: str | None = Field(None, min_length=1, description="System message of chats that have none.")
     apply_chat_template: bool | None = Field(
@@ -59,5 +60,5 @@ class RolloutOptions(StrictModel, ABC):
 
     @abstractmethod
     def advantages(self, rewards: Tensor) -> Tensor:
-        """By how much each completion is better than the others: float32 [completions], of their rewards, whose groups
+        """By how much each completion is better than the others: [completions], of their rewards, whose groups
         follow each other."""

@@ -193,7 +193,8 @@ class RolloutBatches:
                 self._probe.check(of_engine, self._server, self._bound_dtype, step)
 
     def _documents(self, found: Round) -> list[AnsweredPrompt]:
-        advantages = self._options.advantages(torch.tensor([one.reward for one in found.completions]))
+        rewards = torch.tensor([one.reward for one in found.completions], dtype=torch.float64)  # as they are weighted
+        advantages = self._options.advantages(rewards)
         number = iter(advantages.tolist())
         return [
             AnsweredPrompt(
