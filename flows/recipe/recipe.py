@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError, create_model
 
@@ -194,15 +194,21 @@ def _reference_problems(stages: Mapping[str, StageConfig], tree: Mapping[str, An
     for stage, config in tree.items():
         kind = str(config.get("kind")) if isinstance(config, dict) else None
         for path, reference in _reference_fields(KINDS[kind]) if kind in KINDS else ():
-            value = config
-            for part in path:
-                value = value.get(part) if isinstance(value, dict) else None
-            for target in value if isinstance(value, list) else [value]:
-                problem = _reference_problem(target, reference, stages, tree) if isinstance(target, str) else None
-                yield from [f"stages.{stage}.{'.'.join(path)}: {problem}"] if problem else []
+            for place, text in _texts_at(config, path):
+                problem = _reference_problem(text, reference, stages, tree)
+                yield from [f"stages.{stage}.{place}: {problem}"] if problem else []
         target = stages.get(str(config.get("model"))) if isinstance(config, dict) else None
         if target and target.product == "server" and config.get("serving"):
             yield f"stages.{stage}.serving: {config['model']} is a server and brings its own; remove one of the two"
+
+
+def _texts_at(tree: object, path: tuple[str, ...], place: str = "") -> Iterator[tuple[str, str]]:
+    """What stands there, and where; of a list, each item. `*` is any name."""
+    if path and isinstance(tree, dict):
+        for name in tree if path[0] == "*" else {path[0]} & tree.keys():
+            yield from _texts_at(tree[name], path[1:], f"{place}.{name}" if place else name)
+    elif not path:
+        yield from ((place, text) for text in (tree if isinstance(tree, list) else [tree]) if isinstance(text, str))
 
 
 def _reference_problem(
@@ -225,8 +231,9 @@ def _reference_fields(
         reference = find_marker(field, Reference)
         if reference:
             yield (*above, name), reference
+        given = ("*",) if get_origin(field.annotation) is dict else ()
         for inner in models_in(field.annotation):
-            yield from _reference_fields(inner, (*above, name))
+            yield from _reference_fields(inner, (*above, name, *given))
 
 
 def _cycles(stages: Mapping[str, StageConfig]) -> list[str]:

@@ -27,6 +27,7 @@ from stages.kinds import KINDS
 OF_THE_RECIPE = frozenset({"environment", "launcher", "slurm", "kubernetes"})
 """Fields of `execution`."""
 CODE_FIELDS = frozenset({"trust_remote_code", "trust_task_code"})
+JUDGE_FIELDS = frozenset({"url", "key_variable"})
 PYTHON_FILE = re.compile(r"\.py[cdiowx]?\b|\.so\b", re.IGNORECASE)
 
 
@@ -84,6 +85,8 @@ def _reason(names: tuple[str, ...], value: Any, folder: Path, kind: type[BaseMod
         return "only the recipe says where a stage runs, and in which environment"
     if names[-1] in CODE_FIELDS:
         return "only the recipe says whose code is trusted"
+    if "rewards" in names[2:-1] and names[-1] in JUDGE_FIELDS:
+        return "only the recipe says which server is asked, and with which key"
     paths = _path_fields(kind) if kind else ()
     if not isinstance(value, str) or not any(_is_of(names[2:], field) for field in paths):
         return None

@@ -23,7 +23,7 @@ from stages.generate.config import GenerateConfig
 from stages.generate.sampling import Sample, sample_all
 from stages.generate.selection import Candidate, Choice, choose
 from stages.rewards.judging import Judgement, Named, judging
-from stages.rewards.reward import Completion, RewardContext
+from stages.rewards.reward import RewardContext
 from stages.rollouts.prompts import AskedPrompt, read_prompts
 from stages.serving.asked import ServedModel
 from stages.serving.endpoint import endpoint_for
@@ -96,8 +96,7 @@ def _sampled(
 def _named(prompts: Sequence[AskedPrompt], samples: Sequence[Sample]) -> Iterator[Named]:
     for sample in samples:
         prompt = prompts[sample.prompt]
-        asked = prompt.prompt
-        completion = Completion(prompt.text, sample.text, sample.num_tokens, asked.reference, asked.row)
+        completion = prompt.completion(sample.text, sample.num_tokens)
         yield f"completion {sample.sample} of the prompt in {prompt.place}", completion
 
 

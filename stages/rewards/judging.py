@@ -53,7 +53,10 @@ def _opened(name: str, reward: Reward, context: RewardContext) -> Iterator[Score
 
 
 def _scored(name: str, reward: Reward, scores: Scores, completions: Sequence[Named]) -> list[float]:
-    given = scores([completion for _, completion in completions])
+    try:
+        given = scores([completion for _, completion in completions])
+    except DataError as error:
+        raise DataError(f"the reward {name}: {error}") from error
     least, largest = reward.bounds
     found: list[float] = []
     for place, _ in completions:

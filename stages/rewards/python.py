@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -87,7 +86,8 @@ class PythonReward(Reward):
     def _asked(self, process: subprocess.Popen[str], completion: Completion) -> float:
         assert process.stdin
         with contextlib.suppress(BrokenPipeError):  # the answer, or that there is none, says why
-            process.stdin.write(json.dumps(asdict(completion), default=str) + "\n")
+            asked = {name: getattr(completion, name) for name in ("prompt", "text", "reference", "row")}
+            process.stdin.write(json.dumps(asked, default=str) + "\n")
             process.stdin.flush()
         score = self._answer(process)["score"]
         if isinstance(score, bool | int | float):

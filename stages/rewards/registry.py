@@ -10,11 +10,13 @@ from stages.rewards.code import CodeReward
 from stages.rewards.exact_match import ExactMatchReward
 from stages.rewards.format import FormatReward
 from stages.rewards.json_schema import JsonSchemaReward
+from stages.rewards.judge import JudgeReward
 from stages.rewards.length import LengthReward
 from stages.rewards.number import NumberReward
 from stages.rewards.python import PythonReward
 from stages.rewards.regex import RegexReward
 from stages.rewards.reward import Reward
+from stages.rewards.reward_model import RewardModelReward
 
 REWARDS: tuple[type[Reward], ...] = (
     ExactMatchReward,
@@ -24,6 +26,8 @@ REWARDS: tuple[type[Reward], ...] = (
     LengthReward,
     JsonSchemaReward,
     CodeReward,
+    RewardModelReward,
+    JudgeReward,
     PythonReward,
 )
 

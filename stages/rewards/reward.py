@@ -16,18 +16,21 @@ from typing import Any, ClassVar, Self
 from pydantic import Field, model_validator
 
 from stages.core.strict import StrictModel
+from stages.data.documents import Document
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What a model answered. prompt: as the model was asked, special tokens included. row: of the dataset."""
+    """What a model answered. prompt: as the model was asked, special tokens included; document: the same before the
+    model's chat template rendered it. reference: the right answer, where the dataset has one. row: of the dataset.
+    """
 
     prompt: str
     text: str
     num_tokens: int
     reference: str | None
-    """The right answer, where the dataset has one."""
     row: Mapping[str, Any]
+    document: Document
 
 
 Scores = Callable[[Sequence[Completion]], Iterator[float]]

@@ -14,6 +14,7 @@ from stages.data.messages import RowError, make_message
 from stages.data.prompts import Prompt, PromptReader
 from stages.data.tokenizer import DocumentTokenizer
 from stages.models.trained_on import is_asked_as_chat, noted_date
+from stages.rewards.reward import Completion
 from stages.rollouts.options import PromptOptions
 
 NUM_NAMED = 10
@@ -27,6 +28,11 @@ class AskedPrompt:
     prompt: Prompt
     text: str
     token_ids: list[int]
+
+    def completion(self, text: str, num_tokens: int) -> Completion:
+        """A model's answer, as rewards judge it."""
+        asked = self.prompt
+        return Completion(self.text, text, num_tokens, asked.reference, asked.row, asked.document)
 
 
 def read_prompts(folder: Path, options: PromptOptions, tokenizer_folder: Path) -> list[AskedPrompt]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from stages.rewards.judging import Judge, Judgement, Named
-from stages.rewards.reward import Completion as JudgedText
 from stages.rollouts.asking import Answer, Request
 from stages.rollouts.prompts import AskedPrompt
 from stages.train.methods.rollouts import RolloutOptions
@@ -104,9 +103,7 @@ class Sampler:
             yield Group(prompt, [_completion(choice, next(judgements)) for choice in group])
 
     def _named(self, prompt: AskedPrompt, number: int, choice: Choice) -> Named:
-        completion = JudgedText(
-            prompt.text, choice["text"], len(choice["token_ids"]), prompt.prompt.reference, prompt.prompt.row
-        )
+        completion = prompt.completion(choice["text"], len(choice["token_ids"]))
         return f"completion {number} of the prompt in {prompt.place}", completion
 
 

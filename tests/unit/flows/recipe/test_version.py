@@ -34,6 +34,7 @@ HALF = {"fraction": 0.5}
 CURATION = {"kind": "curate", "datasets": ["problems"], "exact_duplicates": True}
 GENERATION = {"kind": "generate", "model": "base", "serving": {}, "prompts": {"dataset": "problems"}, "num_samples": 2}
 ROLLOUTS = {"num_generations": 2, "max_completion_length": 1, "rewards": {"right": {"type": "exact_match"}}}
+JUDGE = {"type": "judge", "url": "http://x/v1", "served_model": "critic", "template": "{completion}", "least": -1.0}
 HELD_OUT = {**TRAINING["data"], "evaluation_fraction": 0.1}
 EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "download": [
@@ -92,12 +93,14 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
             "rewards": {"form": {"type": "json_schema", "json_schema": {}}, "tested": {"type": "code"}},
             "keep": {"above": 0.1},
         },
+        {**GENERATION, "rewards": {"liked": JUDGE, "likely": {"type": "reward_model", "model": "critic"}}},
+        {**GENERATION, "rewards": {"liked": {**JUDGE, "template": None, "key_variable": "x"}}},
     ],
     "promote": [{"kind": "promote", "name": "helper", "model": "base", "evaluations": ["scores"]}],
 }
 SOURCES = ("hf://org/name", "hf://datasets/org/name", "file:///x")
 MAPPINGS = ({"x": "y"}, {"x": 0.5}, {"X": "x/y"})
-TEXTS = ("x", "1:30:00", "2026-02-03")
+TEXTS = ("x", "1:30:00", "2026-02-03", "https://x/v1")
 VALUES = (
     None,
     True,
@@ -125,6 +128,7 @@ UPSTREAM = {
     "problems": "ba9876543210",
     "scores": "0a1b2c3d4e5f",
     "tuned": "a0b1c2d3e4f5",
+    "critic": "c0b1a2d3e4f5",
     "other": "b",
 }
 OUTSIDE = {"task_folder": "f" * 64}

@@ -87,6 +87,33 @@ def test_parameters_of_a_deployment_name_no_file_of_rewards(tmp_path: Path, file
         check_parameters(request)
 
 
+@pytest.mark.parametrize("change", ["url=https://elsewhere/v1", "key_variable=HF_TOKEN"])
+def test_parameters_of_a_deployment_send_no_key_elsewhere(tmp_path: Path, change: str) -> None:
+    liked = {"type": "judge", "url": "http://127.0.0.1/v1", "served_model": "critic"}
+    load(tmp_path, rewards={"liked": liked})
+    request = RefreshRequest(recipe=str(tmp_path / "recipe.yaml"), overrides=[f"stages.answers.rewards.liked.{change}"])
+    with pytest.raises(RecipeError, match="only the recipe says which server is asked, and with which key"):
+        check_parameters(request)
+
+
+def test_a_reward_model_is_an_input_and_no_other_model_is_one(tmp_path: Path) -> None:
+    critic = {"kind": "train", "method": "reward", "model": "base", "global_batch_size": 4, "learning_rate": 1e-4}
+    stages = {**QUICK, "critic": {**critic, "data": {"dataset": "problems"}}}
+    stages["answers"] = {**QUICK["answers"], "rewards": {"liked": {"type": "reward_model", "model": "critic"}}}
+    (tmp_path / "recipe.yaml").write_text(json.dumps({"stages": stages}))
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    assert recipe.stages["answers"].references()["rewards.liked.model"] == "critic"
+    outside: dict[str, Any] = {name: {} for name in recipe.stages}
+    before = plan(recipe, outside, Index(())).stages["answers"]
+    changed = plan(recipe, {**outside, "critic": {"other": "content"}}, Index(())).stages["answers"]
+    assert "critic" in before.upstream
+    assert before.version != changed.version
+    stages["answers"]["rewards"] = {"liked": {"type": "reward_model", "model": "base"}}
+    (tmp_path / "recipe.yaml").write_text(json.dumps({"stages": stages}))
+    with pytest.raises(RecipeError, match=r"rewards.liked.model: refers to base, which produces a model"):
+        load_recipe(tmp_path / "recipe.yaml")
+
+
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("inputs")

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from stages.core.errors import ResourceError
+from stages.data.documents import PlainText
 from stages.rewards import code as code_module
 from stages.rewards.code import CodeReward
 from stages.rewards.reward import Completion, RewardContext
@@ -24,7 +25,7 @@ TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
 
 def score(text: str, tests: Any = TESTS, **config: Any) -> float:
     reward = CodeReward.model_validate({"type": "code", "timeout_s": 30, **config})
-    return reward.score(Completion("", text, 1, None, {"tests": tests}))
+    return reward.score(Completion("", text, 1, None, {"tests": tests}, PlainText("", "")))
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,7 @@ def test_where_code_cannot_be_kept_within_limits_none_is_run(monkeypatch: pytest
     """A machine without libseccomp: the probe of a program that lacks it."""
     reward = CodeReward(type="code")
     with reward.opened("passes", CONTEXT) as scores:
-        completion = Completion("", ADDS, 1, None, {"tests": TESTS})
+        completion = Completion("", ADDS, 1, None, {"tests": TESTS}, PlainText("", ""))
         assert list(scores([completion] * 3)) == [1, 1, 1]
     monkeypatch.setattr(code_module, "PROGRAM", ("-c", WITHOUT_LIBRARY))
     with pytest.raises(ResourceError, match=r"the reward passes would run code .* \(OSError: none.so.*needs Linux"):

@@ -14,6 +14,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from stages.core.errors import DataError
+from stages.data.documents import PlainText
 from stages.rewards import regex as regex_reward
 from stages.rewards.judging import Judgement, Named, judging
 from stages.rewards.registry import AnyReward
@@ -25,7 +26,7 @@ def reward(**config: Any) -> Reward:
 
 
 def completion(text: str, reference: str | None = None, num_tokens: int = 1, **row: Any) -> Completion:
-    return Completion("the prompt", text, num_tokens, reference, row)
+    return Completion("the prompt", text, num_tokens, reference, row, PlainText("the prompt", ""))
 
 
 CONTEXT = RewardContext({}, Path("/nowhere"), lambda message: None)

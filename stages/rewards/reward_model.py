@@ -1,0 +1,36 @@
+"""What a reward model says of a completion: a number, higher for the better one."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from stages.core.fields import Reference
+from stages.rewards.reward import Completion, Reward, RewardContext, Scores
+
+FOLDER = "reward_model"
+
+
+class RewardModelReward(Reward):
+    """What a reward model of another stage says of the prompt and the completion, rendered by its own chat template."""
+
+    type: Literal["reward_model"]
+    model: Annotated[str, Reference(("reward_model",))]
+
+    def score(self, completion: Completion) -> float:
+        raise NotImplementedError("a model's weights come with what `opened` is given")
+
+    @contextlib.contextmanager
+    def opened(self, name: str, context: RewardContext) -> Iterator[Scores]:
+        """The weights are read when the first completions are there, and stay. Raises ModelError for a model without
+        one number an answer, or without a usable tokenizer.
+        """
+        folder = context.inputs[self.model] / FOLDER
+        scoring = importlib.import_module("stages.rewards.scoring")  # with torch, which a recipe is read without
+        if not folder.is_dir():  # still to be trained, where the inputs of stages are checked
+            yield lambda completions: iter(scoring.Scorer(folder)(completions))
+            return
+        scoring.check_score_head(folder)
+        yield scoring.Scorer(folder)

@@ -1,0 +1,107 @@
+"""A reward model's folder → the number that it gives each completion, many at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from stages.core.errors import DataError, ModelError
+from stages.data.config import DEFAULT_DATE
+from stages.data.documents import Document, PlainText
+from stages.data.messages import RowError, make_message
+from stages.data.tokenizer import DocumentTokenizer
+from stages.models.trained_on import noted_date
+from stages.rewards.reward import Completion
+
+BATCH_TOKENS = 8192
+"""Padding included."""
+
+
+class Scorer:
+    """Judges completions; the model is read when the first ones are there."""
+
+    def __init__(self, folder: Path) -> None:
+        """folder: the model's. Raises ModelError when there is no usable tokenizer."""
+        self._folder = folder
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        date = noted_date(folder) or DEFAULT_DATE
+        self._tokenizer = DocumentTokenizer(folder, None, "all", template_date=date)
+
+    def __call__(self, completions: Sequence[Completion]) -> Iterator[float]:
+        """Raises DataError at a completion that the model cannot read."""
+        encoded = [self._encoded(one) for one in completions]
+        scores = iter(self._scores([one for one in encoded if not isinstance(one, DataError)]))
+        for one in encoded:
+            if isinstance(one, DataError):
+                raise one
+            yield next(scores)
+
+    @cached_property
+    def _model(self) -> Any:
+        model = AutoModelForSequenceClassification.from_pretrained(self._folder, local_files_only=True)
+        return model.to(self._device).eval()
+
+    @property
+    def _longest(self) -> int | None:
+        return getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+
+    def _encoded(self, completion: Completion) -> list[int] | DataError:
+        """Token ids of what was asked and answered."""
+        try:
+            (tokens,) = self._tokenizer.encode([self._tokenizer.render(_answered(completion))])
+        except RowError as error:
+            return DataError(f"the prompt {error} (as the chat template of the reward model has it)")
+        if self._longest and len(tokens) > self._longest:
+            return DataError(f"has {len(tokens)} tokens; the reward model reads {self._longest} at most")
+        return [int(token) for token in tokens.ids]
+
+    def _scores(self, rows: list[list[int]]) -> list[float]:
+        """In the order of the rows."""
+        order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))  # alike long ones pad each other little
+        found: dict[int, float] = {}
+        while order:
+            size = max(1, BATCH_TOKENS // len(rows[order[0]])) if self._padding is not None else 1
+            batch, order = order[:size], order[size:]
+            found |= zip(batch, self._forward([rows[number] for number in batch]), strict=True)
+        return [found[number] for number in range(len(rows))]
+
+    @property
+    def _padding(self) -> int | None:
+        padding: int | None = self._model.config.get_text_config().pad_token_id
+        return padding
+
+    @torch.inference_mode()
+    def _forward(self, rows: list[list[int]]) -> list[float]:
+        longest = max(map(len, rows))
+        padded = [row + [self._padding or 0] * (longest - len(row)) for row in rows]
+        mask = [[1] * len(row) + [0] * (longest - len(row)) for row in rows]
+        ids = torch.tensor(padded, device=self._device)
+        logits = self._model(input_ids=ids, attention_mask=torch.tensor(mask, device=self._device)).logits
+        values: list[float] = logits.float().squeeze(-1).tolist()
+        return values
+
+
+def check_score_head(folder: Path) -> None:
+    """Raise ModelError unless the model gives one number an answer."""
+    config = json.loads((folder / "config.json").read_text())
+    architectures = config.get("architectures") or []
+    num_labels = len(config.get("id2label") or ("LABEL_0", "LABEL_1"))  # Transformers' default is two
+    if num_labels != 1 or not any(name.endswith("ForSequenceClassification") for name in architectures):
+        raise ModelError(
+            f"{folder} is {', '.join(architectures) or 'of no named architecture'} with {num_labels} labels; expected "
+            "a sequence classification with one, as `method: reward` trains it"
+        )
+
+
+def _answered(completion: Completion) -> Document:
+    document = completion.document
+    if isinstance(document, PlainText):
+        return replace(document, completion=completion.text)
+    return replace(document, messages=[*document.messages, make_message("assistant", completion.text)])

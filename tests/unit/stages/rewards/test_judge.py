@@ -1,0 +1,212 @@
+"""A judge behind a real HTTP server that speaks OpenAI's API: what it says counts, is kept, and costs what it may."""
+
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from stages.core.errors import DataError, LifecycleError, RecipeError, ServerError, TransientError
+from stages.data.documents import PlainText
+from stages.hubs import retry
+from stages.rewards.judge import JudgeReward
+from stages.rewards.judging import judging
+from stages.rewards.reward import Completion, RewardContext
+
+KEY = "a-key-that-is-secret"
+
+
+@dataclass
+class Judge:
+    """`says` gives the answer to a conversation; before that, `statuses` are answered, one for each request."""
+
+    says: Callable[[str], str]
+    url: str = ""
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    statuses: list[int] = field(default_factory=list)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
+    """Wants a key, and a model that it has; rates by the length of the answer."""
+    state = Judge(lambda question: f"Hm.\nRating: {min(len(answer_in(question)), 10)}")
+    lock = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with lock:
+                status = state.statuses.pop() if state.statuses else 200
+                state.asked += [request] if status == 200 else []
+            if self.path != "/v1/chat/completions" or request["model"] != "critic-1":
+                status = 404
+            if self.headers["Authorization"] != f"Bearer {KEY}":
+                status = 401
+            said = state.says(request["messages"][-1]["content"]) if status == 200 else ""
+            answer = {"choices": [{"index": 0, "message": {"role": "assistant", "content": said}}]}
+            content = json.dumps(answer if status == 200 else {"error": f"not with {self.headers['Authorization']}"})
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content.encode())))
+            self.end_headers()
+            self.wfile.write(content.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    state.url = f"http://127.0.0.1:{httpd.server_port}/v1"
+    monkeypatch.setenv("CRITIC_KEY", KEY)
+    monkeypatch.setattr(retry, "FIRST_WAIT_S", 0.01)
+    thread = threading.Thread(target=httpd.serve_forever)
+    thread.start()
+    yield state
+    httpd.shutdown()
+    httpd.server_close()
+    thread.join()
+
+
+def answer_in(question: str) -> str:
+    return re.search(r"The answer:\n(.*?)\n\nSay", question, re.DOTALL)[1]
+
+
+def completion(text: str, reference: str | None = None) -> Completion:
+    return Completion("Why?", text, 1, reference, {}, PlainText("Why?", ""))
+
+
+def judged(server: Judge, kept: Path, *completions: Completion, **config: Any) -> list[float]:
+    reward = JudgeReward.model_validate({"type": "judge", **SERVER, "url": server.url, **config})
+    context = RewardContext({}, kept, lambda message: None)
+    with judging({"liked": reward}, context) as judge:
+        return [one.total for one in judge([(f"completion {place}", one) for place, one in enumerate(completions)])]
+
+
+SERVER = {"url": "http://127.0.0.1:9/v1", "served_model": "critic-1", "key_variable": "CRITIC_KEY"}
+
+
+def test_ratings_are_in_order_and_every_answer_is_kept_without_the_key(server: Judge, tmp_path: Path) -> None:
+    texts = ["x" * size for size in (1, 7, 3, 10, 2, 2)]
+    assert judged(server, tmp_path / "kept", *map(completion, texts)) == [1, 7, 3, 10, 2, 2]
+    lines = [json.loads(line) for line in (tmp_path / "kept" / "liked.jsonl").read_text().splitlines()]
+    assert sorted(line["number"] for line in lines) == [1, 2, 3, 7, 10]
+    assert all("Why?" in line["messages"][0]["content"] and line["answer"].startswith("Hm.") for line in lines)
+    assert KEY not in (tmp_path / "kept" / "liked.jsonl").read_text()
+    assert all(asked["max_tokens"] == 512 and asked["temperature"] == 0 for asked in server.asked)
+
+
+def test_what_was_answered_before_a_kill_is_not_paid_for_again(server: Judge, tmp_path: Path) -> None:
+    texts = [completion("x" * size) for size in range(1, 6)]
+    whole = judged(server, tmp_path, *texts)
+    lines = (tmp_path / "liked.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "liked.jsonl").write_bytes(b"".join(lines[:3]) + lines[3][:9])  # torn within a line
+    server.asked.clear()
+    assert judged(server, tmp_path, *texts) == whole
+    assert len(server.asked) == 1 + 2, "the trial, and what was missing"
+
+
+@pytest.mark.parametrize(
+    ("preferred", "expected"), [("mine", 1), ("theirs", 0), ("first", 0.5), ("equal", 0.5), ("mine when first", 0.75)]
+)
+def test_compared_with_the_reference_in_both_orders(
+    server: Judge, tmp_path: Path, preferred: str, expected: float
+) -> None:
+    def says(question: str) -> str:
+        mine_first = question.index("mine") < question.index("theirs") if "mine" in question else True
+        better = {"mine": "AB"[not mine_first], "theirs": "AB"[mine_first], "first": "A", "equal": "equal"}
+        better["mine when first"] = "A" if mine_first else "equal"
+        return f"Answer A is longer.\n**Better:** {better[preferred]}"
+
+    server.says = says
+    assert judged(server, tmp_path, completion("mine", "theirs"), compare=True) == [expected]
+    assert len(server.asked) == 4
+
+
+def test_a_template_of_ones_own(server: Judge, tmp_path: Path) -> None:
+    server.says = lambda question: "Rating: 2" if question == "Why? x {is} y, 0 to 5" else "Rating: 5"
+    own = {"template": "{prompt} {completion} {is} {reference}, {least} to {largest}", "least": 0, "largest": 5}
+    with pytest.raises(ValidationError, match="`template` has completion, is, "):
+        judged(server, tmp_path, **own)
+    own["template"] = "{prompt} {completion} {{is}} {reference}, {least} to {largest}".replace("{{is}}", "{IS}")
+    server.says = lambda question: "Rating: 2" if question == "Why? x {IS} y, 0 to 5" else "Rating: 5"
+    assert judged(server, tmp_path, completion("x", "y"), completion("x", "z"), **own) == [2, 5]
+
+
+def test_a_judge_that_answers_prose_is_told_so_and_then_named_with_the_completion(
+    server: Judge, tmp_path: Path
+) -> None:
+    server.says = lambda question: "Rating: 4" if "Write that line alone" in question else "It is very good."
+    assert judged(server, tmp_path, completion("x")) == [4]
+    server.says = lambda question: "Rating: 4" if "What is 1 + 2?" in question else "Rating: 11, it is so good."
+    with pytest.raises(DataError, match=r"completion 0: the reward liked: critic-1 at .* answers with prose, 3 times "):
+        judged(server, tmp_path, completion("y"))
+
+
+def test_a_judge_of_prose_is_found_before_there_is_anything_to_judge(server: Judge, tmp_path: Path) -> None:
+    server.says = lambda question: "It is very good."
+    with pytest.raises(
+        DataError, match=r"the reward liked: critic-1 .*expected a line \"Rating: \" and a number from 1"
+    ):
+        judged(server, tmp_path)
+    assert not (tmp_path / "liked.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "expected"),
+    [
+        ({"url": SERVER["url"]}, TransientError, "asking the judge at http://127.0.0.1:9/v1: the connection failed"),
+        ({"key_variable": "NO_SUCH_KEY"}, RecipeError, "has no NO_SUCH_KEY, which `key_variable` names"),
+        ({"key_variable": None}, ServerError, "answered 401"),
+        ({"served_model": "critic-2"}, ServerError, "answered 404: .*not with Bearer \\*\\*\\*"),
+    ],
+)
+def test_a_judge_that_cannot_be_asked_is_found_before_there_is_anything_to_judge(
+    server: Judge, tmp_path: Path, config: dict[str, Any], error: type[LifecycleError], expected: str
+) -> None:
+    with pytest.raises(error, match=expected) as caught:
+        judged(server, tmp_path, **config)
+    assert KEY not in str(caught.value)
+
+
+def test_a_busy_judge_is_asked_again(server: Judge, tmp_path: Path) -> None:
+    server.statuses = [503, 429, 500]
+    assert judged(server, tmp_path, completion("x"), completion("xx")) == [1, 2]
+
+
+def test_more_requests_than_the_recipe_says_are_refused_before_the_first(server: Judge, tmp_path: Path) -> None:
+    texts = [completion("x" * size) for size in range(1, 6)]
+    with pytest.raises(DataError, match=r"judging 5 completions takes 5 requests .* `max_requests` is 5: raise it"):
+        judged(server, tmp_path, *texts, max_requests=5)
+    assert len(server.asked) == 1, "the trial"
+    assert judged(server, tmp_path, *texts, max_requests=6) == [1, 2, 3, 4, 5]
+    server.says = lambda question: "Rating: 4" if "What is 1 + 2?" in question else "It is very good."
+    with pytest.raises(DataError, match="was asked `max_requests` times, 2; raise it"):
+        judged(server, tmp_path / "new", completion("x"), max_requests=2)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"url": "ftp://x"}, "url"),
+        ({"url": "http://user:pass@x/v1"}, "url"),
+        ({"least": 1, "largest": 1}, "`least` is 1; expected less than"),
+        ({"template": "How good is {prompt}?"}, "`template` has prompt in braces; expected completion"),
+        ({"template": "{completion}", "compare": True}, "expected first, second"),
+    ],
+)
+def test_what_a_recipe_cannot_mean(config: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValidationError, match=expected):
+        JudgeReward.model_validate({"type": "judge", **SERVER, **config})
+
+
+def test_a_right_answer_is_needed_where_it_is_compared_with() -> None:
+    judge = JudgeReward.model_validate({"type": "judge", **SERVER, "compare": True})
+    assert judge.row_problem(None, {}) == "has no right answer"
+    assert judge.row_problem("3", {}) is None
+    assert JudgeReward.model_validate({"type": "judge", **SERVER}).row_problem(None, {}) is None
