@@ -12,6 +12,7 @@ from stages.rewards.format import FormatReward
 from stages.rewards.json_schema import JsonSchemaReward
 from stages.rewards.judge import JudgeReward
 from stages.rewards.length import LengthReward
+from stages.rewards.math import MathReward
 from stages.rewards.number import NumberReward
 from stages.rewards.python import PythonReward
 from stages.rewards.regex import RegexReward
@@ -21,6 +22,7 @@ from stages.rewards.reward_model import RewardModelReward
 REWARDS: tuple[type[Reward], ...] = (
     ExactMatchReward,
     NumberReward,
+    MathReward,
     RegexReward,
     FormatReward,
     LengthReward,

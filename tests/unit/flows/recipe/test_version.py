@@ -82,6 +82,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "evaluate": [{"kind": "evaluate", "model": "base", "tasks": ["a"], "serving": {}, "task_folder": "tasks"}],
     "generate": [
         {**GENERATION, "rewards": {"right": {"type": "exact_match"}, "own": {"type": "python", "file": "score.py"}}},
+        {**GENERATION, "rewards": {"right": {"type": "math", "no_answer": -0.5}}},
         {**GENERATION, "rewards": {"right": {"type": "number"}, "like": {"type": "regex", "pattern": "x"}}},
         {
             **GENERATION,
