@@ -1,0 +1,97 @@
+"""Output tokens per second of the generate stage's requests against the server's own benchmark, of one server.
+
+`python tests/benchmarks/generate_throughput.py`: the quickstart's untrained model, the same lengths, number of requests
+and requests at a time, greedy, in turns. Prints medians and their ratio, whose bound is 0.9.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from stages.generate.config import GenerateConfig
+from stages.generate.sampling import sample_all
+from stages.hubs.builtin import qwen3
+from stages.serving.asked import AskExecution
+from stages.serving.config import BenchmarkConfig, ServingConfig
+from stages.serving.registry import new_launch_spec
+from stages.serving.server import Server, started_server
+
+FIRST_TOKEN, LAST_TOKEN = 10, 200
+"""Of random prompts: characters, no special tokens."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--requests", type=int, default=16, help="for each unit of concurrency")
+    parser.add_argument("--input-tokens", type=int, default=128)
+    parser.add_argument("--output-tokens", type=int, default=64)
+    given = parser.parse_args()
+    load = BenchmarkConfig(
+        concurrencies=(given.concurrency,),
+        requests_per_concurrency=given.requests,
+        input_tokens=given.input_tokens,
+        output_tokens=given.output_tokens,
+    )
+    with tempfile.TemporaryDirectory(prefix="generate-throughput-") as folder, served(Path(folder), load) as server:
+        benchmark, generate = [], []
+        for round_number in range(given.rounds + 1):  # the first one warms up
+            rates = benchmark_rate(server, load, Path(folder)), generate_rate(server, load, Path(folder), round_number)
+            benchmark.append(rates[0])
+            generate.append(rates[1])
+            print(f"round {round_number}: benchmark {rates[0]:.0f}, generate {rates[1]:.0f} tokens/s", flush=True)
+    medians = [statistics.median(rates[1:]) for rates in (benchmark, generate)]
+    ratio = medians[1] / medians[0]
+    print(
+        f"benchmark {medians[0]:.0f} tokens/s, generate {medians[1]:.0f}: {ratio:.2f} times (medians of {given.rounds})"
+    )
+
+
+@contextlib.contextmanager
+def served(root: Path, load: BenchmarkConfig) -> Iterator[Server]:
+    (root / "model").mkdir()
+    qwen3.make(root / "model")
+    serving = {"max_model_len": load.tokens, "kv_cache_memory_gib": 0.25, "dtype": "float32"}
+    spec = new_launch_spec(root / "model", "model", ServingConfig.model_validate(serving))
+    with started_server(spec, AskExecution(), root / "server.log", root / "server") as server:
+        server.wait_until_ready(600)
+        yield server
+
+
+def benchmark_rate(server: Server, load: BenchmarkConfig, folder: Path) -> float:
+    (result,) = server.engine.generate_load(server.client, server.spec, load, folder)
+    assert not result.num_failed
+    return result.output_tokens_per_s
+
+
+def generate_rate(server: Server, load: BenchmarkConfig, folder: Path, round_number: int) -> float:
+    (concurrency,) = load.concurrencies
+    config = GenerateConfig.model_validate(
+        {
+            "kind": "generate",
+            "model": "model",
+            "prompts": {"dataset": "prompts"},
+            "temperature": 0.0,
+            "max_tokens": load.output_tokens,
+            "execution": {"concurrent_requests": concurrency},
+        }
+    )
+    random = np.random.default_rng(0)  # the same prompts each time, as the benchmark's are: the server has seen both
+    shape = (concurrency * load.requests_per_concurrency, load.input_tokens)
+    prompts = random.integers(FIRST_TOKEN, LAST_TOKEN, shape).tolist()
+    start_s = time.monotonic()
+    samples = sample_all(server.client, prompts, config, folder / f"kept-{round_number}", lambda done, total: None)
+    return sum(one.num_tokens for one in samples) / (time.monotonic() - start_s)
+
+
+if __name__ == "__main__":
+    main()
