@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from stages.core.contract import StageContext
 from stages.core.errors import DataError
 from stages.curate.config import Quality
 from stages.curate.spool import SpooledRow
 from stages.data.any_rows import AnyRowReader, ReadRow
-from stages.data.documents import PlainText
+from stages.data.documents import Document, PlainText
 from stages.rewards.judging import judging
 from stages.rewards.reward import Completion, RewardContext
 
@@ -44,10 +45,12 @@ def _completion(row: ReadRow, column: str | None) -> Completion:
     (document,) = row.documents
     if isinstance(document, PlainText):
         prompt, answer = document.prompt, document.completion
+        asked: Document = replace(document, completion="")
     else:
         *before, last = document.messages
         prompt, answer = "\n".join(message["content"] for message in before), last["content"]
+        asked = replace(document, messages=before, unlearned=frozenset())
     reference = None if column is None else row.content.get(column)
     if column is not None and reference is None:
         raise DataError(f"has nothing in `{column}`, which `quality.reference` names")
-    return Completion(prompt, answer, 0, None if reference is None else str(reference), row.content)
+    return Completion(prompt, answer, 0, None if reference is None else str(reference), row.content, asked)
