@@ -34,8 +34,17 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        """Rows of every A."""
-        return len(next(iter(self.factors.values()))[0])
+        """Rows of A, of the layer that has most."""
+        return max(a.shape[-2] for a, _ in self.factors.values())
+
+    @property
+    def has_own_ranks(self) -> bool:
+        """Whether linear layers have several ranks."""
+        return len({len(a) for layer, (a, _) in self.factors.items() if layer not in self.parameters}) > 1
+
+    def scaling_of(self, layer: str) -> float:
+        """How often B A x counts there."""
+        return self.scalings.get(layer, self.scaling)
 
     @property
     def weights(self) -> set[str]:
@@ -66,7 +75,7 @@ class Adapter:
         Of experts: [experts, out, in].
         """
         a, b = self.factors[layer]
-        product = self.scalings.get(layer, self.scaling) * (b.float() @ a.float())
+        product = self.scaling_of(layer) * (b.float() @ a.float())
         return product.T if self.is_transposed else product
 
     def merged(self, name: str, weight: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     Field,
@@ -20,7 +20,7 @@ from stages.core.strict import StrictModel
 from stages.planner.low_rank import LowRank
 
 BasePrecision = Literal["bf16", "fp32", "nf4", "int8"]
-Initialization = Literal["default", "pissa", "pissa_niter_4", "pissa_niter_16", "olora"]
+Initialization = Literal["default", "pissa", "pissa_niter_4", "pissa_niter_16", "olora", "eva"]
 
 
 class AdapterConfig(StrictModel):
@@ -53,7 +53,11 @@ class AdapterConfig(StrictModel):
         "default",
         description="What A and B start from. default: A random, B 0. pissa: the largest singular vectors of W, which "
         "are taken out of it (Meng et al. 2024); pissa_niter_16: found in 16 quick rounds. olora: its QR "
-        "decomposition. What is written is a plain LoRA of the unchanged base.",
+        "decomposition. eva: A the directions in which the inputs of training rows vary most, in which layers share "
+        "their ranks (Paischer et al. 2024). What is written is a plain LoRA of the unchanged base.",
+    )
+    eva_rho: Annotated[PositiveFp32, AddedLater()] = Field(
+        2.0, ge=1, description="With `init: eva`, a layer's rank is at most so many times `rank`; 1: all have `rank`."
     )
     modules_to_save: Annotated[tuple[str, ...], AddedLater()] = Field(
         (), description="Ends of names of modules that learn as a whole and are written with the adapter."
@@ -75,7 +79,12 @@ class AdapterConfig(StrictModel):
     @property
     def changes_base(self) -> bool:
         """Whether what A and B start from is taken out of the base while it trains."""
-        return self.init != "default"
+        return self.init not in ("default", "eva")
+
+    @property
+    def highest_rank(self) -> int:
+        """That a layer may get."""
+        return round(self.rank * self.eva_rho) if self.init == "eva" else self.rank
 
     @property
     def for_planner(self) -> LowRank:
@@ -93,16 +102,6 @@ class AdapterConfig(StrictModel):
             except re.error as error:
                 raise ValueError(f"found {targets!r}, which is no regular expression: {error}") from error
         return targets
-
-    @field_validator("init", mode="before")
-    @classmethod
-    def _eva_needs_rows(cls, init: Any) -> Any:
-        if init == "eva":
-            raise ValueError(
-                "found eva, which needs the training rows' activations before the model is spread over processes; "
-                "expected default, pissa or olora"
-            )
-        return init
 
     @model_validator(mode="after")
     def _something_learns(self) -> Self:
@@ -125,6 +124,11 @@ class AdapterConfig(StrictModel):
                 f"`use_dora` does not go with `base_precision: {self.base_precision}`: lengths of rows would be "
                 "those of other weights; say bf16, or remove one"
             )
+        if self.init == "eva" and self.stack:
+            raise ValueError(
+                "`init: eva` does not go with `stack: merge`: layers would have ranks of their own; merge by a stage "
+                "of `kind: merge`, or remove one"
+            )
         if self.target_parameters and self.not_on_parameters:
             raise ValueError(
                 f"`target_parameters` does not go with {' and '.join(self.not_on_parameters)}: PEFT has no such "
@@ -138,7 +142,7 @@ class AdapterConfig(StrictModel):
         found = {
             "dropout": self.dropout > 0,
             "use_dora": self.use_dora,
-            f"init: {self.init}": self.changes_base,
+            f"init: {self.init}": self.init != "default",
             f"base_precision: {self.base_precision}": self.base_precision in ("nf4", "int8"),
             "stack": self.stack is not None,
         }

@@ -8,6 +8,7 @@ whose weights cannot be merged again.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from stages.adapters.config import AdapterConfig, BasePrecision
 from stages.adapters.experts import stored_names
 from stages.adapters.files import INNER
 from stages.adapters.quantized import quantize_base
-from stages.adapters.targets import check_layers, peft_targets
+from stages.adapters.targets import check_layers, peft_targets, targets_of_ranks
 from stages.core.errors import ModelError
 from stages.models.kept_precision import dtype_of_weights
 
@@ -31,17 +32,27 @@ ADAPTER_NAME = "default"
 NUM_NAMED = 12
 
 
-def add_adapter(causal_lm: Any, config: AdapterConfig, seed: int, *, has_weights: bool = True) -> LoraConfig:
+def add_adapter(
+    causal_lm: Any,
+    config: AdapterConfig,
+    seed: int,
+    *,
+    has_weights: bool = True,
+    directions: Mapping[str, Tensor] | None = None,
+) -> LoraConfig:
     """Adapt `causal_lm` in place and freeze all else; returns what PEFT knows the adapter by.
 
     A is drawn with `seed`, B is 0: the adapted model is the base until it learns. With another `init` they come of the
     base's weights, which change so that the sum is the base; without weights (`has_weights=False`: those of rank 0 come
-    later) they are left at the default. Raises ModelError.
+    later) they are left at the default. directions: layer → its A, [rank, inputs], where each has a rank of its own (of
+    rank 0: no adapter). Raises ModelError.
     """
     is_transposed = any(isinstance(module, Conv1D) for module in causal_lm.modules())
     if is_transposed and config.init == "olora":
         raise ModelError(f"adapter.init is olora, which PEFT gets wrong for {type(causal_lm).__name__}; choose pissa")
     targets = peft_targets(causal_lm, config)
+    if directions is not None:
+        targets = targets_of_ranks({name: len(one) for name, one in directions.items()}, config)
     layers = config.layers_to_transform if isinstance(config.target_modules, tuple) else None
     lora = LoraConfig(
         r=config.rank,
@@ -72,6 +83,9 @@ def add_adapter(causal_lm: Any, config: AdapterConfig, seed: int, *, has_weights
     lora.target_parameters = (
         targets.parameters or None
     )  # inmost first, as `files.py` reads them; PEFT makes a set of them
+    for name, direction in (directions or {}).items():
+        if len(direction):
+            causal_lm.get_submodule(name).lora_A[ADAPTER_NAME].weight.data.copy_(direction)
     _check(causal_lm, config)
     _let_saved_modules_learn(causal_lm, config)
     return lora
@@ -166,10 +180,11 @@ def _check(causal_lm: Any, config: AdapterConfig) -> None:
         )
     routers = {name for name, module in layers.items() if isinstance(module, ParamWrapper) and module.num_experts == 1}
     widths = {name: min(_weight_of(layer).shape[-2:]) for name, layer in layers.items() if name not in routers}
-    if too_narrow := [f"{name} ({width})" for name, width in widths.items() if width < config.rank]:
+    if too_narrow := [f"{name} ({width})" for name, width in widths.items() if width < config.highest_rank]:
+        times = f" × eva_rho {config.eva_rho:g}" * (config.init == "eva")
         raise ModelError(
-            f"adapter.rank is {config.rank}, more than the width of {', '.join(too_narrow[:NUM_NAMED])}; lower it, or "
-            "leave these layers out with exclude_modules"
+            f"adapter.rank is {config.rank}{times}, more than the width of {', '.join(too_narrow[:NUM_NAMED])}; lower "
+            "it, or leave these layers out with exclude_modules"
         )
 
 

@@ -37,12 +37,14 @@ def go_on_with(causal_lm: Any, adapter: Adapter) -> None:
             "describes, or has another size there; give rank and target_modules that it was trained with, or say "
             "`stack: merge`"
         )
-    scaling = next(iter(adapted_layers(causal_lm).values())).scaling[ADAPTER_NAME]
-    if not math.isclose(scaling, adapter.scaling):
-        raise ModelError(
-            f"going on with an adapter that counts {adapter.scaling:g} times: `adapter:` says {scaling:g} (alpha / "
-            "rank, or alpha / √rank with use_rslora); give those that it was trained with, or say `stack: merge`"
-        )
+    for layer, module in adapted_layers(causal_lm).items():
+        scaling, given_scaling = module.scaling[ADAPTER_NAME], adapter.scaling_of(layer)
+        if not math.isclose(scaling, given_scaling):
+            raise ModelError(
+                f"going on with an adapter that counts {given_scaling:g} times: `adapter:` says {scaling:g} (alpha / "
+                f"rank, or alpha / √rank with use_rslora) on {layer}; give those that it was trained with, or say "
+                "`stack: merge`"
+            )
     for name, parameter in learning.items():
         parameter.data.copy_(given[name])
 

@@ -39,7 +39,7 @@ def of_unchanged_base(
         parts += [(initial[layer + A_END], -initial[layer + B_END])] if initial and layer in learned else []
         if merged and layer in before:
             a, b = merged.factors[layer]
-            parts.append((a.float(), b.float() * (merged.scaling / scaling)))
+            parts.append((a.float(), b.float() * (merged.scaling_of(layer) / scaling)))
         found[layer + A_END], found[layer + B_END] = _added_up(parts, rank)
     written = {**config, "r": rank, "lora_alpha": alpha, "init_lora_weights": True}
     if merged and merged.saved:

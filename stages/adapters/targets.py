@@ -8,7 +8,7 @@ these are in Transformers, in all layers: which of them a recipe means is found 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,13 @@ def peft_targets(causal_lm: Any, config: AdapterConfig) -> PeftTargets:
         )
     modules = _modules(causal_lm, config, linear, known)
     return PeftTargets(modules, parameters, dict(known.rank_pattern or {}), dict(known.alpha_pattern or {}))
+
+
+def targets_of_ranks(ranks: Mapping[str, int], config: AdapterConfig) -> PeftTargets:
+    """Linear layers with ranks of their own, none where that is 0; a rank counts as much in each of them."""
+    own = {name: rank for name, rank in ranks.items() if rank not in (0, config.rank)}
+    alphas = {name: config.alpha * rank / config.rank for name, rank in own.items()}
+    return PeftTargets([name for name, rank in ranks.items() if rank], [], own, alphas)
 
 
 def _as_peft_knows_it(causal_lm: Any, config: AdapterConfig) -> LoraConfig:

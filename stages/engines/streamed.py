@@ -115,4 +115,4 @@ def by_document(log_probabilities: Tensor, greedy: Tensor, documents: Sequence[R
 
 def _add(adapter: Adapter, layer: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
     a, b = adapter.factors[layer]
-    return output + adapter.scaling * (inputs[0] @ a.float().T) @ b.float().T
+    return output + adapter.scaling_of(layer) * (inputs[0] @ a.float().T) @ b.float().T

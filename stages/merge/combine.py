@@ -26,10 +26,6 @@ def combine(adapters: Mapping[str, Adapter], config: MergeConfig, layers: Sequen
             f"combining adapters: {odd[0]} has DoRA or whole modules, which no sum has, or adapters of experts, which "
             "nothing here combines; merge it alone"
         )
-    ranks = {name: next(iter(one.factors.values()))[0].shape[0] for name, one in adapters.items()}
-    if len(set(ranks.values())) > 1:
-        found = ", ".join(f"{name} has {rank}" for name, rank in ranks.items())
-        raise ModelError(f"combining adapters: expected the same rank, but {found}; train them with one")
     density = config.density or 1.0
     sums: dict[str, Callable[..., Tensor]] = {
         "linear": merge_utils.task_arithmetic,
@@ -42,11 +38,18 @@ def combine(adapters: Mapping[str, Adapter], config: MergeConfig, layers: Sequen
         torch.manual_seed(config.seed)
         for layer in layers:
             having = {name: one for name, one in adapters.items() if layer in one.factors}
-            counts = [config.weighted[name] * one.scaling for name, one in having.items()]
+            _check_ranks({name: len(one.factors[layer][0]) for name, one in having.items()}, layer)
+            counts = [config.weighted[name] * one.scaling_of(layer) for name, one in having.items()]
             pairs = [tuple(factor.float() for factor in one.factors[layer]) for one in having.values()]
             factors[layer] = _summed(pairs, counts, sums[config.combination])
     any_of_them = next(iter(adapters.values()))
     return Adapter(any_of_them.base, factors, scaling=1.0, is_transposed=any_of_them.is_transposed)
+
+
+def _check_ranks(ranks: Mapping[str, int], layer: str) -> None:
+    if len(set(ranks.values())) > 1:
+        found = ", ".join(f"{name} has {rank}" for name, rank in ranks.items())
+        raise ModelError(f"combining adapters: expected the same rank, but {found} on {layer}; train them with one")
 
 
 def _summed(

@@ -4,13 +4,14 @@ what the reference or a teacher gives where the loss needs it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol, TypeVar
 
 import torch
 
+from stages.core.errors import DataError
 from stages.data.batch import Batch
 from stages.data.dataset import PackedDataset
 from stages.engines.engine import Engine
@@ -21,6 +22,8 @@ from stages.train.teacher import BuildEngine, TeacherRows
 from stages.train.watchdog import Watchdog
 
 T = TypeVar("T")
+MOST_BATCHES, BATCH_TARGETS = 16, 1024
+"""Of what is looked at before training: little, and enough for directions in which inputs vary."""
 
 
 class TrainingData(Protocol):
@@ -126,6 +129,32 @@ class RowBatches:
 
     def close(self) -> None:
         pass
+
+
+def first_batches(dataset: PackedDataset, rows: Iterable[int], least_targets: int) -> list[Batch]:
+    """Of these rows, in their order, micro-batches of BATCH_TARGETS targets or more; MOST_BATCHES at most.
+
+    Raises DataError when all rows together have less than `least_targets`.
+    """
+    batches: list[Batch] = []
+    together: list[int] = []
+    num_targets = 0
+    for row in rows:
+        together.append(row)
+        num_targets += int(dataset.batch([row]).has_target.sum())
+        if num_targets >= max(least_targets, BATCH_TARGETS):
+            batches.append(dataset.batch(together))
+            together, num_targets = [], 0
+        if len(batches) == MOST_BATCHES:
+            return batches
+    if not batches and num_targets >= least_targets:
+        return [dataset.batch(together)]
+    if not batches:
+        raise DataError(
+            f"adapter.init is eva, which needs {least_targets} learned tokens, one a direction, and the training rows "
+            f"have {num_targets}; lower adapter.rank or eva_rho, or say `init: default`"
+        )
+    return batches
 
 
 def prefetched(load: Callable[[int], T], steps: range) -> Generator[T]:

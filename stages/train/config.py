@@ -211,6 +211,8 @@ class TrainConfig(MethodFields):
             yield "min_learning_rate_fraction", "`schedule: constant` ends where it began"
         if not self.weight_decay:
             yield "decay_norms_and_biases", "`weight_decay` is 0"
+        if self.adapter and self.adapter.init != "eva":
+            yield "adapter.eva_rho", f"`adapter.init: {self.adapter.init}` gives all layers the same rank"
         if self.steps:
             yield "epochs", f"`steps: {self.steps}` says how long to train"
         if not self.data.holds_out:

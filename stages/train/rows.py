@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from stages.core.contract import StageContext
-from stages.data.dataset import PackedDataset
+from stages.data.batch import Batch
+from stages.data.dataset import PackedDataset, row_order
 from stages.data.prepare import PreparedData, prepare
 from stages.engines.engine import Engine
-from stages.train.batches import BatchSource, RowBatches
+from stages.train.batches import BatchSource, RowBatches, first_batches
 from stages.train.config import TrainConfig
 from stages.train.order import DataOrder
 from stages.train.reference import ReferenceModel, model_digest
@@ -78,6 +79,11 @@ class RowData:
             wanted.append((self._held_out, range(len(self._held_out))))
         start_digest = _start_digest(config, context)
         return replace(self, teacher=ask_teacher(config, context, wanted, start_digest, watchdog, build))
+
+    def first_batches(self, least_targets: int) -> list[Batch]:
+        """In the order of training, the same on all processes; raises DataError as the function of this name does."""
+        training = self.prepared.training
+        return first_batches(training, row_order(len(training), self.config.seed, 0).tolist(), least_targets)
 
     def batches(self, engine: Engine, last_step: int, watchdog: Watchdog) -> RowBatches:
         """With the reference's log-probabilities of all rows that are learned from until `last_step`."""

@@ -13,7 +13,7 @@ import torch
 from stages.adapters.experts import idle_experts
 from stages.adapters.files import read_adapter
 from stages.core.contract import StageContext, StageResult, is_main_process
-from stages.core.errors import LayoutError
+from stages.core.errors import LayoutError, ModelError
 from stages.data.config import DEFAULT_DATE
 from stages.engines.engine import Engine, LossMeans
 from stages.engines.recorded import record_log_probabilities
@@ -33,7 +33,7 @@ from stages.train.checkpoints import Checkpoints, check_free_disk
 from stages.train.config import TrainConfig
 from stages.train.journal import Journal
 from stages.train.loop import TrainingRun, evaluation_metrics, train
-from stages.train.metrics import peak_memory
+from stages.train.metrics import forget_peak_memory, peak_memory
 from stages.train.out_of_memory import explained_out_of_memory
 from stages.train.plot import plot_loss
 from stages.train.prediction import Prediction, predict_run
@@ -68,8 +68,11 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
                 context.work, config.execution.hang_timeout_s, learns_step_times=config.has_even_steps
             ) as watchdog,
         ):
-            data = data.taught(lambda other, folder, of: _build_engine(other, context, folder, of, device), watchdog)
-            engine = _build_engine(config, context, model_folder, shape, device)
+            data = data.taught(
+                lambda other, folder, of: _build_engine(other, context, folder, of, device, data), watchdog
+            )
+            engine = _build_engine(config, context, model_folder, shape, device, data)
+            forget_peak_memory(device)
             with closing(_assemble(config, context, engine, data, watchdog)) as training_run:
                 evaluation = train(training_run)
                 peak_memory_metrics = peak_memory(engine.device, every_rank=True)
@@ -104,14 +107,28 @@ def _read_data(
 
 
 def _build_engine(
-    config: TrainConfig, context: StageContext, model_folder: Path, shape: ModelShape | None, device: torch.device
+    config: TrainConfig,
+    context: StageContext,
+    model_folder: Path,
+    shape: ModelShape | None,
+    device: torch.device,
+    data: TrainingData,
 ) -> Engine:
     """An engine's imports are heavy: only those of the one that is used."""
     start = context.inputs[config.model] / "adapter" if config.base else None
     if config.engine == "fsdp":
         from stages.engines.fsdp.engine import FsdpEngine
+        from stages.engines.fsdp.eva import InputRows
 
-        return FsdpEngine(model_folder, config.engine_settings, device, start)
+        if config.adapter is None or config.adapter.init != "eva":
+            return FsdpEngine(model_folder, config.engine_settings, device, start)
+        if not isinstance(data, RowData):
+            raise ModelError(f"adapter.init is eva, and `method: {config.method}` has no rows that it could start from")
+        rows = InputRows(data.first_batches(config.adapter.highest_rank), context.scratch / "eva.safetensors")
+        engine = FsdpEngine(model_folder, config.engine_settings, device, rows=rows)
+        if is_main_process():
+            context.milestone(rows.described())
+        return engine
     from stages.engines.megatron.compat import prepare_megatron
 
     prepare_megatron()

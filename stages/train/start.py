@@ -76,5 +76,5 @@ def _differences(model: str, adapter: AdapterConfig, stages: Mapping[str, StageC
                 f"adapter.{field}: is {found[field]}, but {model} writes an adapter with {written[field]}, and that is "
                 "gone on with; say the same, or `stack: merge` to put a new one on the merged model"
             )
-    if adapter.changes_base:
+    if adapter.init != "default":
         yield f"adapter.init: is {adapter.init}, but training goes on with what {model} makes; remove it"

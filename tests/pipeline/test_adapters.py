@@ -110,6 +110,26 @@ def test_one_that_is_stacked_learns_what_it_would_beside_the_merged_model(tuned,
     assert result.metrics["max_abs_logprob_difference"] < 1e-5
 
 
+def test_one_that_starts_from_its_inputs_has_ranks_of_its_own_on_all_processes_and_after_merging(artifacts, tmp_path):
+    adapter, work = {**ADAPTER, "init": "eva"}, tmp_path / "dpo-0123456789ab"
+    config = make_config(model="sft", adapter=adapter, steps=6, layout={"dp_shard": 2, "micro_batch_size": 2})
+    run_stage(work, artifacts, config)
+    written = read_adapter(work / "adapter")
+    ranks = {len(a) for a, _ in written.factors.values()}
+    assert len(ranks) > 1
+    assert max(ranks) <= 16
+    assert "a layer has at most" in (work / "events.jsonl").read_text()
+    result = merged({**artifacts, "dpo": work}, tmp_path / "merged", max_difference=1e-5)
+    assert result.metrics["max_abs_logprob_difference"] < 1e-5
+
+    again = tmp_path / "again-0123456789ab"
+    config = make_config(model="tuned", base="sft", adapter=ADAPTER, steps=2)
+    run_stage(again, {**artifacts, "tuned": work}, config)
+    assert {name: len(a) for name, (a, _) in read_adapter(again / "adapter").factors.items()} == {
+        name: len(a) for name, (a, _) in written.factors.items()
+    }
+
+
 def test_an_adapter_of_another_base_is_not_gone_on_with(tuned, artifacts, tmp_path):
     other = shutil.copytree(artifacts["sft"], tmp_path / "sft-00000other00")
     config = make_config(model="tuned", base="sft", adapter=ADAPTER)

@@ -26,6 +26,7 @@ from stages.core.contract import is_main_process
 from stages.data.batch import Batch
 from stages.engines.engine import LossMeans, StepOutcome, free_memory
 from stages.engines.export import ScoreHead, check_exportable, export_model
+from stages.engines.fsdp.eva import InputRows, start_directions
 from stages.engines.fsdp.model import load_model
 from stages.engines.fsdp.optimizer import decayed_parameters, parameter_groups
 from stages.engines.fsdp.parallelize import data_parallel_mesh, parallelize
@@ -39,10 +40,17 @@ from stages.models.transformers_flops import model_flops
 class FsdpEngine:
     """See `stages.engines.engine.Engine`."""
 
-    def __init__(self, folder: Path, settings: EngineSettings, device: torch.device, start: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: EngineSettings,
+        device: torch.device,
+        start: Path | None = None,
+        rows: InputRows | None = None,
+    ) -> None:
         """Load the Hugging Face `folder` under `settings.layout`; the process group must exist.
 
-        start: folder of an adapter of it that training starts from.
+        start: folder of an adapter of it that training starts from. rows: what an adapter with `init: eva` starts from.
         """
         self._folder = folder
         self._trust_remote_code = settings.trust_remote_code
@@ -55,7 +63,7 @@ class FsdpEngine:
         self._model = load_model(
             folder, device=device, reads_weights=self.data_rank == 0, trust_remote_code=settings.trust_remote_code
         )
-        self._adapter = self._add_adapter(settings) if settings.adapter else None
+        self._adapter = self._add_adapter(settings, rows) if settings.adapter else None
         if not self._adapter:
             check_exportable(self._model.causal_lm, folder)
         self._score_head: ScoreHead | None = None
@@ -175,7 +183,7 @@ class FsdpEngine:
         del self._model, self._optimizer, self._parameters, self._state
         free_memory()
 
-    def _add_adapter(self, settings: EngineSettings) -> LoraConfig:
+    def _add_adapter(self, settings: EngineSettings, rows: InputRows | None) -> LoraConfig:
         """Before the model is sharded; what was taken out of the base for it is kept for the export."""
         causal_lm = self._model.causal_lm
         assert settings.adapter
@@ -183,7 +191,15 @@ class FsdpEngine:
         self._merged = start if settings.adapter.stack else None
         if self._merged:
             merge_into(causal_lm, self._merged)
-        added = add_adapter(causal_lm, settings.adapter, settings.seed, has_weights=is_main_process())
+        directions = None
+        if settings.adapter.init == "eva":
+            assert rows, "that are given to an engine whose adapter starts from them"
+            directions = start_directions(self._model, settings.adapter, rows, self._folder, self._trust_remote_code)
+        elif start and not self._merged and start.has_own_ranks:
+            directions = {layer: a for layer, (a, _) in start.factors.items()}
+        added = add_adapter(
+            causal_lm, settings.adapter, settings.seed, has_weights=is_main_process(), directions=directions
+        )
         check_mergeable(changed_weights(causal_lm), self._folder)
         self._taken_out = factors_of(causal_lm) if settings.adapter.changes_base and is_main_process() else None
         if start and not self._merged:

@@ -65,6 +65,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {**TRAINING, "method": "grpo", "grpo": {**ROLLOUTS, "beta": 0.1}},
         {**TRAINING, "method": "cpo", "cpo": {"loss_type": "simpo"}},
         {**TRAINING, "method": "sft", "adapter": {}},
+        {**TRAINING, "method": "sft", "adapter": {"init": "eva"}},
         {**TRAINING, "method": "sft", "engine": "megatron"},
         {**TRAINING, "method": "sft", "engine": "megatron", "layout": {"pp": 2, "ep": 2, "dp_shard": 4}},
     ],

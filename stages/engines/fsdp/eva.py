@@ -1,0 +1,123 @@
+"""EVA: A starts as the directions in which a layer's inputs vary most (Paischer et al. 2024), found by PEFT.
+
+Rank 0 runs the base, whole, on some training rows before the model is spread over processes. Directions of all layers
+share `rank` × layers places by the variance that they explain: a layer gets up to `eva_rho` times `rank`, or none. What
+was found is kept in a file: an attempt that goes on must have the same ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import EvaConfig, LoraConfig
+from peft.tuners.lora.eva import get_eva_state_dict
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from stages.adapters.check import model_without_weights
+from stages.adapters.config import AdapterConfig
+from stages.adapters.lora import adapted_layers, add_adapter
+from stages.core.errors import ModelError
+from stages.data.batch import Batch
+from stages.engines.attention import PACKED_DOCUMENTS, hidden_states
+from stages.engines.documents import PackedDocuments
+from stages.engines.fsdp.model import TargetLogProbabilities, decoder_of
+from stages.engines.padding import pad_documents
+
+
+@dataclass(frozen=True)
+class InputRows:
+    """Micro-batches, on the CPU, each with at least `adapter.highest_rank` learned tokens; where to keep the result."""
+
+    batches: Sequence[Batch]
+    file: Path
+
+    def described(self) -> str:
+        """A sentence on what was found."""
+        ranks = [len(one) for one in load_file(self.file).values()]
+        without = f"; {ranks.count(0)} explain too little, and have no adapter" if 0 in ranks else ""
+        return (
+            f"init: eva: {sum(ranks):,} directions of {len(ranks)} layers, of {len(self.batches)} batches of rows; a "
+            f"layer has at most {max(ranks)}{without}"
+        )
+
+
+def start_directions(
+    model: TargetLogProbabilities, config: AdapterConfig, rows: InputRows, folder: Path, trust_remote_code: bool
+) -> dict[str, Tensor]:
+    """Layer → fp32 [its rank, inputs]: what its A is to start from; on ranks but 0, without the numbers. Collective.
+
+    model: without an adapter, of the model folder `folder`. Raises ModelError for layers of which PEFT cannot know the
+    inputs.
+    """
+    found: dict[str, Tensor] = {}
+    shapes: list[Any] = [None]
+    if dist.get_rank() == 0:
+        if not rows.file.exists():
+            template = model_without_weights(folder, trust_remote_code=trust_remote_code)
+            add_adapter(template, config, seed=0, has_weights=False)
+            _keep(most_varied(model, config, list(adapted_layers(template)), rows.batches), rows.file)
+        found = load_file(rows.file)
+        shapes = [{name: tuple(one.shape) for name, one in found.items()}]
+    dist.broadcast_object_list(shapes, src=0)
+    return found or {name: torch.empty(shape) for name, shape in shapes[0].items()}
+
+
+def most_varied(
+    model: TargetLogProbabilities, config: AdapterConfig, layers: Sequence[str], batches: Sequence[Batch]
+) -> dict[str, Tensor]:
+    """As PEFT finds them of the learned tokens of the batches, which it goes through until the directions stay."""
+    decoder = decoder_of(model.causal_lm)
+    lora = LoraConfig(
+        r=config.rank,
+        target_modules=list(layers),
+        init_lora_weights="eva",
+        eva_config=EvaConfig(rho=config.eva_rho),
+    )
+    with torch.random.fork_rng(devices=[]):
+        found: dict[str, Tensor] = get_eva_state_dict(
+            model.causal_lm,
+            batches,
+            lora,
+            forward_fn=lambda _, batch: hidden_states(decoder, batch),
+            prepare_model_inputs_fn=lambda batch, _: _is_learned(decoder, batch),
+            prepare_layer_inputs_fn=_learned_inputs,
+            gather_distributed_inputs=False,
+            show_progress_bar=False,
+        )
+    return found
+
+
+def _is_learned(decoder: Any, batch: Batch) -> Tensor:
+    """bool [tokens], as the layers have them: whether the token itself carries loss, where PEFT reads its label."""
+    has_target = batch.has_target.flatten()
+    learned = torch.cat([has_target.new_zeros(1), has_target[:-1]])  # no document's last token has a target
+    if decoder.config._attn_implementation == PACKED_DOCUMENTS:
+        return learned
+    documents = PackedDocuments(batch.document_lengths, learned.device, least_fill=0)
+    return pad_documents(learned.int(), documents).bool().flatten()
+
+
+def _learned_inputs(inputs: tuple[Tensor, ...], is_learned: Tensor, layer: str) -> Tensor:
+    """[learned tokens, inputs]"""
+    states = inputs[0].flatten(0, -2)
+    if len(states) != len(is_learned):
+        raise ModelError(
+            f"adapter.init is eva, but {layer} is given {len(states)} of {len(is_learned)} tokens: EVA compares layers "
+            "that see the same ones; say `init: default`, or leave it out with exclude_modules"
+        )
+    return states[is_learned]
+
+
+def _keep(directions: dict[str, Tensor], file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".part")
+    save_file(
+        {name: one.float().clone(memory_format=torch.contiguous_format) for name, one in directions.items()}, part
+    )
+    part.replace(file)
