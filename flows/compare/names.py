@@ -23,7 +23,7 @@ STEP_METRICS = {
     "data_wait_fraction": "share of the step spent waiting for data",
     "communication_fraction": "share of a profiled step in which a collective was in flight",
     "pipeline_bubble_fraction": "share of the step in which a pipeline stage has nothing to do, mean over stages",
-    "peak_memory_gib": "most memory held so far; at the end: of the process that needed most",
+    "peak_memory_gib": "most memory held since the model was read; at the end: of the process that needed most",
     **metric_meanings(),
 }
 RUN_METRICS = {

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import resource
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch.profiler import profile
@@ -19,6 +22,8 @@ GIB = 2**30
 COLLECTIVES = ("gloo:", "nccl:")
 MOST_PROCESSES_LISTED = 16
 """At every step; at the end all are, however many."""
+FORGET_PEAK = "5"
+"""Of Linux's `/proc/self/clear_refs`."""
 
 
 @dataclass(frozen=True)
@@ -68,18 +73,34 @@ def throughput(engine: Engine, share: Share, step_time_s: float, wait_s: float, 
     return metrics
 
 
+def forget_peak_memory(device: torch.device) -> None:
+    """Let `peak_memory` be of training, not of how the model was read, which takes more; of the host, on Linux."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError, AttributeError):  # where the kernel or the C library has no such thing
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text(FORGET_PEAK)
+
+
 def peak_memory(device: torch.device, *, every_rank: bool) -> dict[str, float]:
-    """Most memory that a process has held so far, of its GPU or of the host: the largest, since that one runs out.
+    """Most memory that a process has held since its model was read, of its GPU or of the host: the largest, since that
+    one runs out.
 
     With `every_rank` that of each process, too. Collective.
     """
-    if device.type == "cuda":
-        used_bytes = torch.cuda.max_memory_allocated(device)
-    else:
-        used_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    used_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else host_peak_bytes()
     by_rank = gathered(used_bytes / GIB)
     ranks = {f"peak_memory_gib_rank_{rank}": used_gib for rank, used_gib in enumerate(by_rank)} if every_rank else {}
     return {"peak_memory_gib": max(by_rank), **ranks}
+
+
+def host_peak_bytes() -> int:
+    """Of this process, as Linux counts it: `getrusage` adds what the process that started this one held then."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    kib = next((line.split()[1] for line in lines if line.startswith("VmHWM:")), None)
+    return 1024 * (int(kib) if kib else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 def communication_fraction(profiled: profile, step_time_s: float) -> float:

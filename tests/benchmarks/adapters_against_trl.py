@@ -2,9 +2,9 @@
 `python tests/benchmarks/adapters_against_trl.py`.
 
 Same model, chats, rows, rank, precision, optimizer and number of threads, recomputation off on both sides, one process
-each, alternating. Prints the medians of the rounds' ratios. Memory is the most that the process had resident, imports
-included. Aims: twice TRL's speed, 0.8 of its memory. With `--hidden-size 512 --layers 12` both do little but multiply
-matrices, and the same ones, so that the ratio of speeds falls towards one.
+each, alternating. Prints the medians of the rounds' ratios. Memory is the most that the process had resident since it
+had the model, imports included. Aims: twice TRL's speed, 0.8 of its memory. With `--hidden-size 512 --layers 12` both
+do little but multiply matrices, and the same ones, so that the ratio of speeds falls towards one.
 """
 
 from __future__ import annotations

@@ -8,17 +8,19 @@ With a rank, PEFT's LoRA of all linear layers learns. `workload.run_trl` starts 
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 from workload import ROWS_PER_STEP, SEQUENCE_LENGTH
+
+from stages.train.metrics import GIB, forget_peak_memory, host_peak_bytes
 
 
 class StepTimes(TrainerCallback):
@@ -28,6 +30,7 @@ class StepTimes(TrainerCallback):
         self.ends_s: list[float] = []
 
     def on_train_begin(self, *arguments: Any, **_: Any) -> None:
+        forget_peak_memory(torch.device("cpu"))
         self.ends_s.append(time.perf_counter())
 
     def on_step_end(self, *arguments: Any, **_: Any) -> None:
@@ -48,8 +51,7 @@ def main() -> None:
     )
     trainer.train()
     step_times_s = [end - start for start, end in zip(times.ends_s, times.ends_s[1:], strict=False)]
-    peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(json.dumps({"step_times_s": step_times_s, "peak_memory_gib": peak_gib}))
+    print(json.dumps({"step_times_s": step_times_s, "peak_memory_gib": host_peak_bytes() / GIB}))
 
 
 def settings(root: Path, steps: int) -> SFTConfig:
