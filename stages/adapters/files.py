@@ -119,6 +119,15 @@ def read_adapter(folder: Path) -> Adapter:
     }
     parameters = _parameters(set(factors), config, folder)
     sizes = {layer: _rank_and_scaling(parameters.get(layer, layer), config) for layer in factors}
+    if odd := [
+        f"{layer} ({len(factors[layer][0])})"
+        for layer in set(factors) - set(parameters)
+        if len(factors[layer][0]) != sizes[layer][0]
+    ]:
+        raise ModelError(
+            f"{folder / WEIGHTS_FILE}: {', '.join(sorted(odd)[:NUM_NAMED])} has another rank than {CONFIG_FILE} gives "
+            "it (`r`, `rank_pattern`), so that PEFT would not load it; take both files from where they were written"
+        )
     for layer in parameters:
         factors[layer] = _each_expert(*factors[layer], sizes[layer][0])
     _, scaling = _rank_and_scaling("", config)

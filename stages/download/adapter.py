@@ -36,7 +36,17 @@ HONOURED = {
         "base_model_name_or_path",
         "revision",
     ),
-    *("r", "lora_alpha", "lora_dropout", "use_rslora", "fan_in_fan_out", "init_lora_weights", "eva_config"),
+    *(
+        "r",
+        "rank_pattern",
+        "lora_alpha",
+        "alpha_pattern",
+        "lora_dropout",
+        "use_rslora",
+        "fan_in_fan_out",
+        "init_lora_weights",
+        "eva_config",
+    ),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *("megatron_core", "qalora_group_size"),
 }

@@ -70,7 +70,11 @@ def test_it_is_an_adapter_of_its_base_with_what_peft_gives_on_record(base, origi
     weights = (one / "adapter_model.safetensors" for one in (original, mine / "adapter"))
     assert len({file.read_bytes() for file in weights}) == 1
     assert (mine / "adapter" / "tokenizer.json").is_file()
+    check_record(mine, base, original)
 
+
+def check_record(mine, base, original):
+    """Against what PEFT gives."""
     plain = AutoModelForCausalLM.from_pretrained(base / "model", dtype=torch.float32)
     oracle = peft.PeftModel.from_pretrained(plain, original).eval()
     tokenizer = AutoTokenizer.from_pretrained(base / "model")
@@ -82,6 +86,19 @@ def test_it_is_an_adapter_of_its_base_with_what_peft_gives_on_record(base, origi
         assert document.tokens == tokens[0].tolist()
         assert document.log_probabilities == pytest.approx(expected.tolist(), abs=1e-5)
         assert document.greedy == predicted.argmax(1).tolist()
+
+
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_single_layers_may_have_ranks_and_scalings_of_their_own(base, use_rslora, tmp_path):
+    patterns = {"rank_pattern": {"q_proj": 2, "layers.1.mlp.up_proj": 7}, "alpha_pattern": {"up_proj": 11}}
+    folder = written(make_adapter(base, 0, "all-linear", use_rslora=use_rslora, **patterns), tmp_path / "tuned")
+    mine = take_in(folder, base, tmp_path / "mine-0123456789ab")
+    check_record(mine, base, folder)
+    work = tmp_path / "merged"
+    work.mkdir()
+    config = MergeConfig.model_validate({"kind": "merge", "model": "base", "adapter": "mine", "max_difference": 1e-5})
+    result = merge(config, StageContext(work, "merged", "0" * 12, {"base": base, "mine": mine}, {}, work))
+    assert result.metrics["max_abs_logprob_difference"] < 1e-5
 
 
 def test_it_is_merged_served_and_trained_on_as_any(base, original, tmp_path):
@@ -166,7 +183,7 @@ def nothing_in_b(name, tensor):
         (with_tensors(("", "", nothing_in_b)), "the adapter does nothing: 4 texts"),
         (with_config(init_lora_weights="pissa_niter_16"), "pissa_niter_16, which has changed its base"),
         (with_config(base_model_name_or_path="sft-00000000dead"), "was trained on sft-00000000dead, not on base-01"),
-        (with_config(rank_pattern={"q_proj": 2}), "with rank_pattern: "),
+        (with_config(rank_pattern={"q_proj": 2}), r"q_proj \(4\).* has another rank than adapter_config.json gives it"),
         (with_config(alora_invocation_tokens=[1, 2]), "with alora_invocation_tokens: "),
         (with_config(something_new=True), "with something_new: True"),
         (with_config(peft_type="IA3"), "is a IA3"),
