@@ -112,6 +112,7 @@ VALUES = (
     4,
     20,
     0.25,
+    1.5,
     1e-3,
     *SOURCES,
     *TEXTS,
