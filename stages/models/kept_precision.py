@@ -1,12 +1,13 @@
 """Which weights of a model stay in fp32 when all others are stored, loaded or computed in half precision.
 
 Transformers says so of each architecture (`_keep_in_fp32_modules`, of those that overflow in fp16, and
-`_keep_in_fp32_modules_strict`). DeepSeek-V3's router, for one, adds a bias to its scores, and sends up to a third of
-the tokens to other experts when that bias was rounded to bf16.
+`_keep_in_fp32_modules_strict`), or builds them so (LFM2-MoE, Hunyuan-MoE). DeepSeek-V3's router, for one, adds a bias
+to its scores, and sends up to a third of the tokens to other experts when that bias was rounded to bf16.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -22,10 +23,19 @@ NUM_NAMED = 3
 def dtype_of_weights(causal_lm: Any, dtype: torch.dtype) -> Callable[[str], torch.dtype]:
     """Name of a weight of a Transformers model → the dtype that Transformers loads it in when asked for `dtype`."""
     patterns = list(causal_lm._get_dtype_plan(dtype))
-    if not patterns:
-        return lambda name: dtype
-    is_kept = build_glob_alternation(patterns)[0].search
-    return lambda name: torch.float32 if is_kept(name) else dtype
+    is_listed = build_glob_alternation(patterns)[0].search if patterns else lambda name: None
+    is_built_so = _built_in_fp32(causal_lm, dtype)
+    return lambda name: torch.float32 if name in is_built_so or is_listed(name) else dtype
+
+
+def _built_in_fp32(causal_lm: Any, dtype: torch.dtype) -> set[str]:
+    """Names of weights that the architecture's own code makes in fp32, whatever dtype the model is to have."""
+    if dtype == torch.float32:
+        return set()
+    own_class: Any = next(one for one in type(causal_lm).__mro__ if one.__module__.startswith("transformers."))
+    with torch.device("meta"):
+        built = own_class._from_config(copy.deepcopy(causal_lm.config), dtype=dtype)
+    return {name for name, weight in built.state_dict().items() if weight.dtype == torch.float32}
 
 
 def modules_kept_in_fp32(causal_lm: Any, dtype: torch.dtype) -> list[nn.Module]:

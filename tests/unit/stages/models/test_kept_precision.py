@@ -12,6 +12,8 @@ from transformers import (
     DeepseekV3Config,
     Ernie4_5_MoeConfig,
     Glm4MoeConfig,
+    HunYuanMoEV1Config,
+    Lfm2MoeConfig,
     LlamaConfig,
     PreTrainedConfig,
     T5Config,
@@ -43,11 +45,17 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "deepseek_v3": lambda: DeepseekV3Config(**SIZES, **LATENT, **ROUTED),
     "glm4_moe": lambda: Glm4MoeConfig(**SIZES, **ROUTED, head_dim=8),
     "ernie4_5_moe": lambda: Ernie4_5_MoeConfig(**SIZES, moe_num_experts=8, moe_k=2, moe_layer_start_index=0),
+    "lfm2_moe": lambda: Lfm2MoeConfig(
+        **SIZES, num_experts=8, num_experts_per_tok=2, num_dense_layers=1, layer_types=["full_attention"] * 2
+    ),
+    "hunyuan_v1_moe": lambda: HunYuanMoEV1Config(**SIZES, head_dim=8, num_experts=8, moe_topk=2),
 }
 KEPT = {
     "deepseek_v3": {"mlp.gate.e_score_correction_bias"},
     "glm4_moe": {"mlp.gate.e_score_correction_bias"},
     "ernie4_5_moe": {"mlp.gate.weight", "mlp.gate.moe_statics.e_score_correction_bias"},
+    "lfm2_moe": {"feed_forward.expert_bias"},
+    "hunyuan_v1_moe": {"mlp.gate.wg.weight"},
 }
 
 
@@ -57,7 +65,7 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[request.param]())
     for name, value in model.state_dict().items():
-        if "e_score_correction_bias" in name:
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             value.copy_(1 + 1e-3 * torch.randn(value.shape))
     model.save_pretrained(tmp_path / request.param)
     return tmp_path / request.param
