@@ -207,9 +207,7 @@ class StageInput(StrictModel):
         default_factory=dict, description="what `resolve_outside` gave when the version was computed"
     )
     trial: Trial | None = Field(None, description="set when the stage is only to be measured")
-    warnings: tuple[str, ...] = Field(
-        (), description="what the orchestrator knows of the inputs, and the stage warns of"
-    )
+    warnings: tuple[str, ...] = Field((), description="what the flow knows of the inputs; the stage warns of it")
     cache: Path = Field(description="kept between runs; entries are keyed by content and written atomically")
 
 
@@ -228,7 +226,6 @@ class StageResult(StrictModel):
     """`result.json`. Metrics and tags go to MLflow; `files` are uploaded there, paths relative to the work folder.
 
     The first few metrics are what a person is shown of the stage.
-
     With a `lease` the artifact is complete although the process goes on, as a server, until it is stopped.
     """
 
