@@ -22,8 +22,7 @@ from stages.adapters.legality import adapter_errors
 from stages.core.contract import ModelOrAdapterReference, ModelReference, StageConfig, base_of
 from stages.core.fields import AddedLater, Product, without
 from stages.core.numbers import NonNegativeFp32
-from stages.data.config import METHODS_FOR, DataConfig
-from stages.data.formats import FORMATS
+from stages.data.config import DataConfig
 from stages.engines.settings import AdamSettings, EngineSettings
 from stages.parallel.layout import AutoLayout, EngineName, Layout, LayoutOrAuto
 from stages.parallel.legality import RunConstraints, layout_errors
@@ -33,6 +32,7 @@ from stages.train.execution import TrainExecution
 from stages.train.methods.options import MethodFields, MethodName
 from stages.train.methods.rollout_errors import IDLE_DATA, RolloutRun, rollout_errors
 from stages.train.numbers import Denominator, Epochs, Rate, Seed, contradiction
+from stages.train.row_errors import row_errors
 from stages.train.start import start_problems
 
 LAYOUT_PROBLEM = "layout"
@@ -236,23 +236,9 @@ class TrainConfig(MethodFields):
         return {key: value for key, value in self.identity().items() if key not in ("engine", "layout")}
 
     @model_validator(mode="after")
-    def _pairs_are_compared_by_their_answers(self) -> Self:
-        if self.learning.rows not in ("examples", "prompts") and self.data.train_on == "all":
-            raise ValueError(
-                f"`train_on: all` does not go with `method: {self.method}`, which compares answers; remove it"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _format_suits_the_method(self) -> Self:
-        if self.rollouts:
-            return self
-        suitable = [name for name, form in FORMATS.items() if form.rows == self.learning.rows]
-        if self.data.format not in ("auto", *suitable):
-            raise ValueError(
-                f"`data.format: {self.data.format}` has no rows for `method: {self.method}`; expected auto or "
-                f"{' or '.join(suitable)}, or another method: {METHODS_FOR[FORMATS[self.data.format].rows]}"
-            )
+    def _rows_suit_the_method(self) -> Self:
+        if errors := "; ".join(row_errors(self.learning, self.data)):
+            raise ValueError(errors)
         return self
 
     @model_validator(mode="after")

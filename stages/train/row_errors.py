@@ -1,0 +1,21 @@
+"""What a recipe may not say of a training stage's data, since its method learns from rows of one kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stages.data.config import METHODS_FOR, DataConfig
+from stages.data.formats import FORMATS
+from stages.train.methods.method import Method
+
+
+def row_errors(method: Method, data: DataConfig) -> Iterator[str]:
+    """What does not go together, and what to say instead."""
+    if method.rows not in ("examples", "prompts") and data.train_on == "all":
+        yield f"`train_on: all` does not go with `method: {method.name}`, which compares answers; remove it"
+    suitable = [name for name, form in FORMATS.items() if form.rows == method.rows]
+    if method.rows != "prompts" and data.format not in ("auto", *suitable):
+        yield (
+            f"`data.format: {data.format}` has no rows for `method: {method.name}`; expected auto or "
+            f"{' or '.join(suitable)}, or another method: {METHODS_FOR[FORMATS[data.format].rows]}"
+        )
