@@ -8,13 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import (
-    Field,
-    JsonValue,
-    NonNegativeInt,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
 from stages.adapters.config import AdapterConfig
