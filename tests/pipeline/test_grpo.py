@@ -94,15 +94,25 @@ def test_kills_of_trainer_and_server_lose_nothing(artifacts: dict[str, Path], tm
     assert StageResult.model_validate_json((work / "result.json").read_text()).files[-1] == "completions.jsonl"
 
 
-def test_an_adapter_on_two_processes_is_loaded_under_new_names(artifacts: dict[str, Path], tmp_path: Path) -> None:
-    config = make(4, adapter={"rank": 4}, layout={"dp_shard": 2, "micro_batch_size": 2}, learning_rate=1e-2)
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"adapter": {"rank": 4}, "layout": {"dp_shard": 2, "micro_batch_size": 2}},
+        {"engine": "megatron", "layout": {"tp": 2, "micro_batch_size": 2}},
+    ],
+    ids=["adapter on fsdp", "megatron"],
+)
+def test_on_two_processes_each_round_is_sampled_by_new_weights(
+    artifacts: dict[str, Path], tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    config = make(4, learning_rate=1e-2, **changed)
     work = make_context(tmp_path / "work", artifacts, config).work
     attempt = start(work, config)
     assert attempt.wait(500) == 0, (work / "log.txt").read_text()[-3000:]
     rows = logged(work)
     assert max(row["mismatch_mean"] for row in rows) < 1e-4
-    assert max(row["clipped_low_fraction"] for row in rows) > 0, "or the second adapter was the first one again"
-    assert (work / "adapter" / "adapter_model.safetensors").is_file()
+    assert max(row["clipped_low_fraction"] for row in rows) > 0, "or the second weights were the first ones again"
+    assert list((work / config.product).glob("*.safetensors"))
 
 
 def test_a_server_that_keeps_its_weights_is_an_error(
