@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +132,17 @@ def wait_for(condition: Any, timeout_s: float = 500, what: str = "it") -> Any:
 def served_processes(folder: Path) -> list[int]:
     """Living processes below a server whose temporary folder lies in `folder`: vLLM, its engine, their helpers."""
     return marked_processes(f"TMPDIR={folder}")
+
+
+def engine_processes(folder: Path) -> list[int]:
+    """The same without Python's resource tracker: it alone knows the names of the semaphores that a kill leaves behind,
+    and removes them when the others have ended.
+    """
+    commands = {}
+    for pid in served_processes(folder):
+        with suppress(OSError):  # it has ended since
+            commands[pid] = Path(f"/proc/{pid}/cmdline").read_text()
+    return [pid for pid, command in commands.items() if "resource_tracker" not in command]
 
 
 def is_port_free(url: str) -> bool:

@@ -26,7 +26,16 @@ from stages.adapters.idle import write_idle_adapter
 from stages.serving.launch import LaunchSpec
 from tests.promotion import NAME, commit, own_mlflow, planned_stages
 from tests.served_adapters import adapted, greedy, make_adapter
-from tests.serving import API_KEY, SERVING, is_port_free, kill, make_model, served_processes, wait_for
+from tests.serving import (
+    API_KEY,
+    SERVING,
+    engine_processes,
+    is_port_free,
+    kill,
+    make_model,
+    served_processes,
+    wait_for,
+)
 
 LIFECYCLE = Path(sys.executable).with_name("lifecycle")
 QUESTION = {"model": NAME, "prompt": "What is 12 + 34?", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
@@ -265,9 +274,7 @@ def test_adapters_take_over_in_the_running_server_without_a_failed_request(envir
             with urllib.request.urlopen(listed, timeout=60) as models:
                 assert [one["id"] for one in json.load(models)["data"]] == [NAME]
 
-            # Python's resource tracker lives on: it alone knows the names of the semaphores that they leave behind.
-            commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in served_processes(environment)}
-            engines = [pid for pid, command in commands.items() if "resource_tracker" not in command]
+            engines = engine_processes(environment)
             for engine in engines:
                 os.kill(engine, signal.SIGSTOP)
             make_champion(adapters[4])

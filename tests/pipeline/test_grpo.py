@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from stages.models.recorded import read_record
 from stages.serving.vllm.engine import Vllm
 from stages.train.config import TrainConfig
 from stages.train.run import run
-from tests.serving import served_processes, wait_for
+from tests.serving import engine_processes, kill, served_processes, wait_for
 from tests.train_stage import logged, make_artifacts, make_config, make_context, start
 
 OPTIONS: dict[str, Any] = {
@@ -76,8 +75,7 @@ def test_kills_of_trainer_and_server_lose_nothing(artifacts: dict[str, Path], tm
 
     attempt = start(work, config)
     wait_for(lambda: attempt.poll() is not None or len(logged(work)) >= num_logged + 5, what="another round")
-    for pid in served_processes(runtime):
-        os.kill(pid, signal.SIGKILL)
+    kill(engine_processes(runtime))
     assert attempt.wait(500) == 0, (work / "log.txt").read_text()[-3000:]
     rows = logged(work)
     assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
