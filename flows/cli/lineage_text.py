@@ -12,7 +12,7 @@ SHOWN_DIGITS = 12
 
 
 def lineage_as_text(lineage: Lineage) -> str:
-    """A tree: a stage a branch, with its files where they came from outside; what is in it twice is told once."""
+    """A tree: a stage a branch, with its files where they came from outside; what is in it twice is shown once."""
     registered = f": {lineage.registered}" if lineage.registered else ""
     lines = [f"{lineage.name}{registered}", *_lines(lineage.tree, "", "", set()), "evaluations"]
     for one in lineage.evaluations:
@@ -21,11 +21,11 @@ def lineage_as_text(lineage: Lineage) -> str:
     return "\n".join([*lines, *([] if lineage.evaluations else ["  none in the store"])])
 
 
-def _lines(node: Node, field: str, indent: str, told: set[str]) -> Iterator[str]:
+def _lines(node: Node, field: str, indent: str, shown: set[str]) -> Iterator[str]:
     """field: of the stage above, which refers to this one."""
     title = f"{field}: " if field else ""
-    again = f"{node.kind}/{node.version}" in told
-    told.add(f"{node.kind}/{node.version}")
+    again = f"{node.kind}/{node.version}" in shown
+    shown.add(f"{node.kind}/{node.version}")
     yield f"{title}{node.stage}-{node.version} ({node.kind}){', as above' if again else ''}"
     if again:
         return
@@ -34,7 +34,7 @@ def _lines(node: Node, field: str, indent: str, told: set[str]) -> Iterator[str]
     yield from (f"{indent}{bar} {line}" for line in _facts(node))
     for number, (name, child) in enumerate(branches, 1):
         is_last = number == len(branches)
-        first, *rest = _lines(child, name, indent + ("   " if is_last else "│  "), told)
+        first, *rest = _lines(child, name, indent + ("   " if is_last else "│  "), shown)
         yield f"{indent}{'└─ ' if is_last else '├─ '}{first}"
         yield from rest
 

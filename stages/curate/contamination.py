@@ -26,7 +26,7 @@ SHORTEST_RUN = 8
 SHORTEST_WHOLE = 4
 """Words of a question that is compared with whole texts."""
 FEWEST_ITEMS = 10
-"""Of a task, from which on its own words are told from those of its samples."""
+"""Of a task, from which on its own words can be distinguished from those of its samples."""
 SHOWN_CHARACTERS = 100
 
 

@@ -27,7 +27,7 @@ from stages.rewards.reward import Completion, RewardContext
 
 CONCURRENT_REQUESTS = 8
 NUM_TRIES = 3
-"""Of a judge that answers with prose, which is told so."""
+"""Of a judge that answers with prose, and is asked for a number again."""
 RATING = re.compile(r"rating\W{0,5}(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 BETTER = re.compile(r"better\W{0,5}\b(A|B|equal)\b", re.IGNORECASE)
 TRIAL = Completion("What is 1 + 2?", "3", 1, "three", {}, PlainText("What is 1 + 2?", ""))
@@ -107,7 +107,7 @@ class AskedJudge:
         ]
 
     def _number(self, messages: Messages, *, keep: bool = True) -> float:
-        """What the judge says. Raises DataError when it gives no number, however often it is told to."""
+        """What the judge says. Raises DataError when it gives no number, however often it is asked for one."""
         question, asked = json.dumps(messages), messages
         answer = self.answered.get(question)
         for _ in range(NUM_TRIES):

@@ -77,7 +77,7 @@ class JudgeReward(Reward):
         return self.template or (COMPARE if self.compare else RATE)
 
     def score(self, completion: Completion) -> float:
-        raise NotImplementedError("a judge's answers are kept where `opened` is told")
+        raise NotImplementedError("a judge's answers are kept in the folder that `opened` is given")
 
     @contextlib.contextmanager
     def opened(self, name: str, context: RewardContext) -> Iterator[Scores]:

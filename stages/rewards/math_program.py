@@ -2,7 +2,7 @@
 
 A line of JSON on the standard input has `text` and `reference`; its answer, {"found": WORD}, is one on the standard
 output: `right`, `wrong` or `no answer`. The first answer says that the library is there. Some comparisons never end, or
-take any amount of memory: whoever asks ends this process then, and the memory has a limit.
+take any amount of memory: who asks ends this process then, and the memory has a limit.
 """
 
 from __future__ import annotations
