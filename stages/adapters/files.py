@@ -83,47 +83,20 @@ def copy_companions(source: Path, folder: Path) -> None:
 
 def read_adapter(folder: Path) -> Adapter:
     """The adapter in `folder`. Raises ModelError for files that are damaged, or hold what cannot be merged."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-        tensors = load_file(folder / WEIGHTS_FILE)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ModelError(f"reading the adapter in {folder}: {error}; train it again") from error
-    odd = [f"{name}: {value}" for name, plain in UNKNOWN.items() if (value := config.get(name)) and value != plain]
-    if config.get("peft_type") != "LORA" or odd:
-        raise ModelError(
-            f"the adapter in {folder} is a {config.get('peft_type')}{' with ' * bool(odd)}{', '.join(odd)}; expected a "
-            "LoRA of linear layers"
-        )
+    config, tensors = _read(folder)
     layers = {name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")}
     magnitudes = {f"{layer}{MAGNITUDE}" for layer in layers if config.get("use_dora")}
-    expected = {f"{layer}.lora_{factor}.weight" for layer in layers for factor in "AB"} | magnitudes
     ends = config.get("modules_to_save") or ()
     saved = {name for name in tensors if ".lora_" not in name and name.rpartition(".")[0].endswith(tuple(ends))}
-    unknown = sorted((expected | saved) ^ set(tensors)) or [name for name in tensors if not name.startswith(PREFIX)]
-    if not layers or unknown:
-        raise ModelError(
-            f"{folder / WEIGHTS_FILE}: {', '.join(unknown[:NUM_NAMED])} unexpected or without a partner; expected "
-            f"`{PREFIX}LAYER.lora_A.weight` and `…lora_B.weight` of every adapted layer"
-        )
-    if odd := sorted(name for name in expected - magnitudes if tensors[name].ndim != 2):
-        raise ModelError(
-            f"{folder / WEIGHTS_FILE}: {', '.join(odd[:NUM_NAMED])} is no matrix, so its layer is no linear one (a "
-            "convolution, say); expected a LoRA of linear layers"
-        )
+    _check_names(folder, tensors, layers, magnitudes | saved)
     factors = {
         layer.removeprefix(PREFIX): (tensors[f"{layer}.lora_A.weight"], tensors[f"{layer}.lora_B.weight"])
         for layer in layers
     }
     parameters = _parameters(set(factors), config, folder)
     sizes = {layer: _rank_and_scaling(parameters.get(layer, layer), config) for layer in factors}
-    if odd := [
-        f"{layer} ({len(factors[layer][0])})"
-        for layer in set(factors) - set(parameters)
-        if len(factors[layer][0]) != sizes[layer][0]
-    ]:
+    plain = {layer: len(factors[layer][0]) for layer in set(factors) - set(parameters)}
+    if odd := [f"{layer} ({rank})" for layer, rank in plain.items() if rank != sizes[layer][0]]:
         raise ModelError(
             f"{folder / WEIGHTS_FILE}: {', '.join(sorted(odd)[:NUM_NAMED])} has another rank than {CONFIG_FILE} gives "
             "it (`r`, `rank_pattern`), so that PEFT would not load it; take both files from where they were written"
@@ -141,6 +114,41 @@ def read_adapter(folder: Path) -> Adapter:
         parameters=parameters,
         scalings={layer: own for layer, (_, own) in sizes.items() if own != scaling},
     )
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """PEFT's config and all tensors. Raises ModelError for what is no LoRA, or one with what `merged` gets wrong."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        tensors = load_file(folder / WEIGHTS_FILE)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ModelError(f"reading the adapter in {folder}: {error}; train it again") from error
+    odd = [f"{name}: {value}" for name, plain in UNKNOWN.items() if (value := config.get(name)) and value != plain]
+    if config.get("peft_type") != "LORA" or odd:
+        raise ModelError(
+            f"the adapter in {folder} is a {config.get('peft_type')}{' with ' * bool(odd)}{', '.join(odd)}; expected a "
+            "LoRA of linear layers"
+        )
+    return config, tensors
+
+
+def _check_names(folder: Path, tensors: Mapping[str, Tensor], layers: set[str], others: set[str]) -> None:
+    """Raise ModelError unless the tensors are a matrix A and one B for each layer, and `others`."""
+    factors = {f"{layer}.lora_{factor}.weight" for layer in layers for factor in "AB"}
+    unknown = sorted((factors | others) ^ set(tensors)) or [name for name in tensors if not name.startswith(PREFIX)]
+    if not layers or unknown:
+        raise ModelError(
+            f"{folder / WEIGHTS_FILE}: {', '.join(unknown[:NUM_NAMED])} unexpected or without a partner; expected "
+            f"`{PREFIX}LAYER.lora_A.weight` and `…lora_B.weight` of every adapted layer"
+        )
+    if odd := sorted(name for name in factors if tensors[name].ndim != 2):
+        raise ModelError(
+            f"{folder / WEIGHTS_FILE}: {', '.join(odd[:NUM_NAMED])} is no matrix, so its layer is no linear one (a "
+            "convolution, say); expected a LoRA of linear layers"
+        )
 
 
 def check_mergeable(weights: Collection[str], base: Path) -> None:

@@ -80,9 +80,8 @@ def add_adapter(
                 f"putting an adapter on {config.target_modules!r}: {str(error).partition('. ')[0]}; name linear layers "
                 "between the embedding and the head"
             ) from error
-    lora.target_parameters = (
-        targets.parameters or None
-    )  # inmost first, as `files.py` reads them; PEFT makes a set of them
+    # inmost first, as `files.py` reads them; PEFT has made a set of them
+    lora.target_parameters = targets.parameters or None
     for name, direction in (directions or {}).items():
         if len(direction):
             causal_lm.get_submodule(name).lora_A[ADAPTER_NAME].weight.data.copy_(direction)
