@@ -87,7 +87,7 @@ def without_misfits(
     ]
     if len(misfits) == len(configs):
         raise _bad_layouts([], [*misfits, *refused])
-    return [config for config, reason in zip(configs, reasons, strict=True) if not reason], [*refused, *misfits]
+    return [config for config, reason in zip(configs, reasons, strict=True) if not reason], [*misfits, *refused]
 
 
 def _bad_layouts(problems: Sequence[str], refused: Sequence[RefusedLayout]) -> RecipeError:
