@@ -16,9 +16,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from tests.http_server import LoopbackServer
 from tests.hub_repository import LARGE_FILE_BYTES, Repository, blob_id
 
 
@@ -63,7 +64,7 @@ class HubServer:
         class Handler(_Handler):
             server_state = hub
 
-        self._server = _Server(("127.0.0.1", 0), Handler)
+        self._server = LoopbackServer(("127.0.0.1", 0), Handler)
         self.port = self._server.server_address[1]
 
     @property
@@ -108,13 +109,6 @@ def running_hub() -> Iterator[HubServer]:
         yield hub
     finally:
         hub.stop()
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Clients that go away are part of the tests."""
 
 
 class _Handler(BaseHTTPRequestHandler):

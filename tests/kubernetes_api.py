@@ -14,10 +14,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
+
+from tests.http_server import LoopbackServer
 
 TOKEN = "token-of-the-test"
 Tree = dict[str, Any]
@@ -103,7 +105,7 @@ class Cluster:
 def running_api(folder: Path) -> Iterator[Cluster]:
     """A cluster, and a kubeconfig that names it in KUBECONFIG."""
     cluster = Cluster()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(cluster))
+    server = LoopbackServer(("127.0.0.1", 0), _handler(cluster))
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     config = folder / "kubeconfig"

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from stages.generate.sampling import Sample, sample_all, seed_of
 from stages.hubs import retry
 from stages.rollouts.asking import ask_all
 from stages.serving.client import Client
+from tests.http_server import LoopbackServer
 
 PROMPTS = [[1], [2, 3], [4]]
 
@@ -66,7 +67,7 @@ def server() -> Iterator[Server]:
         def log_message(self, *_: object) -> None:
             pass
 
-    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    httpd = LoopbackServer(("127.0.0.1", 0), Handler)
     state.url = f"http://127.0.0.1:{httpd.server_port}"
     thread = threading.Thread(target=httpd.serve_forever)
     thread.start()

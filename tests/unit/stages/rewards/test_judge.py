@@ -5,7 +5,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from stages.hubs import retry
 from stages.rewards.judge import JudgeReward
 from stages.rewards.judging import judging
 from stages.rewards.reward import Completion, RewardContext
+from tests.http_server import LoopbackServer
 
 KEY = "a-key-that-is-secret"
 
@@ -61,7 +62,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
         def log_message(self, *_: object) -> None:
             pass
 
-    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    httpd = LoopbackServer(("127.0.0.1", 0), Handler)
     state.url = f"http://127.0.0.1:{httpd.server_port}/v1"
     monkeypatch.setenv("CRITIC_KEY", KEY)
     monkeypatch.setattr(retry, "FIRST_WAIT_S", 0.01)

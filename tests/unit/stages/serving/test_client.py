@@ -3,7 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any, ClassVar
 
 import pytest
@@ -11,6 +11,7 @@ import pytest
 from stages.core.errors import ServerError, TransientError
 from stages.serving.client import Client, check_server
 from stages.serving.vllm.engine import Vllm
+from tests.http_server import LoopbackServer
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -34,7 +35,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def client() -> Iterator[Client]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = LoopbackServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     Handler.answers = {
         "/health": b"",

@@ -6,7 +6,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from stages.harnesses.lm_eval.scoring import LmEvalModel, evaluate_tasks, load_t
 from stages.harnesses.lm_eval.tasks import select_tasks
 from stages.serving.asked import ServedModel
 from stages.serving.client import Client
+from tests.http_server import LoopbackServer
 from tests.serving import make_model
 
 NUM_DOCUMENTS = 24
@@ -93,7 +94,7 @@ def causal_lm(folder: Path) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM.from_pretrained(folder / "model", dtype="float32").eval()
 
 
-class Asked(ThreadingHTTPServer):
+class Asked(LoopbackServer):
     """Answers with the log-probabilities of Transformers; `bodies` are the requests that were made."""
 
     def __init__(self, causal_lm: Qwen3ForCausalLM) -> None:
