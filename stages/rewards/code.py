@@ -22,7 +22,7 @@ from pydantic import Field
 from stages.core.errors import ResourceError
 from stages.core.numbers import Seconds
 from stages.rewards.environment import bare_environment
-from stages.rewards.reward import Completion, Reward, RewardContext, Scores
+from stages.rewards.reward import Completion, CompletionReward, RewardContext, Scores
 
 BLOCK = re.compile(r"^```[ \t]*(?:python|py)?[0-9.]*[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL | re.IGNORECASE)
 MIB, GIB = 1 << 20, 1 << 30
@@ -49,7 +49,7 @@ open("within", "w").close()
 """
 
 
-class CodeReward(Reward):
+class CodeReward(CompletionReward):
     """1 where the completion's code (its last block of Python, or all of it) passes every test of the row, else 0. It
     runs in a process of its own: no network, no other process or thread, no file outside a folder of its own, no keys.
     """

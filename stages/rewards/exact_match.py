@@ -6,10 +6,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from stages.rewards.reward import Completion, Reward
+from stages.rewards.reward import Completion, CompletionReward
 
 
-class ExactMatchReward(Reward):
+class ExactMatchReward(CompletionReward):
     """1 where the completion is the reference answer, but for white space around them, else 0."""
 
     NEEDS_REFERENCE: ClassVar[bool] = True

@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from stages.rewards.reward import Completion, Reward
+from stages.rewards.reward import Completion, CompletionReward
 
 
-class FormatReward(Reward):
+class FormatReward(CompletionReward):
     """1 where the completion is `<think>…</think><answer>…</answer>` and nothing else, with the given tags, else 0."""
 
     type: Literal["format"]

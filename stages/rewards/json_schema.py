@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from pydantic import Field, JsonValue, field_validator
 
-from stages.rewards.reward import Completion, Reward
+from stages.rewards.reward import Completion, CompletionReward
 
 
-class JsonSchemaReward(Reward):
+class JsonSchemaReward(CompletionReward):
     """1 where the completion is JSON that the schema describes, and nothing else, else 0."""
 
     type: Literal["json_schema"]

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from stages.core.numbers import Seconds
-from stages.rewards.reward import Completion, Reward, RewardContext, Scores
+from stages.rewards.reward import Reward, RewardContext, Scores
 
 RATE = """Rate an answer to a question, from {least} (useless) to {largest} (could not be better).
 {reference}
@@ -75,9 +75,6 @@ class JudgeReward(Reward):
     def asked(self) -> str:
         """The template."""
         return self.template or (COMPARE if self.compare else RATE)
-
-    def score(self, completion: Completion) -> float:
-        raise NotImplementedError("a judge's answers are kept in the folder that `opened` is given")
 
     @contextlib.contextmanager
     def opened(self, name: str, context: RewardContext) -> Iterator[Scores]:

@@ -6,10 +6,10 @@ from typing import Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from stages.rewards.reward import Completion, Reward
+from stages.rewards.reward import Completion, CompletionReward
 
 
-class LengthReward(Reward):
+class LengthReward(CompletionReward):
     """0 for a short completion, -1 for one of over `max_tokens`, in between where it comes near (DAPO, Yu et al. 2025,
     equation 13).
     """

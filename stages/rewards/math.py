@@ -12,12 +12,12 @@ from pydantic import Field
 
 from stages.core.numbers import Seconds
 from stages.rewards.programs import Program, ProgramEndedError
-from stages.rewards.reward import Completion, Reward, RewardContext, Scores
+from stages.rewards.reward import Completion, CompletionReward, RewardContext, Scores
 
 START_TIMEOUT_S = 300.0
 
 
-class MathReward(Reward):
+class MathReward(CompletionReward):
     r"""1 where the completion's answer (in `\boxed{}`, in LaTeX, or a number) equals the reference's in value, such as
     `\frac{1}{2}` and 0.5; 0 where it does not, `no_answer` where there is none to be found.
     """

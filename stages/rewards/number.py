@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from stages.core.errors import DataError
-from stages.rewards.reward import Completion, Reward
+from stages.rewards.reward import Completion, CompletionReward
 
 NUMBER = re.compile(
     r"""(?:(?<!\d)[-+−])?                                      # a sign, but not the minus of 12-34
@@ -21,7 +21,7 @@ NUMBER = re.compile(
 """1,234.5, -7, .5, 6e3; a point that ends a sentence is none of it."""
 
 
-class NumberReward(Reward):
+class NumberReward(CompletionReward):
     """1 where the last number in the completion is, within `tolerance`, that in the reference answer, else 0."""
 
     NEEDS_REFERENCE: ClassVar[bool] = True

@@ -15,10 +15,10 @@ from stages.core.errors import DataError
 from stages.core.fields import AddedLater
 from stages.rewards import landlock
 from stages.rewards.programs import Program, ProgramEndedError
-from stages.rewards.reward import Completion, Reward, RewardContext, Scores
+from stages.rewards.reward import Completion, CompletionReward, RewardContext, Scores
 
 
-class PythonReward(Reward):
+class PythonReward(CompletionReward):
     """What a function of the recipe's own says: `score(prompt, completion, reference, row) -> float`."""
 
     type: Literal["python"]

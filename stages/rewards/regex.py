@@ -8,13 +8,13 @@ import regex
 from pydantic import Field, field_validator
 
 from stages.core.errors import DataError
-from stages.rewards.reward import Completion, Reward
+from stages.rewards.reward import Completion, CompletionReward
 
 TIMEOUT_S = 2.0
 """Of one search: some patterns take time that grows exponentially with the text."""
 
 
-class RegexReward(Reward):
+class RegexReward(CompletionReward):
     r"""1 where the pattern is found in the completion, else 0; `\A` and `\Z` are its beginning and end."""
 
     type: Literal["regex"]

@@ -60,16 +60,11 @@ class Reward(StrictModel, ABC):
     weight: float = Field(1.0, allow_inf_nan=False, description="How much it counts in the sum of all rewards.")
 
     @abstractmethod
-    def score(self, completion: Completion) -> float:
-        """The number. Raises DataError for what cannot be judged."""
-
-    @contextlib.contextmanager
-    def opened(self, name: str, context: RewardContext) -> Iterator[Scores]:
+    def opened(self, name: str, context: RewardContext) -> contextlib.AbstractContextManager[Scores]:
         """What judges many completions, with whatever it needs for that; `name` is what the recipe calls it.
 
         Raises a LifecycleError for what is missing, such as a server that does not answer.
         """
-        yield lambda completions: map(self.score, completions)
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -89,3 +84,15 @@ class Reward(StrictModel, ABC):
         if self.weight == 0:
             raise ValueError("`weight` is 0, so it would count for nothing; expected another number, or remove it")
         return self
+
+
+class CompletionReward(Reward):
+    """One that judges each completion by itself, and needs nothing of the stage for it."""
+
+    @abstractmethod
+    def score(self, completion: Completion) -> float:
+        """The number. Raises DataError for what cannot be judged."""
+
+    @contextlib.contextmanager
+    def opened(self, name: str, context: RewardContext) -> Iterator[Scores]:
+        yield lambda completions: map(self.score, completions)

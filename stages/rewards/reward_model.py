@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from stages.core.fields import Reference
-from stages.rewards.reward import Completion, Reward, RewardContext, Scores
+from stages.rewards.reward import Reward, RewardContext, Scores
 
 FOLDER = "reward_model"
 
@@ -18,9 +18,6 @@ class RewardModelReward(Reward):
 
     type: Literal["reward_model"]
     model: Annotated[str, Reference(("reward_model",))]
-
-    def score(self, completion: Completion) -> float:
-        raise NotImplementedError("a model's weights come with what `opened` is given")
 
     @contextlib.contextmanager
     def opened(self, name: str, context: RewardContext) -> Iterator[Scores]:
