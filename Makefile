@@ -20,7 +20,7 @@ INSTALL := $(UV) pip install --quiet --compile-bytecode $(TORCH_BACKEND)
 COMPILE := $(UV) pip compile --quiet --python-version 3.11 --no-header --no-emit-index-url --no-emit-find-links \
 	--annotation-style line
 
-.PHONY: demo test check unit faults docs environments benchmarks lock clean
+.PHONY: demo test check unit faults docs environments benchmarks gpu-kit lock clean
 
 demo: environments
 	.venv/bin/lifecycle run configs/quickstart.yaml
@@ -59,7 +59,20 @@ benchmarks: environments .venv/.test-ready
 	for benchmark in $(BENCHMARKS); do .venv/bin/python $$benchmark || exit 1; done
 
 # Without what they share, and the trainer that one of them compares with.
-BENCHMARKS := $(filter-out %/workload.py %/planner_runs.py %/trl_sft.py,$(wildcard tests/benchmarks/*.py))
+BENCHMARKS := $(filter-out %/workload.py %/planner_runs.py %/trl_sft.py %/gpu.py %/gpu_part.py %/gpu_rates.py %/gpu_steps.py,$(wildcard tests/benchmarks/*.py))
+
+# For a machine with a GPU, Python 3.12, torch and Transformers, but no network: what it lacks, in one folder.
+GPU_KIT := .gpu-kit
+GPU_PLATFORMS := $(foreach tag,2_28 2_27 2_24 2_17 2_12 2014 1,--platform manylinux$(if $(findstring _,$(tag)),_)$(tag)_x86_64)
+
+gpu-kit:
+	rm -rf $(GPU_KIT)
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+		$(GPU_PLATFORMS) --constraint $(PINS)/pipeline.txt --constraint $(PINS)/test.txt \
+		--requirement $(PINS)/gpu-kit.in --dest $(GPU_KIT)
+	@du -sh $(GPU_KIT)
+	@echo "Take this folder and the checkout along, and run there, as often as you like, it goes on where it was:"
+	@echo "    deploy/gpu-kit.sh --limit-s 570"
 
 environments: .venv/.ready .venv-serve/.ready
 

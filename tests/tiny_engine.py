@@ -74,16 +74,16 @@ class TinyEngine:
     def has_room(self, spec: LaunchSpec, adapter: Path) -> bool:
         return False
 
-    def load_adapter(self, address: EngineAddress, api_key: str, name: str, folder: Path) -> None:
+    def load_adapter(self, address: EngineAddress, api_key: str, name: str, folder: Path, timeout_s: float) -> None:
         raise ModelError("Tiny serves no adapters")
 
-    def unload_adapter(self, address: EngineAddress, api_key: str, name: str) -> None:
+    def unload_adapter(self, address: EngineAddress, api_key: str, name: str, timeout_s: float) -> None:
         raise ModelError("Tiny serves no adapters")
 
     def prepare_reloads(self, folder: Path) -> None:
         raise ModelError("Tiny loads its weights once")
 
-    def reload_weights(self, address: EngineAddress, api_key: str, folder: Path) -> None:
+    def reload_weights(self, address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:
         raise ModelError("Tiny loads its weights once")
 
     def check_loadable(

@@ -23,35 +23,46 @@ from flows.compare.names import HARDWARE
 from flows.ledger.home import hardware_file
 from flows.ledger.machine import hardware, memory_gib, num_cores
 from flows.tracking.logged_runs import LoggedRun, find_runs
+from flows.tracking.measured_runs import measured_runs
 from stages.core.errors import RecipeError
 from stages.core.files import write_atomically
-from stages.planner.hardware import Hardware
+from stages.planner.hardware import Hardware, from_yaml
 from stages.planner.local_hardware import cpu_of, named_like
 
 LEAST_RUNS = 3
 
 
-def calibrate_hardware(experiment: str, where: str | None, out: Path | None) -> tuple[Calibration, Path]:
-    """Fit to runs of one machine, and write its description; runs that cannot be predicted are left out, by name.
-
-    Raises RecipeError when there are too few runs, or they are of several machines.
-    """
+def calibrate_logged(experiment: str, where: str | None, out: Path | None) -> tuple[Calibration, Path]:
+    """Fit to runs of one machine that MLflow has; see `_calibrate`."""
     ready_servers()
     wanted = f"tags.{HARDWARE} = '{hardware()}'" if where is None else where
     runs = [run for run in find_runs(experiment, wanted) if "model_shape" in run.tags]
-    start = _start_of(runs, wanted)
+    return _calibrate(runs, f"{experiment} where {wanted}", out or hardware_file())
+
+
+def calibrate_measured(file: Path, out: Path) -> tuple[Calibration, Path]:
+    """Fit to what `tests/benchmarks/gpu.py` measured with our engines; see `_calibrate`."""
+    return _calibrate(measured_runs(file), file.name, out)
+
+
+def _calibrate(runs: Sequence[LoggedRun], source: str, path: Path) -> tuple[Calibration, Path]:
+    """Fit, and write the machine's description; runs that cannot be predicted are left out, by name.
+
+    Raises RecipeError when there are too few runs, or they are of several machines.
+    """
+    price = from_yaml(path).price_per_device_hour if path.is_file() else None  # no run says anything of it
+    start = replace(_start_of(runs, source), price_per_device_hour=price)
     observations = observations_of(runs, start)
     left_out = {f"{run.name} ({run.run_id})": why for run in runs if (why := why_left_out(run))}
     if len(observations) < LEAST_RUNS:
         raise RecipeError(
-            f"calibrating with the runs of {experiment} where {wanted}: {len(observations)} have a layout, a step time "
+            f"calibrating with the runs of {source}: {len(observations)} have a layout, a step time "
             f"and a model whose shape is known, expected at least {LEAST_RUNS}; `lifecycle compare` makes some"
             + "".join(f"\nleft out: {name} {why}" for name, why in left_out.items())
         )
     calibration = replace(fit(observations, start), left_out=left_out)
-    path = out or hardware_file()
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, as_yaml(calibration, start.name, f"{experiment} where {wanted}"))
+    write_atomically(path, as_yaml(calibration, start.name, source))
     return calibration, path
 
 
@@ -102,11 +113,13 @@ def as_object(calibration: Calibration, path: Path) -> dict[str, Any]:
     }
 
 
-def _start_of(runs: Sequence[LoggedRun], wanted: str) -> Hardware:
+def _start_of(runs: Sequence[LoggedRun], source: str) -> Hardware:
     """The built-in description of the machine that the runs are of."""
     machines = sorted({run.tags.get(HARDWARE, "unknown") for run in runs})
     if len(machines) > 1:
-        raise RecipeError(f"calibrating: runs where {wanted} are of {' and '.join(machines)}; choose one with --where")
+        raise RecipeError(
+            f"calibrating: the runs of {source} are of {' and '.join(machines)}; take those of one (--where)"
+        )
     accelerators = {run.tags["device_name"] for run in runs if run.tags.get("device") != "cpu"}
     if not accelerators:
         return replace(cpu_of(num_cores()), memory_gib=memory_gib()[1])

@@ -76,12 +76,22 @@ def compare(
 @click.option("--experiment", default="llm-lifecycle", show_default=True, metavar="NAME", help="Of MLflow.")
 @click.option("--where", metavar="FILTER", help="Which runs; default: those of this machine.")
 @click.option("--out", type=click.Path(path_type=Path), help="Default: where predictions look for it.")
+@click.option(
+    "--measured",
+    type=click.Path(path_type=Path),
+    help="What tests/benchmarks/gpu.py wrote, instead of runs in MLflow; needs --out.",
+)
 @JSON_OPTION
-def calibrate(experiment: str, where: str | None, out: Path | None, as_json: bool) -> None:
+def calibrate(experiment: str, where: str | None, out: Path | None, measured: Path | None, as_json: bool) -> None:
     """Fit the constants that predictions start from to runs of train stages that MLflow has."""
-    from flows.cli.calibrate_run import as_object, as_text, calibrate_hardware
+    from flows.cli.calibrate_run import as_object, as_text, calibrate_logged, calibrate_measured
 
-    calibration, path = calibrate_hardware(experiment, where, out)
+    if measured is None:
+        calibration, path = calibrate_logged(experiment, where, out)
+    elif out is None or where is not None:
+        raise click.UsageError("--measured may be of another machine: say --out FILE, and leave out --where")
+    else:
+        calibration, path = calibrate_measured(measured, out)
     print_json(as_object(calibration, path)) if as_json else click.echo(as_text(calibration, path))
 
 

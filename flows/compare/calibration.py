@@ -166,6 +166,7 @@ def as_yaml(calibration: Calibration, like: str, source: str) -> str:
         f"memory_gib: {machine.memory_gib:.4g}",
         f"num_processors: {machine.num_processors}",
         f"{LATENCY}: {calibration.latency_s:.4g}",
+        *([f"price_per_device_hour: {machine.price_per_device_hour}"] if machine.price_per_device_hour else []),
         "efficiency:",
         *(f"  {name}: {getattr(machine.efficiency, name):.4g}" for name in CONSTANTS),
     ]

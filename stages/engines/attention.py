@@ -30,6 +30,7 @@ from stages.core.errors import ModelError
 from stages.data.batch import Batch
 from stages.engines.documents import PackedDocuments
 from stages.engines.padding import pad_documents, unpad_documents
+from stages.parallel.accelerator import of_device
 
 PACKED_DOCUMENTS = "packed_documents"
 
@@ -111,7 +112,7 @@ def packed_attention(
 
 
 def _has_flash_kernel(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
-    half_on_gpu = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    half_on_gpu = of_device(query.device).has_flash_kernel and query.dtype in (torch.bfloat16, torch.float16)
     plain = not scoring.dropout and scoring.softcap is None and scoring.sinks is None
     return half_on_gpu and plain and query.shape[2] == value.shape[2] <= FLASH_HEAD_WIDTH
 

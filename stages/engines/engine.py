@@ -104,5 +104,5 @@ class Engine(Protocol):
 def free_memory() -> None:
     """Give back what nothing refers to any more."""
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from stages.data.batch import Batch
+from stages.parallel.accelerator import in_float64
 
 Counts = dict[str, int]
 """What is counted → how often it is there."""
@@ -53,7 +54,7 @@ def totals_of(loss: Loss, micro_batches: Sequence[Batch], add_up: Callable[[Tens
 def stacked(parts: Parts) -> Tensor:
     """float64 [1 + number of metrics], detached: parts to be added up over micro-batches and shares."""
     loss, metrics = parts
-    return torch.stack([loss.detach(), *metrics.values()]).double()
+    return in_float64(torch.stack([loss.detach(), *metrics.values()]))
 
 
 def means(added_up: Tensor, loss: Loss) -> tuple[float, dict[str, float]]:

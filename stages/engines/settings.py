@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from stages.adapters.config import AdapterConfig
 from stages.parallel.layout import Layout
@@ -24,6 +25,16 @@ class AdamSettings:
 
 
 @dataclass(frozen=True)
+class MuonSettings:
+    """Muon (Jordan et al. 2024) for matrices, beside AdamW for the rest. Fields are those of `torch.optim.Muon`."""
+
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_steps: int = 5
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
+
+
+@dataclass(frozen=True)
 class EngineSettings:
     """How an engine trains."""
 
@@ -39,3 +50,5 @@ class EngineSettings:
     """What learns beside the frozen model; None: the model itself learns."""
     has_score_head: bool = False
     """Whether the model gives one number a document (fsdp), not probabilities of tokens."""
+    muon: MuonSettings | None = None
+    """None: AdamW alone."""

@@ -12,6 +12,8 @@ from typing import Literal
 
 import torch
 
+from stages.parallel.accelerator import device_name
+
 MEASURE_S = 0.3
 MATRIX_SIZES = (128, 256, 512, 1024)
 NEXT_SIZE_COST = 8
@@ -63,11 +65,12 @@ def device_peak(device: torch.device, dtype: torch.dtype) -> Peak | None:
     A CPU without units for `dtype` multiplies larger matrices of it in fp32, and small ones a hundred times slower: its
     peak is the better of the two.
     """
-    if device.type == "cpu":
+    name = device_name(device)
+    if name is None:
         rate = max(measured_matmul_rate(one) for one in {dtype, torch.float32})
         return Peak(rate, f"CPU, {torch.get_num_threads()} threads", "measured")
-    name = torch.cuda.get_device_name(device)
-    flops_per_s = data_sheet_peak(name, dtype, torch.backends.cuda.matmul.allow_tf32)
+    tf32 = torch.get_float32_matmul_precision() != "highest"
+    flops_per_s = data_sheet_peak(name, dtype, tf32)
     return Peak(flops_per_s, name, "data sheet") if flops_per_s else None
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt, ValidatorFunctionWrapHandler, WrapValidator
 
 from stages.core.contract import StrictModel
+from stages.core.fields import AddedLater
 
 EngineName = Literal["fsdp", "megatron"]
 """What trains; see `stages.engines`."""
@@ -35,6 +36,11 @@ class Layout(StrictModel):
     cpu_offload: bool = Field(False, description="Keep sharded parameters, gradients and Adam in host memory (fsdp).")
     prefetch_layers: int = Field(1, ge=0, description="Layers whose parameters are gathered ahead (fsdp).")
     compile: bool = Field(False, description="torch.compile each transformer layer (fsdp).")
+    accumulate: Annotated[Literal["auto", "whole", "sharded"], AddedLater()] = Field(
+        "auto",
+        description="Gradients between micro-batches (fsdp). whole: reduced once a step, held unsharded till then; "
+        "sharded: reduced after every micro-batch; auto: whole where the planner says that they fit.",
+    )
 
     @property
     def data_parallel_size(self) -> int:

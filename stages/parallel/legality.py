@@ -19,7 +19,7 @@ FSDP_FACTORS = ("dp_replicate", "dp_shard")
 FACTORS = (*FSDP_FACTORS, "tp", "pp", "cp")
 """Of the number of processes."""
 FIELDS_OF_ONE_ENGINE: dict[str, tuple[str, ...]] = {
-    "fsdp": ("reshard_after_forward", "cpu_offload", "prefetch_layers", "compile"),
+    "fsdp": ("reshard_after_forward", "cpu_offload", "prefetch_layers", "compile", "accumulate"),
     "megatron": ("tp", "pp", "vpp", "cp", "ep", "etp", "sequence_parallel"),
 }
 USUAL_LIMITS: dict[str, tuple[int, str]] = {

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from stages.core.errors import ResourceError, TransientError
+from stages.parallel.accelerator import device_of_this_process, of_device
 from stages.parallel.ranks import RENDEZVOUS_FILE
 
 USUAL_TIMEOUT = timedelta(minutes=30)
@@ -33,8 +34,8 @@ def joined_processes(timeout: timedelta = USUAL_TIMEOUT) -> Iterator[torch.devic
 
     CPU tensors always have a backend (gloo): checkpoints and offloaded gradients need it on GPUs too.
     """
-    device = _device()
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    device = device_of_this_process()
+    backend = of_device(device).backends
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     store = _store(rank, world_size, timeout)
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
@@ -86,11 +87,3 @@ def gathered(value: float) -> list[float]:
     values[dist.get_rank()] = value
     dist.all_reduce(values)
     return values.tolist()
-
-
-def _device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    return device

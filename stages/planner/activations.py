@@ -16,8 +16,8 @@ from stages.parallel.layout import EngineName, Layout
 from stages.planner.adapted import adapted_layers, dispatched_share, input_shares, merged_experts, stacked_ranks
 from stages.planner.workload import Software, Workload
 
-UNPACKING_BYTES = {"nf4": 16, "int8": 8}
-"""Of a weight while it is made of its bits: indices, levels and their product with the scale, in fp32."""
+UNPACKING_BYTES = {"nf4": 6, "int8": 6}
+"""Of a weight while it is made of its bits: in fp32, beside half an index (nf4), or what it is rounded to."""
 
 
 def kept_bytes_per_token(

@@ -16,7 +16,7 @@ from stages.planner.adapted import frozen_bytes, gathered_layer_bytes, learning_
 from stages.planner.compute import LayerTime, LayerWork, Pass
 from stages.planner.hardware import Hardware
 from stages.planner.partition import PipelineStage, RankParameters, outside_parameters
-from stages.planner.workload import Software, Workload
+from stages.planner.workload import Software, Workload, gathers_gradients
 
 HOST_LINK_GB_PER_S = 25.0
 """Between a device and its host's memory (PCIe 4)."""
@@ -128,7 +128,7 @@ def _fsdp_s(case: StepCase, stage: PipelineStage, layer: LayerTime, head: Pass, 
     with_gradients_s = exposed_s(case, again_s + reduce_s + replicas_s, backward_s)
     without_s = exposed_s(case, again_s, backward_s)
     gatherings = case.micro_batches if layout.pp == 1 else 1.0
-    reductions = 1.0 if case.software.gathers_gradients or layout.pp > 1 else case.micro_batches
+    reductions = 1.0 if gathers_gradients(layout, case.software) or layout.pp > 1 else case.micro_batches
     root_s = network.gather_s(hardware, group, size * outside) + network.gather_s(hardware, group, 4 * outside_reduced)
     root_s = exposed_s(case, root_s, (head.forward_s + head.backward_s))
     layers_s = gatherings * (forward_s + without_s) + reductions * (with_gradients_s - without_s)

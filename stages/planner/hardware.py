@@ -78,6 +78,8 @@ class Hardware:
     efficiency: Efficiency = Efficiency()
     sustained_gain_eight_bits: float = 1.0
     """How much more of its peak a product in 8 bits sustains: it draws less power for it."""
+    price_per_device_hour: float | None = None
+    """In any currency; reports say what a refresh has cost by it."""
     software: tuple[tuple[str, bool | int | float], ...] = ()
     """Fields of `Software` in which what trains here differs from our engines."""
 
@@ -126,6 +128,11 @@ HARDWARE = {
         # One of an MI250X's two dies, which programs see as a device of its own.
         Hardware("mi250x", 191.5, 47.9, None, 63.9, 1638, 110, 8, 50, 12.5, sustained=0.6),
         Hardware("mi300x", 1307, 163, 2615, 191.5, 5300, 304, 8, 448, 50, sustained=0.6, sustained_gain_eight_bits=0.8),
+        # By what the vendors say; nothing was measured on them. Of a Max 1550 one of two tiles, which programs see as a
+        # device of its own; of an M3 Max the one with 40 cores, and three quarters of 64 GB, which Metal may take.
+        Hardware("ascend910b2", 376, 94, None, 61.0, 1600, 24, 8, 28, 25, sustained=0.6),
+        Hardware("max-1550", 419, 26, None, 64.0, 1638, 64, 8, 53, 25, sustained=0.6),
+        Hardware("m3-max", 28, 14, None, 48.0, 400, 40, 1, 1, 1),
         # A whole machine of two cores; a process without any model holds 0.43 GiB: the interpreter, torch.
         Hardware(
             "cpu",
@@ -229,7 +236,7 @@ def _checked(path: Path, kind: type, given: Any) -> dict[str, Any]:
 
 def _lacks(name: str, value: Any) -> str | None:
     """What a field's value should be, if it is not."""
-    if name == "name" or (name == "fp8_tflops" and value is None):
+    if name == "name" or (name in ("fp8_tflops", "price_per_device_hour") and value is None):
         return None
     if name == "host_is_device":
         return None if isinstance(value, bool) else "true or false"

@@ -128,8 +128,10 @@ def fitting_layouts(request: SearchRequest) -> tuple[Candidate, ...]:
 
 
 def estimate(request: SearchRequest, engine: EngineName, layout: Layout) -> Candidate:
-    """One layout's time, and the memory of all its pipeline stages, whether or not it fits."""
-    return _with_time(request, engine, layout, _memory(request, engine, layout, every_stage=True))
+    """One layout's time, and the memory of all its pipeline stages, whether or not it fits.
+
+    Where whole gradients do not fit, `accumulate: auto` has become `sharded` in it."""
+    return _with_time(request, engine, *_with_memory(request, engine, layout, every_stage=True))
 
 
 def legal_layouts(request: SearchRequest) -> Iterator[tuple[EngineName, Layout]]:
@@ -147,10 +149,10 @@ def _search(request: SearchRequest, near_miss: float) -> SearchResult:
         for variants in _groups(request, engine):
             for layout in variants:
                 num_legal += 1
-                needed = _memory(request, engine, layout, every_stage=False)
+                chosen, needed = _with_memory(request, engine, layout, every_stage=False)
                 fits = needed.peak_gib <= request.memory_gib
                 if needed.peak_gib <= near_miss * request.memory_gib:
-                    (fitting if fits else too_large).append(_with_time(request, engine, layout, needed))
+                    (fitting if fits else too_large).append(_with_time(request, engine, chosen, needed))
                 if engine == "megatron" and not fits:
                     break  # larger micro-batches take more; under fsdp the largest has no gradients to add up
     if not num_legal:
@@ -160,6 +162,18 @@ def _search(request: SearchRequest, near_miss: float) -> SearchResult:
     faster = sorted((candidate for candidate in too_large if _step_time_s(candidate) < best_s), key=_step_time_s)
     by_memory = sorted(too_large, key=lambda candidate: candidate.memory.peak_gib)
     return SearchResult(tuple(fitting), tuple(faster if fitting else by_memory), num_legal)
+
+
+def _with_memory(
+    request: SearchRequest, engine: EngineName, layout: Layout, *, every_stage: bool
+) -> tuple[Layout, MemoryEstimate]:
+    """The layout as it would run, and what it needs: of two ways to add up gradients the faster one that fits."""
+    needed = _memory(request, engine, layout, every_stage=every_stage)
+    if engine != "fsdp" or layout.accumulate != "auto" or memory_fit(needed.peak_gib, request.memory_gib) == "fits":
+        return layout, needed
+    sharded = layout.model_copy(update={"accumulate": "sharded"})
+    less = _memory(request, engine, sharded, every_stage=every_stage)
+    return (sharded, less) if less.peak_gib < needed.peak_gib else (layout, needed)
 
 
 def _memory(request: SearchRequest, engine: EngineName, layout: Layout, *, every_stage: bool) -> MemoryEstimate:

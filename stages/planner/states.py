@@ -24,7 +24,7 @@ from stages.planner.partition import (
     outside_parameters,
     rank_parameters,
 )
-from stages.planner.workload import Software, Workload
+from stages.planner.workload import Software, Workload, gathers_gradients
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,22 @@ def _fsdp_states(case: MemoryCase, stage: PipelineStage, sharded: float) -> tupl
         return 0.0, 0.0, 0.0
     adapter, shards = case.workload.adapter, case.layout.dp_shard
     if adapter is None:
-        return 4 * sharded, 4 * sharded, 8 * sharded
+        matrices = _muon_matrices(case, stage) / case.layout.dp_shard
+        return 4 * sharded, 4 * sharded, 8 * sharded - 4 * matrices
     trained = case.trained(stage).total / shards
     frozen = frozen_bytes(case.shape, adapter, case.workload.compute_bytes) / shards
     return frozen + 4 * trained, 4 * trained, 8 * trained
+
+
+def _muon_matrices(case: MemoryCase, stage: PipelineStage) -> float:
+    """Parameters of which Muon keeps one moment: all but embeddings, the head and vectors."""
+    if case.workload.optimizer != "muon":
+        return 0.0
+    shape, layout = case.shape, case.layout
+    held = rank_parameters(shape, stage, layout.tp, layout.ep, layout.etp).total
+    norms = shape.norm_parameters * (2 * stage.num_layers + stage.has_head)
+    positions = shape.position_parameters * stage.has_embedding
+    return held - outside_parameters(shape, stage, layout.tp) - norms - positions
 
 
 def fsdp_buffers(case: MemoryCase, stage: PipelineStage) -> float:
@@ -109,5 +121,7 @@ def fsdp_buffers(case: MemoryCase, stage: PipelineStage) -> float:
         return (size * held) if size < 4 else 0.0
     layer = (held - outside) / stage.num_layers
     gathered = size * (alive * layer + outside)
-    keeps_gradients = case.micro_batches > 1 and (case.software.gathers_gradients or layout.pp > 1)
-    return gathered + 4 * (held if keeps_gradients else layer) + size * layer
+    keeps_gradients = case.micro_batches > 1 and (gathers_gradients(layout, case.software) or layout.pp > 1)
+    # Shards of gradients take the place of whole ones, a layer at a time; on the device they count among the states.
+    shards = 0.0 if layout.cpu_offload else held / layout.dp_shard
+    return gathered + 4 * (held - shards if keeps_gradients else layer) + size * layer

@@ -12,6 +12,7 @@ from stages.parallel.layout import EngineName, Layout
 from stages.planner.low_rank import LowRank
 
 Precision = Literal["fp32", "bf16", "fp8"]
+OptimizerName = Literal["adamw", "muon"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Workload:
     """The head gives one number, where a language model's has the vocabulary: a reward model."""
     adapter: LowRank | None = None
     """What is trained instead of the model, which is frozen."""
+    optimizer: OptimizerName = "adamw"
+    """muon: matrices of layers have one moment, not two (fsdp)."""
     total_tokens: float | None = None
     """Tokens of the whole training."""
 
@@ -92,7 +95,8 @@ class Software:
     chunked_logits: bool = True
     """Logits exist for a chunk of tokens at a time."""
     gathers_gradients: bool = True
-    """FSDP reduces gradients with the last micro-batch only, and holds them whole until then."""
+    """FSDP reduces gradients with the last micro-batch only, and holds them whole until then, where `accumulate` of the
+    layout is auto."""
     kept_products: float = 1.0
     """Share of matrix products whose results selective recomputation keeps (fsdp)."""
     recomputed_share: float = 1.0
@@ -120,3 +124,8 @@ OURS: dict[EngineName, Software] = {
 def our_software(engine: EngineName, layout: Layout) -> Software:
     """This project's engine under a layout; a compiled layer's chains are fused."""
     return replace(OURS[engine], fused_elementwise=True) if layout.compile else OURS[engine]
+
+
+def gathers_gradients(layout: Layout, software: Software) -> bool:
+    """Whether FSDP holds gradients whole between micro-batches."""
+    return software.gathers_gradients if layout.accumulate == "auto" else layout.accumulate == "whole"

@@ -11,8 +11,10 @@ from stages.engines import log_probabilities
 from stages.engines.attention import packed_attention
 from stages.engines.documents import PackedDocuments
 from stages.engines.log_probabilities import token_log_probabilities
+from stages.parallel.accelerator import forget_peak, peak_bytes
+from tests.gpu.device import DEVICE, ON_CPU, needs_device
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = needs_device
 
 LENGTHS = [700, 3, 1, 320, 512, 512]
 HEADS, KEY_VALUE_HEADS, HEAD_WIDTH = 8, 2, 64
@@ -24,7 +26,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return ((found - expected).norm() / expected.norm()).item()
 
 
-def attend(device: str, dtype: torch.dtype, window: int | None) -> list[Tensor]:
+def attend(device: str | torch.device, dtype: torch.dtype, window: int | None) -> list[Tensor]:
     """Output and the gradients of queries, keys and values, fp32 on the CPU."""
     torch.manual_seed(0)
     shapes = [(2, heads, sum(LENGTHS) // 2, HEAD_WIDTH) for heads in (HEADS, KEY_VALUE_HEADS, KEY_VALUE_HEADS)]
@@ -39,7 +41,7 @@ def attend(device: str, dtype: torch.dtype, window: int | None) -> list[Tensor]:
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize(("dtype", "error"), ERRORS)
 def test_packed_attention_equals_the_cpu(dtype: torch.dtype, error: float, window: int | None) -> None:
-    for found, expected in zip(attend("cuda", dtype, window), attend("cpu", torch.float32, window), strict=True):
+    for found, expected in zip(attend(DEVICE, dtype, window), attend("cpu", torch.float32, window), strict=True):
         assert relative_error(found, expected) < error
 
 
@@ -50,7 +52,7 @@ def test_log_probabilities_equal_the_cpu(dtype: torch.dtype, error: float, monke
     hidden, weight = torch.randn(2, 256, 64).bfloat16(), (0.1 * torch.randn(1000, 64)).bfloat16()
     targets = torch.randint(1000, (2, 256)).masked_fill(torch.rand(2, 256) < 0.5, IGNORED)
     results = []
-    for device, of_dtype in (("cuda", dtype), ("cpu", torch.float32)):
+    for device, of_dtype in ((DEVICE, dtype), ("cpu", torch.float32)):
         head = nn.Linear(64, 1000, bias=False, device=device, dtype=of_dtype)
         head.weight.data.copy_(weight)
         values = token_log_probabilities(hidden.to(device, of_dtype), head, targets.to(device))
@@ -60,10 +62,11 @@ def test_log_probabilities_equal_the_cpu(dtype: torch.dtype, error: float, monke
         assert relative_error(found, expected) < error
 
 
+@pytest.mark.skipif(ON_CPU, reason="the host keeps no peak of what tensors take")
 def test_long_rows_keep_within_a_chunk_of_logits() -> None:
     num_tokens, vocabulary = 16_384, 131_072  # the logits of all would take 8 GiB in fp32
-    head = nn.Linear(64, vocabulary, bias=False, device="cuda", dtype=torch.bfloat16)
-    hidden = torch.randn(1, num_tokens, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    torch.cuda.reset_peak_memory_stats()
-    token_log_probabilities(hidden, head, torch.zeros(1, num_tokens, dtype=torch.int64, device="cuda")).sum().backward()
-    assert torch.cuda.max_memory_allocated() < 4 * 4 * log_probabilities.CHUNK_LOGITS
+    head = nn.Linear(64, vocabulary, bias=False, device=DEVICE, dtype=torch.bfloat16)
+    hidden = torch.randn(1, num_tokens, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    forget_peak(DEVICE)
+    token_log_probabilities(hidden, head, torch.zeros(1, num_tokens, dtype=torch.int64, device=DEVICE)).sum().backward()
+    assert peak_bytes(DEVICE) < 4 * 4 * log_probabilities.CHUNK_LOGITS

@@ -5,7 +5,8 @@
 The spec names `data` (documents of the rows of each global batch), `output` and `cases`: name → {"model": folder,
 "config": fields of a TrainConfig}. A case leaves `output/NAME.json` (`losses`, `grad_norms`, `log_probabilities` of the
 first row's documents after training), `output/NAME.gradients.safetensors` (of the first step, clipped) and the exported
-model in `output/NAME/`.
+model in `output/NAME/`. A case may `save` a checkpoint of the state after so many steps, [steps, folder], or go on from
+what another has saved so: `resume`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -35,7 +37,7 @@ def main() -> None:
             config = TrainConfig.model_validate(case["config"])
             engine = FsdpEngine(Path(case["model"]), config.engine_settings, device)
             gradients = first_gradients(engine)
-            result = train(engine, config, spec["data"])
+            result = train_case(engine, config, spec["data"], case)
             engine.export(Path(spec["output"]) / name, torch.float32)
             if is_main_process():
                 (Path(spec["output"]) / f"{name}.json").write_text(json.dumps(result))
@@ -53,6 +55,22 @@ def first_gradients(engine: FsdpEngine) -> dict[str, torch.Tensor]:
 
     engine._optimizer.register_step_pre_hook(fill)
     return gradients
+
+
+def train_case(
+    engine: FsdpEngine, config: TrainConfig, global_batches: list[list[Row]], case: dict[str, Any]
+) -> dict[str, list[float]]:
+    if "resume" in case:
+        steps, folder = case["resume"]
+        engine.load(Path(folder))
+        return train(engine, config, global_batches[steps:])
+    if "save" not in case:
+        return train(engine, config, global_batches)
+    steps, folder = case["save"]
+    before = train(engine, config, global_batches[:steps])
+    engine.save(Path(folder)).result()
+    after = train(engine, config, global_batches[steps:])
+    return {**after, **{name: before[name] + after[name] for name in ("losses", "grad_norms")}}
 
 
 def train(engine: FsdpEngine, config: TrainConfig, global_batches: list[list[Row]]) -> dict[str, list[float]]:

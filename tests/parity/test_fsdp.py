@@ -40,6 +40,8 @@ LAYOUTS = {
     2: {
         "sharded": {"dp_shard": 2},
         "accumulated": {"dp_shard": 2, "micro_batch_size": 1},
+        "accumulated-sharded": {"dp_shard": 2, "micro_batch_size": 1, "accumulate": "sharded"},
+        "replicated-sharded": {"dp_replicate": 2, "micro_batch_size": 1, "accumulate": "sharded"},
         "replicated": {"dp_replicate": 2},
         "kept": {"dp_shard": 2, "reshard_after_forward": False},
         "no-prefetch": {"dp_shard": 2, "prefetch_layers": 0},
@@ -53,6 +55,8 @@ LAYOUTS = {
         "hybrid": {"dp_replicate": 2, "dp_shard": 2, "micro_batch_size": 1},
     },
 }
+ACCUMULATED = ("accumulated", "accumulated-sharded")
+"""The two ways to add up gradients."""
 MODELS = ("qwen3", "untied", "moe", "gpt2")
 
 
@@ -172,9 +176,12 @@ def trained(request, ranks, models, data, tmp_path_factory):
     first = next(iter(layouts))
     cases |= {name: {"model": str(models / name), "config": make_config(layouts[first])} for name in MODELS[1:]}
     half = {"model": str(models / "qwen3"), "config": {**make_config(layouts[first]), "precision": "bf16"}}
-    (output / "spec.json").write_text(
-        json.dumps({"data": data, "cases": {**cases, "half": half}, "output": str(output)})
-    )
+    cases["half"] = half
+    if request.param == 2:
+        for name in ACCUMULATED:
+            config = {**make_config(layouts[name]), "precision": "bf16"}
+            cases[f"half-{name}"] = {"model": str(models / "qwen3"), "config": config}
+    (output / "spec.json").write_text(json.dumps({"data": data, "cases": cases, "output": str(output)}))
     ranks.run("tests.parity.fsdp_program", request.param, output / "spec.json", log=output / "log.txt")
     return output, {f"qwen3-{name}": "qwen3" for name in layouts} | {name: name for name in MODELS[1:]}
 
@@ -193,6 +200,22 @@ def test_bf16_stays_as_close_to_fp32_as_its_eight_bits_allow(trained, plain):
     assert result["losses"] == pytest.approx(plain["qwen3"][0], rel=2**-8)
     assert result["losses"] != pytest.approx(plain["qwen3"][0], rel=1e-6)
     assert result["grad_norms"] == pytest.approx(plain["qwen3"][1], rel=2**-5)
+
+
+@pytest.mark.parametrize("trained", [2], indirect=True)
+def test_gradients_reduced_after_each_micro_batch_give_the_same_curve(trained):
+    whole, sharded = (json.loads((trained[0] / f"qwen3-{name}.json").read_text()) for name in ACCUMULATED)
+    for metric in ("losses", "grad_norms"):
+        assert sharded[metric] == pytest.approx(whole[metric], rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("trained", [2], indirect=True)
+def test_gradients_of_bf16_are_added_up_in_fp32_either_way(trained):
+    """In bf16 they would be some 2^-8 apart."""
+    whole, sharded = (load_file(trained[0] / f"half-{name}.gradients.safetensors") for name in ACCUMULATED)
+    for name, gradient in whole.items():
+        assert gradient.dtype == sharded[name].dtype == torch.float32
+        torch.testing.assert_close(sharded[name], gradient, rtol=1e-5, atol=1e-7)
 
 
 def test_exported_weights_equal_those_of_plain_transformers(trained, plain):

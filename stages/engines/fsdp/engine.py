@@ -28,7 +28,7 @@ from stages.engines.engine import LossMeans, StepOutcome, free_memory
 from stages.engines.export import ScoreHead, check_exportable, export_model
 from stages.engines.fsdp.eva import InputRows, start_directions
 from stages.engines.fsdp.model import load_model
-from stages.engines.fsdp.optimizer import decayed_parameters, parameter_groups
+from stages.engines.fsdp.optimizer import build_optimizer, decayed_parameters
 from stages.engines.fsdp.parallelize import data_parallel_mesh, parallelize
 from stages.engines.fsdp.score import with_score_head
 from stages.engines.fsdp.state import TrainingState
@@ -59,6 +59,7 @@ class FsdpEngine:
         self.data_rank = dist.get_rank()
         self.data_parallel_size = self.num_devices = dist.get_world_size()
         self.compute_dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
+        self._accumulates_sharded = settings.layout.accumulate == "sharded"
         self._mesh = data_parallel_mesh(settings.layout, device)
         self._model = load_model(
             folder, device=device, reads_weights=self.data_rank == 0, trust_remote_code=settings.trust_remote_code
@@ -72,28 +73,25 @@ class FsdpEngine:
         self.flops = model_flops(self._model.causal_lm)
         if settings.adapter:
             store_base(self._model.causal_lm, settings.adapter.base_precision, self.compute_dtype)
-        adam = settings.adam
-        decayed = None if adam.decay_norms_and_biases else decayed_parameters(self._model.causal_lm)
+        decayed = None if settings.adam.decay_norms_and_biases else decayed_parameters(self._model.causal_lm)
         parallelize(self._model, settings.layout, self._mesh, self.compute_dtype)
         self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        self._optimizer = torch.optim.AdamW(
-            parameter_groups(self._model.causal_lm, adam.weight_decay, decayed, settings.adapter),
-            lr=adam.learning_rate,
-            betas=(adam.beta1, adam.beta2),
-            eps=adam.epsilon,
-            fused=True,
-        )
+        self._optimizer = build_optimizer(self._model.causal_lm, settings, decayed)
         self._state = TrainingState(self._model.causal_lm, self._optimizer)
 
     def train_step(
         self, micro_batches: Sequence[Batch], loss: Loss, learning_rate: float, max_grad_norm: float | None
     ) -> StepOutcome:
-        """One optimizer step; gradients are reduced once, with the last micro-batch."""
+        """One optimizer step; gradients are reduced with the last micro-batch, and with the others as the layout says.
+
+        Either way they are added up in fp32, and losses come divided by the counts of the global batch."""
         self._model.train()
         totals = totals_of(loss, micro_batches, self.sum_over_data)
         added_up: list[Tensor] = []
         for index, batch in enumerate(micro_batches):
-            self._model.set_requires_gradient_sync(index == len(micro_batches) - 1)
+            is_last = index == len(micro_batches) - 1
+            self._model.set_requires_gradient_sync(is_last or self._accumulates_sharded)
+            self._model.set_requires_all_reduce(is_last)  # replicas need to agree on the sum only
             on_device = batch.to(self.device)
             parts = loss(self._model(on_device), on_device, totals)
             parts[0].backward()
@@ -136,10 +134,12 @@ class FsdpEngine:
 
     def sum_over_data(self, values: Tensor) -> Tensor:
         """One all-reduce."""
-        return self._all_reduce(values.to(self.device)).cpu()
+        return (self._all_reduce(values.to(self.device)) if self.data_parallel_size > 1 else values).cpu()
 
     def broadcast_from_rank0(self, value: float) -> float:
         """One small broadcast."""
+        if self.num_devices == 1:
+            return value
         holder = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.broadcast(holder, src=0)
         return holder.item()
@@ -154,8 +154,12 @@ class FsdpEngine:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """fp32 weights that learn, and Adam's two moments of them."""
-        return 3 * 4 * sum(parameter.numel() for parameter in self._parameters)
+        """fp32 weights that learn, and their moments: two of Adam, one of Muon."""
+        return sum(
+            (2 if group["is_muon"] else 3) * 4 * parameter.numel()
+            for group in self._optimizer.param_groups
+            for parameter in group["params"]
+        )
 
     def export(self, folder: Path, dtype: torch.dtype, *, is_trained: bool = True) -> None:
         """One weight at a time is gathered; rank 0 writes."""

@@ -1,14 +1,17 @@
-"""Which parameters weight decay shrinks: the same as Transformers' Trainer, and so TRL, would choose."""
+"""The optimizer over a model: what decays, as Transformers' Trainer and so TRL choose it, and what is Muon's."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.trainer_pt_utils import get_parameter_names
 
 from stages.adapters.config import AdapterConfig
+from stages.engines.fsdp.muon import MuonAndAdamW, matrices_of_layers
+from stages.engines.settings import EngineSettings
 
 NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 """Names, as `Trainer.get_decay_parameter_names` has them; a test compares the two."""
@@ -24,19 +27,37 @@ def parameter_groups(
     weight_decay: float,
     decayed: Collection[str] | None,
     adapter: AdapterConfig | None = None,
+    matrices: Collection[str] = (),
 ) -> list[dict[str, Any]]:
     """What torch's optimizers take: the trained parameters of these names (None: all of them) decay, others do not.
 
-    With LoRA+, B and all vectors learn faster, as PEFT has it: `learning_rate_ratio` of a group.
+    With LoRA+, B and all vectors learn faster, as PEFT has it: `learning_rate_ratio` of a group. matrices: names of
+    those that are in groups with `is_muon`.
     """
     ratio = (adapter and adapter.loraplus_lr_ratio) or 1.0
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for name, parameter in causal_lm.named_parameters():
         if parameter.requires_grad:
             decay = weight_decay if decayed is None or name in decayed else 0.0
             is_faster = ".lora_B." in name or parameter.ndim == 1
-            groups.setdefault((decay, ratio if is_faster else 1.0), []).append(parameter)
+            kind = decay, ratio if is_faster else 1.0, name in matrices
+            groups.setdefault(kind, []).append(parameter)
     return [
-        {"params": parameters, "weight_decay": decay, "learning_rate_ratio": times}
-        for (decay, times), parameters in groups.items()
+        {"params": parameters, "weight_decay": decay, "learning_rate_ratio": times, "is_muon": is_muon}
+        for (decay, times, is_muon), parameters in groups.items()
     ]
+
+
+def build_optimizer(causal_lm: Any, settings: EngineSettings, decayed: Collection[str] | None) -> torch.optim.AdamW:
+    """AdamW over all that learns, or Muon over the matrices of layers and AdamW over the rest.
+
+    decayed: see `parameter_groups`; names are asked for before FSDP2 gives the modules other classes.
+    """
+    adam, muon = settings.adam, settings.muon
+    options: dict[str, Any] = {"lr": adam.learning_rate, "betas": (adam.beta1, adam.beta2), "eps": adam.epsilon}
+    matrices = matrices_of_layers(causal_lm) if muon else ()
+    groups = parameter_groups(causal_lm, adam.weight_decay, decayed, settings.adapter, matrices)
+    if muon is None:
+        return torch.optim.AdamW(groups, **options, fused=True)
+    dtype = torch.float32 if settings.precision == "fp32" else torch.bfloat16
+    return MuonAndAdamW(groups, muon, dtype, **options, fused=True)

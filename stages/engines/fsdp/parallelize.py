@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from stages.engines.fsdp.gloo import AllToAllReduceScatter
 from stages.engines.fsdp.model import TargetLogProbabilities, transformer_layers
 from stages.models.kept_precision import modules_kept_in_fp32
+from stages.parallel.accelerator import of_device
 from stages.parallel.layout import Layout
 
 COSTLY_OPERATIONS = {
@@ -74,7 +75,7 @@ def apply_fsdp(
     """
     options: dict[str, Any] = {
         "mesh": mesh,
-        "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        "offload_policy": CPUOffloadPolicy(pin_memory=of_device(torch.device(mesh.device_type)).pins_host_memory)
         if layout.cpu_offload
         else OffloadPolicy(),
     }

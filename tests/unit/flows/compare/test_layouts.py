@@ -64,6 +64,7 @@ def test_a_file_has_a_layout_a_line(tmp_path):
             "micro_batch_size": st.sampled_from([1, 2]),
             "recompute": st.sampled_from(["none", "full"]),
             "reshard_after_forward": st.booleans(),
+            "accumulate": st.sampled_from(["auto", "whole", "sharded"]),
         }
     )
 )

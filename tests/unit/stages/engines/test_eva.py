@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config, Qwen3Moe
 
 from stages.adapters.config import AdapterConfig
 from stages.adapters.files import read_adapter, write_adapter
-from stages.adapters.lora import ADAPTER_NAME, adapted_layers, add_adapter
+from stages.adapters.lora import ADAPTER_NAME, adapted_layers, add_adapter, store_base
+from stages.adapters.quantized import Int8Linear, Nf4Linear, QuantizedLinear
 from stages.adapters.start import go_on_with
 from stages.core.errors import ModelError
 from stages.data.batch import IGNORED, Batch
@@ -22,6 +23,9 @@ CONFIGS = {
     "qwen3": Qwen3Config(**SIZES, num_key_value_heads=2, intermediate_size=48, initializer_range=0.3),
     "gpt2": GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.3),
 }
+WIDE_SIZES = {**SIZES, "hidden_size": 64, "head_dim": 16}
+WIDE = Qwen3Config(**WIDE_SIZES, num_key_value_heads=2, intermediate_size=64, initializer_range=0.3)
+"""Whose rows are as long as a block of NF4."""
 EXPERTS = Qwen3MoeConfig(**SIZES, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 
 
@@ -137,6 +141,31 @@ def test_what_is_written_is_loaded_by_peft_merged_and_gone_on_with(fields, rows,
     go_on_with(again, adapter)
     found = dict(again.named_parameters())
     assert all(torch.equal(found[name], one) for name, one in parameters.items())
+
+
+@pytest.mark.parametrize(("precision", "kind"), [("nf4", Nf4Linear), ("int8", Int8Linear)])
+def test_beside_a_base_in_few_bits_it_starts_from_the_exact_one(precision, kind, rows, tmp_path):
+    """Its directions are found before the base is rounded; then every layer is, those that it leaves out, too."""
+    folder, fields = save(WIDE, tmp_path / "base" / "model"), {"exclude_modules": ("v_proj",)}
+    exact, _, _ = ours(folder, tmp_path / "exact.safetensors", rows, **fields)
+    model, lora, _ = ours(folder, tmp_path / "eva.safetensors", rows, base_precision=precision, **fields)
+    store_base(model, precision, torch.float32)
+    found = adapted_layers(model)
+    for name, layer in adapted_layers(exact).items():
+        assert torch.equal(found[name].lora_A[ADAPTER_NAME].weight, layer.lora_A[ADAPTER_NAME].weight)
+        assert isinstance(found[name].get_base_layer(), kind)
+    num_rounded = sum(isinstance(one, QuantizedLinear) for one in model.modules())
+    assert num_rounded == 7 * WIDE.num_hidden_layers > len(found)
+
+    write_adapter(tmp_path / "adapter", learned(model), lora.to_dict(), folder, torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    for layer in base.model.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.weight.data = kind(layer).weight
+    model.set_attn_implementation("eager")
+    expected = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        assert (model.eval()(rows[0][0]).logits - expected(rows[0][0]).logits).abs().max() < 1e-4
 
 
 def test_an_attempt_that_goes_on_has_the_directions_of_the_first(rows, tmp_path):

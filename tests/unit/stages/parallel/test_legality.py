@@ -82,8 +82,8 @@ ILLEGAL = [
     ),
     ({"dp_shard": 3, "micro_batch_size": 2}, ["64", "micro_batch_size 2 × dp_replicate 1 × dp_shard 3 = 6"]),
     (
-        {"engine": "megatron", "compile": True, "cpu_offload": True, "prefetch_layers": 2},
-        ["cpu_offload true, prefetch_layers 2, compile true", "`engine: fsdp`", "the engine is megatron"],
+        {"engine": "megatron", "compile": True, "cpu_offload": True, "accumulate": "sharded"},
+        ['cpu_offload true, compile true, accumulate "sharded"', "`engine: fsdp`", "the engine is megatron"],
     ),
     ({"engine": "fsdp", "tp": 2, "ep": 2}, ["tp 2, ep 2", "`engine: megatron`", "the engine is fsdp"]),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields, replace
 
 import pytest
@@ -56,7 +57,7 @@ def test_yaml_says_in_what_the_software_differs_from_our_engines(tmp_path):
 def test_yaml_may_say_everything_itself(tmp_path):
     h200 = HARDWARE["h200"]
     lines = [
-        f"{one.name}: {getattr(h200, one.name)}"
+        f"{one.name}: {json.dumps(getattr(h200, one.name))}"
         for one in fields(Hardware)
         if one.name not in ("efficiency", "software")
     ]

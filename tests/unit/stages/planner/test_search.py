@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -64,13 +65,31 @@ def test_reasons_name_the_memory_that_lacks_and_the_time_that_is_lost(found):
 
 
 def test_where_nothing_fits_the_nearest_are_named():
-    result = search(SearchRequest(KNOWN["llama3 70b"], Workload(4096, 64), A100, 8))
+    result = search(SearchRequest(KNOWN["llama3 405b"], Workload(4096, 64), A100, 8))
     assert result.best is None
     needed_gib = [one.memory.peak_gib for one in result.too_large]
     assert needed_gib == sorted(needed_gib)
     sentences = near_misses(result)
     assert sentences
     assert all("lacks" in sentence for sentence in sentences)
+
+
+def test_gradients_are_added_up_sharded_only_where_whole_ones_do_not_fit():
+    layout = Layout(dp_shard=64, recompute="full")
+    large = SearchRequest(KNOWN["llama3 70b"], Workload(8192, 512), HARDWARE["h100-80gb"], 64, engines=("fsdp",))
+    sharded, whole = estimate(large, "fsdp", layout), estimate(large, "fsdp", with_accumulate(layout, "whole"))
+    assert (sharded.layout.accumulate, sharded.memory_fit) == ("sharded", "fits")
+    assert whole.memory_fit == "does not fit"
+    assert whole.memory.peak_gib - sharded.memory.peak_gib > 4 * 70e9 / 2**30
+    small = replace(large, shape=KNOWN["llama3 8b"])
+    assert estimate(small, "fsdp", layout).layout.accumulate == "auto"
+    reduced_often = estimate(small, "fsdp", with_accumulate(layout, "sharded"))
+    assert reduced_often.time.step_time_s > estimate(small, "fsdp", layout).time.step_time_s
+    assert "fsdp" in {one.engine for one in search(large).fitting}
+
+
+def with_accumulate(layout, how):
+    return layout.model_copy(update={"accumulate": how})
 
 
 def test_a_count_without_a_legal_layout_names_the_nearest_that_has_one():

@@ -1,0 +1,92 @@
+"""The accelerator of this process, through functions of torch that have the same names on all of them.
+
+Which kinds there are, and what each is called, is in `device_types.py`; how fast they are in `devices.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from functools import cache
+from typing import Any
+
+import torch
+
+from stages.core.errors import ResourceError
+from stages.parallel.device_types import DEVICE_TYPES, DeviceType, device_type
+
+
+def type_at_hand() -> DeviceType:
+    """Of the accelerator that this process sees; the CPU's where it sees none.
+
+    Raises ResourceError for an accelerator that has no row.
+    """
+    for one in DEVICE_TYPES:
+        if one.plugin and importlib.util.find_spec(one.plugin):
+            importlib.import_module(one.plugin)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return of_device(accelerator or torch.device("cpu"))
+
+
+@cache
+def of_device(device: torch.device) -> DeviceType:
+    """Its row; ResourceError where it has none."""
+    known = [one for one in DEVICE_TYPES if one.torch_type == device.type]
+    if not known:
+        names = ", ".join(one.name for one in DEVICE_TYPES)
+        raise ResourceError(f"training on a device of type {device.type}, which is not known here; known: {names}")
+    return device_type("rocm") if len(known) > 1 and torch.version.hip else known[0]
+
+
+def device_of_this_process() -> torch.device:
+    """The accelerator of this process's number on its node, made the current one; the CPU where there is none."""
+    found = type_at_hand()
+    if found.torch_type == "cpu":
+        return torch.device("cpu")
+    if "several processes" in found.lacks:
+        return torch.device(found.torch_type)
+    device = torch.device(found.torch_type, int(os.environ.get("LOCAL_RANK", "0")))
+    torch.accelerator.set_device_index(device.index)
+    return device
+
+
+def in_float64(values: torch.Tensor) -> torch.Tensor:
+    """The same numbers, where they are, or on the host where the device has no such dtype."""
+    return values.double() if of_device(values.device).has_float64 else values.cpu().double()
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of an accelerator's memory, what no process holds."""
+    module: Any = torch.get_device_module(device)
+    if hasattr(module, "mem_get_info"):
+        return module.mem_get_info(device)[0]
+    return module.recommended_max_memory() - module.driver_allocated_memory()
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most that this process's tensors have taken of an accelerator since `forget_peak`.
+
+    Where no peak is kept (Metal) it is what the allocator has taken and not given back, which is at least as much.
+    """
+    module: Any = torch.get_device_module(device)
+    if hasattr(module, "max_memory_allocated"):
+        return module.max_memory_allocated(device)
+    return module.driver_allocated_memory()
+
+
+def forget_peak(device: torch.device) -> None:
+    """Let `peak_bytes` begin again."""
+    module: Any = torch.get_device_module(device)
+    if hasattr(module, "reset_peak_memory_stats"):
+        module.reset_peak_memory_stats(device)
+    else:
+        module.empty_cache()
+
+
+def device_name(device: torch.device) -> str | None:
+    """What the driver calls an accelerator; None of a CPU."""
+    if device.type == "cpu":
+        return None
+    module: Any = torch.get_device_module(device)
+    return module.get_device_name(device) if hasattr(module, "get_device_name") else of_device(device).title

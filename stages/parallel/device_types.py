@@ -1,0 +1,117 @@
+"""The kinds of devices that training may run on, a row each: the only place that names one of them.
+
+Everything else asks a row: which backend carries collectives, which variable chooses devices, what is lacking. Pure;
+what torch is asked for lies in `accelerator.py`. Run so far: CPUs. The other rows are written from the documentation of
+torch and of the vendors' plugins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from stages.core.errors import ResourceError
+from stages.parallel.layout import EngineName, Layout
+
+Feature = Literal["megatron", "fp8", "several processes", "cpu_offload", "compile"]
+
+
+@dataclass(frozen=True)
+class DeviceType:
+    """What a kind of device is to torch, and what it cannot do here."""
+
+    name: str
+    title: str
+    torch_type: str
+    """`torch.device(…).type`; AMD's GPUs have the name of NVIDIA's."""
+    collectives: str
+    """The backend of `torch.distributed` for tensors on it."""
+    visible_devices: str | None = None
+    """The environment variable that says which of a machine's devices a process sees."""
+    plugin: str | None = None
+    """The package without which torch does not know it."""
+    pins_host_memory: bool = True
+    has_float64: bool = True
+    has_flash_kernel: bool = False
+    """Whether `torch.nn.attention.varlen` runs on it."""
+    lacks: Mapping[Feature, str] = field(default_factory=dict)
+    """What it cannot do → why."""
+
+    @property
+    def backends(self) -> str:
+        """For `init_process_group`. CPU tensors always have one: checkpoints and offloaded gradients need it."""
+        return "gloo" if self.torch_type == "cpu" else f"cpu:gloo,{self.torch_type}:{self.collectives}"
+
+
+_MEGATRON = "Megatron-core knows CUDA's devices only; use `engine: fsdp`"
+_EIGHT_BITS = "Transformer Engine, which multiplies in 8 bits, is for NVIDIA's GPUs; say `precision: bf16`"
+DEVICE_TYPES = (
+    DeviceType("cuda", "NVIDIA GPUs", "cuda", "nccl", "CUDA_VISIBLE_DEVICES", has_flash_kernel=True),
+    DeviceType(
+        "rocm",
+        "AMD GPUs (ROCm)",
+        "cuda",
+        "nccl",
+        "HIP_VISIBLE_DEVICES",
+        has_flash_kernel=True,
+        lacks={"fp8": _EIGHT_BITS},
+    ),
+    DeviceType(
+        "npu",
+        "Huawei Ascend NPUs",
+        "npu",
+        "hccl",
+        "ASCEND_RT_VISIBLE_DEVICES",
+        plugin="torch_npu",
+        lacks={
+            "megatron": _MEGATRON,
+            "fp8": _EIGHT_BITS,
+            "compile": "Inductor makes no kernels for it; say `compile: false`",
+        },
+    ),
+    DeviceType(
+        "xpu", "Intel GPUs", "xpu", "xccl", "ZE_AFFINITY_MASK", lacks={"megatron": _MEGATRON, "fp8": _EIGHT_BITS}
+    ),
+    DeviceType(
+        "mps",
+        "Apple GPUs (Metal)",
+        "mps",
+        "gloo",
+        pins_host_memory=False,
+        has_float64=False,
+        lacks={
+            "megatron": _MEGATRON,
+            "fp8": _EIGHT_BITS,
+            "several processes": "a machine has one such device; start one process",
+            "cpu_offload": "device and host share their memory; say `cpu_offload: false`",
+        },
+    ),
+    DeviceType(
+        "cpu",
+        "CPUs",
+        "cpu",
+        "gloo",
+        pins_host_memory=False,
+        lacks={"fp8": _EIGHT_BITS},
+    ),
+)
+
+
+def device_type(name: str) -> DeviceType:
+    """The row of this name."""
+    return next(one for one in DEVICE_TYPES if one.name == name)
+
+
+def check_device(found: DeviceType, engine: EngineName, layout: Layout, precision: str) -> None:
+    """Raise ResourceError, with the reason, when a training stage asks for what this kind of device lacks."""
+    asked: dict[Feature, bool] = {
+        "megatron": engine == "megatron",
+        "fp8": precision == "fp8",
+        "several processes": layout.world_size > 1,
+        "cpu_offload": layout.cpu_offload,
+        "compile": layout.compile,
+    }
+    lacking = [f"{feature}: {why}" for feature, why in found.lacks.items() if asked[feature]]
+    if lacking:
+        raise ResourceError(f"training on {found.title} ({found.name}), which lack {'; '.join(lacking)}")

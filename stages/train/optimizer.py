@@ -1,0 +1,64 @@
+"""What a recipe may say of the optimizer beside its rates, and what cannot be had of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field, PositiveInt
+
+from stages.core.numbers import NonNegativeFp32
+from stages.core.strict import StrictModel
+from stages.engines.settings import MuonSettings
+from stages.parallel.layout import EngineName, Layout
+
+
+class OptimizerConfig(StrictModel):
+    """What learns from the gradients; fields are named as in torch."""
+
+    name: Literal["adamw", "muon"] = Field(
+        "adamw",
+        description="adamw: fused. muon: matrices of layers move by orthogonalised momentum (Jordan et al. 2024), "
+        "embeddings, the head and vectors by AdamW (fsdp).",
+    )
+    momentum: NonNegativeFp32 = Field(0.95, lt=1, description="Decay of the mean of gradients (muon).")
+    nesterov: bool = Field(True, description="Look ahead by one gradient (muon).")
+    ns_steps: PositiveInt = Field(5, le=100, description="Newton-Schulz iterations (muon).")
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = Field(
+        "match_rms_adamw",
+        description="What the learning rate of a matrix [A, B] is multiplied by (muon). original: √max(1, A / B); "
+        "match_rms_adamw: 0.2 √max(A, B), so that AdamW's learning rate suits both.",
+    )
+
+    @property
+    def muon(self) -> MuonSettings | None:
+        """As an engine takes it; None: AdamW alone."""
+        if self.name == "adamw":
+            return None
+        return MuonSettings(self.momentum, self.nesterov, self.ns_steps, self.adjust_lr_fn)
+
+    def idle_fields(self) -> Iterator[tuple[str, str]]:
+        """Fields without effect, and why."""
+        if self.name == "adamw":
+            for field in ("momentum", "nesterov", "ns_steps", "adjust_lr_fn"):
+                yield field, "`optimizer.name: adamw` has `adam_beta1` and `adam_beta2`"
+
+
+def optimizer_errors(optimizer: OptimizerConfig, engine: EngineName, layout: Layout, *, has_adapter: bool) -> list[str]:
+    """A sentence for each thing that does not go with the optimizer."""
+    if optimizer.name == "adamw":
+        return []
+    found = []
+    if engine != "fsdp":
+        found.append(f"`optimizer.name: {optimizer.name}` needs `engine: fsdp`, found {engine}; change either")
+    if has_adapter:
+        found.append(
+            f"`optimizer.name: {optimizer.name}` orthogonalises whole matrices, and an adapter has factors of them; "
+            "remove `adapter`, or say `optimizer.name: adamw`"
+        )
+    if layout.cpu_offload:
+        found.append(
+            f"`optimizer.name: {optimizer.name}` gathers matrices on the device, and `layout.cpu_offload` has them in "
+            "host memory; change either"
+        )
+    return found

@@ -1,0 +1,135 @@
+"""What takes the steps that `gpu_part.py` measures beside our engines: a plain Transformers loop, and TRL's trainer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu import Part
+from transformers import AutoModelForCausalLM
+
+from stages.data.batch import IGNORED, Batch
+from stages.models.shape import ModelShape
+from stages.models.transformers_flops import model_flops
+from stages.train.config import TrainConfig
+
+ADAPTER = {"rank": 16, "alpha": 32}
+Steps = Callable[[int], list[float]]
+"""Runs so many optimizer steps; seconds of each."""
+
+
+def timed(step: Callable[[], Any], device: torch.device) -> Steps:
+    """A step → steps, each waited for."""
+
+    def steps(number: int) -> list[float]:
+        times_s = [now_s(device)]
+        for _ in range(number):
+            step()
+            times_s.append(now_s(device))
+        return [end_s - start_s for start_s, end_s in pairwise(times_s)]
+
+    return steps
+
+
+def now_s(device: torch.device) -> float:
+    """When all that was asked of the device is done."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+    return time.perf_counter()
+
+
+def batch(vocabulary: int, rows: int, length: int) -> Batch:
+    """Rows of one document each, on the host, as they come from data."""
+    tokens = torch.randint(0, vocabulary, (rows, length), generator=torch.Generator().manual_seed(0))
+    targets = torch.cat([tokens[:, 1:], torch.full((rows, 1), IGNORED)], dim=1)
+    numbers = torch.arange(rows)[:, None].expand(-1, length)
+    return Batch(tokens, targets, torch.arange(length).expand(rows, -1), numbers, rows, [length] * rows)
+
+
+def loaded(part: Part, folder: Path, device: torch.device, recompute: bool) -> Any:
+    """Transformers' own model, with PEFT's adapter where one is asked for; frozen weights in bf16, as ours are."""
+    dtype = torch.bfloat16 if part.adapter else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(device).train()
+    if part.adapter:
+        from peft import LoraConfig, get_peft_model
+
+        lora = LoraConfig(r=ADAPTER["rank"], lora_alpha=ADAPTER["alpha"], target_modules="all-linear")
+        model = get_peft_model(model, lora)
+        model.enable_input_require_grads()
+    if recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def plain_loop(
+    part: Part, config: TrainConfig, folder: Path, shape: ModelShape, device: torch.device
+) -> tuple[Steps, float]:
+    """Transformers' loss, torch's autocast and AdamW."""
+    model = loaded(part, folder, device, config.layout.recompute != "none")
+    flops = model_flops(model).training([part.tokens] * part.rows, part.rows * (part.tokens - 1))
+    parameters = [one for one in model.parameters() if one.requires_grad]
+    adam = torch.optim.AdamW(parameters, lr=1e-5, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    tokens = batch(shape.vocab_size, config.layout.micro_batch_size, part.tokens).input_ids.to(device)
+
+    def step() -> None:
+        for _ in range(config.micro_batches_per_step):
+            with torch.autocast(device.type, torch.bfloat16):
+                loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            (loss / config.micro_batches_per_step).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        adam.step()
+        adam.zero_grad()
+
+    return timed(step, device), flops
+
+
+def trl(part: Part, config: TrainConfig, folder: Path, shape: ModelShape, device: torch.device) -> tuple[Steps, float]:
+    """`SFTTrainer` on rows of token ids."""
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    from stages.hubs.builtin.qwen3 import make_tokenizer
+
+    recompute = config.layout.recompute != "none"
+    model = loaded(part, folder, device, recompute)
+    tokens = batch(shape.vocab_size, part.rows, part.tokens).input_ids
+    settings = SFTConfig(
+        output_dir=str(folder / "trl"),
+        max_length=part.tokens,
+        per_device_train_batch_size=config.layout.micro_batch_size,
+        gradient_accumulation_steps=config.micro_batches_per_step,
+        max_steps=1,
+        bf16=True,
+        gradient_checkpointing=recompute,
+        use_cpu=device.type == "cpu",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    rows = Dataset.from_dict({"input_ids": tokens.tolist()})
+
+    class Ends(TrainerCallback):
+        """When each step began or ended."""
+
+        def on_train_begin(self, *arguments: Any, **_: Any) -> None:
+            self.times_s = [now_s(device)]
+
+        def on_step_end(self, *arguments: Any, **_: Any) -> None:
+            self.times_s.append(now_s(device))
+
+    ends, tokenizer = Ends(), make_tokenizer()
+    made = {"model": model, "args": settings, "train_dataset": rows, "processing_class": tokenizer}
+    trainer = SFTTrainer(**made, callbacks=[ends])
+
+    def steps(number: int) -> list[float]:
+        trainer.args.max_steps = number
+        trainer.train()
+        return [end_s - start_s for start_s, end_s in pairwise(ends.times_s)]
+
+    flops = model_flops(model).training([part.tokens] * part.rows, part.rows * (part.tokens - 1))
+    return steps, flops

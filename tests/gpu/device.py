@@ -1,0 +1,16 @@
+"""What the tests here run on: the accelerator that torch finds, or the CPU with `TESTS_GPU_ON=cpu`, which proves the
+tests themselves where there is none."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+ON_CPU = os.environ.get("TESTS_GPU_ON") == "cpu"
+DEVICE = torch.device("cpu") if ON_CPU else torch.accelerator.current_accelerator(check_available=True)
+NUM_DEVICES = 0 if ON_CPU else torch.accelerator.device_count()
+
+needs_device = pytest.mark.skipif(DEVICE is None, reason="torch finds no accelerator here")
+needs_two = pytest.mark.skipif(NUM_DEVICES < 2, reason=f"needs two accelerators, torch finds {NUM_DEVICES}")

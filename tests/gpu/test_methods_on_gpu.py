@@ -1,0 +1,85 @@
+"""Adapters and preferences on an accelerator: what learns beside a frozen model, and where a preference loss begins."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.gpu.device import needs_device
+from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end
+
+pytestmark = needs_device
+
+LAYOUT = {"micro_batch_size": 4}
+ENGINES = ("fsdp", "megatron")
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return make_artifacts(tmp_path_factory.mktemp("artifacts"))
+
+
+def train(work: Path, artifacts: dict[str, Path], method: str = "sft", **fields: Any) -> list[dict[str, float]]:
+    """The metrics of every step."""
+    config = make_config(method, **{"precision": "bf16", "layout": LAYOUT, **fields})
+    make_context(work, artifacts, config)
+    run_to_end(work, config)
+    return logged(work)
+
+
+def losses(steps: list[dict[str, float]]) -> list[float]:
+    return [step["loss"] for step in steps if "loss" in step]
+
+
+@pytest.fixture(scope="module")
+def adapted(
+    tmp_path_factory: pytest.TempPathFactory, artifacts: dict[str, Path]
+) -> dict[str, tuple[Path, list[float]]]:
+    """Work folder and losses of an adapter under each engine."""
+    found = {}
+    for engine in ENGINES:
+        work = tmp_path_factory.mktemp(engine) / "work"
+        adapter = {"rank": 8, "alpha": 16}
+        found[engine] = (
+            work,
+            losses(train(work, artifacts, steps=30, learning_rate=1e-2, engine=engine, adapter=adapter)),
+        )
+    return found
+
+
+def test_an_adapter_learns_alike_on_both_engines(adapted: dict[str, tuple[Path, list[float]]]) -> None:
+    of_fsdp, of_megatron = (adapted[engine][1] for engine in ENGINES)
+    assert of_megatron[0] == pytest.approx(of_fsdp[0], rel=0.01)
+    assert of_megatron[-1] == pytest.approx(of_fsdp[-1], rel=0.1)
+    assert of_fsdp[-1] < 0.8 * of_fsdp[0]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_adapter_is_written_as_peft_has_it(adapted: dict[str, tuple[Path, list[float]]], engine: str) -> None:
+    weights = load_file(adapted[engine][0] / "adapter" / "adapter_model.safetensors")
+    factors = {name.split(".lora_")[1][0] for name in weights}
+    assert factors == {"A", "B"}
+    assert all(torch.isfinite(weight).all() and weight.any() for weight in weights.values())
+
+
+@pytest.mark.parametrize("base_precision", ["nf4", "int8"])
+def test_an_adapter_learns_beside_a_model_in_few_bits(
+    tmp_path: Path, artifacts: dict[str, Path], adapted: dict[str, tuple[Path, list[float]]], base_precision: str
+) -> None:
+    adapter = {"rank": 8, "alpha": 16, "base_precision": base_precision}
+    found = losses(train(tmp_path / "work", artifacts, steps=30, learning_rate=1e-2, adapter=adapter))
+    plain = adapted["fsdp"][1]
+    assert found[0] == pytest.approx(plain[0], rel=0.1)
+    assert found[-1] < 0.8 * found[0]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_preferences_begin_at_ln_2_and_are_learned(tmp_path: Path, artifacts: dict[str, Path], engine: str) -> None:
+    found = losses(train(tmp_path / "work", artifacts, "dpo", steps=12, engine=engine))
+    assert found[0] == pytest.approx(math.log(2), abs=2e-3)
+    assert found[-1] < found[0] - 0.02

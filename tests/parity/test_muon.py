@@ -1,0 +1,146 @@
+"""Muon under FSDP2: what its formula gives by singular values, on any number of processes, also after a resume."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from stages.engines.fsdp.muon import COEFFICIENTS, MuonAndAdamW, orthogonalized
+from stages.engines.settings import MuonSettings
+from tests.parity.plain_adam import trainer_parameter_groups
+from tests.parity.ranks import started_ranks
+from tests.parity.test_fsdp import (
+    EPSILON,
+    LEARNING_RATE,
+    MAX_GRAD_NORM,
+    WEIGHT_DECAY,
+    data,  # noqa: F401
+    make_config,
+    models,  # noqa: F401
+    negative_log_likelihood,
+)
+
+MODELS = ("untied", "moe")
+MOMENTUM, NUM_ITERATIONS = 0.95, 5
+SAVED_AFTER = 2
+DIFFERENCE = 2e-6
+"""Of weights after three steps."""
+
+
+def by_singular_values(matrices):
+    """Singular values go through the iteration's polynomial, and end near 1 but not at it; in fp64."""
+    left, values, right = torch.linalg.svd(matrices.double(), full_matrices=False)
+    values = values / values.norm(dim=-1, keepdim=True)
+    a, b, c = COEFFICIENTS
+    for _ in range(NUM_ITERATIONS):
+        values = a * values + b * values**3 + c * values**5
+    return left @ torch.diag_embed(values) @ right
+
+
+@pytest.mark.parametrize("shape", [(6, 10), (10, 6), (3, 7, 5)])
+def test_singular_values_alone_change(shape):
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    found = orthogonalized(matrices, NUM_ITERATIONS)
+    torch.testing.assert_close(found.double(), by_singular_values(matrices), rtol=0, atol=1e-5)
+
+
+def test_one_process_moves_a_matrix_as_torch_does():
+    """Which iterates in bf16."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(6, 10, generator=generator)
+    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    group = {"params": [ours], "weight_decay": 0.1, "is_muon": True}
+    steps = [MuonAndAdamW([group], MuonSettings(), torch.bfloat16, lr=0.01)]
+    steps += [torch.optim.Muon([theirs], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")]
+    for _ in range(5):
+        gradient = torch.randn(6, 10, generator=generator)
+        ours.grad, theirs.grad = gradient.clone(), gradient.clone()
+        for one in steps:
+            one.step()
+    moved = (theirs - start).abs().max().item()
+    assert (ours - theirs).abs().max().item() < 2**-5 * moved
+
+
+@pytest.fixture(scope="module")
+def trained(models, data, tmp_path_factory):  # noqa: F811
+    """Folders of what one and two processes made, of the whole way and of a checkpoint of one process."""
+    output = tmp_path_factory.mktemp("muon")
+    with started_ranks() as ranks:
+        for processes in (1, 2):
+            folder = output / str(processes)
+            folder.mkdir()
+            config = {**make_config({"dp_shard": processes}), "optimizer": {"name": "muon"}}
+            cases = {name: {"model": str(models / name), "config": config} for name in MODELS}
+            checkpoint = [SAVED_AFTER, str(output / "checkpoint")]
+            if processes == 1:
+                cases["moe"]["save"] = checkpoint
+            cases["resumed"] = {**cases["moe"], "resume": checkpoint}
+            (folder / "spec.json").write_text(json.dumps({"data": data, "cases": cases, "output": str(folder)}))
+            ranks.run("tests.parity.fsdp_program", processes, folder / "spec.json", log=folder / "log.txt")
+    return output
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_number_of_processes_learns_what_the_formula_says(name, trained, models, data):  # noqa: F811
+    losses, model = learn_plainly(models / name, data)
+    for processes in (1, 2):
+        result = json.loads((trained / str(processes) / f"{name}.json").read_text())
+        assert result["losses"] == pytest.approx(losses, rel=2e-6), processes
+        assert_same_weights(trained / str(processes) / name, model.state_dict(), DIFFERENCE)
+
+
+def test_a_run_goes_on_from_its_checkpoint_with_one_process_and_with_two(trained):
+    whole = json.loads((trained / "1" / "moe.json").read_text())
+    weights = AutoModelForCausalLM.from_pretrained(trained / "1" / "moe", dtype=torch.float32).state_dict()
+    assert_same_weights(trained / "1" / "resumed", weights, 0.0)
+    assert_same_weights(trained / "2" / "resumed", weights, DIFFERENCE)
+    for processes in (1, 2):
+        result = json.loads((trained / str(processes) / "resumed.json").read_text())
+        assert result["losses"] == pytest.approx(whole["losses"][SAVED_AFTER:], rel=2e-6)
+
+
+def assert_same_weights(folder, expected, difference):
+    found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    for key, weight in expected.items():
+        assert (found[key] - weight).abs().max().item() <= difference, key
+
+
+def learn_plainly(folder, global_batches):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    matrices = {name: one for name, one in model.named_parameters() if is_matrix_of_a_layer(name, one)}
+    momenta = {name: torch.zeros_like(one) for name, one in matrices.items()}
+    groups = trainer_parameter_groups(model, WEIGHT_DECAY)
+    mine = {id(one) for one in matrices.values()}
+    rest = [{**group, "params": [one for one in group["params"] if id(one) not in mine]} for group in groups]
+    adam = torch.optim.AdamW(rest, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=EPSILON)
+    losses = []
+    for rows in global_batches:
+        documents = [torch.tensor([document]) for row in rows for document in row]
+        count = sum(document.shape[1] - 1 for document in documents)
+        loss = sum(negative_log_likelihood(model, document).double() for document in documents) / count
+        loss.backward()
+        losses.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        for name, one in matrices.items():
+            move(one.data, one.grad, momenta[name])
+        adam.step()
+        model.zero_grad()
+    return losses, model
+
+
+def is_matrix_of_a_layer(name, parameter):
+    return "layers." in name and parameter.ndim > 1
+
+
+@torch.no_grad()
+def move(weight, gradient, momentum):
+    momentum.mul_(MOMENTUM).add_(gradient, alpha=1 - MOMENTUM)
+    looked_ahead = (1 - MOMENTUM) * gradient + MOMENTUM * momentum
+    ratio = 0.2 * math.sqrt(max(weight.shape[-2:]))
+    change = by_singular_values(looked_ahead).float()
+    weight.mul_(1 - LEARNING_RATE * WEIGHT_DECAY).sub_(LEARNING_RATE * ratio * change)

@@ -1,0 +1,112 @@
+"""Every kind of device is known by one table, can be planned for, and is refused by name what it lacks."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from stages.core.errors import ResourceError
+from stages.models.shape import ModelShape
+from stages.parallel import accelerator
+from stages.parallel.device_types import DEVICE_TYPES, DeviceType, check_device, device_type
+from stages.parallel.layout import Layout
+from stages.planner.local_hardware import hardware_at_hand
+from stages.planner.search import SearchRequest, estimate
+from stages.planner.workload import Workload
+
+ROOT = Path(__file__).parents[4]
+NAMES = {  # kind → what its driver, or this project, calls such a device
+    "cuda": "NVIDIA H200",
+    "rocm": "AMD Instinct MI300X",
+    "npu": "Ascend910B2",
+    "xpu": "Intel(R) Data Center GPU Max 1550",
+    "mps": "Apple M3 Max",
+    "cpu": None,
+}
+SHAPE = ModelShape(
+    num_layers=8, hidden_size=512, num_heads=8, num_kv_heads=4, head_dim=64, ffn_size=1536, vocab_size=8000
+)
+ELSEWHERE = (
+    "stages/engines/megatron/",  # Megatron-core's own names
+    "stages/serving/vllm/",  # what vLLM builds kernels for
+    "stages/planner/",  # recorded launches, which are called so
+    "flows/launch/cluster.py",  # variables of every vendor, so that none is passed on
+    "flows/planning/devices.py",  # asks the table for the GPUs that the driver lists
+)
+"""Files that name the interface of something else."""
+
+each = pytest.mark.parametrize("kind", DEVICE_TYPES, ids=lambda kind: kind.name)
+
+
+ASK_TORCH = """
+import sys, torch
+from stages.parallel import accelerator
+name, has_plugin = sys.argv[1:]
+if has_plugin:  # torch has a place for it that the plugin fills
+    torch.utils.rename_privateuse1_backend(name)
+assert accelerator.of_device(torch.device(name)).torch_type == name
+"""
+
+
+@each
+def test_torch_can_be_asked_for_each(kind: DeviceType) -> None:
+    # In a process of its own: a renamed place stays renamed, and torch looks for its module from then on.
+    asked = [sys.executable, "-c", ASK_TORCH, kind.torch_type, "plugin" if kind.plugin else ""]
+    subprocess.run(asked, cwd=ROOT, check=True)
+    assert kind.backends == "gloo" or kind.backends.startswith("cpu:gloo,")
+
+
+@each
+def test_each_can_be_planned_for(kind: DeviceType) -> None:
+    hardware = hardware_at_hand(NAMES[kind.name], 1, None)
+    assert hardware is not None, "has no description"
+    found = estimate(SearchRequest(SHAPE, Workload(1024, 8), hardware, 1), "fsdp", Layout())
+    assert found.time.step_time_s > 0
+    assert 0 < found.memory.peak_gib < hardware.memory_gib
+
+
+@each
+def test_each_trains_by_fsdp_in_bf16(kind: DeviceType) -> None:
+    check_device(kind, "fsdp", Layout(), "bf16")
+
+
+@pytest.mark.parametrize(
+    ("name", "engine", "layout", "precision", "lacking"),
+    [
+        ("mps", "megatron", {}, "fp8", "megatron.*fp8"),
+        ("mps", "fsdp", {"dp_shard": 2}, "bf16", "several processes: .*start one process"),
+        ("mps", "fsdp", {"cpu_offload": True}, "bf16", "cpu_offload"),
+        ("xpu", "megatron", {}, "bf16", "megatron: .*engine: fsdp"),
+        ("npu", "megatron", {}, "bf16", "megatron"),
+        ("npu", "fsdp", {"compile": True}, "bf16", "compile: false"),
+        ("rocm", "megatron", {}, "fp8", "fp8: .*bf16"),
+        ("cpu", "megatron", {}, "fp8", "fp8"),
+    ],
+)
+def test_what_a_device_lacks_is_refused_by_name(name, engine, layout, precision, lacking) -> None:
+    kind = device_type(name)
+    with pytest.raises(ResourceError, match=lacking) as refusal:
+        check_device(kind, engine, Layout(**layout), precision)
+    assert kind.title in str(refusal.value)
+
+
+def test_a_device_without_a_row_is_refused_by_name() -> None:
+    with pytest.raises(ResourceError, match="type meta, which is not known here; known: cuda, rocm, npu"):
+        accelerator.of_device(torch.device("meta"))
+
+
+def test_no_other_file_names_a_kind_of_accelerator() -> None:
+    done = subprocess.run(
+        ["git", "grep", "-lE", r"\bcuda\b|CUDA_|torch_npu|\bxpu\b|nccl:", "--", "stages/*.py", "flows/*.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    found = [file for file in done.stdout.split() if not file.startswith(ELSEWHERE)]
+    assert found == ["stages/parallel/device_types.py"]
+    assert not re.search(r"^import torch|^from torch", (ROOT / found[0]).read_text(), re.MULTILINE)
