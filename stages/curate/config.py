@@ -10,7 +10,7 @@ import regex
 from pydantic import AfterValidator, Field, JsonValue, NonNegativeInt, PositiveInt, model_validator
 
 from stages.core.contract import DatasetReference, OutsidePath, StageConfig
-from stages.core.fields import Product
+from stages.core.fields import Product, SplitName
 from stages.core.strict import StrictModel
 from stages.harnesses.harness import Evaluation
 from stages.harnesses.registry import default_harness
@@ -171,7 +171,7 @@ class CurateConfig(StageConfig):
     datasets: tuple[DatasetReference, ...] = Field(
         min_length=1, description="All of one format; of rows that repeat one another, the first is kept."
     )
-    split: str = Field("train", min_length=1, description="Files of the datasets whose name or folder begins so.")
+    split: SplitName = Field("train", description="Files of the datasets whose name or folder begins so.")
     on_bad_rows: Literal["fail", "drop"] = Field("fail", description="drop: list them and go on without them.")
     max_bad_row_fraction: float = Field(0.01, ge=0, le=1, description="More dropped bad rows than this is an error.")
     length: Length | None = Field(None, description="Step: too short and too long rows.")

@@ -90,6 +90,8 @@ class Batch:
     """Of completions that the model gave, documents of this batch."""
     candidates: Candidates | None = None
     """Whose log-probabilities engines give to a loss beside those of the targets."""
+    member: int = 0
+    """Of a mixture, the number of the dataset that the rows are of, where they are of one."""
     temperature: float = 1.0
     """What logits are divided by: log-probabilities are of what was sampled from."""
 

@@ -14,7 +14,7 @@ from stages.core.errors import DataError, LifecycleError, ModelError
 from stages.data.config import DataConfig, RowKind
 from stages.data.files import find_files
 from stages.data.portion import portions
-from stages.data.prepare import CACHE_FOLDER, prepare_portion
+from stages.data.prepare import CACHE_FOLDER, PIECES_FOLDER, prepare_portion
 from stages.data.preprocessing import OutOfTimeError, Preprocessing
 from stages.data.seen_rows import check_held_out
 from stages.data.tokenizer import DocumentTokenizer
@@ -47,7 +47,9 @@ def data_problems(
     prepared = []
     for portion in portions(config):
         files = find_files(folder, portion.split)
-        task = Preprocessing(portion, folder, files, config, tokenizer_folder, rows, Silent(), SECONDS)
+        task = Preprocessing(
+            portion, folder, files, config, tokenizer_folder, rows, Silent(), cache / PIECES_FOLDER, SECONDS
+        )
         try:
             if folder_of_rows := _prepared(task, cache / CACHE_FOLDER):
                 prepared.append(folder_of_rows)

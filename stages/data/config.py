@@ -6,26 +6,11 @@ from collections.abc import Iterator
 from datetime import date
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from stages.core.contract import DatasetReference, OutsidePath, StrictModel
-from stages.core.fields import AddedLater
-
-DataFormat = Literal[
-    "auto",
-    "messages",
-    "prompt_completion",
-    "alpaca",
-    "query_response",
-    "sharegpt",
-    "human_assistant",
-    "text",
-    "preference",
-    "rejected_response",
-    "rejected_messages",
-    "labelled",
-    "labelled_messages",
-]
+from stages.core.fields import AddedLater, SplitName
+from stages.data.mixture_config import DataFormat, Mixing, MixturePart
 
 RowKind = Literal["examples", "pairs", "labelled", "prompts"]
 """What a row is to the method that learns from it: one text to imitate, a chosen and a rejected answer, an answer that
@@ -54,11 +39,13 @@ def _as_date(value: object) -> object:
 class DataConfig(StrictModel):
     """Which rows are learned from, and how they become tokens."""
 
-    dataset: DatasetReference
-    split: str = Field("train", min_length=1, description="Files of the dataset whose name or folder begins with this.")
-    evaluation_split: str | None = Field(
-        None, min_length=1, description="Held-out split; see also `evaluation_fraction`."
+    dataset: DatasetReference | None = Field(None, description="Required, unless there are several (`datasets`).")
+    datasets: Annotated[tuple[MixturePart, ...], AddedLater()] = Field(
+        (), description="A mixture of several, in the place of `dataset`."
     )
+    mixing: Annotated[Mixing, AddedLater()] = Field(Mixing(), description="Of `datasets`.")
+    split: SplitName = Field("train", description="Files of the dataset whose name or folder begins with this.")
+    evaluation_split: SplitName | None = Field(None, description="Held-out split; see also `evaluation_fraction`.")
     evaluation_fraction: float = Field(0.0, ge=0, lt=1, description="Share of `split` held out when no split is named.")
     format: DataFormat = Field("auto", description="auto: by the columns of the first row.")
     chat_template: OutsidePath | None = Field(None, description="Jinja file; default: the model's own template.")
@@ -75,33 +62,109 @@ class DataConfig(StrictModel):
         "text",
         description="What `<|im_end|>` in a question or an answer is. text: text; refuse: a bad row; allow: the token.",
     )
-    sequence_length: PositiveInt = Field(2048, description="Tokens of a packed row.")
-    packing: bool = Field(True, description="Several documents in a row; attention does not cross their borders.")
+    sequence_length: int = Field(
+        2048, ge=2, description="Tokens of a packed row; the first of them is never predicted."
+    )
+    packing: bool | Literal["cut"] = Field(
+        True,
+        description="true: several documents in a row; attention does not cross their borders. cut: texts as "
+        "pre-training has them: one after the other, each ended by the end-of-text token, cut into full rows; "
+        "attention goes over the whole row, and what is left at the end is not learned.",
+    )
     over_long: Literal["truncate", "drop", "fail"] = Field("fail", description="Documents over sequence_length.")
     on_bad_rows: Literal["fail", "drop"] = Field("fail", description="drop: list them and go on without them.")
     max_bad_row_fraction: float = Field(0.01, ge=0, le=1, description="More dropped rows than this is an error.")
 
     @property
+    def parts(self) -> dict[str, DataConfig]:
+        """Each dataset alone, by what stands before its fields in the recipe; of no mixture, this itself."""
+        if not self.datasets:
+            return {"": self}
+        whole = self.model_copy(update={"datasets": (), "mixing": Mixing()})
+        return {f"datasets.{number}.": whole.model_copy(update=part.own) for number, part in enumerate(self.datasets)}
+
+    @property
+    def dataset_stage(self) -> str:
+        """The stage that makes the one dataset; of a mixture, its `parts` have one each."""
+        assert self.dataset, "a mixture has several"
+        return self.dataset
+
+    @property
+    def names(self) -> list[str]:
+        """Of the datasets: their stages, and where a stage is there twice, the split as well."""
+        parts = list(self.parts.values())
+        stages = [part.dataset_stage for part in parts]
+        return [
+            name if stages.count(name) == 1 else f"{name}.{part.split}"
+            for name, part in zip(stages, parts, strict=True)
+        ]
+
+    @property
     def holds_out(self) -> bool:
         """Whether some rows are not learned from."""
-        return bool(self.evaluation_split or self.evaluation_fraction)
+        return any(part.evaluation_split or part.evaluation_fraction for part in self.parts.values())
 
     def idle_fields(self) -> Iterator[tuple[str, str]]:
         """Each field that does nothing beside what the others say, set or not, and why it does not."""
+        if not self.datasets:
+            yield "mixing", "there is one dataset (`datasets` names several)"
+        elif self.mixing.strategy == "concat":
+            yield "mixing.weight_by", "`mixing.strategy: concat` takes every row once an epoch"
+            yield "mixing.temperature", "`mixing.strategy: concat` takes every row once an epoch"
+        elif self.datasets[0].weight:
+            yield "mixing.temperature", "the datasets have weights"
         if self.evaluation_split:
             yield "evaluation_fraction", f"`evaluation_split: {self.evaluation_split}` is held out"
         if self.on_bad_rows == "fail":
             yield "max_bad_row_fraction", "`on_bad_rows: fail` drops none"
+        if self.packing == "cut":
+            yield "over_long", "`packing: cut` cuts every text"
+            yield "train_on", "`packing: cut` learns every token"
         if self.format == "text":
             yield from ((field, "`format: text` has no conversations") for field in ("template_date", "turns"))
         if self.train_on == "all":
             yield "turns", "`train_on: all` learns every turn in one document"
 
     @model_validator(mode="after")
+    def _texts_alone_are_cut(self) -> Self:
+        for place, part in self.parts.items():
+            if self.packing == "cut" and part.format != "text":
+                raise ValueError(
+                    f"`packing: cut` is for plain text, and `{place}format` is {part.format}: an answer would be cut "
+                    "off from its question; say `format: text`, or `packing: true`"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _held_out_rows_are_others(self) -> Self:
-        if self.evaluation_split == self.split:
+        for place, part in self.parts.items():
+            if part.evaluation_split == part.split:
+                raise ValueError(
+                    f"`{place}evaluation_split` is `{part.split}`, like `split`, so that nothing would be held out; "
+                    "name another split, or hold out a part of this one (`evaluation_fraction`)"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _datasets_are_named_once(self) -> Self:
+        if not self.dataset and not self.datasets:
+            raise ValueError("names no data; say `dataset: STAGE`, or several (`datasets`)")
+        if self.dataset and self.datasets:
+            raise ValueError(f"has `dataset: {self.dataset}` and `datasets`; put it into the list, or remove the list")
+        if twice := [name for name in dict.fromkeys(self.names) if self.names.count(name) > 1]:
             raise ValueError(
-                f"`evaluation_split` is `{self.split}`, like `split`, so that nothing would be held out; name another "
-                "split, or hold out a part of this one (`evaluation_fraction`)"
+                f"`datasets` has the same split of the same dataset twice ({', '.join(twice)}); name it once, with the "
+                "weight of both"
+            )
+        weighed = [part.weight is not None for part in self.datasets]
+        if any(weighed) and not all(weighed):
+            missing = [name for name, has in zip(self.names, weighed, strict=True) if not has]
+            raise ValueError(
+                f"`datasets`: {', '.join(missing)} has no `weight`, others have one; give all one, or none"
+            )
+        if any(weighed) and self.mixing.strategy == "concat":
+            raise ValueError(
+                "`mixing.strategy: concat` takes every row once an epoch, whatever `weight` says; remove the weights, "
+                "or the strategy"
             )
         return self

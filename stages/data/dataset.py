@@ -9,14 +9,15 @@ chosen answer is better).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from stages.core.contract import StrictModel
 from stages.data.batch import IGNORED, Batch
@@ -35,7 +36,8 @@ MARGINS = "margins"
 class Description(StrictModel):
     """`about.json`: what a folder of packed documents holds, and what was left out of it.
 
-    conversations: whether they were rendered by a chat template. num_good: of labelled answers.
+    conversations: whether they were rendered by a chat template. num_good: of labelled answers. bytes_per_token: of
+    texts that were cut into rows, in UTF-8; tokens that end a text are counted, and have no bytes.
     """
 
     sequence_length: PositiveInt
@@ -52,6 +54,7 @@ class Description(StrictModel):
     warnings: tuple[str, ...]
     num_good: NonNegativeInt | None = None
     has_margins: bool = False
+    bytes_per_token: PositiveFloat | None = None
 
 
 Row = tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]
@@ -78,6 +81,9 @@ def is_complete(folder: Path) -> bool:
 
 class PackedDataset:
     """Rows of whole documents; `len` counts rows. Opened lazily: costs no memory but what batches touch."""
+
+    members: Mapping[str, PackedDataset] = MappingProxyType({})
+    """Of a mixture, its datasets by name."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -108,6 +114,16 @@ class PackedDataset:
     def document_lengths(self) -> NDArray[np.int64]:
         """int64 [num_documents]: tokens of each."""
         return np.diff(self._document_starts)
+
+    @property
+    def row_lengths(self) -> NDArray[np.int64]:
+        """int64 [rows]: tokens of each, without padding."""
+        return np.diff(self._document_starts[self._row_starts])
+
+    @property
+    def member_rows(self) -> dict[str, range]:
+        """Of a mixture, the rows of each of its datasets by name; of one dataset, all, without a name."""
+        return {"": range(len(self))}
 
     @property
     def longest_document(self) -> int:
@@ -150,6 +166,11 @@ class PackedDataset:
         """Of a row of labelled answers, whether each is a good one; of other rows nothing."""
         return [] if self._labels is None else self._labels[self.row_documents([row])].tolist()
 
+    def margins(self, row: int) -> list[float]:
+        """Of each pair of a row, by how much its chosen answer is better: 0 where nothing is said of it."""
+        pairs = self.row_documents([row])[0::2] // 2
+        return [0.0] * len(pairs) if self._margins is None else self._margins[pairs].tolist()
+
     def num_row_targets(self, row_indices: Sequence[int]) -> NDArray[np.int64]:
         """int64 [rows]: how many targets `batch` has in each of them."""
         return np.array([self._row(row)[1][1:].sum() for row in row_indices], dtype=np.int64)
@@ -160,12 +181,13 @@ class PackedDataset:
         As wide as `sequence_length` with packing, else as the longest of the rows.
         """
         batch = self._batch([self._row(row) for row in row_indices], num_rows)
-        if self._margins is not None:
-            pairs = self.row_documents(row_indices)[0::2] // 2
-            batch = replace(batch, margins=torch.from_numpy(self._margins[pairs]))
-        if self._labels is None:
+        if self.about.has_margins:
+            margins = [margin for row in row_indices for margin in self.margins(row)]
+            batch = replace(batch, margins=torch.tensor(margins, dtype=torch.float32))
+        if self.about.num_good is None:
             return batch
-        return replace(batch, is_good=torch.from_numpy(self._labels[self.row_documents(row_indices)]))
+        labels = [label for row in row_indices for label in self.labels(row)]
+        return replace(batch, is_good=torch.tensor(labels, dtype=torch.bool))
 
     def mismatched(self, row_indices: Sequence[int], num_rows: int | None = None) -> Batch:
         """As `batch`, but each document's answer comes after another one's prompt, that of the next in its row.
@@ -240,6 +262,8 @@ class _Segments:
         self.document_ids = np.repeat(np.array(numbers), self.lengths).reshape(shape)
 
 
-def row_order(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """int64 [num_rows]: the order in which an epoch visits the rows; the same for every layout and after a resume."""
-    return np.random.default_rng([seed, epoch]).permutation(num_rows)
+def row_order(num_rows: int, seed: int, epoch: int, number: int = 0) -> NDArray[np.int64]:
+    """int64 [num_rows]: the order in which an epoch visits the rows; the same for every layout and after a resume.
+
+    number: of the dataset in a mixture, each of which has an order of its own."""
+    return np.random.default_rng([seed, epoch, *([number] if number else [])]).permutation(num_rows)

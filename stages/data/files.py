@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import re
 import sys
@@ -66,6 +67,24 @@ class BadRow:
     reason: str
 
 
+@dataclass(frozen=True)
+class Part:
+    """A file, or what lies from `begin` to before `end`: bytes of JSON Lines, row groups of Parquet.
+
+    name: what messages call the file. num_before: lines, of Parquet rows, before the part.
+    """
+
+    path: Path
+    name: str
+    begin: int = 0
+    end: int | None = None
+    num_before: int = 0
+
+    def place(self, number: int) -> Place:
+        """Of the line, or of Parquet the row, that has this number in the part."""
+        return Place(self.name, self.num_before + number, "row" if self.path.suffix == ".parquet" else "line")
+
+
 def find_files(folder: Path, split: str) -> list[Path]:
     """The data files of a split, in order: `SPLIT.jsonl`, shards `SPLIT-00000-of-00002.parquet`, all in a folder
     `SPLIT/`, any of these in `data/`, or else names like `SPLIT_part1.jsonl`; for `train` also the only file there is.
@@ -98,13 +117,17 @@ def read_rows(folder: Path, files: list[Path]) -> Iterator[Row | BadRow]:
     What a good row holds can be written as UTF-8 and worked with recursively; what it means is not checked.
     """
     for path in files:
-        name = str(path.relative_to(folder))
-        try:
-            for row in READERS[format_suffix(path)](path, name):
-                flaw = flaw_of(row.content) if isinstance(row, Row) else None
-                yield BadRow(row.place, flaw) if flaw else row
-        except UnicodeDecodeError as error:
-            raise DataError(f"{name} is not UTF-8 text ({error.reason} at byte {error.start}); convert it") from error
+        yield from read_part(Part(path, str(path.relative_to(folder))))
+
+
+def read_part(part: Part) -> Iterator[Row | BadRow]:
+    """The rows of a file, or of a part of it, as `read_rows` gives them."""
+    try:
+        for row in READERS[format_suffix(part.path)](part):
+            flaw = flaw_of(row.content) if isinstance(row, Row) else None
+            yield BadRow(row.place, flaw) if flaw else row
+    except UnicodeDecodeError as error:
+        raise DataError(f"{part.name} is not UTF-8 text ({error.reason} at byte {error.start}); convert it") from error
 
 
 def num_places(path: Path) -> int:
@@ -156,14 +179,21 @@ def _listing(folder: Path) -> str:
     return f"There are: {', '.join(names[:NUM_FILES_LISTED])}{more}."
 
 
-def _read_json_lines(path: Path, name: str) -> Iterator[Row | BadRow]:
-    with open_bytes(path, name) as stream:
-        for number, line in enumerate(iter(partial(stream.readline, LONGEST_LINE_BYTES + 1), b""), start=1):
+def _read_json_lines(part: Part) -> Iterator[Row | BadRow]:
+    left = math.inf if part.end is None else part.end - part.begin
+    with open_bytes(part.path, part.name) as stream:
+        if part.begin:
+            stream.seek(part.begin)
+        lines = iter(partial(stream.readline, LONGEST_LINE_BYTES + 1), b"")
+        for number, line in enumerate(lines, start=part.num_before + 1):
             if len(line) > LONGEST_LINE_BYTES:
                 limit = f"{LONGEST_LINE_BYTES >> 20} MiB"
-                raise DataError(f"{name}:{number} is longer than {limit}; expected a row of JSON in each line")
+                raise DataError(f"{part.name}:{number} is longer than {limit}; expected a row of JSON in each line")
             if not line.isspace():
-                yield _parse_line(line, Place(name, number))
+                yield _parse_line(line, Place(part.name, number))
+            left -= len(line)
+            if left <= 0:
+                return
 
 
 def _parse_line(line: bytes, place: Place) -> Row | BadRow:
@@ -177,21 +207,22 @@ def _parse_line(line: bytes, place: Place) -> Row | BadRow:
         return BadRow(place, f"is not UTF-8 text: {error.reason} at column {error.start + 1}")
 
 
-def _read_json(path: Path, name: str) -> Iterator[Row | BadRow]:
+def _read_json(part: Part) -> Iterator[Row | BadRow]:
     """A list of rows; a file that starts otherwise is read as JSON Lines, which often bear this suffix too."""
-    with open_text(path, name) as stream:
+    with open_text(part.path, part.name) as stream:
         start = stream.read(BEGINNING_CHARACTERS).lstrip()[:1]
     if start != "[":
-        yield from _read_json_lines(path, name)
+        yield from _read_json_lines(part)
         return
-    with open_text(path, name) as stream:
-        for line, content in JsonList(stream, name).elements():
-            yield Row(Place(name, line), content)
+    with open_text(part.path, part.name) as stream:
+        for line, content in JsonList(stream, part.name).elements():
+            yield Row(Place(part.name, line), content)
 
 
-def _read_csv(path: Path, name: str) -> Iterator[Row | BadRow]:
+def _read_csv(part: Part) -> Iterator[Row | BadRow]:
+    name = part.name
     csv.field_size_limit(sys.maxsize)  # Python's default of 128 KiB is less than a long document
-    with open_text(path, name) as stream:
+    with open_text(part.path, name) as stream:
         reader = csv.reader(stream, strict=True)
         columns = next(reader, [])
         _check_columns(columns, name)
@@ -210,15 +241,16 @@ def _read_csv(path: Path, name: str) -> Iterator[Row | BadRow]:
                 yield Row(place, dict(zip(columns, values, strict=True)))
 
 
-def _read_parquet(path: Path, name: str) -> Iterator[Row | BadRow]:
+def _read_parquet(part: Part) -> Iterator[Row | BadRow]:
     import pyarrow
     import pyarrow.parquet
 
-    number = 0
+    name, number = part.name, part.num_before
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with pyarrow.parquet.ParquetFile(part.path) as file:
             _check_columns(file.schema_arrow.names, name)
-            for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS):
+            groups = range(part.begin, file.num_row_groups if part.end is None else part.end)
+            for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS, row_groups=list(groups)):
                 for row in _rows_of(batch, name, number):
                     number += 1
                     yield row
@@ -248,7 +280,7 @@ def _check_columns(columns: list[str], name: str) -> None:
         raise DataError(f"{name} has more than one column {', '.join(map(repr, repeated))}; rename or remove one")
 
 
-READERS: dict[str, Callable[[Path, str], Iterator[Row | BadRow]]] = {
+READERS: dict[str, Callable[[Part], Iterator[Row | BadRow]]] = {
     ".jsonl": _read_json_lines,
     ".json": _read_json,
     ".csv": _read_csv,

@@ -129,9 +129,12 @@ class RowReader:
         self._wanted = wanted
         self._rows = rows
         self._format: Format | None = None
-        self._has_margins = False
+        self.has_margins = False
         self._is_plain: bool | None = None
         self.unread = Unread()
+
+    def __str__(self) -> str:  # what the first rows have decided
+        return f"{self._format and self._format.columns} {self.has_margins} {self._is_plain}"
 
     def read(self, content: object) -> tuple[Document, ...]:
         """The documents of a row: one, or of a pair the chosen and the rejected.
@@ -142,7 +145,7 @@ class RowReader:
             raise RowError(f"is {kind_of(content)}; expected an object with named columns")
         if self._format is None:
             self._format = choose_format(self._wanted, content, self._rows)
-            self._has_margins = self._rows == "pairs" and content.get("margin") is not None
+            self.has_margins = self._rows == "pairs" and content.get("margin") is not None
         missing = [column for column in self._format.columns if column not in content]
         if missing:
             raise RowError(f"has no {listed(missing)}; found {listed(content)}")
@@ -161,7 +164,7 @@ class RowReader:
         """Of a pair that was read, by how much the chosen answer is better, if the first row says it. Raises RowError
         where only some do."""
         value = content.get("margin") if self._rows == "pairs" else None
-        if (value is not None) != self._has_margins:
+        if (value is not None) != self.has_margins:
             raise RowError(
                 f"has {'a' if value is not None else 'no'} `margin`, unlike the first row; expected it in all"
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from stages.data.check import LARGE_BYTES, Silent
 from stages.data.config import DataConfig, RowKind
-from stages.data.dataset import PackedDataset, row_order
+from stages.data.dataset import PackedDataset
 from stages.data.files import find_files
+from stages.data.mixture import joined
 from stages.data.portion import portions
-from stages.data.prepare import CACHE_FOLDER, prepare_portion
+from stages.data.prepare import CACHE_FOLDER, PIECES_FOLDER, prepare_portion
 from stages.data.preprocessing import BAD_ROWS, OutOfTimeError, Preprocessing
 from stages.data.seen_rows import check_held_out
 from stages.data.shown import Bar, DataLook, Dropped, Piece, ShownDocument, ShownPortion, ShownRow
@@ -36,37 +37,46 @@ NAMES: dict[RowKind, tuple[str, ...]] = {"examples": ("",), "pairs": ("chosen", 
 
 
 def look_at(
-    folder: Path,
+    inputs: Mapping[str, Path],
     config: DataConfig,
     tokenizer_folder: Path,
     *,
     rows: RowKind,
-    seed: int,
-    num_rows: int,
+    first_rows: Callable[[PackedDataset], Sequence[int]],
     cache: Path,
     scratch: Path,
 ) -> DataLook:
-    """The rows of the first step, `num_rows` of them, and counts of all. Arguments as of `prepare`; scratch: a folder.
+    """The rows of the first step and counts of all, of a mixture by dataset. inputs: folders of artifacts by stage.
+    first_rows: of the training rows, those to show. Others as of `prepare`; scratch: a folder.
 
     Raises as `prepare` does.
     """
     shown: list[ShownPortion] = []
-    opened: list[PackedDataset] = []
-    for portion in portions(config):
-        part = scratch / f"part-{portion.name}"
-        files = find_files(folder, portion.split)
-        task = Preprocessing(portion, folder, files, config, tokenizer_folder, rows, Silent(), SECONDS, part)
-        dataset, unread_after = _opened(task, cache / CACHE_FOLDER, scratch)
-        opened.append(dataset)
-        shown.append(_portion(portion.name, dataset, config, unread_after))
+    training: dict[str, PackedDataset] = {}
+    warnings: list[str] = []
+    for name, part in zip(config.names, config.parts.values(), strict=True):
+        of = f" of {name}" if config.datasets else ""
+        opened: list[PackedDataset] = []
+        for portion in portions(part):
+            folder, so_far = inputs[part.dataset_stage] / "data", scratch / f"part-{portion.name}{of}"
+            files = find_files(folder, portion.split)
+            pieces = cache / PIECES_FOLDER
+            task = Preprocessing(
+                portion, folder, files, part, tokenizer_folder, rows, Silent(), pieces, SECONDS, so_far
+            )
+            dataset, unread_after = _opened(task, cache / CACHE_FOLDER, scratch)
+            opened.append(dataset)
+            shown.append(_portion(f"{portion.name}{of}", dataset, part, unread_after))
+        training[name] = opened[0]
+        leak = check_held_out(opened[0].folder, opened[1].folder) if len(opened) > 1 else None
+        warnings += [f"{name}: {leak}" if config.datasets else leak] if leak else []
     tokenizer = DocumentTokenizer(tokenizer_folder, config.chat_template, config.train_on)
-    chosen = row_order(len(opened[0]), seed, 0)[:num_rows]
-    leak = check_held_out(opened[0].folder, opened[1].folder) if len(opened) > 1 else None
+    whole = joined(training)
     return DataLook(
         what={"examples": "examples", "pairs": "preference pairs", "labelled": "labelled answers"}[rows],
         portions=tuple(shown),
-        rows=tuple(_row(opened[0], int(row), tokenizer, NAMES[rows]) for row in chosen),
-        warnings=(leak,) if leak else (),
+        rows=tuple(_row(whole, row, tokenizer, NAMES[rows]) for row in first_rows(whole)),
+        warnings=tuple(warnings),
     )
 
 
@@ -145,8 +155,9 @@ def _row(dataset: PackedDataset, row: int, tokenizer: DocumentTokenizer, names: 
         documents.append(shown_document(name, tokens, loss, tokenizer, max(0, left)))
         left -= len(tokens)
     num_padding = dataset.about.sequence_length - sum(one.num_tokens for one in documents)
+    name, rows = next((name, rows) for name, rows in dataset.member_rows.items() if row in rows)
     return ShownRow(
-        name=f"row {row + 1} of {len(dataset)}",
+        name=f"row {row - rows.start + 1} of {len(rows)}{f' of {name}' if name else ''}",
         documents=tuple(documents),
         num_padding_tokens=num_padding if dataset.about.packing else None,
     )

@@ -5,35 +5,47 @@ Best-fit decreasing (Johnson 1973): the longest first, each into the row with th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Sized
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+
+from stages.data.unit_arrays import Units
 
 WINDOW_UNITS = 1 << 16
 WINDOW_TOKENS = 1 << 22
 WINDOW_ROWS = 256
 
-Unit = TypeVar("Unit", bound=Sized)
+PackedRows = tuple[Units, list[int]]
+"""Units in the order of their rows, and how many of them each row has."""
 
 
-def pack(units: Iterable[Unit], capacity: int) -> Iterator[list[Unit]]:
+def pack(batches: Iterable[Units], capacity: int) -> Iterator[PackedRows]:
     """Rows of units whose lengths add up to at most `capacity`, as full as they get; no unit is longer than that.
 
     At any time a window of units is held: the fuller three quarters of its rows are final, the others are packed
-    again together with what comes next.
+    again together with what comes next. How the units come in batches changes nothing.
     """
-    window: list[Unit] = []
-    window_tokens = 0
+    window: list[Units] = []
+    num_units = num_tokens = 0
     max_tokens = max(WINDOW_TOKENS, WINDOW_ROWS * capacity)
-    for unit in units:
-        window.append(unit)
-        window_tokens += len(unit)
-        if window_tokens >= max_tokens or len(window) >= WINDOW_UNITS:
-            rows = _fullest_first(window, capacity)
+    for batch in batches:
+        begin = 0
+        while begin < len(batch):
+            room = max(1, WINDOW_UNITS - num_units)
+            end = min(_first_beyond(batch, begin, max_tokens - num_tokens), begin + room)
+            window.append(batch if (begin, end) == (0, len(batch)) else batch.take(range(begin, end)))
+            num_units += end - begin
+            num_tokens += int(batch.lengths[begin:end].sum())
+            begin = end
+            if num_tokens < max_tokens and num_units < WINDOW_UNITS:
+                continue
+            units = Units.joined(window)
+            rows = _fullest_first(units, capacity)
             num_final = (3 * len(rows) + 3) // 4
-            yield from rows[:num_final]
-            window = [unit for row in rows[num_final:] for unit in row]
-            window_tokens = sum(map(len, window))
-    yield from _fullest_first(window, capacity)
+            yield _taken(units, rows[:num_final])
+            window = [_taken(units, rows[num_final:])[0]]
+            num_units, num_tokens = len(window[0]), int(window[0].lengths.sum())
+    if num_units:
+        units = Units.joined(window)
+        yield _taken(units, _fullest_first(units, capacity))
 
 
 def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -58,7 +70,18 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
     return rows
 
 
-def _fullest_first(units: list[Unit], capacity: int) -> list[list[Unit]]:
-    rows = [[units[index] for index in row] for row in best_fit_decreasing(list(map(len, units)), capacity)]
-    rows.sort(key=lambda row: sum(map(len, row)), reverse=True)
+def _first_beyond(batch: Units, begin: int, num_tokens: int) -> int:
+    """The end of the units from `begin` on that have this many tokens or, by the last of them, more."""
+    ends = batch.lengths[begin:].cumsum()
+    return begin + min(int(ends.searchsorted(num_tokens)) + 1, len(ends))
+
+
+def _fullest_first(units: Units, capacity: int) -> list[list[int]]:
+    lengths = units.lengths.tolist()
+    rows = best_fit_decreasing(lengths, capacity)
+    rows.sort(key=lambda row: sum(lengths[number] for number in row), reverse=True)
     return rows
+
+
+def _taken(units: Units, rows: list[list[int]]) -> PackedRows:
+    return units.take([number for row in rows for number in row]), [len(row) for row in rows]

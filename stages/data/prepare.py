@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 from stages.core.contract import is_main_process
@@ -13,36 +12,14 @@ from stages.data.cache import cached_folder, content_key, file_digest
 from stages.data.config import DataConfig, RowKind
 from stages.data.dataset import PackedDataset, is_complete
 from stages.data.files import find_files
+from stages.data.keys import key_parts
+from stages.data.parts import FileState
 from stages.data.portion import portions
 from stages.data.preprocessing import BAD_ROWS, Preprocessing, Report
 from stages.data.seen_rows import check_held_out
 
-PREPARATION_VERSION = 7
-"""Raised when the same input would give other tokens, masks or rows than before."""
-
 CACHE_FOLDER = "tokenized"
-TOKENIZER_FILES = (
-    "config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "*.model",
-)
-TEMPLATE_FILES = ("chat_template*",)
-OPTIONS = {
-    "format",
-    "template_date",
-    "train_on",
-    "turns",
-    "sequence_length",
-    "special_tokens_in_content",
-    "packing",
-    "over_long",
-    "on_bad_rows",
-    "max_bad_row_fraction",
-}
+PIECES_FOLDER = "pieces"
 
 
 @dataclass(frozen=True)
@@ -88,6 +65,7 @@ def prepare(
                 tokenizer_folder,
                 rows,
                 report,
+                cache / PIECES_FOLDER,
             ),
             cache / CACHE_FOLDER,
         )
@@ -102,31 +80,22 @@ def prepare(
 
 def prepare_portion(task: Preprocessing, cache: Path) -> PackedDataset:
     """One portion of what `prepare` prepares; `cache` is the folder of tokenized data."""
+    names = {path: str(path.relative_to(task.folder)) for path in task.files}
+    states = {path: FileState.of(path) for path in names}
+    key = content_key(
+        {
+            **key_parts(task.portion, task.config, task.tokenizer_folder, task.rows),
+            "files": {name: file_digest(path) for path, name in names.items()},
+        }
+    )
+
+    def make(target: Path) -> None:
+        task.run(target)
+        for path, state in states.items():
+            state.check(path, names[path])
+
     with full_disk_named("writing tokenized data", cache):
-        dataset = PackedDataset(cached_folder(cache, _key(task), is_complete, task.run))
+        dataset = PackedDataset(cached_folder(cache, key, is_complete, make))
     for warning in dataset.about.warnings:
         task.report.warn(f"{task.portion.name} data: {warning}")
     return dataset
-
-
-def _key(task: Preprocessing) -> str:
-    """Of all that decides the tokens, the rows and the list of bad rows."""
-    template = task.config.chat_template
-    tokenizer_files = TOKENIZER_FILES if template else TOKENIZER_FILES + TEMPLATE_FILES
-    return content_key(
-        {
-            "preparation": PREPARATION_VERSION,
-            "libraries": {name: version(name) for name in ("tokenizers", "transformers", "numpy")},
-            "files": {str(path.relative_to(task.folder)): file_digest(path) for path in task.files},
-            "portion": [task.portion.name, task.portion.fraction],
-            "options": task.config.model_dump(mode="json", include=OPTIONS),
-            "preference": {"examples": False, "pairs": True}.get(task.rows, task.rows),  # as caches that exist have it
-            "tokenizer": {
-                path.name: file_digest(path)
-                for pattern in tokenizer_files
-                for path in sorted(task.tokenizer_folder.glob(pattern))
-                if path.is_file()
-            },
-            "chat_template": file_digest(template) if template and template.is_file() else None,
-        }
-    )

@@ -1,48 +1,41 @@
-"""The steps from files to a folder of packed rows: read, check, render, tokenize, fit, pack, write.
+"""The steps from files to a folder of packed rows: tokenize parts of files, unless that was done before; pack, write.
 
-Every step is a generator over the one before it, so that memory does not grow with the number of rows. Bad rows go
-aside on the way, and are judged when all rows were seen.
+Every step is a generator over the one before it, so that memory does not grow with the number of rows. What was found
+in the rows of each part is kept with its pieces, and judged when all rows were seen.
 """
 
 from __future__ import annotations
 
-import math
 import shutil
-import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import islice
 from pathlib import Path
-from typing import Protocol
 
 from stages.core.errors import DataError
-from stages.data.answers import AnswerCheck, vocabulary_size
 from stages.data.bad_rows import BadRows
 from stages.data.config import DataConfig, RowKind
+from stages.data.cutting import cut
 from stages.data.dataset import Description
-from stages.data.files import BadRow, Place, Row, num_places, read_rows
+from stages.data.files import Place
 from stages.data.formats import RowReader
-from stages.data.messages import RowError
-from stages.data.packing import pack
+from stages.data.packing import PackedRows, pack
+from stages.data.piece_source import PieceSource, Report
+from stages.data.pieces import Piece
 from stages.data.portion import Portion
+from stages.data.row_fields import Unread
 from stages.data.seen_rows import SeenRows
-from stages.data.templates import Rendered
-from stages.data.tokenizer import DocumentTokenizer
-from stages.data.units import OverLong, Unit, check_learnable
+from stages.data.tokenizer import TokenizerNotes
+from stages.data.tokenizing import Tokenizing, over_long_of
+from stages.data.unit_arrays import Units
 from stages.data.writer import DatasetWriter
 
 BAD_ROWS = "bad_rows.jsonl"
-CHUNK_ROWS = 1024
 NO_STOP = (
     "the chat template ends what the assistant says without a special token, so the model will not learn to stop; "
     "mend the template, or give another one (`chat_template`)"
 )
-
-
-RenderedRow = tuple[Place, list[tuple[Rendered, ...]], bool | None, float | None]
-"""Where a row stands, its units, and whether its answer is a good one."""
 
 
 class OutOfTimeError(Exception):
@@ -53,18 +46,11 @@ class OutOfTimeError(Exception):
         self.last = last
 
 
-class Report(Protocol):
-    """Where preparation reports what it does; a `StageContext` is one."""
-
-    def progress(self, done: float, total: float, unit: str, message: str = "") -> None: ...
-
-    def warn(self, message: str) -> None: ...
-
-
 @dataclass(frozen=True)
 class Preprocessing:
-    """Everything that decides what `run` writes. time_limit_s: of the processor, from the first row on; default:
-    as long as it takes. part: a folder that takes the rows so far when that is over, as if they were all."""
+    """Everything that decides what `run` writes. pieces: a folder that keeps what was tokenized; it need not be there.
+    time_limit_s: of the processor, from the first row on; default: as long as it takes. part: a folder that takes the
+    rows so far when that is over, as if they were all."""
 
     portion: Portion
     folder: Path
@@ -73,6 +59,7 @@ class Preprocessing:
     tokenizer_folder: Path
     rows: RowKind
     report: Report
+    pieces: Path
     time_limit_s: float | None = None
     part: Path | None = None
 
@@ -91,7 +78,7 @@ class Preprocessing:
 
 
 class _Run:
-    """One pass over the rows, and what was counted on the way."""
+    """One pass over the pieces, and what was counted on the way."""
 
     def __init__(self, task: Preprocessing, bad_rows: BadRows, writer: DatasetWriter) -> None:
         config = task.config
@@ -99,37 +86,32 @@ class _Run:
         self._config = config
         self._bad_rows = bad_rows
         self._writer = writer
-        self._reader = RowReader(config.format, task.rows)
-        self._tokenizer = DocumentTokenizer(
-            task.tokenizer_folder,
-            config.chat_template,
-            config.train_on,
-            turns=config.turns,
-            template_date=config.template_date,
-            special_tokens_in_content=config.special_tokens_in_content,
-        )
-        self._answers = AnswerCheck(self._tokenizer.special_tokens, vocabulary_size(task.tokenizer_folder))
+        reader = RowReader(config.format, task.rows)
+        tokenizing = Tokenizing(task.portion, config, task.tokenizer_folder, task.rows, reader)
+        self._source = PieceSource(tokenizing, task.folder, task.files, task.pieces, task.report, task.time_limit_s)
+        self._tokenizer = self._source.tokenizer.tokenizer
+        self._unread = Unread()
+        self._notes = TokenizerNotes()
         self._seen = SeenRows()
-        self._over_long = OverLong(config.over_long, config.sequence_length)
+        self._over_long = over_long_of(config)
+        self._num_text_tokens = 0
+        self._num_text_bytes = 0
         self._num_source_rows = 0
         self._num_tokenized_rows = 0
-        self.last_in_time: Place | None = None
-        """The last row that was read, where there was no time for all."""
 
     def write(self, target: Path) -> None:
-        units = self._units()
-        try:
-            for row in pack(units, self._config.sequence_length) if self._config.packing else ([one] for one in units):
-                self._writer.write_row(row)
-        except OutOfTimeError:
+        units = (piece.units for piece in self._counted())
+        for rows in self._packed(units):
+            self._writer.write_rows(*rows)
+        if self.last_in_time and not self._task.part:
             self._check_so_far()
-            raise
+            raise OutOfTimeError(self.last_in_time)
         warnings = self._check()
         self._seen.write(target)
         self._writer.finish(
             Description(
                 sequence_length=self._config.sequence_length,
-                packing=self._config.packing,
+                packing=bool(self._config.packing),
                 padding_token=self._tokenizer.padding_token,
                 num_rows=self._writer.num_rows,
                 num_documents=self._writer.num_documents,
@@ -138,89 +120,39 @@ class _Run:
                 num_source_rows=self._num_source_rows,
                 num_bad_rows=self._bad_rows.num_rows,
                 num_over_long=self._over_long.num_over_long,
-                conversations=self._tokenizer.teaches_to_stop is not None,
+                conversations=self._notes.teaches_to_stop is not None,
                 num_good=self._writer.num_good if self._task.rows == "labelled" else None,
                 has_margins=self._writer.has_margins,
+                bytes_per_token=self._num_text_bytes / self._num_text_tokens if self._config.packing == "cut" else None,
                 warnings=warnings,
             )
         )
 
-    def _units(self) -> Iterator[Unit]:
-        """What can be learned of each row, no longer than a packed row."""
-        for chunk in _chunks(self._rendered()):
-            if self._bad_rows.num_rows and self._config.on_bad_rows == "fail":
-                continue  # it will fail: only look for further bad rows, which is much faster
-            texts = [document for _, units, _, _ in chunk for unit in units for document in unit]
-            tokens = iter(self._tokenizer.encode(texts))
-            for place, units, is_good, margin in chunk:
-                tokenized = [Unit(tuple(islice(tokens, len(unit))), is_good, margin) for unit in units]
-                yield from self._fitted(tokenized, place)
+    def _packed(self, units: Iterable[Units]) -> Iterable[PackedRows]:
+        if self._config.packing == "cut":
+            return cut(units, self._config.sequence_length)
+        return pack(units, self._config.sequence_length) if self._config.packing else map(_alone, units)
 
-    def _fitted(self, units: list[Unit], place: Place) -> list[Unit]:
-        """What is left of a row's units. One that teaches nothing makes the row a bad one."""
-        self._num_tokenized_rows += 1
-        found = []
-        try:
-            for unit in units:
-                if (fitted := self._over_long.fit(unit, place)) is not None:
-                    self._answers.check_tokens(fitted)
-                    check_learnable(fitted, was_truncated=len(fitted) < len(unit))
-                    found.append(fitted)
-        except RowError as error:
-            self._bad_rows.add(BadRow(place, str(error)))
-            return []
-        return found
+    def _counted(self) -> Iterator[Piece]:
+        """All pieces in order, and what was found in their rows counted."""
+        for part, piece in self._source.pieces():
+            notes = piece.notes
+            self._num_source_rows += notes.num_source_rows
+            self._num_tokenized_rows += notes.num_tokenized_rows
+            self._num_text_tokens += notes.num_text_tokens
+            self._num_text_bytes += notes.num_text_bytes
+            for bad in piece.bad_rows(part):
+                self._bad_rows.add(bad)
+            self._over_long.add(piece.over_long(part, self._over_long))
+            self._seen.add(part, piece.digests, piece.swapped, piece.numbers, notes.remarkable)
+            self._unread.counts += Counter(notes.unread)
+            self._notes = self._notes.then(notes.tokenizer)
+            yield piece
 
-    def _rendered(self) -> Iterator[RenderedRow]:
-        """Where each good row stands, and its units as text."""
-        task = self._task
-        rows = self._watched(read_rows(task.folder, task.files))
-        for row in task.portion.select(rows):
-            self._num_source_rows += 1
-            if isinstance(row, BadRow):
-                self._bad_rows.add(row)
-                continue
-            try:
-                documents = self._reader.read(row.content)
-                self._answers.check_text(documents)
-                rendered = self._tokenizer.render_units(documents)
-                is_good, margin = self._reader.label(row.content), self._reader.margin(row.content)
-                self._seen.add(row.place, documents)
-                yield row.place, rendered, is_good, margin
-            except RowError as error:
-                self._bad_rows.add(BadRow(row.place, str(error)))
-
-    def _watched(self, rows: Iterable[Row | BadRow]) -> Iterator[Row | BadRow]:
-        """The same rows, as long as there is time; where that is not limited, reports how far they are."""
-        ends_s = math.inf
-        for number, row in enumerate(rows):
-            yield row
-            if self._task.time_limit_s is None:
-                self._report(number, row.place)
-                continue
-            ends_s = min(ends_s, time.process_time() + self._task.time_limit_s)
-            if time.process_time() <= ends_s:
-                continue
-            if not self._task.part:
-                raise OutOfTimeError(row.place)
-            self.last_in_time = row.place
-            return
-
-    def _report(self, number: int, place: Place) -> None:
-        if number % CHUNK_ROWS == 0:
-            before, total = self._places
-            done = before[place.file] + place.number
-            message = f"tokenizing {self._task.portion.name} data"
-            self._task.report.progress(min(done, total), total, "rows", message)
-
-    @cached_property
-    def _places(self) -> tuple[dict[str, int], int]:
-        """How many places lie before each file, and in all of them."""
-        before, total = {}, 0
-        for path in self._task.files:
-            before[str(path.relative_to(self._task.folder))] = total
-            total += num_places(path)
-        return before, total
+    @property
+    def last_in_time(self) -> Place | None:
+        """The last row that was read, where there was no time for all."""
+        return self._source.last_in_time
 
     def _check_so_far(self) -> None:
         """Raises DataError for what rows that follow cannot make good."""
@@ -241,12 +173,14 @@ class _Run:
         found = (
             self._bad_rows.check(config.on_bad_rows, config.max_bad_row_fraction, self._num_source_rows),
             self._over_long.check(self._num_tokenized_rows),
-            NO_STOP if self._tokenizer.teaches_to_stop is False else None,
-            *self._tokenizer.warnings(),
-            self._reader.unread.warning(),
+            NO_STOP if self._notes.teaches_to_stop is False else None,
+            *self._tokenizer.warnings(self._notes),
+            self._unread.warning(),
             *self._seen.warnings(),
         )
         if not self._writer.num_rows:
+            if config.packing == "cut" and self._num_text_tokens:
+                found = (*found, f"all texts together have {self._num_text_tokens} tokens, less than `sequence_length`")
             raise DataError(f"no {portion.name} rows are left: {'; '.join(filter(None, found))}")
         self._check_labels()
         return tuple(filter(None, found))
@@ -261,6 +195,5 @@ class _Run:
             )
 
 
-def _chunks(rendered: Iterator[RenderedRow]) -> Iterator[list[RenderedRow]]:
-    while chunk := list(islice(rendered, CHUNK_ROWS)):
-        yield chunk
+def _alone(units: Units) -> PackedRows:
+    return units, [1] * len(units)

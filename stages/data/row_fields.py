@@ -119,12 +119,13 @@ class Unread:
     """Counts the fields that are not read, over all rows of a dataset."""
 
     def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
+        """In how many rows each holds something."""
 
     def add(self, row: dict[str, Any], read: tuple[str, ...]) -> None:
         """Count those of a row; `read` are the columns that are. Fields that hold nothing do not count."""
-        self._counts.update(name for name, value in row.items() if name not in read and says_something(value))
-        self._counts.update(
+        self.counts.update(name for name, value in row.items() if name not in read and says_something(value))
+        self.counts.update(
             {
                 f"{column}[].{name}"
                 for column, _, message in _messages(row, read)
@@ -136,9 +137,9 @@ class Unread:
 
     def warning(self) -> str | None:
         """All of them, once."""
-        if not self._counts:
+        if not self.counts:
             return None
-        fields = ", ".join(f"`{name}` ({count} rows)" for name, count in sorted(self._counts.items()))
+        fields = ", ".join(f"`{name}` ({count} rows)" for name, count in sorted(self.counts.items()))
         return f"fields that are not read, and teach nothing: {fields}"
 
 

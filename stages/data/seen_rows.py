@@ -10,8 +10,7 @@ import json
 import re
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 from stages.core.errors import DataError
 from stages.data.documents import Document
-from stages.data.files import Place
+from stages.data.files import Part, Place
 
 ROW_DIGESTS = "rows.bin"
 """Beside the arrays of a folder of packed rows: uint64 [rows read], a digest of what each row teaches."""
@@ -29,42 +28,71 @@ own, and are text.
 """
 MEDIA = re.compile(r"<(?:image|video|audio)>")
 """What stands for a picture in rows that had one."""
+REMARKABLE = {"control": CONTROL_CHARACTER, "media": MEDIA}
+SHOWN = {"control": "{} (\\{})", "media": "{} ({})"}
+CONTROL_CHARACTERS_FOUND = "control characters, which are learned as they are"
+MEDIA_FOUND = "what stands for pictures or sound, which is learned as text"
+
+
+class RowDigests:
+    """Takes each good row of a part as it is read, under its number there."""
+
+    def __init__(self) -> None:
+        self.digests = array("Q")
+        self.swapped = array("Q")
+        """Of pairs, as they would be the other way round."""
+        self.numbers = array("Q")
+        self.remarkable: dict[str, tuple[int, int, str]] = {}
+        """What some rows hold → how many of them, number of the first, what it has."""
+
+    def add(self, number: int, documents: Sequence[Document]) -> None:
+        """Note a row."""
+        texts = [json.dumps(vars(document), sort_keys=True, default=sorted) for document in documents]
+        self.numbers.append(number)
+        self.digests.append(_digest(texts))
+        if len(texts) > 1:
+            self.swapped.append(_digest(texts[::-1]))
+        whole = "".join(texts)
+        for name, pattern in REMARKABLE.items():
+            if found := pattern.search(whole):
+                count, first, example = self.remarkable.get(name, (0, number, found[found.re.groups]))
+                self.remarkable[name] = count + 1, first, example
 
 
 class SeenRows:
-    """Takes each good row as it is read."""
+    """The rows of all parts together."""
 
     def __init__(self) -> None:
-        self._digests = array("Q")
-        self._swapped = array("Q")
-        self._numbers = array("Q")
-        self._files: list[tuple[int, Place]] = []
-        self._num_with_control_characters = 0
-        self._first_control_character = ""
-        self._num_with_media = 0
-        self._first_media = ""
+        self._digests: list[NDArray[np.uint64]] = []
+        self._swapped: list[NDArray[np.uint64]] = []
+        self._numbers: list[NDArray[np.uint64]] = []
+        self._begins: list[tuple[int, Part]] = []
+        self._num_rows = 0
+        self._remarkable: dict[str, tuple[int, str]] = {}
 
-    def add(self, place: Place, documents: Sequence[Document]) -> None:
-        """Note a row."""
-        texts = [json.dumps(vars(document), sort_keys=True, default=sorted) for document in documents]
-        if not self._files or self._files[-1][1].file != place.file:
-            self._files.append((len(self._numbers), place))
-        self._numbers.append(place.number)
-        self._digests.append(_digest(texts))
-        if len(texts) > 1:
-            self._swapped.append(_digest(texts[::-1]))
-        if found := CONTROL_CHARACTER.search("".join(texts)):
-            self._num_with_control_characters += 1
-            self._first_control_character = self._first_control_character or f"{place} (\\{found[1]})"
-        if found := MEDIA.search("".join(texts)):
-            self._num_with_media += 1
-            self._first_media = self._first_media or f"{place} ({found[0]})"
+    def add(
+        self,
+        part: Part,
+        digests: NDArray[np.uint64],
+        swapped: NDArray[np.uint64],
+        numbers: NDArray[np.uint64],
+        remarkable: Mapping[str, tuple[int, int, str]],
+    ) -> None:
+        """What `RowDigests` has of a part that follows."""
+        self._begins.append((self._num_rows, part))
+        self._num_rows += len(digests)
+        self._digests.append(digests)
+        self._swapped.append(swapped)
+        self._numbers.append(numbers)
+        for name, (count, number, example) in remarkable.items():
+            before, shown = self._remarkable.get(name, (0, ""))
+            self._remarkable[name] = before + count, shown or SHOWN[name].format(part.place(number), example)
 
     def warnings(self) -> Iterator[str]:
         """What was found, each with its count and the first place."""
-        if len(self._digests) == 1:
+        digests = _joined(self._digests)
+        if len(digests) == 1:
             yield "there is one row only, which is learned again and again"
-        digests = np.asarray(self._digests)
         first_places = np.unique(digests, return_index=True)[1]
         if num_repeated := len(digests) - len(first_places):
             first = int(np.setdiff1d(np.arange(len(digests)), first_places)[0])
@@ -73,30 +101,30 @@ class SeenRows:
                 f"{num_repeated} of {len(digests)} rows repeat an earlier one, and are learned as often as they are "
                 f"there: {self._place(first)} is {self._place(again)} again"
             )
-        contradicting = np.flatnonzero(np.isin(np.asarray(self._swapped), digests))
+        contradicting = np.flatnonzero(np.isin(_joined(self._swapped), digests))
         if len(contradicting):
             yield (
                 f"{len(contradicting)} of {len(digests)} pairs contradict another, in which the rejected answer is "
                 f"the chosen one: {self._place(int(contradicting[0]))}"
             )
-        if self._num_with_control_characters:
-            yield (
-                f"{self._num_with_control_characters} of {len(digests)} rows hold control characters, which are "
-                f"learned as they are: {self._first_control_character}"
-            )
-        if self._num_with_media:
-            yield (
-                f"{self._num_with_media} of {len(digests)} rows hold what stands for pictures or sound, which is "
-                f"learned as text: {self._first_media}"
-            )
+        for name, sentence in (("control", CONTROL_CHARACTERS_FOUND), ("media", MEDIA_FOUND)):
+            if name in self._remarkable:
+                count, place = self._remarkable[name]
+                yield f"{count} of {len(digests)} rows hold {sentence}: {place}"
 
     def write(self, folder: Path) -> None:
         """Leave the digests in a folder of packed rows."""
-        (folder / ROW_DIGESTS).write_bytes(self._digests.tobytes())
+        with (folder / ROW_DIGESTS).open("wb") as stream:
+            stream.writelines(digests.tobytes() for digests in self._digests)
 
     def _place(self, row: int) -> Place:
-        at = bisect_right(self._files, row, key=lambda entry: entry[0]) - 1
-        return replace(self._files[at][1], number=self._numbers[row])
+        at = bisect_right(self._begins, row, key=lambda entry: entry[0]) - 1
+        begin, part = self._begins[at]
+        return part.place(int(self._numbers[at][row - begin]))
+
+
+def _joined(arrays: Sequence[NDArray[np.uint64]]) -> NDArray[np.uint64]:
+    return np.concatenate([np.zeros(0, np.uint64), *arrays])
 
 
 def check_held_out(training: Path, evaluation: Path) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -70,11 +70,11 @@ class SpecialTokens:
         """As people wrote it."""
         return PRIVATE.sub(_swap, text) if self.counts else text
 
-    def warning(self) -> str | None:
-        """What was found so far, and what became of it."""
-        if not self.counts:
+    def warning(self, counts: Mapping[str, int]) -> str | None:
+        """What was found, in how many documents, and what became of it."""
+        if not counts:
             return None
-        found = ", ".join(f"`{token}` ({count} documents)" for token, count in sorted(self.counts.items()))
+        found = ", ".join(f"`{token}` ({count} documents)" for token, count in sorted(counts.items()))
         if self._policy == "allow":
             return f"special tokens within texts: {found}; taken as such (`special_tokens_in_content: allow`)"
         return (

@@ -81,6 +81,11 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise DataError(f"{name} is not a Jinja template: {error.message} in line {error.lineno}") from error
 
+    def forget(self) -> None:
+        """Count from here on."""
+        self.num_dropped_thoughts = 0
+        self._sandbox.wrote_date = False
+
     @property
     def wrote_date(self) -> bool:
         """Whether a text so far has the date in it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -12,8 +13,10 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from stages.core.errors import DataError, ModelError
+from stages.core.strict import StrictModel
 from stages.data.config import DEFAULT_DATE, SpecialTokensPolicy
 from stages.data.documents import Conversation, Document, PlainText
 from stages.data.messages import RowError
@@ -36,6 +39,29 @@ class Tokens:
     def cut(self, num_tokens: int) -> Tokens:
         """Its beginning."""
         return Tokens(self.ids[:num_tokens], self.loss[:num_tokens])
+
+
+class TokenizerNotes(StrictModel):
+    """What documents showed.
+
+    teaches_to_stop: whether the assistant's turns end with a special token, by the first conversation; None where there
+    was none. special_tokens: within texts → number of documents.
+    """
+
+    teaches_to_stop: bool | None = None
+    special_tokens: dict[str, int] = Field(default_factory=dict)
+    num_dropped_thoughts: int = 0
+    wrote_date: bool = False
+
+    def then(self, later: TokenizerNotes) -> TokenizerNotes:
+        """Of these documents and of those after them."""
+        first = self.teaches_to_stop
+        return TokenizerNotes(
+            teaches_to_stop=later.teaches_to_stop if first is None else first,
+            special_tokens=dict(Counter(self.special_tokens) + Counter(later.special_tokens)),
+            num_dropped_thoughts=self.num_dropped_thoughts + later.num_dropped_thoughts,
+            wrote_date=self.wrote_date or later.wrote_date,
+        )
 
 
 class DocumentTokenizer:
@@ -119,18 +145,31 @@ class DocumentTokenizer:
         text = self.template.render_text(shielded)
         return self._noted(Rendered(text, ((0, len(text)),)), is_shielded=is_shielded)
 
-    def warnings(self) -> Iterator[str]:
-        """What the template did to the documents so far that is not to be seen in them."""
-        if warning := self._content.warning():
+    def take_notes(self) -> TokenizerNotes:
+        """What was seen in the documents since the last time."""
+        template = self.__dict__.get("template")
+        notes = TokenizerNotes(
+            teaches_to_stop=self.teaches_to_stop,
+            special_tokens=dict(self._content.counts),
+            num_dropped_thoughts=template.num_dropped_thoughts if template else 0,
+            wrote_date=template.wrote_date if template else False,
+        )
+        self.teaches_to_stop = None
+        self._content.counts.clear()
+        if template:
+            template.forget()
+        return notes
+
+    def warnings(self, notes: TokenizerNotes) -> Iterator[str]:
+        """What the template did to the documents that is not to be seen in them."""
+        if warning := self._content.warning(notes.special_tokens):
             yield warning
-        if "template" not in self.__dict__:
-            return
-        if self.template.num_dropped_thoughts:
+        if notes.num_dropped_thoughts:
             yield (
-                f"{self.template.num_dropped_thoughts} turns are learned without their thoughts, which the chat "
+                f"{notes.num_dropped_thoughts} turns are learned without their thoughts, which the chat "
                 "template drops once others follow; `turns: separately` learns them"
             )
-        if self.template.wrote_date and self._template_date == DEFAULT_DATE:
+        if notes.wrote_date and self._template_date == DEFAULT_DATE:
             yield (
                 f"the chat template writes the current date, for which {DEFAULT_DATE} stands in every run; "
                 "`template_date` names another"
@@ -158,6 +197,10 @@ class DocumentTokenizer:
             else self._tokens(encoding.ids, encoding.offsets, document)
             for encoding, document in zip(encodings, documents, strict=True)
         ]
+
+    def num_bytes(self, text: Rendered) -> int:
+        """Of the text as people wrote it, in UTF-8."""
+        return len(self._content.unshielded(text.text).encode())
 
     def _noted(self, rendered: Rendered, *, is_shielded: bool) -> Rendered:
         if self.teaches_to_stop is None:

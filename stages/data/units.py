@@ -37,7 +37,8 @@ class OverLong:
     sequence_length: int
     num_over_long: int = 0
     longest_tokens: int = 0
-    named: list[str] = field(default_factory=list)
+    named: list[tuple[Place, int]] = field(default_factory=list)
+    """The first ones, and their tokens."""
     num_kept: int = 0
     _last_place: Place | None = None
 
@@ -51,8 +52,15 @@ class OverLong:
             self._last_place = place
             self.num_over_long += 1
             if len(self.named) < NUM_NAMED:
-                self.named.append(f"{place} ({len(unit)} tokens)")
+                self.named.append((place, len(unit)))
         return self._truncated(unit) if self.policy == "truncate" else None
+
+    def add(self, other: OverLong) -> None:
+        """Count what was found in rows after these."""
+        self.num_over_long += other.num_over_long
+        self.longest_tokens = max(self.longest_tokens, other.longest_tokens)
+        self.named = [*self.named, *other.named][:NUM_NAMED]
+        self.num_kept += other.num_kept
 
     def check(self, num_rows: int) -> str | None:
         """What to warn of, once all rows were seen. Raises DataError when `policy` does not allow what was found."""
@@ -64,7 +72,8 @@ class OverLong:
         )
         if self.policy == "fail":
             raise DataError(
-                f"{found}: {', '.join(self.named)}{', …' if self.num_over_long > len(self.named) else ''}. Raise "
+                f"{found}: {', '.join(f'{place} ({tokens} tokens)' for place, tokens in self.named)}"
+                f"{', …' if self.num_over_long > len(self.named) else ''}. Raise "
                 "`sequence_length`, or say `over_long: truncate` or `over_long: drop`."
             )
         if self.policy == "drop" and self.num_over_long == num_rows and not self.num_kept:

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stages.core.files import write_atomically
 from stages.data.dataset import ABOUT, ARRAYS, LABELS, MARGINS, Description
+from stages.data.unit_arrays import Units
 from stages.data.units import Unit
 
 BUFFER_BYTES = 1 << 20
@@ -20,6 +22,7 @@ class DatasetWriter:
 
     def __init__(self, folder: Path, *, is_labelled: bool = False) -> None:
         self._folder = folder
+        self._is_labelled = is_labelled
         names = [*ARRAYS, LABELS if is_labelled else MARGINS]
         self._streams = {name: (folder / f"{name}.bin").open("wb", buffering=BUFFER_BYTES) for name in names}
         self.num_rows = 0
@@ -28,8 +31,8 @@ class DatasetWriter:
         self.num_target_tokens = 0
         self.num_good = 0
         self.has_margins = False
-        self._append("document_starts", 0)
-        self._append("row_starts", 0)
+        self._append("document_starts", np.zeros(1))
+        self._append("row_starts", np.zeros(1))
 
     def close(self) -> None:
         """Close the files; without `finish` before it, the folder stays incomplete."""
@@ -38,22 +41,27 @@ class DatasetWriter:
 
     def write_row(self, units: Sequence[Unit]) -> None:
         """Append a row. Raises ResourceError when the disk is full."""
-        for unit in units:
-            for document in unit.documents:
-                self._streams["tokens"].write(document.ids.tobytes())
-                self._streams["loss"].write(document.loss.tobytes())
-                self.num_tokens += len(document)
-                self.num_target_tokens += int(document.loss.sum())
-                self._append("document_starts", self.num_tokens)
-            self.num_documents += len(unit.documents)
-            if unit.margin is not None:
-                self.has_margins = True
-                self._streams[MARGINS].write(np.float32(unit.margin).tobytes())
-            if unit.is_good is not None:
-                self._streams[LABELS].write(np.bool_(unit.is_good).tobytes())
-                self.num_good += unit.is_good
-        self.num_rows += 1
-        self._append("row_starts", self.num_documents)
+        has_margins = any(unit.margin is not None for unit in units)
+        self.write_rows(Units.of(units, is_labelled=self._is_labelled, has_margins=has_margins), [len(units)])
+
+    def write_rows(self, units: Units, units_of_rows: Sequence[int]) -> None:
+        """Append rows: `units` in their order, so many in each. Raises ResourceError when the disk is full."""
+        rows = np.concatenate([[0], np.cumsum(units_of_rows)]).astype(np.int64)
+        documents_before = np.concatenate([[0], np.cumsum(units.num_documents)])
+        self._append("row_starts", self.num_documents + documents_before[rows[1:]])
+        self._append("document_starts", self.num_tokens + np.cumsum(units.document_lengths))
+        self._append("tokens", units.tokens)
+        self._append("loss", units.loss)
+        self.num_rows += len(units_of_rows)
+        self.num_documents += len(units.document_lengths)
+        self.num_tokens += len(units.tokens)
+        self.num_target_tokens += int(units.loss.sum())
+        if units.margins is not None and len(units):
+            self.has_margins = True
+            self._streams[MARGINS].write(units.margins.tobytes())
+        if units.labels is not None:
+            self._streams[LABELS].write(units.labels.tobytes())
+            self.num_good += int(units.labels.sum())
 
     def finish(self, about: Description) -> None:
         """Bring everything to the disk, and the description after it."""
@@ -62,5 +70,5 @@ class DatasetWriter:
             os.fsync(stream.fileno())
         write_atomically(self._folder / ABOUT, about.model_dump_json(indent=2))
 
-    def _append(self, array: str, value: int) -> None:
-        self._streams[array].write(ARRAYS[array](value).tobytes())
+    def _append(self, array: str, values: NDArray[np.generic]) -> None:
+        self._streams[array].write(values.astype(ARRAYS[array], copy=False).tobytes())

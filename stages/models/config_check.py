@@ -6,6 +6,7 @@ beyond this is for Transformers to say, and what the planner asks for is for `mo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
@@ -55,6 +56,25 @@ def code_not_run(config: Mapping[str, Any], *, trusted: bool) -> str | None:
         "the model's config names Python files of its own (auto_map), which are not run: Transformers' own code "
         "for its model_type is. If you trust them, set trust_remote_code: true"
     )
+
+
+def other_architecture(config: Mapping[str, Any]) -> str | None:
+    """What to say of a model whose class does not go with its type: Transformers goes by one, vLLM by the other.
+
+    Classes are named after their type, but for a few types of many names, which may be warned of without need.
+    """
+    model_type, classes = str(config.get("model_type") or ""), config.get("architectures") or []
+    family = _letters(model_type.removesuffix("_text"))
+    if not classes or config.get("auto_map") or any(_letters(name).startswith(family) for name in classes):
+        return None
+    return (
+        f"model_type is {model_type}, but architectures is {', '.join(classes)}: training goes by model_type, "
+        "and vLLM by architectures; mend the one that is wrong"
+    )
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def check_generation_config(generation: Mapping[str, Any], config: Mapping[str, Any], where: str) -> None:

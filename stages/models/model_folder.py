@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.core.errors import ModelError
-from stages.models.config_check import check_config, check_generation_config, is_quantized
+from stages.models.config_check import check_config, check_generation_config, is_quantized, other_architecture
 from stages.models.json_object import read_json_object
 from stages.models.tokenizer_files import check_tokenizer_files
 from stages.models.weight_files import WEIGHTS_FILE, WEIGHTS_INDEX, check_index, check_values, read_tensors
@@ -28,7 +28,7 @@ def check_model_folder(folder: Path, *, needs_tokenizer: bool = True) -> list[st
     if not folder.is_dir():
         raise ModelError(f"there is no model folder {folder}; expected a folder with config.json and {WEIGHTS_FILE}")
     config = _check_config(folder)
-    unusual = list(_check_weights(folder, config))
+    unusual = [*filter(None, [other_architecture(config)]), *_check_weights(folder, config)]
     if needs_tokenizer:
         unusual += check_tokenizer_files(folder, config)
     return unusual

@@ -13,9 +13,11 @@ import torch
 
 from stages.core.errors import DataError
 from stages.data.batch import Batch
+from stages.data.config import DataConfig
 from stages.data.dataset import PackedDataset
 from stages.engines.engine import Engine
 from stages.train.methods.method import BatchChange
+from stages.train.mixture import seen
 from stages.train.order import DataOrder
 from stages.train.reference import ReferenceRows
 from stages.train.teacher import BuildEngine, TeacherRows
@@ -114,6 +116,7 @@ class RowBatches:
     order: DataOrder
     training: BatchSource
     held_out: BatchSource | None
+    data: DataConfig
     untrained: torch.Tensor | None = None
     """float32: what the documents of `recorded` had before training."""
 
@@ -121,7 +124,8 @@ class RowBatches:
         return [self.training.batch(rows) for rows in self.order.micro_batches(step)]
 
     def metrics(self, step: int, update_s: float) -> dict[str, float]:
-        return {}
+        order = self.order
+        return seen(self.data, self.training.dataset, order.slots, step * order.global_batch_size)
 
     def recorded(self) -> tuple[Batch, torch.Tensor | None]:
         source = self.held_out or self.training

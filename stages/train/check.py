@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from stages.adapters.config import AdapterConfig
 from stages.core.contract import StageInput
 from stages.core.errors import LifecycleError, ModelError
-from stages.data.check import data_problems
+from stages.data.check import Silent, data_problems
+from stages.data.prepare_mixture import prepare_mixture
+from stages.rewards.judging import opening_problems
 from stages.rewards.reward import RewardContext
 from stages.train.check_teacher import teacher_problems
 from stages.train.config import TrainConfig
 from stages.train.methods.rollouts import RolloutOptions
+from stages.train.mixture import repeated_too_often
 from stages.train.start import data_with_template
 
 
@@ -31,14 +35,38 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]
     if config.rollouts:
         yield from rollout_problems(config, config.rollouts, stage_input, model_folder)
         return
-    problems = data_problems(
-        stage_input.inputs[config.data.dataset] / "data",
-        data_with_template(config.data, stage_input.inputs[config.model]),
-        model_folder,
-        rows=config.learning.rows,
-        cache=stage_input.cache,
-    )
-    yield from ((f"data.{field}", error) for field, error in problems)
+    data = data_with_template(config.data, stage_input.inputs[config.model])
+    is_sound = True
+    for place, part in data.parts.items():
+        folder = stage_input.inputs[part.dataset_stage] / "data"
+        for field, error in data_problems(
+            folder, part, model_folder, rows=config.learning.rows, cache=stage_input.cache
+        ):
+            is_sound = False
+            yield f"data.{place}{field}", error
+    if is_sound and data.datasets:
+        yield from mixture_problems(config.model_copy(update={"data": data}), stage_input, model_folder)
+
+
+def mixture_problems(
+    config: TrainConfig, stage_input: StageInput, model_folder: Path
+) -> Iterator[tuple[str, LifecycleError]]:
+    """Of all datasets together, each of which is sound and has been prepared."""
+    with TemporaryDirectory() as work:
+        try:
+            prepared = prepare_mixture(
+                stage_input.inputs,
+                config.data,
+                model_folder,
+                rows=config.learning.rows,
+                cache=stage_input.cache,
+                report=Silent(),
+                work=Path(work),
+            )
+        except LifecycleError as error:
+            yield "data.datasets", error
+            return
+    yield from ((f"data.{field}", error) for field, error in repeated_too_often(config, prepared.training))
 
 
 def rollout_problems(
@@ -48,15 +76,11 @@ def rollout_problems(
     from stages.train.rollouts.prompts import checked_prompts  # and torch, with what lies beneath it
 
     context = RewardContext(stage_input.inputs, stage_input.cache, lambda _: None)
-    for name, reward in options.rewards.items():
-        try:
-            with reward.opened(name, context):
-                pass
-        except LifecycleError as error:
-            yield f"{config.method}.rewards.{name}", error
+    found = opening_problems(options.rewards, context)
+    yield from ((f"{config.method}.rewards.{name}", error) for name, error in found)
     data = data_with_template(config.data, stage_input.inputs[config.model])
     try:
-        folder = stage_input.inputs[data.dataset] / "data"
+        folder = stage_input.inputs[data.dataset_stage] / "data"
         checked_prompts(config.model_copy(update={"data": data}), options, folder, model_folder)
     except LifecycleError as error:
         yield "data", error

@@ -25,7 +25,8 @@ from stages.serving.registry import installed_version
 from stages.train.execution import TrainExecution
 from stages.train.methods.options import MethodFields, MethodName
 from stages.train.methods.rollout_errors import IDLE_DATA, RolloutRun, rollout_errors
-from stages.train.numbers import Denominator, Epochs, Rate, Seed, contradiction
+from stages.train.numbers import BatchSize, Denominator, Epochs, Rate, Seed, contradiction
+from stages.train.optimizer import OptimizerConfig, optimizer_errors
 from stages.train.row_errors import row_errors
 from stages.train.start import start_problems
 
@@ -58,10 +59,11 @@ class TrainConfig(MethodFields):
 
     steps: PositiveInt | None = Field(None, description="Optimizer steps; else `epochs` counts.")
     epochs: Epochs = Field(1.0, description="Passes over the training data.")
-    global_batch_size: PositiveInt = Field(
+    global_batch_size: BatchSize = Field(
         description="Packed rows of one optimizer step, over all processes; with `method: grpo`, completions."
     )
-    learning_rate: Rate = Field(description="Of AdamW, after the warm-up.")
+    learning_rate: Rate = Field(description="Of the optimizer, after the warm-up.")
+    optimizer: Annotated[OptimizerConfig, AddedLater()] = OptimizerConfig()
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="Of the learning rate.")
     warmup_steps: NonNegativeInt = Field(
         0,
@@ -127,6 +129,7 @@ class TrainConfig(MethodFields):
             self.learning.passes(self.method_options),
             scores_documents=self.learning.needs_score_head,
             adapter=self.adapter.for_planner if self.adapter else None,
+            optimizer=self.optimizer.name,
         )
         return replace(workload, total_tokens=self.steps * workload.tokens_per_step) if self.steps else workload
 
@@ -152,13 +155,9 @@ class TrainConfig(MethodFields):
     @property
     def engine_settings(self) -> EngineSettings:
         """What the engine needs to know."""
+        betas = self.adam_beta1, self.adam_beta2
         adam = AdamSettings(
-            self.learning_rate,
-            self.adam_beta1,
-            self.adam_beta2,
-            self.adam_epsilon,
-            self.weight_decay,
-            self.decay_norms_and_biases,
+            self.learning_rate, *betas, self.adam_epsilon, self.weight_decay, self.decay_norms_and_biases
         )
         return EngineSettings(
             self.layout,
@@ -169,6 +168,7 @@ class TrainConfig(MethodFields):
             self.trust_remote_code,
             self.adapter,
             self.learning.needs_score_head,
+            self.optimizer.muon,
         )
 
     def identity(self) -> dict[str, JsonValue]:
@@ -193,7 +193,8 @@ class TrainConfig(MethodFields):
 
     def idle_fields(self) -> Iterator[tuple[str, str]]:
         yield from super().idle_fields()
-        yield from ((f"data.{field}", why) for field, why in self.data.idle_fields())
+        for block in ("data", "optimizer"):
+            yield from ((f"{block}.{field}", why) for field, why in getattr(self, block).idle_fields())
         if self.rollouts:
             yield from ((f"data.{field}", why) for field, why in IDLE_DATA.items())
         else:
@@ -251,12 +252,6 @@ class TrainConfig(MethodFields):
         return self
 
     @model_validator(mode="after")
-    def _fp8_only_with_megatron(self) -> Self:
-        if self.precision == "fp8" and self.engine != "megatron":
-            raise ValueError("`precision: fp8` needs `engine: megatron`; choose it, or say `precision: bf16`")
-        return self
-
-    @model_validator(mode="after")
     def _score_head_can_be_had(self) -> Self:
         if not self.learning.needs_score_head:
             return self
@@ -285,9 +280,13 @@ class TrainConfig(MethodFields):
         return self
 
     @model_validator(mode="after")
-    def _engine_honours_the_adapter(self) -> Self:
-        if self.adapter and (errors := "; ".join(adapter_errors(self.engine, self.adapter))):
-            raise ValueError(errors)
+    def _engine_honours_what_is_asked(self) -> Self:
+        errors = list(adapter_errors(self.engine, self.adapter)) if self.adapter else []
+        errors += optimizer_errors(self.optimizer, self.engine, self.layout, has_adapter=self.adapter is not None)
+        if self.precision == "fp8" and self.engine != "megatron":
+            errors.append("`precision: fp8` needs `engine: megatron`; choose it, or say `precision: bf16`")
+        if errors:
+            raise ValueError("; ".join(errors))
         return self
 
     @model_validator(mode="after")

@@ -6,9 +6,11 @@ from pathlib import Path
 
 from stages.core.contract import StageInput
 from stages.core.errors import RecipeError
+from stages.data.dataset import PackedDataset
 from stages.data.look import look_at
 from stages.data.shown import DataLook
 from stages.train.config import TrainConfig
+from stages.train.mixture import slots_of
 from stages.train.start import data_with_template
 
 
@@ -20,13 +22,16 @@ def look(stage_input: StageInput, num_rows: int, scratch: Path) -> DataLook:
             f"`method: {config.method}` learns from what the model will answer, so there are no rows to show yet; a "
             "stage of `kind: generate` shows prompts and answers"
         )
+
+    def first_rows(training: PackedDataset) -> list[int]:
+        return slots_of(config.data, training, config.seed).rows(0, min(num_rows, len(training)))
+
     return look_at(
-        stage_input.inputs[config.data.dataset] / "data",
+        stage_input.inputs,
         data_with_template(config.data, stage_input.inputs[config.model]),
         stage_input.inputs[config.base or config.model] / "model",
         rows=config.learning.rows,
-        seed=config.seed,
-        num_rows=num_rows,
+        first_rows=first_rows,
         cache=stage_input.cache,
         scratch=scratch,
     )

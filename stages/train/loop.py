@@ -25,9 +25,9 @@ from stages.train.batches import Batches, prefetched
 from stages.train.checkpoints import Checkpoints
 from stages.train.config import TrainConfig
 from stages.train.divergence import with_divergence
+from stages.train.held_out import evaluate_held_out
 from stages.train.journal import Journal
 from stages.train.metrics import Share, communication_fraction, measure_share, throughput
-from stages.train.order import even_micro_batches
 from stages.train.schedule import learning_rate
 from stages.train.watchdog import Watchdog
 
@@ -97,14 +97,8 @@ def train(run: TrainingRun) -> LossMeans | None:
 
 def evaluate(run: TrainingRun) -> LossMeans | None:
     """Loss and metrics over the held-out rows; None when there are none."""
-    layout, source = run.config.layout, run.batches.held_out
-    if source is None:
-        return None
-    shares = even_micro_batches(
-        len(source.dataset), layout.micro_batch_size, run.engine.data_rank, run.engine.data_parallel_size
-    )
-    batches = [source.batch(rows) for rows in shares]
-    return run.engine.evaluate(with_divergence(run.engine, batches), run.loss)
+    source = run.batches.held_out
+    return evaluate_held_out(run.engine, source, run.loss, run.config.learning) if source else None
 
 
 def _train_one_step(run: TrainingRun, step: int, next_share: Callable[[], Share], is_profiled: bool) -> None:

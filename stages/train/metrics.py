@@ -15,11 +15,13 @@ from torch.profiler import profile
 from stages.data.batch import Batch
 from stages.engines.engine import Engine
 from stages.models.flops import ModelFlops, model_flops_utilization
+from stages.parallel.accelerator import forget_peak, peak_bytes
+from stages.parallel.device_types import DEVICE_TYPES
 from stages.parallel.devices import Peak
 from stages.parallel.processes import gathered
 
 GIB = 2**30
-COLLECTIVES = ("gloo:", "nccl:")
+COLLECTIVES = tuple(sorted({f"{one.collectives}:" for one in DEVICE_TYPES}))
 MOST_PROCESSES_LISTED = 16
 """At every step; at the end all are, however many."""
 FORGET_PEAK = "5"
@@ -75,8 +77,8 @@ def throughput(engine: Engine, share: Share, step_time_s: float, wait_s: float, 
 
 def forget_peak_memory(device: torch.device) -> None:
     """Let `peak_memory` be of training, not of how the model was read, which takes more; of the host, on Linux."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    if device.type != "cpu":
+        forget_peak(device)
         return
     with suppress(OSError, AttributeError):  # where the kernel or the C library has no such thing
         ctypes.CDLL(None).malloc_trim(0)
@@ -89,7 +91,7 @@ def peak_memory(device: torch.device, *, every_rank: bool) -> dict[str, float]:
 
     With `every_rank` that of each process, too. Collective.
     """
-    used_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else host_peak_bytes()
+    used_bytes = host_peak_bytes() if device.type == "cpu" else peak_bytes(device)
     by_rank = gathered(used_bytes / GIB)
     ranks = {f"peak_memory_gib_rank_{rank}": used_gib for rank, used_gib in enumerate(by_rank)} if every_rank else {}
     return {"peak_memory_gib": max(by_rank), **ranks}

@@ -14,6 +14,8 @@ Denominator = Annotated[float, Field(ge=1e-30, allow_inf_nan=False), HELD_IN_FP3
 """Added to what fp32 can hold."""
 Epochs = Annotated[float, Field(ge=1e-4, allow_inf_nan=False)]
 """Fewer are a mistake: `steps` says how few optimizer steps are meant."""
+BatchSize = Annotated[int, Field(ge=1, le=1 << 20)]
+"""Published runs take some ten thousand rows at most."""
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 """What generators of random numbers take."""
 

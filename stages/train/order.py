@@ -8,14 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
-from stages.data.dataset import row_order
+import numpy as np
+
+from stages.data.mixture import MixtureOrder
 
 
 @dataclass(frozen=True)
 class DataOrder:
-    """Epoch after epoch, each a random permutation of all rows, cut into global batches.
+    """Epoch after epoch, each a random permutation of all rows, cut into global batches; of a mixture, each dataset's.
 
     A global batch may span the border of two epochs, so no row is left out of an epoch.
     """
@@ -26,15 +27,16 @@ class DataOrder:
     data_rank: int
     data_parallel_size: int
     seed: int
+    mixture: MixtureOrder | None = None
+    """Of several datasets; default: one, of `num_rows` rows."""
 
     def global_batch(self, step: int) -> list[int]:
         """Row numbers of optimizer step `step`, counted from 1."""
-        start = (step - 1) * self.global_batch_size
-        return [self._row(position) for position in range(start, start + self.global_batch_size)]
+        return self.slots.rows((step - 1) * self.global_batch_size, self.global_batch_size)
 
     def rows(self, num_steps: int) -> list[int]:
         """Numbers of the rows that so many steps learn from, sorted."""
-        return sorted({row for step in range(1, num_steps + 1) for row in self.global_batch(step)})
+        return np.flatnonzero(self.slots.times(num_steps * self.global_batch_size)).tolist()
 
     def micro_batches(self, step: int) -> list[list[int]]:
         """This process's share of a global batch, cut into micro-batches."""
@@ -42,12 +44,10 @@ class DataOrder:
         share = self.global_batch(step)[self.data_rank * num_rows :][:num_rows]
         return [share[start : start + self.micro_batch_size] for start in range(0, num_rows, self.micro_batch_size)]
 
-    def _row(self, position: int) -> int:
-        epoch, index = divmod(position, self.num_rows)
-        return int(_row_order(self.num_rows, self.seed, epoch)[index])
-
-
-_row_order = lru_cache(maxsize=2)(row_order)
+    @property
+    def slots(self) -> MixtureOrder:
+        """The rows of all steps, one after the other."""
+        return self.mixture or MixtureOrder((self.num_rows,), (1.0,), self.seed)
 
 
 def even_micro_batches(

@@ -17,6 +17,8 @@ import torch
 from stages.core.contract import StageContext, is_main_process
 from stages.core.files import write_atomically
 from stages.models.shape import ModelShape
+from stages.parallel.accelerator import device_name, free_bytes
+from stages.parallel.layout import Layout
 from stages.parallel.processes import gathered
 from stages.planner.hardware import Hardware
 from stages.planner.local_hardware import hardware_at_hand
@@ -34,6 +36,8 @@ GIB = 2**30
 class Prediction:
     """Predicted metrics by name, and tags that say what they were predicted from."""
 
+    layout: Layout
+    """As it is to run: what it leaves to the planner is decided, if there is a prediction."""
     metrics: dict[str, float] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
 
@@ -48,7 +52,7 @@ def predict_run(
     available_gib = min(gathered(_available_memory_gib(device)))
     hardware = _hardware(config, context, device)
     if shape is None or hardware is None:
-        return Prediction()
+        return Prediction(config.layout)
     request = SearchRequest(shape, config.workload, hardware, config.layout.world_size)
     candidate = estimate(request, config.engine, config.layout)
     check_memory(request, candidate, available_gib)
@@ -59,15 +63,15 @@ def predict_run(
         "workload": config.workload.to_json(),
         "planner_hardware": hardware.name,
     }
-    return Prediction(predicted_metrics(candidate), tags)
+    return Prediction(candidate.layout, predicted_metrics(candidate), tags)
 
 
 def _hardware(config: TrainConfig, context: StageContext, device: torch.device) -> Hardware | None:
-    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    name = device_name(device)
     described = os.environ.get(HARDWARE_VARIABLE)
-    hardware = hardware_at_hand(device_name, config.processes, Path(described) if described else None)
+    hardware = hardware_at_hand(name, config.processes, Path(described) if described else None)
     if hardware is None:
-        context.warn(f"memory and step time are not predicted: no description of a {device_name}; give one as YAML")
+        context.warn(f"memory and step time are not predicted: no description of a {name}; give one as YAML")
     return hardware
 
 
@@ -82,7 +86,7 @@ def _write(path: Path, request: SearchRequest, candidate: Candidate) -> None:
 
 def _available_memory_gib(device: torch.device) -> float:
     """Of this process's GPU; of the host, its share among the processes there."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] / GIB
+    if device.type != "cpu":
+        return free_bytes(device) / GIB
     kib = next(line.split()[1] for line in Path("/proc/meminfo").read_text().splitlines() if "MemAvailable" in line)
     return int(kib) * 1024 / GIB / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -11,11 +11,20 @@ from stages.train.methods.method import Method
 
 def row_errors(method: Method, data: DataConfig) -> Iterator[str]:
     """What does not go together, and what to say instead."""
+    if method.rows == "prompts" and data.datasets:
+        yield f"`data.datasets` does not go with `method: {method.name}`, which reads prompts; name one `data.dataset`"
+    for place, part in data.parts.items():
+        yield from _errors(method, part, place)
+
+
+def _errors(method: Method, data: DataConfig, place: str) -> Iterator[str]:
     if method.rows not in ("examples", "prompts") and data.train_on == "all":
-        yield f"`train_on: all` does not go with `method: {method.name}`, which compares answers; remove it"
+        yield f"`{place}train_on: all` does not go with `method: {method.name}`, which compares answers; remove it"
+    if method.rows != "examples" and data.packing == "cut":
+        yield f"`data.packing: cut` does not go with `method: {method.name}`; remove it, or learn texts (`method: sft`)"
     suitable = [name for name, form in FORMATS.items() if form.rows == method.rows]
     if method.rows != "prompts" and data.format not in ("auto", *suitable):
         yield (
-            f"`data.format: {data.format}` has no rows for `method: {method.name}`; expected auto or "
+            f"`data.{place}format: {data.format}` has no rows for `method: {method.name}`; expected auto or "
             f"{' or '.join(suitable)}, or another method: {METHODS_FOR[FORMATS[data.format].rows]}"
         )

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain, count, islice
 from pathlib import Path
 
 from stages.core.contract import StageContext
+from stages.core.errors import DataError
 from stages.data.batch import Batch
-from stages.data.dataset import PackedDataset, row_order
-from stages.data.prepare import PreparedData, prepare
+from stages.data.dataset import PackedDataset
+from stages.data.prepare import PreparedData
+from stages.data.prepare_mixture import prepare_mixture
 from stages.engines.engine import Engine
 from stages.train.batches import BatchSource, RowBatches, first_batches
 from stages.train.config import TrainConfig
+from stages.train.mixture import repeated_too_often, shares_asked, slots_of, steps_of_epochs
 from stages.train.order import DataOrder
 from stages.train.reference import ReferenceModel, model_digest
 from stages.train.teacher import BuildEngine, RowsOf, TeacherRows, ask_teacher
@@ -31,18 +34,20 @@ class RowData:
 
     @classmethod
     def read(cls, config: TrainConfig, context: StageContext, model_folder: Path) -> RowData:
-        """Raises DataError and ModelError as `prepare` does."""
-        prepared = prepare(
-            context.inputs[config.data.dataset] / "data",
+        """Raises DataError and ModelError as `prepare` does, and where a dataset would be learned too often."""
+        prepared = prepare_mixture(
+            context.inputs,
             config.data,
             model_folder,
             rows=config.learning.rows,
             cache=context.cache,
             report=context,
-            bad_rows_file=context.work / "bad_rows.jsonl",
+            work=context.work,
         )
         if prepared.training.about.has_margins and not config.learning.reads_margins:
             context.warn(f"the rows have a `margin`, which `method: {config.method}` makes no use of")
+        for place, error in repeated_too_often(config, prepared.training):
+            raise DataError(f"data.{place}: {error}")
         return cls(config, context, prepared)
 
     @property
@@ -62,11 +67,23 @@ class RowData:
             "num_tokens": float(training.num_tokens),
             "num_target_tokens": float(training.num_target_tokens),
             "padding_fraction": training.padding_fraction,
+            **self._counts_by_dataset,
         }
 
     @property
+    def _counts_by_dataset(self) -> dict[str, float]:
+        """Of a mixture, with the share that the recipe wants of each."""
+        training = self.prepared.training
+        asked = shares_asked(self.config.data, training) if training.members else {}
+        found: dict[str, float] = {}
+        for name, dataset in training.members.items():
+            found |= {f"num_rows.{name}": float(len(dataset)), f"num_tokens.{name}": float(dataset.num_tokens)}
+            found[f"share_asked.{name}"] = asked[name]
+        return found
+
+    @property
     def steps_of_epochs(self) -> int:
-        return math.ceil(self.config.epochs * len(self.prepared.training) / self.config.global_batch_size)
+        return steps_of_epochs(self.config, self.prepared.training)
 
     def taught(self, build: BuildEngine, watchdog: Watchdog) -> RowData:
         """Of the rows that are learned from, and of those held out."""
@@ -82,8 +99,9 @@ class RowData:
 
     def first_batches(self, least_targets: int) -> list[Batch]:
         """In the order of training, the same on all processes; raises DataError as the function of this name does."""
-        training = self.prepared.training
-        return first_batches(training, row_order(len(training), self.config.seed, 0).tolist(), least_targets)
+        training, order = self.prepared.training, self._order(0, 1)
+        rows = chain.from_iterable(map(order.global_batch, count(1)))
+        return first_batches(training, islice(rows, len(training)), least_targets)
 
     def batches(self, engine: Engine, last_step: int, watchdog: Watchdog) -> RowBatches:
         """With the reference's log-probabilities of all rows that are learned from until `last_step`."""
@@ -107,6 +125,7 @@ class RowData:
             order=order,
             training=source(training, order.rows(last_step)),
             held_out=source(held_out, list(range(len(held_out)))) if held_out else None,
+            data=config.data,
         )
         if config.adapter is None or context.trial:
             return batches
@@ -117,13 +136,15 @@ class RowData:
         return None if self.context.trial else self.prepared.evaluation
 
     def _order(self, data_rank: int, data_parallel_size: int) -> DataOrder:
+        config, training = self.config, self.prepared.training
         return DataOrder(
-            len(self.prepared.training),
-            self.config.global_batch_size,
-            self.config.layout.micro_batch_size,
+            len(training),
+            config.global_batch_size,
+            config.layout.micro_batch_size,
             data_rank,
             data_parallel_size,
-            self.config.seed,
+            config.seed,
+            slots_of(config.data, training, config.seed),
         )
 
 

@@ -23,6 +23,8 @@ from stages.models.shape import ModelShape
 from stages.models.start_up import hide_unused_packages
 from stages.models.tokenizer_probe import check_tokenizer
 from stages.models.trained_on import note_trained_on
+from stages.parallel.accelerator import type_at_hand
+from stages.parallel.device_types import check_device
 from stages.parallel.devices import Peak, device_peak
 from stages.parallel.layout import describe_layout
 from stages.parallel.processes import collective_timeout, joined_processes
@@ -53,6 +55,7 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
     model_folder = context.inputs[config.base or config.model] / "model"
     config = config.model_copy(update={"data": data_with_template(config.data, context.inputs[config.model])})
     _check_world_size(config)
+    check_device(type_at_hand(), config.engine, config.layout, config.precision)
     tokenizer_notes = check_tokenizer(model_folder, read_config(model_folder))
     for unusual in [*check_model_folder(model_folder), *tokenizer_notes]:
         context.warn(unusual)
@@ -62,6 +65,7 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
     check_lengths(data.longest_document, context, model_folder)
     with joined_processes(collective_timeout(config.execution.hang_timeout_s)) as device:
         prediction = predict_run(config, context, shape, device)
+        config = config.model_copy(update={"layout": prediction.layout})
         with (
             explained_out_of_memory(config, prediction.metrics.get("predicted_memory_gib")),
             Watchdog(

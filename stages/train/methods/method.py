@@ -61,6 +61,8 @@ class Method:
     """What its loss measures beside itself: name → meaning."""
     averaged_over: str = "target tokens"
     """What its loss is the mean over."""
+    is_likelihood: bool = False
+    """Whether its loss is how unlikely the target tokens are, in nats a token."""
     headline: tuple[str, ...] = ()
     """Those of `metrics` that a person is shown first."""
     is_null_in_identity: bool = False

@@ -29,4 +29,4 @@ class SftLoss:
         return -token_log_probabilities.sum() / totals["targets"], {}
 
 
-SFT = Method(name="sft", rows="examples", build_loss=lambda _: SftLoss())
+SFT = Method(name="sft", rows="examples", build_loss=lambda _: SftLoss(), is_likelihood=True)

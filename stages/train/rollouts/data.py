@@ -33,7 +33,7 @@ class RolloutData:
     options: RolloutOptions
     model_folder: Path
     prompts: Sequence[AskedPrompt]
-    build_reference: Callable[[torch.device], Engine]
+    build_reference: Callable[[torch.device, RolloutData], Engine]
     """The model that training starts from, once more."""
 
     @classmethod
@@ -43,10 +43,10 @@ class RolloutData:
         context: StageContext,
         options: RolloutOptions,
         model_folder: Path,
-        build_reference: Callable[[torch.device], Engine],
+        build_reference: Callable[[torch.device, RolloutData], Engine],
     ) -> RolloutData:
         """Raises DataError for rows that are no prompts, or are too long; ModelError as `read_prompts` does."""
-        prompts = checked_prompts(config, options, context.inputs[config.data.dataset] / "data", model_folder)
+        prompts = checked_prompts(config, options, context.inputs[config.data.dataset_stage] / "data", model_folder)
         return cls(config, context, options, model_folder, prompts, build_reference)
 
     @property
@@ -76,13 +76,13 @@ class RolloutData:
         packing = Packing(
             config.data.sequence_length,
             most_tokens(config, self.options, self.model_folder),
-            config.data.packing,
+            bool(config.data.packing),
             config.layout.micro_batch_size,
             DocumentTokenizer(self.model_folder, None, "assistant").padding_token,
             self.options.temperature,
         )
         base = self.model_folder if config.adapter else None
-        reference = self.build_reference(engine.device) if config.needs_reference else None
+        reference = self.build_reference(engine.device, self) if config.needs_reference else None
         return RolloutBatches(
             config, self.context, self.options, engine, watchdog, self.prompts, self._plan, packing, base, reference
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -40,7 +40,7 @@ class Probe:
         for one in documents[1:NUM_DOCUMENTS]:
             if sum(map(len, chosen)) + len(one) <= packing.sequence_length and len(one) < packing.most_tokens:
                 chosen.append(one)
-        batch = packing.batch([chosen])
+        batch = _untempered(packing).batch([chosen])
         return cls(chosen, engine.document_log_probabilities(batch), batch)
 
     def write(self, path: Path) -> None:
@@ -51,7 +51,7 @@ class Probe:
     def read(cls, path: Path, packing: Packing) -> Probe:
         content = json.loads(path.read_text(encoding="utf-8"))
         documents = [AnsweredPrompt(**one) for one in content["documents"]]
-        return cls(documents, torch.tensor(content["untrained"]), packing.batch([documents]))
+        return cls(documents, torch.tensor(content["untrained"]), _untempered(packing).batch([documents]))
 
     def check(self, of_engine: torch.Tensor, server: RolloutServer, dtype: str, step: int) -> float:
         """Mean |Δ log-probability| of the completions' tokens, in nats. of_engine: float32 [rows, sequence], its own.
@@ -67,6 +67,11 @@ class Probe:
         difference = (of_engine[self.batch.has_target] - torch.tensor(served)).abs().mean().item()
         check_difference(difference, dtype, f"given the weights of step {step - 1}, the server")
         return difference
+
+
+def _untempered(packing: Packing) -> Packing:
+    """What a server gives to tokens that it is shown is of no temperature, whatever it samples at."""
+    return replace(packing, temperature=1.0)
 
 
 def check_difference(difference: float, dtype: str, what: str) -> None:

@@ -17,7 +17,9 @@ import torch
 from stages.core.contract import StageContext
 from stages.core.errors import LifecycleError, ServerError, TransientError
 from stages.models.recorded import Predicted
+from stages.parallel.accelerator import type_at_hand
 from stages.rollouts.asking import Answer, Request, ask_all
+from stages.serving.client import Client
 from stages.serving.config import ServeExecution, ServingConfig
 from stages.serving.launch import LaunchSpec
 from stages.serving.registry import default_engine, new_launch_spec
@@ -27,7 +29,6 @@ from stages.train.execution import TrainExecution
 MOST_RESTARTS = 3
 """In a row, without a round between them."""
 BASE, POLICY = "base", "policy"
-VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 class RolloutServer:
@@ -60,7 +61,8 @@ class RolloutServer:
             elif self._base:
                 self._swap_adapter(self._server, before)
             else:
-                self._server.engine.reload_weights(self._server.address, self._server.api_key, folder)
+                server, timeout_s = self._server, self._execution.rollout_timeout_s
+                server.engine.reload_weights(server.address, server.api_key, folder, timeout_s)
         except (ServerError, TransientError) as error:
             if self._server is None:
                 raise
@@ -78,11 +80,10 @@ class RolloutServer:
             del remaining[number]
 
         while remaining:
-            server = self._running
-            client = replace(server.client, model=self._name, timeout_s=self._execution.rollout_timeout_s)
+            server, client = self._running, self._client
             named = [(number, {**request, "model": self._name}) for number, request in remaining.items()]
             try:
-                ask_all(client, named, self._execution.concurrent_requests, kept, self._execution.rollout_timeout_s)
+                ask_all(client, named, self._execution.concurrent_requests, kept, stall_s=client.timeout_s)
             except (ServerError, TransientError) as error:
                 if isinstance(error, ServerError) and server.alive() and server.client.is_healthy():
                     raise
@@ -93,7 +94,7 @@ class RolloutServer:
         """Of tokens, by the weights that were taken last. Raises TransientError when it goes again and again."""
         while True:
             try:
-                return replace(self._running.client, model=self._name).predictions(rows)
+                return self._client.predictions(rows)
             except (ServerError, TransientError) as error:
                 self._restart(error)
 
@@ -108,6 +109,10 @@ class RolloutServer:
         return self._server
 
     @property
+    def _client(self) -> Client:
+        return replace(self._running.client, model=self._name, timeout_s=self._execution.rollout_timeout_s)
+
+    @property
     def _name(self) -> str:
         """In requests: an adapter has a new one with each version, as servers know it by name."""
         assert self._folder
@@ -115,9 +120,10 @@ class RolloutServer:
 
     def _swap_adapter(self, server: Server, before: Path | None) -> None:
         assert self._folder
-        server.engine.load_adapter(server.address, server.api_key, self._name, self._folder.resolve())
+        timeout_s = self._execution.rollout_timeout_s
+        server.engine.load_adapter(server.address, server.api_key, self._name, self._folder.resolve(), timeout_s)
         if before:
-            server.engine.unload_adapter(server.address, server.api_key, f"{POLICY}-{before.name}")
+            server.engine.unload_adapter(server.address, server.api_key, f"{POLICY}-{before.name}", timeout_s)
 
     def _restart(self, error: LifecycleError) -> None:
         self._restarts += 1
@@ -148,8 +154,9 @@ class RolloutServer:
 
 def own_gpus() -> dict[str, str]:
     """The environment that leaves the server those GPUs of this stage that no training process has."""
-    if not torch.cuda.is_available():
+    variable = type_at_hand().visible_devices
+    if variable is None:
         return {}
-    visible = os.environ.get(VISIBLE_GPUS) or ",".join(map(str, range(torch.cuda.device_count())))
+    visible = os.environ.get(variable) or ",".join(map(str, range(torch.accelerator.device_count())))
     num_training = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return {VISIBLE_GPUS: ",".join(visible.split(",")[num_training:])}
+    return {variable: ",".join(visible.split(",")[num_training:])}

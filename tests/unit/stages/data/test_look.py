@@ -23,9 +23,14 @@ def look(tmp_path, tokenizer_folder):
         config = DataConfig(dataset="data", **{"sequence_length": 256, **options})
         cache, scratch = tmp_path / "cache", tmp_path / "scratch"
         scratch.mkdir(exist_ok=True)
-        return look_at(
-            folder, config, tokenizer_folder, rows=rows, seed=seed, num_rows=num_rows, cache=cache, scratch=scratch
-        )
+
+        def first_rows(training):
+            return row_order(len(training), seed, 0)[:num_rows].tolist()
+
+        inputs = {"data": tmp_path / "artifact"}
+        inputs["data"].mkdir(exist_ok=True)
+        (inputs["data"] / "data").symlink_to(folder) if not (inputs["data"] / "data").exists() else None
+        return look_at(inputs, config, tokenizer_folder, rows=rows, first_rows=first_rows, cache=cache, scratch=scratch)
 
     return find
 

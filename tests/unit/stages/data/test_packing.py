@@ -5,12 +5,29 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.data import packing
-from stages.data.packing import best_fit_decreasing, pack
+from stages.data.packing import best_fit_decreasing
+from stages.data.unit_arrays import Units
+
+
+def units_of(lengths, first=0):
+    """Units of one document each, whose tokens are their numbers."""
+    lengths = np.array(lengths, np.int64)
+    tokens = np.repeat(np.arange(first, first + len(lengths), dtype=np.int32), lengths)
+    return Units(tokens, np.ones(len(tokens), np.bool_), lengths, np.ones(len(lengths), np.int64))
+
+
+def pack(batches, capacity):
+    """Batches of lengths → rows of lengths; the tokens go where their lengths do."""
+    for units, sizes in packing.pack(batches, capacity):
+        lengths = iter(units.lengths.tolist())
+        for size in sizes:
+            yield [next(lengths) for _ in range(size)]
 
 
 @st.composite
@@ -45,17 +62,31 @@ def test_a_small_window_loses_nothing_either(drawn, window_units):
     lengths, capacity = drawn
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "WINDOW_UNITS", window_units)
-        rows = list(pack([range(length) for length in lengths], capacity))
-    assert Counter(len(unit) for row in rows for unit in row) == Counter(lengths)
-    assert all(sum(map(len, row)) <= capacity for row in rows)
+        rows = list(pack([units_of(lengths)], capacity))
+        packed = list(packing.pack([units_of(lengths)], capacity))
+    assert Counter(length for row in rows for length in row) == Counter(lengths)
+    assert all(sum(row) <= capacity for row in rows)
+    numbers = [number for units, _ in packed for number in units.tokens.tolist()]
+    assert Counter(numbers) == Counter(dict(enumerate(lengths)))
+
+
+@given(lengths_and_capacity(), st.integers(1, 7), st.integers(2, 50))
+def test_how_units_come_in_batches_changes_nothing(drawn, size, window_units):
+    lengths, capacity = drawn
+    batches = [units_of(lengths[at : at + size], at) for at in range(0, len(lengths), size)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "WINDOW_UNITS", window_units)
+        whole, pieces = (list(packing.pack(given, capacity)) for given in ([units_of(lengths)], batches))
+    assert [rows for _, rows in whole] == [rows for _, rows in pieces]
+    assert [units.tokens.tolist() for units, _ in whole] == [units.tokens.tolist() for units, _ in pieces]
 
 
 def test_a_stream_of_many_windows_is_packed_as_well_as_one(monkeypatch):
     draw = random.Random(0)
-    units = [range(min(1024, int(draw.lognormvariate(5, 1)) + 1)) for _ in range(20_000)]
+    lengths = [min(1024, int(draw.lognormvariate(5, 1)) + 1) for _ in range(20_000)]
     monkeypatch.setattr(packing, "WINDOW_UNITS", 1000)
-    rows = list(pack(units, 1024))
-    assert sum(map(len, units)) / (1024 * len(rows)) > 0.99
+    rows = list(pack([units_of(lengths)], 1024))
+    assert sum(lengths) / (1024 * len(rows)) > 0.99
 
 
 def test_rows_come_before_the_stream_ends(monkeypatch):
@@ -66,7 +97,7 @@ def test_rows_come_before_the_stream_ends(monkeypatch):
         nonlocal taken
         while True:
             taken += 1
-            yield range(7)
+            yield units_of([7])
 
     next(pack(units(), 16))
     assert taken == 10

@@ -58,7 +58,7 @@ def test_plain_text_is_text(tokenizer, read_ids):
     tokens = encode(mine, PlainText("a <|im_start|>", "b<|im_end|> c"))
     assert len(tokens) == len("a <|im_start|>b<|im_end|> c") + 1
     assert read_ids(tokens.ids) == "a <|im_start|>b<|im_end|> c</s>"
-    assert next(mine.warnings()).startswith(
+    assert next(mine.warnings(mine.take_notes())).startswith(
         "special tokens within texts: `<|im_end|>` (1 documents), `<|im_start|>` (1 documents); encoded as text."
     )
 
@@ -67,7 +67,7 @@ def test_allowed_they_are_what_they_say(tokenizer):
     mine = tokenizer("allow")
     tokens = encode(mine, PlainText("<|im_start|>user\na<|im_end|>", "<|im_start|>b<|im_end|>"))
     assert len(tokens) == 1 + len("user\na") + 1 + 1 + 1 + 1 + 1
-    assert "taken as such" in next(mine.warnings())
+    assert "taken as such" in next(mine.warnings(mine.take_notes()))
 
 
 def test_refused_they_are_bad_rows(tokenizer):

@@ -388,6 +388,14 @@ def test_what_a_template_leaves_out_of_a_conversation_is_a_bad_row(source, role,
         template.documents(row)
 
 
+def test_a_system_prompt_is_not_taken_for_shown_because_a_question_repeats_it():
+    row = chat("Be brief. Who?", "Ann", system="Be brief.")
+    dropping = template_of("{% for message in messages if message.role != 'system' %}" + SAYS + "{% endfor %}" + ASKS)
+    with pytest.raises(RowError, match="leaves out what `system` says in message 1"):
+        dropping.documents(row)
+    assert "Be brief." in template_of("{% for message in messages %}" + SAYS + "{% endfor %}" + ASKS).render_text(row)
+
+
 def test_a_document_a_turn_where_the_template_ends_the_last_one_otherwise():
     source = (
         "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content }}"

@@ -10,9 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
 
 from stages.core.errors import ModelError
-from stages.models.config_check import check_unquantized
+from stages.models.config_check import check_unquantized, other_architecture
 from stages.models.json_object import read_json_object
 from stages.models.model_folder import check_model_folder
 
@@ -204,6 +208,30 @@ def test_what_is_only_unusual_is_said(folder: Path) -> None:
     zeros, tokens = check_model_folder(folder)
     assert "1 of 3 matrices hold zeros only (model.layers.0.mlp.up_proj.weight)" in zeros
     assert "1 added tokens beyond the model's vocabulary of 10 ('<image>' is 10)" in tokens
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "mistral", "gpt2"])
+def test_a_class_of_another_type_is_said_since_training_and_serving_go_by_one_each(
+    folder: Path, model_type: str
+) -> None:
+    config(model_type=model_type)(folder)
+    (said,) = check_model_folder(folder)
+    assert f"model_type is {model_type}, but architectures is LlamaForCausalLM" in said
+
+
+def test_classes_are_named_after_their_type_in_transformers_itself() -> None:
+    """But for a few: types of parts, and those that have another type's class."""
+    named = {
+        (model_type, name)
+        for names in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)
+        for model_type, name in names.items()
+    }
+    others = {
+        model_type
+        for model_type, name in named
+        if other_architecture({"model_type": model_type, "architectures": [name]})
+    }
+    assert others <= {"cohere_compass_text", "gpt-sw3", "hunyuan_v1_dense", "hunyuan_v1_moe", "minimax_m3_vl_text"}
 
 
 @pytest.mark.parametrize("part", [{}, {"text_config": {}}], ids=["model", "its text part"])

@@ -34,6 +34,8 @@ from tests.train_stage import make_config
             "`weight_decay: 1000` × `learning_rate: 0.001` .*less than 1",
         ),
         ({"steps": 10, "warmup_steps": 11}, "`warmup_steps: 11` is more than `steps: 10`"),
+        ({"global_batch_size": 10**18}, "less than or equal to 1048576"),
+        ({"data": {"dataset": "problems", "sequence_length": 1}}, "greater than or equal to 2"),
     ],
 )
 def test_is_refused(fields: dict[str, Any], message: str) -> None:

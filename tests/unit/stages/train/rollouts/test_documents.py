@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+from pathlib import Path
+
 import pytest
 import torch
 
 from stages.data.batch import IGNORED
 from stages.train.rollouts.documents import AnsweredPrompt, Packing
+from stages.train.rollouts.probe import Probe
 
 DOCUMENTS = [
     AnsweredPrompt([1, 2, 3], [4, 5], [-0.25, -0.5], 1.0),
@@ -54,3 +59,12 @@ def test_a_row_is_as_wide_as_its_packing_says() -> None:
     assert [batch.input_ids.shape for batch in packed] == [(1, 8)]
     assert [(batch.input_ids.shape, batch.temperature) for batch in alone] == [((1, 5), 0.5)]
     assert torch.equal(alone[0].targets, torch.tensor([[IGNORED, IGNORED, 4, 5, IGNORED]]))
+
+
+def test_a_probe_is_of_no_temperature_as_what_servers_give_to_tokens_that_they_are_shown(tmp_path: Path) -> None:
+    (tmp_path / "probe.json").write_text(
+        json.dumps({"documents": [asdict(one) for one in DOCUMENTS], "untrained": [0.0] * 4})
+    )
+    packing = Packing(32, 8, packing=True, micro_batch_size=1, padding_token=0, temperature=0.7)
+    assert packing.batch([DOCUMENTS]).temperature == 0.7
+    assert Probe.read(tmp_path / "probe.json", packing).batch.temperature == 1

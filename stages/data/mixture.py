@@ -1,0 +1,165 @@
+"""Several datasets as one: `MixedDataset`, and the order in which a mixture visits its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stages.data.cache import content_key
+from stages.data.dataset import Description, PackedDataset, Row, row_order
+
+WHEEL = 1 << 64
+STRIDE = 0x9E3779B97F4A7C15
+"""The golden ratio's share of `WHEEL`: slots as far apart lie evenly, however many there are (Knuth 1998, The Art of
+Computer Programming, vol. 3, section 6.4, theorem S)."""
+
+
+class MixedDataset(PackedDataset):
+    """Datasets one after the other: the numbers of rows and documents go on from one to the next."""
+
+    def __init__(self, members: Mapping[str, PackedDataset]) -> None:
+        self.members = dict(members)
+        self._list = list(members.values())
+        self.about = _joined([one.about for one in self._list])
+        self._first_rows = [0, *accumulate(map(len, self._list))]
+        self._first_documents = [0, *accumulate(one.num_documents for one in self._list)]
+
+    @property
+    def key(self) -> str:
+        return content_key({"mixture": [one.key for one in self._list]})
+
+    @property
+    def document_lengths(self) -> NDArray[np.int64]:
+        return np.concatenate([one.document_lengths for one in self._list])
+
+    @property
+    def row_lengths(self) -> NDArray[np.int64]:
+        return np.concatenate([one.row_lengths for one in self._list])
+
+    @property
+    def member_rows(self) -> dict[str, range]:
+        starts = self._first_rows
+        return {name: range(starts[number], starts[number + 1]) for number, name in enumerate(self.members)}
+
+    def row_documents(self, row_indices: Sequence[int]) -> NDArray[np.int64]:
+        found = [np.arange(0)]
+        for row in row_indices:
+            number, own = self._place(row)
+            found.append(self._list[number].row_documents([own]) + self._first_documents[number])
+        return np.concatenate(found)
+
+    def labels(self, row: int) -> list[bool]:
+        number, own = self._place(row)
+        return self._list[number].labels(own)
+
+    def margins(self, row: int) -> list[float]:
+        number, own = self._place(row)
+        return self._list[number].margins(own)
+
+    def _row(self, row: int) -> Row:
+        number, own = self._place(row)
+        return self._list[number]._row(own)
+
+    def _place(self, row: int) -> tuple[int, int]:
+        number = int(np.searchsorted(self._first_rows, row, side="right")) - 1
+        return number, row - self._first_rows[number]
+
+
+def joined(members: Mapping[str, PackedDataset]) -> PackedDataset:
+    """One dataset of several; of one, itself."""
+    return MixedDataset(members) if len(members) > 1 else next(iter(members.values()))
+
+
+def _joined(abouts: Sequence[Description]) -> Description:
+    """Counts add up; how rows are packed is the same for all."""
+    counts = [name for name in Description.model_fields if name.startswith("num_") and name != "num_good"]
+    num_good = [one.num_good for one in abouts if one.num_good is not None]
+    num_bytes = [one.bytes_per_token * one.num_tokens for one in abouts if one.bytes_per_token is not None]
+    num_tokens = sum(one.num_tokens for one in abouts)
+    return abouts[0].model_copy(
+        update={
+            **{name: sum(getattr(one, name) for one in abouts) for name in counts},
+            "num_good": sum(num_good) if num_good else None,
+            "has_margins": any(one.has_margins for one in abouts),
+            "conversations": any(one.conversations for one in abouts),
+            "bytes_per_token": sum(num_bytes) / num_tokens if len(num_bytes) == len(abouts) else None,
+            "warnings": tuple(warning for one in abouts for warning in one.warnings),
+        }
+    )
+
+
+@dataclass(frozen=True)
+class MixtureOrder:
+    """Which row of a `MixedDataset` each slot of a training takes: a pure function of the seed and the slot's number.
+
+    In any stretch of slots each dataset has its share, within a few rows, and takes its rows in its own order, epoch
+    after epoch. sizes: rows of each dataset. shares: of slots, which add up to 1.
+    """
+
+    sizes: tuple[int, ...]
+    shares: tuple[float, ...]
+    seed: int
+
+    def rows(self, first: int, count: int) -> list[int]:
+        """int [count]: rows of the slots from `first` on, counted from 0."""
+        slots = np.arange(first, first + count, dtype=np.uint64)
+        places = slots * np.uint64(STRIDE) + np.uint64(self._begin)  # modulo WHEEL
+        numbers = np.searchsorted(np.array(self._borders[:-1], np.uint64), places, side="right")
+        taken, first_rows = self.taken(first), [0, *accumulate(self.sizes)]
+        found = []
+        for number in numbers.tolist():
+            epoch, index = divmod(taken[number], self.sizes[number])
+            found.append(first_rows[number] + int(_row_order(self.sizes[number], self.seed, epoch, number)[index]))
+            taken[number] += 1
+        return found
+
+    def taken(self, num_slots: int) -> list[int]:
+        """Rows that the first `num_slots` slots take of each dataset."""
+        below = [0, *(_num_below(border, num_slots, self._begin) for border in self._borders[:-1]), num_slots]
+        return [end - start for start, end in pairwise(below)]
+
+    def times(self, num_slots: int) -> NDArray[np.int64]:
+        """int64 [rows of all]: how often the first `num_slots` slots take each row."""
+        found = []
+        for number, (size, taken) in enumerate(zip(self.sizes, self.taken(num_slots), strict=True)):
+            epochs, rest = divmod(taken, size)
+            times = np.full(size, epochs, np.int64)
+            times[_row_order(size, self.seed, epochs, number)[:rest]] += 1
+            found.append(times)
+        return np.concatenate(found)
+
+    @property
+    def _begin(self) -> int:
+        return int(np.random.SeedSequence(self.seed).generate_state(1, np.uint64)[0])
+
+    @property
+    def _borders(self) -> list[int]:
+        """Where on the wheel the stretch of each dataset ends."""
+        return [min(WHEEL - 1, round(end * WHEEL)) for end in accumulate(self.shares)]
+
+
+def _num_below(border: int, num_slots: int, begin: int) -> int:
+    """How many of the first slots lie below `border` on the wheel: ⌊x⌋ - ⌊x - border⌋ is 1 for those, else 0."""
+    shifted = _floor_sum(num_slots, STRIDE, begin - border + WHEEL) - num_slots
+    return _floor_sum(num_slots, STRIDE, begin) - shifted
+
+
+def _floor_sum(count: int, factor: int, offset: int, modulus: int = WHEEL) -> int:
+    """Σ ⌊(factor · t + offset) / modulus⌋ over 0 ≤ t < count, none negative: Graham, Knuth, Patashnik 1994, Concrete
+    Mathematics, section 3.5; in as many turns as Euclid's algorithm."""
+    total = 0
+    while True:
+        total += count * (count - 1) // 2 * (factor // modulus) + count * (offset // modulus)
+        factor, offset = factor % modulus, offset % modulus
+        end = factor * count + offset
+        if end < modulus:
+            return total
+        count, offset, factor, modulus = end // modulus, end % modulus, modulus, factor
+
+
+_row_order = lru_cache(maxsize=16)(row_order)

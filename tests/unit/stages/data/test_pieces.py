@@ -1,0 +1,226 @@
+"""A dataset is tokenized by parts, each kept by its content: what comes of it is as if it had been read in one go."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from stages.core.errors import DataError
+from stages.data import parts, tokenizing, tokenizing_processes
+from stages.data.config import DataConfig
+from stages.data.files import read_part, read_rows
+from stages.data.parts import parts_of
+from stages.data.prepare import prepare
+
+
+class Reports:
+    def __init__(self):
+        self.warnings, self.messages = [], []
+
+    def progress(self, done, total, unit, message=""):
+        assert done <= total
+        self.messages.append(message)
+
+    def warn(self, message):
+        self.warnings.append(message)
+
+
+def chat(number):
+    said = [("user", f"question {number}"), ("assistant", f"answer {number} " * (number % 7 + 1))]
+    return {"messages": [{"role": role, "content": content} for role, content in said]}
+
+
+@pytest.fixture
+def run(tmp_path, tokenizer_folder):
+    def prepare_folder(folder, cache="cache", reports=None, **options):
+        prepare_folder.reports = reports or Reports()
+        return prepare(
+            folder,
+            DataConfig(dataset="data", **{"sequence_length": 256, **options}),
+            tokenizer_folder,
+            rows="examples",
+            cache=tmp_path / cache,
+            report=prepare_folder.reports,
+            bad_rows_file=tmp_path / "bad_rows.jsonl",
+        ).training
+
+    return prepare_folder
+
+
+def write_shards(write_rows, count, rows_each=40):
+    for number in range(count):
+        rows = [chat(row) for row in range(number * rows_each, (number + 1) * rows_each)]
+        folder = write_rows(rows, f"train/{number:03}.jsonl")
+    return folder
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def pieces(tmp_path):
+    return {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "pieces").iterdir()}
+
+
+def test_of_files_that_are_there_already_none_is_tokenized_again(run, write_rows, tmp_path):
+    run(write_shards(write_rows, 5))
+    before = pieces(tmp_path)
+    folder = write_shards(write_rows, 6)
+    grown = run(folder)
+    after = pieces(tmp_path)
+    assert len(before) == 5
+    assert len(after) == 6
+    assert before.items() <= after.items()
+    assert content(grown.folder) == content(run(folder, cache="other").folder)
+    assert grown.num_documents == 240
+
+
+def test_rows_that_are_appended_to_a_file_are_tokenized_alone(run, write_rows, tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "PART_BYTES", 1000)
+    run(write_rows([chat(number) for number in range(200)]))
+    before = pieces(tmp_path)
+    folder = write_rows([chat(number) for number in range(210)])
+    grown = run(folder)
+    assert len(before.keys() - pieces(tmp_path).keys()) == 0
+    assert len(pieces(tmp_path)) <= len(before) + 3
+    monkeypatch.setattr(parts, "PART_BYTES", 1 << 20)
+    assert content(grown.folder) == content(run(folder, cache="other").folder)
+
+
+def test_what_repeats_and_what_is_bad_is_named_by_its_place_over_all_parts(run, write_rows, monkeypatch):
+    monkeypatch.setattr(parts, "PART_BYTES", 500)
+    rows = [chat(number) for number in range(60)]
+    rows[40] = {"messages": []}
+    rows[50] = rows[3]
+    rows[55] = {"messages": [*rows[55]["messages"]], "more": "unread"}
+    run(write_rows(rows), on_bad_rows="drop", max_bad_row_fraction=0.5)
+    assert [warning.removeprefix("training data: ") for warning in run.reports.warnings] == [
+        "1 of 60 rows cannot be learned from and were dropped: train.jsonl:41 has an empty list in `messages`; "
+        "expected messages",
+        "fields that are not read, and teach nothing: `more` (1 rows)",
+        "1 of 59 rows repeat an earlier one, and are learned as often as they are there: train.jsonl:51 is "
+        "train.jsonl:4 again",
+    ]
+    with pytest.raises(DataError, match=r"train.jsonl:41 has an empty list"):
+        run(write_rows(rows))
+
+
+@pytest.fixture
+def two_processes(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setattr(tokenizing_processes, "BYTES_PER_PROCESS", 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+
+
+def test_any_number_of_processes_gives_the_same_bytes_and_says_how_fast(run, write_rows, monkeypatch, request):
+    monkeypatch.setattr(parts, "PART_BYTES", 3000)
+    rows = [*(chat(number) for number in range(300)), {"messages": []}, chat(7)]
+    folder = write_rows(rows)
+    options = {"on_bad_rows": "drop", "over_long": "truncate"}
+    alone = run(folder, **options)
+    warnings = run.reports.warnings
+    request.getfixturevalue("two_processes")
+    together = run(folder, cache="other", **options)
+    assert content(alone.folder) == content(together.folder)
+    assert run.reports.warnings == warnings
+    assert "rows/s" in run.reports.messages[-1]
+    bad = write_rows([chat(0), *[{"text": "no conversation"}] * 200])
+    with pytest.raises(DataError, match=r"200 of 201 rows cannot be learned from:\n  train.jsonl:2 has no `messages`"):
+        run(bad)
+
+
+def test_a_part_of_many_tokens_is_several_pieces(run, write_rows, tmp_path, monkeypatch):
+    folder = write_rows([chat(number) for number in range(3000)])
+    whole = run(folder, cache="other")
+    monkeypatch.setattr(tokenizing, "PIECE_TOKENS", 100)
+    assert content(run(folder).folder) == content(whole.folder)
+    assert len(pieces(tmp_path)) == 4
+
+
+def test_a_file_that_changes_while_it_is_read_is_named(run, write_rows, tmp_path):
+    folder = write_rows([chat(number) for number in range(2000)])
+
+    class Appending(Reports):
+        def progress(self, *_):
+            with (folder / "train.jsonl").open("a") as stream:
+                stream.write("\n")
+
+    with pytest.raises(DataError, match=r"train.jsonl changed while it was read: it had [\d,]+ bytes and"):
+        run(folder, reports=Appending())
+    assert not [*tmp_path.glob("cache/tokenized/*/about.json")]
+
+
+def test_parts_of_parquet_have_its_rows_under_their_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "PART_BYTES", 200)
+    path = tmp_path / "train.parquet"
+    table = pyarrow.table({"text": [f"text {number}" for number in range(100)]})
+    pyarrow.parquet.write_table(table, path, row_group_size=7)
+    found = list(parts_of(path, "train.parquet"))
+    assert len(found) > 3
+    assert len({one.digest for one in found}) == len(found)
+    rows = [row for one in found for row in read_part(one.part)]
+    assert rows == list(read_rows(tmp_path, [path]))
+    assert [row.place.number for row in rows] == list(range(1, 101))
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from stages.data import tokenizing_processes
+from stages.data.config import DataConfig
+from stages.data.prepare import prepare
+
+class Reports:
+    def progress(self, *_):
+        print("begun", flush=True)
+    def warn(self, _):
+        pass
+
+if __name__ == "__main__":
+    tokenizing_processes.BYTES_PER_PROCESS = 1
+    tokenizing_processes.os.sched_getaffinity = lambda _: {0, 1}
+    folder, tokenizer, cache = map(Path, sys.argv[1:])
+    config = DataConfig(dataset="data", sequence_length=256)
+    prepare(folder, config, tokenizer, rows="examples", cache=cache, report=Reports(), bad_rows_file=cache / "bad")
+"""
+
+
+def processes_with(word):
+    """Folders in /proc of those whose environment holds it."""
+    found = []
+    for folder in (path for path in Path("/proc").iterdir() if path.name.isdecimal()):
+        with contextlib.suppress(OSError):
+            found += [folder] if word.encode() in (folder / "environ").read_bytes() else []
+    return found
+
+
+def test_no_process_outlives_the_one_that_asked_for_it(tmp_path, tokenizer_folder, write_rows):
+    folder = write_rows([chat(number) for number in range(20_000)])
+    for shard in range(8):
+        (folder / f"train-{shard:05}-of-00008.jsonl").write_bytes((folder / "train.jsonl").read_bytes() + b"\n" * shard)
+    (folder / "train.jsonl").unlink()
+    (tmp_path / "cache").mkdir()
+    program = tmp_path / "program.py"
+    program.write_text(KILLED)
+    mark = f"MARK_{os.getpid()}"
+    arguments = [sys.executable, str(program), str(folder), str(tokenizer_folder), str(tmp_path / "cache")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "INCREMENT_MARK": mark}
+    with subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"begun\n"
+        assert len(processes_with(mark)) >= 3
+        process.send_signal(signal.SIGKILL)
+        process.wait(30)
+    until_s = time.monotonic() + 30
+    while (left := processes_with(mark)) and time.monotonic() < until_s:
+        time.sleep(0.05)
+    assert not left
+    assert not [*tmp_path.glob("cache/tokenized/*/about.json")]
