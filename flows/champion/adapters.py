@@ -56,12 +56,12 @@ def swap_in(server: Server, version: RegisteredVersion) -> bool:
     if not server.engine.has_room(running, folder):
         return False
     began_s = time.monotonic()
-    server.engine.load_adapter(server.address, server.api_key, naming.inside, folder)
+    server.engine.load_adapter(server.address, server.api_key, naming.inside, folder, server.client.timeout_s)
     try:
         check_adapter(server, naming.inside, folder)
     except LifecycleError:
         with suppress(LifecycleError):  # what was wrong is said; a server that is gone has nothing to forget
-            server.engine.unload_adapter(server.address, server.api_key, naming.inside)
+            server.engine.unload_adapter(server.address, server.api_key, naming.inside, server.client.timeout_s)
         raise
     say(f"version {version.number} of {version.name} was loaded and checked in {time.monotonic() - began_s:.2f} s")
     return True

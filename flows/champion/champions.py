@@ -9,9 +9,10 @@ import sys
 from flows.champion.registrations import only_one, registrations
 from flows.champion.registry import RegisteredVersion, Registry
 from flows.ledger.home import store_root
+from flows.report.lineage import Subject
 from flows.servers import local as servers
 from flows.servers.key import client_settings, read_key
-from flows.store.record import Artifact
+from flows.store.record import Artifact, Index
 from flows.store.store import Store
 from stages.adapters.headers import ADAPTER_FOLDER
 from stages.core.errors import LifecycleError, ServerError, StoreError
@@ -26,13 +27,18 @@ URI_OF_VERSION = re.compile(r"models:/(?P<name>[^/@]+)/(?P<number>[0-9]+)")
 
 def connect() -> Registry:
     """The registry of the MLflow that is named, or runs here. Raises ServerError when there is none."""
+    find_mlflow()
+    return Registry()
+
+
+def find_mlflow() -> None:
+    """Have the environment name an MLflow, and what it asks for. Raises ServerError when none is named or runs here."""
     if not os.environ.get("MLFLOW_TRACKING_URI"):
         ours = next(one for one in servers.status() if one.name == "mlflow")
         password = read_key()
         if not (ours.url and ours.healthy and password):
             raise ServerError("the local MLflow server, which knows the champions, is not running; `lifecycle up`")
         os.environ |= {"MLFLOW_TRACKING_URI": ours.url, **client_settings(ours.name, password)}
-    return Registry()
 
 
 def parse(uri: str) -> tuple[str, str]:
@@ -57,8 +63,13 @@ def find(registry: Registry, name: str, alias: str) -> RegisteredVersion:
     mend(registry, name)
     version = registry.find(name, alias)
     if version is None:
-        raise StoreError(f"MLflow's registry has no {alias} of {name}; a stage of kind promote makes one")
+        raise absent(name, alias)
     return version
+
+
+def absent(name: str, alias: str) -> StoreError:
+    """What to raise where there is no such model, or no such alias of it."""
+    return StoreError(f"MLflow's registry has no {alias} of {name}; a stage of kind promote makes one")
 
 
 def find_version(registry: Registry, uri: str) -> RegisteredVersion:
@@ -79,6 +90,19 @@ def artifact_of(version: RegisteredVersion, key: str) -> Artifact:
     if found is None:
         raise StoreError(f"version {version.number} of {version.name} is {key}, which is not in the store {store.root}")
     return found
+
+
+def registered_subject(uri: str, index: Index) -> Subject:
+    """Of `models:/NAME@ALIAS` or `models:/NAME/VERSION`. Raises what MLflow does, StoreError when it is not here."""
+    version = find_version(connect(), uri)
+    registration = version.registration
+    found = (index.find(*key.split("/")) for key in registration.evaluations)
+    return Subject(
+        uri,
+        artifact_of(version, registration.model),
+        tuple(one for one in found if one),
+        f"version {version.number} of {version.name}",
+    )
 
 
 def base_of(version: RegisteredVersion) -> Artifact | None:

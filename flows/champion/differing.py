@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flows.champion.lineage import Subject, closure, scores_of
 from flows.ledger.record import RefreshRecord
 from flows.planning.changes import CONTENT, REVISION, artifact_changes, kept_changes
 from flows.recipe.version import Difference, differences
+from flows.report.lineage import Subject, closure, scores_of
 from flows.store.record import Artifact, Index
 from stages.core.strict import StrictModel
 
@@ -50,6 +50,10 @@ class Differences(StrictModel):
     def none(self) -> bool:
         """Whether both are the same."""
         return not (self.data or self.config or self.code or self.stages or self.scores or self.rebuilt)
+
+    def by_heading(self) -> dict[str, tuple[str, ...]]:
+        """All that differs."""
+        return {name: getattr(self, name) for name in ("data", "config", "code", "stages", "scores", "rebuilt")}
 
 
 def side_of_subject(subject: Subject, index: Index) -> Side:

@@ -91,7 +91,7 @@ class Follower:
         assert serving.naming
         server = serving.server
         try:
-            server.engine.unload_adapter(server.address, server.api_key, serving.naming.inside)
+            server.engine.unload_adapter(server.address, server.api_key, serving.naming.inside, server.client.timeout_s)
         except LifecycleError as error:  # it is not asked for any more; a server that is gone is seen at the next look
             say(f"version {serving.version.number} of {self._name} stays loaded: {error}")
 

@@ -23,6 +23,7 @@ class StageFeed:
         self.unit = ""
         self.doing = ""
         self.eta_s: float | None = None
+        self.per_s: float | None = None
         self.metrics: dict[str, float] = {}
 
     def news(self) -> list[str]:
@@ -40,7 +41,7 @@ class StageFeed:
     def _note_progress(self, row: dict[str, object]) -> None:
         done, total = row.get("done"), row.get("total")
         if not isinstance(done, int | float) or not isinstance(total, int | float):
-            self.done = self.total = self.eta_s = None
+            self.done = self.total = self.eta_s = self.per_s = None
             self.doing = str(row.get("message", ""))
             return
         now_s = time.monotonic()
@@ -48,5 +49,6 @@ class StageFeed:
             self._first = now_s, done
         started_s, first_done = self._first
         advanced = done - first_done
-        self.eta_s = (now_s - started_s) / advanced * (total - done) if advanced > 0 else None
+        self.per_s = advanced / (now_s - started_s) if advanced > 0 and now_s > started_s else None
+        self.eta_s = (total - done) / self.per_s if self.per_s else None
         self.done, self.total, self.unit = done, total, str(row.get("unit", ""))

@@ -10,7 +10,7 @@ from flows.cli.answers import JSON_OPTION, print_json
 
 if TYPE_CHECKING:
     from flows.champion.differing import Side
-    from flows.champion.lineage import Subject
+    from flows.report.lineage import Subject
     from flows.store.record import Index
 
 NAMED = "ARTIFACT|models:/NAME@ALIAS"
@@ -24,8 +24,8 @@ def lineage(name: str, as_json: bool) -> None:
 
     An artifact is named by its version, its stage (the newest), or both; a registered version also by its number.
     """
-    from flows.champion.lineage import lineage_of
     from flows.cli.lineage_text import lineage_as_text
+    from flows.report.lineage import lineage_of
 
     index = _index()
     found = lineage_of(_subject(name, index), index)
@@ -60,9 +60,9 @@ def _index() -> Index:
 
 
 def _subject(name: str, index: Index) -> Subject:
-    from flows.champion.champions import URI_PREFIX
-    from flows.champion.lineage import artifact_subject, registered_subject
+    from flows.champion.champions import URI_PREFIX, registered_subject
     from flows.cli.show import find_artifact
+    from flows.report.lineage import artifact_subject
 
     if name.startswith(URI_PREFIX):
         return registered_subject(name, index)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flows.champion.differing import Differences
-from flows.champion.lineage import ContentFile, Lineage, Node
+from flows.report.lineage import ContentFile, Lineage, Node
 
 MAX_FILES = 8
 SHOWN_DIGITS = 12

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 INTERVAL_S = 0.25
+LOOKS_OF_A_WAIT = 4
 STATE_STYLES = {
     "running": "bold cyan",
     "built": "green",
@@ -35,6 +36,9 @@ REFUSED_STYLE = "bold yellow"
 """Of a verdict, whether this refresh gave it or found it cached."""
 ENDED = ("built", "cached", "failed", "cancelled")
 SHOWN_METRICS = 3
+WIDE = 100
+"""Characters of a terminal from which on the table has room for kinds, and for metrics of what runs."""
+BAR_CELLS, DONE, LEFT = 10, "━", "·"
 SHOWN_CHARACTERS = 120
 """Of a reason, while a comparison runs; its end shows more."""
 
@@ -47,6 +51,7 @@ class View(ABC):
         self._states: dict[str, str] = {}
         self._feeds: dict[str, StageFeed] = {}
         self._num_trials = 0
+        self._num_looks: dict[str, int] = {}
         self._warnings: set[str] = set()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True, name="view")
@@ -79,6 +84,7 @@ class View(ABC):
                 self._feeds[name] = StageFeed(entry.work)
             is_news = self._states.get(name, "waiting") != entry.state
             self._states[name] = entry.state
+            self._look_at_wait(name, entry)
             if is_news and entry.state == "running":
                 self.line(f"{name:<16} {summary(entry)}")
             if name in self._feeds:
@@ -91,6 +97,13 @@ class View(ABC):
             self.line(trial_text(record, trial))
         self._num_trials = len(record.trials)
         self.show(record)
+
+    def _look_at_wait(self, name: str, entry: StageEntry) -> None:
+        """Say once what keeps a stage, when it has for a second."""
+        waits = entry.state == "waiting" and entry.waits_for
+        self._num_looks[name] = self._num_looks.get(name, 0) + 1 if waits else 0
+        if self._num_looks[name] == LOOKS_OF_A_WAIT:
+            self.line(f"{name:<16} waiting  for {entry.waits_for}")
 
     def _is_repeated(self, message: str) -> bool:
         """Whether another stage has warned of the very same; the end of the refresh names all that did."""
@@ -139,30 +152,42 @@ class TerminalView(View):
         from rich.console import Group
 
         # The terminal puts ^C on the empty line: behind a row as wide as the terminal, it would begin another line.
-        self._live.update(Group(stage_table(record, self._feeds), ""), refresh=True)
+        self._live.update(Group(stage_table(record, self._feeds, self._console.width), ""), refresh=True)
 
 
-def stage_table(record: RefreshRecord, feeds: dict[str, StageFeed]) -> Table:
-    """Stages, states, progress with the time left, metrics."""
+def stage_table(record: RefreshRecord, feeds: dict[str, StageFeed], width: int = 120) -> Table:
+    """Stages, states, progress with rate and time left, metrics; what waits says for what. width: characters."""
     from rich.table import Table
     from rich.text import Text
 
+    is_wide = width >= WIDE
+    headings = ("stage", "kind", "state", "progress", "") if is_wide else ("stage", "state", "progress")
     table = Table(title=record.refresh, title_justify="left", box=None, pad_edge=False)
-    for heading in ("stage", "kind", "state", "progress", ""):
+    for heading in headings:
         table.add_column(heading, no_wrap=heading != "")
     for name, entry in record.stages.items():
         feed = feeds.get(name) if entry.state == "running" else None
-        progress = progress_text(feed) if feed else seconds_text(entry)
-        metrics = feed.metrics if feed else headline(entry)
         is_refused = entry.verdict == REFUSED
-        table.add_row(
-            name,
-            entry.kind,
-            Text(entry.state, style=REFUSED_STYLE if is_refused else STATE_STYLES.get(entry.state, "")),
-            progress,
-            Text(REFUSED, style=REFUSED_STYLE) if is_refused else metrics_text(metrics),
-        )
+        style = REFUSED_STYLE if is_refused else STATE_STYLES.get(entry.state, "")
+        outcome = REFUSED if is_refused else metrics_text(feed.metrics if feed else headline(entry))
+        state, progress = Text(entry.state, style=style), _progress(record, entry, feed)
+        if is_wide:
+            table.add_row(name, entry.kind, state, progress, Text(outcome, style=style if is_refused else ""))
+        else:
+            table.add_row(name, state, progress if feed else f"{progress}  {outcome}".strip())
     return table
+
+
+def _progress(record: RefreshRecord, entry: StageEntry, feed: StageFeed | None) -> str:
+    if entry.state == "waiting":
+        return waiting_text(record, entry)
+    return progress_text(feed) if feed else seconds_text(entry)
+
+
+def waiting_text(record: RefreshRecord, entry: StageEntry) -> str:
+    """What a waiting stage waits for: what keeps it, or stages that are not done."""
+    missing = [name for name in entry.upstream if record.stages[name].state not in ("built", "cached")]
+    return f"for {', '.join(missing) or entry.waits_for}" if missing or entry.waits_for else ""
 
 
 def summary(entry: StageEntry) -> str:
@@ -213,11 +238,24 @@ def seconds_text(entry: StageEntry) -> str:
 
 
 def progress_text(feed: StageFeed) -> str:
-    """`120/600 steps, 0:45 left`, or what the stage is at where there is no such count."""
+    """`━━········ 120/600 steps, 4.1/s, 1:57 left`, or what the stage is at where there is no such count."""
     if feed.done is None or feed.total is None:
         return feed.doing
-    text = f"{feed.done:g}/{feed.total:g} {feed.unit}".rstrip()
+    done_cells = round(BAR_CELLS * min(1.0, feed.done / feed.total)) if feed.total else 0
+    text = f"{DONE * done_cells}{LEFT * (BAR_CELLS - done_cells)} {_amounts_text(feed)}"
     if feed.eta_s is None:
         return text
     minutes, seconds = divmod(round(feed.eta_s), 60)
-    return f"{text}, {minutes}:{seconds:02d} left"
+    hours, minutes = divmod(minutes, 60)
+    left = f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+    return f"{text}, {left} left"
+
+
+def _amounts_text(feed: StageFeed) -> str:
+    """`120/600 steps, 4.1/s`, `0.12/2.5 GB, 31 MB/s`."""
+    assert feed.done is not None and feed.total is not None
+    if feed.unit == "B":
+        rate = f", {feed.per_s / 1e6:.3g} MB/s" if feed.per_s else ""
+        return f"{feed.done / 1e6:,.0f}/{feed.total / 1e6:,.0f} MB{rate}"
+    rate = f", {feed.per_s:.3g}/s" if feed.per_s else ""
+    return f"{feed.done:.0f}/{feed.total:.0f} {feed.unit}".rstrip() + rate

@@ -26,6 +26,7 @@ from flows.cli.model_commands import champion, rollback
 from flows.cli.notify_commands import notify
 from flows.cli.refresh_commands import logs, retry, runs
 from flows.cli.render_command import render
+from flows.cli.report_command import report
 from flows.cli.schedule_commands import schedule, schedules
 from flows.cli.server_commands import doctor, down, status, up
 from flows.cli.store_commands import adopt, chat, gc, serve, show, verify
@@ -52,8 +53,10 @@ def _exit_codes() -> str:
 @click.version_option(package_name="llm-lifecycle")
 def cli() -> None:
     """Refresh language models: one recipe from download to evaluation, every stage cached and tracked."""
+    from flows.ledger.home import home_above
     from flows.servers.key import named_settings
 
+    os.environ |= home_above()
     os.environ |= named_settings()
 
 
@@ -120,7 +123,7 @@ def schema() -> None:
 
 
 COMMANDS = (
-    *(init, data, retry, runs, logs, compare, calibrate, layouts, show, adopt, verify, gc, serve, chat),
+    *(init, data, retry, runs, logs, compare, calibrate, layouts, show, report, adopt, verify, gc, serve, chat),
     *(lineage, diff, champion, rollback, schedule, schedules, notify, render, up, down, status, doctor),
 )
 WATCHED = ("run", "rerun", "retry", "compare")

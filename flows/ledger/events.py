@@ -32,11 +32,12 @@ class Event(StrictModel):
 
 
 class PlannedEntry(StrictModel):
-    """A stage of the plan that a refresh follows, and why it is built or not."""
+    """A stage of the plan that a refresh follows, and why it is built or not. upstream: stages that it refers to."""
 
     kind: str
     version: str
     reason: str = ""
+    upstream: tuple[str, ...] = ()
 
 
 class RefreshBegan(Event):
@@ -76,13 +77,17 @@ class StageWaits(Event):
 
 
 class AttemptBegan(Event):
-    """A try at building a stage starts. first_byte: where its part of the `metrics.jsonl` in `work` begins."""
+    """A try at building a stage starts. first_byte: where its part of the `metrics.jsonl` in `work` begins.
+
+    num_devices: that it keeps busy, on all nodes together; None in earlier ledgers.
+    """
 
     event: Literal["attempt_began"] = "attempt_began"
     stage: str
     number: int
     work: Path
     first_byte: int
+    num_devices: int | None = None
     params: dict[str, str]
     tags: dict[str, str]
 
@@ -91,6 +96,7 @@ class AttemptEnded(Event):
     """How a try ended. folder: where its files are now; last_byte: where its part of `metrics.jsonl` ends.
 
     metrics, tags, files: what the stage's `result.json` said. seconds: that its process ran; 0 if nobody measured it.
+    energy_j: joules that its GPUs used; None where nobody measured that.
     """
 
     event: Literal["attempt_ended"] = "attempt_ended"
@@ -105,6 +111,7 @@ class AttemptEnded(Event):
     files: tuple[str, ...] = ()
     error: str | None = None
     error_class: str | None = None
+    energy_j: float | None = None
 
 
 class StageCached(Event):

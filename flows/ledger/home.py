@@ -1,4 +1,4 @@
-"""Where this project keeps what it makes: LIFECYCLE_HOME, `.lifecycle` in the current folder by default."""
+"""Where this project keeps what it makes: LIFECYCLE_HOME; by default `.lifecycle` in the current folder or above it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,30 @@ from pathlib import Path
 
 from stages.core.errors import ResourceError
 
+FOLDER = ".lifecycle"
 REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT)
 
 
 def home() -> Path:
     """The folder of the store, the local servers and the ledgers of refreshes. It need not exist yet."""
-    return Path(os.environ.get("LIFECYCLE_HOME", ".lifecycle")).absolute()
+    return Path(os.environ.get("LIFECYCLE_HOME", FOLDER)).absolute()
+
+
+def home_above() -> dict[str, str]:
+    """LIFECYCLE_HOME as a variable, where nobody set it and a folder above the current one has the project's home.
+
+    Looks no further up than the root of a git checkout, and takes no folder of another user.
+    """
+    here = Path.cwd()
+    if "LIFECYCLE_HOME" in os.environ or (here / FOLDER).is_dir():
+        return {}
+    for folder in (here, *here.parents):
+        found = folder / FOLDER
+        if found.is_dir() and found.stat().st_uid == os.getuid():
+            return {"LIFECYCLE_HOME": str(found)}
+        if (folder / ".git").exists():
+            break
+    return {}
 
 
 def unusable(error: BaseException) -> ResourceError | None:

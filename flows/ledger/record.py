@@ -30,7 +30,7 @@ from stages.core.contract import StageResult
 
 StageState = Literal["waiting", "running", "built", "cached", "failed", "cancelled", "skipped"]
 StageEvent = AttemptBegan | AttemptEnded | StageWaits | StageCached | StageFailed
-STATES: dict[str, StageState] = {"stage_waits": "waiting", "stage_cached": "cached", "stage_failed": "failed"}
+STATES: dict[str, StageState] = {"stage_cached": "cached", "stage_failed": "failed"}
 STOPPED = ("RefreshStoppedError", "KeyboardInterrupt")
 """Errors of what was stopped on request; earlier versions called an attempt that ended so killed."""
 """What an event makes of its stage."""
@@ -43,12 +43,14 @@ class StageEntry:
     """A stage within a refresh. `work` is its work folder while it runs; `artifact` is set once it is there.
 
     attempt: the key (`REFRESH/STAGE-NUMBER`) of the try that runs, failed, or built the artifact, here or in an earlier
-    refresh.
+    refresh. reason: of the plan, why it is built or not. waits_for: what keeps it, once its upstream stages are done.
     """
 
     kind: str
     version: str
     reason: str = ""
+    upstream: tuple[str, ...] = ()
+    waits_for: str = ""
     state: StageState = "waiting"
     seconds: float = 0.0
     work: Path | None = None
@@ -80,7 +82,7 @@ class StageEntry:
 class AttemptRecord:
     """One try at building a stage. Of `metrics.jsonl`, the bytes from `first_byte` to `last_byte` are this try's.
 
-    folder: where its files are now, once it has ended.
+    folder: where its files are now, once it has ended. num_devices: that it keeps busy; None where nobody noted that.
     """
 
     stage: str
@@ -90,9 +92,11 @@ class AttemptRecord:
     first_byte: int
     params: dict[str, str]
     tags: dict[str, str]
+    num_devices: int | None = None
     folder: Path | None = None
     last_byte: int | None = None
     ended_ms: int | None = None
+    energy_j: float | None = None
     outcome: Outcome | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     files: tuple[str, ...] = ()
@@ -200,7 +204,9 @@ def _after_stage(record: RefreshRecord, event: StageEvent) -> RefreshRecord:
             return _attempt_begun(record, event)
         case AttemptEnded():
             return _attempt_ended(record, event)
-        case StageWaits() | StageCached() | StageFailed():
+        case StageWaits():
+            return _with_entry(record, event.stage, state="waiting", work=None, waits_for=event.reason)
+        case StageCached() | StageFailed():
             said = {"work": None, "error": None, "error_class": None, **_said(event)}
             state = "cancelled" if said["error_class"] in STOPPED else STATES[event.event]
             return _with_entry(record, said.pop("stage"), state=state, **said)
@@ -215,7 +221,7 @@ def final_result(folder: Path) -> StageResult:
 
 
 def _begun(record: RefreshRecord | None, event: RefreshBegan) -> RefreshRecord:
-    stages = {name: StageEntry(one.kind, one.version, one.reason) for name, one in event.stages.items()}
+    stages = {name: StageEntry(**vars(one)) for name, one in event.stages.items()}
     begun = RefreshRecord(**{**_said(event), "stages": stages}, started_ms=event.time_ms)
     return replace(begun, num_tries=record.num_tries + 1, attempts=record.attempts) if record else begun
 
@@ -238,6 +244,7 @@ def _attempt_ended(record: RefreshRecord, event: AttemptEnded) -> RefreshRecord:
         folder=event.folder,
         last_byte=event.last_byte,
         ended_ms=event.time_ms,
+        energy_j=event.energy_j,
         outcome=outcome,
         metrics={**event.metrics, "stage_time_s": event.seconds} if event.outcome == "finished" else {},
         tags={**attempt.tags, **event.tags},

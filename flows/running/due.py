@@ -14,7 +14,7 @@ from uuid import UUID
 
 from filelock import FileLock
 from prefect import get_run_logger, runtime
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterDeploymentId,
@@ -38,18 +38,24 @@ from flows.running.slots import Slots
 POLL_S = 2.0
 
 
-def announce_schedule() -> None:
+def announce_own_schedule() -> None:
+    """Do it for the flow run of this process, once. The reaper does it for one whose process died before."""
+    with get_client(sync_client=True) as client:
+        own = client.read_flow_run(UUID(str(runtime.flow_run.id)))
+        if own.run_count == 1:
+            announce_schedule(client, own)
+
+
+def announce_schedule(client: SyncPrefectClient, flow_run: FlowRun) -> None:
     """Emit the event of a scheduled run's first state, which Prefect's scheduler leaves out.
 
     Prefect holds an event of a run back until the one before it has come, for 15 minutes at the longest, and with it
     the notification of how the run ended. It holds them in memory: a server that is stopped meanwhile never sends it.
     """
-    with get_client(sync_client=True) as client:
-        own = client.read_flow_run(UUID(str(runtime.flow_run.id)))
-        if own.auto_scheduled and own.run_count == 1:
-            first = min(client.read_flow_run_states(own.id), key=lambda state: state.timestamp)
-            resource = {"prefect.resource.id": f"prefect.flow-run.{own.id}"}
-            emit_event(f"prefect.flow-run.{first.name}", resource, occurred=first.timestamp, id=first.id)
+    if flow_run.auto_scheduled:
+        first = min(client.read_flow_run_states(flow_run.id), key=lambda state: state.timestamp)
+        resource = {"prefect.resource.id": f"prefect.flow-run.{flow_run.id}"}
+        emit_event(f"prefect.flow-run.{first.name}", resource, occurred=first.timestamp, id=first.id)
 
 
 def start_when_due(request: RefreshRequest) -> RefreshRun | State[Any]:

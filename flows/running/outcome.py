@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import os
+import sys
 from collections.abc import Iterator
 
 from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import REPORT_FILE, ledger_of
+from flows.report.page import write_report
+from flows.report.warnings import warnings_of
 from flows.servers.records import address_of
+from flows.store.store import Store
 from flows.tracking.pages import page_of
 from flows.tracking.rows import scores_text
+from stages.core.lines import say
+from stages.core.redaction import redact
 from stages.promote.verdict import TABLE_FILE
 
 FLOW_RUN = "/runs/flow-run/"
 
 
-def warnings_of(record: RefreshRecord) -> list[str]:
-    """`STAGE, …: message` of what the stages that were built in this refresh warned of, each message once."""
-    stages: dict[str, list[str]] = {}
-    for name, entry in record.stages.items():
-        file = entry.artifact / "events.jsonl" if entry.state == "built" and entry.artifact else None
-        lines = file.read_text(encoding="utf-8").splitlines() if file and file.is_file() else []
-        for message in {event["message"]: None for event in map(json.loads, lines) if event["event"] == "warning"}:
-            stages.setdefault(message, []).append(name)
-    return [f"{', '.join(names)}: {message}" for message, names in stages.items()]
+def leave_report(record: RefreshRecord, store: Store) -> None:
+    """Leave the page of a refresh beside its ledger; without one the refresh is as good."""
+    try:
+        write_report(record, store.index())
+    except Exception as error:
+        say(f"the report of {record.refresh} could not be written: {redact(repr(error))}", sys.stderr)
 
 
 def links_of(record: RefreshRecord) -> dict[str, str]:

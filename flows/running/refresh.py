@@ -30,12 +30,12 @@ from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import ledger_of, new_refresh_id
 from flows.recipe.recipe import load_recipe
 from flows.running.comparison import Comparison
-from flows.running.due import announce_schedule, start_when_due
+from flows.running.due import announce_own_schedule, start_when_due
 from flows.running.refresh_run import RefreshRun
 from flows.running.request import RefreshRequest
 from flows.running.verdicts import summary, verdict_tables
 from flows.servers.local import answers
-from flows.tracking.pages import page_of, run_page_of
+from flows.tracking.pages import page_of, report_page_of, run_page_of
 from flows.tracking.rows import scores_text
 from stages.core.errors import LifecycleError, RefreshStoppedError, TransientError
 
@@ -90,7 +90,7 @@ def refresh(
         until: Only this stage and what it stands on.
         force: Stages to build although they are cached.
     """
-    announce_schedule()
+    announce_own_schedule()
     try:
         due = start_when_due(RefreshRequest(recipe, overrides, until, force))
     except LifecycleError as error:
@@ -222,6 +222,8 @@ def _publish(record: RefreshRecord, comparison: Comparison | None) -> None:
         create_table_artifact(key="layouts", table=comparison.table(record), description=description)
     if mlflow_page := page_of(record.refresh):
         create_link_artifact(key="mlflow", link=mlflow_page, link_text=f"{record.refresh} in MLflow")
+    if report := report_page_of(record.refresh):
+        create_link_artifact(key="report", link=report, link_text=f"report of {record.refresh}")
 
 
 def final_state(record: RefreshRecord) -> State[Any]:

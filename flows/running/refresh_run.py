@@ -21,6 +21,7 @@ from flows.ledger.events import (
     RefreshState,
     StageCached,
     StageFailed,
+    StageWaits,
 )
 from flows.ledger.home import home
 from flows.ledger.machine import hardware, num_slots
@@ -30,8 +31,9 @@ from flows.ledger.record import RefreshRecord, after
 from flows.ledger.refreshes import close_interrupted, end_of, ledger_of, new_refresh_id
 from flows.planning.devices import on_devices, wanted_slots
 from flows.planning.plan import PlannedStage
-from flows.running.comparison import Bench, Comparison, run_trial
+from flows.running.comparison import Bench, run_trial
 from flows.running.live_servers import LiveServers
+from flows.running.outcome import leave_report
 from flows.running.request import PlannedRefresh
 from flows.running.runner import Built, Launcher, run_stage
 from flows.running.slots import HeldSlots, Slots
@@ -177,7 +179,7 @@ class RefreshRun:
             for attempt in self.record.attempts.values():
                 if attempt.outcome is None:  # the disk was full
                     self.append(end_of(attempt, "killed", error="how it ended could not be recorded"))
-            self.append(self._concluded(self._end(), self.comparison) if self.comparison else self._end())
+            self.append(self._concluded(self._end()))
             if self.comparison:
                 self.tracker.close()
                 self.tracker.start({})
@@ -185,10 +187,13 @@ class RefreshRun:
         self.tracker.close()
         return self.record
 
-    def _concluded(self, end: RefreshEnded, comparison: Comparison) -> RefreshEnded:
-        """Note what was measured, and leave the report; a comparison without one has failed."""
+    def _concluded(self, end: RefreshEnded) -> RefreshEnded:
+        """Note what was measured, and leave the report before MLflow ships the end; without one a comparison failed."""
+        if self.comparison is None:
+            leave_report(after(self.record, end), self.store)
+            return end
         try:
-            for measured in comparison.conclude(after(self.record, end), self.ledger.folder):
+            for measured in self.comparison.conclude(after(self.record, end), self.ledger.folder):
                 self.append(measured)
         except Exception as error:
             return end.model_copy(update={"state": "failed", "error": f"writing the report: {describe(error)}"})
@@ -247,6 +252,8 @@ class RefreshRun:
     def _wait_for_slots(self, name: str) -> None:
         if self.stop.is_set():
             raise RefreshStoppedError(f"{name} was waiting for free slots when the refresh was stopped")
+        if not self.record.stages[name].waits_for:
+            self.append(StageWaits(stage=name, reason=f"free devices, of {self.slots.count}"))
         self.servers.stop_unusable(self.built.keys())
 
     def _note_built(self, built: Built) -> None:
@@ -254,8 +261,7 @@ class RefreshRun:
         self.built[built.name] = built
         self.errors.pop(built.name, None)  # of a try before
         if built.state == "cached":
-            attempt = built.record.attempt
-            seconds = round(built.seconds, 2)
+            seconds, attempt = round(built.seconds, 2), built.record.attempt
             self.append(StageCached(stage=built.name, artifact=built.artifact, attempt=attempt, seconds=seconds))
 
     def _note_failure(self, name: str, error: BaseException, seconds: float) -> None:
@@ -287,7 +293,7 @@ def _began(planned: PlannedRefresh, refresh: str) -> RefreshBegan:
         hardware=hardware(),
         git_commit=git_commit(),
         stages={
-            name: PlannedEntry(kind=stage.kind, version=stage.version, reason=stage.reason)
+            name: PlannedEntry(kind=stage.kind, version=stage.version, reason=stage.reason, upstream=stage.upstream)
             for name, stage in planned.plan.stages.items()
         },
     )

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from flows.ledger.energy import energy_j
 from flows.ledger.events import AnyEvent, AttemptBegan, AttemptEnded, StageWaits
 from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import metrics_size
+from flows.planning.devices import num_devices, own_gpus
 from flows.running.runner import Attempt, Outcome
 from flows.tracking.labels import params_of, tags_of
 from stages.core.contract import StageResult
@@ -35,13 +37,15 @@ class StageObserver:
         self._log = log
         self._began: AttemptBegan | None = None
         self._events = Tail(Path())
+        self._gpus: list[int] = []
+        self._energy_before_j: float | None = None
         self.waited_until_s: float | None = None
 
     def waiting(self) -> None:
         is_news, self.waited_until_s = self.waited_until_s is None, time.monotonic()
         if not is_news:
             return
-        self._append(StageWaits(stage=self._stage, reason="another refresh is building the same artifact"))
+        self._append(StageWaits(stage=self._stage, reason="another refresh, which builds the same"))
         self._log.info("waiting: another refresh is building the same artifact")
 
     def started(self, attempt: Attempt) -> str:
@@ -50,6 +54,7 @@ class StageObserver:
             number=attempt.number,
             work=attempt.work,
             first_byte=metrics_size(attempt.work),
+            num_devices=num_devices(attempt.planned.config),
             params=params_of(attempt.planned),
             tags={
                 **tags_of(attempt.planned),
@@ -61,6 +66,8 @@ class StageObserver:
             },
         )
         self._append(self._began)
+        self._gpus = own_gpus(attempt.planned.config)
+        self._energy_before_j = energy_j(self._gpus)
         self._events = Tail(attempt.work / "events.jsonl", at_end=True)
         if attempt.resumed:
             self._log.info("resuming from an earlier attempt's checkpoint")
@@ -89,8 +96,13 @@ class StageObserver:
                 files=tuple(result.files),
                 error=describe(outcome.error) if outcome.error else None,
                 error_class=type(outcome.error).__name__ if outcome.error else None,
+                energy_j=self._energy_used_j(),
             )
         )
+
+    def _energy_used_j(self) -> float | None:
+        after_j = energy_j(self._gpus)
+        return None if after_j is None or self._energy_before_j is None else after_j - self._energy_before_j
 
 
 def describe(error: BaseException) -> str:

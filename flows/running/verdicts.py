@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flows.ledger.record import RefreshRecord
-from flows.running.outcome import warnings_of
+from flows.report.warnings import warnings_of
 from flows.tracking.pages import page_of
 from stages.promote.verdict import TABLE_FILE, VERDICT_FILE, Verdict
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 
-from flows.ledger.refreshes import ledger_of, ledgers
+from flows.ledger.refreshes import REPORT_FILE, ledger_of, ledgers
 from flows.servers.records import address_of
 from flows.tracking.cursor import read_shipped, run_id_of
 
@@ -38,6 +38,12 @@ def page_of(refresh: str) -> str | None:
     """Address of a refresh's page, when MLflow is a server, named or ours, and has the refresh."""
     run = read_shipped(ledger_of(refresh)).parent_run_id
     return _run_page(refresh, run) if run else None
+
+
+def report_page_of(refresh: str) -> str | None:
+    """Address of a refresh's report, likewise."""
+    page, _, options = (page_of(refresh) or "").rpartition("?")
+    return f"{page}/artifacts/{REPORT_FILE}?{options}" if page else None
 
 
 def runs_page() -> str:

@@ -44,7 +44,15 @@ from flows.tracking.rows import (
     stage_tags,
     trial_rows,
 )
-from flows.tracking.writing import LONGEST_VALUE, METRICS_PER_BATCH, log_datasets, log_metrics, log_params, set_tags
+from flows.tracking.writing import (
+    LONGEST_VALUE,
+    METRICS_PER_BATCH,
+    log_datasets,
+    log_files,
+    log_metrics,
+    log_params,
+    set_tags,
+)
 from stages.core.redaction import redact
 
 if TYPE_CHECKING:
@@ -188,16 +196,8 @@ class Shipper:
         tags |= {"scores": scores} if scores else {}
         set_tags(self.client, run, tags)
         log_datasets(self.client, run, tasks_read(_folder(attempt)))
-        self._log_files(attempt, run)
+        log_files(self.client, run, _folder(attempt), attempt.files)
         self.client.set_terminated(run, ATTEMPT_STATUS[attempt.outcome], attempt.ended_ms)
-
-    def _log_files(self, attempt: AttemptRecord, run: str) -> None:
-        folder = _folder(attempt)
-        plots = [str(plot.relative_to(folder)) for plot in sorted((folder / "plots").glob("*"))]
-        for file in dict.fromkeys([*attempt.files, *plots]):
-            if (folder / file).is_file():
-                parent = Path(file).parent
-                self.client.log_artifact(run, str(folder / file), None if parent == Path() else str(parent))
 
     def _finish_parent(self, record: RefreshRecord, parent: str) -> None:
         assert self.shipped.experiment_id

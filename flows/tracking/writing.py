@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.tracking.datasets import ReadDataset
 from flows.tracking.rows import MetricRow
+from flows.tracking.tables import table_of
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 METRICS_PER_BATCH = 1000
 PARAMS_PER_BATCH = 100
 LONGEST_VALUE = 6000
+TABLES_TAG = "mlflow.loggedArtifacts"
+"""By which MLflow's pages, and its `load_table`, know a table."""
 
 
 def log_params(client: MlflowClient, run: str, params: Mapping[str, str]) -> None:
@@ -55,6 +59,22 @@ def log_datasets(client: MlflowClient, run: str, datasets: Iterable[ReadDataset]
     ]
     if inputs:
         client.log_inputs(run, inputs)
+
+
+def log_files(client: MlflowClient, run: str, folder: Path, files: Iterable[str]) -> None:
+    """Upload files of a folder that are there, and its plots; those of JSON lines once more as a table.
+
+    MLflow's own `log_table` needs pandas, and appends to what an earlier try has logged.
+    """
+    plots = [str(plot.relative_to(folder)) for plot in sorted((folder / "plots").glob("*"))]
+    there = [Path(file) for file in dict.fromkeys([*files, *plots]) if (folder / file).is_file()]
+    for file in there:
+        client.log_artifact(run, str(folder / file), None if file.parent == Path() else str(file.parent))
+    tables = {f"{file.with_suffix('')}.table.json": folder / file for file in there if file.suffix == ".jsonl"}
+    for name, file in tables.items():
+        client.log_dict(run, table_of(file), name)
+    if tables:
+        set_tags(client, run, {TABLES_TAG: json.dumps([{"path": name, "type": "table"} for name in tables])})
 
 
 def set_tags(client: MlflowClient, run: str, tags: Mapping[str, str]) -> None:

@@ -6,12 +6,12 @@ from datetime import timedelta
 import pytest
 
 from flows.champion.differing import Side, compare, side_of_subject
-from flows.champion.lineage import artifact_subject, lineage_of
 from flows.cli.lineage_text import differences_as_text, lineage_as_text
 from flows.planning.changes import with_changes
 from flows.planning.outside import resolve_outside
 from flows.planning.plan import plan
 from flows.recipe.recipe import load_stages
+from flows.report.lineage import artifact_subject, lineage_of
 from flows.running.runner import run_stage
 from flows.store.content import hash_path
 from tests.unit.flows.conftest import commit_stage

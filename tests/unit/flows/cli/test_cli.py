@@ -1,6 +1,7 @@
 """The command line: quick, explicit about mistakes, and with `--json` nothing but one object on stdout."""
 
 import json
+import os
 import re
 import resource
 import subprocess
@@ -171,3 +172,13 @@ def test_doctor_names_a_vllm_that_is_missing_and_what_to_do(lifecycle, monkeypat
     assert findings["vllm"]["state"] == "missing"
     assert "make environments" in findings["vllm"]["remedy"]
     assert findings["pipeline"]["state"] == "ok"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_shell_completes_commands_and_options(shell):
+    asked = {"COMP_WORDS": "lifecycle rep", "COMP_CWORD": "1", "_LIFECYCLE_COMPLETE": f"{shell}_complete"}
+    done = subprocess.run([LIFECYCLE], env={**os.environ, **asked}, capture_output=True, text=True)
+    assert "report" in done.stdout.replace(",", "\n").split("\n")
+    asked |= {"COMP_WORDS": "lifecycle report --comp", "COMP_CWORD": "2"}
+    done = subprocess.run([LIFECYCLE], env={**os.environ, **asked}, capture_output=True, text=True)
+    assert "--compare" in done.stdout.replace(",", "\n").split("\n")

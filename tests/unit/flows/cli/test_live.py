@@ -11,8 +11,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from flows.cli.live import PlainView, TerminalView, metrics_text, stage_table
-from flows.ledger.events import AttemptBegan, AttemptEnded, PlannedEntry, RefreshBegan, StageCached
+from flows.cli.feed import StageFeed
+from flows.cli.live import PlainView, TerminalView, metrics_text, progress_text, stage_table
+from flows.ledger.events import AttemptBegan, AttemptEnded, PlannedEntry, RefreshBegan, StageCached, StageWaits
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.record import after, fold
 from flows.ledger.refreshes import ledger_of
@@ -231,3 +232,80 @@ def test_every_line_of_a_file_has_its_time():
         "  the last line",
     ]
     assert re.fullmatch(r"(\d\d:\d\d:\d\d .*\n)+", stream.getvalue())
+
+
+@pytest.fixture
+def busy(tmp_path, monkeypatch):
+    """A refresh of which one stage runs, one waits for it, and one waits for a device; and what the first says."""
+    monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
+    planned = {
+        "preferences": PlannedEntry(kind="train", version="0" * 12),
+        "evaluate-preferences": PlannedEntry(kind="evaluate", version="1" * 12, upstream=("preferences",)),
+        "evaluate-base": PlannedEntry(kind="evaluate", version="2" * 12),
+    }
+    began = RefreshBegan(
+        refresh="nightly-1",
+        recipe="nightly",
+        recipe_path=tmp_path / "recipe.yaml",
+        process=ProcessIdentity.own(),
+        hardware="1 × abacus",
+        git_commit=None,
+        stages=planned,
+    )
+    attempt = AttemptBegan(stage="preferences", number=1, work=tmp_path, first_byte=0, params={}, tags={})
+    feed = StageFeed(tmp_path)
+    feed.done, feed.total, feed.unit, feed.per_s, feed.eta_s = 480.0, 1200.0, "steps", 8.25, 87.3
+    feed.metrics = {"loss": 0.0123, "tokens_per_s": 8012.0}
+    return fold([began, attempt, StageWaits(stage="evaluate-base", reason="free devices, of 2")]), feed
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_table_shows_progress_rate_and_time_left_in_80_columns_and_in_120(busy, columns):
+    record, feed = busy
+    console = Console(file=io.StringIO(), width=columns, no_color=True)
+    console.print(stage_table(record, {"preferences": feed}, columns))
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= columns
+    [running] = [line for line in lines if line.startswith("preferences")]
+    assert "running" in running
+    assert "━━━━······ 480/1200 steps, 8.25/s, 1:27 left" in running
+    [waiting] = [line.rstrip() for line in lines if line.startswith("evaluate-preferences")]
+    assert waiting.endswith("waiting  for preferences")
+    assert ("train" in running) == (columns == 120)
+
+
+def test_what_waits_says_for_what_once_in_a_file(busy):
+    record, _ = busy
+    stream, seen, looks = io.StringIO(), threading.Event(), []
+
+    def read():
+        looks.append(1)
+        if len(looks) > 6:
+            seen.set()
+        return record
+
+    with PlainView(read, stream):
+        assert seen.wait(60)
+    lines = [line[9:].split(maxsplit=1) for line in stream.getvalue().splitlines()]
+    said = [" ".join(text.split()) for name, text in lines if name == "evaluate-base"]
+    assert said == ["waiting for free devices, of 2"]
+
+
+def test_bytes_are_shown_as_megabytes_and_hours_as_hours(busy):
+    _, feed = busy
+    feed.done, feed.total, feed.unit, feed.per_s, feed.eta_s = 1.5e9, 15e9, "B", 31e6, 13_500.0
+    assert progress_text(feed) == "━········· 1,500/15,000 MB, 31 MB/s, 3:45:00 left"
+
+
+@pytest.mark.parametrize("colourless", [True, False])
+def test_colours_are_off_when_asked(record, monkeypatch, colourless):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    if colourless:
+        monkeypatch.setenv("NO_COLOR", "1")
+    terminal = Terminal()
+    with TerminalView(lambda: record, Console(file=terminal.stream, width=COLUMNS)):
+        terminal.wait_for("nightly-1")
+    terminal.close()
+    colours = re.findall(r"\x1b\[[\d;]*3\d[\d;]*m", terminal.written)
+    assert bool(colours) != colourless, terminal.written

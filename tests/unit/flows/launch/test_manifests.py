@@ -157,6 +157,13 @@ def test_no_pod_takes_the_place_of_one_that_has_not_ended(nodes):
     assert manifests_of(nodes=nodes, job="indexed_job")[-1]["spec"]["podReplacementPolicy"] == "Failed"
 
 
+def test_nor_does_a_nightly_refresh():
+    nightly = yaml.safe_load((ROOT / "deploy" / "kubernetes" / "refresh.yaml").read_text())
+    kubernetes_validate.validate(nightly, KUBERNETES_VERSION, strict=True)
+    assert nightly["spec"]["concurrencyPolicy"] == "Forbid"
+    assert nightly["spec"]["jobTemplate"]["spec"]["podReplacementPolicy"] == "Failed"
+
+
 def test_secrets_are_named_and_not_held():
     (job,) = manifests_of(environment={"MY_TOKEN": "planted"})
     (container,) = job["spec"]["template"]["spec"]["containers"]

@@ -37,6 +37,8 @@ def plan(tmp_path, monkeypatch):
         ({"min_scores": {"addition": 1}}, "the tasks are addition, and their scores are called TASK.METRIC"),
         ({"min_scores": {"addition.exact_match": 40}}, "min_scores: addition.exact_match is a share, from 0 to 1, and"),
         ({"max_scores": {"addition.exact_match": -1}}, "max_scores: addition.exact_match is a share"),
+        ({"min_scores": {"addition.exact_match": 0}}, "min_scores: .* the bound is 0, which nothing misses"),
+        ({"max_scores": {"addition.exact_match": 1}}, "max_scores: .* the bound is 1, which nothing misses"),
         (
             {"min_scores": {"addition.exact_match": 0.9}, "max_scores": {"addition.exact_match": 0.8}},
             "gates: addition.exact_match is to be at least 0.9 and at most 0.8, which no score is",

@@ -35,6 +35,7 @@ CURATION = {"kind": "curate", "datasets": ["problems"], "exact_duplicates": True
 GENERATION = {"kind": "generate", "model": "base", "serving": {}, "prompts": {"dataset": "problems"}, "num_samples": 2}
 ROLLOUTS = {"num_generations": 2, "max_completion_length": 1, "rewards": {"right": {"type": "exact_match"}}}
 JUDGE = {"type": "judge", "url": "http://x/v1", "served_model": "critic", "template": "{completion}", "least": -1.0}
+TOGETHER = {"datasets": [{"dataset": "problems"}]}
 HELD_OUT = {**TRAINING["data"], "evaluation_fraction": 0.1}
 EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "download": [
@@ -53,6 +54,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "train": [
         {**TRAINING, "method": "sft"},
         {**TRAINING, "method": "dpo"},
+        {**TRAINING, "method": "sft", "data": TOGETHER},
         {**TRAINING, "method": "sft", "data": HELD_OUT, "execution": {"evaluate_every_steps": 5}},
         {**TRAINING, "method": "dpo", "dpo": {"loss_type": "discopop", "loss_weights": [0.5]}},
         {**TRAINING, "method": "dpo", "dpo": {"rpo_alpha": 0.5, "ld_alpha": 0.5}},
@@ -64,6 +66,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {**TRAINING, "method": "cpo"},
         {**TRAINING, "method": "grpo", "grpo": {**ROLLOUTS, "beta": 0.1}},
         {**TRAINING, "method": "cpo", "cpo": {"loss_type": "simpo"}},
+        {**TRAINING, "method": "sft", "optimizer": {"name": "muon"}},
         {**TRAINING, "method": "sft", "adapter": {}},
         {**TRAINING, "method": "sft", "adapter": {"init": "eva"}},
         {**TRAINING, "method": "sft", "engine": "megatron"},
@@ -153,7 +156,16 @@ def leaves(model: BaseModel, above: tuple[str, ...] = ()) -> Iterator[tuple[str,
 
 
 def _items(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, tuple):
+        return [(str(number), item) for number, item in enumerate(value)]
     return list(value.items()) if isinstance(value, dict) else []
+
+
+def inside(tree: Any, part: str) -> Any:
+    """What a field, a name or the number of an item leads to; nothing where there is none."""
+    if isinstance(tree, list):
+        return tree[int(part)] if int(part) < len(tree) else {}
+    return tree.get(part) or {}
 
 
 def literals(annotation: Any) -> set[str]:
@@ -180,14 +192,14 @@ def variants(kind: str, path: tuple[str, ...]) -> Iterator[tuple[StageConfig, St
     for config in examples(kind):
         for value in (*VALUES, *sorted(words(KINDS[kind]))):
             tree = config.model_dump(mode="json")
-            parent = functools.reduce(lambda inner, part: inner.get(part) or {}, path[:-1], tree)
+            parent = functools.reduce(inside, path[:-1], tree)
             if path[-1] not in parent:
                 continue
             parent[path[-1]] = value
             with contextlib.suppress(ValidationError):
                 other = KINDS[kind].model_validate(tree)
                 # A value that was taken for another one (true for 1) is not what is asked about.
-                said = functools.reduce(lambda inner, part: inner[part], path, other.model_dump(mode="json"))
+                said = functools.reduce(inside, path[:-1], other.model_dump(mode="json"))[path[-1]]
                 if other != config and json.dumps(said) == json.dumps(value):
                     yield config, other
 

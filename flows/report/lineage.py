@@ -10,7 +10,6 @@ from pathlib import Path
 
 from pydantic import Field, JsonValue
 
-from flows.champion import champions
 from flows.ledger.record import final_result
 from flows.planning.contents import rows_of
 from flows.store.content import CONTENT_FOLDERS
@@ -87,19 +86,6 @@ class Subject:
     registered: str | None = None
 
 
-def registered_subject(uri: str, index: Index) -> Subject:
-    """Of `models:/NAME@ALIAS` or `models:/NAME/VERSION`. Raises what MLflow does, StoreError when it is not here."""
-    version = champions.find_version(champions.connect(), uri)
-    registration = version.registration
-    found = (index.find(*key.split("/")) for key in registration.evaluations)
-    return Subject(
-        uri,
-        champions.artifact_of(version, registration.model),
-        tuple(one for one in found if one),
-        f"version {version.number} of {version.name}",
-    )
-
-
 def artifact_subject(name: str, root: Artifact, index: Index) -> Subject:
     """With every evaluation of it in the store, or of a server of it, the newest first."""
     asked = {root.record.version}
@@ -110,14 +96,18 @@ def artifact_subject(name: str, root: Artifact, index: Index) -> Subject:
 
 def lineage_of(subject: Subject, index: Index) -> Lineage:
     """The tree from the artifact to what came from outside, with its evaluations."""
-    entry = entry_of(subject.root)
     scored = [
         Scored(stage=one.record.stage, version=one.record.version, scores=scores_of([one]))
         for one in subject.evaluations
     ]
     return Lineage(
-        name=subject.name, registered=subject.registered, tree=_node(entry, index, {}), evaluations=tuple(scored)
+        name=subject.name, registered=subject.registered, tree=node_of(subject.root, index), evaluations=tuple(scored)
     )
+
+
+def node_of(artifact: Artifact, index: Index) -> Node:
+    """The tree of one artifact."""
+    return _node(entry_of(artifact), index, {})
 
 
 def closure(root: Artifact, index: Index) -> Iterator[Artifact]:

@@ -1,0 +1,84 @@
+"""`metrics.jsonl` of training stages → loss curves, those of earlier champions behind them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from flows.ledger.record import RefreshRecord, StageEntry, final_result
+from flows.report.lineage import closure
+from flows.report.model import Curve, TrainingCurves
+from flows.store.record import Artifact, Index
+from flows.tracking.rows import CURVES, batches
+
+MOST_POINTS = 1000
+"""Of a curve on a page: more cannot be told apart on a screen."""
+MOST_CHAMPIONS = 3
+"""Earlier champions whose curves are drawn."""
+
+
+def training_curves(record: RefreshRecord, index: Index) -> Iterator[TrainingCurves]:
+    """Of every training stage that has logged a loss, the failed ones too."""
+    champions = list(islice(_earlier_champions(record, index), MOST_CHAMPIONS))
+    for name, entry in record.stages.items():
+        if entry.kind != "train" or not (own := list(_own_curves(record, name, entry))):
+            continue
+        earlier = [curve for one in champions for curve in _curves_behind(one, name, entry.version, index)]
+        yield TrainingCurves(stage=name, curves=(*own, *earlier))
+
+
+def _own_curves(record: RefreshRecord, name: str, entry: StageEntry) -> Iterator[Curve]:
+    """Of the artifact; of a stage that has none, of its last attempt's folder."""
+    attempts = [one for one in record.attempts.values() if one.stage == name]
+    folder = entry.artifact or entry.work or (attempts[-1].folder if attempts else None)
+    if folder:
+        yield from _curves(folder / "metrics.jsonl", "", behind=False)
+
+
+def _curves_behind(champion: Artifact, stage: str, version: str, index: Index) -> Iterator[Curve]:
+    """Of the same stage of an earlier champion, unless it is the very same training."""
+    for artifact in closure(champion, index):
+        record = artifact.record
+        if (record.kind, record.stage) == ("train", stage) and record.version != version:
+            label = f", champion of {champion.record.finished:%Y-%m-%d %H:%M}"
+            yield from _curves(artifact.folder / "metrics.jsonl", label, behind=True)
+
+
+def _earlier_champions(record: RefreshRecord, index: Index) -> Iterator[Artifact]:
+    """Promotions of the same names by other refreshes, the newest first."""
+    own = {entry.version for entry in record.stages.values() if entry.kind == "promote"}
+    names = {
+        entry.result.tags.get("registered_model") for entry in record.stages.values() if entry.kind == "promote"
+    } - {None}
+    promotions = [one for one in index.artifacts if one.record.kind == "promote" and one.record.version not in own]
+    for artifact in sorted(promotions, key=lambda one: one.record.finished, reverse=True):
+        tags = final_result(artifact.folder).tags
+        if tags.get("verdict") == "promoted" and tags.get("registered_model") in names:
+            yield artifact
+
+
+def _curves(file: Path, label: str, *, behind: bool) -> Iterator[Curve]:
+    """A later row of a step replaces an earlier one: a resumed attempt does again what its checkpoint lacked."""
+    found: dict[str, dict[int, float]] = {name: {} for name in CURVES}
+    for batch in batches(file, 0, None, largest=MOST_POINTS) if file.is_file() else ():
+        for row in batch.rows:
+            if row.name in found:
+                found[row.name][row.step] = row.value
+    for name, points in found.items():
+        if points:
+            yield _curve(f"{name}{label}", sorted(points.items()), behind)
+
+
+def _curve(name: str, points: list[tuple[int, float]], behind: bool) -> Curve:
+    every = math.ceil(len(points) / MOST_POINTS)
+    last = [] if (len(points) - 1) % every == 0 else points[-1:]
+    kept = [*points[::every], *last]
+    return Curve(
+        name=name,
+        behind=behind,
+        steps=tuple(step for step, _ in kept),
+        values=tuple(value if math.isfinite(value) else None for _, value in kept),
+        every=every,
+    )

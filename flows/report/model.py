@@ -1,0 +1,141 @@
+"""What a page says of a refresh, as one typed value. `reading.py` makes it from the ledger and the store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from flows.report.lineage import Node
+from stages.core.strict import StrictModel
+
+
+class StageReport(StrictModel):
+    """A stage of the refresh. built_by: the refresh whose attempt built what was found cached.
+
+    log_tail: the last lines that its processes printed, of a stage that failed.
+    """
+
+    name: str
+    kind: str
+    version: str
+    state: str
+    reason: str
+    seconds: float
+    upstream: tuple[str, ...] = ()
+    built_by: str | None = None
+    metrics: dict[str, float] = Field(default_factory=dict)
+    error: str | None = None
+    error_class: str | None = None
+    log_tail: tuple[str, ...] = ()
+
+
+class Span(StrictModel):
+    """An attempt on the time line; start_s: after the first one that is shown. num_devices: None where unknown."""
+
+    stage: str
+    number: int
+    outcome: str
+    start_s: float
+    seconds: float
+    num_devices: int | None
+
+    @property
+    def end_s(self) -> float:
+        """When it ended."""
+        return self.start_s + self.seconds
+
+
+class Curve(StrictModel):
+    """A metric over optimizer steps. behind: of an earlier champion's training. every: of so many points one is kept.
+
+    A value that is no finite number is None.
+    """
+
+    name: str
+    behind: bool
+    steps: tuple[int, ...]
+    values: tuple[float | None, ...]
+    every: int = 1
+
+
+class TrainingCurves(StrictModel):
+    """The losses of a training stage, its own first."""
+
+    stage: str
+    curves: tuple[Curve, ...]
+
+
+class Score(StrictModel):
+    """TASK.METRIC of an evaluation; standard_error: None where the harness gave none."""
+
+    stage: str
+    name: str
+    value: float
+    standard_error: float | None
+
+
+class ScoreDifference(StrictModel):
+    """Candidate − what it was compared with, on the same samples."""
+
+    name: str
+    difference: float
+    standard_error: float
+
+
+class Promotion(StrictModel):
+    """A verdict. tables: those of `verdict.md`, each a heading and rows: the gates, the paired comparison."""
+
+    stage: str
+    name: str
+    outcome: str
+    against: str | None
+    missed: tuple[str, ...]
+    differences: tuple[ScoreDifference, ...]
+    tables: tuple[tuple[tuple[str, ...], ...], ...]
+
+
+class Cost(StrictModel):
+    """device_hours: of all attempts at stages, as far as their number of devices is known.
+
+    energy_kwh: of the attempts whose GPUs were counted; None where none were.
+    price: of the hours, by `price_per_device_hour` of the hardware file; None where the file has none.
+    unknown: stages with attempts of unknown devices.
+    """
+
+    device_hours: float
+    price_per_device_hour: float | None
+    hardware_file: Path
+    energy_kwh: float | None
+    unknown: tuple[str, ...]
+
+    @property
+    def price(self) -> float | None:
+        """In the currency of the hardware file."""
+        return None if self.price_per_device_hour is None else self.device_hours * self.price_per_device_hour
+
+
+class RefreshReport(StrictModel):
+    """All that a page shows. happened, means: a sentence each."""
+
+    refresh: str
+    recipe: str
+    recipe_path: Path
+    overrides: tuple[str, ...]
+    state: str
+    happened: str
+    means: str
+    started_ms: int
+    seconds: float
+    hardware: str
+    git_commit: str | None
+    num_tries: int
+    stages: tuple[StageReport, ...]
+    spans: tuple[Span, ...]
+    trainings: tuple[TrainingCurves, ...]
+    scores: tuple[Score, ...]
+    promotions: tuple[Promotion, ...]
+    lineage: tuple[Node, ...]
+    cost: Cost
+    warnings: tuple[str, ...]
+    links: dict[str, str]

@@ -1,0 +1,110 @@
+"""Reports → HTML pages that need nothing else: no network, no other file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flows.ledger.record import RefreshRecord
+from flows.ledger.refreshes import REPORT_FILE, ledger_of
+from flows.report import tables
+from flows.report.graph import draw
+from flows.report.model import Curve, RefreshReport, TrainingCurves
+from flows.report.reading import read_report
+from flows.store.record import Index
+from stages.core.files import write_atomically
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+FOLDER = Path(__file__).parent
+STYLES = ("vendor/uPlot.min.css", "report.css")
+SCRIPTS = ("vendor/uPlot.iife.min.js", "report.js")
+TABLE_POINTS = 12
+"""Points of a curve that stand in a table, for those who cannot see it."""
+
+
+def write_report(record: RefreshRecord, index: Index) -> Path:
+    """Leave the page of a refresh beside its ledger; returns where it is."""
+    path = ledger_of(record.refresh).folder / REPORT_FILE
+    write_atomically(path, page(read_report(record, index)))
+    return path
+
+
+def write_comparison(
+    old: RefreshRecord, new: RefreshRecord, index: Index, differences: Mapping[str, Sequence[str]]
+) -> Path:
+    """Leave the page of two refreshes beside the ledger of the second; returns where it is."""
+    path = ledger_of(new.refresh).folder / f"compared-with-{old.refresh}.html"
+    write_atomically(path, comparison_page(read_report(old, index), read_report(new, index), differences))
+    return path
+
+
+def page(report: RefreshReport) -> str:
+    """The page of one refresh."""
+    return _render("report.html.jinja", report=report, charts=report.trainings)
+
+
+def comparison_page(old: RefreshReport, new: RefreshReport, differences: Mapping[str, Sequence[str]]) -> str:
+    """The page of two refreshes side by side. differences: a heading and sentences each."""
+    stages = dict.fromkeys(one.name for report in (old, new) for one in report.stages)
+    return _render(
+        "compare.html.jinja",
+        sides=(old, new),
+        differences=differences,
+        stages=[(name, [_named(report, name) for report in (old, new)]) for name in stages],
+        charts=_side_by_side(old, new),
+    )
+
+
+def _render(template: str, **values: Any) -> str:
+    style, script = ("\n".join((FOLDER / name).read_text("utf-8") for name in names) for names in (STYLES, SCRIPTS))
+    return _environment().get_template(template).render(**values, style=style, script=script, tables=tables, draw=draw)
+
+
+def _environment() -> Environment:
+    import jinja2
+
+    environment = jinja2.Environment(
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        loader=jinja2.FileSystemLoader(FOLDER),
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"number": tables.number, "moment": _moment, "points": _points, "drawn": _drawn}
+    return environment
+
+
+def _moment(time_ms: int) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(time_ms / 1000))
+
+
+def _drawn(training: TrainingCurves) -> dict[str, Any]:
+    """What the script gets."""
+    return training.model_dump(mode="json")
+
+
+def _points(curve: Curve) -> list[tuple[int, float | None]]:
+    """A few, evenly spread, with the first and the last."""
+    last = len(curve.steps) - 1
+    places = sorted({round(last * n / (TABLE_POINTS - 1)) for n in range(TABLE_POINTS)})
+    return [(curve.steps[place], curve.values[place]) for place in places]
+
+
+def _named(report: RefreshReport, stage: str) -> Any:
+    return next((one for one in report.stages if one.name == stage), None)
+
+
+def _side_by_side(old: RefreshReport, new: RefreshReport) -> list[TrainingCurves]:
+    """The new one's curves before the old one's, which are drawn behind."""
+    found: dict[str, list[Curve]] = {}
+    for report, behind in ((new, False), (old, True)):
+        for training in report.trainings:
+            own = [one for one in training.curves if not one.behind]
+            found.setdefault(training.stage, []).extend(
+                one.model_copy(update={"name": f"{one.name}, {report.refresh}", "behind": behind}) for one in own
+            )
+    return [TrainingCurves(stage=stage, curves=tuple(curves)) for stage, curves in found.items()]

@@ -1,0 +1,121 @@
+"""Ledger and store → what a page says of a refresh (`RefreshReport`). Asks no server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from flows.ledger.home import hardware_file
+from flows.ledger.record import AttemptRecord, RefreshRecord, StageEntry
+from flows.report.curves import training_curves
+from flows.report.lineage import node_of
+from flows.report.model import Cost, RefreshReport, Span, StageReport
+from flows.report.scores import promotions, scores
+from flows.report.sentences import happened, means
+from flows.report.warnings import warnings_of
+from flows.store.content import LOG_FILE
+from flows.store.record import Index
+from flows.tracking.pages import page_of
+from stages.core.redaction import redact
+from stages.planner.hardware import from_yaml
+
+LOG_LINES = 40
+LOG_BYTES = 16_384
+MS_PER_HOUR = 3_600_000
+JOULES_PER_KWH = 3_600_000
+
+
+def read_report(record: RefreshRecord, index: Index) -> RefreshReport:
+    """The refresh as its ledger and the artifacts that are still in the store have it."""
+    stages = tuple(_stage(record, name, entry) for name, entry in record.stages.items())
+    verdicts = tuple(promotions(record))
+    found_scores = tuple(scores(record))
+    page = page_of(record.refresh)
+    return RefreshReport(
+        refresh=record.refresh,
+        recipe=record.recipe,
+        recipe_path=record.recipe_path,
+        overrides=record.overrides,
+        state="killed" if record.killed else record.state,
+        happened=happened(record),
+        means=means(record, verdicts, found_scores),
+        started_ms=record.started_ms,
+        seconds=record.seconds,
+        hardware=record.hardware,
+        git_commit=record.git_commit,
+        num_tries=record.num_tries,
+        stages=stages,
+        spans=tuple(_spans(record)),
+        trainings=tuple(training_curves(record, index)),
+        scores=found_scores,
+        promotions=verdicts,
+        lineage=tuple(
+            node_of(found, index)
+            for entry in record.stages.values()
+            if (found := index.find(entry.kind, entry.version))
+        ),
+        cost=_cost(record),
+        warnings=tuple(warnings_of(record)),
+        links={"MLflow": page} if page else {},
+    )
+
+
+def _stage(record: RefreshRecord, name: str, entry: StageEntry) -> StageReport:
+    builder = entry.attempt.partition("/")[0] if entry.attempt else None
+    attempts = [one for one in record.attempts.values() if one.stage == name]
+    folder = entry.work or (attempts[-1].folder if attempts else None)
+    return StageReport(
+        name=name,
+        kind=entry.kind,
+        version=entry.version,
+        state=entry.state,
+        reason=entry.reason,
+        seconds=entry.seconds,
+        upstream=entry.upstream,
+        built_by=builder if builder != record.refresh else None,
+        metrics=entry.metrics,
+        error=entry.error,
+        error_class=entry.error_class,
+        log_tail=_log_tail(folder / LOG_FILE) if entry.error and folder else (),
+    )
+
+
+def _log_tail(file: Path) -> tuple[str, ...]:
+    if not file.is_file():
+        return ()
+    with file.open("rb") as stream:
+        stream.seek(max(0, file.stat().st_size - LOG_BYTES))
+        text = stream.read().decode("utf-8", "replace")
+    return tuple(redact(text).splitlines()[-LOG_LINES:])
+
+
+def _spans(record: RefreshRecord) -> Iterator[Span]:
+    """Of the latest try; one that runs still has no length yet."""
+    attempts = [one for one in record.attempts.values() if one.started_ms >= record.started_ms]
+    begin_ms = min((one.started_ms for one in attempts), default=0)
+    for one in attempts:
+        yield Span(
+            stage=one.stage,
+            number=one.number,
+            outcome=one.outcome or "running",
+            start_s=(one.started_ms - begin_ms) / 1000,
+            seconds=_milliseconds(one) / 1000,
+            num_devices=one.num_devices,
+        )
+
+
+def _cost(record: RefreshRecord) -> Cost:
+    attempts = record.attempts.values()
+    file = hardware_file()
+    energies_j = [one.energy_j for one in attempts if one.energy_j is not None]
+    return Cost(
+        device_hours=sum((one.num_devices or 0) * _milliseconds(one) / MS_PER_HOUR for one in attempts),
+        price_per_device_hour=from_yaml(file).price_per_device_hour if file.is_file() else None,
+        hardware_file=file,
+        energy_kwh=sum(energies_j) / JOULES_PER_KWH if energies_j else None,
+        unknown=tuple(dict.fromkeys(one.stage for one in attempts if one.num_devices is None)),
+    )
+
+
+def _milliseconds(attempt: AttemptRecord) -> int:
+    return (attempt.ended_ms or attempt.started_ms) - attempt.started_ms

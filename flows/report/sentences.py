@@ -1,0 +1,64 @@
+"""A refresh in two sentences: what happened, and what it means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flows.ledger.record import RefreshRecord
+from flows.report.model import Promotion, Score, ScoreDifference
+
+QUANTILE_95 = 1.96
+STATES = {"cancelled": "was stopped", "not_promoted": "completed, but promoted nothing,"}
+
+
+def happened(record: RefreshRecord) -> str:
+    """How it ended, and how many stages were built or found."""
+    states = [entry.state for entry in record.stages.values()]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    if record.state == "running" and not record.killed:
+        return f"The refresh of {record.recipe} is running; of {len(states)} stages: {counts}."
+    state = "was killed" if record.killed else STATES.get(record.state, record.state)
+    number = f" in its try {record.num_tries}" if record.num_tries > 1 else ""
+    ended = f"{state}{number} after {record.seconds:.1f} s"
+    return f"The refresh of {record.recipe} {ended}; of {len(states)} stages: {counts}."
+
+
+def means(record: RefreshRecord, promotions: Sequence[Promotion], scores: Sequence[Score]) -> str:
+    """What became of the candidate; without one, what failed, or what was scored."""
+    if failed := [name for name, entry in record.stages.items() if entry.state == "failed"]:
+        return f"There is no new model: {', '.join(failed)} failed, so what stands on that was not built."
+    if record.state in ("running", "cancelled") or record.killed:
+        return "There is no result yet: what is built stays, and a retry goes on from there."
+    if promotions:
+        return " ".join(_promotion(one, scores) for one in promotions)
+    if record.nothing_new:
+        return "Nothing has changed since it was built last, so every result stands as it was."
+    if scores:
+        return f"No stage promotes a model; the last score is {_score(scores[-1])}."
+    return "Nothing was evaluated and no stage promotes a model, so nothing says yet how good the result is."
+
+
+def _promotion(one: Promotion, scores: Sequence[Score]) -> str:
+    if one.outcome == "promoted":
+        text = f"The candidate is the new champion of {one.name}"
+    elif one.outcome == "already champion":
+        text = f"The champion of {one.name} stays what it was: the candidate is the very same model"
+    else:
+        text = f"The champion of {one.name} stays what it was: the candidate missed {'; '.join(one.missed)}"
+    if one.differences:
+        text += f"; against {one.against}, " + ", ".join(map(_difference, one.differences[:2]))
+    elif scores:
+        text += f"; its score is {_score(scores[-1])}, and there was nothing to compare it with"
+    return f"{text}."
+
+
+def _difference(one: ScoreDifference) -> str:
+    margin = QUANTILE_95 * one.standard_error
+    low, high = one.difference - margin, one.difference + margin
+    clear = "no clear difference" if low <= 0 <= high else "a clear difference"
+    return f"{one.name} {one.difference:+.4g} (95% interval {low:+.4g} to {high:+.4g}: {clear})"
+
+
+def _score(one: Score) -> str:
+    error = "" if one.standard_error is None else f" ± {one.standard_error:.2g}"
+    return f"{one.name} {one.value:.4g}{error} ({one.stage})"

@@ -1,0 +1,124 @@
+"""What a report measured → rows of tables. Pure: values as they are, and how a person reads them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from flows.report.model import RefreshReport, Score, StageReport
+
+MARGIN_95 = 1.96
+TRAINING = {
+    "tokens_per_s": "tokens/s",
+    "mfu": "MFU",
+    "step_time_s": "s/step",
+    "predicted_step_time_s": "predicted s/step",
+    "peak_memory_gib": "peak GiB",
+    "predicted_memory_gib": "predicted GiB",
+}
+SERVING = {
+    "ttft_ms": "time to first token, ms",
+    "inter_token_latency_ms": "between tokens, ms",
+    "output_tokens_per_s": "output tokens/s",
+}
+UNDER_LOAD = re.compile(r"(?P<metric>\w+)_concurrency_(?P<concurrency>\d+)")
+COUNTED = re.compile(
+    r"num_\w+|\w+_fraction|.*(dropped|left_out|kept).*|(mean|max|min|longest|shortest)_\w*(length|tokens)"
+)
+NOT_DATA = ("data_wait_fraction", "communication_fraction", "pipeline_bubble_fraction", "num_files")
+DATA_KINDS = ("download", "curate", "generate", "train")
+
+
+@dataclass(frozen=True)
+class Table:
+    """rows: a name and its cells, each a value or None where there is none."""
+
+    heading: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[float | None, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A score as part of a scale, all in percent of its width: the bar, and the 95% interval around its end."""
+
+    score: Score
+    zero: float
+    left: float
+    width: float
+    error_left: float
+    error_width: float
+
+
+def number(value: float | None, name: str = "") -> str:
+    """As a person reads it; the value itself stands beside it in the page."""
+    if value is None:
+        return "–"
+    if name == "mfu" or name == "MFU":
+        return f"{value:.1%}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def training_table(stages: Sequence[StageReport]) -> Table:
+    """Throughput, MFU, memory and time against their predictions."""
+    shown = [one for one in stages if one.kind == "train" and one.metrics.keys() & TRAINING.keys()]
+    names = [name for name in TRAINING if any(name in one.metrics for one in shown)]
+    rows = tuple((one.name, tuple(one.metrics.get(name) for name in names)) for one in shown)
+    return Table(("stage", *(TRAINING[name] for name in names)), rows)
+
+
+def serving_table(stages: Sequence[StageReport]) -> Table:
+    """A row a stage and number of requests at a time."""
+    rows = []
+    for stage in stages:
+        loads: dict[int, dict[str, float]] = {}
+        for name, value in stage.metrics.items():
+            if match := UNDER_LOAD.fullmatch(name):
+                loads.setdefault(int(match["concurrency"]), {})[match["metric"]] = value
+        rows += [
+            (f"{stage.name}, {load} at a time", tuple(metrics.get(name) for name in SERVING))
+            for load, metrics in sorted(loads.items())
+        ]
+    return Table(("stage", *SERVING.values()), tuple(rows))
+
+
+def data_rows(stages: Sequence[StageReport]) -> Iterator[tuple[str, str, float]]:
+    """(stage, what is counted, count): rows, documents, tokens, what was left out."""
+    for stage in stages:
+        for name, value in stage.metrics.items() if stage.kind in DATA_KINDS else ():
+            if COUNTED.fullmatch(name) and name not in NOT_DATA:
+                yield stage.name, name.removeprefix("num_").replace("_", " "), value
+
+
+def score_bars(scores: Sequence[Score]) -> dict[str, list[Bar]]:
+    """TASK.METRIC → a bar for each evaluation of it, on one scale from 0 (or the lowest) to 1 (or the highest)."""
+    groups: dict[str, list[Score]] = {}
+    for one in scores:
+        groups.setdefault(one.name, []).append(one)
+    return {name: _bars(group) for name, group in groups.items()}
+
+
+def _bars(group: Sequence[Score]) -> list[Bar]:
+    margins = [MARGIN_95 * (one.standard_error or 0.0) for one in group]
+    tops = [one.value + margin for one, margin in zip(group, margins, strict=True)]
+    bottoms = [one.value - margin for one, margin in zip(group, margins, strict=True)]
+    is_share = all(0 <= one.value <= 1 for one in group)
+    low = 0.0 if is_share else min(0.0, *bottoms)
+    high = 1.0 if is_share else max(0.0, *tops) or 1.0
+
+    def place(value: float) -> float:
+        return 100 * (min(max(value, low), high) - low) / (high - low)
+
+    bars = []
+    for one, bottom, top in zip(group, bottoms, tops, strict=True):
+        ends = sorted((place(0.0), place(one.value)))
+        error = place(bottom), place(top)
+        bars.append(Bar(one, place(0.0), ends[0], ends[1] - ends[0], error[0], error[1] - error[0]))
+    return bars
+
+
+def final_metrics(report: RefreshReport) -> Iterator[tuple[StageReport, list[tuple[str, float]]]]:
+    """Of each stage that has some, all of them."""
+    for stage in report.stages:
+        if stage.metrics:
+            yield stage, list(stage.metrics.items())

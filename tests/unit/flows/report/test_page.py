@@ -1,0 +1,120 @@
+"""The page in a real browser: numbers equal the records, hostile text stays text, everything goes by keyboard."""
+
+import pytest
+
+from flows.champion.differing import compare, side_of_refresh
+from flows.report.page import comparison_page, page, write_report
+from flows.report.reading import read_report
+from tests.chromium import opened, started
+from tests.unit.flows.report.conftest import HOSTILE, METRICS
+
+MOST_BYTES = 2_000_000
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with started() as browser:
+        yield browser
+
+
+@pytest.fixture
+def shot(tmp_path_factory):
+    """Screenshots are kept as output of the tests."""
+    folder = tmp_path_factory.mktemp("screenshots")
+
+    def shot(page, name):
+        page.screenshot(path=folder / f"{name}.png", full_page=True)
+        print(f"screenshot: {folder / name}.png")
+
+    return shot
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (380, "light")])
+def test_the_page_opens_without_errors_and_requests_and_fits_the_screen(night, store, browser, shot, width, scheme):
+    night.refresh()
+    file = write_report(night.refresh(), store.index())
+    assert file.stat().st_size < MOST_BYTES
+    with opened(browser, file, width, scheme) as (shown, seen):
+        shot(shown, f"report-{scheme}-{width}")
+        assert shown.locator(".chart canvas").count() == 1
+        assert shown.evaluate("document.documentElement.scrollWidth") <= width
+    assert seen.errors == []
+    assert [url for url in seen.requests if not url.startswith(("file:", "data:", "blob:"))] == []
+
+
+def test_the_numbers_are_those_of_the_records(night, store, browser, tmp_path):
+    file = write_report(night.refresh(), store.index())
+    with opened(browser, file) as (shown, _):
+        found = shown.eval_on_selector_all("[data-metric]", "all => all.map(e => [e.dataset.metric, +e.dataset.value])")
+        assert dict(found) == {f"{stage}/{name}": value for stage, of in METRICS.items() for name, value in of.items()}
+        scores = shown.eval_on_selector_all("[data-score]", "all => all.map(e => [e.dataset.score, +e.dataset.value])")
+        assert dict(scores) == {"scores-base/sums.exact_match": 0.0, "scores/sums.exact_match": 0.9375}
+        hours = shown.get_attribute("[data-cost=device-hours]", "data-value")
+        assert float(hours) == pytest.approx(7 * 2 * 10 / 3600)
+
+
+def test_hostile_text_is_shown_and_not_run(night, store, browser):
+    file = write_report(night.refresh(failing="sft"), store.index())
+    with opened(browser, file) as (shown, seen):
+        assert HOSTILE in shown.inner_text("#failures ~ pre")
+        assert shown.locator("img").count() == 0
+    assert seen.errors == []
+
+
+def test_a_hostile_name_of_a_curve_does_not_end_the_script(night, store, browser, tmp_path):
+    report = read_report(night.refresh(), store.index())
+    [training] = report.trainings
+    curves = (training.curves[0].model_copy(update={"name": HOSTILE}),)
+    hostile = report.model_copy(update={"trainings": (training.model_copy(update={"curves": curves}),)})
+    file = tmp_path / "hostile.html"
+    file.write_text(page(hostile))
+    with opened(browser, file) as (shown, seen):
+        assert shown.inner_text(".chart .u-legend .u-series:nth-child(2) .u-label") == HOSTILE
+    assert seen.errors == []
+
+
+def test_curves_are_read_zoomed_and_hidden_by_keyboard_and_mouse(night, store, browser):
+    night.refresh()
+    file = write_report(night.refresh(), store.index())
+    with opened(browser, file) as (shown, seen):
+        chart, said = shown.locator(".chart"), shown.locator("figure [role=status]")
+        chart.focus()
+        shown.keyboard.press("ArrowRight")
+        assert said.inner_text().startswith("step 1: loss 1.500, loss, champion of ")
+        shown.keyboard.press("End")
+        assert said.inner_text().startswith("step 4: loss 0.2500")
+        shown.keyboard.press("+")
+        shown.get_by_role("checkbox", name="loss, champion").uncheck()
+        assert shown.locator(".u-legend .u-series.u-off").count() == 1
+        shown.get_by_role("checkbox", name="logarithmic").check()
+        chart.focus()
+        shown.keyboard.press("0")
+        over = shown.locator(".chart .u-over").bounding_box()
+        shown.mouse.move(over["x"] + 1, over["y"] + 50)
+        assert "1.500" in shown.inner_text(".chart .u-legend")
+    assert seen.errors == []
+
+
+def test_two_refreshes_stand_side_by_side(night, store, browser, tmp_path, shot):
+    old, new = night.refresh(), night.refresh()
+    index = store.index()
+    found = compare(side_of_refresh(old, index), side_of_refresh(new, index), tmp_path / "kept")
+    file = tmp_path / "compared.html"
+    file.write_text(comparison_page(read_report(old, index), read_report(new, index), found.by_heading()))
+    with opened(browser, file) as (shown, seen):
+        shot(shown, "compared")
+        text = shown.inner_text("main")
+        assert "learning_rate 0.001 → 0.002" in text
+        labels = shown.locator("fieldset label").all_inner_texts()
+        assert labels == ["loss, nightly-2", "loss, nightly-1", "logarithmic"]
+    assert seen.errors == []
+
+
+def test_everything_that_is_drawn_is_named_for_those_who_cannot_see_it(night, store, browser):
+    file = write_report(night.refresh(), store.index())
+    with opened(browser, file) as (shown, _):
+        assert shown.get_attribute("html", "lang") == "en"
+        unnamed = "all => all.filter(e => !e.getAttribute('aria-label') && !e.getAttribute('aria-hidden')).length"
+        assert shown.eval_on_selector_all("svg, .chart, .track, [role=region]", unnamed) == 0
+        anchors = shown.eval_on_selector_all("a[href^='#']", "all => all.map(e => e.getAttribute('href').slice(1))")
+        assert [one for one in anchors if shown.locator(f"[id='{one}']").count() != 1] == []

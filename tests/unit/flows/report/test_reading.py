@@ -1,0 +1,93 @@
+"""What a report says is what the records have; what they lack it says to be unknown."""
+
+import pytest
+
+from flows.report.reading import read_report
+from tests.unit.flows.report.conftest import HOSTILE, METRICS, STAGES
+
+
+@pytest.fixture
+def read(store):
+    return lambda record: read_report(record, store.index())
+
+
+def test_every_stage_has_its_state_its_inputs_and_its_metrics(night, read):
+    report = read(night.refresh())
+    stages = {one.name: one for one in report.stages}
+    assert list(stages) == list(STAGES)
+    assert {one.state for one in report.stages} == {"built"}
+    assert stages["promote"].upstream == ("sft", "scores", "serve")
+    assert {name: one.metrics for name, one in stages.items() if one.metrics} == METRICS
+    assert {one.built_by for one in report.stages} == {None}
+
+
+def test_what_is_reused_names_the_refresh_that_built_it(night, read):
+    night.refresh()
+    report = read(night.refresh())
+    stages = {one.name: one for one in report.stages}
+    assert (stages["base"].state, stages["base"].built_by) == ("cached", "nightly-1")
+    assert "built" in stages["base"].reason
+    assert (stages["sft"].state, stages["sft"].built_by) == ("built", None)
+    assert "learning_rate" in stages["sft"].reason
+    assert {one.stage for one in report.spans} == {"sft", "serve", "scores", "promote"}
+
+
+def test_earlier_champions_are_behind_the_curve_and_what_is_no_number_is_a_gap(night, read):
+    night.refresh()
+    night.refresh()
+    [training] = read(night.refresh()).trainings
+    own, *earlier = training.curves
+    assert (own.name, own.behind, own.steps) == ("loss", False, (1, 2, 3, 4))
+    assert own.values == (1.0, pytest.approx(2 / 3), None, pytest.approx(0.5 / 3))
+    assert [one.behind for one in earlier] == [True, True]
+    assert [one.values[0] for one in earlier] == [1.5, 3.0]  # the latest first
+    assert all("champion of" in one.name for one in earlier)
+
+
+def test_a_verdict_has_its_gates_and_what_it_means(night, read):
+    report = read(night.refresh())
+    [promotion] = report.promotions
+    gates, paired = promotion.tables
+    assert gates[1] == ("sums.exact_match", "0.9375", "≥ 0.9", "yes", "")
+    assert paired[1][5:7] == ("+0.0500", "0.0125")
+    assert promotion.differences[0].model_dump() == {
+        "name": "sums.exact_match",
+        "difference": 0.05,
+        "standard_error": 0.0125,
+    }
+    assert "new champion of adder" in report.means
+    assert "+0.05 (95% interval +0.0255 to +0.0745: a clear difference)" in report.means
+
+
+def test_a_failure_comes_with_its_log_and_what_it_means(night, read):
+    report = read(night.refresh(failing="sft"))
+    stages = {one.name: one for one in report.stages}
+    assert (stages["sft"].state, stages["sft"].error, stages["serve"].state) == ("failed", HOSTILE, "skipped")
+    assert stages["sft"].log_tail == ("it began", HOSTILE, "it ended")
+    assert report.means == "There is no new model: sft failed, so what stands on that was not built."
+
+
+def test_nothing_new_is_said(night, read):
+    night.refresh(rate=1e-3)
+    report = read(night.refresh(rate=1e-3))
+    assert report.spans == ()
+    assert report.happened.endswith("of 7 stages: 7 cached.")
+
+
+def test_the_price_is_that_of_the_hardware_file(night, read, tmp_path):
+    record = night.refresh(devices=4)
+    assert read(record).cost.price is None
+    (tmp_path / "hardware.yaml").write_text("like: h200\nprice_per_device_hour: 2.5\n")
+    cost = read(record).cost
+    assert cost.device_hours == pytest.approx(7 * 4 * 10 / 3600)
+    assert cost.price == pytest.approx(2.5 * 7 * 4 * 10 / 3600)
+
+
+def test_energy_is_the_sum_of_what_was_counted_or_unknown(night, read):
+    assert read(night.refresh()).cost.energy_kwh is None
+    assert read(night.refresh(energy_j=900_000.0)).cost.energy_kwh == pytest.approx(4 * 0.25)
+
+
+def test_attempts_of_unknown_devices_are_not_counted_as_none(night, read):
+    cost = read(night.refresh(devices=None)).cost
+    assert (cost.device_hours, len(cost.unknown)) == (0.0, len(STAGES))
