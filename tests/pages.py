@@ -149,20 +149,21 @@ def _fields(path: str) -> str:
 
 
 def _type(name: str, field: Any, schema: dict[str, Any]) -> str:
-    (schema,) = [one for one in schema.get("anyOf", [schema]) if one.get("type") != "null"][:1]
+    schema, *others = [one for one in schema.get("anyOf", [schema]) if one.get("type") != "null"]
+    words_beside = "".join(f" \\| `{one['const']}`" for one in others if "const" in one)
     if reference := find_marker(field, Reference):
         return f"{'stages' if 'items' in schema else 'a stage'} → {' or '.join(reference.products)}"
     if find_marker(field, OutsideInput):
         return "path"
     if models_in(field.annotation):
-        return f"[block](#{name})"
+        return f"{'list of [blocks]' if 'items' in schema else '[block]'}(#{name})"
     if "enum" in schema:
         return " \\| ".join(f"`{value}`" for value in schema["enum"])
     bounds = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
     limits = ", ".join(f"{sign} {schema[key]:g}" for key, sign in bounds.items() if key in schema)
     of = schema.get("items", schema.get("additionalProperties", {}))
     words = {"array": f"list of {of.get('type', '')}s", "object": f"name → {of.get('type', '')}"}
-    return f"{words.get(schema['type'], schema['type'])} {limits}".strip()
+    return f"{words.get(schema['type'], schema['type'])} {limits}".strip() + words_beside
 
 
 def _default(field: Any) -> str:

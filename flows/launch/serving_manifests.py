@@ -85,16 +85,7 @@ def serving_manifests(
 
     Raises `RecipeError` when the recipe lacks what only Kubernetes needs, ModelError for what cannot be served.
     """
-    asked = config.execution.kubernetes
-    if not asked.image:
-        raise RecipeError(
-            f"stages.{name}.execution.kubernetes.image: missing; name the image that holds {default_engine().title}"
-        )
-    if API_KEY_VARIABLE not in asked.secrets:
-        example = f"{{{API_KEY_VARIABLE}: SECRET/KEY}}"
-        raise RecipeError(
-            f"stages.{name}.execution.kubernetes.secrets: expected {example}; no server goes without a key"
-        )
+    asked = _checked_options(name, config)
     metadata = {"name": name, "namespace": asked.namespace, "labels": {SERVE_LABEL: name}}
     pod = _pod(name, model, home, config, adapters)
     template = {"metadata": {"labels": {SERVE_LABEL: name, "llm-lifecycle.io/version": version}}, "spec": pod}
@@ -123,6 +114,21 @@ def serving_manifests(
             "spec": _autoscaler(name, asked, replicas),
         },
     ]
+
+
+def _checked_options(name: str, config: ServeConfig) -> KubernetesOptions:
+    """What only Kubernetes needs is there. Raises `RecipeError`."""
+    asked = config.execution.kubernetes
+    if not asked.image:
+        raise RecipeError(
+            f"stages.{name}.execution.kubernetes.image: missing; name the image that holds {default_engine().title}"
+        )
+    if API_KEY_VARIABLE not in asked.secrets:
+        example = f"{{{API_KEY_VARIABLE}: SECRET/KEY}}"
+        raise RecipeError(
+            f"stages.{name}.execution.kubernetes.secrets: expected {example}; no server goes without a key"
+        )
+    return asked
 
 
 def _pod(name: str, model: Path, home: Path, config: ServeConfig, adapters: Mapping[str, Path]) -> Manifest:

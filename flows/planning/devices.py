@@ -10,7 +10,11 @@ from flows.planning.plan import Plan, PlannedStage
 from flows.recipe.recipe import Recipe
 from stages.core.contract import StageConfig
 from stages.core.errors import ResourceError
+from stages.parallel.device_types import device_type
 from stages.train.config import TrainConfig
+
+VISIBLE_DEVICES = device_type("cuda").visible_devices or ""
+"""Of the GPUs that `gpus` finds."""
 
 
 def wanted_slots(config: StageConfig, count: int) -> int:
@@ -23,6 +27,17 @@ def wanted_slots(config: StageConfig, count: int) -> int:
     if gpus() and config.kind == "download":
         return 0
     return min(_devices(config), count)
+
+
+def num_devices(config: StageConfig) -> int:
+    """Devices that a stage keeps busy, on all nodes together; a download waits for the network alone."""
+    return 0 if config.kind == "download" else config.devices * config.execution.nodes
+
+
+def own_gpus(config: StageConfig) -> list[int]:
+    """Numbers of the GPUs of this machine that a stage was limited to (`on_devices`); none where it was not."""
+    named = config.execution.environment.get("CUDA_VISIBLE_DEVICES", "") if gpus() else ""
+    return [int(number) for number in named.split(",") if number.isdecimal()]
 
 
 def check_devices(planned: Plan) -> None:
@@ -49,9 +64,9 @@ def device_notes(recipe: Recipe, chosen: Collection[str]) -> Iterator[str]:
 def on_devices(planned: PlannedStage, numbers: Sequence[int]) -> PlannedStage:
     """The stage with its environment limited to these GPUs, unless the recipe names others; its version stays."""
     execution = planned.config.execution
-    if not gpus() or not numbers or "CUDA_VISIBLE_DEVICES" in execution.environment:
+    if not gpus() or not numbers or VISIBLE_DEVICES in execution.environment:
         return planned
-    environment = {**execution.environment, "CUDA_VISIBLE_DEVICES": ",".join(map(str, numbers))}
+    environment = {**execution.environment, VISIBLE_DEVICES: ",".join(map(str, numbers))}
     execution = execution.model_copy(update={"environment": environment})
     return replace(planned, config=planned.config.model_copy(update={"execution": execution}))
 

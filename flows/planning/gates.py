@@ -46,14 +46,16 @@ def _unmeasured_scores(config: PromoteConfig, recipe: Recipe) -> Iterator[str]:
 
 
 def _beyond_a_share(config: PromoteConfig, recipe: Recipe) -> Iterator[str]:
-    """Bounds of shares that are meant in percent; code of a person's own may give such scores in any way."""
+    """Bounds of shares that are meant in percent, or that none misses; code of a person's own may give such scores in
+    any way."""
     stages = [recipe.stages[name] for name in config.evaluations]
     if any(isinstance(stage, EvaluateConfig) and stage.trust_task_code for stage in stages):
         return
-    for field, bounds in (("min_scores", config.gates.min_scores), ("max_scores", config.gates.max_scores)):
+    for field, bounds, free in (("min_scores", config.gates.min_scores, 0), ("max_scores", config.gates.max_scores, 1)):
         for score, bound in bounds.items():
-            if score.rpartition(".")[2] in SHARES and not 0 <= bound <= 1:
-                yield f"{field}: {score} is a share, from 0 to 1, and the bound is {bound:g}; say 0.4 for 40%"
+            if score.rpartition(".")[2] in SHARES and (bound == free or not 0 <= bound <= 1):
+                advice = ", which nothing misses; be stricter, or remove it" if bound == free else "; say 0.4 for 40%"
+                yield f"{field}: {score} is a share, from 0 to 1, and the bound is {bound:g}{advice}"
 
 
 def _unmeasured_throughput(config: PromoteConfig, recipe: Recipe) -> Iterator[str]:

@@ -203,8 +203,11 @@ def _reference_problems(stages: Mapping[str, StageConfig], tree: Mapping[str, An
 
 
 def _texts_at(tree: object, path: tuple[str, ...], place: str = "") -> Iterator[tuple[str, str]]:
-    """What stands there, and where; of a list, each item. `*` is any name."""
-    if path and isinstance(tree, dict):
+    """What stands there, and where; of a list, each item. `*` is any name, or any number in a list."""
+    if path and path[0] == "*" and isinstance(tree, list):
+        for number, item in enumerate(tree):
+            yield from _texts_at(item, path[1:], f"{place}.{number}")
+    elif path and isinstance(tree, dict):
         for name in tree if path[0] == "*" else {path[0]} & tree.keys():
             yield from _texts_at(tree[name], path[1:], f"{place}.{name}" if place else name)
     elif not path:
@@ -231,7 +234,7 @@ def _reference_fields(
         reference = find_marker(field, Reference)
         if reference:
             yield (*above, name), reference
-        given = ("*",) if get_origin(field.annotation) is dict else ()
+        given = ("*",) if get_origin(field.annotation) in (dict, tuple) else ()
         for inner in models_in(field.annotation):
             yield from _reference_fields(inner, (*above, name, *given))
 

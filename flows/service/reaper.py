@@ -6,13 +6,16 @@ A process is known by number and start time, so that this needs no heartbeat, an
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from typing import Any
+from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import (
     FlowFilter,
     FlowFilterName,
     FlowRunFilter,
+    FlowRunFilterEndTime,
     FlowRunFilterState,
     FlowRunFilterStateType,
 )
@@ -21,6 +24,7 @@ from prefect.states import Crashed
 
 from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import RunningRefreshes, close_interrupted, ledger_of
+from flows.running.due import announce_schedule
 from flows.running.refresh import COMPARE, announce, final_state, refresh
 
 
@@ -29,6 +33,8 @@ class Reaper:
 
     def __init__(self) -> None:
         self._running = RunningRefreshes()
+        self._began = datetime.now(UTC)
+        self._announced: set[UUID] = set()
 
     def reap(self) -> list[str]:
         """Set in Prefect how refreshes ended that it says run; mark those that died as failed here, and return them.
@@ -39,7 +45,21 @@ class Reaper:
         with get_client(sync_client=True) as client:
             for flow_run in _running_flow_runs(client):
                 _set_end(client, flow_run)
+            for flow_run in self._never_begun(client):
+                announce_schedule(client, flow_run)
+                self._announced.add(flow_run.id)
         return close_interrupted() if died else []
+
+    def _never_begun(self, client: SyncPrefectClient) -> Iterator[FlowRun]:
+        """Flow runs whose process died before the flow could say that it was due; people are to be notified of them."""
+        crashed = FlowRunFilter(
+            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.CRASHED])),
+            end_time=FlowRunFilterEndTime(after_=self._began),
+        )
+        found = client.read_flow_runs(
+            flow_filter=FlowFilter(name=FlowFilterName(any_=[refresh.name])), flow_run_filter=crashed
+        )
+        return (one for one in found if not one.run_count and one.id not in self._announced)
 
 
 def _running_flow_runs(client: SyncPrefectClient) -> Iterator[FlowRun]:

@@ -28,7 +28,8 @@ from flows.running.flow_runs import WORK_POOL, update_entrypoints
 from flows.service.reaper import Reaper
 from stages.core.errors import ServerError
 
-REAP_INTERVAL_S = 10.0
+REAP_INTERVAL_S = 5.0
+"""A death is to be known within 10 s, and to look takes its time, too."""
 
 
 async def work(public: socket.socket | None) -> None:

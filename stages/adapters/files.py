@@ -6,7 +6,7 @@ parameters of a module have its name, with a `.base_layer` for each that is wrap
 parameters by their whole names, inmost first. A of experts is [experts × rank, in], B [out, rank × experts].
 
 A file is refused when it is written with a B that is all 0 (that layer would have learned nothing) or with numbers that
-are not finite, and when it is read with anything that `merge` would leave out.
+are not finite, and when it is read with such numbers, or with anything that `merge` would leave out.
 """
 
 from __future__ import annotations
@@ -131,6 +131,11 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise ModelError(
             f"the adapter in {folder} is a {config.get('peft_type')}{' with ' * bool(odd)}{', '.join(odd)}; expected a "
             "LoRA of linear layers"
+        )
+    if broken := sorted(name for name, one in tensors.items() if not one.isfinite().all()):
+        raise ModelError(
+            f"{folder / WEIGHTS_FILE}: {', '.join(broken[:NUM_NAMED])} ({len(broken)} in all) holds numbers that are "
+            "not finite, so that every answer would be lost; train it again"
         )
     return config, tensors
 

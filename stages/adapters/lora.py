@@ -23,7 +23,7 @@ from stages.adapters.config import AdapterConfig, BasePrecision
 from stages.adapters.experts import stored_names
 from stages.adapters.files import INNER
 from stages.adapters.quantized import quantize_base
-from stages.adapters.targets import check_layers, peft_targets, targets_of_ranks
+from stages.adapters.targets import PeftTargets, check_layers, peft_targets, targets_of_ranks
 from stages.core.errors import ModelError
 from stages.models.kept_precision import dtype_of_weights
 
@@ -53,24 +53,7 @@ def add_adapter(
     targets = peft_targets(causal_lm, config)
     if directions is not None:
         targets = targets_of_ranks({name: len(one) for name, one in directions.items()}, config)
-    layers = config.layers_to_transform if isinstance(config.target_modules, tuple) else None
-    lora = LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,  # type: ignore[arg-type]  # a fraction serves as well
-        lora_dropout=config.dropout,
-        target_modules=targets.modules,
-        target_parameters=targets.parameters or None,
-        rank_pattern=targets.ranks,
-        alpha_pattern=targets.alphas,
-        exclude_modules=list(config.exclude_modules) or None,
-        layers_to_transform=list(layers) if layers else None,
-        use_rslora=config.use_rslora,
-        use_dora=config.use_dora,
-        init_lora_weights=config.init if config.changes_base and has_weights else True,  # type: ignore[arg-type]
-        modules_to_save=list(config.modules_to_save) or None,
-        fan_in_fan_out=is_transposed,
-        task_type="CAUSAL_LM",
-    )
+    lora = _lora_config(config, targets, is_transposed=is_transposed, has_weights=has_weights)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
@@ -88,6 +71,27 @@ def add_adapter(
     _check(causal_lm, config)
     _let_saved_modules_learn(causal_lm, config)
     return lora
+
+
+def _lora_config(config: AdapterConfig, targets: PeftTargets, *, is_transposed: bool, has_weights: bool) -> LoraConfig:
+    layers = config.layers_to_transform if isinstance(config.target_modules, tuple) else None
+    return LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # a fraction serves as well
+        lora_dropout=config.dropout,
+        target_modules=targets.modules,
+        target_parameters=targets.parameters or None,
+        rank_pattern=targets.ranks,
+        alpha_pattern=targets.alphas,
+        exclude_modules=list(config.exclude_modules) or None,
+        layers_to_transform=list(layers) if layers else None,
+        use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
+        init_lora_weights=config.init if config.changes_base and has_weights else True,  # type: ignore[arg-type]
+        modules_to_save=list(config.modules_to_save) or None,
+        fan_in_fan_out=is_transposed,
+        task_type="CAUSAL_LM",
+    )
 
 
 def store_base(causal_lm: Any, precision: BasePrecision | None, compute_dtype: torch.dtype) -> None:

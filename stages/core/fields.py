@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import functools
+import re
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel
+from pydantic import AfterValidator, BaseModel, Field
 
 Product = Literal["model", "adapter", "reward_model", "dataset", "server", "scores", "verdict"]
+
+
+def _as_split(name: str) -> str:
+    if re.fullmatch(r"\w|\w.*\S", name):
+        return name
+    raise ValueError(f"found {name!r}, expected how names of files or folders begin: with a letter or a digit")
+
+
+SplitName = Annotated[str, Field(min_length=1), AfterValidator(_as_split)]
+"""Not blank, nor `.`, which would be all files of a dataset."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +92,13 @@ def unset_later(model: BaseModel, prefix: str = "") -> Iterator[str]:
 
 
 def _models(value: object, path: str) -> Iterator[tuple[str, BaseModel]]:
-    """The model that the value of a field is, or those that it names; each with the beginning of its fields' paths."""
+    """The model that a field's value is, or those that it holds; each with the beginning of its fields' paths."""
     if isinstance(value, BaseModel):
         yield f"{path}.", value
     elif isinstance(value, dict):
         yield from ((f"{path}.{name}.", item) for name, item in value.items() if isinstance(item, BaseModel))
+    elif isinstance(value, tuple):
+        yield from ((f"{path}.{number}.", item) for number, item in enumerate(value) if isinstance(item, BaseModel))
 
 
 @functools.cache  # a recipe's identity asks for them at every field, again and again
@@ -108,7 +121,15 @@ def find_marker(field: Any, marker: type) -> Any | None:
 def without(tree: dict[str, Any], paths: set[str], prefix: str = "") -> dict[str, Any]:
     """A dumped config without the fields at these dotted paths."""
     return {
-        key: without(value, paths, f"{prefix}{key}.") if isinstance(value, dict) else value
+        key: _without(value, paths, f"{prefix}{key}.")
         for key, value in tree.items()
         if not {f"{prefix}{key}", f"{prefix}{key}.0"} & paths
     }
+
+
+def _without(value: Any, paths: set[str], prefix: str) -> Any:
+    if isinstance(value, dict):
+        return without(value, paths, prefix)
+    if isinstance(value, list):
+        return [_without(item, paths, f"{prefix}{number}.") for number, item in enumerate(value)]
+    return value

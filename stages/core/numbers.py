@@ -27,5 +27,10 @@ HELD_IN_FP32 = AfterValidator(_as_held)
 PositiveFp32 = Annotated[float, Field(gt=0, allow_inf_nan=False), HELD_IN_FP32]
 NonNegativeFp32 = Annotated[float, Field(ge=0, allow_inf_nan=False), HELD_IN_FP32]
 
+NatsPerToken = Annotated[float, Field(gt=0, le=12)]
+"""How far predictions may be apart. Even guesses among 160,000 tokens are 12 from certainty: a gate that allows more
+lets everything pass.
+"""
+
 Seconds = Annotated[float, Field(gt=0, le=1e8, allow_inf_nan=False)]
 """Three years at most: system calls take no length of time."""

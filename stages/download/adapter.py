@@ -74,7 +74,8 @@ def take_in(folder: Path, base: Path, context: StageContext, *, trust_remote_cod
         )
     if OF_THIS_STORE.fullmatch(adapter.base) and adapter.base != base.name:
         raise ModelError(
-            f"the adapter in {folder} was trained on {adapter.base}, not on {base.name}; name that as `base`"
+            f"the adapter in {folder} was trained on {adapter.base}, not on {base.name}; name the stage that "
+            "makes that as `base`, as the recipe has it that trained it (a download of a copy is another model)"
         )
     check_weights(adapter, base / "model")
     context.milestone(

@@ -8,6 +8,7 @@ from stages.adapters.headers import ADAPTER_FOLDER
 from stages.core.contract import StageInput
 from stages.core.errors import LifecycleError
 from stages.generate.config import GenerateConfig
+from stages.rewards.judging import opening_problems
 from stages.rewards.reward import RewardContext
 from stages.rollouts.prompts import read_prompts
 
@@ -16,12 +17,7 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
     """Dotted field and error."""
     config = GenerateConfig.model_validate(stage_input.config)
     context = RewardContext(stage_input.inputs, stage_input.cache, lambda _: None)
-    for name, reward in config.rewards.items():
-        try:
-            with reward.opened(name, context):
-                pass
-        except LifecycleError as error:
-            yield f"rewards.{name}", error
+    yield from ((f"rewards.{name}", error) for name, error in opening_problems(config.rewards, context))
     artifact = stage_input.inputs[config.model]
     folder = next((path for path in (artifact / ADAPTER_FOLDER, artifact / "model") if path.is_dir()), None)
     try:

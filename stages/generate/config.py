@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from stages.core.contract import DatasetReference, StageConfig
-from stages.core.fields import Product
+from stages.core.fields import Product, SplitName
 from stages.core.strict import StrictModel
 from stages.rewards.registry import AnyReward, RewardName
 from stages.rollouts.options import PromptOptions
@@ -19,7 +19,7 @@ class PromptsConfig(StrictModel):
     """Which prompts."""
 
     dataset: DatasetReference
-    split: str = Field("train", min_length=1, description="Files of the dataset whose name or folder begins with this.")
+    split: SplitName = Field("train", description="Files of the dataset whose name or folder begins with this.")
     limit: PositiveInt | None = Field(None, description="Rows from the first on; default: all.")
     reference: str | None = Field(
         None,

@@ -92,13 +92,15 @@ def _ask(source: Source, ask: Callable[[], Answer], num_attempts: int) -> Answer
         except HfHubHTTPError as error:
             busy = busy_from_status(error.response.status_code, error.response.headers)
             if busy is None:
-                raise _explained(source, error) from error
+                raise _explained(
+                    source, error
+                ) from None  # its text has the address that it was led to, password and all
             backoff.wait(busy)
         except OfflineModeIsEnabled as error:
             raise DownloadError(
                 f"{source} must be asked for at the hub, but HF_HUB_OFFLINE is set; unset it"
             ) from error
-        except httpx.UnsupportedProtocol as error:
+        except (httpx.UnsupportedProtocol, httpx.TooManyRedirects) as error:
             raise DownloadError(f"asking {_endpoint()} for {source}: {error}; check HF_ENDPOINT") from error
         except httpx.TransportError as error:
             backoff.wait(busy_from_transport(error))

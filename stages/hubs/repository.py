@@ -55,5 +55,5 @@ class RepositoryHub(ABC):
             answer = httpx.get(file.url, headers=snapshot.headers, follow_redirects=True, timeout=SMALL_FILE_TIMEOUT_S)
             answer.raise_for_status()
         except httpx.HTTPError as error:
-            raise DownloadError(f"fetching {name} of {source}: {error}; try again") from error
+            raise DownloadError(f"fetching {name} of {source}: {error}; try again") from None  # it has the address
         return answer.text

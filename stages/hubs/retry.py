@@ -8,8 +8,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 
-import httpx
-
 from stages.core.errors import TransientError
 
 NUM_ATTEMPTS = 5
@@ -60,6 +58,6 @@ def busy_from_status(status: int, headers: Mapping[str, str]) -> BusyError | Non
     return BusyError(f"the server answered {status}", float(retry_after) if retry_after.isdigit() else None)
 
 
-def busy_from_transport(error: httpx.TransportError) -> BusyError:
+def busy_from_transport(error: Exception) -> BusyError:
     """The error of a connection that failed or broke."""
     return BusyError(f"the connection failed ({type(error).__name__}: {error})")

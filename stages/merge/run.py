@@ -41,7 +41,8 @@ def run(config: MergeConfig, context: StageContext) -> StageResult:
     layers = beside.ordered({layer for one in adapters.values() for layer in one.layers})
     adapter = next(iter(adapters.values())) if config.is_plain else combine(adapters, config, layers)
     parameters = ChangedParameters(adapter, beside.causal_lm)
-    changed_fraction = _write(adapter, parameters, base, trained[0], context.work / "model")
+    changed_fraction = _write(adapter, parameters, base, trained[0], context)
+    context.doing("comparing with what training recorded")
     merged = StreamedModel(
         context.work / "model", context.scratch / "merged", trust_remote_code=config.trust_remote_code
     )
@@ -68,12 +69,13 @@ def _read(trained: Path, base: str) -> Adapter:
     return adapter
 
 
-def _write(adapter: Adapter, parameters: ChangedParameters, base: Path, trained: Path, folder: Path) -> float:
+def _write(adapter: Adapter, parameters: ChangedParameters, base: Path, trained: Path, context: StageContext) -> float:
     """Write the merged model; returns which share of the merged weights are other numbers than before.
 
     Each file is copied, and the adapted weights in it written over, so that one of them at a time is in memory. Raises
     ModelError for a weight that is not found, or is what it was.
     """
+    folder = context.work / "model"
     copy_all_but_weights(base, folder)
     copy_companions(trained / ADAPTER_FOLDER, folder)
     if (base / WEIGHTS_INDEX).is_file():
@@ -91,6 +93,7 @@ def _write(adapter: Adapter, parameters: ChangedParameters, base: Path, trained:
                     changed[tensor.name] = int((merged != weight).count_nonzero()) / weight.numel()
                     written.seek(tensor.start)
                     written.write(merged.view(torch.uint8).numpy())
+                    context.progress(len(changed), len(changing), "weights", "merging")
     _check_changed(changing, changed)
     return sum(changed.values()) / len(changed)
 

@@ -16,6 +16,7 @@ from stages.core.contract import (
     StrictModel,
 )
 from stages.core.fields import AddedLater
+from stages.core.numbers import NatsPerToken
 
 
 class GatesConfig(StrictModel):
@@ -31,10 +32,10 @@ class GatesConfig(StrictModel):
         2.0,
         description="How far each score may fall behind on the same samples; by chance, one in 44 does so by 2.",
     )
-    max_kl_nats_per_token: PositiveFloat | None = Field(
+    max_kl_nats_per_token: NatsPerToken | None = Field(
         None, description="Of a quantized or merged model, from its original."
     )
-    max_abs_logprob_difference: Annotated[PositiveFloat | None, AddedLater()] = Field(
+    max_abs_logprob_difference: Annotated[NatsPerToken | None, AddedLater()] = Field(
         None,
         description="Nats per token, of the recorded document that differs most, between what training gave and what "
         "the merged, quantized or served model gives.",

@@ -7,10 +7,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from stages.core.contract import DatasetReference, ModelReference, StageConfig, StrictModel
-from stages.core.fields import AddedLater, Product
+from stages.core.fields import AddedLater, Product, SplitName
+from stages.core.numbers import NatsPerToken
 from stages.quantize.registry import METHODS
 from stages.serving.quantization import Quantization
 
@@ -26,9 +27,9 @@ class CalibrationConfig(StrictModel):
     """Rows that show the quantizer what activations look like, and held-out rows that judge it."""
 
     dataset: DatasetReference
-    split: str = Field("train", min_length=1, description="Files of the dataset whose name or folder begins with this.")
-    evaluation_split: str | None = Field(
-        None, min_length=1, description="Rows that the KL is measured on; default: rows after these."
+    split: SplitName = Field("train", description="Files of the dataset whose name or folder begins with this.")
+    evaluation_split: SplitName | None = Field(
+        None, description="Rows that the KL is measured on; default: rows after these."
     )
     num_samples: PositiveInt = Field(128, description="Rows that the quantizer sees.")
     num_evaluation_samples: PositiveInt = Field(128, description="Rows that the KL is measured on.")
@@ -64,7 +65,7 @@ class QuantizeConfig(StageConfig):
     symmetric: bool = Field(False, description="Without zero points (awq and gptq).")
     ignore: tuple[str, ...] = Field(("lm_head",), description="Modules left unquantized; `re:` begins a pattern.")
     calibration: CalibrationConfig
-    max_kl: PositiveFloat | None = Field(None, description="Nats per token from the unquantized model, at most.")
+    max_kl: NatsPerToken | None = Field(None, description="Nats per token from the unquantized model, at most.")
     tensor_parallel_size: PositiveInt = Field(1, description="That the model will be served at.")
     trust_remote_code: bool = Field(False, description="Run the Python files that come with the model.")
     seed: int = Field(0, ge=0, description="Of the quantizer's random numbers.")

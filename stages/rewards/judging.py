@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from stages.core.errors import DataError
+from stages.core.errors import DataError, LifecycleError
 from stages.rewards.reward import Completion, Reward, RewardContext, Scores
 
 Named = tuple[str, Completion]
@@ -40,6 +40,16 @@ def judging(rewards: Mapping[str, Reward], context: RewardContext) -> Iterator[J
             return [_summed(rewards, one) for one in by_completion or ({} for _ in completions)]
 
         yield judge
+
+
+def opening_problems(rewards: Mapping[str, Reward], context: RewardContext) -> Iterator[tuple[str, LifecycleError]]:
+    """Name and error of each reward that cannot work, such as a file that does not import: each is opened once."""
+    for name, reward in rewards.items():
+        try:
+            with reward.opened(name, context):
+                pass
+        except LifecycleError as error:
+            yield name, error
 
 
 @contextlib.contextmanager

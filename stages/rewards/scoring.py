@@ -30,7 +30,7 @@ class Scorer:
     def __init__(self, folder: Path) -> None:
         """folder: the model's. Raises ModelError when there is no usable tokenizer."""
         self._folder = folder
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         date = noted_date(folder) or DEFAULT_DATE
         self._tokenizer = DocumentTokenizer(folder, None, "all", template_date=date)
 

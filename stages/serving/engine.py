@@ -105,16 +105,16 @@ class Engine(Protocol):
     def has_room(self, spec: LaunchSpec, adapter: Path) -> bool:
         """Whether a running server of `spec`, which swaps adapters, could load this folder too, and serve all of it."""
 
-    def load_adapter(self, address: EngineAddress, api_key: str, name: str, folder: Path) -> None:
-        """Into a running server. Raises ServerError when it refuses, TransientError when it does not answer."""
+    def load_adapter(self, address: EngineAddress, api_key: str, name: str, folder: Path, timeout_s: float) -> None:
+        """Into a running server. Raises ServerError when it refuses, TransientError when it does not answer in time."""
 
-    def unload_adapter(self, address: EngineAddress, api_key: str, name: str) -> None:
+    def unload_adapter(self, address: EngineAddress, api_key: str, name: str, timeout_s: float) -> None:
         """Of a running server, which has no more requests for it. Raises as `load_adapter` does."""
 
     def prepare_reloads(self, folder: Path) -> None:
         """Make a model's folder, which the caller owns, fit to be started from or loaded by `reload_weights`."""
 
-    def reload_weights(self, address: EngineAddress, api_key: str, folder: Path) -> None:
+    def reload_weights(self, address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:
         """Of a running server of a spec `for_training`, which has no request under way: those of this folder, in the
         place of what it has. Raises as `load_adapter` does."""
 

@@ -86,3 +86,18 @@ def test_the_frozen_base_and_what_learns_take_what_is_predicted(name, model, ran
     )
     found = json.loads(output.read_text())
     assert found["predicted_gib"] == pytest.approx(max(found["measured_gib"]), rel=ERROR), found
+
+
+def test_gradients_that_are_reduced_after_each_micro_batch_spare_what_is_predicted(model, ranks, tmp_path):
+    found = {}
+    for accumulate in ("whole", "sharded"):
+        output = tmp_path / f"{accumulate}.json"
+        fields = {**SHARED, "global_batch_size": 4, "layout": {"dp_shard": 2, "accumulate": accumulate}}
+        ranks.run("tests.parity.memory_program", 2, model("llama"), output, json.dumps(fields), log=tmp_path / "log")
+        found[accumulate] = json.loads(output.read_text())
+        assert found[accumulate]["predicted_gib"] == pytest.approx(max(found[accumulate]["measured_gib"]), rel=ERROR)
+    whole, sharded = found["whole"], found["sharded"]
+    spared_gib = max(whole["measured_gib"]) - max(sharded["measured_gib"])
+    # Whole gradients go, shards stay. One layer's whole ones are predicted beside, which may be gone at the peak.
+    predicted_gib, most_gib = whole["predicted_gib"] - sharded["predicted_gib"], sharded["parts_gib"]["gradients"]
+    assert (1 - ERROR) * predicted_gib < spared_gib < (1 + ERROR) * most_gib, found

@@ -20,6 +20,8 @@ from transformers import AutoModelForCausalLM
 from stages.adapters.files import read_adapter
 from stages.core.contract import StageContext, StageResult
 from stages.core.errors import GateError, ModelError
+from stages.download.config import DownloadConfig
+from stages.download.run import run as download
 from stages.merge.config import MergeConfig
 from stages.merge.run import run as merge
 from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end, start
@@ -75,9 +77,13 @@ def run_stage(work, artifacts, config):
     run_to_end(work, config)
 
 
-def test_dpo_goes_on_with_an_adapter_whose_start_is_its_reference(tuned, artifacts, tmp_path):
-    inputs, work = {**artifacts, "tuned": tuned}, tmp_path / "dpo-0123456789ab"
-    fields = {"model": "tuned", "base": "sft", "steps": 4, "learning_rate": 1e-4}
+def test_dpo_goes_on_with_an_adapter_that_was_taken_in_and_whose_start_is_its_reference(tuned, artifacts, tmp_path):
+    mine = tmp_path / "mine-0123456789ab"
+    mine.mkdir()
+    taken = DownloadConfig(kind="download", adapter=f"file://{tuned / 'adapter'}", base="sft")
+    download(taken, StageContext(mine, "mine", "0" * 12, artifacts, {}, tmp_path, taken.resolve_outside()))
+    inputs, work = {**artifacts, "mine": mine}, tmp_path / "dpo-0123456789ab"
+    fields = {"model": "mine", "base": "sft", "steps": 4, "learning_rate": 1e-4}
     run_stage(
         work, inputs, make_config("dpo", adapter=ADAPTER, layout={"dp_shard": 2, "micro_batch_size": 2}, **fields)
     )

@@ -81,6 +81,15 @@ def test_a_webhook_is_told_of_what_prefects_scheduler_began(worker_home, receive
     ended = worker_home.ended(run)
     eventually(lambda: received)
     assert [message["subject"] for message in received] == [f"{ended['name']}: Failed"]
+
+    received.clear()  # the process of the next one dies before it can say anything
+    deployment = worker_home.deployment("unlucky")
+    dying = {"job_variables": {**deployment["job_variables"], "command": "false"}}
+    worker_home.prefect(f"deployments/{deployment['id']}", dying, "PATCH")
+    (run,) = worker_home.miss_nights("unlucky", 1)
+    ended = worker_home.ended(run, num_tries=0)
+    eventually(lambda: received)
+    assert [message["subject"] for message in received] == [f"{ended['name']}: Crashed"]
     assert worker_home.lifecycle("schedules", "remove", "unlucky").returncode == 0
     assert worker_home.lifecycle("notify", "remove", "webhook").returncode == 0
 

@@ -137,6 +137,20 @@ def test_a_champion_says_what_it_was_made_from_and_what_differs_from_the_former(
     assert nights.lifecycle("lineage", f"models:/{NAME}/99").returncode == StoreError.exit_code
 
 
+def test_who_is_champion_is_asked_without_the_seconds_that_mlflow_takes_to_import(nights, better):
+    command = [sys.executable, "-X", "importtime", "-m", "flows.champion.key"]
+    for alias, code in (("champion", 0), ("nobody", StoreError.exit_code)):
+        done = subprocess.run(
+            [*command, f"models:/{NAME}@{alias}"], env=nights.environment, text=True, capture_output=True
+        )
+        assert done.returncode == code, done.stderr[-1000:]
+        assert not re.search(r"\| +mlflow", done.stderr)
+        if code == 0:
+            assert json.loads(done.stdout) == {"model": f"download/{better['stages']['model']['version']}"}
+    champion = nights.recipe("next", base={"kind": "download", "model": f"models:/{NAME}@champion"})
+    assert nights.artifact_of("c").name in nights.lifecycle("plan", str(champion)).stdout
+
+
 def test_a_better_candidate_follows_and_a_rollback_brings_the_former_back(nights, better):
     assert better["stages"]["promote"]["verdict"] == "promoted"
     assert (nights.champion()["version"], nights.champion()["previous"]) == ("3", "1")

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from refreshes import request
 
+from tests import chromium
+
 ROOT = Path(__file__).parents[2]
 LIFECYCLE = Path(sys.executable).with_name("lifecycle")
 SCORE = "addition.exact_match"
@@ -105,6 +107,23 @@ def test_server_was_measured(first: dict[str, Any]) -> None:
     metrics = first["stages"]["serve"]["metrics"]
     assert metrics["time_to_ready_s"] > 0
     assert metrics["output_tokens_per_s_concurrency_8"] > metrics["output_tokens_per_s_concurrency_1"]
+
+
+def test_the_report_has_the_metrics_of_the_records_and_opens_without_errors(
+    quickstart: Quickstart, first: dict[str, Any], tmp_path: Path
+) -> None:
+    report = Path(quickstart.lifecycle("report", first["refresh"]).strip())
+    assert quickstart.lifecycle("report", "adder@champion").strip() == str(report)
+    assert report.stat().st_size < 2_000_000
+    with chromium.started() as browser, chromium.opened(browser, report) as (page, seen):
+        read = "all => all.map(element => [element.dataset.metric, Number(element.dataset.value)])"
+        shown = dict(page.eval_on_selector_all("[data-metric]", read))
+        page.screenshot(path=tmp_path / "quickstart.png", full_page=True)
+        print(f"screenshot: {tmp_path / 'quickstart.png'}")
+        assert page.locator(".chart canvas").count() == 2
+    stages = first["stages"].items()
+    assert shown == {f"{name}/{metric}": value for name, one in stages for metric, value in one["metrics"].items()}
+    assert seen.errors == []
 
 
 def test_mlflow_holds_a_run_for_each_stage_under_the_refresh(quickstart: Quickstart, first: dict[str, Any]) -> None:

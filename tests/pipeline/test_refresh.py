@@ -57,6 +57,18 @@ def test_mlflow_has_every_step_once_under_the_parent_run(home, first):
     assert {param["key"] for param in run["data"]["params"]} >= {"dataset", "trust_remote_code"}
 
 
+def test_the_report_is_at_the_parent_run_and_prefect_links_to_it(home, first):
+    refresh = first["refresh"]
+    assert refresh in (home.folder / "ledger" / refresh / "report.html").read_text()
+    (run,) = home.attempts("rows")
+    parent = next(tag["value"] for tag in run["data"]["tags"] if tag["key"] == "mlflow.parentRunId")
+    assert "report.html" in [file["path"] for file in home.mlflow(f"artifacts/list?run_id={parent}")["files"]]
+    (flow_run,) = home.prefect("flow_runs/filter", {"flow_runs": {"name": {"any_": [refresh]}}})
+    wanted = {"flow_run_id": {"any_": [flow_run["id"]]}, "key": {"any_": ["report"]}}
+    (link,) = home.prefect("artifacts/filter", {"artifacts": wanted})
+    assert f"/runs/{parent}/artifacts/report.html" in link["data"]
+
+
 def test_secrets_of_the_environment_are_nowhere_but_in_the_recipe(home, first):
     told = [path for path in home.folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
     assert told == []

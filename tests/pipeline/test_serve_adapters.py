@@ -146,32 +146,40 @@ def evaluate(root: Path, result: StageResult, work: str, **config: Any) -> Stage
 
 
 def test_an_evaluation_asks_the_adapter_that_it_names(root: Path, result: StageResult, references: Any) -> None:
+    """One that was taken in from elsewhere, beside one that was trained here."""
     tokenizer = AutoTokenizer.from_pretrained(root / "sft" / "model")
-    leased = evaluate(root, result, "leased", model="serve", adapter="wide")
+
+    def text(name: str, prompt: Any) -> str:
+        made = references[name].generate(input_ids=prompt, max_new_tokens=8, do_sample=False)[0, prompt.shape[1] :]
+        return str(tokenizer.decode(made, skip_special_tokens=True)).split("\n")[0]
+
+    leased = evaluate(root, result, "leased", model="serve", adapter="narrow")
+    is_told_apart = False
     for line in (root / "leased" / "samples" / "sums.jsonl").read_text().splitlines():
         row = json.loads(line)
         messages = [{"role": "user", "content": row["doc"]["question"]}]
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt").input_ids
-        made = references["wide"].generate(input_ids=prompt, max_new_tokens=8, do_sample=False)[0, prompt.shape[1] :]
-        assert row["resps"][0][0] == tokenizer.decode(made, skip_special_tokens=True).split("\n")[0]
+        assert row["resps"][0][0] == text("narrow", prompt)
+        is_told_apart |= all(text("narrow", prompt) != text(other, prompt) for other in ("sft", "wide"))
+    assert is_told_apart, "the base, or the other adapter, would have passed as well"
     logged = json.loads((root / "leased" / "metrics.jsonl").read_text().splitlines()[0])
     assert logged["max_abs_logprob_difference"] < 1e-4
 
-    alone = evaluate(root, result, "alone", model="wide", base="sft", serving=SERVING)
+    alone = evaluate(root, result, "alone", model="narrow", base="sft", serving=SERVING)
     assert alone.metrics == leased.metrics
 
 
 def promote(root: Path, work: Path, most: float) -> Verdict:
-    """What the promote stage says of `wide`, by its evaluation and its server."""
-    (root / "wide" / "result.json").write_text(StageResult().model_dump_json())
+    """What the promote stage says of `narrow`, by its evaluation and its server."""
+    (root / "narrow" / "result.json").write_text(StageResult().model_dump_json())
     (work / CHAMPION_FILE).write_text(Standing(champion=None).model_dump_json())
     config = PromoteConfig.model_validate(
         {
-            **{"kind": "promote", "name": "sums", "model": "wide", "evaluations": ["leased"], "server": "serve"},
+            **{"kind": "promote", "name": "sums", "model": "narrow", "evaluations": ["leased"], "server": "serve"},
             "gates": {"max_abs_logprob_difference": most},
         }
     )
-    inputs = {name: root / name for name in ("wide", "leased", "serve")}
+    inputs = {name: root / name for name in ("narrow", "leased", "serve")}
     run_promotion(config, StageContext(work, "promote", "0" * 12, inputs, {}, work))
     return Verdict.model_validate_json((work / VERDICT_FILE).read_bytes())
 
@@ -180,11 +188,11 @@ def test_a_promotion_is_bounded_by_what_its_server_gives_and_training_gave(
     root: Path, result: StageResult, tmp_path: Path
 ) -> None:
     if not (root / "leased").exists():
-        evaluate(root, result, "leased", model="serve", adapter="wide")
+        evaluate(root, result, "leased", model="serve", adapter="narrow")
     assert promote(root, tmp_path, 1e-4).outcome == "promoted"
     missed = promote(root, tmp_path, 1e-12)
     assert missed.outcome == "not promoted"
-    found = result.metrics["max_abs_logprob_difference_wide"]
+    found = result.metrics["max_abs_logprob_difference_narrow"]
     assert missed.missed[0].startswith(f"max_abs_logprob_difference {found:.4g} > 1e-12")
 
 

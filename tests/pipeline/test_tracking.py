@@ -160,6 +160,26 @@ def test_the_end_brings_status_figures_files_and_a_note(client, ledger, work):
     assert "sft" in client.get_run(shipped.parent_run_id).data.tags["mlflow.note.content"]
 
 
+def test_completions_are_a_table_that_mlflow_reads_as_its_own(client, ledger, work, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", client.tracking_uri)  # which load_table asks
+    attempt = begin(ledger, work)
+    lines = [{"step": step, "text": f"{step} + 1 = 2", "rewards": {"right": float(step == 1)}} for step in range(2500)]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (work / "completions.jsonl").write_text(text + '{"step": 2500, "te')
+    ledger.append(end_of(attempt, "finished", files=("completions.jsonl",)))
+    close(ledger)
+    for _ in range(2):  # the second time as after a crash: nothing is there twice
+        assert Shipper(ledger, client).ship()
+        write_shipped(ledger, read_shipped(ledger).model_copy(update={"attempts": {}, "done": False}))
+    Shipper(ledger, client).ship()
+    shipped = read_shipped(ledger)
+    run = shipped.attempts["sft-1"].run_id
+    table = client.load_table(shipped.experiment_id, "completions.table.json", run_ids=[run])
+    assert table["step"].tolist() == list(range(0, 2500, 3))
+    assert table["text"].tolist() == [lines[step]["text"] for step in table["step"]]
+    assert table["rewards.right"].tolist() == [lines[step]["rewards"]["right"] for step in table["step"]]
+
+
 def test_trouble_is_noted_and_gone_after_the_next_success(client, ledger, work):
     begin(ledger, work)
     shipper = Shipper(ledger, client)

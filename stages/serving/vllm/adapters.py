@@ -13,8 +13,9 @@ What the arguments are for, each checked with the server that fails without it (
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from stages.adapters.headers import CHANGES_THE_BASE, AdapterHeaders, read_headers
 from stages.core.errors import ModelError
@@ -26,6 +27,8 @@ MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 EDGES = {"embed_tokens", "lm_head"}
 UNKNOWN = ("use_dora", "modules_to_save", "lora_bias", "target_parameters", "use_qalora", "use_bdlora")
 EXPERTS = "experts"
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names that a mixture's config has for their number."""
 NUM_NAMED = 5
 
 
@@ -67,6 +70,12 @@ def check_adapters(spec: LaunchSpec) -> None:
             "of the very weights that it was trained on; serve it on the unquantized model, or merge it into that "
             "(`kind: merge`) and quantize what comes out"
         )
+    if "cpu" in spec.engine_version and _is_mixture(read_config(spec.model)):
+        raise ModelError(
+            f"serving {', '.join(spec.adapters)} on {spec.model}: it is a mixture of experts, which vLLM with adapters "
+            "computes by Triton only, wherever they are: on a CPU it starts, and ends at the first request. Merge the "
+            "adapter into its base (`kind: merge`) and serve that, or serve it on a GPU"
+        )
     for name, folder in spec.adapters.items():
         if problems := "; ".join(_problems(read_headers(folder))):
             raise ModelError(
@@ -91,6 +100,12 @@ def _problems(headers: AdapterHeaders) -> Iterator[str]:
     too_high = {rank for rank in headers.ranks.values() if rank > MAX_RANKS[-1]}
     if too_high:
         yield f"its rank is {max(too_high)}, more than {MAX_RANKS[-1]}"
+
+
+def _is_mixture(config: Mapping[str, Any]) -> bool:
+    text = config.get("text_config")
+    fields = {**config, **text} if isinstance(text, Mapping) else config
+    return any(fields.get(name) for name in NUM_EXPERTS)
 
 
 def _first(value: object) -> object:

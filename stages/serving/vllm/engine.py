@@ -54,15 +54,15 @@ class Vllm:
     def has_room(self, spec: LaunchSpec, adapter: Path) -> bool:
         return has_room(spec, adapter)
 
-    def load_adapter(self, address: EngineAddress, api_key: str, name: str, folder: Path) -> None:
+    def load_adapter(self, address: EngineAddress, api_key: str, name: str, folder: Path, timeout_s: float) -> None:
         from stages.serving.vllm.swap import load_adapter
 
-        load_adapter(address, api_key, name, folder)
+        load_adapter(address, api_key, name, folder, timeout_s)
 
-    def unload_adapter(self, address: EngineAddress, api_key: str, name: str) -> None:
+    def unload_adapter(self, address: EngineAddress, api_key: str, name: str, timeout_s: float) -> None:
         from stages.serving.vllm.swap import unload_adapter
 
-        unload_adapter(address, api_key, name)
+        unload_adapter(address, api_key, name, timeout_s)
 
     def prepare_reloads(self, folder: Path) -> None:
         if self.find_program().runs_on_cpu:
@@ -70,10 +70,10 @@ class Vllm:
 
             prepare_reloads(folder)
 
-    def reload_weights(self, address: EngineAddress, api_key: str, folder: Path) -> None:
+    def reload_weights(self, address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:
         from stages.serving.vllm.swap import reload_weights
 
-        reload_weights(address, api_key, folder)
+        reload_weights(address, api_key, folder, timeout_s)
 
     def check_loadable(
         self, model_config: dict[str, Any], projections: list[Projection], quantization: Quantization

@@ -18,30 +18,30 @@ from stages.core.errors import ModelError, ServerError, TransientError
 from stages.core.files import write_atomically
 from stages.serving.proxy import EngineAddress
 
-TIMEOUT_S = 120.0
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 HEAD_FILE = "head.safetensors"
 
 
-def load_adapter(address: EngineAddress, api_key: str, name: str, folder: Path) -> None:
-    """Raises ServerError when vLLM refuses it, which harms nothing; TransientError when it does not answer."""
-    _post(address, api_key, "v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, f" {name}")
+def load_adapter(address: EngineAddress, api_key: str, name: str, folder: Path, timeout_s: float) -> None:
+    """Raises ServerError when vLLM refuses it, which harms nothing; TransientError when it does not answer in time."""
+    body = {"lora_name": name, "lora_path": str(folder)}
+    _post(address, api_key, "v1/load_lora_adapter", body, f" {name}", timeout_s)
 
 
-def unload_adapter(address: EngineAddress, api_key: str, name: str) -> None:
+def unload_adapter(address: EngineAddress, api_key: str, name: str, timeout_s: float) -> None:
     """Forget the name; its weights make room when another needs it. Raises as `load_adapter` does."""
-    _post(address, api_key, "v1/unload_lora_adapter", {"lora_name": name}, f" {name}")
+    _post(address, api_key, "v1/unload_lora_adapter", {"lora_name": name}, f" {name}", timeout_s)
 
 
-def reload_weights(address: EngineAddress, api_key: str, folder: Path) -> None:
+def reload_weights(address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:
     """In the place of the model's, those of `folder`, which `prepare_reloads` has seen; no request may be under way.
 
     Raises as `load_adapter` does, but where vLLM refuses, it ends at the next request.
     """
     body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-    _post(address, api_key, "collective_rpc", body, f" of {folder}")
+    _post(address, api_key, "collective_rpc", body, f" of {folder}", timeout_s)
     # A prompt that was seen before would be answered from the keys and values of the former weights.
-    _post(address, api_key, "reset_prefix_cache", {}, "")
+    _post(address, api_key, "reset_prefix_cache", {}, "", timeout_s)
 
 
 def prepare_reloads(folder: Path) -> None:
@@ -74,12 +74,14 @@ def prepare_reloads(folder: Path) -> None:
     write_atomically(folder / "config.json", json.dumps({**config, "tie_word_embeddings": False}, indent=2))
 
 
-def _post(address: EngineAddress, api_key: str, route: str, body: dict[str, Any], what: str) -> None:
-    asyncio.run(_posted(address, api_key, route, body, f"{route.rpartition('/')[2]}{what}"))
+def _post(address: EngineAddress, api_key: str, route: str, body: dict[str, Any], what: str, timeout_s: float) -> None:
+    asyncio.run(_posted(address, api_key, route, body, f"{route.rpartition('/')[2]}{what}", timeout_s))
 
 
-async def _posted(address: EngineAddress, api_key: str, route: str, body: dict[str, Any], asked: str) -> None:
-    timeout, headers = aiohttp.ClientTimeout(total=TIMEOUT_S), {"Authorization": f"Bearer {api_key}"}
+async def _posted(
+    address: EngineAddress, api_key: str, route: str, body: dict[str, Any], asked: str, timeout_s: float
+) -> None:
+    timeout, headers = aiohttp.ClientTimeout(total=timeout_s), {"Authorization": f"Bearer {api_key}"}
     try:
         async with (
             aiohttp.ClientSession(connector=address.connector(), timeout=timeout, headers=headers) as session,

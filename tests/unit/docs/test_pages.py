@@ -32,7 +32,7 @@ from tests.pages import (
 )
 
 FENCE = re.compile(r"^ *```(?P<language>\S*).*?\n(?P<body>[\s\S]*?)^ *```$", re.MULTILINE)
-TARGETS = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.parent.relative_to(ROOT)))
 
 

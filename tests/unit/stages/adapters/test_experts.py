@@ -7,6 +7,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen3MoeConfig
 
+from stages.adapters.check import check_loadable
 from stages.adapters.config import AdapterConfig
 from stages.adapters.experts import ChangedParameters, idle_experts
 from stages.adapters.files import check_mergeable, read_adapter, write_adapter
@@ -95,9 +96,20 @@ def test_what_is_left_out_is_left_out_of_parameters_too():
 
 def test_peft_loads_the_files_and_gives_the_same(trained):
     folder, model = trained
+    check_loadable(folder / "adapter", folder / "base", trust_remote_code=False)
     loaded = peft.PeftModel.from_pretrained(load_base(folder), folder / "adapter").eval()
     assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
     assert (load_base(folder)(TOKENS).logits - model(TOKENS).logits).abs().max().item() > 1e-3
+
+
+def test_what_peft_would_leave_out_of_experts_or_miss_there_is_named(trained):
+    folder, _ = trained
+    file = folder / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    lost = next(name for name in tensors if ".experts." in name and ".lora_B." in name)
+    save_file({name: one for name, one in tensors.items() if name != lost}, file)
+    with pytest.raises(ModelError, match=rf"PEFT, .*, would not load {lost} \(1 in all\), or would miss it"):
+        check_loadable(folder / "adapter", folder / "base", trust_remote_code=False)
 
 
 def test_merged_into_the_files_it_gives_the_same(trained):

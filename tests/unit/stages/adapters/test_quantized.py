@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
 
 from stages.adapters.config import AdapterConfig
 from stages.adapters.lora import add_adapter, store_base
-from stages.adapters.quantized import Int8Linear, Nf4Linear, quantize_base
+from stages.adapters.quantized import BLOCK, NF4_LEVELS, Int8Linear, Nf4Linear, quantize_base
 from stages.core.errors import ModelError
 from tests.unit.stages.adapters.test_lora import SIZES, make_model
 
@@ -29,6 +29,14 @@ def test_weights_are_what_they_were_within_the_rounding(made):
     layer = make_layer()
     error = (made(layer).weight - layer.weight).norm() / layer.weight.norm()
     assert 1e-3 < error < ERRORS[made]
+
+
+def test_a_weight_in_nf4_is_the_level_of_its_code_times_the_scale_of_its_block():
+    """The lower half of a byte is the first weight's."""
+    layer = Nf4Linear(make_layer())
+    codes = torch.stack([layer.codes & 15, layer.codes >> 4], -1).view(48, -1, BLOCK).int()
+    scales = (layer.block_scales.float() / 255).square() * layer.row_scales.view(torch.float32)
+    assert torch.equal(layer.weight, (torch.tensor(NF4_LEVELS)[codes] * scales[..., None]).flatten(1))
 
 
 def test_an_outlier_harms_the_64_weights_beside_it_alone():

@@ -18,7 +18,8 @@ PROGRAM = """
 import signal, sys
 from pathlib import Path
 from stages.core.hashing import sha256_of_files
-signal.signal(signal.SIGTERM, signal.default_int_handler)
+for number in (signal.SIGINT, signal.SIGTERM):  # a job that a shell began in the background ignores Ctrl-C
+    signal.signal(number, signal.default_int_handler)
 print("begun", flush=True)
 sha256_of_files({"big": Path(sys.argv[1])})
 print("done", flush=True)
@@ -91,11 +92,15 @@ def test_it_ends_at_once_when_it_is_asked_to(tmp_path, number):
     huge = tmp_path / "huge"
     with huge.open("wb") as stream:
         stream.truncate(1 << 40)
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM, huge], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout and process.stdout.readline() == b"begun\n"
-    time.sleep(0.5)
-    process.send_signal(number)
-    output, errors = process.communicate(timeout=10)
+    command = [sys.executable, "-c", PROGRAM, huge]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout and process.stdout.readline() == b"begun\n"
+        time.sleep(0.5)
+        process.send_signal(number)
+        try:
+            output, errors = process.communicate(timeout=10)
+        finally:
+            process.kill()
     assert output == b"" and b"KeyboardInterrupt" in errors
 
 

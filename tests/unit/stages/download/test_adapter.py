@@ -170,6 +170,10 @@ def nothing_in_b(name, tensor):
     return torch.zeros_like(tensor) if "lora_B" in name else tensor
 
 
+def not_a_number(name, tensor):
+    return torch.full_like(tensor, torch.nan) if "layers.1.mlp.up_proj.lora_A" in name else tensor
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -180,6 +184,7 @@ def nothing_in_b(name, tensor):
         (with_tensors(("q_proj", "query", as_it_was)), r"query.weight \(missing\)"),
         (with_tensors(("model.layers.1", "model.layers.7", as_it_was)), r"layers.7.*\(missing\)"),
         (with_tensors(("", "", wider)), r"does not belong to .*base-0123456789ab/model, where 14 of these"),
+        (with_tensors(("", "", not_a_number)), r"layers.1.mlp.up_proj.lora_A.weight \(1 in all\) holds .* not finite"),
         (with_tensors(("", "", nothing_in_b)), "the adapter does nothing: 4 texts"),
         (with_config(init_lora_weights="pissa_niter_16"), "pissa_niter_16, which has changed its base"),
         (with_config(base_model_name_or_path="sft-00000000dead"), "was trained on sft-00000000dead, not on base-01"),

@@ -1,6 +1,9 @@
 """Downloads from a real HTTP server that speaks both hubs' APIs: what is taken, verified, retried and refused."""
 
 import json
+import threading
+import traceback
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,7 @@ import pytest
 from stages.core.contract import StageResult
 from stages.core.errors import DataError, DownloadError, LifecycleError, ModelError, ResourceError, TransientError
 from stages.download.config import DownloadConfig
+from tests.http_server import LoopbackServer
 from tests.hub_repository import model_files
 from tests.hub_server import Fault, HubServer
 from tests.unit.stages.hubs.conftest import Download
@@ -174,6 +178,37 @@ def test_a_wrong_environment_is_named(
 def test_an_endpoint_that_is_no_hub_is_named(hub: HubServer, download: Download, monkeypatch: pytest.MonkeyPatch):
     hub.pages["/api/models/org/tiny"] = b"<html>Please log in</html>"
     assert "does not answer like a hub" in refusal(download, DownloadError, model="hf://org/tiny")
+
+
+class Redirecting(BaseHTTPRequestHandler):
+    """Leads to `target`, which is not there, or in circles."""
+
+    target = ""
+
+    def do_GET(self) -> None:
+        self.send_response(404 if self.path == "/gone" else 302)
+        self.send_header("Location", f"http://me:s3cret-of-a-mirror@{self.headers['Host']}{self.target}")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("target", "said"), [("/gone", "the hub answered 404"), ("/circle", "maximum allowed redirects")]
+)
+def test_a_hub_that_redirects_is_named_and_no_password_of_its_addresses_is_kept(
+    target: str, said: str, download: Download, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Redirecting, "target", target)
+    with LoopbackServer(("127.0.0.1", 0), Redirecting) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        with pytest.raises(DownloadError, match=said) as caught:
+            download(model="hf://org/tiny")
+        server.shutdown()
+    assert "s3cret" not in "".join(traceback.format_exception(caught.value))
 
 
 @BOTH

@@ -34,6 +34,8 @@ OTHER = {
         ({"name": "a/b"}, "name"),
         ({"gates": {"min_output_tokens_per_s": 5}}, "nothing measures it; name a serve stage"),
         ({"gates": {"max_kl_nats_per_token": 0.1}}, "model is not quantized"),
+        ({"gates": {"max_kl_nats_per_token": 1e300}}, "expected less than or equal to 12"),
+        ({"gates": {"max_abs_logprob_difference": 13}}, "expected less than or equal to 12"),
         ({"gates": {"max_abs_logprob_difference": 0.1}}, "max_abs_logprob_difference: nothing measures it: .* is none"),
         ({"execution": {"launcher": "slurm"}}, "execution.launcher: .* expected local"),
     ],

@@ -63,7 +63,17 @@ def test_the_rows_that_calibrate_are_not_those_that_judge():
     assert "the KL would be measured on calibrated rows" in message
 
 
-@pytest.mark.parametrize(("field", "value"), [("sequence_length", 1), ("split", ""), ("evaluation_split", "")])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("sequence_length", 1),
+        ("split", ""),
+        ("split", " "),
+        ("split", "."),
+        ("evaluation_split", ""),
+        ("evaluation_split", "rows\n"),
+    ],
+)
 def test_calibration_rows_can_be_found_and_predict_something(field, value):
     assert f"calibration.{field}" in complaint(calibration={field: value})
 

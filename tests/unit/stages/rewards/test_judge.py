@@ -1,11 +1,7 @@
 """A judge behind a real HTTP server that speaks OpenAI's API: what it says counts, is kept, and costs what it may."""
 
 import json
-import re
-import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,64 +14,16 @@ from stages.hubs import retry
 from stages.rewards.judge import JudgeReward
 from stages.rewards.judging import judging
 from stages.rewards.reward import Completion, RewardContext
-from tests.http_server import LoopbackServer
-
-KEY = "a-key-that-is-secret"
-
-
-@dataclass
-class Judge:
-    """`says` gives the answer to a conversation; before that, `statuses` are answered, one for each request."""
-
-    says: Callable[[str], str]
-    url: str = ""
-    asked: list[dict[str, Any]] = field(default_factory=list)
-    statuses: list[int] = field(default_factory=list)
+from tests.judge_server import KEY, MODEL, Judge, judge_server
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
-    """Wants a key, and a model that it has; rates by the length of the answer."""
-    state = Judge(lambda question: f"Hm.\nRating: {min(len(answer_in(question)), 10)}")
-    lock = threading.Lock()
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self) -> None:
-            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            with lock:
-                status = state.statuses.pop() if state.statuses else 200
-                state.asked += [request] if status == 200 else []
-            if self.path != "/v1/chat/completions" or request["model"] != "critic-1":
-                status = 404
-            if self.headers["Authorization"] != f"Bearer {KEY}":
-                status = 401
-            said = state.says(request["messages"][-1]["content"]) if status == 200 else ""
-            answer = {"choices": [{"index": 0, "message": {"role": "assistant", "content": said}}]}
-            content = json.dumps(answer if status == 200 else {"error": f"not with {self.headers['Authorization']}"})
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(content.encode())))
-            self.end_headers()
-            self.wfile.write(content.encode())
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    httpd = LoopbackServer(("127.0.0.1", 0), Handler)
-    state.url = f"http://127.0.0.1:{httpd.server_port}/v1"
+    """Rates by the length of the answer."""
     monkeypatch.setenv("CRITIC_KEY", KEY)
     monkeypatch.setattr(retry, "FIRST_WAIT_S", 0.01)
-    thread = threading.Thread(target=httpd.serve_forever)
-    thread.start()
-    yield state
-    httpd.shutdown()
-    httpd.server_close()
-    thread.join()
-
-
-def answer_in(question: str) -> str:
-    return re.search(r"The answer:\n(.*?)\n\nSay", question, re.DOTALL)[1]
+    with judge_server() as judge:
+        yield judge
 
 
 def completion(text: str, reference: str | None = None) -> Completion:
@@ -89,7 +37,7 @@ def judged(server: Judge, kept: Path, *completions: Completion, **config: Any) -
         return [one.total for one in judge([(f"completion {place}", one) for place, one in enumerate(completions)])]
 
 
-SERVER = {"url": "http://127.0.0.1:9/v1", "served_model": "critic-1", "key_variable": "CRITIC_KEY"}
+SERVER = {"url": "http://127.0.0.1:9/v1", "served_model": MODEL, "key_variable": "CRITIC_KEY"}
 
 
 def test_ratings_are_in_order_and_every_answer_is_kept_without_the_key(server: Judge, tmp_path: Path) -> None:

@@ -113,6 +113,23 @@ def test_a_quantized_base_is_refused(spec: Any, tmp_path: Path) -> None:
         check_adapters(spec(tuned=adapter(tmp_path / "tuned")))
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "qwen3_moe", "num_experts": 8},
+        {"model_type": "mixtral", "num_local_experts": 8},
+        {"model_type": "gemma4", "text_config": {"n_routed_experts": 8}},
+    ],
+)
+def test_on_a_cpu_a_mixture_of_experts_takes_no_adapter(spec: Any, tmp_path: Path, config: Any) -> None:
+    """vLLM 0.32 would start, and its engine end at the first request, even one to the base."""
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    on_gpu = spec(tuned=adapter(tmp_path / "tuned"))
+    with pytest.raises(ModelError, match=r"serving tuned on .*base: it is a mixture of experts.*`kind: merge`"):
+        check_adapters(on_gpu.model_copy(update={"engine_version": "0.32.0+cpu"}))
+    check_adapters(on_gpu)
+
+
 def test_two_of_one_name_are_refused(spec: Any, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="two of what is to be served are called base"):
         check_adapters(spec(base=adapter(tmp_path / "tuned")))

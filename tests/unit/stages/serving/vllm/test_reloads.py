@@ -1,11 +1,15 @@
 """A folder that weights are loaded from into a running vLLM: a tied head is written out, others stay as they are."""
 
 import json
+import socket
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from stages.serving.vllm.swap import prepare_reloads
+from stages.core.errors import TransientError
+from stages.serving.proxy import EngineAddress
+from stages.serving.vllm.swap import prepare_reloads, reload_weights
 
 
 def test_a_tied_head_is_written_out_and_said_to_be_untied(tmp_path):
@@ -26,3 +30,8 @@ def test_a_model_with_a_head_of_its_own_stays_as_it_is(tmp_path):
     (tmp_path / "config.json").write_text('{"tie_word_embeddings": false}')
     prepare_reloads(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_server_that_hangs_is_given_up_in_time(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as hanging, pytest.raises(TransientError, match="TimeoutError"):
+        reload_weights(EngineAddress(port=hanging.getsockname()[1]), "key", tmp_path, timeout_s=0.2)

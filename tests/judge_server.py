@@ -1,0 +1,75 @@
+"""A judge behind a real HTTP server that speaks OpenAI's API."""
+
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+
+from tests.http_server import LoopbackServer
+
+KEY = "a-key-that-is-secret"
+MODEL = "critic-1"
+
+
+def rating(answer: str) -> int:
+    """By the length, within the default scale."""
+    return max(1, min(len(answer), 10))
+
+
+def answer_in(question: str) -> str:
+    return re.search(r"The answer:\n(.*?)\n\nSay", question, re.DOTALL)[1]
+
+
+@dataclass
+class Judge:
+    """`says` gives the answer to a conversation; before that, `statuses` are answered, one for each request."""
+
+    says: Callable[[str], str] = lambda question: f"Hm.\nRating: {rating(answer_in(question))}"
+    url: str = ""
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    statuses: list[int] = field(default_factory=list)
+
+
+@contextmanager
+def judge_server() -> Iterator[Judge]:
+    """Wants a key, and a model that it has."""
+    state = Judge()
+    lock = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with lock:
+                status = state.statuses.pop() if state.statuses else 200
+                state.asked += [request] if status == 200 else []
+            if self.path != "/v1/chat/completions" or request["model"] != MODEL:
+                status = 404
+            if self.headers["Authorization"] != f"Bearer {KEY}":
+                status = 401
+            said = state.says(request["messages"][-1]["content"]) if status == 200 else ""
+            answer = {"choices": [{"index": 0, "message": {"role": "assistant", "content": said}}]}
+            content = json.dumps(answer if status == 200 else {"error": f"not with {self.headers['Authorization']}"})
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content.encode())))
+            self.end_headers()
+            self.wfile.write(content.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    httpd = LoopbackServer(("127.0.0.1", 0), Handler)
+    state.url = f"http://127.0.0.1:{httpd.server_port}/v1"
+    thread = threading.Thread(target=httpd.serve_forever)
+    thread.start()
+    try:
+        yield state
+    finally:
+        httpd.shutdown()
+        httpd.server_close()
+        thread.join()
