@@ -7,12 +7,12 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` so that a reader, or a crash, sees either the old file or the whole new one."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write bytes, or a text as UTF-8, so that a reader, or a crash, sees either the old file or the whole new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with temporary.open("w", encoding="utf-8") as stream:
-            stream.write(text)
+        with temporary.open("wb") as stream:
+            stream.write(content.encode() if isinstance(content, str) else content)
             stream.flush()
             os.fsync(stream.fileno())
         temporary.replace(path)

@@ -5,15 +5,14 @@ A piece does not know where its part lies: numbers of rows in it count from the 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stages.core.files import write_atomically
 from stages.core.strict import StrictModel
 from stages.data.files import BadRow, Part
 from stages.data.seen_rows import RowDigests
@@ -103,19 +102,7 @@ class PieceStore:
             one: getattr(piece, one) for one in ROW_ARRAYS
         }
         there = {one: array for one, array in arrays.items() if array is not None}
-        content = save(there, metadata={NOTES: piece.notes.model_dump_json()})
-        path = self._path(name)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            with temporary.open("wb") as stream:
-                stream.write(content)
-                stream.flush()
-                os.fsync(stream.fileno())
-            temporary.replace(path)
-        except BaseException:
-            with suppress(OSError):
-                temporary.unlink()
-            raise
+        write_atomically(self._path(name), save(there, metadata={NOTES: piece.notes.model_dump_json()}))
 
     def _read(self, name: str) -> Piece:
         from safetensors import safe_open
