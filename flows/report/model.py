@@ -8,6 +8,7 @@ from pydantic import Field
 
 from flows.report.lineage import Node
 from stages.core.strict import StrictModel
+from stages.promote.verdict import Table
 
 
 class StageReport(StrictModel):
@@ -84,7 +85,9 @@ class ScoreDifference(StrictModel):
 
 
 class Promotion(StrictModel):
-    """A verdict. tables: those of `verdict.md`, each a heading and rows: the gates, the paired comparison."""
+    """A verdict. tables: the gates, the paired comparison; each a heading and rows. None where an older version kept
+    them in `verdict.md` alone.
+    """
 
     stage: str
     name: str
@@ -92,7 +95,7 @@ class Promotion(StrictModel):
     against: str | None
     missed: tuple[str, ...]
     differences: tuple[ScoreDifference, ...]
-    tables: tuple[tuple[tuple[str, ...], ...], ...]
+    tables: tuple[Table, ...] | None
 
 
 class Cost(StrictModel):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flows.ledger.record import RefreshRecord, StageEntry
 from flows.report.model import Promotion, Score, ScoreDifference
-from stages.promote.verdict import TABLE_FILE, VERDICT_FILE, Verdict
+from stages.promote.verdict import VERDICT_FILE, Verdict, tables
 
 ERROR = "_stderr"
 DIFFERENCE = "_difference"
@@ -45,17 +45,5 @@ def _promotion(stage: str, entry: StageEntry, folder: Path) -> Promotion:
         against=verdict.against,
         missed=verdict.missed,
         differences=tuple(differences),
-        tables=tuple(_tables((folder / TABLE_FILE).read_text(encoding="utf-8"))),
+        tables=None if verdict.gates is None else tuple(tables(verdict)),
     )
-
-
-def _tables(markdown: str) -> Iterator[tuple[tuple[str, ...], ...]]:
-    """The tables of our own Markdown: heading and rows, without the line between them."""
-    for block in markdown.split("\n\n"):
-        lines = [line for line in block.splitlines() if line.startswith("|")]
-        if lines:
-            yield tuple(_cells(line) for line in (lines[0], *lines[2:]))
-
-
-def _cells(line: str) -> tuple[str, ...]:
-    return tuple(cell.strip().strip("*") for cell in line.strip().strip("|").split("|"))

@@ -49,9 +49,11 @@ def run(config: PromoteConfig, context: StageContext) -> StageResult:
         against=against,
         missed=tuple(gate_sentence(gate) for gate in gates if not gate.holds),
         warnings=tuple(_warnings(config, context, against, measured)),
+        gates=tuple(gates),
+        differences=tuple(differences),
     )
     write_atomically(context.work / VERDICT_FILE, verdict.model_dump_json(indent=2))
-    write_atomically(context.work / TABLE_FILE, markdown(verdict, gates, differences) + "\n")
+    write_atomically(context.work / TABLE_FILE, markdown(verdict) + "\n")
     for warning in verdict.warnings:
         context.warn(warning)
     context.milestone("; ".join([f"{config.name}: {verdict.outcome}", *verdict.missed]))

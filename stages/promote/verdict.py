@@ -17,6 +17,20 @@ CHAMPION_FILE = "champion.json"
 VERDICT_FILE = "verdict.json"
 TABLE_FILE = "verdict.md"
 
+Table = tuple[tuple[str, ...], ...]
+"""Heading and rows."""
+GATE_HEADING = ("gate", "found", "bound", "holds", "missed by")
+DIFFERENCE_HEADING = (
+    "score",
+    "samples",
+    "unpaired",
+    "candidate",
+    "other",
+    "difference",
+    "standard error",
+    "95% interval",
+)
+
 Outcome = Literal["promoted", "not promoted", "already champion"]
 
 
@@ -35,7 +49,10 @@ class Standing(StrictModel):
 
 
 class Verdict(StrictModel):
-    """`verdict.json`. `against`: what the candidate was compared with. `warnings`: of what no gate looks at."""
+    """`verdict.json`. `against`: what the candidate was compared with. `warnings`: of what no gate looks at.
+
+    gates, differences: None in artifacts of before they were kept as data; `verdict.md` has them there.
+    """
 
     outcome: Outcome
     name: str
@@ -43,6 +60,8 @@ class Verdict(StrictModel):
     against: str | None
     missed: tuple[str, ...]
     warnings: tuple[str, ...] = ()
+    gates: tuple[Gate, ...] | None = None
+    differences: tuple[Difference, ...] | None = None
 
 
 def gate_sentence(gate: Gate) -> str:
@@ -50,38 +69,38 @@ def gate_sentence(gate: Gate) -> str:
     return f"{gate.name} {gate.found:.4g} {'<' if gate.least else '>'} {gate.bound:.4g}, missed by {gate.missed_by:.4g}"
 
 
-def markdown(verdict: Verdict, gates: Sequence[Gate], differences: Sequence[Difference]) -> str:
-    """Outcome, gates and comparison as tables."""
-    warnings = [line for warning in verdict.warnings for line in (f"**Warning:** {warning}", "")]
-    head = [f"# {verdict.name}: {verdict.outcome}", "", *warnings]
-    return "\n".join([*head, *_gate_rows(gates), *_rows(verdict, differences)])
+def tables(verdict: Verdict) -> Iterator[Table]:
+    """The gates, and the comparison; neither where there is none."""
+    if verdict.gates:
+        yield GATE_HEADING, *map(_gate_cells, verdict.gates)
+    if verdict.differences:
+        yield DIFFERENCE_HEADING, *map(_difference_cells, verdict.differences)
 
 
-def _gate_rows(gates: Sequence[Gate]) -> Iterator[str]:
-    if not gates:
-        return
-    yield from ("| gate | found | bound | holds | missed by |", "| --- | ---: | ---: | --- | ---: |")
-    for gate in gates:
-        bound = f"{'≥' if gate.least else '≤'} {gate.bound:.4g}"
-        missed = "" if gate.holds else f"{gate.missed_by:.4g}"
-        yield f"| {gate.name} | {gate.found:.4g} | {bound} | {'yes' if gate.holds else '**no**'} | {missed} |"
-    yield ""
+def markdown(verdict: Verdict) -> str:
+    """Outcome, warnings and tables."""
+    blocks = [f"# {verdict.name}: {verdict.outcome}", *(f"**Warning:** {warning}" for warning in verdict.warnings)]
+    for table in tables(verdict):
+        if table[0] == DIFFERENCE_HEADING:
+            blocks.append(f"Compared with {verdict.against} on the same samples, candidate − {verdict.against}:")
+        heading, *rows = (f"| {' | '.join(cells)} |".replace("| no |", "| **no** |") for cells in table)
+        blocks.append("\n".join([heading, f"| --- |{' ---: |' * (len(table[0]) - 1)}", *rows]))
+    if not verdict.differences:
+        blocks.append("There is nothing to compare it with.")
+    return "\n\n".join(blocks)
 
 
-def _rows(verdict: Verdict, differences: Sequence[Difference]) -> Iterator[str]:
-    if not differences:
-        yield "There is nothing to compare it with."
-        return
-    yield f"Compared with {verdict.against} on the same samples, candidate − {verdict.against}:"
-    yield ""
-    yield "| score | samples | unpaired | candidate | other | difference | standard error | 95% interval |"
-    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |"
-    for one in differences:
-        low, high = one.interval
-        yield (
-            f"| {one.name} | {one.num_samples} | {one.num_unpaired} | {one.candidate:.4f} | {one.reference:.4f} "
-            f"| {one.difference:+.4f} | {one.standard_error:.4f} | {low:+.4f} to {high:+.4f} |"
-        )
+def _gate_cells(gate: Gate) -> tuple[str, ...]:
+    bound = f"{'≥' if gate.least else '≤'} {gate.bound:.4g}"
+    verdict = ("yes", "") if gate.holds else ("no", f"{gate.missed_by:.4g}")
+    return (gate.name, f"{gate.found:.4g}", bound, *verdict)
+
+
+def _difference_cells(one: Difference) -> tuple[str, ...]:
+    low, high = one.interval
+    counts = (str(one.num_samples), str(one.num_unpaired))
+    scores = (f"{one.candidate:.4f}", f"{one.reference:.4f}", f"{one.difference:+.4f}", f"{one.standard_error:.4f}")
+    return (one.name, *counts, *scores, f"{low:+.4f} to {high:+.4f}")
 
 
 def comparison_metrics(differences: Sequence[Difference]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from flows.planning.plan import plan
 from flows.recipe.recipe import load_stages
 from stages.promote.gates import Gate
 from stages.promote.paired import Difference
-from stages.promote.verdict import Verdict, markdown
+from stages.promote.verdict import Verdict
 from tests.unit.flows.conftest import commit_stage
 
 STAGES = {
@@ -57,6 +57,15 @@ HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 START_MS = 1_795_000_000_000
 GATE = Gate("sums.exact_match", 0.9375, 0.9, least=True)
 PAIRED = Difference("sums.exact_match", 500, 0, 0.9375, 0.8875, 0.05, 0.0125, higher_is_better=True)
+VERDICT = Verdict(
+    outcome="promoted",
+    name="adder",
+    champion_version="1",
+    against="champion (version 1)",
+    missed=(),
+    gates=(GATE,),
+    differences=(PAIRED,),
+)
 
 
 class Night:
@@ -121,11 +130,7 @@ class Night:
             rows = [{"step": n, "time_ms": n, "loss": loss / self.number} for n, loss in enumerate(LOSSES, 1)]
             (artifact.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         if stage.kind == "promote":
-            verdict = Verdict(
-                outcome="promoted", name="adder", champion_version="1", against="champion (version 1)", missed=()
-            )
-            (artifact.folder / "verdict.json").write_text(verdict.model_dump_json())
-            (artifact.folder / "verdict.md").write_text(markdown(verdict, [GATE], [PAIRED]))
+            (artifact.folder / "verdict.json").write_text(VERDICT.model_dump_json())
         begin = self._begin(ledger, stage.name, artifact.folder, times[0], devices)
         end = {
             "stage": begin.stage,

@@ -1,9 +1,12 @@
 """What a report says is what the records have; what they lack it says to be unknown."""
 
+from html import escape
+
 import pytest
 
+from flows.report.page import page
 from flows.report.reading import read_report
-from tests.unit.flows.report.conftest import HOSTILE, METRICS, STAGES
+from tests.unit.flows.report.conftest import HOSTILE, METRICS, STAGES, VERDICT
 
 
 @pytest.fixture
@@ -57,6 +60,18 @@ def test_a_verdict_has_its_gates_and_what_it_means(night, read):
     }
     assert "new champion of adder" in report.means
     assert "+0.05 (95% interval +0.0255 to +0.0745: a clear difference)" in report.means
+
+
+def test_a_verdict_of_before_gates_were_data_says_where_they_are(night, read):
+    record = night.refresh()
+    artifact = record.stages["promote"].artifact
+    missed = ("size_mib 2.1 > 2, missed by 0.1",)
+    old = VERDICT.model_copy(update={"missed": missed}).model_dump_json(exclude={"gates", "differences"})
+    (artifact / "verdict.json").write_text(old)
+    report = read(record)
+    assert report.promotions[0].tables is None
+    assert report.promotions[0].differences[0].difference == 0.05  # by the stage's metrics
+    assert f"into <code>verdict.md</code> alone. Missed:</p>\n<ul><li>{escape(missed[0])}</li></ul>" in page(report)
 
 
 def test_a_failure_comes_with_its_log_and_what_it_means(night, read):

@@ -1,5 +1,7 @@
 """The stage itself: who is promoted, who is champion already, and what the table says."""
 
+import math
+
 import pytest
 
 from stages.core.contract import StageContext
@@ -90,3 +92,18 @@ def test_a_candidate_that_answers_nothing_right_is_warned_of(judge):
 def test_a_candidate_that_gates_ask_for_scores_is_not_warned_of(judge):
     _, verdict, _ = judge(GOOD, gates={"min_scores": {"sums.exact_match": 0.8}})
     assert verdict.warnings == ()
+
+
+def test_the_verdict_has_every_gate_and_difference_as_data(judge):
+    _, verdict, _ = judge(WORSE, champion=GOOD, gates={"min_scores": {"sums.exact_match": 0.5}})
+    least, regression = verdict.gates
+    assert (least.name, least.found, least.bound, least.holds) == ("sums.exact_match", pytest.approx(0.6), 0.5, True)
+    assert regression.found == pytest.approx(0.3 / 0.0461, rel=1e-2)
+    assert not regression.holds
+    [difference] = verdict.differences
+    assert (difference.num_samples, difference.difference) == (100, pytest.approx(-0.3))
+
+
+def test_a_difference_without_spread_comes_back_as_infinite(judge):
+    _, verdict, _ = judge([0.0] * 20, champion=[1.0] * 20)
+    assert verdict.gates[0].found == math.inf
