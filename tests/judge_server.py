@@ -13,6 +13,8 @@ from tests.http_server import LoopbackServer
 
 KEY = "a-key-that-is-secret"
 MODEL = "critic-1"
+PROMPT_TOKENS, COMPLETION_TOKENS = 90, 7
+"""What it counts for any answer."""
 
 
 def rating(answer: str) -> int:
@@ -53,7 +55,8 @@ def judge_server() -> Iterator[Judge]:
             if self.headers["Authorization"] != f"Bearer {KEY}":
                 status = 401
             said = state.says(request["messages"][-1]["content"]) if status == 200 else ""
-            answer = {"choices": [{"index": 0, "message": {"role": "assistant", "content": said}}]}
+            answer: dict[str, Any] = {"choices": [{"index": 0, "message": {"role": "assistant", "content": said}}]}
+            answer["usage"] = {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": COMPLETION_TOKENS}
             content = json.dumps(answer if status == 200 else {"error": f"not with {self.headers['Authorization']}"})
             self.send_response(status)
             self.send_header("Content-Length", str(len(content.encode())))

@@ -12,6 +12,8 @@ import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from tokenizers import Tokenizer
+
 folder, name, host, port = sys.argv[1:]
 
 
@@ -32,9 +34,13 @@ class Handler(BaseHTTPRequestHandler):
         if "messages" in asked:
             self.chat(asked["messages"])
             return
-        numbers = re.findall(r"\d+", asked["prompt"])
-        text = str(sum(map(int, numbers))) if "+" in asked["prompt"] else "?"
-        self.answer({"choices": [{"text": text, "logprobs": {"token_logprobs": [None, -0.5, -0.25]}}]})
+        prompt = asked["prompt"]
+        if isinstance(prompt, list):  # of token ids
+            prompt = Tokenizer.from_file(str(Path(folder) / "tokenizer.json")).decode(prompt)
+        numbers = re.findall(r"\d+", prompt)
+        text = str(sum(map(int, numbers))) if "+" in prompt else "?"
+        choice = {"text": text, "finish_reason": "stop", "logprobs": {"token_logprobs": [None, -0.5, -0.25]}}
+        self.answer({"choices": [choice], "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(text)}})
 
     def chat(self, messages: list[dict[str, str]]) -> None:
         """Streams the sum of all numbers that were ever said, in parts, red if asked so; refuses what has no number."""

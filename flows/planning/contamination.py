@@ -10,10 +10,11 @@ from typing import Any
 
 from flows.recipe.version import Identity
 from flows.store.record import Artifact, Record, UpstreamEntry
+from stages.harnesses.registry import DEFAULT_HARNESS
 
 Find = Callable[[str, str], Artifact | None]
-Task = tuple[str, str | None]
-"""Its name, and the hash of the folder that defines it; None of the harness's own."""
+Task = tuple[str, str, str | None]
+"""Its name, its harness, and the hash of the folder that defines it; None of the harness's own."""
 
 
 def contamination_warnings(identity: Identity, upstream: Mapping[str, UpstreamEntry], find: Find) -> Iterator[str]:
@@ -26,7 +27,7 @@ def contamination_warnings(identity: Identity, upstream: Mapping[str, UpstreamEn
     tasks = _tasks_of(identity, "")
     learned = {(stage, dataset.version): dataset for stage, dataset in _learned(upstream, find)}
     for (stage, _), dataset in learned.items():
-        if missing := sorted(name for name, _ in tasks - _compared_with(dataset, find)):
+        if missing := sorted(name for name, _, _ in tasks - _compared_with(dataset, find)):
             yield (
                 f"{dataset.stage}, from which {stage} learned, was not decontaminated against {', '.join(missing)}: "
                 "scores may be of memory; learn from a stage of `kind: curate` that has the step `decontaminate`"
@@ -64,7 +65,8 @@ def _tasks_of(identity: Identity, path: str) -> set[Task]:
     for name in path.split(".")[:-1]:
         block = block[name]
     outside: Any = identity["outside"]
-    return {(task, outside.get(f"{path}task_folder")) for task in block["tasks"]}
+    harness = block.get("harness", DEFAULT_HARNESS)
+    return {(task, harness, outside.get(f"{path}task_folder")) for task in block["tasks"]}
 
 
 def _is_dataset(entry: UpstreamEntry, find: Find) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from flows.recipe.recipe import Recipe
 from stages.core.errors import RecipeError
 from stages.evaluate.config import EvaluateConfig
-from stages.harnesses.registry import default_harness
+from stages.harnesses.registry import harness_of
 from stages.promote.config import PromoteConfig
 from stages.serve.config import ServeConfig
 
@@ -37,7 +37,7 @@ def _unmeasured_scores(config: PromoteConfig, recipe: Recipe) -> Iterator[str]:
     evaluations = [stage.evaluation for stage in stages if isinstance(stage, EvaluateConfig)]
     for field, bounds in (("min_scores", config.gates.min_scores), ("max_scores", config.gates.max_scores)):
         for score in bounds:
-            if not any(default_harness().may_give(score, evaluation) for evaluation in evaluations):
+            if not any(harness_of(evaluation).may_give(score, evaluation) for evaluation in evaluations):
                 tasks = ", ".join(task for evaluation in evaluations for task in evaluation.tasks)
                 yield (
                     f"{field}: no evaluation gives the score {score}; the tasks are {tasks}, and their scores are "

@@ -10,10 +10,10 @@ import regex
 from pydantic import AfterValidator, Field, JsonValue, NonNegativeInt, PositiveInt, model_validator
 
 from stages.core.contract import DatasetReference, OutsidePath, StageConfig
-from stages.core.fields import Product, SplitName
+from stages.core.fields import AddedLater, Product, SplitName
 from stages.core.strict import StrictModel
 from stages.harnesses.harness import Evaluation
-from stages.harnesses.registry import default_harness
+from stages.harnesses.registry import DEFAULT_HARNESS, HarnessName, harness_of
 from stages.rewards.registry import AnyReward, RewardName
 
 STEPS = (
@@ -133,6 +133,7 @@ class NearDuplicates(StrictModel):
 class BenchmarkTasks(StrictModel):
     """Tasks that an evaluation asks."""
 
+    harness: Annotated[HarnessName, AddedLater()] = Field(DEFAULT_HARNESS, description="As in `evaluate`.")
     tasks: tuple[str, ...] = Field(min_length=1, description="Names of the harness's tasks, or of `task_folder`.")
     task_folder: OutsidePath | None = Field(None, description="Folder of local tasks (YAML and JSONL).")
     trust_task_code: bool = Field(False, description="As in `evaluate`.")
@@ -141,6 +142,7 @@ class BenchmarkTasks(StrictModel):
     def evaluation(self) -> Evaluation:
         """What a harness is asked for."""
         return Evaluation(
+            harness=self.harness,
             tasks=self.tasks,
             task_folder=self.task_folder,
             limit=None,
@@ -213,9 +215,10 @@ class CurateConfig(StageConfig):
         """What the tasks' datasets hold now."""
         if not self.decontaminate:
             return {}
-        harness = default_harness()
-        found: dict[str, JsonValue] = {f"{harness.name}_version": harness.version()}
+        found: dict[str, JsonValue] = {}
         for benchmark in self.decontaminate.benchmarks.values():
+            harness = harness_of(benchmark.evaluation)
+            found[f"{harness.name}_version"] = harness.version()
             for name, value in harness.resolve_outside(benchmark.evaluation, limit_s).items():
                 before = found.get(name)
                 found[name] = before | value if isinstance(before, dict) and isinstance(value, dict) else value
@@ -224,7 +227,7 @@ class CurateConfig(StageConfig):
     def custom_code(self) -> tuple[str, ...]:
         """Also that of tasks of a folder, which the evaluation trusts. Raises EvaluationError for unknown tasks."""
         benchmarks = self.decontaminate.benchmarks.values() if self.decontaminate else ()
-        of_tasks = (code for one in benchmarks for code in default_harness().custom_code(one.evaluation))
+        of_tasks = (code for one in benchmarks for code in harness_of(one.evaluation).custom_code(one.evaluation))
         own = ((name, reward.custom_code()) for name, reward in self.quality.rewards.items()) if self.quality else ()
         return (*super().custom_code(), *of_tasks, *(f"quality.rewards.{name}: {code}" for name, code in own if code))
 
@@ -258,14 +261,15 @@ class CurateConfig(StageConfig):
 
 def _benchmarks_of(stages: Mapping[str, StageConfig]) -> list[BenchmarkTasks]:
     """The tasks of all evaluations, one for each task folder; without the names of stages, which are no identity."""
-    tasks: dict[tuple[Path | None, bool], set[str]] = {}
+    tasks: dict[tuple[str, Path | None, bool], set[str]] = {}
     for stage in stages.values():
         evaluation = getattr(stage, "evaluation", None)
         if isinstance(evaluation, Evaluation):
-            tasks.setdefault((evaluation.task_folder, evaluation.trust_task_code), set()).update(evaluation.tasks)
+            key = (evaluation.harness, evaluation.task_folder, evaluation.trust_task_code)
+            tasks.setdefault(key, set()).update(evaluation.tasks)
     return [
-        BenchmarkTasks(tasks=tuple(sorted(names)), task_folder=folder, trust_task_code=trusted)
-        for (folder, trusted), names in tasks.items()
+        BenchmarkTasks(harness=harness, tasks=tuple(sorted(names)), task_folder=folder, trust_task_code=trusted)
+        for (harness, folder, trusted), names in tasks.items()
     ]
 
 

@@ -12,7 +12,7 @@ from stages.curate.config import CurateConfig, Decontaminate, Length, Patterns
 from stages.curate.contamination import SHORTEST_WHOLE, Benchmarks
 from stages.curate.spool import SourcePlace
 from stages.data.any_rows import ReadRow
-from stages.harnesses.registry import default_harness
+from stages.harnesses.registry import harness_of
 
 SEARCH_TIMEOUT_S = 5.0
 """Of one pattern in one row: some take time that grows exponentially with the text."""
@@ -33,8 +33,8 @@ def row_steps(config: CurateConfig, context: StageContext) -> Iterator[tuple[str
 def benchmarks_of(config: Decontaminate, context: StageContext) -> Benchmarks:
     """The samples of the tasks. Warns of those that no row can be compared with."""
     context.doing("reading the tasks of the evaluations")
-    harness = default_harness()
-    items = (item for one in config.benchmarks.values() for item in harness.items(one.evaluation, context))
+    evaluations = [one.evaluation for one in config.benchmarks.values()]
+    items = (item for one in evaluations for item in harness_of(one).items(one, context))
     found = Benchmarks(config, items)
     if not found.num_items:
         raise EvaluationError("the tasks to decontaminate against have no samples; name others")

@@ -10,7 +10,7 @@ from stages.adapters.headers import ADAPTER_FOLDER
 from stages.core.contract import StageInput
 from stages.core.errors import EvaluationError, LifecycleError, RecipeError
 from stages.evaluate.config import EvaluateConfig
-from stages.harnesses.registry import default_harness
+from stages.harnesses.registry import harness_of
 from stages.models.model_config import read_config
 from stages.models.trained_on import has_chat_template
 from stages.serving.limits import limit_problems
@@ -20,7 +20,7 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
     """Dotted field and error."""
     config = EvaluateConfig.model_validate(stage_input.config)
     try:
-        default_harness().prepare(config.evaluation, stage_input.cache)
+        harness_of(config.evaluation).prepare(config.evaluation, stage_input.cache)
     except LifecycleError as error:
         yield "tasks", error
     try:

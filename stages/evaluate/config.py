@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, JsonValue, PositiveInt
 
-from stages.core.contract import OutsidePath
+from stages.core.contract import OutsidePath, StageConfig
 from stages.core.fields import AddedLater, Product
-from stages.harnesses.harness import Evaluation
-from stages.harnesses.registry import default_harness
+from stages.harnesses.harness import Evaluation, GenerationConfig
+from stages.harnesses.registry import DEFAULT_HARNESS, HarnessName, harness_of
+from stages.rewards.judge import RatingConfig
 from stages.serving.asked import AskedModelConfig
 
 
 class EvaluateConfig(AskedModelConfig):
-    """Run benchmark tasks against a server: that of a serve stage, or its own for a model or an adapter."""
+    """Score a model by tasks, asked of a server: that of a serve stage, or its own for a model or an adapter."""
 
     STAGE_VERSION: ClassVar[int] = 2  # the harness's own seeds: other few-shot examples than before
     HAS_CHECK: ClassVar[bool] = True
 
     kind: Literal["evaluate"]
+    harness: Annotated[HarnessName, AddedLater()] = Field(DEFAULT_HARNESS, description="What asks and scores.")
     tasks: tuple[Annotated[str, Field(max_length=256)], ...] = Field(
         min_length=1, description="Names of the harness's tasks, its own or of `task_folder`."
     )
@@ -38,12 +41,17 @@ class EvaluateConfig(AskedModelConfig):
         False, description="Run the code of `task_folder`: `!function` tags, and Jinja outside a sandbox."
     )
 
+    generation: Annotated[GenerationConfig, AddedLater()] = Field(
+        GenerationConfig(), description="How questions are answered, whose task does not say it."
+    )
+    judge: Annotated[RatingConfig | None, AddedLater()] = Field(None, description="With `harness: judge`, which.")
+
     @property
     def product(self) -> Product:
         return "scores"
 
     def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
-        harness = default_harness()
+        harness = harness_of(self.evaluation)
         own = {f"{harness.name}_version": harness.version(), **harness.resolve_outside(self.evaluation, limit_s)}
         return {**super().resolve_outside(limit_s), **own}
 
@@ -52,12 +60,22 @@ class EvaluateConfig(AskedModelConfig):
 
         Raises EvaluationError for tasks that do not exist.
         """
-        return (*super().custom_code(), *default_harness().custom_code(self.evaluation))
+        return (*super().custom_code(), *harness_of(self.evaluation).custom_code(self.evaluation))
+
+    def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
+        yield from super().problems_among(stages)
+        yield from harness_of(self.evaluation).problems(self.evaluation)
+
+    def idle_fields(self) -> Iterator[tuple[str, str]]:
+        yield from super().idle_fields()
+        for field, why in harness_of(self.evaluation).unused.items():
+            yield field, f"the harness is {self.harness}: {why}"
 
     @property
     def evaluation(self) -> Evaluation:
         """What a harness is asked for; as a chat only if the config says so."""
         return Evaluation(
+            harness=self.harness,
             tasks=self.tasks,
             task_folder=self.task_folder,
             limit=self.limit,
@@ -66,4 +84,6 @@ class EvaluateConfig(AskedModelConfig):
             seed=self.seed,
             trust_task_code=self.trust_task_code,
             concurrent_requests=self.execution.concurrent_requests,
+            generation=self.generation,
+            judge=self.judge,
         )

@@ -21,7 +21,7 @@ from stages.core.scores import zero_score_warning
 from stages.evaluate.check import check_chat_template
 from stages.evaluate.config import EvaluateConfig
 from stages.harnesses.harness import Harness, Results
-from stages.harnesses.registry import default_harness
+from stages.harnesses.registry import harness_of
 from stages.harnesses.scores import score_metrics, zero_scores
 from stages.models.trained_on import is_asked_as_chat, trained_on_conversations
 from stages.serving.endpoint import Endpoint, endpoint_for
@@ -32,7 +32,8 @@ def run(config: EvaluateConfig, context: StageContext) -> StageResult:
     server does not come up; TransientError when it goes away: the next attempt continues where this one was.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    harness, evaluation = default_harness(), config.evaluation
+    evaluation = config.evaluation
+    harness = harness_of(evaluation)
     harness.prepare(evaluation, context.cache)
     with endpoint_for(config, context) as endpoint:
         evaluation = replace(evaluation, apply_chat_template=_ask_as_chat(config, endpoint.asked_folder, context))
@@ -48,7 +49,7 @@ def run(config: EvaluateConfig, context: StageContext) -> StageResult:
     for name in zero_scores(results.scores):
         context.warn(zero_score_warning(name))
     tags = {**endpoint.spec.version_tag, f"{harness.name}_version": harness.version()}
-    return StageResult(metrics=metrics, tags=tags, files=files)
+    return StageResult(metrics={**metrics, **results.metrics}, tags=tags, files=files)
 
 
 def _ask_as_chat(config: EvaluateConfig, model: Path, context: StageContext) -> bool:

@@ -11,7 +11,7 @@ from stages.core.contract import DatasetReference, StageConfig
 from stages.core.fields import Product, SplitName
 from stages.core.strict import StrictModel
 from stages.rewards.registry import AnyReward, RewardName
-from stages.rollouts.options import PromptOptions
+from stages.rollouts.options import PromptOptions, SamplingOptions
 from stages.serving.asked import AskedModelConfig
 
 
@@ -81,6 +81,18 @@ class GenerateConfig(AskedModelConfig):
             system=self.system,
             apply_chat_template=self.apply_chat_template,
             rewards=self.rewards,
+        )
+
+    @property
+    def sampling_options(self) -> SamplingOptions:
+        return SamplingOptions(
+            num_samples=self.num_samples,
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            stop=self.stop,
+            seed=self.seed,
+            concurrent_requests=self.execution.concurrent_requests,
         )
 
     def custom_code(self) -> tuple[str, ...]:

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from stages.core.contract import StageContext, StageResult
 from stages.core.errors import DataError, full_disk_named
 from stages.generate.config import GenerateConfig
-from stages.generate.sampling import Sample, sample_all
 from stages.generate.selection import Candidate, Choice, choose
 from stages.rewards.judging import Judgement, Named, judging
 from stages.rewards.reward import RewardContext
-from stages.rollouts.prompts import AskedPrompt, read_prompts
+from stages.rollouts.prompts import AskedPrompt, check_room, read_prompts
+from stages.rollouts.sampling import Sample, sample_all
 from stages.serving.asked import ServedModel
 from stages.serving.endpoint import endpoint_for
 
@@ -74,14 +74,7 @@ def run(config: GenerateConfig, context: StageContext) -> StageResult:
 def _sampled(
     prompts: Sequence[AskedPrompt], served: ServedModel, config: GenerateConfig, context: StageContext
 ) -> list[Sample]:
-    room = served.context_tokens - config.max_tokens
-    if too_long := [one for one in prompts if len(one.token_ids) > room]:
-        named = ", ".join(f"{one.place} ({len(one.token_ids)} tokens)" for one in too_long[:NUM_NAMED])
-        raise DataError(
-            f"{len(too_long)} of {len(prompts)} prompts have more than {room} tokens, which is what the server's "
-            f"{served.context_tokens} leave beside max_tokens {config.max_tokens}: {named}; raise "
-            "serving.max_model_len, lower max_tokens, or leave these rows out"
-        )
+    check_room(prompts, served.context_tokens, config.max_tokens)
 
     def report(num_done: int, num_all: int) -> None:
         if num_done % PROGRESS_EVERY == 0 or num_done == num_all:
@@ -90,7 +83,7 @@ def _sampled(
     kept = context.scratch / f"completions-{context.version}.jsonl"
     token_ids = [one.token_ids for one in prompts]
     with full_disk_named("keeping completions", kept):
-        return sample_all(served.client, token_ids, config, kept, report)
+        return sample_all(served.client, token_ids, config.sampling_options, kept, report)
 
 
 def _named(prompts: Sequence[AskedPrompt], samples: Sequence[Sample]) -> Iterator[Named]:

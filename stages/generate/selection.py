@@ -8,8 +8,8 @@ from typing import Any
 
 from stages.data.documents import Document, PlainText
 from stages.generate.config import Above, GenerateConfig
-from stages.generate.sampling import Sample
 from stages.rewards.judging import Judgement
+from stages.rollouts.sampling import Sample
 
 Row = dict[str, Any]
 

@@ -12,23 +12,34 @@ task can be paired sample by sample (`stages/promote/paired.py`), whichever harn
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from pydantic import JsonValue
+from pydantic import Field, JsonValue, PositiveInt
 
 from stages.core.contract import StageContext
+from stages.core.strict import StrictModel
+from stages.rewards.judge import RatingConfig
 from stages.serving.asked import ServedModel
+
+
+class GenerationConfig(StrictModel):
+    """How the model answers questions whose task does not say so."""
+
+    max_tokens: PositiveInt = Field(512, description="Of an answer; what is longer is cut off there.")
+    temperature: float = Field(0.0, ge=0, le=100, description="0: always the likeliest token.")
+    stop: tuple[str, ...] = Field((), max_length=16, description="Texts that end an answer; they are no part of it.")
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a recipe asks of a harness.
+    """What a recipe asks of a harness, by its name in the registry.
 
     limit: samples of each task. num_fewshot: None leaves it to the task. seed: None leaves it to the harness.
     """
 
+    harness: str
     tasks: tuple[str, ...]
     task_folder: Path | None
     limit: int | None
@@ -37,14 +48,19 @@ class Evaluation:
     seed: int | None
     trust_task_code: bool
     concurrent_requests: int
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    judge: RatingConfig | None = None
 
 
 @dataclass(frozen=True)
 class Results:
-    """scores: what `scores.json` holds. samples: task → rows. Both as the module says."""
+    """scores: what `scores.json` holds. samples: task → rows. Both as the module says. metrics: what else was counted,
+    such as what a judge cost.
+    """
 
     scores: Mapping[str, Any]
     samples: Mapping[str, list[dict[str, Any]]]
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -61,15 +77,22 @@ class TaskItem:
 
 
 class Harness(Protocol):
-    """name: in records, as `NAME_version`. title: in messages."""
+    """name: in recipes, and in records as `NAME_version`. title: in messages. unused: fields of an evaluation, as
+    recipes have them, with which it does nothing, and why.
+    """
 
     @property
     def name(self) -> str: ...
     @property
     def title(self) -> str: ...
+    @property
+    def unused(self) -> Mapping[str, str]: ...
 
     def version(self) -> str:
-        """Of the installed harness."""
+        """Of the installed harness. Raises ResourceError where it is not installed."""
+
+    def problems(self, evaluation: Evaluation) -> Iterator[str]:
+        """What is wrong with what a recipe asks, by itself: `field: what, and what to do`."""
 
     def resolve_outside(self, evaluation: Evaluation, limit_s: float | None = None) -> dict[str, JsonValue]:
         """What else decides the scores, such as the commits of datasets.

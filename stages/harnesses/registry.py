@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from stages.harnesses.harness import Harness
+import difflib
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from stages.harnesses.harness import Evaluation, Harness
+from stages.harnesses.judge.harness import Judge
 from stages.harnesses.lm_eval.harness import LmEval
 
-HARNESSES: dict[str, Harness] = {"lm_eval": LmEval()}
+HARNESSES: dict[str, Harness] = {"lm_eval": LmEval(), "judge": Judge()}
 DEFAULT_HARNESS = "lm_eval"
 
 
-def default_harness() -> Harness:
-    """The harness of every evaluation, since recipes name none."""
-    return HARNESSES[DEFAULT_HARNESS]
+def _known(name: str) -> str:
+    if name not in HARNESSES:
+        close = difflib.get_close_matches(name, HARNESSES, n=1)
+        meant = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(HARNESSES)}"
+        raise ValueError(f"there is no harness {name!r}; {meant}")
+    return name
+
+
+HarnessName = Annotated[str, AfterValidator(_known), Field(json_schema_extra={"enum": [*HARNESSES]})]
+
+
+def harness_of(evaluation: Evaluation) -> Harness:
+    """The one that a recipe asks."""
+    return HARNESSES[evaluation.harness]

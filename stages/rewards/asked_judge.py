@@ -10,7 +10,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,8 +22,8 @@ from stages.core.errors import DataError, RecipeError, ServerError
 from stages.core.redaction import redact
 from stages.data.documents import PlainText
 from stages.hubs.retry import RetryBackoff, busy_from_status, busy_from_transport
-from stages.rewards.judge import PLACE, JudgeReward
-from stages.rewards.reward import Completion, RewardContext
+from stages.rewards.judge import PLACE, JudgeConfig
+from stages.rewards.reward import Completion
 
 CONCURRENT_REQUESTS = 8
 NUM_TRIES = 3
@@ -31,38 +31,66 @@ NUM_TRIES = 3
 RATING = re.compile(r"rating\W{0,5}(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 BETTER = re.compile(r"better\W{0,5}\b(A|B|equal)\b", re.IGNORECASE)
 TRIAL = Completion("What is 1 + 2?", "3", 1, "three", {}, PlainText("What is 1 + 2?", ""))
+TOKENS = ("prompt", "completion")
+"""What usage is counted in, as the API calls it."""
 Messages = list[dict[str, str]]
+Usage = dict[str, int]
+"""Tokens by `TOKENS`; 0 where the server does not say."""
+
+
+class NoNumberError(DataError):
+    """answer: what the judge says in place of a number, when it was asked for one for the last time."""
+
+    def __init__(self, answer: str, message: str) -> None:
+        super().__init__(message)
+        self.answer = answer
+
+
+@dataclass(frozen=True)
+class JudgeAnswer:
+    """One that ends with a number."""
+
+    text: str
+    number: float
+
+
+@dataclass(frozen=True)
+class Opinion:
+    """score: None where the judge gives no number. answers: of the judge, one for each question, or its last one."""
+
+    score: float | None
+    answers: tuple[str, ...]
 
 
 @dataclass
 class AskedJudge:
     """One judge, and what it said so far: of the messages that it was asked, as JSON."""
 
-    config: JudgeReward
+    config: JudgeConfig
     http: httpx.Client
     pool: ThreadPoolExecutor
     file: Path
     key: str
-    answered: dict[str, str]
-    num_requests: int = 0
+    answered: dict[str, JudgeAnswer]
+    num_requests: int
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     @contextlib.contextmanager
-    def opened(cls, config: JudgeReward, name: str, context: RewardContext) -> Iterator[Self]:
-        """Raises RecipeError for a variable that is not set."""
+    def opened(cls, config: JudgeConfig, file: Path) -> Iterator[Self]:
+        """file: where its answers are kept, or were. Raises RecipeError for a variable that is not set."""
         key = os.environ.get(config.key_variable, "") if config.key_variable else ""
         if config.key_variable and not key:
             raise RecipeError(
                 f"the environment has no {config.key_variable}, which `key_variable` names; set it, for instance in "
                 "`execution.environment`"
             )
-        file = context.kept / f"{name}.jsonl"
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         pool = ThreadPoolExecutor(CONCURRENT_REQUESTS)
         with httpx.Client(base_url=config.url, headers=headers, timeout=config.timeout_s) as http:
             try:
-                yield cls(config, http, pool, file, key, _read(file))
+                kept = kept_lines(file)
+                yield cls(config, http, pool, file, key, _answered(kept), len(kept))
             finally:
                 pool.shutdown(cancel_futures=True)
 
@@ -75,17 +103,32 @@ class AskedJudge:
         """Raises DataError for more requests than the recipe lets it make, and at a completion that the judge gives no
         number; ServerError, TransientError.
         """
+        self._check_cost(completions)
+        return self.pool.map(self._score, completions)
+
+    def opinions(self, completions: Sequence[Completion]) -> Iterator[Opinion]:
+        """Raises as `scores` does, but for completions that the judge gives no number."""
+        self._check_cost(completions)
+        return self.pool.map(self._opinion, completions)
+
+    def _check_cost(self, completions: Sequence[Completion]) -> None:
         asked = {json.dumps(one) for completion in completions for one in self._questions(completion)}
         if len(new := asked - self.answered.keys()) + self.num_requests > self.config.max_requests:
             raise DataError(
                 f"judging {len(completions)} completions takes {len(new)} requests to {self.config.url}, beside "
                 f"{self.num_requests} before; `max_requests` is {self.config.max_requests}: raise it, or judge fewer"
             )
-        return self.pool.map(self._score, completions)
+
+    def _opinion(self, completion: Completion) -> Opinion:
+        try:
+            score = self._score(completion)
+        except NoNumberError as error:
+            return Opinion(None, (error.answer,))
+        return Opinion(score, tuple(self.answered[json.dumps(one)].text for one in self._questions(completion)))
 
     def _score(self, completion: Completion) -> float:
         numbers = [self._number(messages) for messages in self._questions(completion)]
-        if not self.config.compare:
+        if self.config.scale:
             return numbers[0]
         first, second = numbers  # as A, then as B
         return (first + 1 - second) / 2
@@ -93,53 +136,56 @@ class AskedJudge:
     def _questions(self, completion: Completion) -> list[Messages]:
         config = self.config
         reference = completion.reference or ""
+        least, largest = config.scale or (0, 1)
         values = {
             "prompt": completion.prompt,
             "completion": completion.text,
-            "least": f"{config.least:g}",
-            "largest": f"{config.largest:g}",
+            "least": f"{least:g}",
+            "largest": f"{largest:g}",
             "reference": f"\nA right answer:\n{reference}\n" if reference and not config.template else reference,
         }
-        orders = [(completion.text, reference), (reference, completion.text)] if config.compare else [("", "")]
+        orders = [(completion.text, reference), (reference, completion.text)]
         return [
             [{"role": "user", "content": _filled(config.asked, {**values, "first": first, "second": second})}]
-            for first, second in orders
+            for first, second in orders[: 1 if config.scale else 2]
         ]
 
     def _number(self, messages: Messages, *, keep: bool = True) -> float:
-        """What the judge says. Raises DataError when it gives no number, however often it is asked for one."""
-        question, asked = json.dumps(messages), messages
-        answer = self.answered.get(question)
+        """What the judge says. Raises NoNumberError when it gives no number, however often it is asked for one."""
+        question, asked, text = json.dumps(messages), messages, ""
+        if known := self.answered.get(question):
+            return known.number
         for _ in range(NUM_TRIES):
-            answer = self._answer(asked) if answer is None else answer
-            number = self._read_number(answer)
+            text, usage = self._answer(asked)
+            number = self._read_number(text)
+            if keep:
+                self._keep(question, text, number, usage)
             if number is not None:
-                if keep:
-                    self._keep(question, answer, number)
                 return number
             remark = f"That did not end with {self._expected}. Write that line alone."
-            asked = [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": remark}]
-            last, answer = answer, None
-        raise DataError(
-            f"{self.config.served_model} at {self.config.url} answers with prose, {NUM_TRIES} times ({last[-200:]!r}); "
-            f"expected {self._expected}; take another model or `template`, or raise `max_tokens`"
+            asked = [*messages, {"role": "assistant", "content": text}, {"role": "user", "content": remark}]
+        raise NoNumberError(
+            text,
+            f"{self.config.served_model} at {self.config.url} answers with prose, {NUM_TRIES} times ({text[-200:]!r}); "
+            f"expected {self._expected}; take another model or `template`, or raise `max_tokens`",
         )
 
     @property
     def _expected(self) -> str:
-        if self.config.compare:
+        if self.config.scale is None:
             return 'a line "Better: A", "Better: B" or "Better: equal"'
-        return f'a line "Rating: " and a number from {self.config.least:g} to {self.config.largest:g}'
+        least, largest = self.config.scale
+        return f'a line "Rating: " and a number from {least:g} to {largest:g}'
 
     def _read_number(self, answer: str) -> float | None:
-        if self.config.compare:
+        if self.config.scale is None:
             said = BETTER.findall(answer)
             return {"a": 1.0, "b": 0.0, "equal": 0.5}[said[-1].lower()] if said else None
         ratings = [float(number) for number in RATING.findall(answer)]
-        least, largest = self.config.bounds
+        least, largest = self.config.scale
         return ratings[-1] if ratings and least <= ratings[-1] <= largest else None
 
-    def _answer(self, messages: Messages) -> str:
+    def _answer(self, messages: Messages) -> tuple[str, Usage]:
         """Raises ServerError for a refusal, TransientError when it is gone for good, DataError for one request more
         than `max_requests`.
         """
@@ -163,10 +209,12 @@ class AskedJudge:
                 raise ServerError(f"the judge at {self.config.url} answered {response.status_code}: {said!r}")
             backoff.wait(busy)
 
-    def _said(self, response: httpx.Response) -> str:
+    def _said(self, response: httpx.Response) -> tuple[str, Usage]:
         try:
-            return self._without_key(str(response.json()["choices"][0]["message"]["content"] or ""))
-        except (ValueError, LookupError, TypeError) as error:
+            content = response.json()
+            usage = {name: int((content.get("usage") or {}).get(f"{name}_tokens", 0)) for name in TOKENS}
+            return self._without_key(str(content["choices"][0]["message"]["content"] or "")), usage
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             said = self._without_key(response.text)[:200]
             raise ServerError(
                 f"the judge at {self.config.url} answered {said!r}; expected a chat completion as of OpenAI's API"
@@ -175,27 +223,55 @@ class AskedJudge:
     def _without_key(self, text: str) -> str:
         return redact(text, [self.key] if self.key else [])
 
-    def _keep(self, question: str, answer: str, number: float) -> None:
+    def _keep(self, question: str, text: str, number: float | None, usage: Usage) -> None:
+        """Every answer, also one of prose: it has cost what it says."""
         with self.lock:
-            if self.answered.get(question) == answer:
+            if question in self.answered:
                 return
-            self.answered[question] = answer
+            if number is not None:
+                self.answered[question] = JudgeAnswer(text, number)
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            line: dict[str, Any] = {"messages": json.loads(question), "answer": answer, "number": number}
+            line = {"messages": json.loads(question), "answer": text, "number": number, "tokens": usage}
             with self.file.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def bounded(judge: AskedJudge, completions: Sequence[Completion], what: str, max_fraction: float) -> Iterator[Opinion]:
+    """Opinions of all. Raises DataError as soon as more than this share of them has no number."""
+    unjudged: list[Opinion] = []
+    for opinion in judge.opinions(completions):
+        unjudged += [opinion] if opinion.score is None else []
+        if len(unjudged) > max_fraction * len(completions):
+            raise DataError(
+                f"judging {what}: {judge.config.served_model} at {judge.config.url} gave no number for {len(unjudged)} "
+                f"of {len(completions)}, such as {unjudged[-1].answers[-1][-200:]!r}; `max_unjudged_fraction` is "
+                f"{max_fraction:g}: take another model or `template`, or raise `max_tokens`"
+            )
+        yield opinion
+
+
+def cost_metrics(file: Path) -> dict[str, float]:
+    """What was asked of a judge in all attempts, and the tokens that it counts, by the file of its answers."""
+    lines = kept_lines(file)
+    tokens = {f"judge_{name}_tokens": float(sum(line["tokens"][name] for line in lines)) for name in TOKENS}
+    return {"judge_requests": float(len(lines)), **tokens}
 
 
 def _filled(template: str, values: dict[str, str]) -> str:
     return PLACE.sub(lambda match: values[match[1]], template)
 
 
-def _read(file: Path) -> dict[str, str]:
-    """Answers by what was asked; a kill may have torn the last line, which is taken out of the file."""
+def kept_lines(file: Path) -> list[dict[str, Any]]:
+    """What was kept; a kill may have torn the last line, which is taken out of the file."""
     if not file.exists():
-        return {}
+        return []
     whole = file.read_bytes()
     whole = whole[: whole.rfind(b"\n") + 1]
     file.write_bytes(whole)
-    lines = [json.loads(line) for line in whole.splitlines()]
-    return {json.dumps(line["messages"]): line["answer"] for line in lines}
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def _answered(lines: Sequence[Mapping[str, Any]]) -> dict[str, JudgeAnswer]:
+    """By what was asked."""
+    numbered = (line for line in lines if line["number"] is not None)
+    return {json.dumps(line["messages"]): JudgeAnswer(line["answer"], line["number"]) for line in numbered}

@@ -1,4 +1,4 @@
-"""What decides how a dataset's rows are asked: light, a config gives it without torch."""
+"""What decides how a dataset's rows are asked, and answers are sampled: light, a config gives it without torch."""
 
 from __future__ import annotations
 
@@ -27,3 +27,16 @@ class PromptOptions:
     rewards: Mapping[str, Reward]
     chat_template: Path | None = None
     template_date: date | None = None
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How completions are sampled. max_tokens: of each. seed: of all; each has its own."""
+
+    num_samples: int
+    max_tokens: int
+    temperature: float
+    top_p: float
+    stop: tuple[str, ...]
+    seed: int
+    concurrent_requests: int

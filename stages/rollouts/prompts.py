@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -62,6 +63,18 @@ def read_prompts(folder: Path, options: PromptOptions, tokenizer_folder: Path) -
     if not found:
         raise DataError(f"no prompts: there are no rows in {', '.join(path.name for path in files)} of {folder}")
     return found
+
+
+def check_room(prompts: Sequence[AskedPrompt], context_tokens: int, max_tokens: int) -> None:
+    """Raises DataError that names prompts which leave no room for an answer."""
+    room = context_tokens - max_tokens
+    if too_long := [one for one in prompts if len(one.token_ids) > room]:
+        named = ", ".join(f"{one.place} ({len(one.token_ids)} tokens)" for one in too_long[:NUM_NAMED])
+        raise DataError(
+            f"{len(too_long)} of {len(prompts)} prompts have more than {room} tokens, which is what the server's "
+            f"{context_tokens} leave beside max_tokens {max_tokens}: {named}; raise serving.max_model_len, lower "
+            "max_tokens, or leave these rows out"
+        )
 
 
 class _Rows:

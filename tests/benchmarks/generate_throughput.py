@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from stages.generate.config import GenerateConfig
-from stages.generate.sampling import sample_all
 from stages.hubs.builtin import qwen3
+from stages.rollouts.sampling import sample_all
 from stages.serving.asked import AskExecution
 from stages.serving.config import BenchmarkConfig, ServingConfig
 from stages.serving.registry import new_launch_spec
@@ -89,7 +89,9 @@ def generate_rate(server: Server, load: BenchmarkConfig, folder: Path, round_num
     shape = (concurrency * load.requests_per_concurrency, load.input_tokens)
     prompts = random.integers(FIRST_TOKEN, LAST_TOKEN, shape).tolist()
     start_s = time.monotonic()
-    samples = sample_all(server.client, prompts, config, folder / f"kept-{round_number}", lambda done, total: None)
+    samples = sample_all(
+        server.client, prompts, config.sampling_options, folder / f"kept-{round_number}", lambda done, total: None
+    )
     return sum(one.num_tokens for one in samples) / (time.monotonic() - start_s)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 
 from pydantic import JsonValue
 
@@ -25,9 +26,15 @@ class LmEval:
 
     name = "lm_eval"
     title = "lm-eval"
+    unused: Mapping[str, str] = MappingProxyType(
+        {"judge": "no judge is asked", "generation": "tasks of lm-eval say it themselves"}
+    )
 
     def version(self) -> str:
         return version("lm_eval")
+
+    def problems(self, evaluation: Evaluation) -> Iterator[str]:
+        return iter(())
 
     def resolve_outside(self, evaluation: Evaluation, limit_s: float | None = None) -> dict[str, JsonValue]:
         return resolve_hub_datasets(_selection(evaluation), limit_s)

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from pydantic import JsonValue
 
@@ -18,9 +19,13 @@ METRIC = "exact_match"
 class ExactMatch:
     name = "exact"
     title = "Exact"
+    unused: Mapping[str, str] = MappingProxyType({"judge": "no judge is asked"})
 
     def version(self) -> str:
         return "0.1"
+
+    def problems(self, evaluation: Evaluation) -> Iterator[str]:
+        return iter(())
 
     def resolve_outside(self, evaluation: Evaluation, limit_s: float | None = None) -> dict[str, JsonValue]:
         return {"letters": "all"}

@@ -34,7 +34,6 @@ class Remembering(ExactMatch):
 def harness(tiny_engine: TinyEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Remembering]:
     harness = Remembering()
     monkeypatch.setitem(registry.HARNESSES, "exact", harness)
-    monkeypatch.setattr(registry, "DEFAULT_HARNESS", "exact")
     handler = signal.getsignal(signal.SIGTERM)
     yield harness
     signal.signal(signal.SIGTERM, handler)
@@ -53,8 +52,8 @@ def evaluate(folder: Path, *, trained: bool | None, template: bool, asked: bool 
         note_trained_on(model, conversations=trained)
     (folder / "tasks").mkdir()
     (folder / "tasks" / "sums.jsonl").write_text(json.dumps({"question": "1 + 2", "answer": answer}) + "\n")
-    tree = {"kind": "evaluate", "model": "sft", "tasks": ["sums"], "task_folder": str(folder / "tasks")}
-    config = EvaluateConfig.model_validate({**tree, "apply_chat_template": asked})
+    tree = {"kind": "evaluate", "model": "sft", "harness": "exact", "tasks": ["sums"]}
+    config = EvaluateConfig.model_validate({**tree, "task_folder": str(folder / "tasks"), "apply_chat_template": asked})
     work = folder / "work"
     work.mkdir()
     run(config, StageContext(work, "scores", "0" * 12, {"sft": folder / "sft"}, {}, folder / "cache"))

@@ -23,7 +23,6 @@ QUESTIONS = [("What is 1 + 2?", "3"), ("What is 20 + 22?", "42"), ("What is 2 + 
 @pytest.fixture(autouse=True)
 def harness(tiny_engine: TinyEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(registry.HARNESSES, "exact", ExactMatch())
-    monkeypatch.setattr(registry, "DEFAULT_HARNESS", "exact")
     handler = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, handler)
@@ -34,7 +33,13 @@ def config(tmp_path: Path) -> EvaluateConfig:
     (tmp_path / "tasks").mkdir()
     rows = (json.dumps({"question": question, "answer": answer}) + "\n" for question, answer in QUESTIONS)
     (tmp_path / "tasks" / "sums.jsonl").write_text("".join(rows))
-    tree = {"kind": "evaluate", "model": "sft", "tasks": ["sums"], "task_folder": str(tmp_path / "tasks")}
+    tree = {
+        "kind": "evaluate",
+        "model": "sft",
+        "harness": "exact",
+        "tasks": ["sums"],
+        "task_folder": str(tmp_path / "tasks"),
+    }
     return EvaluateConfig.model_validate(tree)
 
 

@@ -7,9 +7,9 @@ import pytest
 from stages.data.documents import Conversation, PlainText
 from stages.data.formats import RowReader
 from stages.generate.config import GenerateConfig
-from stages.generate.sampling import Sample
 from stages.generate.selection import Candidate, Choice, choose
 from stages.rewards.judging import Judgement
+from stages.rollouts.sampling import Sample
 
 CHAT = Conversation([{"role": "user", "content": "What is 1 + 2?"}])
 PROMPTS = {"dataset": "problems"}

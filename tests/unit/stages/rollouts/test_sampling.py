@@ -8,17 +8,18 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from stages.core.errors import ServerError, TransientError
-from stages.generate.config import GenerateConfig
-from stages.generate.sampling import Sample, sample_all, seed_of
 from stages.hubs import retry
 from stages.rollouts.asking import ask_all
+from stages.rollouts.options import SamplingOptions
+from stages.rollouts.sampling import Sample, sample_all, seed_of
 from stages.serving.client import Client
 from tests.http_server import LoopbackServer
 
@@ -77,28 +78,27 @@ def server() -> Iterator[Server]:
     thread.join()
 
 
-def config(**changed: object) -> GenerateConfig:
-    tree = {"kind": "generate", "model": "sft", "prompts": {"dataset": "problems"}, "num_samples": 4}
-    return GenerateConfig.model_validate({**tree, "execution": {"concurrent_requests": 3}, **changed})
+def options(**changed: Any) -> SamplingOptions:
+    return replace(SamplingOptions(4, 256, 1.0, 1.0, (), seed=0, concurrent_requests=3), **changed)
 
 
-def sample(server: Server, kept: Path, **changed: object) -> list[Sample]:
+def sample(server: Server, kept: Path, **changed: Any) -> list[Sample]:
     client = Client(server.url, "key", "sft", timeout_s=30)
-    return sample_all(client, PROMPTS, config(**changed), kept, lambda done, total: None)
+    return sample_all(client, PROMPTS, options(**changed), kept, lambda done, total: None)
 
 
 def test_every_sample_of_every_prompt_with_a_seed_of_its_own(server: Server, tmp_path: Path) -> None:
     server.waits_s = 0.2
-    found = sample(server, tmp_path / "kept", stop=["\n"], temperature=0.5, top_p=0.9, max_tokens=3)
+    found = sample(server, tmp_path / "kept", stop=("\n",), temperature=0.5, top_p=0.9, max_tokens=3)
     assert [(one.prompt, one.sample) for one in found] == [(prompt, one) for prompt in range(3) for one in range(4)]
     assert len({one.seed for one in found}) == 12
     assert all(one.text == f"{PROMPTS[one.prompt]} {one.seed}" and one.num_tokens == 7 for one in found)
     assert [one.truncated for one in found] == [one.prompt == 2 for one in found]
-    options = {"model": "sft", "max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "stop": ["\n"]}
-    assert all(asked.items() >= options.items() for asked in server.asked)
+    sent = {"model": "sft", "max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "stop": ["\n"]}
+    assert all(asked.items() >= sent.items() for asked in server.asked)
     assert server.most_at_a_time == 3
-    assert found == sample(server, tmp_path / "again", stop=["\n"], temperature=0.5, top_p=0.9, max_tokens=3)
-    assert not {one.seed for one in found} & {seed_of(config(seed=1), one.prompt, one.sample) for one in found}
+    assert found == sample(server, tmp_path / "again", stop=("\n",), temperature=0.5, top_p=0.9, max_tokens=3)
+    assert not {one.seed for one in found} & {seed_of(options(seed=1), one.prompt, one.sample) for one in found}
 
 
 def test_after_a_kill_only_what_is_missing_is_asked(server: Server, tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_kill_loses_nothing_that_was_answered(server: Server, tmp_path: Path) 
     """A real SIGKILL, while requests are on their way."""
     server.waits_s = 0.2
     program = (
-        "import sys; from pathlib import Path; from tests.unit.stages.generate.test_sampling import *\n"
+        "import sys; from pathlib import Path; from tests.unit.stages.rollouts.test_sampling import *\n"
         "sample(Server(sys.argv[1]), Path(sys.argv[2]))"
     )
     command = [sys.executable, "-c", program, server.url, str(tmp_path / "kept")]

@@ -13,8 +13,8 @@ import numpy as np
 from pydantic import ValidationError
 
 from stages.core.strict import StrictModel
-from stages.generate.config import GenerateConfig
 from stages.rollouts.asking import Answer, Request, ask_all
+from stages.rollouts.options import SamplingOptions
 from stages.serving.client import Client
 
 Job = tuple[int, int]
@@ -35,7 +35,7 @@ class Sample(StrictModel):
 def sample_all(
     client: Client,
     prompts: Sequence[list[int]],
-    config: GenerateConfig,
+    options: SamplingOptions,
     kept: Path,
     report: Callable[[int, int], None],
 ) -> list[Sample]:
@@ -45,7 +45,7 @@ def sample_all(
     Raises ServerError for a request that is refused, TransientError when the server is gone for good.
     """
     found = {(one.prompt, one.sample): one for one in _read(kept)}
-    jobs = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(config.num_samples)]
+    jobs = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(options.num_samples)]
     with kept.open("a", encoding="utf-8") as stream:
 
         def keep(job: Job, request: Request, answer: Answer) -> None:
@@ -55,14 +55,14 @@ def sample_all(
             report(len(found), len(jobs))
 
         missing = (job for job in jobs if job not in found)
-        requests = ((job, _request(client.model, prompts[job[0]], config, seed_of(config, *job))) for job in missing)
-        ask_all(client, requests, config.execution.concurrent_requests, keep)
+        requests = ((job, _request(client.model, prompts[job[0]], options, seed_of(options, *job))) for job in missing)
+        ask_all(client, requests, options.concurrent_requests, keep)
     return [found[job] for job in jobs]
 
 
-def seed_of(config: GenerateConfig, prompt: int, sample: int) -> int:
+def seed_of(options: SamplingOptions, prompt: int, sample: int) -> int:
     """Of one completion: no two share one, and the same recipe has the same."""
-    return int(np.random.SeedSequence((config.seed, prompt, sample)).generate_state(1)[0]) >> 1
+    return int(np.random.SeedSequence((options.seed, prompt, sample)).generate_state(1)[0]) >> 1
 
 
 def _sample(job: Job, request: Request, answer: Answer) -> Sample:
@@ -77,14 +77,14 @@ def _sample(job: Job, request: Request, answer: Answer) -> Sample:
     )
 
 
-def _request(model: str, prompt: list[int], config: GenerateConfig, seed: int) -> Request:
+def _request(model: str, prompt: list[int], options: SamplingOptions, seed: int) -> Request:
     return {
         "model": model,
         "prompt": prompt,
-        "max_tokens": config.max_tokens,
-        "temperature": config.temperature,
-        "top_p": config.top_p,
-        "stop": list(config.stop) or None,
+        "max_tokens": options.max_tokens,
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "stop": list(options.stop) or None,
         "seed": seed,
     }
 

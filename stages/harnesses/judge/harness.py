@@ -1,0 +1,67 @@
+"""Question sets whose answers a judge rates: any model of a server that speaks OpenAI's API."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from pydantic import JsonValue
+
+from stages.core.contract import StageContext
+from stages.core.errors import EvaluationError
+from stages.harnesses.harness import Evaluation, Results, TaskItem
+from stages.harnesses.question_sets import items_of, read_questions
+from stages.serving.asked import ServedModel
+
+VERSION = "1"
+"""Raised when the same questions, answers and opinions would give other scores."""
+METRIC = "rating"
+
+
+class Judge:
+    """The parts of this room, as the protocol names them."""
+
+    name = "judge"
+    title = "the judge"
+    unused: Mapping[str, str] = MappingProxyType(
+        {
+            "num_fewshot": "questions are asked without examples",
+            "seed": "nothing is drawn",
+            "trust_task_code": "question sets have no code",
+        }
+    )
+
+    def version(self) -> str:
+        return VERSION
+
+    def problems(self, evaluation: Evaluation) -> Iterator[str]:
+        if evaluation.judge is None:
+            yield "judge: is missing; with `harness: judge` say which model of which server rates the answers"
+
+    def resolve_outside(self, evaluation: Evaluation, limit_s: float | None = None) -> dict[str, JsonValue]:
+        return {}
+
+    def custom_code(self, evaluation: Evaluation) -> tuple[str, ...]:
+        return ()
+
+    def may_give(self, score: str, evaluation: Evaluation) -> bool:
+        return score in [f"{task}.{METRIC}" for task in evaluation.tasks]
+
+    def prepare(self, evaluation: Evaluation, cache: Path) -> None:
+        from stages.harnesses.judge.rating import try_out
+
+        for task in evaluation.tasks:
+            if not sum(1 for _ in read_questions(evaluation, task)):  # each is read
+                raise EvaluationError(f"the task {task} has no questions")
+        try_out(evaluation, cache)
+
+    def items(self, evaluation: Evaluation, context: StageContext) -> Iterator[TaskItem]:
+        return items_of(evaluation)
+
+    def evaluate(
+        self, evaluation: Evaluation, context: StageContext, await_model: Callable[[], ServedModel]
+    ) -> Results:
+        from stages.harnesses.judge.rating import rated
+
+        return rated(evaluation, context, await_model())

@@ -1,0 +1,157 @@
+"""Asks a model the questions of sets, and a judge what it thinks of the answers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stages.core.contract import StageContext
+from stages.core.errors import DataError, EvaluationError
+from stages.harnesses.harness import Evaluation, Results
+from stages.harnesses.question_sets import question_folder, question_text, sample_row
+from stages.rewards.asked_judge import AskedJudge, Opinion, bounded, cost_metrics
+from stages.rewards.judge import RatingConfig
+from stages.rewards.reward import Completion
+from stages.rollouts.options import PromptOptions, SamplingOptions
+from stages.rollouts.prompts import AskedPrompt, check_room, read_prompts
+from stages.rollouts.sampling import Sample, sample_all
+from stages.serving.asked import ServedModel
+
+METRIC = "rating"
+JUDGE_FILE = "judge.jsonl"
+"""In the artifact: every question that the judge was asked, its answer, and the tokens of both."""
+PROGRESS_EVERY = 10
+
+
+@dataclass(frozen=True)
+class AnsweredTask:
+    """Questions of one set, and the model's answers."""
+
+    prompts: Sequence[AskedPrompt]
+    answers: Sequence[Sample]
+
+    def completions(self) -> Iterator[Completion]:
+        """As the judge reads them: what was asked in plain words."""
+        for asked, answer in zip(self.prompts, self.answers, strict=True):
+            prompt = asked.prompt
+            text = question_text(prompt.document)
+            yield Completion(text, answer.text, answer.num_tokens, prompt.reference, prompt.row, prompt.document)
+
+
+def try_out(evaluation: Evaluation, cache: Path) -> None:
+    """Ask the judge of an answer that everybody can rate. Raises as `AskedJudge` does; nothing is kept."""
+    with AskedJudge.opened(_judge(evaluation), cache / JUDGE_FILE) as judge:
+        judge.try_out()
+
+
+def rated(evaluation: Evaluation, context: StageContext, model: ServedModel) -> Results:
+    """Raises EvaluationError for questions that cannot be asked, and for a judge that gives too few numbers;
+    ServerError and TransientError of either server.
+    """
+    kept = context.scratch / f"judge-{context.version}.jsonl"
+    try:
+        answered = {task: _answered(task, evaluation, context, model) for task in evaluation.tasks}
+        with AskedJudge.opened(_judge(evaluation), kept) as judge:
+            bound = _judge(evaluation).max_unjudged_fraction
+            opinions = {task: _opinions(task, one, judge, bound, context) for task, one in answered.items()}
+    except DataError as error:
+        raise EvaluationError(str(error)) from error
+    shutil.copyfile(kept, context.work / JUDGE_FILE)
+    samples = {task: _rows(answered[task], opinions[task]) for task in evaluation.tasks}
+    num_unjudged = sum(one.score is None for task in opinions.values() for one in task)
+    metrics = {**cost_metrics(kept), "num_unjudged": float(num_unjudged)}
+    return Results(_scores(evaluation, samples), samples, metrics)
+
+
+def _judge(evaluation: Evaluation) -> RatingConfig:
+    assert evaluation.judge, "`Judge.problems` has asked for one"
+    return evaluation.judge
+
+
+def _answered(task: str, evaluation: Evaluation, context: StageContext, model: ServedModel) -> AnsweredTask:
+    as_asked = PromptOptions(
+        split=task,
+        limit=evaluation.limit,
+        reference=None,
+        reference_field="reference",
+        system=None,
+        apply_chat_template=evaluation.apply_chat_template,
+        rewards={},
+    )
+    prompts = read_prompts(question_folder(evaluation), as_asked, model.folder)
+    generation = evaluation.generation
+    check_room(prompts, model.context_tokens, generation.max_tokens)
+    options = SamplingOptions(
+        num_samples=1,
+        max_tokens=generation.max_tokens,
+        temperature=generation.temperature,
+        top_p=1.0,
+        stop=generation.stop,
+        seed=0,
+        concurrent_requests=evaluation.concurrent_requests,
+    )
+
+    def report(num_done: int, num_all: int) -> None:
+        if num_done % PROGRESS_EVERY == 0 or num_done == num_all:
+            context.progress(num_done, num_all, "answers", f"asking {task}")
+
+    kept = context.scratch / f"answers-{context.version}-{hashlib.sha256(task.encode()).hexdigest()[:12]}.jsonl"
+    answers = sample_all(model.client, [one.token_ids for one in prompts], options, kept, report)
+    if all(one.truncated for one in answers):
+        context.warn(f"every answer to {task} was cut off at generation.max_tokens, {generation.max_tokens}; raise it")
+    return AnsweredTask(prompts, answers)
+
+
+def _opinions(
+    task: str, answered: AnsweredTask, judge: AskedJudge, max_unjudged_fraction: float, context: StageContext
+) -> list[Opinion]:
+    completions = list(answered.completions())
+    opinions = []
+    for opinion in bounded(judge, completions, f"the answers to {task}", max_unjudged_fraction):
+        opinions.append(opinion)
+        if len(opinions) % PROGRESS_EVERY == 0 or len(opinions) == len(completions):
+            context.progress(len(opinions), len(completions), "answers", f"judging {task}")
+    return opinions
+
+
+def _rows(answered: AnsweredTask, opinions: Sequence[Opinion]) -> list[dict[str, Any]]:
+    together = zip(answered.prompts, answered.answers, opinions, strict=True)
+    return [
+        sample_row(
+            number,
+            asked.prompt,
+            answer.text,
+            {"truncated": answer.truncated, METRIC: opinion.score, "judge_answers": opinion.answers},
+        )
+        for number, (asked, answer, opinion) in enumerate(together)
+    ]
+
+
+def _scores(evaluation: Evaluation, samples: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """As `stages/harnesses/harness.py` says; only samples of the same judge and scale can be paired: `versions`."""
+    judge = _judge(evaluation)
+    rubric = hashlib.sha256(json.dumps([judge.asked, judge.scale]).encode()).hexdigest()[:12]
+    generation = evaluation.generation.model_dump(mode="json")
+    return {
+        "results": {task: _means([row[METRIC] for row in rows]) for task, rows in samples.items()},
+        "configs": {task: {"generation_kwargs": generation, "judge": judge.served_model} for task in samples},
+        "versions": dict.fromkeys(samples, f"{judge.served_model}, rubric {rubric}"),
+        "n-shot": dict.fromkeys(samples, 0),
+        "higher_is_better": {task: {METRIC: True} for task in samples},
+    }
+
+
+def _means(ratings: Sequence[float | None]) -> dict[str, float]:
+    """Mean, and its standard error: s / √n."""
+    found = [one for one in ratings if one is not None]
+    mean = {f"{METRIC},none": statistics.fmean(found)}
+    if len(found) > 1:
+        mean[f"{METRIC}_stderr,none"] = statistics.stdev(found) / math.sqrt(len(found))
+    return mean

@@ -1,0 +1,87 @@
+"""Question sets: files `TASK.jsonl` of a folder, a row a question, in any format that has prompts.
+
+In: rows as `stages/data/prompts.py` reads them. Out: what is asked as plain words, the right answer where there is one,
+and the hashes by which samples of two evaluations are paired.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from stages.core.errors import DataError, EvaluationError
+from stages.data.documents import Document, PlainText
+from stages.data.files import BadRow, find_files, read_rows
+from stages.data.messages import RowError
+from stages.data.prompts import Prompt, PromptReader
+from stages.harnesses.harness import Evaluation, TaskItem
+
+
+def read_questions(evaluation: Evaluation, task: str) -> Iterator[Prompt]:
+    """Those of a task, up to `limit`. Raises EvaluationError for a task without a file, and for a bad row."""
+    folder = question_folder(evaluation)
+    try:
+        files = find_files(folder, task)
+        reader = PromptReader(None)
+        for row in islice(read_rows(folder, files), evaluation.limit):
+            if isinstance(row, BadRow):
+                raise EvaluationError(f"reading the questions of {task}: {row.place} {row.reason}; mend it")
+            try:
+                yield reader.read(row.content)
+            except RowError as error:
+                raise EvaluationError(f"reading the questions of {task}: {row.place} {error}; mend it") from error
+    except DataError as error:
+        raise EvaluationError(f"reading the questions of {task}: {error}") from error
+
+
+def question_folder(evaluation: Evaluation) -> Path:
+    """Raises EvaluationError where the recipe names none."""
+    if evaluation.task_folder is None:
+        raise EvaluationError("there are no question sets: name their folder as `task_folder`")
+    return evaluation.task_folder
+
+
+def items_of(evaluation: Evaluation) -> Iterator[TaskItem]:
+    """As `Harness.items` gives them."""
+    for task in evaluation.tasks:
+        for number, prompt in enumerate(read_questions(evaluation, task)):
+            asked = question_text(prompt.document)
+            answers = [] if prompt.reference is None else [prompt.reference]
+            yield TaskItem(task, number, (asked, *(f"{asked} {one}" for one in answers)), (asked, *answers))
+
+
+def question_text(document: Document) -> str:
+    """What is asked, as a person reads it: without the special tokens of any model."""
+    if isinstance(document, PlainText):
+        return document.prompt
+    if len(document.messages) == 1:
+        return str(document.messages[0]["content"])
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in document.messages)
+
+
+def asked_hashes(prompt: Prompt) -> dict[str, str]:
+    """`doc_hash`, `prompt_hash`, `target_hash` of a sample: of the question, however a model's template renders it."""
+    texts = {
+        "doc": json.dumps(prompt.row, sort_keys=True),
+        "prompt": question_text(prompt.document),
+        "target": prompt.reference or "",
+    }
+    return {f"{name}_hash": hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+
+
+def sample_row(number: int, prompt: Prompt, answer: str, scores: dict[str, Any]) -> dict[str, Any]:
+    """A row of `samples/TASK.jsonl`. scores: the sample's value of each metric, and what else is to be kept."""
+    return {
+        "doc_id": number,
+        "filter": "none",
+        "doc": prompt.row,
+        "question": question_text(prompt.document),
+        "target": prompt.reference,
+        "resps": [[answer]],
+        **asked_hashes(prompt),
+        **scores,
+    }
