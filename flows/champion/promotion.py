@@ -94,7 +94,7 @@ def complete(artifact: Path, work: Path) -> None:
 
 def _champion(champion: RegisteredVersion, stage_input: StageInput, config: PromoteConfig, work: Path) -> Champion:
     same_model = champion.registration.digest == _record(stage_input.inputs[config.model]).digest
-    needed = not (same_model or config.baselines or config.gates.max_regression_standard_errors is None)
+    needed = config.compares and not (same_model or config.baselines)
     folders: list[Path] = []
     if needed:
         evaluations = [stage_input.inputs[name] for name in config.evaluations]

@@ -17,6 +17,7 @@ from stages.core.contract import (
 )
 from stages.core.fields import AddedLater
 from stages.core.numbers import NatsPerToken
+from stages.rewards.judge import PairsConfig
 
 
 class GatesConfig(StrictModel):
@@ -31,6 +32,12 @@ class GatesConfig(StrictModel):
     max_regression_standard_errors: NonNegativeFloat | None = Field(
         2.0,
         description="How far each score may fall behind on the same samples; by chance, one in 44 does so by 2.",
+    )
+    min_win_rate: Annotated[float | None, AddedLater()] = Field(
+        None,
+        ge=0,
+        le=1,
+        description="Of `pairs`, in each question set; not asked where there is no model to compare with.",
     )
     max_kl_nats_per_token: NatsPerToken | None = Field(
         None, description="Of a quantized or merged model, from its original."
@@ -65,6 +72,11 @@ class PromoteConfig(StageConfig):
     server: ServerReference | None = Field(
         None, description="Serve stage of `model`; `lifecycle serve` does as it did."
     )
+    pairs: Annotated[PairsConfig | None, AddedLater()] = Field(
+        None,
+        description="A judge that says which answers are better, this model's or the other's, in the question sets "
+        "of `evaluations`.",
+    )
     gates: GatesConfig = GatesConfig()
 
     @property
@@ -74,6 +86,11 @@ class PromoteConfig(StageConfig):
     @property
     def devices(self) -> int:
         return 0
+
+    @property
+    def compares(self) -> bool:
+        """Whether anything asks how the candidate does beside another model."""
+        return self.gates.max_regression_standard_errors is not None or self.pairs is not None
 
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
         if self.execution.launcher != "local":
@@ -87,6 +104,13 @@ class PromoteConfig(StageConfig):
         yield from self._problems_of_bounds()
         if self.gates.min_output_tokens_per_s and not self.server:
             yield "gates.min_output_tokens_per_s: nothing measures it; name a serve stage as `server`"
+        if self.pairs and not any(getattr(stages[name], "judge", None) for name in self.evaluations):
+            yield (
+                "pairs: no evaluation has answers to compare; name one with `harness: judge` in `evaluations`, or "
+                "remove `pairs`"
+            )
+        if self.gates.min_win_rate is not None and not self.pairs:
+            yield "gates.min_win_rate: nothing measures it; say in `pairs` which judge compares the answers"
         if self.gates.max_kl_nats_per_token and stages[self.model].kind not in ("quantize", "merge"):
             yield f"gates.max_kl_nats_per_token: {self.model} is not quantized, so there is nothing to compare it with"
         if self.gates.max_abs_logprob_difference and not self._is_compared_with_training(stages):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from stages.core.errors import EvaluationError
 from stages.promote.config import GatesConfig
@@ -18,6 +18,7 @@ class Measurements:
     scores: Mapping[str, float]
     differences: Sequence[Difference]
     size_mib: float
+    win_rates: Mapping[str, float] = field(default_factory=dict)
     kl_nats_per_token: float | None = None
     max_abs_logprob_difference: float | None = None
     output_tokens_per_s: float | None = None
@@ -46,7 +47,12 @@ class Gate:
 
 def judge(gates: GatesConfig, measured: Measurements) -> list[Gate]:
     """All gates that the recipe sets. Raises EvaluationError for a value that a gate needs and nothing measured."""
-    return [*_score_gates(gates, measured.scores), *_regression_gates(gates, measured), *_cost_gates(gates, measured)]
+    return [
+        *_score_gates(gates, measured.scores),
+        *_regression_gates(gates, measured),
+        *_win_rate_gates(gates, measured),
+        *_cost_gates(gates, measured),
+    ]
 
 
 def _score_gates(gates: GatesConfig, scores: Mapping[str, float]) -> Iterator[Gate]:
@@ -68,6 +74,12 @@ def _regression_gates(gates: GatesConfig, measured: Measurements) -> Iterator[Ga
     if bound is not None:
         for one in measured.differences:
             yield Gate(f"regression of {one.name} (standard errors)", one.regression_standard_errors, bound, False)
+
+
+def _win_rate_gates(gates: GatesConfig, measured: Measurements) -> Iterator[Gate]:
+    if gates.min_win_rate is not None:
+        for name, found in measured.win_rates.items():
+            yield Gate(name, found, gates.min_win_rate, least=True)
 
 
 def _cost_gates(gates: GatesConfig, measured: Measurements) -> Iterator[Gate]:

@@ -14,6 +14,7 @@ from stages.core.files import write_atomically
 from stages.core.scores import zero_score_warning
 from stages.promote.config import PromoteConfig
 from stages.promote.gates import Gate, Measurements, judge
+from stages.promote.judged_pairs import JudgedPairs, judged_pairs
 from stages.promote.paired import Difference, compare, read_scores
 from stages.promote.verdict import (
     CHAMPION_FILE,
@@ -39,8 +40,10 @@ def run(config: PromoteConfig, context: StageContext) -> StageResult:
     """Raises EvaluationError when the two sides cannot be compared, or a gate needs what nothing measured."""
     standing = Standing.model_validate_json((context.work / CHAMPION_FILE).read_bytes())
     against, references = _opponent(config, context, standing.champion)
-    differences = compare(_folders(context, config.evaluations), references) if against else []
-    measured = _measurements(config, context, differences)
+    compared = compare(_folders(context, config.evaluations), references) if against else []
+    pairs = _pairs(config, context, standing.champion, references)
+    differences = [*compared, *pairs.differences]
+    measured = _measurements(config, context, differences, pairs)
     gates = judge(config.gates, measured)
     verdict = Verdict(
         outcome=_outcome(standing.champion, gates),
@@ -59,7 +62,7 @@ def run(config: PromoteConfig, context: StageContext) -> StageResult:
     context.milestone("; ".join([f"{config.name}: {verdict.outcome}", *verdict.missed]))
     metrics = {"gates_missed": float(len(verdict.missed)), "size_mib": measured.size_mib}
     return StageResult(
-        metrics={**metrics, **comparison_metrics(differences)},
+        metrics={**metrics, **pairs.metrics, **comparison_metrics(differences)},
         tags={"verdict": verdict.outcome, "registered_model": config.name},
         files=[TABLE_FILE, VERDICT_FILE],
     )
@@ -71,11 +74,21 @@ def _opponent(
     """What the candidate is compared with, and its evaluations: the recipe's baselines, else the champion."""
     if config.baselines:
         return ", ".join(config.baselines), _folders(context, config.baselines)
-    if champion is None or config.gates.max_regression_standard_errors is None:
+    if champion is None or not config.compares:
         return None, ()
     if champion.same_model:
         return f"itself (version {champion.version})", _folders(context, config.evaluations)
     return f"champion (version {champion.version})", champion.evaluations
+
+
+def _pairs(
+    config: PromoteConfig, context: StageContext, champion: Champion | None, references: Sequence[Path]
+) -> JudgedPairs:
+    """None where there is no other model, or the champion is the same one."""
+    is_same = bool(champion and champion.same_model and not config.baselines)
+    if not config.pairs or not references or is_same:
+        return JudgedPairs([], {})
+    return judged_pairs(config.pairs, _folders(context, config.evaluations), references, context)
 
 
 def _outcome(champion: Champion | None, gates: Sequence[Gate]) -> Outcome:
@@ -98,7 +111,9 @@ def _warnings(
             yield zero_score_warning(name)
 
 
-def _measurements(config: PromoteConfig, context: StageContext, differences: Sequence[Difference]) -> Measurements:
+def _measurements(
+    config: PromoteConfig, context: StageContext, differences: Sequence[Difference], pairs: JudgedPairs
+) -> Measurements:
     scores = {name: value for stage in config.evaluations for name, value in _metrics(context, stage).items()}
     served = _metrics(context, config.server) if config.server else {}
     throughputs = [value for name, value in served.items() if name.startswith(THROUGHPUT_PREFIX)]
@@ -110,6 +125,7 @@ def _measurements(config: PromoteConfig, context: StageContext, differences: Seq
     return Measurements(
         scores=scores,
         differences=differences,
+        win_rates={one.name: one.candidate for one in pairs.differences},
         size_mib=sum(file.stat().st_size for file in weights) / MIB,
         kl_nats_per_token=made.get("kl_nats_per_token"),
         max_abs_logprob_difference=max(from_training, default=None),

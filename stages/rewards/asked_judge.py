@@ -38,25 +38,17 @@ Usage = dict[str, int]
 """Tokens by `TOKENS`; 0 where the server does not say."""
 
 
-class NoNumberError(DataError):
-    """answer: what the judge says in place of a number, when it was asked for one for the last time."""
-
-    def __init__(self, answer: str, message: str) -> None:
-        super().__init__(message)
-        self.answer = answer
-
-
 @dataclass(frozen=True)
 class JudgeAnswer:
-    """One that ends with a number."""
+    """number: None where it ends with none, though the judge was told to."""
 
     text: str
-    number: float
+    number: float | None
 
 
 @dataclass(frozen=True)
 class Opinion:
-    """score: None where the judge gives no number. answers: of the judge, one for each question, or its last one."""
+    """score: None where the judge gives no number. answers: of the judge, one for each question."""
 
     score: float | None
     answers: tuple[str, ...]
@@ -120,14 +112,16 @@ class AskedJudge:
             )
 
     def _opinion(self, completion: Completion) -> Opinion:
-        try:
-            score = self._score(completion)
-        except NoNumberError as error:
-            return Opinion(None, (error.answer,))
-        return Opinion(score, tuple(self.answered[json.dumps(one)].text for one in self._questions(completion)))
+        answers = [self._answer_to(messages) for messages in self._questions(completion)]
+        numbers = [one.number for one in answers if one.number is not None]
+        score = self._combined(numbers) if len(numbers) == len(answers) else None
+        return Opinion(score, tuple(one.text for one in answers))
 
     def _score(self, completion: Completion) -> float:
-        numbers = [self._number(messages) for messages in self._questions(completion)]
+        return self._combined([self._number(messages) for messages in self._questions(completion)])
+
+    def _combined(self, numbers: Sequence[float]) -> float:
+        """Of one rating, or of a comparison in both orders."""
         if self.config.scale:
             return numbers[0]
         first, second = numbers  # as A, then as B
@@ -151,24 +145,31 @@ class AskedJudge:
         ]
 
     def _number(self, messages: Messages, *, keep: bool = True) -> float:
-        """What the judge says. Raises NoNumberError when it gives no number, however often it is asked for one."""
+        """What the judge says. Raises DataError when it gives no number, however often it is asked for one."""
+        answer = self._answer_to(messages, keep=keep)
+        if answer.number is None:
+            raise DataError(
+                f"{self.config.served_model} at {self.config.url} answers with prose, {NUM_TRIES} times "
+                f"({answer.text[-200:]!r}); expected {self._expected}; take another model or `template`, or raise "
+                "`max_tokens`"
+            )
+        return answer.number
+
+    def _answer_to(self, messages: Messages, *, keep: bool = True) -> JudgeAnswer:
+        """The first with a number, or the last without one."""
         question, asked, text = json.dumps(messages), messages, ""
         if known := self.answered.get(question):
-            return known.number
+            return known
         for _ in range(NUM_TRIES):
             text, usage = self._answer(asked)
-            number = self._read_number(text)
+            answer = JudgeAnswer(text, self._read_number(text))
             if keep:
-                self._keep(question, text, number, usage)
-            if number is not None:
-                return number
+                self._keep(question, answer, usage)
+            if answer.number is not None:
+                return answer
             remark = f"That did not end with {self._expected}. Write that line alone."
             asked = [*messages, {"role": "assistant", "content": text}, {"role": "user", "content": remark}]
-        raise NoNumberError(
-            text,
-            f"{self.config.served_model} at {self.config.url} answers with prose, {NUM_TRIES} times ({text[-200:]!r}); "
-            f"expected {self._expected}; take another model or `template`, or raise `max_tokens`",
-        )
+        return JudgeAnswer(text, None)
 
     @property
     def _expected(self) -> str:
@@ -223,15 +224,15 @@ class AskedJudge:
     def _without_key(self, text: str) -> str:
         return redact(text, [self.key] if self.key else [])
 
-    def _keep(self, question: str, text: str, number: float | None, usage: Usage) -> None:
+    def _keep(self, question: str, answer: JudgeAnswer, usage: Usage) -> None:
         """Every answer, also one of prose: it has cost what it says."""
         with self.lock:
             if question in self.answered:
                 return
-            if number is not None:
-                self.answered[question] = JudgeAnswer(text, number)
+            if answer.number is not None:
+                self.answered[question] = answer
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            line = {"messages": json.loads(question), "answer": text, "number": number, "tokens": usage}
+            line = {"messages": json.loads(question), "answer": answer.text, "number": answer.number, "tokens": usage}
             with self.file.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(line, ensure_ascii=False) + "\n")
 

@@ -17,6 +17,7 @@ from flows.recipe.problems import models_in
 from flows.recipe.version import differences, identity_of, resume_key_of, version_of
 from stages.core.contract import StageConfig
 from stages.core.fields import OutsideInput, Reference, find_marker
+from stages.harnesses.registry import HARNESSES
 from stages.kinds import KINDS
 
 CALIBRATION = {"dataset": "problems"}
@@ -35,6 +36,8 @@ CURATION = {"kind": "curate", "datasets": ["problems"], "exact_duplicates": True
 GENERATION = {"kind": "generate", "model": "base", "serving": {}, "prompts": {"dataset": "problems"}, "num_samples": 2}
 ROLLOUTS = {"num_generations": 2, "max_completion_length": 1, "rewards": {"right": {"type": "exact_match"}}}
 JUDGE = {"type": "judge", "url": "http://x/v1", "served_model": "critic", "template": "{completion}", "least": -1.0}
+RATING = {name: value for name, value in JUDGE.items() if name != "type"}
+PAIRS = {"url": "http://x/v1", "served_model": "critic", "key_variable": "x"}
 TOGETHER = {"datasets": [{"dataset": "problems"}]}
 HELD_OUT = {**TRAINING["data"], "evaluation_fraction": 0.1}
 EXAMPLES: dict[str, list[dict[str, Any]]] = {
@@ -47,6 +50,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {**CURATION, "length": {"min_characters": 1, "max_characters": 5}, "near_duplicates": {}},
         {**CURATION, "length": {"min_turns": 1, "max_turns": 5}, "near_duplicates": {}},
         {**CURATION, "decontaminate": {"benchmarks": {"own": {"tasks": ["a"]}}}},
+        {**CURATION, "decontaminate": {"benchmarks": {"own": {"harness": "judge", "tasks": ["a"]}}}},
         {**CURATION, "patterns": {"exclude": ["a"], "require": ["b"]}, "redact": ["phone"], "held_out": HALF},
         {**CURATION, "quality": {"rewards": {"own": {"type": "regex", "pattern": "b"}}, "above": 0}, "sample": HALF},
         {**CURATION, "sample": {"rows": 5}},
@@ -83,7 +87,17 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {"kind": "serve", "model": "base"},
         {"kind": "serve", "model": "base", "benchmark": {"input_tokens": 1, "output_tokens": 1}},
     ],
-    "evaluate": [{"kind": "evaluate", "model": "base", "tasks": ["a"], "serving": {}, "task_folder": "tasks"}],
+    "evaluate": [
+        {"kind": "evaluate", "model": "base", "tasks": ["a"], "serving": {}, "task_folder": "tasks"},
+        {"kind": "evaluate", "model": "base", "harness": "judge", "tasks": ["a"], "judge": RATING},
+        {
+            "kind": "evaluate",
+            "model": "base",
+            "harness": "judge",
+            "tasks": ["a"],
+            "judge": {**RATING, "template": None},
+        },
+    ],
     "generate": [
         {**GENERATION, "rewards": {"right": {"type": "exact_match"}, "own": {"type": "python", "file": "score.py"}}},
         {**GENERATION, "rewards": {"right": {"type": "math", "no_answer": -0.5}}},
@@ -101,7 +115,14 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {**GENERATION, "rewards": {"liked": JUDGE, "likely": {"type": "reward_model", "model": "critic"}}},
         {**GENERATION, "rewards": {"liked": {**JUDGE, "template": None, "key_variable": "x"}}},
     ],
-    "promote": [{"kind": "promote", "name": "helper", "model": "base", "evaluations": ["scores"]}],
+    "promote": [
+        {"kind": "promote", "name": "helper", "model": "base", "evaluations": ["scores"]},
+        {"kind": "promote", "name": "helper", "model": "base", "evaluations": ["scores"], "pairs": PAIRS},
+        {
+            **{"kind": "promote", "name": "helper", "model": "base", "evaluations": ["scores"]},
+            "pairs": {**PAIRS, "template": "{first} {second}"},
+        },
+    ],
 }
 SOURCES = ("hf://org/name", "hf://datasets/org/name", "file:///x")
 MAPPINGS = ({"x": "y"}, {"x": 0.5}, {"X": "x/y"})
@@ -119,6 +140,7 @@ VALUES = (
     1e-3,
     *SOURCES,
     *TEXTS,
+    *HARNESSES,
     [3],
     [0.5],
     ["x"],
