@@ -20,7 +20,7 @@ INSTALL := $(UV) pip install --quiet --compile-bytecode $(TORCH_BACKEND)
 COMPILE := $(UV) pip compile --quiet --python-version 3.11 --no-header --no-emit-index-url --no-emit-find-links \
 	--annotation-style line
 
-.PHONY: demo test check unit faults docs environments benchmarks gpu-kit lock clean
+.PHONY: demo evalscope test check unit faults docs environments benchmarks gpu-kit lock clean
 
 demo: environments
 	.venv/bin/lifecycle run configs/quickstart.yaml
@@ -99,6 +99,15 @@ environments: .venv/.ready .venv-serve/.ready
 	@$(INSTALL) --python .venv-serve/bin/python $(SERVE_$(DEVICE))
 	@touch $@
 
+# Only for recipes with `harness: evalscope`: 800 MB that nothing else needs.
+evalscope: .venv-evalscope/.ready
+
+.venv-evalscope/.ready: $(PINS)/evalscope.txt | .venv/bin/uv
+	@echo "Installing EvalScope into .venv-evalscope …"
+	@$(PYTHON) -m venv .venv-evalscope
+	@$(INSTALL) --python .venv-evalscope/bin/python -r $(PINS)/evalscope.txt
+	@touch $@
+
 SERVE_cpu := -r $(PINS)/serve-cpu.txt --overrides $(PINS)/serve-cpu-overrides.txt ./deploy/vllm-metadata
 SERVE_cuda := -r $(PINS)/serve-cuda.txt
 
@@ -106,9 +115,10 @@ SERVE_cuda := -r $(PINS)/serve-cuda.txt
 lock: .venv/bin/uv
 	$(COMPILE) $(PINS)/pipeline.in -o $(PINS)/pipeline.txt
 	$(COMPILE) $(PINS)/test.in -o $(PINS)/test.txt
+	$(COMPILE) $(PINS)/evalscope.in -o $(PINS)/evalscope.txt
 	$(COMPILE) --override $(PINS)/serve-cpu-overrides.txt $(PINS)/serve-cpu.in -o $(PINS)/serve-cpu.txt
 	env -u UV_FIND_LINKS $(COMPILE) --python-platform x86_64-manylinux_2_28 $(PINS)/serve-cuda.in -o $(PINS)/serve-cuda.txt
 	sed -i 's/^\(torch==[0-9.]*\)+cpu/\1/' $(PINS)/*.txt
 
 clean:
-	rm -rf .venv .venv-serve
+	rm -rf .venv .venv-serve .venv-evalscope

@@ -31,8 +31,15 @@ class Handler(BaseHTTPRequestHandler):
         if (Path(folder) / "deadly").exists():
             print("tiny: cannot run the model: it has a file `deadly`", flush=True)
             os._exit(1)
-        if "messages" in asked:
+        if "messages" in asked and asked.get("stream"):
             self.chat(asked["messages"])
+            return
+        if "messages" in asked:
+            numbers = re.findall(r"\d+", asked["messages"][-1]["content"])
+            message = {"role": "assistant", "content": str(sum(map(int, numbers)))}
+            choice = {"index": 0, "message": message, "finish_reason": "stop"}
+            usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+            self.answer({"id": "1", "created": 1, "model": name, "choices": [choice], "usage": usage})
             return
         prompt = asked["prompt"]
         if isinstance(prompt, list):  # of token ids

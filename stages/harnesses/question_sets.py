@@ -45,6 +45,12 @@ def question_folder(evaluation: Evaluation) -> Path:
     return evaluation.task_folder
 
 
+def question_sets(evaluation: Evaluation) -> list[str]:
+    """Those of the tasks that are files of the task folder."""
+    folder = evaluation.task_folder
+    return [task for task in evaluation.tasks if folder and (folder / f"{task}.jsonl").is_file()]
+
+
 def items_of(evaluation: Evaluation) -> Iterator[TaskItem]:
     """As `Harness.items` gives them."""
     for task in evaluation.tasks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -57,7 +58,7 @@ class Judge:
         try_out(evaluation, cache)
 
     def items(self, evaluation: Evaluation, context: StageContext) -> Iterator[TaskItem]:
-        return items_of(evaluation)
+        return items_of(replace(evaluation, limit=None))
 
     def evaluate(
         self, evaluation: Evaluation, context: StageContext, await_model: Callable[[], ServedModel]

@@ -1,0 +1,86 @@
+"""EvalScope as a harness: question sets by exact match, and its own benchmarks by name, asked as a user of a chat.
+
+It runs as a program of an environment of its own, and speaks to the server over HTTP.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+from pydantic import JsonValue
+
+from stages.core.contract import StageContext
+from stages.core.errors import EvaluationError
+from stages.harnesses.evalscope.installed import find_evalscope
+from stages.harnesses.harness import Evaluation, Results, TaskItem
+from stages.harnesses.question_sets import items_of, question_sets
+from stages.serving.asked import ServedModel
+
+METRIC = "exact_match"
+
+
+class EvalScope:
+    """The parts of this room, as the protocol names them."""
+
+    name = "evalscope"
+    title = "EvalScope"
+    unused: Mapping[str, str] = MappingProxyType(
+        {"judge": "no judge is asked", "trust_task_code": "question sets have no code"}
+    )
+
+    def version(self) -> str:
+        return find_evalscope().version
+
+    def problems(self, evaluation: Evaluation) -> Iterator[str]:
+        return iter(())
+
+    def resolve_outside(self, evaluation: Evaluation, limit_s: float | None = None) -> dict[str, JsonValue]:
+        return {}
+
+    def custom_code(self, evaluation: Evaluation) -> tuple[str, ...]:
+        return ()
+
+    def may_give(self, score: str, evaluation: Evaluation) -> bool:
+        """Which metrics its own benchmarks have is not known without importing them."""
+        sets = question_sets(evaluation)
+        own = (task for task in evaluation.tasks if task not in sets)
+        return score in [f"{task}.{METRIC}" for task in sets] or any(score.startswith(f"{task}.") for task in own)
+
+    def prepare(self, evaluation: Evaluation, cache: Path) -> None:
+        from stages.harnesses.evalscope.running import read_answered
+
+        sets, own = question_sets(evaluation), find_evalscope().benchmarks()
+        for task in evaluation.tasks:
+            if task in sets:
+                read_answered(evaluation, task)
+            elif task not in own:
+                close = difflib.get_close_matches(task, [*sets, *own], n=3, cutoff=0.5)
+                meant = f"did you mean {' or '.join(close)}?" if close else "see `evalscope benchmark-info`"
+                folder = evaluation.task_folder
+                where = f"neither {folder} nor EvalScope has" if folder else "EvalScope does not have"
+                raise EvaluationError(f"{where} a task {task!r}; {meant}")
+
+    def items(self, evaluation: Evaluation, context: StageContext) -> Iterator[TaskItem]:
+        sets = question_sets(evaluation)
+        if own := [task for task in evaluation.tasks if task not in sets]:
+            raise EvaluationError(
+                f"rows cannot be compared with EvalScope's own {', '.join(own)}, whose samples only it reads; name in "
+                "`benchmarks` what they are to be compared with, such as lm-eval's tasks of the same name"
+            )
+        return items_of(replace(evaluation, limit=None))
+
+    def evaluate(
+        self, evaluation: Evaluation, context: StageContext, await_model: Callable[[], ServedModel]
+    ) -> Results:
+        from stages.harnesses.evalscope.running import evaluated
+
+        if not evaluation.apply_chat_template:
+            raise EvaluationError(
+                "EvalScope asks as a user of a chat, but the model is asked in plain text: it was trained so, has no "
+                "chat template, or the recipe says `apply_chat_template: false`; take another harness"
+            )
+        return evaluated(find_evalscope(), evaluation, context, await_model())

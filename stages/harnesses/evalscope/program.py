@@ -1,0 +1,92 @@
+"""Runs EvalScope: `PYTHON program.py REQUEST.json`, by the interpreter of EvalScope's environment, the server's key in
+EVALSCOPE_API_KEY.
+
+What it writes below the request's `work` (`TASK/reviews/…`, `TASK/reports/…`) is read by `results.py`. Answers that are
+there from an earlier attempt are not asked again. This file imports nothing of ours: it lives in another environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from evalscope import TaskConfig, run_task
+from evalscope.api.benchmark import BenchmarkMeta, DefaultDataAdapter
+from evalscope.api.dataset import Sample
+from evalscope.api.messages import dict_to_chat_message
+from evalscope.api.registry import register_benchmark
+
+REQUEST_TIMEOUT_S = 300
+QUESTION_SET = "question_set"
+
+
+@register_benchmark(
+    BenchmarkMeta(
+        name=QUESTION_SET,
+        pretty_name="Question set",  # without a name and a description, writing the report fails
+        description="Answers are right if they are the expected text.",
+        dataset_id=QUESTION_SET,
+        metric_list=["exact_match"],
+        few_shot_num=0,
+        train_split=None,
+        eval_split="test",
+        prompt_template="{question}",
+    )
+)
+class QuestionSet(DefaultDataAdapter):
+    """Rows of {"messages": […], "target": text}. EvalScope's own `general_qa` knows only BLEU and Rouge."""
+
+    def load_from_disk(self, **options: Any) -> Any:
+        return super().load_from_disk(use_local_loader=True)
+
+    def record_to_sample(self, record: dict[str, Any]) -> Any:
+        return Sample(input=[dict_to_chat_message(one) for one in record["messages"]], target=record["target"])
+
+    def extract_answer(self, prediction: str, task_state: Any) -> str:
+        return prediction.strip()
+
+
+def main() -> None:
+    """Raises what EvalScope raises: an error in one sample is one of the evaluation, and no score of 0."""
+    request = json.loads(Path(sys.argv[1]).read_bytes())
+    for task in request["tasks"]:
+        _run(task, request)
+
+
+def _run(task: dict[str, Any], request: dict[str, Any]) -> None:
+    work = Path(request["work"], task["folder"])
+    generation = {**request["generation"], "timeout": REQUEST_TIMEOUT_S}
+    generation["stop_seqs"] = generation.pop("stop") or None
+    arguments = {} if request["num_fewshot"] is None else {"few_shot_num": request["num_fewshot"]}
+    name = task["name"]
+    if task["questions"]:  # FOLDER/SUBSET.jsonl
+        questions = Path(task["questions"])
+        name, arguments = QUESTION_SET, {"local_path": str(questions.parent), "subset_list": [questions.stem]}
+    run_task(
+        TaskConfig(
+            model=request["model"],
+            api_url=f"{request['url']}/v1",
+            api_key=os.environ["EVALSCOPE_API_KEY"],
+            eval_type="openai_api",
+            datasets=[name],
+            dataset_args={name: arguments},
+            dataset_dir=request["dataset_folder"],
+            dataset_hub="huggingface",  # from ModelScope it would run code that comes with a dataset
+            generation_config=generation,
+            eval_batch_size=request["concurrent_requests"],
+            work_dir=str(work),
+            use_cache=str(work) if (work / "predictions").exists() else None,
+            no_timestamp=True,
+            limit=request["limit"],
+            ignore_errors=False,
+            collect_perf=False,
+            **({} if request["seed"] is None else {"seed": request["seed"]}),
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

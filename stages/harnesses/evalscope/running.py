@@ -1,0 +1,120 @@
+"""Starts EvalScope's program for an evaluation, watches it, and reads what it found."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+from stages.core.contract import StageContext
+from stages.core.errors import EvaluationError
+from stages.core.redaction import redact
+from stages.core.supervised import Supervised
+from stages.data.documents import Document, PlainText
+from stages.data.messages import Message, make_message
+from stages.data.prompts import Prompt
+from stages.harnesses.evalscope.installed import InstalledEvalScope
+from stages.harnesses.evalscope.results import read_results
+from stages.harnesses.harness import Evaluation, Results
+from stages.harnesses.question_sets import question_sets, read_questions
+from stages.serving.asked import ServedModel
+
+PROGRAM = Path(__file__).with_name("program.py")
+LOG_FILE = "evalscope.log"
+POLL_INTERVAL_S = 0.5
+SHOWN_CHARACTERS = 500
+NOT_INHERITED = {
+    *("PYTHONPATH", "VIRTUAL_ENV"),
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+}
+
+
+def evaluated(
+    installed: InstalledEvalScope, evaluation: Evaluation, context: StageContext, model: ServedModel
+) -> Results:
+    """Raises RuntimeError when its program fails, EvaluationError for a sample without a score."""
+    work = context.scratch / f"evalscope-{context.version}"
+    work.mkdir(exist_ok=True)
+    folders = {task: str(number) for number, task in enumerate(evaluation.tasks)}
+    sets = {task: _write_questions(evaluation, task, work / f"questions-{folders[task]}") for task in folders}
+    request = {
+        "work": str(work),
+        "url": model.client.url,
+        "model": model.client.model,
+        "tasks": [
+            {"name": task, "folder": folder, "questions": str(sets[task]) if sets[task] else None}
+            for task, folder in folders.items()
+        ],
+        "num_fewshot": evaluation.num_fewshot,
+        "limit": evaluation.limit,
+        "seed": evaluation.seed,
+        "concurrent_requests": evaluation.concurrent_requests,
+        "generation": evaluation.generation.model_dump(mode="json"),
+        "dataset_folder": str(context.cache / "evalscope"),
+    }
+    (work / "request.json").write_text(json.dumps(request))
+    own = [task for task, questions in sets.items() if questions is None]
+    _run(installed, work, _environment(model.client.api_key, offline=not own), context)
+    return read_results({task: work / folder for task, folder in folders.items()}, evaluation)
+
+
+def read_answered(evaluation: Evaluation, task: str) -> list[Prompt]:
+    """Questions of a set. Raises EvaluationError for none, and for one without a right answer."""
+    questions = list(read_questions(evaluation, task))
+    unanswered = [number for number, one in enumerate(questions, 1) if one.reference is None]
+    if not questions or unanswered:
+        found = f"question {unanswered[0]} has no right answer" if unanswered else "there is none"
+        raise EvaluationError(
+            f"reading the questions of {task}: {found}; expected a column `answer` in each row, which EvalScope "
+            "compares with"
+        )
+    return questions
+
+
+def _write_questions(evaluation: Evaluation, task: str, folder: Path) -> Path | None:
+    """As the program reads them; None for a benchmark of EvalScope's own."""
+    if task not in question_sets(evaluation):
+        return None
+    folder.mkdir(exist_ok=True)
+    file = folder / "questions.jsonl"
+    with file.open("w", encoding="utf-8") as stream:
+        for one in read_answered(evaluation, task):
+            row = {"messages": _as_chat(one.document), "target": one.reference}
+            stream.write(json.dumps(row, ensure_ascii=False) + "\n")
+    return file
+
+
+def _as_chat(document: Document) -> list[Message]:
+    return [make_message("user", document.prompt)] if isinstance(document, PlainText) else document.messages
+
+
+def _environment(api_key: str, *, offline: bool) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
+    quiet = {"DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1"}
+    alone = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "MODELSCOPE_OFFLINE": "1"} if offline else {}
+    return {**inherited, **quiet, **alone, "EVALSCOPE_API_KEY": api_key}
+
+
+def _run(installed: InstalledEvalScope, work: Path, environment: dict[str, str], context: StageContext) -> None:
+    log = context.work / LOG_FILE
+    with log.open("ab") as output:
+        program = Supervised(
+            [str(installed.python), str(PROGRAM), str(work / "request.json")],
+            environment=environment,
+            output=output,
+            folder=work,
+        )
+    try:
+        while (exit_code := program.poll()) is None:
+            num_scored = sum(file.read_bytes().count(b"\n") for file in work.glob("*/reviews/*/*.jsonl"))
+            context.doing(f"EvalScope has scored {num_scored} samples")
+            time.sleep(POLL_INTERVAL_S)
+    finally:
+        program.stop()
+    if exit_code:
+        key = environment["EVALSCOPE_API_KEY"]
+        last = redact(log.read_text(encoding="utf-8", errors="replace"), [key]).strip().splitlines()[-1:]
+        raise RuntimeError(  # the stage finds out whether the server went away
+            f"its program ended with exit code {exit_code}: {''.join(last)[:SHOWN_CHARACTERS]}; all it said is in {log}"
+        )
