@@ -82,6 +82,11 @@ class AdapterConfig(StrictModel):
         return self.init not in ("default", "eva")
 
     @property
+    def starts_from_weights(self) -> bool:
+        """Whether it is made of whole weights of the base, or changes them, before anything learns."""
+        return self.init != "default" or self.use_dora or self.stack is not None
+
+    @property
     def highest_rank(self) -> int:
         """That a layer may get."""
         return round(self.rank * self.eva_rho) if self.init == "eva" else self.rank

@@ -44,6 +44,12 @@ class QuantizedLinear(nn.Module):
         """fp32 [out, in], made of the bytes."""
         raise NotImplementedError
 
+    def quantized(self, rows: Tensor) -> dict[str, Tensor]:
+        """Name → what would be kept of these rows of the weight, [rows, in]."""
+        base = nn.Linear(self.in_features, len(rows), bias=False, device="meta")
+        base.weight = nn.Parameter(rows, requires_grad=False)
+        return {name: one.data for name, one in type(self)(base).named_parameters()}
+
     def forward(self, states: Tensor) -> Tensor:
         result: Tensor = _FrozenProduct.apply(states, self)
         return result if self.bias is None else result + self.bias.to(result.dtype)
@@ -77,7 +83,7 @@ class Nf4Linear(QuantizedLinear):
         row = largest.amax(1, keepdim=True).clamp(min=SMALLEST)
         # Rounded up, so that no weight is beyond its scale.
         block_scales = ((largest / row).sqrt() * 255).ceil().clamp(1, 255).to(torch.uint8)
-        levels = torch.tensor(NF4_LEVELS)
+        levels = torch.tensor(NF4_LEVELS, device=blocks.device)
         borders = (levels[1:] + levels[:-1]) / 2
         relative = blocks / ((block_scales.float() / 255).square() * row)[..., None]
         codes = torch.bucketize(relative, borders).to(torch.uint8).view(self.out_features, -1, 2)

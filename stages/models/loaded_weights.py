@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -15,9 +15,13 @@ NUM_NAMED = 3
 
 def check_finite(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Raise ModelError, naming them, when weights that were read from `folder` hold NaN or infinity."""
-    bad = sorted(name for name, weight in weights if not torch.isfinite(weight).all())
-    if bad:
+    check_all_finite(folder, sorted(name for name, weight in weights if not torch.isfinite(weight).all()))
+
+
+def check_all_finite(folder: Path, not_finite: Sequence[str]) -> None:
+    """Raise ModelError, naming them, if there are such weights."""
+    if not_finite:
         raise ModelError(
-            f"loading {folder}: {len(bad)} weights hold NaN or infinity ({', '.join(bad[:NUM_NAMED])}); whatever made "
-            "this model diverged, or overflowed its dtype: take an earlier one, or fetch it again"
+            f"loading {folder}: {len(not_finite)} weights hold NaN or infinity ({', '.join(not_finite[:NUM_NAMED])}); "
+            "whatever made this model diverged, or overflowed its dtype: take an earlier one, or fetch it again"
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from stages.adapters.check import check_loadable
+from stages.adapters.config import AdapterConfig
 from stages.adapters.files import check_mergeable, write_adapter
 from stages.adapters.lora import add_adapter, changed_weights, factors_of, store_base
 from stages.adapters.start import go_on_with, merge_into, read_start
@@ -27,14 +29,17 @@ from stages.data.batch import Batch
 from stages.engines.engine import LossMeans, StepOutcome, free_memory
 from stages.engines.export import ScoreHead, check_exportable, export_model
 from stages.engines.fsdp.eva import InputRows, start_directions
-from stages.engines.fsdp.model import load_model
+from stages.engines.fsdp.model import TargetLogProbabilities, check_log_probabilities, find_weights, load_model
 from stages.engines.fsdp.optimizer import build_optimizer, decayed_parameters
 from stages.engines.fsdp.parallelize import data_parallel_mesh, parallelize
 from stages.engines.fsdp.score import with_score_head
+from stages.engines.fsdp.shards import drop_weights, fp32_twin, read_shards
+from stages.engines.fsdp.sources import ModelFiles
 from stages.engines.fsdp.state import TrainingState
 from stages.engines.loss import Loss, means, stacked, totals_of
 from stages.engines.settings import EngineSettings
 from stages.models.transformers_flops import model_flops
+from stages.parallel.layout import Layout
 
 
 class FsdpEngine:
@@ -61,20 +66,20 @@ class FsdpEngine:
         self.compute_dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
         self._accumulates_sharded = settings.layout.accumulate == "sharded"
         self._mesh = data_parallel_mesh(settings.layout, device)
-        self._model = load_model(
-            folder, device=device, reads_weights=self.data_rank == 0, trust_remote_code=settings.trust_remote_code
-        )
+        self._model, files = self._start_model(settings.adapter)
+        read_later = list(self._model.parameters()) if files else []
         self._adapter = self._add_adapter(settings, rows) if settings.adapter else None
         if not self._adapter:
             check_exportable(self._model.causal_lm, folder)
         self._score_head: ScoreHead | None = None
         if settings.has_score_head:
             self._model, self._score_head = with_score_head(self._model, folder, settings.seed)
+        drop_weights(self._model, read_later)
         self.flops = model_flops(self._model.causal_lm)
         if settings.adapter:
             store_base(self._model.causal_lm, settings.adapter.base_precision, self.compute_dtype)
         decayed = None if settings.adam.decay_norms_and_biases else decayed_parameters(self._model.causal_lm)
-        parallelize(self._model, settings.layout, self._mesh, self.compute_dtype)
+        self._parallelize(settings.layout, files)
         self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         self._optimizer = build_optimizer(self._model.causal_lm, settings, decayed)
         self._state = TrainingState(self._model.causal_lm, self._optimizer)
@@ -186,6 +191,20 @@ class FsdpEngine:
         """Weights and gradients; a process group holds nothing of a model."""
         del self._model, self._optimizer, self._parameters, self._state
         free_memory()
+
+    def _start_model(self, adapter: AdapterConfig | None) -> tuple[TargetLogProbabilities, ModelFiles | None]:
+        """Without files, with its weights on rank 0: of one process, and where an adapter is made of whole weights."""
+        options: dict[str, Any] = {"device": self.device, "trust_remote_code": self._trust_remote_code}
+        if self._mesh.size() == 1 or (adapter and adapter.starts_from_weights):
+            return load_model(self._folder, reads_weights=self.data_rank == 0, **options), None
+        return find_weights(self._folder, **options)
+
+    def _parallelize(self, layout: Layout, files: ModelFiles | None) -> None:
+        twin = deepcopy(self._model) if files else None
+        parallelize(self._model, layout, self._mesh, self.compute_dtype)
+        if files and twin:
+            read_shards(self._model.causal_lm, files, torch.device("cpu") if layout.cpu_offload else self.device)
+            check_log_probabilities(fp32_twin(twin, self._model, layout, self._mesh), self.device)
 
     def _add_adapter(self, settings: EngineSettings, rows: InputRows | None) -> LoraConfig:
         """Before the model is sharded; what was taken out of the base for it is kept for the export."""

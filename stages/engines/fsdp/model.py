@@ -1,11 +1,14 @@
-"""A Hugging Face folder → a causal language model that gives log-probabilities of targets.
+"""A Hugging Face folder → a causal language model that gives log-probabilities of targets, in fp32.
 
-Rank 0 alone reads the weights (in fp32, the master precision); the other processes get an empty model of the same
-shape, whose weights come over once every process holds its shards only (`parallelize.py`).
+Weights are read at once (`load_model`), or found only (`find_weights`): then every process reads its rows of them once
+the model is sharded (`shards.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 from stages.core.errors import LifecycleError, ModelError
 from stages.data.batch import IGNORED, Batch
 from stages.engines.attention import hidden_states, prepare_attention
+from stages.engines.fsdp.sources import ModelFiles
 from stages.engines.log_probabilities import (
     LogitsTransform,
     greedy_tokens,
@@ -50,9 +54,14 @@ class TargetLogProbabilities(nn.Module):
         self.transform: LogitsTransform | None = logits_transform(causal_lm.config)
         rotate_by_document(decoder_of(causal_lm))
 
-    def forward(self, batch: Batch, *, greedy: bool = False, num_likeliest: int = 0) -> Tensor:
+    def forward(
+        self, batch: Batch, *, greedy: bool = False, num_likeliest: int = 0, by_transformers: bool = False
+    ) -> Tensor:
         """float32 [rows, sequence], 0 where there is no target, or [rows, sequence, 1 + k] with those of candidates;
-        greedy: the likeliest tokens there, as int64; num_likeliest: see `likeliest_tokens`."""
+        greedy: the likeliest tokens there, as int64; num_likeliest: see `likeliest_tokens`; by_transformers: of a batch
+        of one document, by the attention and the head that Transformers has."""
+        if by_transformers:
+            return self.of_logits(self.causal_lm(input_ids=batch.input_ids, use_cache=False).logits, batch)
         hidden = hidden_states(decoder_of(self.causal_lm), batch)
         head = self.causal_lm.get_output_embeddings()
         if greedy:
@@ -63,6 +72,11 @@ class TargetLogProbabilities(nn.Module):
         # FSDP2 hangs its backward hooks on the output, and cannot rely on them when that is a view.
         return token_log_probabilities(hidden, head, batch.wanted, transform).squeeze(-1).clone()
 
+    def of_logits(self, logits: Tensor, batch: Batch) -> Tensor:
+        """What `forward` gives to one document, of its logits [1, tokens, vocabulary]."""
+        of_targets = logits.float().log_softmax(-1).gather(2, batch.targets.clamp(min=0)[..., None]).squeeze(2)
+        return of_targets * batch.has_target
+
 
 def load_model(
     folder: Path, *, device: torch.device, reads_weights: bool, trust_remote_code: bool
@@ -72,35 +86,43 @@ def load_model(
     Raises ModelError when the folder cannot be loaded as a causal language model, when weights are missing in it, or
     when the model does something to its logits that `logits_transform` does not know.
     """
-    disable_progress_bar()
-    source = {"local_files_only": True, "trust_remote_code": trust_remote_code}
-    try:
-        config = AutoConfig.from_pretrained(folder, **source)
-        build = {"attn_implementation": prepare_attention(config, device), "dtype": torch.float32}
+    with _named_errors(folder):
+        config, build = _how_to_build(folder, device, trust_remote_code)
         if not reads_weights:
-            return TargetLogProbabilities(_empty_model(config, trust_remote_code, build))
+            return TargetLogProbabilities(_with_undefined_weights(_on_meta(config, build)))
         causal_lm, found = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # so that `_check_complete` can name them
-            **source,
+            local_files_only=True,
             **build,
         )
-        _check_complete(folder, found)
-        _check_tied(folder, causal_lm)
+        _check_complete(folder, found["missing_keys"], [str(entry[0]) for entry in found["mismatched_keys"]])
+        embedding, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
+        _check_tied(folder, causal_lm, has_untied=head.weight is not embedding.weight)
         check_finite(folder, causal_lm.named_parameters())
         model = TargetLogProbabilities(causal_lm)
-        _check_log_probabilities(model)
-    except (LifecycleError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # whatever a folder that was never tried makes Transformers raise
-        raise ModelError(
-            f"loading {folder} as a causal language model: {type(error).__name__}: {error}; fetch the model again, or "
-            "take one that Transformers can run"
-        ) from error
+        check_log_probabilities(model, torch.device("cpu"))
     return model
+
+
+def find_weights(
+    folder: Path, *, device: torch.device, trust_remote_code: bool
+) -> tuple[TargetLogProbabilities, ModelFiles]:
+    """The model in fp32 with undefined weights, of which none takes memory before it is written, and where they are.
+
+    Raises ModelError as `load_model` does, but for what only weights show.
+    """
+    with _named_errors(folder):
+        causal_lm = _on_meta(*_how_to_build(folder, device, trust_remote_code))
+        files = ModelFiles(folder, deepcopy(causal_lm))
+        _check_complete(folder, files.missing, files.mismatched)
+        _check_tied(folder, causal_lm, has_untied=files.has_untied())
+        causal_lm._weight_conversions = files.conversions
+        model = TargetLogProbabilities(_with_undefined_weights(causal_lm))
+    return model, files
 
 
 def decoder_of(causal_lm: Any) -> Any:
@@ -130,29 +152,55 @@ def _is_unsplittable(causal_lm: Any, module: nn.Module) -> bool:
     return type(module).__name__ in (getattr(causal_lm, "_no_split_modules", None) or ())
 
 
-def _empty_model(config: Any, trust_remote_code: bool, build: dict[str, Any]) -> Any:
+@contextmanager
+def _named_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (LifecycleError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever a folder that was never tried makes Transformers raise
+        raise ModelError(
+            f"loading {folder} as a causal language model: {type(error).__name__}: {error}; fetch the model again, or "
+            "take one that Transformers can run"
+        ) from error
+
+
+def _how_to_build(folder: Path, device: torch.device, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:
+    """Its config, and with what Transformers is to make a model of it."""
+    disable_progress_bar()
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    attention = prepare_attention(config, device)
+    build = {"attn_implementation": attention, "dtype": torch.float32, "trust_remote_code": trust_remote_code}
+    return config, build
+
+
+def _on_meta(config: Any, build: dict[str, Any]) -> Any:
     with torch.device("meta"):
-        causal_lm = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **build)
-    # Memory that is never touched costs nothing on the CPU; shards are cut from it before it is filled.
+        return AutoModelForCausalLM.from_config(config, **build).eval()
+
+
+def _with_undefined_weights(causal_lm: Any) -> Any:
+    """From `meta` to the CPU, where memory costs nothing before it is written; buffers that no file has are right."""
     causal_lm.to_empty(device="cpu")
     causal_lm.tie_weights()
+    for weight in causal_lm.state_dict(keep_vars=True).values():
+        weight._is_hf_initialized = True  # what Transformers itself says of what it has read
+    causal_lm.initialize_weights()
     return causal_lm
 
 
-def _check_complete(folder: Path, found: dict[str, Any]) -> None:
-    missing = sorted(found["missing_keys"])
-    mismatched = sorted(str(entry[0]) for entry in found["mismatched_keys"])
-    if missing or mismatched:
+def _check_complete(folder: Path, missing: Collection[str], mismatched: Collection[str]) -> None:
+    names = [*sorted(missing), *sorted(mismatched)]
+    if names:
         raise ModelError(
-            f"loading {folder}: {len(missing)} weights are missing and {len(mismatched)} have another shape than "
-            f"config.json says ({', '.join([*missing, *mismatched][:5])}); fetch or save the model again"
+            f"loading {folder}: {len(missing)} weights are missing and {len(mismatched)} have another shape "
+            f"than config.json says ({', '.join(names[:5])}); fetch or save the model again"
         )
 
 
-def _check_tied(folder: Path, causal_lm: Any) -> None:
+def _check_tied(folder: Path, causal_lm: Any, *, has_untied: bool) -> None:
     """Transformers leaves a head that is in the files untied, whatever the config says; serving engines do not."""
-    is_tied = causal_lm.get_output_embeddings().weight is causal_lm.get_input_embeddings().weight
-    if causal_lm._tied_weights_keys and causal_lm.config.get_text_config().tie_word_embeddings and not is_tied:
+    if causal_lm._tied_weights_keys and causal_lm.config.get_text_config().tie_word_embeddings and has_untied:
         raise ModelError(
             f"loading {folder}: its config says `tie_word_embeddings: true`, or leaves it at that, but the files hold "
             "a head that is not the embedding; say false in config.json, or remove the head from the files"
@@ -160,19 +208,18 @@ def _check_tied(folder: Path, causal_lm: Any) -> None:
 
 
 @torch.no_grad()
-def _check_log_probabilities(model: TargetLogProbabilities) -> None:
-    """Two packed documents must get the log-probabilities that Transformers gives to each of them alone."""
+def check_log_probabilities(model: TargetLogProbabilities, device: torch.device) -> None:
+    """Two packed documents must get the log-probabilities that Transformers gives to each of them alone.
+
+    model: computes in fp32, on `device`. Collective where it is sharded. Raises ModelError.
+    """
     causal_lm = model.causal_lm.eval()
-    input_ids = torch.arange(sum(PROBE_LENGTHS)) % causal_lm.config.get_text_config().vocab_size
-    documents = input_ids.split(PROBE_LENGTHS)
-    targets = torch.cat([functional.pad(document[1:], (0, 1), value=IGNORED) for document in documents])
-    positions = torch.cat([torch.arange(length) for length in PROBE_LENGTHS])
-    numbers = torch.arange(len(documents)).repeat_interleave(torch.tensor(PROBE_LENGTHS))
-    batch = Batch(input_ids[None], targets[None], positions[None], numbers[None], len(documents), PROBE_LENGTHS)
+    vocab_size = causal_lm.config.get_text_config().vocab_size
+    documents = (torch.arange(sum(PROBE_LENGTHS)) % vocab_size).split(PROBE_LENGTHS)
     with long_from(decoder_of(causal_lm), PROBE_LONG_FROM):
-        found = model(batch)[0]
-        expected = torch.cat([_log_probabilities_alone(causal_lm, document) for document in documents])
-    difference = (found - expected).abs().max().item()
+        found = model(_packed(documents).to(device))[0]
+        alone = [_by_transformers(model, _packed([document]).to(device)) for document in documents]
+    difference = (found - torch.cat(alone)).abs().max().item()
     if not difference < PROBE_TOLERANCE:
         raise ModelError(
             f"{type(causal_lm).__name__} gives other log-probabilities to packed documents than to each alone "
@@ -181,10 +228,20 @@ def _check_log_probabilities(model: TargetLogProbabilities) -> None:
         )
 
 
-def _log_probabilities_alone(causal_lm: Any, document: Tensor) -> Tensor:
-    """float32 [tokens], with 0 for the last, by Transformers' own attention and head."""
+def _packed(documents: Sequence[Tensor]) -> Batch:
+    """One row, in which every token but the first of each document is a target."""
+    targets = torch.cat([functional.pad(document[1:], (0, 1), value=IGNORED) for document in documents])
+    positions = torch.cat([torch.arange(len(document)) for document in documents])
+    lengths = [len(document) for document in documents]
+    numbers = torch.arange(len(documents)).repeat_interleave(torch.tensor(lengths))
+    return Batch(torch.cat(list(documents))[None], targets[None], positions[None], numbers[None], len(lengths), lengths)
+
+
+def _by_transformers(model: TargetLogProbabilities, document: Batch) -> Tensor:
+    """[tokens]"""
+    causal_lm = model.causal_lm
     attn_implementation = causal_lm.config._attn_implementation
     causal_lm.set_attn_implementation("eager")
-    logits = causal_lm(input_ids=document[None], use_cache=False).logits[0, :-1].float()
+    given: Tensor = model(document, by_transformers=True)[0]
     causal_lm.set_attn_implementation(attn_implementation)
-    return functional.pad(logits.log_softmax(-1).gather(1, document[1:, None]).squeeze(1), (0, 1))
+    return given

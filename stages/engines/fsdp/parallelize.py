@@ -42,17 +42,21 @@ def data_parallel_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
 
 
 def parallelize(model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
-    """Apply `layout` in place. Afterwards parameters are DTensors on `mesh`, with the weights that rank 0 had."""
+    """Apply `layout` in place. Afterwards parameters are DTensors on `mesh`, with the weights that rank 0 had.
+
+    What is on `meta` stays there, and is for `shards.py`.
+    """
     layers = transformer_layers(model.causal_lm)
     # Of one process alone every weight is its own shard: keeping them here would keep the model twice.
-    weights = _weights_of_rank_0(model) if mesh.size() > 1 else {}
+    is_spread = mesh.size() > 1 and not any(one.is_meta for one in model.parameters())
+    weights = _weights_of_rank_0(model) if is_spread else {}
     apply_recompute(model.causal_lm, layout)
     if layout.compile:
         for layer in layers:
             layer.compile()
     apply_fsdp(model, layers, layout, mesh, compute_dtype)
     apply_prefetch(model, layers, layout.prefetch_layers)
-    if mesh.size() > 1:
+    if is_spread:
         _spread_weights(model, weights, layout)
 
 

@@ -30,12 +30,19 @@ class DocumentScores(TargetLogProbabilities):
         super().__init__(causal_lm)
         self._padding_token = padding_token
 
-    def forward(self, batch: Batch, *, greedy: bool = False, num_likeliest: int = 0) -> Tensor:
+    def forward(
+        self, batch: Batch, *, greedy: bool = False, num_likeliest: int = 0, by_transformers: bool = False
+    ) -> Tensor:
         """float32 [rows, sequence]."""
         assert not greedy and not num_likeliest, "there is no vocabulary"
+        if by_transformers:
+            return super().forward(batch, by_transformers=True)
         hidden = hidden_states(decoder_of(self.causal_lm), batch)
-        scores = self.causal_lm.get_output_embeddings()(hidden).float().squeeze(-1)
-        return torch.where(self._is_last(batch), scores, 0.0)
+        return self.of_logits(self.causal_lm.get_output_embeddings()(hidden), batch)
+
+    def of_logits(self, logits: Tensor, batch: Batch) -> Tensor:
+        """[rows, tokens, 1] → [rows, tokens]."""
+        return torch.where(self._is_last(batch), logits.float().squeeze(-1), 0.0)
 
     def _is_last(self, batch: Batch) -> Tensor:
         """bool [rows, sequence]: the last token of each real document that is not the padding token."""

@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
-from safetensors import safe_open
 from torch import Tensor
 
 from stages.core.errors import ModelError
 from stages.engines.export import OLD_BUFFERS, write_model
 from stages.engines.megatron.families import HEAD
 from stages.engines.megatron.parts import Key, Part, local_parts
+from stages.engines.weight_slices import WeightFiles
 from stages.models.loaded_weights import check_finite
 from stages.models.shape import ModelShape
-from stages.models.weight_files import weight_paths
 
 NOT_NEEDED = re.compile(OLD_BUFFERS)
 NUM_NAMED = 5
@@ -43,7 +40,7 @@ def load_weights(chunks: Sequence[GPTModel], folder: Path, model: ModelShape) ->
         for part, parameter in parts:
             parameter.data.zero_()  # rows of padding
             for piece in part.pieces(model):
-                parameter.data[piece.of_parameter()].copy_(files.read(piece.weight, piece.of_weight()))
+                parameter.data[piece.of_parameter()].copy_(files.read(piece.weight, *piece.of_weight()))
         check_finite(folder, ((" and ".join(part.weight_names()), parameter) for part, parameter in parts))
 
 
@@ -79,33 +76,6 @@ def named_weights(
             if whole_part is not None:
                 _put(whole_part, part, model, weights)
         yield from weights.items()
-
-
-class WeightFiles:
-    """The tensors of a folder's safetensors files, by name; mapped into memory, read where they are sliced."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._stack = ExitStack()
-        self._slices: dict[str, Any] = {}
-
-    def __enter__(self) -> WeightFiles:
-        for path in weight_paths(self.folder):
-            file = self._stack.enter_context(safe_open(path, framework="pt"))
-            self._slices |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._slices.clear()
-        self._stack.close()
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name → shape of all tensors."""
-        return {name: tuple(tensor.get_shape()) for name, tensor in self._slices.items()}
-
-    def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """Only what `index` selects."""
-        return self._slices[name][index]
 
 
 def _check_files(files: WeightFiles, parts: Iterable[Part], model: ModelShape) -> None:

@@ -1,0 +1,123 @@
+"""Weights of a model that FSDP2 has sharded on `meta`: each process reads the rows of its shards, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from stages.adapters.files import INNER
+from stages.adapters.quantized import QuantizedLinear
+from stages.core.errors import ModelError
+from stages.engines.fsdp.model import TargetLogProbabilities, transformer_layers
+from stages.engines.fsdp.parallelize import apply_fsdp
+from stages.engines.fsdp.sources import ModelFiles
+from stages.models.loaded_weights import check_all_finite
+from stages.parallel.layout import Layout
+
+
+def drop_weights(model: nn.Module, dropped: Collection[nn.Parameter]) -> None:
+    """Put these parameters of the model on `meta`, where they take no memory; tied ones stay tied."""
+    emptied = {id(one): nn.Parameter(one.to("meta"), requires_grad=one.requires_grad) for one in dropped}
+    for module in model.modules():
+        for name, weight in _own_weights(module):
+            setattr(module, name, emptied.get(id(weight), weight))
+
+
+def read_shards(causal_lm: Any, files: ModelFiles, device: torch.device) -> None:
+    """Make every parameter on `meta`, and buffers that are in the files. Collective.
+
+    device: where shards lie. Raises ModelError, on every process, when weights are not finite, and when one has another
+    shape than the model.
+    """
+    reader = _ShardReader(causal_lm, device)
+    for name, rows in files.read(reader.rows_of):
+        reader.take(name, rows)
+    everyones: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everyones, reader.not_finite)
+    check_all_finite(files.folder, sorted({name for names in everyones for name in names}))
+    left = [name for name, one in causal_lm.named_parameters() if one.is_meta]
+    assert not left, left
+
+
+def fp32_twin(
+    twin: TargetLogProbabilities, model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh
+) -> TargetLogProbabilities:
+    """`twin`, a copy of the model as it was before it was sharded, with the model's own shards, computing in fp32."""
+    apply_fsdp(twin, transformer_layers(twin.causal_lm), layout, mesh, torch.float32)
+    for module, other in zip(twin.modules(), model.modules(), strict=True):
+        for name, weight in _own_weights(other):
+            setattr(module, name, weight)
+    return twin
+
+
+class _ShardReader:
+    """Takes rows by the names that weights have in the model without adapters."""
+
+    def __init__(self, causal_lm: Any, device: torch.device) -> None:
+        self._device = device
+        self._owners: dict[str, tuple[nn.Module, str]] = {}
+        self._sharing: dict[int, list[tuple[nn.Module, str]]] = {}
+        self.not_finite: list[str] = []
+        for prefix, module in causal_lm.named_modules(remove_duplicate=False):
+            for name, weight in _own_weights(module):
+                self._owners[f"{prefix}.{name}".replace(INNER, "")] = module, name
+                self._sharing.setdefault(id(weight), []).append((module, name))
+            if isinstance(module, QuantizedLinear):
+                self._owners[f"{prefix}.weight".replace(INNER, "")] = module, "codes"
+
+    def rows_of(self, name: str) -> slice | None:
+        """Of the weight `name` on this process; None for what is there already."""
+        if name not in self._owners:
+            return None
+        module, attribute = self._owners[name]
+        kept = getattr(module, attribute)
+        if isinstance(kept, nn.Parameter):
+            return _rows(kept) if kept.is_meta else None
+        return slice(0, len(kept)) if kept.ndim else slice(None)
+
+    def take(self, name: str, rows: Tensor) -> None:
+        """Put rows, on the CPU, where they belong."""
+        if rows.is_floating_point() and not torch.isfinite(rows).all():
+            self.not_finite.append(name)
+        module, attribute = self._owners[name]
+        kept = getattr(module, attribute)
+        if isinstance(module, QuantizedLinear) and attribute == "codes":
+            for part, value in module.quantized(rows).items():
+                self._replace(getattr(module, part), value, name)
+        elif isinstance(kept, nn.Parameter):
+            self._replace(kept, rows, name)
+        else:
+            kept.copy_(rows)
+
+    def _replace(self, empty: nn.Parameter, rows: Tensor, name: str) -> None:
+        assert isinstance(empty, DTensor)
+        if rows.shape != empty.to_local().shape:
+            raise ModelError(
+                f"reading {name}: found {list(rows.shape)} as this process's rows of it, expected "
+                f"{list(empty.to_local().shape)} by config.json; fetch or save the model again"
+            )
+        local = rows.to(self._device, empty.dtype).contiguous()
+        options: dict[str, Any] = {"run_check": False, "shape": empty.shape, "stride": empty.stride()}
+        sharded = DTensor.from_local(local, empty.device_mesh, empty.placements, **options)
+        parameter = nn.Parameter(sharded, requires_grad=empty.requires_grad)
+        for module, attribute in self._sharing[id(empty)]:
+            setattr(module, attribute, parameter)
+
+
+def _own_weights(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers, those that other modules have too among them."""
+    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+    return [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]
+
+
+def _rows(parameter: Tensor) -> slice:
+    assert isinstance(parameter, DTensor)
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return slice(offset[0], offset[0] + shape[0])

@@ -1,0 +1,146 @@
+"""A Hugging Face folder → rows of the weights of its Transformers model, read from the files as they are asked for.
+
+Transformers knows which tensors of the files become which weight: renamed, experts stacked, joined, cut. Where the rows
+of a weight are rows of one tensor, or whole tensors, only those are read; of what is converted otherwise, the whole
+weight, which is part of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from stages.engines.weight_slices import WeightFiles
+
+RowsOf = Callable[[str], slice | None]
+"""Name of a weight of the model → the rows that are wanted, or None."""
+
+
+@dataclass
+class Source:
+    """What a weight is made of; by a converter perhaps, which may make several."""
+
+    converter: WeightConverter | None
+    tensors: list[tuple[str, str]] = field(default_factory=list)
+    """Name in the files, and which of the converter's patterns it is for."""
+
+    @property
+    def stacks_rows(self) -> bool:
+        """Whether each row of the weight comes of one tensor of each pattern, as experts do."""
+        first, *others = self.converter.operations if self.converter else [None]
+        return isinstance(first, MergeModulelist) and first.dim == 0 and all(map(_leaves_rows_alone, others))
+
+
+class ModelFiles:
+    """The files of a model, seen as the weights that they become."""
+
+    def __init__(self, folder: Path, bare: Any) -> None:
+        """bare: the Transformers model on `meta`, without adapters. Reads names and shapes only."""
+        self.folder = folder
+        self._bare = bare
+        with WeightFiles(folder) as files:
+            self._shapes = files.shapes()
+        self._sources = self._find_sources()
+        expected = self._weights = bare.state_dict(keep_vars=True)
+        found = {name for target, source in self._sources.items() for name in _targets(target, source)}
+        names: dict[int, list[str]] = {}
+        for name, weight in expected.items():
+            names.setdefault(id(weight), []).append(name)
+        self.missing = sorted(same[0] for same in names.values() if not found.intersection(same))
+        """Weights that are nothing in the files; of tied ones, one name."""
+        self.mismatched = sorted(
+            target
+            for target, source in self._sources.items()
+            if source.converter is None and self._shapes[source.tensors[0][0]] != tuple(expected[target].shape)
+        )
+        """Weights that have another shape there."""
+        self._tied = [same for same in names.values() if len(found.intersection(same)) > 1]
+
+    def has_untied(self) -> bool:
+        """Whether weights that are one in the model are several in the files, and different. Reads them."""
+        with WeightFiles(self.folder) as files:
+            stored = [
+                [files.read(self._sources[name].tensors[0][0]) for name in same if name in self._sources]
+                for same in self._tied
+            ]
+            return any(not torch.equal(first, other) for first, *others in stored for other in others)
+
+    def read(self, rows_of: RowsOf) -> Iterator[tuple[str, Tensor]]:
+        """Name and wanted rows, on the CPU, in the dtype of the files, of every weight that is wanted."""
+        with WeightFiles(self.folder) as files:
+            for target, source in self._sources.items():
+                wanted = {name: rows for name in _targets(target, source) if (rows := rows_of(name)) is not None}
+                for name in [name for name, rows in wanted.items() if rows.start == rows.stop is not None]:
+                    del wanted[name]  # of a weight with fewer rows than there are processes
+                    yield name, torch.empty(0, *self._weights[name].shape[1:])
+                if not wanted:
+                    continue
+                if source.converter is None:
+                    yield target, files.read(source.tensors[0][0], wanted[target])
+                else:
+                    yield from self._converted(files, target, source, wanted)
+
+    def _converted(
+        self, files: WeightFiles, target: str, source: Source, wanted: dict[str, slice]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Only experts that are wanted are read and stacked; of anything else, all of it."""
+        assert source.converter
+        chosen = wanted[target] if source.stacks_rows else slice(None)
+        converter = deepcopy(source.converter)
+        for pattern in dict.fromkeys(pattern for _, pattern in source.tensors):
+            for name in [name for name, of in source.tensors if of == pattern][chosen]:
+                converter.add_tensor(target, name, pattern, files.read(name))
+        made: dict[str, Any] = converter.convert(target, model=self._bare, config=self._bare.config)
+        for name, value in made.items():
+            whole = value[0] if isinstance(value, list) else value
+            if name in wanted:
+                yield name, whole if source.stacks_rows else whole[wanted[name]]
+
+    def _find_sources(self) -> dict[str, Source]:
+        """By the (first) weight that comes of them."""
+        mapping = get_model_conversion_mapping(self._bare)
+        renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+        converters = [one for one in mapping if isinstance(one, WeightConverter)]
+        by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+        expected, prefix = self._bare.state_dict(), self._bare.base_model_prefix
+        found: dict[str, Source] = {}
+        for name in sorted(self._shapes, key=dot_natural_key):
+            target, pattern = rename_source_key(name, renamings, converters, prefix, expected)
+            if target not in expected and name in expected:
+                target, pattern = rename_source_key(name, [], [], prefix, expected)
+            if target in expected:
+                source = found.setdefault(target, Source(by_pattern[pattern] if pattern else None))
+                source.tensors.append((name, pattern or ""))
+        self.conversions = [one for one in mapping if one.was_used()]
+        """With which Transformers finds the way back when the model is written."""
+        return found
+
+
+def _targets(target: str, source: Source) -> list[str]:
+    if source.converter is None:
+        return [target]
+    first, *others = source.converter.target_patterns
+    return [target, *(target.replace(first, other) for other in others)]
+
+
+def _leaves_rows_alone(operation: Any) -> bool:
+    """Whether it does the same to every entry along dim 0."""
+    if isinstance(operation, Concatenate):
+        return bool(operation.dim != 0)
+    return isinstance(operation, Transpose) and not operation.check_dims and 0 not in (operation.dim0, operation.dim1)

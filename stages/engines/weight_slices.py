@@ -1,0 +1,40 @@
+"""Tensors of a model folder's safetensors files, of which a process reads the bytes that it needs."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from stages.models.weight_files import weight_paths
+
+
+class WeightFiles:
+    """The tensors of a folder's safetensors files, by name; mapped into memory, read where they are sliced."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._stack = ExitStack()
+        self._slices: dict[str, Any] = {}
+
+    def __enter__(self) -> WeightFiles:
+        for path in weight_paths(self.folder):
+            file = self._stack.enter_context(safe_open(path, framework="pt"))
+            self._slices |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._slices.clear()
+        self._stack.close()
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name → shape of all tensors."""
+        return {name: tuple(tensor.get_shape()) for name, tensor in self._slices.items()}
+
+    def read(self, name: str, *index: slice) -> Tensor:
+        """Only what `index` selects; without one, all of it."""
+        found: Tensor = self._slices[name][index or ...]
+        return found
