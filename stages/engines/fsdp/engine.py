@@ -29,11 +29,11 @@ from stages.data.batch import Batch
 from stages.engines.engine import LossMeans, StepOutcome, free_memory
 from stages.engines.export import ScoreHead, check_exportable, export_model
 from stages.engines.fsdp.eva import InputRows, start_directions
-from stages.engines.fsdp.model import TargetLogProbabilities, check_log_probabilities, find_weights, load_model
+from stages.engines.fsdp.model import TargetLogProbabilities, find_weights, load_model
 from stages.engines.fsdp.optimizer import build_optimizer, decayed_parameters
 from stages.engines.fsdp.parallelize import data_parallel_mesh, parallelize
 from stages.engines.fsdp.score import with_score_head
-from stages.engines.fsdp.shards import drop_weights, fp32_twin, read_shards
+from stages.engines.fsdp.shards import check_sharded, drop_weights, read_shards
 from stages.engines.fsdp.sources import ModelFiles
 from stages.engines.fsdp.state import TrainingState
 from stages.engines.loss import Loss, means, stacked, totals_of
@@ -204,7 +204,7 @@ class FsdpEngine:
         parallelize(self._model, layout, self._mesh, self.compute_dtype)
         if files and twin:
             read_shards(self._model.causal_lm, files, torch.device("cpu") if layout.cpu_offload else self.device)
-            check_log_probabilities(fp32_twin(twin, self._model, layout, self._mesh), self.device)
+            check_sharded(self._model, twin, layout, self._mesh, self.device)
 
     def _add_adapter(self, settings: EngineSettings, rows: InputRows | None) -> LoraConfig:
         """Before the model is sharded; what was taken out of the base for it is kept for the export."""

@@ -15,7 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from stages.adapters.files import INNER
 from stages.adapters.quantized import QuantizedLinear
 from stages.core.errors import ModelError
-from stages.engines.fsdp.model import TargetLogProbabilities, transformer_layers
+from stages.engines.fsdp.model import TargetLogProbabilities, check_log_probabilities, transformer_layers
 from stages.engines.fsdp.parallelize import apply_fsdp
 from stages.engines.fsdp.sources import ModelFiles
 from stages.models.loaded_weights import check_all_finite
@@ -46,15 +46,46 @@ def read_shards(causal_lm: Any, files: ModelFiles, device: torch.device) -> None
     assert not left, left
 
 
-def fp32_twin(
-    twin: TargetLogProbabilities, model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh
-) -> TargetLogProbabilities:
-    """`twin`, a copy of the model as it was before it was sharded, with the model's own shards, computing in fp32."""
+def check_sharded(
+    model: TargetLogProbabilities,
+    twin: TargetLogProbabilities,
+    layout: Layout,
+    mesh: DeviceMesh,
+    device: torch.device,
+) -> None:
+    """`check_log_probabilities` of a sharded model, in fp32 and with its own shards. Collective.
+
+    twin: a copy of it as it was before, on `meta`; it is cut to as many layers as show every kind, since all that it
+    has is gathered three times.
+    """
+    keep_kinds_of_layers(twin.causal_lm)
     apply_fsdp(twin, transformer_layers(twin.causal_lm), layout, mesh, torch.float32)
-    for module, other in zip(twin.modules(), model.modules(), strict=True):
-        for name, weight in _own_weights(other):
+    for prefix, module in twin.named_modules():
+        for name, weight in _own_weights(model.get_submodule(prefix)):
             setattr(module, name, weight)
-    return twin
+    check_log_probabilities(twin, device)
+
+
+def keep_kinds_of_layers(causal_lm: Any) -> None:
+    """Leave the first layers, so many that every kind is among them: types, sizes and settings. At least two."""
+    layers = transformer_layers(causal_lm)
+    config = causal_lm.config.get_text_config()
+    types = getattr(config, "layer_types", None) or [None] * len(layers)
+    kinds = [(repr(layer), kind, _settings(layer)) for layer, kind in zip(layers, types, strict=True)]
+    holders = [one for one in causal_lm.modules() if isinstance(one, nn.ModuleList) and list(one) == layers]
+    for holder in holders:
+        del holder[max(2, 1 + max(map(kinds.index, kinds))) :]
+        config.num_hidden_layers = len(holder)
+
+
+def _settings(layer: nn.Module) -> list[tuple[str, str, Any]]:
+    """What a layer's modules know beside their weights and which one of the layers they are in."""
+    return [
+        (prefix, name, value)
+        for prefix, module in layer.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, int | float | str | None) and "idx" not in name
+    ]
 
 
 class _ShardReader:
@@ -103,7 +134,7 @@ class _ShardReader:
                 f"reading {name}: found {list(rows.shape)} as this process's rows of it, expected "
                 f"{list(empty.to_local().shape)} by config.json; fetch or save the model again"
             )
-        local = rows.to(self._device, empty.dtype).contiguous()
+        local = rows.to(self._device, empty.dtype, copy=True).contiguous()  # files are to be let go
         options: dict[str, Any] = {"run_check": False, "shape": empty.shape, "stride": empty.stride()}
         sharded = DTensor.from_local(local, empty.device_mesh, empty.placements, **options)
         parameter = nn.Parameter(sharded, requires_grad=empty.requires_grad)

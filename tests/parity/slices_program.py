@@ -1,0 +1,57 @@
+"""Start an engine in each of two processes, and leave what it took of host memory, or why it was refused.
+
+    slices_program SPEC.json
+
+The spec names `models` (name → folder), `config` (fields of a TrainConfig) and `output`. Every rank leaves
+`output/NAME.RANK.json`: `peak_bytes` beyond what there was before, without what the kernel maps of files and can drop,
+and `shard_bytes` of its weights, or `error`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from threading import Event, Thread
+
+import torch
+import torch.distributed as dist
+
+from stages.core.errors import ModelError
+from stages.engines.fsdp.engine import FsdpEngine
+from stages.parallel.processes import joined_processes
+from stages.train.config import TrainConfig
+from tests.merge_peak import INTERVAL_S, anonymous_bytes
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    settings = TrainConfig.model_validate(spec["config"]).engine_settings
+    with joined_processes() as device:
+        for name, folder in spec["models"].items():
+            try:
+                found = started(Path(folder), settings, device)
+            except ModelError as error:
+                found = {"error": str(error)}
+            (Path(spec["output"]) / f"{name}.{dist.get_rank()}.json").write_text(json.dumps(found))
+
+
+def started(folder, settings, device):
+    before = most = anonymous_bytes()
+    ended = Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not ended.wait(INTERVAL_S):
+            most = max(most, anonymous_bytes())
+
+    watcher = Thread(target=watch)
+    watcher.start()
+    try:
+        engine = FsdpEngine(folder, settings, device)
+    finally:
+        ended.set()
+        watcher.join()
+    weights = engine._model.parameters()
+    return {"peak_bytes": most - before, "shard_bytes": sum(4 * one.to_local().numel() for one in weights)}
