@@ -49,12 +49,12 @@ async def _ask_all(
     headers = {"Authorization": f"Bearer {client.api_key}"}
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=client.timeout_s, sock_read=client.timeout_s)
     connections = aiohttp.TCPConnector(limit=concurrent)
-    async with aiohttp.ClientSession(client.url, headers=headers, timeout=timeout, connector=connections) as http:
+    async with aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connections) as http:
 
         async def work() -> None:
             nonlocal num_answers
             for job, request in remaining:
-                keep(job, request, await _answer(http, request))
+                keep(job, request, await _answer(http, f"{client.url}/v1/completions", request))
                 num_answers += 1
 
         workers = [asyncio.create_task(work()) for _ in range(concurrent)]
@@ -73,12 +73,12 @@ async def _ask_all(
             await asyncio.gather(*workers, return_exceptions=True)
 
 
-async def _answer(http: aiohttp.ClientSession, request: Request) -> Answer:
+async def _answer(http: aiohttp.ClientSession, url: str, request: Request) -> Answer:
     """A server that is busy, or does not answer, is asked again a few times."""
     backoff = RetryBackoff("asking for a completion")
     while True:
         try:
-            async with http.post("/v1/completions", json=request) as response:
+            async with http.post(url, json=request) as response:
                 if response.ok:
                     answer: Answer = json.loads(await response.read())
                     return answer

@@ -20,7 +20,8 @@ from stages.train.methods.method import BatchChange
 from stages.train.mixture import seen
 from stages.train.order import DataOrder
 from stages.train.reference import ReferenceRows
-from stages.train.teacher import BuildEngine, TeacherRows
+from stages.train.teacher import BuildEngine
+from stages.train.teacher_rows import TeacherRows
 from stages.train.watchdog import Watchdog
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from stages.data.check import Silent, data_problems
 from stages.data.prepare_mixture import prepare_mixture
 from stages.rewards.judging import opening_problems
 from stages.rewards.reward import RewardContext
-from stages.train.check_teacher import teacher_problems
+from stages.train.check_teacher import check_teacher
 from stages.train.config import TrainConfig
 from stages.train.methods.rollouts import RolloutOptions
 from stages.train.mixture import repeated_too_often
@@ -27,11 +27,8 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]
     model_folder = stage_input.inputs[config.base or config.model] / "model"
     if config.adapter:
         yield from adapter_problems(config, config.adapter, model_folder)
-    if config.teacher and config.teacher_tokens:
-        trusted = config.trust_remote_code
-        teacher = stage_input.inputs[config.teacher] / "model"
-        found = teacher_problems(config.teacher_tokens, teacher, model_folder, trust_remote_code=trusted)
-        yield from (("teacher", error) for error in found)
+    field = f"{config.method}.teacher_server" if config.teacher_server else "teacher"
+    yield from ((field, error) for error in check_teacher(config, stage_input.inputs, model_folder))
     if config.rollouts:
         yield from rollout_problems(config, config.rollouts, stage_input, model_folder)
         return

@@ -1,27 +1,43 @@
-"""Whether a model can be the teacher of another one, by their files alone: the same tokens must mean the same."""
+"""Whether a model, or a server, can be the teacher of another model: the same tokens must mean the same."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from stages.core.contract import StageContext
 from stages.core.errors import LifecycleError, ModelError, RecipeError
 from stages.models.config_check import vocabulary_size
 from stages.models.model_config import read_config
 from stages.train.config import TrainConfig
+from stages.train.execution import TrainExecution
 from stages.train.methods.method import TeacherTokens
+from stages.train.teacher_server import ServedTeacher
 
 NUM_NAMED = 3
 
 
-def check_teacher(config: TrainConfig, context: StageContext, model_folder: Path) -> None:
-    """Raise what is wrong with the teacher, if the method has one."""
-    if config.teacher and config.teacher_tokens:
-        teacher, trusted = context.inputs[config.teacher] / "model", config.trust_remote_code
-        for problem in teacher_problems(config.teacher_tokens, teacher, model_folder, trust_remote_code=trusted):
-            raise problem
+def check_teacher(config: TrainConfig, inputs: Mapping[str, Path], model_folder: Path) -> Iterator[LifecycleError]:
+    """What is wrong with the teacher, if the method has one."""
+    asked, trusted = config.teacher_tokens, config.trust_remote_code
+    if asked and asked.server:
+        yield from server_problems(asked, config.execution, model_folder, trust_remote_code=trusted)
+    elif asked and config.teacher:
+        teacher = inputs[config.teacher] / "model"
+        yield from teacher_problems(asked, teacher, model_folder, trust_remote_code=trusted)
+
+
+def server_problems(
+    asked: TeacherTokens, execution: TrainExecution, model: Path, *, trust_remote_code: bool
+) -> Iterator[LifecycleError]:
+    """What is wrong with a served teacher, which is asked about a few tokens."""
+    try:
+        if error := _too_many(asked, vocabulary_size(read_config(model))):
+            yield error
+        else:
+            ServedTeacher.of(asked, execution).check(model, trust_remote_code=trust_remote_code)
+    except LifecycleError as error:
+        yield error
 
 
 def teacher_problems(
@@ -46,10 +62,16 @@ def teacher_problems(
             f"the teacher in {teacher} has a vocabulary of {sizes[0]} entries, the model in {model} of {sizes[1]}; "
             "take a teacher whose embedding has as many"
         )
-    elif sizes[0] is not None and asked.number > sizes[0]:
-        yield RecipeError(
-            f"{asked.number} likeliest tokens of the teacher are asked for, of a vocabulary of {sizes[0]}; lower that"
-        )
+    elif error := _too_many(asked, sizes[0]):
+        yield error
+
+
+def _too_many(asked: TeacherTokens, vocabulary: int | None) -> RecipeError | None:
+    if vocabulary is None or asked.number <= vocabulary:
+        return None
+    return RecipeError(
+        f"{asked.number} likeliest tokens of the teacher are asked for, of a vocabulary of {vocabulary}; lower that"
+    )
 
 
 def _vocabulary(folder: Path, trust_remote_code: bool) -> dict[str, int]:

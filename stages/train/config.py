@@ -24,7 +24,7 @@ from stages.planner.workload import Precision, Workload
 from stages.serving.registry import installed_version
 from stages.train.execution import TrainExecution
 from stages.train.methods.options import MethodFields, MethodName
-from stages.train.methods.rollout_errors import IDLE_DATA, RolloutRun, rollout_errors
+from stages.train.methods.rollout_errors import RolloutRun, idle_fields, rollout_errors
 from stages.train.numbers import BatchSize, Denominator, Epochs, Rate, Seed, contradiction
 from stages.train.optimizer import OptimizerConfig, optimizer_errors
 from stages.train.row_errors import row_errors
@@ -195,11 +195,7 @@ class TrainConfig(MethodFields):
         yield from super().idle_fields()
         for block in ("data", "optimizer"):
             yield from ((f"{block}.{field}", why) for field, why in getattr(self, block).idle_fields())
-        if self.rollouts:
-            yield from ((f"data.{field}", why) for field, why in IDLE_DATA.items())
-        else:
-            for field in ("ready_timeout_s", "rollout_timeout_s", "concurrent_requests"):
-                yield f"execution.{field}", f"`method: {self.method}` samples no completions"
+        yield from idle_fields(self.method, has_rollouts=bool(self.rollouts), asks_server=bool(self.teacher_server))
         if self.learning.rows == "pairs":
             yield "data.turns", f"`method: {self.method}` learns from single answers"
         if self.schedule == "constant":

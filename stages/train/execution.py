@@ -24,7 +24,11 @@ class TrainExecution(Execution):
     )
     ready_timeout_s: Seconds = Field(600, description="How long a server that samples completions may take to start.")
     rollout_timeout_s: Seconds = Field(
-        600, description="Such a server that answers nothing for so long is ended, and started again."
+        600,
+        description="Such a server that answers nothing for so long is ended, and started again; a teacher's is given "
+        "up.",
     )
-    concurrent_requests: PositiveInt = Field(64, description="Prompts that such a server is asked at a time.")
+    concurrent_requests: PositiveInt = Field(
+        64, description="Prompts, or a teacher's documents, that are asked at a time."
+    )
     measure_matmul_rate: bool = Field(True, description="On a CPU, measure the peak that MFU is relative to.")

@@ -19,7 +19,8 @@ from stages.train.config import TrainConfig
 from stages.train.mixture import repeated_too_often, shares_asked, slots_of, steps_of_epochs
 from stages.train.order import DataOrder
 from stages.train.reference import ReferenceModel, model_digest
-from stages.train.teacher import BuildEngine, RowsOf, TeacherRows, ask_teacher
+from stages.train.teacher import BuildEngine, RowsOf, ask_teacher
+from stages.train.teacher_rows import TeacherRows
 from stages.train.watchdog import Watchdog
 
 
@@ -88,7 +89,7 @@ class RowData:
     def taught(self, build: BuildEngine, watchdog: Watchdog) -> RowData:
         """Of the rows that are learned from, and of those held out."""
         config, context = self.config, self.context
-        if not config.teacher:
+        if not config.teacher_tokens:
             return self
         last_step = context.trial.steps if context.trial else config.steps or self.steps_of_epochs
         wanted: list[RowsOf] = [(self.prepared.training, self._order(0, 1).rows(last_step))]

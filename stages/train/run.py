@@ -60,7 +60,8 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
     for unusual in [*check_model_folder(model_folder), *tokenizer_notes]:
         context.warn(unusual)
     shape = check_model(config, context, model_folder)
-    check_teacher(config, context, model_folder)
+    for problem in check_teacher(config, context.inputs, model_folder):
+        raise problem
     data = _read_data(config, context, model_folder, shape)
     check_lengths(data.longest_document, context, model_folder)
     with joined_processes(collective_timeout(config.execution.hang_timeout_s)) as device:

@@ -1,16 +1,19 @@
 """What a teacher says of the targets of a dataset: its likeliest tokens, computed once and cached by content.
 
-The teacher is loaded before the model that learns, under the same layout, and freed: only one model is held at a time.
-The cache is an array on disk, a record a target, under a name made of everything that decides it.
+A teacher is a server, or a model that is loaded before the one that learns, under the same layout, and freed: only one
+model is held at a time. The cache is an array on disk, a record a target, under a name made of everything that decides
+it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,7 +21,6 @@ from numpy.typing import NDArray
 from pydantic import JsonValue
 
 from stages.core.contract import StageContext, is_main_process
-from stages.data.batch import Batch, Candidates
 from stages.data.cache import content_key
 from stages.data.dataset import PackedDataset
 from stages.engines.engine import Engine
@@ -32,6 +34,8 @@ from stages.train.config import TrainConfig
 from stages.train.methods.method import TeacherTokens
 from stages.train.order import even_micro_batches
 from stages.train.reference import model_digest
+from stages.train.teacher_rows import Said, TeacherRows, said_record
+from stages.train.teacher_server import ServedTeacher
 from stages.train.watchdog import Watchdog
 
 BuildEngine = Callable[[TrainConfig, Path, ModelShape | None], Engine]
@@ -40,81 +44,48 @@ RowsOf = tuple[PackedDataset, Sequence[int]]
 """A dataset, and rows of it, sorted and without repetitions."""
 
 
-@dataclass(frozen=True)
-class TeacherRows:
-    """Rows of a dataset with what the teacher says of their targets."""
+class Teacher(Protocol):
+    """Who is asked. identity: everything that decides what it says, beside what it is asked about."""
 
-    rows: NDArray[np.int64]
-    """int64 [rows], sorted: their numbers in the dataset"""
-    starts: NDArray[np.int64]
-    """int64 [rows + 1]: where the targets of each begin among `said`"""
-    said: NDArray[np.void]
-    """[targets] of `tokens`, int32 [k], and `log_probabilities`, float32 [k]; mapped from disk"""
-    asked: TeacherTokens
-    is_whole_vocabulary: bool
+    @property
+    def identity(self) -> dict[str, JsonValue]: ...
 
-    def attach(self, batch: Batch, rows: Sequence[int]) -> Batch:
-        """The batch, made of these rows, with its candidates."""
-        found = np.searchsorted(self.rows, rows)
-        said = np.concatenate([self.said[:0], *(self.said[self.starts[one] : self.starts[one + 1]] for one in found)])
-        shape = (*batch.targets.shape, self.asked.number)
-        tokens, values = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
-        tokens[batch.has_target] = torch.from_numpy(said["tokens"].astype(np.int64))
-        values[batch.has_target] = torch.from_numpy(np.ascontiguousarray(said["log_probabilities"]))
-        candidates = Candidates(tokens, values, self.is_whole_vocabulary)
-        return replace(batch, candidates=candidates, temperature=self.asked.temperature)
+    def opened(self, context: StageContext, watchdog: Watchdog) -> AbstractContextManager[Said]:
+        """Not called where everything is cached. Collective."""
 
 
 @dataclass(frozen=True)
 class TeacherModel:
-    """A model that is asked, and not trained."""
+    """A model that is asked, and not trained. build: loads it."""
 
     weights_digest: str
-    vocabulary: int | None
-    """Its entries, where its config says how many they are."""
     asked: TeacherTokens
     precision: str
     micro_batch_size: int
-    context: StageContext
-    watchdog: Watchdog
     build: Callable[[], Engine]
-    """Loads it; not called where everything is cached."""
 
-    def rows(self, wanted: Sequence[RowsOf]) -> list[TeacherRows]:
-        """What it says of each of these; collective."""
-        paths = [self._path(dataset, rows) for dataset, rows in wanted]
-        missing = [index for index, path in enumerate(paths) if not min(gathered(float(path.is_file())))]
-        if missing:
-            self.watchdog.begins("loading the teacher")
-            engine = self.build()
-            for index in missing:
-                self._compute(engine, *wanted[index], paths[index])
+    @property
+    def identity(self) -> dict[str, JsonValue]:
+        return {"weights": self.weights_digest, "temperature": self.asked.temperature, "precision": self.precision}
+
+    @contextmanager
+    def opened(self, context: StageContext, watchdog: Watchdog) -> Iterator[Said]:
+        watchdog.begins("loading the teacher")
+        engine = self.build()
+        try:
+            yield lambda dataset, rows: self._said(engine, dataset, rows, context, watchdog)
+        finally:
             engine.close()
-        whole = self.asked.number == self.vocabulary
-        return [
-            TeacherRows(np.array(rows), _starts(dataset, rows), np.load(path, mmap_mode="r"), self.asked, whole)
-            for (dataset, rows), path in zip(wanted, paths, strict=True)
-        ]
 
-    def _path(self, dataset: PackedDataset, rows: Sequence[int]) -> Path:
-        identity: dict[str, JsonValue] = {
-            "weights": self.weights_digest,
-            "data": dataset.key,
-            "rows": hashlib.sha256(np.array(rows, dtype=np.int64).tobytes()).hexdigest(),
-            "number": self.asked.number,
-            "temperature": self.asked.temperature,
-            "precision": self.precision,
-        }
-        return self.context.cache / "teacher" / f"{content_key(identity)}.npy"
-
-    def _compute(self, engine: Engine, dataset: PackedDataset, rows: Sequence[int], path: Path) -> None:
-        """Write what the teacher says, round by round: in each, every share of the processes has a micro-batch."""
+    def _said(
+        self, engine: Engine, dataset: PackedDataset, rows: Sequence[int], context: StageContext, watchdog: Watchdog
+    ) -> Iterator[NDArray[np.void]]:
+        """Round by round: in each, every share of the processes has a micro-batch."""
         starts, number = _starts(dataset, rows), self.asked.number
-        said = self._new_file(path, int(starts[-1])) if is_main_process() else None
         size = self.micro_batch_size * engine.data_parallel_size
         shares = list(even_micro_batches(len(rows), self.micro_batch_size, engine.data_rank, engine.data_parallel_size))
         for index, share in enumerate(shares):
-            self.watchdog.begins(f"micro-batch {index + 1} of {len(shares)} of the teacher")
+            watchdog.begins(f"micro-batch {index + 1} of {len(shares)} of the teacher")
             batch = dataset.batch([rows[position] for position in share], self.micro_batch_size)
             answer = engine.likeliest_tokens(replace(batch, temperature=self.asked.temperature), number)
             first, last = starts[index * size], starts[min((index + 1) * size, len(rows))]
@@ -122,21 +93,10 @@ class TeacherModel:
             if share:
                 own = slice(int(starts[share[0]] - first), int(starts[share[-1] + 1] - first))
                 of_round[own] = torch.stack([values[batch.has_target].double() for values in answer], 1)
-            tokens, values = engine.sum_over_data(of_round).unbind(1)
-            if said is not None:
-                said["tokens"][first:last], said["log_probabilities"][first:last] = tokens, values
-            self.context.progress(index + 1, len(shares), "micro-batches", "the teacher's likeliest tokens")
-        if said is not None:
-            said.flush()
-            _unfinished(path).replace(path)
-        gathered(0.0)  # the others read what the first process has written
-
-    def _new_file(self, path: Path, num_targets: int) -> np.memmap:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        number = (self.asked.number,)
-        record = np.dtype([("tokens", np.int32, number), ("log_probabilities", np.float32, number)])
-        check_free_disk(path.parent, num_targets * record.itemsize, "teacher's likeliest tokens (distill.loss_top_k)")
-        return np.lib.format.open_memmap(_unfinished(path), mode="w+", dtype=record, shape=(num_targets,))
+            said = np.zeros(len(of_round), said_record(number))
+            said["tokens"], said["log_probabilities"] = engine.sum_over_data(of_round).unbind(1)
+            yield said
+            context.progress(index + 1, len(shares), "micro-batches", "the teacher's likeliest tokens")
 
 
 def ask_teacher(
@@ -147,29 +107,73 @@ def ask_teacher(
     watchdog: Watchdog,
     build: BuildEngine,
 ) -> dict[PackedDataset, TeacherRows]:
-    """What the teacher of a recipe's stage says of each dataset's rows; collective.
+    """What the teacher that a recipe's stage names says of each dataset's rows; collective.
 
     start_digest: of the weights that training starts from. Raises ModelError or LayoutError for a teacher that the
-    engine or the layout does not allow.
+    engine or the layout does not allow, ServerError or TransientError for a server that does not answer as it should.
     """
-    assert config.teacher and config.teacher_tokens
+    asked = config.teacher_tokens
+    assert asked
+    teacher = _teacher(config, context, start_digest, build)
+    model_folder = context.inputs[config.base or config.model] / "model"
+    paths = [_path(teacher, asked, dataset, rows, context.cache) for dataset, rows in wanted]
+    missing = [index for index, path in enumerate(paths) if not min(gathered(float(path.is_file())))]
+    if missing:
+        with teacher.opened(context, watchdog) as said:
+            for index in missing:
+                _write(said, asked.number, *wanted[index], paths[index])
+    is_whole = asked.number == vocabulary_size(read_config(model_folder))
+    return {
+        dataset: TeacherRows(np.array(rows), _starts(dataset, rows), np.load(path, mmap_mode="r"), asked, is_whole)
+        for (dataset, rows), path in zip(wanted, paths, strict=True)
+    }
+
+
+def _teacher(config: TrainConfig, context: StageContext, start_digest: str, build: BuildEngine) -> Teacher:
+    asked = config.teacher_tokens
+    assert asked
+    if asked.server:
+        return ServedTeacher.of(asked, config.execution)
+    assert config.teacher
     folder = context.inputs[config.teacher] / "model"
     alone = config.model_copy(update={"adapter": None, "base": None})
     shape, digest = check_model(alone, context, folder), model_digest(folder)
     if digest == start_digest:
         context.warn(f"the teacher, {config.teacher}, is the model that training starts from: there is little to learn")
-    teacher = TeacherModel(
-        digest,
-        vocabulary_size(read_config(folder)),
-        config.teacher_tokens,
-        config.precision,
-        config.layout.micro_batch_size,
-        context,
-        watchdog,
-        lambda: build(alone, folder, shape),
-    )
-    datasets = [dataset for dataset, _ in wanted]
-    return dict(zip(datasets, teacher.rows(wanted), strict=True))
+    size = config.layout.micro_batch_size
+    return TeacherModel(digest, asked, config.precision, size, lambda: build(alone, folder, shape))
+
+
+def _path(teacher: Teacher, asked: TeacherTokens, dataset: PackedDataset, rows: Sequence[int], cache: Path) -> Path:
+    identity: dict[str, JsonValue] = {
+        **teacher.identity,
+        "data": dataset.key,
+        "rows": hashlib.sha256(np.array(rows, dtype=np.int64).tobytes()).hexdigest(),
+        "number": asked.number,
+    }
+    return cache / "teacher" / f"{content_key(identity)}.npy"
+
+
+def _write(said: Said, number: int, dataset: PackedDataset, rows: Sequence[int], path: Path) -> None:
+    """What the teacher says, as it comes; by rank 0 alone."""
+    array = _new_file(path, number, int(_starts(dataset, rows)[-1])) if is_main_process() else None
+    first = 0
+    for piece in said(dataset, rows):
+        if array is not None:
+            array[first : first + len(piece)] = piece
+            first += len(piece)
+    if array is not None:
+        assert first == len(array), "the teacher said something of every target"
+        array.flush()
+        _unfinished(path).replace(path)
+    gathered(0.0)  # the others read what the first process has written
+
+
+def _new_file(path: Path, number: int, num_targets: int) -> np.memmap:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = said_record(number)
+    check_free_disk(path.parent, num_targets * record.itemsize, "teacher's likeliest tokens (distill.loss_top_k)")
+    return np.lib.format.open_memmap(_unfinished(path), mode="w+", dtype=record, shape=(num_targets,))
 
 
 def _starts(dataset: PackedDataset, rows: Sequence[int]) -> NDArray[np.int64]:

@@ -10,8 +10,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from stages.core.contract import StageResult
+from stages.serving.config import ServeExecution, ServingConfig
+from stages.serving.registry import new_launch_spec
+from stages.serving.server import started_server
+from stages.train.check_teacher import check_teacher
 from stages.train.run import run
+from tests.serving import SERVING
 from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end
+
+TEXTS = {"dataset": "problems", "evaluation_split": "validation", "sequence_length": 64}
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +80,7 @@ def test_a_teacher_is_asked_once_and_learned_from_alike_on_two_processes(with_te
         "alone/again": {"micro_batch_size": 2},
         "shared/first": {"dp_shard": 2, "micro_batch_size": 1},
     }.items():
-        data = {"dataset": "problems", "evaluation_split": "validation", "sequence_length": 64}
-        fields = {"data": data, "teacher": "teacher", "distill": {"loss_top_k": 8}}
+        fields = {"data": TEXTS, "teacher": "teacher", "distill": {"loss_top_k": 8}}
         config = make_config("distill", steps=8, layout=layout, **fields)
         context = make_context(tmp_path / name, with_teacher, config)
         if name.startswith("alone"):
@@ -89,6 +95,36 @@ def test_a_teacher_is_asked_once_and_learned_from_alike_on_two_processes(with_te
     assert written[1] == written[0], "what the teacher said was there"
     assert written[2].keys() == written[0].keys()
     assert len(written[0]) == 2, "of the rows that are learned from, and of those held out"
+
+
+def test_a_served_teacher_says_what_the_model_says(with_teacher, tmp_path, monkeypatch):
+    """On two processes, of which one asks."""
+    options = {"loss_top_k": 8}
+    config = make_config("distill", steps=8, data=TEXTS, teacher="teacher", distill=options)
+    alone = make_context(tmp_path / "model" / "work", with_teacher, config)
+    run(config, alone)
+    serving = ServingConfig.model_validate({**SERVING, "max_model_len": 128})
+    spec = new_launch_spec(with_teacher["teacher"] / "model", "wise", serving)
+    with started_server(spec, ServeExecution(), tmp_path / "server.log", tmp_path / "server") as server:
+        server.wait_until_ready(500)
+        monkeypatch.setenv("TEACHER_KEY", server.api_key)
+        named = {"url": f"{server.url}/v1", "served_model": "wise", "key_variable": "TEACHER_KEY"}
+        layout = {"dp_shard": 2, "micro_batch_size": 1}
+        config = make_config(
+            "distill", steps=8, data=TEXTS, layout=layout, distill={**options, "teacher_server": named}
+        )
+        shared = make_context(tmp_path / "served" / "work", with_teacher, config)
+        assert list(check_teacher(config, with_teacher, with_teacher["base"] / "model")) == []
+        run_to_end(shared.work, config)
+        too_many = {**options, "loss_top_k": 21, "teacher_server": named}
+        (problem,) = check_teacher(
+            make_config("distill", data=TEXTS, distill=too_many), with_teacher, with_teacher["base"] / "model"
+        )
+        assert "greater than max allowed: 20" in str(problem)
+        assert "--max-logprobs 21" in str(problem)
+    losses = [[row["loss"] for row in logged(one.work)] for one in (alone, shared)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert losses[0][-1] < 0.7 * losses[0][0]
 
 
 def test_a_reward_model_scores_as_transformers_scores_it(artifacts, tmp_path):

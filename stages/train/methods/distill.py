@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
+from stages.core.fields import AddedLater
 from stages.core.numbers import HELD_IN_FP32, PositiveFp32
 from stages.core.strict import StrictModel
-from stages.train.methods.method import Method, TeacherTokens
+from stages.train.methods.method import Method, TeacherServer, TeacherTokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,6 +45,18 @@ class DistillConfig(StrictModel):
         description="Tokens of the teacher that are kept for each target; all others count as one. The vocabulary's "
         "size: exact, as in GKD, and large: 8 bytes a token and target.",
     )
+    teacher_server: Annotated[TeacherServer | None, AddedLater()] = Field(
+        None, description="Where the teacher is served, in the place of a stage's model (`teacher`)."
+    )
+
+    @model_validator(mode="after")
+    def _server_gives_what_is_asked(self) -> Self:
+        if self.teacher_server and self.temperature != 1:
+            raise ValueError(
+                f"`temperature` is {self.temperature:g}, but a server (`teacher_server`) gives probabilities of the "
+                "temperature 1 alone; remove it, or name the teacher's stage (`teacher`)"
+            )
+        return self
 
 
 @dataclass(frozen=True)
@@ -110,7 +123,7 @@ DISTILL = Method(
     rows="examples",
     build_loss=DistillLoss,
     options=DistillConfig,
-    asks_teacher=lambda config: TeacherTokens(config.loss_top_k, config.temperature),
+    asks_teacher=lambda config: TeacherTokens(config.loss_top_k, config.temperature, config.teacher_server),
     metrics=METRICS,
     headline=("teacher_agreement",),
 )

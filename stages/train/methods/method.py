@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pydantic import Field
+
 from stages.core.strict import StrictModel
 from stages.data.config import RowKind
 from stages.planner.workload import Passes
@@ -23,6 +25,20 @@ BatchChange = Callable[["Batch"], "Batch"]
 """What a method makes of a batch before anybody sees it; its `repr` says all that decides what it does."""
 
 
+class TeacherServer(StrictModel):
+    """A server with vLLM's API that gives `loss_top_k` log-probabilities in the place of each token of a prompt."""
+
+    url: str = Field(pattern=r"^https?://[^\s/@]+(/\S*)?/v1/?$", description="Of the server, up to and with `/v1`.")
+    served_model: str = Field(
+        min_length=1,
+        description="Which, as the server calls it. What it said is kept under this name: serve other weights by "
+        "another one.",
+    )
+    key_variable: str | None = Field(
+        None, pattern=r"^[A-Za-z_]\w*$", description="Environment variable with the server's key; default: no key."
+    )
+
+
 @dataclass(frozen=True)
 class TeacherTokens:
     """What batches carry of a teacher, in the place of every target: its likeliest tokens, with log-probabilities."""
@@ -30,6 +46,8 @@ class TeacherTokens:
     number: int
     temperature: float
     """What logits are divided by before probabilities are taken of them, the teacher's and the model's."""
+    server: TeacherServer | None = None
+    """Who is asked, in the place of a stage's model."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +68,8 @@ class Method:
     needs_divergence: Callable[[Any], bool] = lambda _: False
     """Whether batches say how far the model is from the reference (see `divergence.py`)."""
     asks_teacher: Callable[[Any], TeacherTokens | None] = lambda _: None
-    """What a teacher says of every target, if there is one: the stage that `teacher:` of the recipe names."""
+    """What a teacher says of every target, if there is one: the stage that `teacher:` of the recipe names, or a
+    server."""
     needs_rollouts: bool = False
     """Whether it learns from what the model answers while it is trained; its options are `RolloutOptions` then."""
     needs_score_head: bool = False

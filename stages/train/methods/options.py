@@ -9,7 +9,7 @@ from pydantic import Field, create_model, model_validator
 from stages.core.contract import ModelReference, StageConfig
 from stages.core.fields import AddedLater
 from stages.core.strict import StrictModel
-from stages.train.methods.method import Method, TeacherTokens
+from stages.train.methods.method import Method, TeacherServer, TeacherTokens
 from stages.train.methods.registry import METHODS
 from stages.train.methods.rollouts import RolloutOptions
 
@@ -68,6 +68,11 @@ class MethodFields(MethodBlocks):
         return self.learning.asks_teacher(self.method_options)
 
     @property
+    def teacher_server(self) -> TeacherServer | None:
+        """Where the teacher is served, if it is no stage's model."""
+        return self.teacher_tokens.server if self.teacher_tokens else None
+
+    @property
     def needs_divergence(self) -> bool:
         """Whether the method needs to know how far the model is from what it was."""
         return self.learning.needs_divergence(self.method_options)
@@ -83,8 +88,15 @@ class MethodFields(MethodBlocks):
     def _teacher_where_there_is_one(self) -> Self:
         if self.teacher and not self.teacher_tokens:
             raise ValueError(f"`teacher` is {self.teacher}, but `method: {self.method}` has no teacher; remove it")
-        if self.teacher_tokens and not self.teacher:
-            raise ValueError(f"`method: {self.method}` learns from a teacher; name the stage of its model (`teacher`)")
+        if self.teacher_tokens and not (self.teacher or self.teacher_server):
+            raise ValueError(
+                f"`method: {self.method}` learns from a teacher; name the stage of its model (`teacher`), or its "
+                f"server (`{self.method}.teacher_server`)"
+            )
+        if self.teacher and self.teacher_server:
+            raise ValueError(
+                f"`teacher` is {self.teacher}, and `{self.method}.teacher_server` names another one; remove one of them"
+            )
         return self
 
     @model_validator(mode="after")

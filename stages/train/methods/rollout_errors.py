@@ -26,6 +26,17 @@ IDLE_DATA = {
 """Field of `data:` → why it does nothing."""
 
 
+def idle_fields(method: str, *, has_rollouts: bool, asks_server: bool) -> Iterator[tuple[str, str]]:
+    """Dotted path of each field that does nothing, and why; asks_server: about what a teacher says."""
+    if has_rollouts:
+        yield from ((f"data.{field}", why) for field, why in IDLE_DATA.items())
+        return
+    yield "execution.ready_timeout_s", f"`method: {method}` samples no completions"
+    if not asks_server:
+        for field in ("rollout_timeout_s", "concurrent_requests"):
+            yield f"execution.{field}", f"`method: {method}` asks no server"
+
+
 @dataclass(frozen=True)
 class RolloutRun:
     """What else the recipe says. block: the field of the options."""

@@ -1,0 +1,152 @@
+"""What a teacher that is served says: asked over HTTP by rank 0, document by document, many at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import JsonValue
+
+from stages.core.contract import StageContext, is_main_process
+from stages.core.errors import ModelError, RecipeError, ServerError
+from stages.data.dataset import PackedDataset
+from stages.parallel.processes import gathered
+from stages.rollouts.asking import Answer, Request, ask_all
+from stages.serving.client import Client
+from stages.train.execution import TrainExecution
+from stages.train.methods.method import TeacherServer, TeacherTokens
+from stages.train.teacher_rows import Said, said_record
+from stages.train.watchdog import Watchdog
+
+PROBE = "In 2026, 3 × 14 = 42: naïve façade, 数 and\n\tdef f(x): return x ** 2  # “so”"
+"""Text of several kinds, which two tokenizers are unlikely to cut alike."""
+ROWS_TOGETHER = 64
+NUMBERED = "token_id:"
+Document = Sequence[int]
+
+
+@dataclass(frozen=True)
+class ServedTeacher:
+    """See `stages.train.teacher.Teacher`."""
+
+    client: Client
+    server: TeacherServer
+    number: int
+    execution: TrainExecution
+
+    @classmethod
+    def of(cls, asked: TeacherTokens, execution: TrainExecution) -> Self:
+        """Raises RecipeError for a variable that is not set."""
+        server = asked.server
+        assert server
+        key = os.environ.get(server.key_variable, "") if server.key_variable else ""
+        if server.key_variable and not key:
+            raise RecipeError(
+                f"the environment has no {server.key_variable}, which `teacher_server.key_variable` names; set it, for "
+                "instance in `execution.environment`"
+            )
+        url = server.url.rstrip("/").removesuffix("/v1")
+        client = Client(url, key, server.served_model, execution.rollout_timeout_s)
+        return cls(client, server, asked.number, execution)
+
+    @property
+    def identity(self) -> dict[str, JsonValue]:
+        return {"url": self.client.url, "served_model": self.client.model}
+
+    def check(self, model_folder: Path, *, trust_remote_code: bool) -> None:
+        """Ask it about a short text. Raises ServerError for one that does not serve the model, or gives too few
+        log-probabilities, ModelError for another tokenizer than that of `model_folder`, TransientError for no answer.
+        """
+        if self.client.model not in (names := self.client.model_names()):
+            raise ServerError(
+                f"the teacher's server at {self.client.url} serves {', '.join(names)}, not {self.client.model}; name "
+                "one of these (`teacher_server.served_model`)"
+            )
+        own = self._own_tokens(model_folder, trust_remote_code)
+        choice = self.client.complete(PROBE, max_tokens=1, add_special_tokens=False, return_token_ids=True)
+        its = choice.get("prompt_token_ids")
+        if its is None:
+            raise ServerError(
+                f"the teacher's server at {self.client.url} does not say which tokens it read (`prompt_token_ids`), as "
+                "vLLM does since 0.11; serve the teacher by vLLM, or name its stage (`teacher`)"
+            )
+        if its != own:
+            raise ModelError(
+                f"the teacher that {self.client.url} serves has another tokenizer than the model in {model_folder}: "
+                f"{PROBE!r} is {its} there, and {own} here; take a teacher of the same family, or learn from what it "
+                "writes (`kind: generate`, and `method: sft`)"
+            )
+        self.likeliest([own])
+
+    @contextmanager
+    def opened(self, context: StageContext, watchdog: Watchdog) -> Iterator[Said]:
+        """Raises ServerError for a document that it refuses, TransientError when it is gone for good."""
+
+        def said(dataset: PackedDataset, rows: Sequence[int]) -> Iterator[NDArray[np.void]]:
+            for first in range(0, len(rows), ROWS_TOGETHER):
+                watchdog.begins(f"row {first + 1} of {len(rows)} of the teacher's server")
+                documents = [one for row in rows[first : first + ROWS_TOGETHER] for one in dataset.documents(row)]
+                if is_main_process():
+                    found = self.likeliest([tokens.tolist() for tokens, _ in documents])
+                    learned = [values[loss[1:]] for values, (_, loss) in zip(found, documents, strict=True)]
+                    yield np.concatenate(learned)
+                gathered(0.0)  # the others wait here, and not for longer than these rows take
+                context.progress(min(first + ROWS_TOGETHER, len(rows)), len(rows), "rows", "the teacher's server")
+
+        yield said
+
+    def likeliest(self, documents: Sequence[Document]) -> list[NDArray[np.void]]:
+        """Of each document, `said_record` [tokens - 1]: the likeliest in the place of each token but the first."""
+        found: dict[int, NDArray[np.void]] = {}
+
+        def keep(index: int, request: Request, answer: Answer) -> None:
+            found[index] = self._read(answer, request["prompt"])
+
+        requests = ((index, self._request(document)) for index, document in enumerate(documents))
+        stall_s = self.execution.rollout_timeout_s
+        try:
+            ask_all(self.client, requests, self.execution.concurrent_requests, keep, stall_s)
+        except ServerError as error:
+            raise ServerError(
+                f"asking the teacher's server for {self.number} log-probabilities a token (`loss_top_k`): {error}; "
+                f"vLLM gives so many if it was started with `--max-logprobs {self.number}`, of documents that are "
+                "shorter than its `--max-model-len`"
+            ) from error
+        return [found[index] for index in range(len(documents))]
+
+    def _request(self, document: Document) -> Request:
+        return {
+            "model": self.client.model,
+            "prompt": list(document),
+            "temperature": 0,
+            "max_tokens": 1,
+            "echo": True,
+            "logprobs": self.number,
+            "return_tokens_as_token_ids": True,
+        }
+
+    def _read(self, answer: Answer, document: Document) -> NDArray[np.void]:
+        of_tokens: list[dict[str, Any]] = answer["choices"][0]["logprobs"]["top_logprobs"][1 : len(document)]
+        found = np.zeros(len(of_tokens), said_record(self.number))
+        for place, top in enumerate(of_tokens):
+            likeliest = sorted(top.items(), key=lambda item: -item[1])[: self.number]
+            if len(likeliest) < self.number:
+                raise ServerError(f"it gave {len(likeliest)} at token {place + 1}")
+            found["tokens"][place] = [int(token.removeprefix(NUMBERED)) for token, _ in likeliest]
+            found["log_probabilities"][place] = [value for _, value in likeliest]
+        return found
+
+    def _own_tokens(self, model_folder: Path, trust_remote_code: bool) -> list[int]:
+        from transformers import AutoTokenizer  # takes a second
+
+        options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+        tokens: list[int] = AutoTokenizer.from_pretrained(model_folder, **options).encode(
+            PROBE, add_special_tokens=False
+        )
+        return tokens
