@@ -56,7 +56,7 @@ def device_notes(recipe: Recipe, chosen: Collection[str]) -> Iterator[str]:
     """How the devices of a stage are divided, where some do something else than others."""
     for name in chosen:
         config = recipe.stages[name]
-        if isinstance(config, TrainConfig) and config.rollouts:
+        if isinstance(config, TrainConfig) and config.sampling:
             training, sampling = config.processes, config.devices - config.processes
             yield f"{name}: {training} devices train, {sampling} sample completions; on a CPU both share the cores"
 

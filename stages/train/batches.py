@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol, TypeVar
 
@@ -42,9 +43,9 @@ class TrainingData(Protocol):
     @property
     def steps_of_epochs(self) -> int: ...
 
-    def taught(self, build: BuildEngine, watchdog: Watchdog) -> TrainingData:
-        """With what a teacher says of it, if the method has one, that is loaded before the model that learns.
-        Collective."""
+    def taught(self, build: BuildEngine, watchdog: Watchdog, stays: ExitStack) -> TrainingData:
+        """With what a teacher says of it, if the method has one, that is loaded before the model that learns; stays:
+        what ends one that is asked on. Collective."""
 
     def batches(self, engine: Engine, last_step: int, watchdog: Watchdog) -> Batches:
         """For the steps up to `last_step`, with the engine as it is before training. Collective; to be closed."""

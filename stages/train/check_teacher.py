@@ -32,8 +32,8 @@ def server_problems(
 ) -> Iterator[LifecycleError]:
     """What is wrong with a served teacher, which is asked about a few tokens."""
     try:
-        if error := _too_many(asked, vocabulary_size(read_config(model))):
-            yield error
+        if too_many := _too_many(asked, vocabulary_size(read_config(model))):
+            yield too_many
         else:
             ServedTeacher.of(asked, execution).check(model, trust_remote_code=trust_remote_code)
     except LifecycleError as error:
@@ -62,8 +62,8 @@ def teacher_problems(
             f"the teacher in {teacher} has a vocabulary of {sizes[0]} entries, the model in {model} of {sizes[1]}; "
             "take a teacher whose embedding has as many"
         )
-    elif error := _too_many(asked, sizes[0]):
-        yield error
+    elif too_many := _too_many(asked, sizes[0]):
+        yield too_many
 
 
 def _too_many(asked: TeacherTokens, vocabulary: int | None) -> RecipeError | None:

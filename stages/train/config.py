@@ -24,7 +24,7 @@ from stages.planner.workload import Precision, Workload
 from stages.serving.registry import installed_version
 from stages.train.execution import TrainExecution
 from stages.train.methods.options import MethodFields, MethodName
-from stages.train.methods.rollout_errors import RolloutRun, idle_fields, rollout_errors
+from stages.train.methods.rollout_errors import SamplingRun, completion_errors, idle_fields
 from stages.train.numbers import BatchSize, Denominator, Epochs, Rate, Seed, contradiction
 from stages.train.optimizer import OptimizerConfig, optimizer_errors
 from stages.train.row_errors import row_errors
@@ -117,7 +117,7 @@ class TrainConfig(MethodFields):
     def has_even_steps(self) -> bool:
         """Whether steps take alike long: without packing, they are as long as their longest row; compiled, one of a new
         shape takes as long as many others."""
-        return self.data.packing and not self.layout.compile and not self.rollouts
+        return self.data.packing and not self.layout.compile and not self.sampling
 
     @property
     def workload(self) -> Workload:
@@ -145,7 +145,7 @@ class TrainConfig(MethodFields):
     @property
     def devices(self) -> int:
         """The server that samples has some of its own; on a CPU, it shares those that there are."""
-        return self.processes + (self.rollouts.serving.tensor_parallel_size if self.rollouts else 0)
+        return self.processes + (self.sampling.serving.tensor_parallel_size if self.sampling else 0)
 
     @property
     def constraints(self) -> RunConstraints:
@@ -195,7 +195,7 @@ class TrainConfig(MethodFields):
         yield from super().idle_fields()
         for block in ("data", "optimizer"):
             yield from ((f"{block}.{field}", why) for field, why in getattr(self, block).idle_fields())
-        yield from idle_fields(self.method, has_rollouts=bool(self.rollouts), asks_server=bool(self.teacher_server))
+        yield from idle_fields(self.method, self.rollouts, self.sampling, self.teacher_server)
         if self.learning.rows == "pairs":
             yield "data.turns", f"`method: {self.method}` learns from single answers"
         if self.schedule == "constant":
@@ -220,7 +220,7 @@ class TrainConfig(MethodFields):
 
     def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
         """What samples, where anything does."""
-        return {**installed_version()} if self.rollouts else {}
+        return {**installed_version()} if self.sampling else {}
 
     def resume_identity(self) -> dict[str, JsonValue]:
         """Without engine and layout: a checkpoint of either engine can be loaded by both, under any layout."""
@@ -258,20 +258,22 @@ class TrainConfig(MethodFields):
         return self
 
     @model_validator(mode="after")
-    def _rollouts_can_be_had(self) -> Self:
-        if self.rollouts is None:
+    def _completions_can_be_had(self) -> Self:
+        if self.sampling is None:
             return self
-        run = RolloutRun(
-            block=self.method,
-            options=self.rollouts,
+        run = SamplingRun(
+            method=self.method,
+            options=self.sampling,
             global_batch_size=self.global_batch_size,
-            sequence_length=self.data.sequence_length,
+            data=self.data,
             num_nodes=self.execution.nodes,
             engine=self.engine,
-            needs_reference=self.needs_reference,
+            layout=self.layout,
             adapter=self.adapter,
+            needs_reference=self.needs_reference,
+            teacher=self.teacher,
         )
-        if errors := "; ".join(rollout_errors(run)):
+        if errors := "; ".join(completion_errors(run)):
             raise ValueError(errors)
         return self
 

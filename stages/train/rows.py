@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from itertools import chain, count, islice
 from pathlib import Path
 
@@ -14,14 +14,15 @@ from stages.data.dataset import PackedDataset
 from stages.data.prepare import PreparedData
 from stages.data.prepare_mixture import prepare_mixture
 from stages.engines.engine import Engine
-from stages.train.batches import BatchSource, RowBatches, first_batches
+from stages.train.batches import Batches, BatchSource, RowBatches, first_batches
 from stages.train.config import TrainConfig
 from stages.train.mixture import repeated_too_often, shares_asked, slots_of, steps_of_epochs
 from stages.train.order import DataOrder
 from stages.train.reference import ReferenceModel, model_digest
-from stages.train.teacher import BuildEngine, RowsOf, ask_teacher
-from stages.train.teacher_rows import TeacherRows
+from stages.train.teacher import BuildEngine, RowsOf, Taught, ask_teacher
 from stages.train.watchdog import Watchdog
+
+NOTHING_TAUGHT = Taught()
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class RowData:
     config: TrainConfig
     context: StageContext
     prepared: PreparedData
-    teacher: Mapping[PackedDataset, TeacherRows] = field(default_factory=dict)
+    teaching: Taught = NOTHING_TAUGHT
 
     @classmethod
     def read(cls, config: TrainConfig, context: StageContext, model_folder: Path) -> RowData:
@@ -86,17 +87,19 @@ class RowData:
     def steps_of_epochs(self) -> int:
         return steps_of_epochs(self.config, self.prepared.training)
 
-    def taught(self, build: BuildEngine, watchdog: Watchdog) -> RowData:
-        """Of the rows that are learned from, and of those held out."""
+    def taught(self, build: BuildEngine, watchdog: Watchdog, stays: ExitStack) -> RowData:
+        """Of the rows that are learned from, unless the model answers all of them itself, and of those held out."""
         config, context = self.config, self.context
         if not config.teacher_tokens:
             return self
         last_step = context.trial.steps if context.trial else config.steps or self.steps_of_epochs
-        wanted: list[RowsOf] = [(self.prepared.training, self._order(0, 1).rows(last_step))]
+        wanted: list[RowsOf] = []
+        if config.on_policy is None or config.on_policy.share < 1:
+            wanted.append((self.prepared.training, self._order(0, 1).rows(last_step)))
         if self._held_out:
             wanted.append((self._held_out, range(len(self._held_out))))
         start_digest = _start_digest(config, context)
-        return replace(self, teacher=ask_teacher(config, context, wanted, start_digest, watchdog, build))
+        return replace(self, teaching=ask_teacher(config, context, wanted, start_digest, watchdog, build, stays))
 
     def first_batches(self, least_targets: int) -> list[Batch]:
         """In the order of training, the same on all processes; raises DataError as the function of this name does."""
@@ -104,7 +107,7 @@ class RowData:
         rows = chain.from_iterable(map(order.global_batch, count(1)))
         return first_batches(training, islice(rows, len(training)), least_targets)
 
-    def batches(self, engine: Engine, last_step: int, watchdog: Watchdog) -> RowBatches:
+    def batches(self, engine: Engine, last_step: int, watchdog: Watchdog) -> Batches:
         """With the reference's log-probabilities of all rows that are learned from until `last_step`."""
         config, context, training = self.config, self.context, self.prepared.training
         micro_batch_size = config.layout.micro_batch_size
@@ -119,7 +122,7 @@ class RowData:
         def source(dataset: PackedDataset, rows: list[int]) -> BatchSource:
             found = reference.rows(dataset, rows, change) if reference else None
             other = reference.rows(dataset, rows, mismatched=True) if reference and config.needs_divergence else None
-            return BatchSource(dataset, micro_batch_size, change, found, other, self.teacher.get(dataset))
+            return BatchSource(dataset, micro_batch_size, change, found, other, self.teaching.rows.get(dataset))
 
         held_out = self._held_out
         batches = RowBatches(
@@ -128,9 +131,13 @@ class RowData:
             held_out=source(held_out, list(range(len(held_out)))) if held_out else None,
             data=config.data,
         )
-        if config.adapter is None or context.trial:
+        if config.adapter and not context.trial:
+            batches = replace(batches, untrained=engine.document_log_probabilities(batches.recorded()[0]))
+        if config.on_policy is None:
             return batches
-        return replace(batches, untrained=engine.document_log_probabilities(batches.recorded()[0]))
+        from stages.train.rollouts.on_policy import on_policy_batches
+
+        return on_policy_batches(config, context, config.on_policy, engine, watchdog, batches, self.teaching)
 
     @property
     def _held_out(self) -> PackedDataset | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
@@ -72,9 +72,12 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
             Watchdog(
                 context.work, config.execution.hang_timeout_s, learns_step_times=config.has_even_steps
             ) as watchdog,
+            ExitStack() as teacher_stays,
         ):
             data = data.taught(
-                lambda other, folder, of: _build_engine(other, context, folder, of, device, data), watchdog
+                lambda other, folder, of: _build_engine(other, context, folder, of, device, data),
+                watchdog,
+                teacher_stays,
             )
             engine = _build_engine(config, context, model_folder, shape, device, data)
             forget_peak_memory(device)

@@ -1,17 +1,17 @@
 """What a teacher says of the targets of a dataset: its likeliest tokens, computed once and cached by content.
 
 A teacher is a server, or a model that is loaded before the one that learns, under the same layout, and freed: only one
-model is held at a time. The cache is an array on disk, a record a target, under a name made of everything that decides
-it.
+model is held at a time, unless the teacher is asked on about what the model answers. The cache is an array on disk, a
+record a target, under a name made of everything that decides it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from pydantic import JsonValue
 
 from stages.core.contract import StageContext, is_main_process
+from stages.data.batch import Batch
 from stages.data.cache import content_key
 from stages.data.dataset import PackedDataset
 from stages.engines.engine import Engine
@@ -34,7 +35,7 @@ from stages.train.config import TrainConfig
 from stages.train.methods.method import TeacherTokens
 from stages.train.order import even_micro_batches
 from stages.train.reference import model_digest
-from stages.train.teacher_rows import Said, TeacherRows, said_record
+from stages.train.teacher_rows import OpenTeacher, TeacherRows, said_record
 from stages.train.teacher_server import ServedTeacher
 from stages.train.watchdog import Watchdog
 
@@ -50,7 +51,7 @@ class Teacher(Protocol):
     @property
     def identity(self) -> dict[str, JsonValue]: ...
 
-    def opened(self, context: StageContext, watchdog: Watchdog) -> AbstractContextManager[Said]:
+    def opened(self, context: StageContext, watchdog: Watchdog) -> AbstractContextManager[OpenTeacher]:
         """Not called where everything is cached. Collective."""
 
 
@@ -69,34 +70,63 @@ class TeacherModel:
         return {"weights": self.weights_digest, "temperature": self.asked.temperature, "precision": self.precision}
 
     @contextmanager
-    def opened(self, context: StageContext, watchdog: Watchdog) -> Iterator[Said]:
+    def opened(self, context: StageContext, watchdog: Watchdog) -> Iterator[OpenTeacher]:
         watchdog.begins("loading the teacher")
         engine = self.build()
         try:
-            yield lambda dataset, rows: self._said(engine, dataset, rows, context, watchdog)
+            yield OpenModel(engine, self.asked, self.micro_batch_size, context, watchdog)
         finally:
             engine.close()
 
-    def _said(
-        self, engine: Engine, dataset: PackedDataset, rows: Sequence[int], context: StageContext, watchdog: Watchdog
-    ) -> Iterator[NDArray[np.void]]:
+
+@dataclass(frozen=True)
+class OpenModel:
+    """See `OpenTeacher`."""
+
+    engine: Engine
+    asked: TeacherTokens
+    micro_batch_size: int
+    context: StageContext
+    watchdog: Watchdog
+
+    def of_rows(self, dataset: PackedDataset, rows: Sequence[int]) -> Iterator[NDArray[np.void]]:
         """Round by round: in each, every share of the processes has a micro-batch."""
-        starts, number = _starts(dataset, rows), self.asked.number
+        engine, starts = self.engine, _starts(dataset, rows)
         size = self.micro_batch_size * engine.data_parallel_size
         shares = list(even_micro_batches(len(rows), self.micro_batch_size, engine.data_rank, engine.data_parallel_size))
         for index, share in enumerate(shares):
-            watchdog.begins(f"micro-batch {index + 1} of {len(shares)} of the teacher")
-            batch = dataset.batch([rows[position] for position in share], self.micro_batch_size)
-            answer = engine.likeliest_tokens(replace(batch, temperature=self.asked.temperature), number)
+            self.watchdog.begins(f"micro-batch {index + 1} of {len(shares)} of the teacher")
+            own = self._of_batch(dataset.batch([rows[position] for position in share], self.micro_batch_size))
             first, last = starts[index * size], starts[min((index + 1) * size, len(rows))]
-            of_round = torch.zeros(int(last - first), 2, number, dtype=torch.float64)
+            of_round = torch.zeros(int(last - first), 2, self.asked.number, dtype=torch.float64)
             if share:
-                own = slice(int(starts[share[0]] - first), int(starts[share[-1] + 1] - first))
-                of_round[own] = torch.stack([values[batch.has_target].double() for values in answer], 1)
-            said = np.zeros(len(of_round), said_record(number))
-            said["tokens"], said["log_probabilities"] = engine.sum_over_data(of_round).unbind(1)
-            yield said
-            context.progress(index + 1, len(shares), "micro-batches", "the teacher's likeliest tokens")
+                of_round[int(starts[share[0]] - first) : int(starts[share[-1] + 1] - first)] = own
+            yield _recorded(engine.sum_over_data(of_round))
+            self.context.progress(index + 1, len(shares), "micro-batches", "the teacher's likeliest tokens")
+
+    def of_batch(self, batch: Batch) -> NDArray[np.void]:
+        return _recorded(self._of_batch(batch))
+
+    def _of_batch(self, batch: Batch) -> torch.Tensor:
+        """float64 [targets, 2, number]: tokens and log-probabilities."""
+        answer = self.engine.likeliest_tokens(replace(batch, temperature=self.asked.temperature), self.asked.number)
+        return torch.stack([values[batch.has_target].double() for values in answer], 1)
+
+
+def _recorded(values: torch.Tensor) -> NDArray[np.void]:
+    """`said_record` [targets] of [targets, 2, number]."""
+    said = np.zeros(len(values), said_record(values.shape[-1]))
+    said["tokens"], said["log_probabilities"] = values.unbind(1)
+    return said
+
+
+@dataclass(frozen=True)
+class Taught:
+    """What a teacher said of datasets' rows; and itself, if it is to be asked about more."""
+
+    rows: Mapping[PackedDataset, TeacherRows] = field(default_factory=dict)
+    teacher: OpenTeacher | None = None
+    is_whole_vocabulary: bool = False
 
 
 def ask_teacher(
@@ -106,11 +136,13 @@ def ask_teacher(
     start_digest: str,
     watchdog: Watchdog,
     build: BuildEngine,
-) -> dict[PackedDataset, TeacherRows]:
+    stays: ExitStack,
+) -> Taught:
     """What the teacher that a recipe's stage names says of each dataset's rows; collective.
 
-    start_digest: of the weights that training starts from. Raises ModelError or LayoutError for a teacher that the
-    engine or the layout does not allow, ServerError or TransientError for a server that does not answer as it should.
+    start_digest: of the weights that training starts from. stays: what ends a teacher that is asked on. Raises
+    ModelError or LayoutError for a teacher that the engine or the layout does not allow, ServerError or TransientError
+    for a server that does not answer as it should.
     """
     asked = config.teacher_tokens
     assert asked
@@ -118,15 +150,21 @@ def ask_teacher(
     model_folder = context.inputs[config.base or config.model] / "model"
     paths = [_path(teacher, asked, dataset, rows, context.cache) for dataset, rows in wanted]
     missing = [index for index, path in enumerate(paths) if not min(gathered(float(path.is_file())))]
-    if missing:
-        with teacher.opened(context, watchdog) as said:
-            for index in missing:
-                _write(said, asked.number, *wanted[index], paths[index])
+    with ExitStack() as stack:
+        opened = stack.enter_context(teacher.opened(context, watchdog)) if missing or config.on_policy else None
+        for index in missing:
+            assert opened
+            _write(opened, asked.number, *wanted[index], paths[index])
+        if config.on_policy:
+            stays.push(stack.pop_all())
+        else:
+            opened = None
     is_whole = asked.number == vocabulary_size(read_config(model_folder))
-    return {
+    rows = {
         dataset: TeacherRows(np.array(rows), _starts(dataset, rows), np.load(path, mmap_mode="r"), asked, is_whole)
         for (dataset, rows), path in zip(wanted, paths, strict=True)
     }
+    return Taught(rows, opened, is_whole)
 
 
 def _teacher(config: TrainConfig, context: StageContext, start_digest: str, build: BuildEngine) -> Teacher:
@@ -154,11 +192,11 @@ def _path(teacher: Teacher, asked: TeacherTokens, dataset: PackedDataset, rows: 
     return cache / "teacher" / f"{content_key(identity)}.npy"
 
 
-def _write(said: Said, number: int, dataset: PackedDataset, rows: Sequence[int], path: Path) -> None:
+def _write(teacher: OpenTeacher, number: int, dataset: PackedDataset, rows: Sequence[int], path: Path) -> None:
     """What the teacher says, as it comes; by rank 0 alone."""
     array = _new_file(path, number, int(_starts(dataset, rows)[-1])) if is_main_process() else None
     first = 0
-    for piece in said(dataset, rows):
+    for piece in teacher.of_rows(dataset, rows):
         if array is not None:
             array[first : first + len(piece)] = piece
             first += len(piece)

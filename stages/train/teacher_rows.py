@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,9 +14,15 @@ from stages.data.batch import Batch, Candidates
 from stages.data.dataset import PackedDataset
 from stages.train.methods.method import TeacherTokens
 
-Said = Callable[[PackedDataset, Sequence[int]], Iterator[NDArray[np.void]]]
-"""A dataset, and rows of it, sorted → `said_record` of all their targets in order, piece by piece on rank 0; on the
-other processes anything. Collective."""
+
+class OpenTeacher(Protocol):
+    """A teacher that can be asked. What it says is `said_record`, of targets in their order."""
+
+    def of_rows(self, dataset: PackedDataset, rows: Sequence[int]) -> Iterator[NDArray[np.void]]:
+        """rows: sorted. All that it says of them, piece by piece, on rank 0; on the others anything. Collective."""
+
+    def of_batch(self, batch: Batch) -> NDArray[np.void]:
+        """Of this process's micro-batch. Collective."""
 
 
 def said_record(number: int) -> np.dtype[np.void]:

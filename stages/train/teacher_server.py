@@ -10,18 +10,20 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from pydantic import JsonValue
 
 from stages.core.contract import StageContext, is_main_process
 from stages.core.errors import ModelError, RecipeError, ServerError
+from stages.data.batch import Batch
 from stages.data.dataset import PackedDataset
 from stages.parallel.processes import gathered
 from stages.rollouts.asking import Answer, Request, ask_all
 from stages.serving.client import Client
 from stages.train.execution import TrainExecution
 from stages.train.methods.method import TeacherServer, TeacherTokens
-from stages.train.teacher_rows import Said, said_record
+from stages.train.teacher_rows import OpenTeacher, said_record
 from stages.train.watchdog import Watchdog
 
 PROBE = "In 2026, 3 × 14 = 42: naïve façade, 数 and\n\tdef f(x): return x ** 2  # “so”"
@@ -85,24 +87,15 @@ class ServedTeacher:
         self.likeliest([own])
 
     @contextmanager
-    def opened(self, context: StageContext, watchdog: Watchdog) -> Iterator[Said]:
-        """Raises ServerError for a document that it refuses, TransientError when it is gone for good."""
-
-        def said(dataset: PackedDataset, rows: Sequence[int]) -> Iterator[NDArray[np.void]]:
-            for first in range(0, len(rows), ROWS_TOGETHER):
-                watchdog.begins(f"row {first + 1} of {len(rows)} of the teacher's server")
-                documents = [one for row in rows[first : first + ROWS_TOGETHER] for one in dataset.documents(row)]
-                if is_main_process():
-                    found = self.likeliest([tokens.tolist() for tokens, _ in documents])
-                    learned = [values[loss[1:]] for values, (_, loss) in zip(found, documents, strict=True)]
-                    yield np.concatenate(learned)
-                gathered(0.0)  # the others wait here, and not for longer than these rows take
-                context.progress(min(first + ROWS_TOGETHER, len(rows)), len(rows), "rows", "the teacher's server")
-
-        yield said
+    def opened(self, context: StageContext, watchdog: Watchdog) -> Iterator[OpenTeacher]:
+        """It is open anyway."""
+        yield OpenServer(self, context, watchdog)
 
     def likeliest(self, documents: Sequence[Document]) -> list[NDArray[np.void]]:
-        """Of each document, `said_record` [tokens - 1]: the likeliest in the place of each token but the first."""
+        """Of each document, `said_record` [tokens - 1]: the likeliest in the place of each token but the first.
+
+        Raises ServerError for a document that it refuses, TransientError when it is gone for good.
+        """
         found: dict[int, NDArray[np.void]] = {}
 
         def keep(index: int, request: Request, answer: Answer) -> None:
@@ -150,3 +143,31 @@ class ServedTeacher:
             PROBE, add_special_tokens=False
         )
         return tokens
+
+
+@dataclass(frozen=True)
+class OpenServer:
+    """See `stages.train.teacher_rows.OpenTeacher`. Both raise what `likeliest` raises."""
+
+    teacher: ServedTeacher
+    context: StageContext
+    watchdog: Watchdog
+
+    def of_rows(self, dataset: PackedDataset, rows: Sequence[int]) -> Iterator[NDArray[np.void]]:
+        for first in range(0, len(rows), ROWS_TOGETHER):
+            self.watchdog.begins(f"row {first + 1} of {len(rows)} of the teacher's server")
+            documents = [one for row in rows[first : first + ROWS_TOGETHER] for one in dataset.documents(row)]
+            if is_main_process():
+                found = self.teacher.likeliest([tokens.tolist() for tokens, _ in documents])
+                yield np.concatenate([said[loss[1:]] for said, (_, loss) in zip(found, documents, strict=True)])
+            gathered(0.0)  # the others wait here, and not for longer than these rows take
+            self.context.progress(min(first + ROWS_TOGETHER, len(rows)), len(rows), "rows", "the teacher's server")
+
+    def of_batch(self, batch: Batch) -> NDArray[np.void]:
+        borders = np.cumsum(batch.document_lengths)[:-1].tolist()
+        tokens = torch.tensor_split(batch.input_ids.flatten(), borders)
+        is_target = torch.tensor_split(batch.has_target.flatten(), borders)
+        asked = [(one.tolist(), mask.numpy()[:-1]) for one, mask in zip(tokens, is_target, strict=True) if mask.any()]
+        found = self.teacher.likeliest([one for one, _ in asked])
+        nothing = np.zeros(0, said_record(self.teacher.number))
+        return np.concatenate([nothing, *(said[mask] for said, (_, mask) in zip(found, asked, strict=True))])

@@ -10,7 +10,8 @@ from pydantic import Field, PositiveInt, model_validator
 from stages.core.fields import AddedLater
 from stages.core.numbers import HELD_IN_FP32, PositiveFp32
 from stages.core.strict import StrictModel
-from stages.train.methods.method import Method, TeacherServer, TeacherTokens
+from stages.train.methods.method import Method, OnPolicySteps, TeacherServer, TeacherTokens
+from stages.train.methods.rollouts import SamplingOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,12 +26,15 @@ METRICS = {
 }
 
 
-class DistillConfig(StrictModel):
-    """Distillation by a generalised Jensen-Shannon divergence (Agarwal et al. 2024), named as in TRL's GKD.
+class DistillSampling(SamplingOptions):
+    """How the model answers; defaults are those of TRL's GKD."""
 
-    The texts are those of `data`. For some that the model itself gave (`lmbda` there), let a stage of `kind: generate`
-    give completions, and distil on those.
-    """
+    max_completion_length: PositiveInt = Field(128, description="Tokens after which a completion is cut off.")
+    temperature: PositiveFp32 = Field(0.9, le=100, description="Of sampling.")
+
+
+class DistillConfig(StrictModel):
+    """Distillation by a generalised Jensen-Shannon divergence (Agarwal et al. 2024), named as in TRL's GKD."""
 
     beta: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), HELD_IN_FP32] = Field(
         0.5,
@@ -48,6 +52,24 @@ class DistillConfig(StrictModel):
     teacher_server: Annotated[TeacherServer | None, AddedLater()] = Field(
         None, description="Where the teacher is served, in the place of a stage's model (`teacher`)."
     )
+    lmbda: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), AddedLater()] = Field(
+        0.0,
+        description="Share of steps whose rows are answered by the model itself (on-policy), drawn step by step; the "
+        "teacher is asked about these answers. 0: none, and no server is started; GKD has 0.5.",
+    )
+    sampling: Annotated[DistillSampling | None, AddedLater()] = Field(
+        None, description="With `lmbda` above 0, how the model answers."
+    )
+
+    @property
+    def on_policy(self) -> OnPolicySteps | None:
+        return OnPolicySteps(self.lmbda, self.sampling or DistillSampling()) if self.lmbda else None
+
+    @model_validator(mode="after")
+    def _samples_where_it_is_to(self) -> Self:
+        if self.sampling and not self.lmbda:
+            raise ValueError("`sampling` does nothing while `lmbda` is 0; remove it, or say which share is on-policy")
+        return self
 
     @model_validator(mode="after")
     def _server_gives_what_is_asked(self) -> Self:
@@ -125,5 +147,6 @@ DISTILL = Method(
     options=DistillConfig,
     asks_teacher=lambda config: TeacherTokens(config.loss_top_k, config.temperature, config.teacher_server),
     metrics=METRICS,
+    on_policy=lambda config: config.on_policy,
     headline=("teacher_agreement",),
 )

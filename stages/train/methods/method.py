@@ -16,6 +16,7 @@ from pydantic import Field
 from stages.core.strict import StrictModel
 from stages.data.config import RowKind
 from stages.planner.workload import Passes
+from stages.train.methods.rollouts import SamplingOptions
 
 if TYPE_CHECKING:
     from stages.data.batch import Batch
@@ -51,6 +52,15 @@ class TeacherTokens:
 
 
 @dataclass(frozen=True)
+class OnPolicySteps:
+    """Steps that learn from what the model itself answers to the prompts of their rows, in the place of the rows."""
+
+    share: float
+    """Of all steps, on average."""
+    sampling: SamplingOptions
+
+
+@dataclass(frozen=True)
 class Method:
     """A way to learn from rows. Functions take the options in the recipe, or None where the method has none."""
 
@@ -70,8 +80,10 @@ class Method:
     asks_teacher: Callable[[Any], TeacherTokens | None] = lambda _: None
     """What a teacher says of every target, if there is one: the stage that `teacher:` of the recipe names, or a
     server."""
+    on_policy: Callable[[Any], OnPolicySteps | None] = lambda _: None
+    """Which steps learn from unjudged answers of the model, about which the teacher is asked as they come."""
     needs_rollouts: bool = False
-    """Whether it learns from what the model answers while it is trained; its options are `RolloutOptions` then."""
+    """Whether it learns from judged answers of the model alone; its options are `RolloutOptions` then."""
     needs_score_head: bool = False
     """Whether the model gives one number a document, in the place of probabilities of tokens: a reward model."""
     reads_margins: bool = False

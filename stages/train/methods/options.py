@@ -9,9 +9,9 @@ from pydantic import Field, create_model, model_validator
 from stages.core.contract import ModelReference, StageConfig
 from stages.core.fields import AddedLater
 from stages.core.strict import StrictModel
-from stages.train.methods.method import Method, TeacherServer, TeacherTokens
+from stages.train.methods.method import Method, OnPolicySteps, TeacherServer, TeacherTokens
 from stages.train.methods.registry import METHODS
-from stages.train.methods.rollouts import RolloutOptions
+from stages.train.methods.rollouts import RolloutOptions, SamplingOptions
 
 if TYPE_CHECKING:  # what there is depends on the registry, which no type checker runs
     MethodName = str
@@ -56,6 +56,16 @@ class MethodFields(MethodBlocks):
         """How the model that is trained answers prompts, where the method learns from that."""
         options = self.method_options
         return options if isinstance(options, RolloutOptions) and self.learning.needs_rollouts else None
+
+    @property
+    def on_policy(self) -> OnPolicySteps | None:
+        """Which steps learn from what the model answers to the rows' prompts."""
+        return self.learning.on_policy(self.method_options)
+
+    @property
+    def sampling(self) -> SamplingOptions | None:
+        """How the model that is trained answers, where it does."""
+        return self.on_policy.sampling if self.on_policy else self.rollouts
 
     @property
     def needs_reference(self) -> bool:

@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from stages.adapters.config import AdapterConfig
+from stages.data.config import DataConfig
+from stages.parallel.layout import AutoLayout, LayoutOrAuto
 from stages.serving.adapters import NOT_PUT_ON_A_BASE
-from stages.train.methods.rollouts import RolloutOptions
+from stages.train.methods.method import TeacherServer
+from stages.train.methods.rollouts import RolloutOptions, SamplingOptions
 
 NOT_HELD_OUT = "completions have no held-out loss; evaluate what is trained in a stage of `kind: evaluate`"
 NOT_PROMPTS = "completions are learned from, and prompts are not"
@@ -26,57 +29,75 @@ IDLE_DATA = {
 """Field of `data:` → why it does nothing."""
 
 
-def idle_fields(method: str, *, has_rollouts: bool, asks_server: bool) -> Iterator[tuple[str, str]]:
-    """Dotted path of each field that does nothing, and why; asks_server: about what a teacher says."""
-    if has_rollouts:
+def idle_fields(
+    method: str, rollouts: RolloutOptions | None, sampling: SamplingOptions | None, server: TeacherServer | None
+) -> Iterator[tuple[str, str]]:
+    """Dotted path of each field that does nothing, and why."""
+    if rollouts:
         yield from ((f"data.{field}", why) for field, why in IDLE_DATA.items())
-        return
-    yield "execution.ready_timeout_s", f"`method: {method}` samples no completions"
-    if not asks_server:
+    if not sampling:
+        yield "execution.ready_timeout_s", f"`method: {method}` samples no completions"
+    if not (sampling or server):
         for field in ("rollout_timeout_s", "concurrent_requests"):
             yield f"execution.{field}", f"`method: {method}` asks no server"
 
 
 @dataclass(frozen=True)
-class RolloutRun:
-    """What else the recipe says. block: the field of the options."""
+class SamplingRun:
+    """What else the recipe says. teacher: the stage whose model it is."""
 
-    block: str
-    options: RolloutOptions
+    method: str
+    options: SamplingOptions
     global_batch_size: int
-    sequence_length: int
+    data: DataConfig
     num_nodes: int
     engine: str
-    needs_reference: bool
+    layout: LayoutOrAuto
     adapter: AdapterConfig | None
+    needs_reference: bool
+    teacher: str | None
+
+    @property
+    def block(self) -> str:
+        """The field that holds the options."""
+        return self.method if isinstance(self.options, RolloutOptions) else f"{self.method}.sampling"
 
 
-def rollout_errors(run: RolloutRun) -> Iterator[str]:
+def completion_errors(run: SamplingRun) -> Iterator[str]:
     """What cannot be done, each with what to change."""
-    if not run.options.rewards:
-        yield f"`{run.block}.rewards` is missing, so that nothing says which completions are good; name at least one"
-    yield from _sizes(run)
+    if isinstance(run.options, RolloutOptions):
+        yield from _judged(run, run.options)
+    else:
+        yield from _taught(run)
+    for field, most in (
+        ("data.sequence_length", run.data.sequence_length),
+        (f"{run.block}.serving.max_model_len", run.options.serving.max_model_len),
+    ):
+        if most and run.options.max_completion_length >= most:
+            yield (
+                f"{run.block}.max_completion_length: is {run.options.max_completion_length}, which leaves no room for "
+                f"a prompt in {field}, {most}; lower it, or raise that"
+            )
     if run.num_nodes > 1:
         yield "completions are sampled on one node; say `execution.nodes: 1`"
-    if run.needs_reference and run.engine != "fsdp":
-        yield (
-            f"`{run.block}.beta` needs the model that training starts from beside the one that learns, which "
-            "`engine: fsdp` alone can hold; choose it, or say `beta: 0`"
-        )
-    adapter = run.adapter
-    if adapter is None:
-        return
+    if run.adapter:
+        yield from _of_adapter(run, run.adapter)
+
+
+def _of_adapter(run: SamplingRun, adapter: AdapterConfig) -> Iterator[str]:
     if found := [field for field in NOT_PUT_ON_A_BASE if getattr(adapter, field, None)]:
         yield f"adapter.{found[0]}: no server samples from such an adapter; remove it"
     if adapter.changes_base or adapter.base_precision or adapter.stack:
         yield (
             "adapter: `init` that changes the base, `base_precision` and `stack` make the frozen model another than "
-            f"the one that the server has; remove them, or let the model itself learn with `method: {run.block}`"
+            f"the one that the server has; remove them, or let the model itself learn with `method: {run.method}`"
         )
 
 
-def _sizes(run: RolloutRun) -> Iterator[str]:
-    block, options, serving = run.block, run.options, run.options.serving
+def _judged(run: SamplingRun, options: RolloutOptions) -> Iterator[str]:
+    block, serving = run.block, options.serving
+    if not options.rewards:
+        yield f"`{block}.rewards` is missing, so that nothing says which completions are good; name at least one"
     if run.global_batch_size * options.steps_per_generation % options.num_generations:
         yield (
             f"global_batch_size {run.global_batch_size} × {block}.steps_per_generation {options.steps_per_generation} "
@@ -87,12 +108,27 @@ def _sizes(run: RolloutRun) -> Iterator[str]:
             f"{block}.num_generations: {options.num_generations} is more than the {serving.max_num_seqs} requests that "
             f"the server takes at a time; raise {block}.serving.max_num_seqs, or lower it"
         )
-    for field, most in (
-        ("data.sequence_length", run.sequence_length),
-        (f"{block}.serving.max_model_len", serving.max_model_len),
-    ):
-        if most and options.max_completion_length >= most:
-            yield (
-                f"{block}.max_completion_length: is {options.max_completion_length}, which leaves no room for a prompt "
-                f"in {field}, {most}; lower it, or raise that"
-            )
+    if run.needs_reference and run.engine != "fsdp":
+        yield (
+            f"`{block}.beta` needs the model that training starts from beside the one that learns, which "
+            "`engine: fsdp` alone can hold; choose it, or say `beta: 0`"
+        )
+
+
+def _taught(run: SamplingRun) -> Iterator[str]:
+    """Of answers that a teacher is asked about."""
+    method = run.method
+    if run.data.train_on == "all":
+        yield f"`data.train_on: all` leaves no prompts that `{method}.lmbda` could answer; remove one of them"
+    if run.teacher and run.engine != "fsdp":
+        yield (
+            f"`{method}.lmbda` needs the teacher beside the model that learns, which `engine: fsdp` alone can hold; "
+            f"choose it, or name a server (`{method}.teacher_server`)"
+        )
+    if run.teacher or isinstance(run.layout, AutoLayout):
+        return
+    if split := [name for name in ("tp", "pp", "cp") if getattr(run.layout, name) > 1]:
+        yield (
+            f"`{method}.teacher_server` with `lmbda`: processes that share a row (layout.{split[0]}) would each ask "
+            "it, and not be told the very same; shard the data alone (`dp_shard`), or name a stage (`teacher`)"
+        )

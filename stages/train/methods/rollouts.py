@@ -1,6 +1,6 @@
 """What a recipe may say of completions that are sampled from the model while it is trained: how, and what judges them.
 
-A method that learns from them has these options among its own (`Method.needs_rollouts`).
+A method that learns from judged ones has these options among its own (`Method.needs_rollouts`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class RolloutOptions(StrictModel, ABC):
+class SamplingOptions(StrictModel):
+    """How the model that is trained answers prompts."""
+
+    max_completion_length: PositiveInt = Field(512, description="Tokens after which a completion is cut off.")
+    temperature: PositiveFp32 = Field(1.0, le=100, description="Of sampling, and of the probabilities that learn.")
+    top_p: PositiveFp32 = Field(1.0, le=1, description="Only the likeliest tokens that have this share together.")
+    stop: tuple[str, ...] = Field((), max_length=16, description="Texts that end a completion.")
+    serving: ServingConfig = Field(
+        ServingConfig(), description="Of the server that samples; `dtype: auto` is the precision of the training."
+    )
+
+
+class RolloutOptions(SamplingOptions, ABC):
     """How prompts are answered, by whom, and what the answers are worth."""
 
     num_generations: int = Field(8, ge=2, le=1024, description="Completions of each prompt, a group.")
@@ -29,13 +41,9 @@ class RolloutOptions(StrictModel, ABC):
         "TRL has as many as it accumulates gradients over.",
     )
     num_iterations: PositiveInt = Field(1, description="How often a batch of completions is learned from.")
-    max_completion_length: PositiveInt = Field(512, description="Tokens after which a completion is cut off.")
     mask_truncated_completions: bool = Field(
         False, description="Whether completions that were cut off are learned from by nobody (DAPO)."
     )
-    temperature: PositiveFp32 = Field(1.0, le=100, description="Of sampling, and of the probabilities that learn.")
-    top_p: PositiveFp32 = Field(1.0, le=1, description="Only the likeliest tokens that have this share together.")
-    stop: tuple[str, ...] = Field((), max_length=16, description="Texts that end a completion.")
     system: str | None = Field(None, min_length=1, description="System message of chats that have none.")
     apply_chat_template: bool | None = Field(
         None, description="Ask prompts of plain text as a user of a chat; default: as `kind: generate` does."
@@ -53,9 +61,6 @@ class RolloutOptions(StrictModel, ABC):
         le=100,
         description="Groups whose completions are all worth the same teach nothing. They are replaced by those of "
         "other prompts, up to so many samplings in all (dynamic sampling); what is left then stays. 1: all stay.",
-    )
-    serving: ServingConfig = Field(
-        ServingConfig(), description="Of the server that samples; `dtype: auto` is the precision of the training."
     )
 
     @abstractmethod

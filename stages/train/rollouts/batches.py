@@ -10,7 +10,6 @@ that was sampled by the very weights of that checkpoint. Later rounds of an atte
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -29,14 +28,13 @@ from stages.rewards.reward import RewardContext
 from stages.rollouts.prompts import AskedPrompt
 from stages.train.batches import BatchSource
 from stages.train.checkpoints import complete_checkpoints
-from stages.train.config import TrainConfig
 from stages.train.methods.rollouts import RolloutOptions
 from stages.train.rollouts.documents import AnsweredPrompt, Packing
 from stages.train.rollouts.metrics import COMPLETIONS_FILE, Samples, round_metrics
-from stages.train.rollouts.probe import BOUNDS_NATS, Probe, check_difference
+from stages.train.rollouts.probe import BOUNDS_NATS, check_difference
 from stages.train.rollouts.rounds import Round, RoundPlan
 from stages.train.rollouts.sampling import Sampler
-from stages.train.rollouts.server import RolloutServer
+from stages.train.rollouts.synced import SyncedServer
 from stages.train.watchdog import Watchdog
 
 
@@ -49,7 +47,6 @@ class RolloutBatches:
 
     def __init__(
         self,
-        config: TrainConfig,
         context: StageContext,
         options: RolloutOptions,
         engine: Engine,
@@ -57,11 +54,10 @@ class RolloutBatches:
         prompts: Sequence[AskedPrompt],
         plan: RoundPlan,
         packing: Packing,
-        base: Path | None,
+        server: SyncedServer,
         reference: Engine | None,
     ) -> None:
-        """base: folder of the frozen model, where an adapter learns. reference: what training starts from, if the loss
-        measures how far it is from that."""
+        """reference: what training starts from, if the loss measures how far it is from that."""
         self._context = context
         self._options = options
         self._engine = engine
@@ -71,17 +67,11 @@ class RolloutBatches:
         self._packing = packing
         self._reference = reference
         self._folder = context.scratch / "rollouts"
-        self._dtype = "float32" if config.precision == "fp32" else "bfloat16"
-        serving = options.serving.model_copy(update={"max_model_len": packing.most_tokens})
-        if serving.dtype == "auto":
-            serving = serving.model_copy(update={"dtype": self._dtype})
-        self._bound_dtype = self._dtype if serving.dtype == self._dtype else "bfloat16"
-        self._server = RolloutServer(context, serving, config.execution, base)
+        self._server = server
         self._resources = ExitStack()
         self._resources.callback(self._server.close)
         self._judge: Judge | None = None
         self._samples = Samples(context, prompts)
-        self._probe: Probe | None = None
         self._parts: list[list[Batch]] = []
         self._measured: dict[str, float] = {}
         self._is_first = True
@@ -106,8 +96,7 @@ class RolloutBatches:
         }
 
     def recorded(self) -> tuple[Batch, torch.Tensor | None]:
-        assert self._probe, "a round was learned from"
-        return self._probe.batch, self._probe.untrained
+        return self._server.recorded()
 
     def close(self) -> None:
         self._resources.close()
@@ -124,16 +113,16 @@ class RolloutBatches:
         parts = self._parts_of(documents)
         differences = self._differences(parts)
         if self._options.top_p == 1:  # else the server says what a token had among the likeliest only
-            if is_kept and differences["mismatch_mean"] > BOUNDS_NATS[self._bound_dtype]:
+            if is_kept and differences["mismatch_mean"] > BOUNDS_NATS[self._server.bound_dtype]:
                 self._context.warn(
                     f"the completions that were kept for step {step} are of other weights: sampled again"
                 )
                 path.unlink(missing_ok=True)
                 return self._new_round(step)
             check_difference(
-                differences["mismatch_mean"], self._bound_dtype, f"at step {step}, the server that samples"
+                differences["mismatch_mean"], self._server.bound_dtype, f"at step {step}, the server that samples"
             )
-        self._take_probe(documents)
+        self._server.take_probe(documents)
         self._measured = {
             **round_metrics(found),
             **differences,
@@ -145,15 +134,13 @@ class RolloutBatches:
 
     def _sample(self, step: int, path: Path) -> float:
         """Leaves the round's file; returns the seconds that the server's new weights took."""
-        began_s = time.perf_counter()
-        self._give_weights(step)
-        given_s = time.perf_counter()
+        sync_s = self._server.give_weights(step)
         self._watchdog.begins(f"the completions for step {step}")
         if is_main_process():
-            sampler = Sampler(self._server, self._open_judge(), self._prompts, self._options, self._plan)
+            sampler = Sampler(self._server.server, self._open_judge(), self._prompts, self._options, self._plan)
             sampler.sample(step).write(path)
         self._engine.broadcast_from_rank0(0.0)  # until now, there may be no file
-        return given_s - began_s
+        return sync_s
 
     def _open_judge(self) -> Judge:
         """Of the rewards, which may need processes or servers of their own: once."""
@@ -170,27 +157,7 @@ class RolloutBatches:
         for other in self._folder.glob("step-*.json"):
             if other != path and (self._is_first or int(other.stem.removeprefix("step-")) <= latest):
                 other.unlink()
-        if self._is_first:
-            shutil.rmtree(self._weights, ignore_errors=True)
         self._is_first = False
-
-    @property
-    def _weights(self) -> Path:
-        """Not in memory (tmpfs): what a kill leaves there nobody would remove, and fresh files are read from the page
-        cache anyway."""
-        return self._context.scratch / "weights"
-
-    def _give_weights(self, step: int) -> None:
-        """Those of the engine to the server, and a look whether it has them."""
-        self._watchdog.begins(f"giving the server the weights for step {step}")
-        folder = self._weights / f"step-{step}"
-        self._engine.export(folder, getattr(torch, self._dtype), is_trained=False)
-        if is_main_process():
-            self._server.take(folder)
-        if self._probe:
-            of_engine = self._engine.target_log_probabilities(self._probe.batch)
-            if is_main_process():
-                self._probe.check(of_engine, self._server, self._bound_dtype, step)
 
     def _documents(self, found: Round) -> list[AnsweredPrompt]:
         rewards = torch.tensor([one.reward for one in found.completions], dtype=torch.float64)  # as they are weighted
@@ -239,14 +206,3 @@ class RolloutBatches:
         sums = torch.stack([of_tokens.sum(), torch.tensor(float(len(of_tokens) - 1), dtype=torch.float64)])
         total, count = self._engine.sum_over_data(sums).tolist()
         return {"mismatch_mean": total / max(1.0, count), "mismatch_max": max(gathered(of_tokens.max().item()))}
-
-    def _take_probe(self, documents: Sequence[AnsweredPrompt]) -> None:
-        if self._probe:
-            return
-        path = self._folder / "probe.json"
-        if self._engine.broadcast_from_rank0(float(path.is_file())):
-            self._probe = Probe.read(path, self._packing)
-            return
-        self._probe = Probe.take(documents, self._packing, self._engine)
-        if is_main_process():
-            self._probe.write(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,15 +12,14 @@ import torch
 
 from stages.core.contract import StageContext
 from stages.data.documents import Conversation
-from stages.data.tokenizer import DocumentTokenizer
 from stages.engines.engine import Engine
 from stages.rollouts.prompts import AskedPrompt
 from stages.train.config import TrainConfig
 from stages.train.methods.rollouts import RolloutOptions
 from stages.train.rollouts.batches import RolloutBatches
-from stages.train.rollouts.documents import Packing
-from stages.train.rollouts.prompts import checked_prompts, most_tokens
+from stages.train.rollouts.prompts import checked_prompts, completion_packing
 from stages.train.rollouts.rounds import RoundPlan
+from stages.train.rollouts.synced import SyncedServer
 from stages.train.teacher import BuildEngine
 from stages.train.watchdog import Watchdog
 
@@ -66,25 +66,19 @@ class RolloutData:
         plan = self._plan
         return math.ceil(self.config.epochs * len(self.prompts) / plan.prompts_per_round) * plan.steps_per_round
 
-    def taught(self, build: BuildEngine, watchdog: Watchdog) -> RolloutData:
+    def taught(self, build: BuildEngine, watchdog: Watchdog, stays: ExitStack) -> RolloutData:
         """No method has a teacher for what a model answers itself."""
         return self
 
     def batches(self, engine: Engine, last_step: int, watchdog: Watchdog) -> RolloutBatches:
         """The server is started with the first of them."""
         config = self.config
-        packing = Packing(
-            config.data.sequence_length,
-            most_tokens(config, self.options, self.model_folder),
-            bool(config.data.packing),
-            config.layout.micro_batch_size,
-            DocumentTokenizer(self.model_folder, None, "assistant").padding_token,
-            self.options.temperature,
-        )
+        packing = completion_packing(config, self.options, self.model_folder, self.options.temperature)
         base = self.model_folder if config.adapter else None
+        server = SyncedServer(config, self.context, self.options, engine, watchdog, packing, base)
         reference = self.build_reference(engine.device, self) if config.needs_reference else None
         return RolloutBatches(
-            config, self.context, self.options, engine, watchdog, self.prompts, self._plan, packing, base, reference
+            self.context, self.options, engine, watchdog, self.prompts, self._plan, packing, server, reference
         )
 
     @property

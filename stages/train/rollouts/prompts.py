@@ -6,11 +6,13 @@ from pathlib import Path
 
 from stages.core.errors import DataError
 from stages.data.config import DEFAULT_DATE
+from stages.data.tokenizer import DocumentTokenizer
 from stages.models.model_config import max_positions, read_config
 from stages.rollouts.options import PromptOptions
 from stages.rollouts.prompts import AskedPrompt, read_prompts
 from stages.train.config import TrainConfig
-from stages.train.methods.rollouts import RolloutOptions
+from stages.train.methods.rollouts import RolloutOptions, SamplingOptions
+from stages.train.rollouts.documents import Packing
 
 NUM_NAMED = 5
 
@@ -44,7 +46,21 @@ def checked_prompts(
     return prompts
 
 
-def most_tokens(config: TrainConfig, options: RolloutOptions, model_folder: Path) -> int:
+def completion_packing(
+    config: TrainConfig, options: SamplingOptions, model_folder: Path, temperature: float
+) -> Packing:
+    """How completions lie in batches. temperature: of the probabilities that learn."""
+    return Packing(
+        config.data.sequence_length,
+        most_tokens(config, options, model_folder),
+        bool(config.data.packing),
+        config.layout.micro_batch_size,
+        DocumentTokenizer(model_folder, None, "assistant").padding_token,
+        temperature,
+    )
+
+
+def most_tokens(config: TrainConfig, options: SamplingOptions, model_folder: Path) -> int:
     """Of a prompt and its completion together."""
     limits = (config.data.sequence_length, options.serving.max_model_len, max_positions(read_config(model_folder)))
     return min(limit for limit in limits if limit)

@@ -12,7 +12,7 @@ from typing import Any
 from stages.rewards.judging import Judge, Judgement, Named
 from stages.rollouts.asking import Answer, Request
 from stages.rollouts.prompts import AskedPrompt
-from stages.train.methods.rollouts import RolloutOptions
+from stages.train.methods.rollouts import RolloutOptions, SamplingOptions
 from stages.train.rollouts.rounds import Completion, Group, Round, RoundPlan
 from stages.train.rollouts.server import RolloutServer
 
@@ -65,31 +65,17 @@ class Sampler:
 
     def _answers(self, asked: Sequence[int], seeds: Sequence[int]) -> list[Answer]:
         found: dict[int, Answer] = {}
+        options = self.options
 
         def keep(position: int, _: Request, answer: Answer) -> None:
             found[position] = answer
 
         requests = [
-            (position, self._request(prompt, seed))
+            (position, completion_request(options, self.prompts[prompt].token_ids, seed, options.num_generations))
             for position, (prompt, seed) in enumerate(zip(asked, seeds, strict=True))
         ]
         self.server.ask(requests, keep)
         return [found[position] for position in range(len(asked))]
-
-    def _request(self, prompt: int, seed: int) -> Request:
-        options = self.options
-        return {
-            "prompt": self.prompts[prompt].token_ids,
-            "n": options.num_generations,
-            "max_tokens": options.max_completion_length,
-            "temperature": options.temperature,
-            "top_p": options.top_p,
-            "stop": list(options.stop) or None,
-            "seed": seed,
-            "logprobs": 0,
-            "return_token_ids": True,
-            **EVERY_TOKEN,
-        }
 
     def _groups(self, asked: Sequence[int], answers: Sequence[Answer]) -> Iterator[Group]:
         choices = [sorted(answer["choices"], key=lambda choice: int(choice["index"])) for answer in answers]
@@ -116,3 +102,19 @@ def _completion(choice: Choice, judgement: Judgement) -> Completion:
         rewards=dict(judgement.rewards),
         reward=judgement.total,
     )
+
+
+def completion_request(options: SamplingOptions, prompt: list[int], seed: int, num_completions: int) -> Request:
+    """prompt: tokens."""
+    return {
+        "prompt": prompt,
+        "n": num_completions,
+        "max_tokens": options.max_completion_length,
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "stop": list(options.stop) or None,
+        "seed": seed,
+        "logprobs": 0,
+        "return_token_ids": True,
+        **EVERY_TOKEN,
+    }

@@ -1,0 +1,189 @@
+"""Rows in some steps, and in the others what the model itself answers to their prompts, with what a teacher says of it.
+
+As in TRL's GKD (Agarwal et al. 2024, algorithm 1), a draw for each step decides which. The server that samples has the
+weights of that very step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import TypeAdapter
+
+from stages.core.contract import StageContext, is_main_process
+from stages.core.errors import DataError
+from stages.core.files import write_atomically
+from stages.data.batch import Batch
+from stages.data.dataset import PackedDataset
+from stages.engines.engine import Engine
+from stages.rollouts.asking import Answer, Request
+from stages.train.batches import BatchSource, RowBatches
+from stages.train.config import TrainConfig
+from stages.train.methods.method import OnPolicySteps, TeacherTokens
+from stages.train.rollouts.documents import AnsweredPrompt, Packing
+from stages.train.rollouts.prompts import completion_packing
+from stages.train.rollouts.sampling import completion_request
+from stages.train.rollouts.synced import SyncedServer
+from stages.train.teacher import Taught
+from stages.train.teacher_rows import with_candidates
+from stages.train.watchdog import Watchdog
+
+DOCUMENTS = TypeAdapter(list[AnsweredPrompt])
+
+
+@dataclass
+class OnPolicyBatches:
+    """See `stages.train.batches.Batches`. To be closed: it has a server."""
+
+    made_ahead: ClassVar[bool] = False
+    steps_together: ClassVar[int] = 1
+    files: ClassVar[Sequence[str]] = ()
+
+    texts: RowBatches
+    steps: OnPolicySteps
+    asked: TeacherTokens
+    taught: Taught
+    engine: Engine
+    server: SyncedServer
+    packing: Packing
+    seed: int
+    file: Path
+    """Where rank 0 writes the answers, and every process reads them."""
+    watchdog: Watchdog
+    measured: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def held_out(self) -> BatchSource | None:
+        return self.texts.held_out
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        if not is_on_policy(self.seed, step, self.steps.share):
+            self.measured = {"on_policy": 0.0}
+            return self.texts.micro_batches(step)
+        sync_s = self.server.give_weights(step)
+        began_s = time.perf_counter()
+        documents = self._answered(step)
+        sampled_s = time.perf_counter()
+        if not self.server.has_probe:
+            self.server.take_probe(documents)
+            self.server.check(step)
+        shares = self.packing.share(documents, self.engine.data_rank, self.engine.data_parallel_size)
+        self.watchdog.begins(f"what the teacher says of the answers of step {step}")
+        batches = [self._taught(batch) for batch in shares]
+        self.measured = {
+            "on_policy": 1.0,
+            "sync_s": sync_s,
+            "generate_s": sampled_s - began_s,
+            "teacher_s": time.perf_counter() - sampled_s,
+            "completion_tokens": float(np.mean([len(one.completion) for one in documents])),
+        }
+        self.watchdog.begins_step(step)
+        return batches
+
+    def metrics(self, step: int, update_s: float) -> dict[str, float]:
+        return {**self.texts.metrics(step, update_s), **self.measured}
+
+    def recorded(self) -> tuple[Batch, torch.Tensor | None]:
+        return self.texts.recorded()
+
+    def close(self) -> None:
+        self.server.close()
+
+    def _answered(self, step: int) -> list[AnsweredPrompt]:
+        """By all of the global batch, the same on every process."""
+        self.watchdog.begins(f"the answers of step {step}")
+        if is_main_process():
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.file, DOCUMENTS.dump_json(self._sample(step)).decode())
+        self.engine.broadcast_from_rank0(0.0)  # until now, the file may be that of an earlier step
+        documents = DOCUMENTS.validate_json(self.file.read_bytes())
+        self.engine.broadcast_from_rank0(0.0)
+        return documents
+
+    def _sample(self, step: int) -> list[AnsweredPrompt]:
+        sampling, most_tokens = self.steps.sampling, self.packing.most_tokens
+        prompts = prompts_of(self.texts.training.dataset, self.texts.order.global_batch(step))
+        requests: list[tuple[int, Request]] = []
+        for position, prompt in enumerate(prompts):
+            seed = int(np.random.SeedSequence((self.seed, step, position)).generate_state(1)[0]) >> 1
+            room = most_tokens - len(prompt)
+            if room < 1:
+                raise DataError(
+                    f"step {step}: a prompt of {len(prompt)} tokens leaves no room for an answer in the {most_tokens} "
+                    "that the model, sequence_length and sampling.serving.max_model_len allow together; raise these, "
+                    "or leave such rows out"
+                )
+            request = completion_request(sampling, prompt, seed, 1)
+            requests.append((position, {**request, "max_tokens": min(room, sampling.max_completion_length)}))
+        found: dict[int, AnsweredPrompt] = {}
+
+        def keep(position: int, request: Request, answer: Answer) -> None:
+            choice = answer["choices"][0]
+            values = choice["logprobs"]["token_logprobs"]
+            found[position] = AnsweredPrompt(request["prompt"], choice["token_ids"], values, 0.0)
+
+        self.server.server.ask(requests, keep)
+        return [found[position] for position in range(len(prompts))]
+
+    def _taught(self, batch: Batch) -> Batch:
+        """At the temperature of the loss."""
+        assert self.taught.teacher
+        batch = replace(batch, rollouts=None, temperature=self.asked.temperature)
+        said = self.taught.teacher.of_batch(batch)
+        return with_candidates(batch, said, self.asked, self.taught.is_whole_vocabulary)
+
+
+def on_policy_batches(
+    config: TrainConfig,
+    context: StageContext,
+    steps: OnPolicySteps,
+    engine: Engine,
+    watchdog: Watchdog,
+    texts: RowBatches,
+    taught: Taught,
+) -> OnPolicyBatches:
+    """texts: what the other steps learn from. The server is started with the first weights that it is given."""
+    asked = config.teacher_tokens
+    assert asked
+    model_folder = context.inputs[config.base or config.model] / "model"
+    packing = completion_packing(config, steps.sampling, model_folder, steps.sampling.temperature)
+    base = model_folder if config.adapter else None
+    server = SyncedServer(config, context, steps.sampling, engine, watchdog, packing, base)
+    file = context.scratch / "rollouts" / "answers.json"
+    return OnPolicyBatches(texts, steps, asked, taught, engine, server, packing, config.seed, file, watchdog)
+
+
+def is_on_policy(seed: int, step: int, share: float) -> bool:
+    """Whether the model answers the rows of this step itself: a draw that a resumed run repeats."""
+    return bool(np.random.default_rng([seed, step, 1]).random() < share)
+
+
+def prompts_of(dataset: PackedDataset, rows: Sequence[int]) -> list[list[int]]:
+    """Of every document of these rows, the tokens before its last answer. Raises DataError for one without a prompt."""
+    found = []
+    for row in rows:
+        for tokens, loss in dataset.documents(row):
+            end = _prompt_length(loss)
+            if not end:
+                raise DataError(
+                    f"a document of row {row} has no prompt that the model could answer (`lmbda`): all of it is "
+                    "learned; expected prompts and answers, or conversations"
+                )
+            found.append(tokens[:end].tolist())
+    return found
+
+
+def _prompt_length(loss: NDArray[np.bool_]) -> int:
+    """Tokens before the last run of learned ones; 0 where nothing is before it, or nothing is learned."""
+    learned = np.flatnonzero(loss)
+    if not len(learned):
+        return 0
+    others = np.flatnonzero(~loss[: learned[-1]])
+    return int(others[-1]) + 1 if len(others) else 0

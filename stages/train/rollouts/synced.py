@@ -1,0 +1,101 @@
+"""A server that samples from the model that is trained: it is given the engine's weights, and it is checked that it has
+them.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from stages.core.contract import StageContext, is_main_process
+from stages.data.batch import Batch
+from stages.engines.engine import Engine
+from stages.train.config import TrainConfig
+from stages.train.methods.rollouts import SamplingOptions
+from stages.train.rollouts.documents import AnsweredPrompt, Packing
+from stages.train.rollouts.probe import Probe
+from stages.train.rollouts.server import RolloutServer
+from stages.train.watchdog import Watchdog
+
+
+class SyncedServer:
+    """To be closed. server: what rank 0 asks. bound_dtype: in which server and engine both compute."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        context: StageContext,
+        options: SamplingOptions,
+        engine: Engine,
+        watchdog: Watchdog,
+        packing: Packing,
+        base: Path | None,
+    ) -> None:
+        """base: folder of the frozen model, where an adapter learns."""
+        self._engine = engine
+        self._watchdog = watchdog
+        self._packing = packing
+        self._dtype = "float32" if config.precision == "fp32" else "bfloat16"
+        serving = options.serving.model_copy(update={"max_model_len": packing.most_tokens})
+        if serving.dtype == "auto":
+            serving = serving.model_copy(update={"dtype": self._dtype})
+        self.bound_dtype = self._dtype if serving.dtype == self._dtype else "bfloat16"
+        self.server = RolloutServer(context, serving, config.execution, base)
+        # Not in memory (tmpfs): what a kill leaves there nobody would remove, and fresh files are read from the page
+        # cache anyway.
+        self._weights = context.scratch / "weights"
+        self._probe_path = context.scratch / "rollouts" / "probe.json"
+        self._probe: Probe | None = None
+        if is_main_process():
+            shutil.rmtree(self._weights, ignore_errors=True)  # of another attempt
+
+    def give_weights(self, step: int) -> float:
+        """Those of the engine before this step, and a look whether the server has them; returns the seconds it took.
+
+        Collective. Raises TrainingError when it answers by others, and as `RolloutServer.take` does.
+        """
+        began_s = time.perf_counter()
+        self._watchdog.begins(f"giving the server the weights for step {step}")
+        folder = self._weights / f"step-{step}"
+        self._engine.export(folder, getattr(torch, self._dtype), is_trained=False)
+        if is_main_process():
+            self.server.take(folder)
+        self.check(step)
+        return time.perf_counter() - began_s
+
+    def check(self, step: int) -> None:
+        """By the probe, if it has been taken; collective."""
+        if self._probe:
+            of_engine = self._engine.target_log_probabilities(self._probe.batch)
+            if is_main_process():
+                self._probe.check(of_engine, self.server, self.bound_dtype, step)
+
+    @property
+    def has_probe(self) -> bool:
+        """Whether `check` compares anything."""
+        return self._probe is not None
+
+    def take_probe(self, documents: Sequence[AnsweredPrompt]) -> None:
+        """Keep some of these, the first there are, to compare by; the same on every process. Collective."""
+        if self._probe:
+            return
+        if self._engine.broadcast_from_rank0(float(self._probe_path.is_file())):
+            self._probe = Probe.read(self._probe_path, self._packing)
+            return
+        self._probe = Probe.take(documents, self._packing, self._engine)
+        if is_main_process():
+            self._probe_path.parent.mkdir(parents=True, exist_ok=True)
+            self._probe.write(self._probe_path)
+
+    def recorded(self) -> tuple[Batch, torch.Tensor | None]:
+        """See `stages.train.batches.Batches`."""
+        assert self._probe, "completions were learned from"
+        return self._probe.batch, self._probe.untrained
+
+    def close(self) -> None:
+        """End the server."""
+        self.server.close()
