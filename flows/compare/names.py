@@ -36,6 +36,7 @@ RUN_METRICS = {
     "stage_time_s": "wall time of the stage, start and export included",
     "predicted_step_time_s": "the planner's step time for this layout on this hardware",
     "predicted_memory_gib": "the planner's peak memory of the process that needs most",
+    "predicted_teacher_memory_gib": "the planner's peak memory of a teacher that is a stage's model, while it is asked",
     "predicted_pipeline_bubble_fraction": "the planner's bubble",
 }
 COMPARISON_METRICS = {

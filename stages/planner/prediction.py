@@ -8,6 +8,7 @@ from heapq import nlargest
 from typing import Any
 
 from stages.core.errors import LayoutError
+from stages.planner.memory import memory
 from stages.planner.search import Candidate, SearchRequest, fitting_layouts, memory_fit
 
 NUM_ALTERNATIVES = 5
@@ -37,6 +38,29 @@ def check_memory(request: SearchRequest, candidate: Candidate, available_gib: fl
         f"the layout {candidate.text} would run out of memory: predicted "
         f"{needed_gib:.1f} GiB a device ({largest}), available {available_gib:.1f} GiB; "
         f"{_advice(replace(request, available_gib=available_gib), candidate)}"
+    )
+
+
+def teacher_memory_gib(request: SearchRequest, candidate: Candidate) -> float:
+    """Of a model that is only asked, under a layout: its weights, and one micro-batch without gradients.
+
+    request: of the teacher's shape.
+    """
+    whole = replace(request.workload, adapter=None)
+    estimated = memory(request.shape, candidate.engine, candidate.layout, whole)
+    return max(one.total - one.gradients - one.optimizer - one.activations - one.logits / 2 for one in estimated.stages)
+
+
+def check_teacher_memory(teacher_gib: float, candidate: Candidate, available_gib: float, *, stays: bool) -> None:
+    """Raises LayoutError when the teacher does not fit; stays: beside the model that learns."""
+    needed_gib = teacher_gib + (candidate.memory.peak_gib if stays else 0)
+    if memory_fit(needed_gib, available_gib) != "does not fit":
+        return
+    beside = f" and {candidate.memory.peak_gib:.1f} GiB of the model that learns" if stays else ""
+    raise LayoutError(
+        f"the teacher would run out of memory under the layout {candidate.text}: predicted {teacher_gib:.1f} GiB a "
+        f"device{beside}, available {available_gib:.1f} GiB; shard it over more devices, or have it served "
+        "(`teacher_server`)"
     )
 
 

@@ -21,8 +21,8 @@ class Passes:
 
     before_training: int = 0
     """Of each row once, such as a reference's."""
-    each_step: int = 0
-    """Of a step's rows, before the model learns from them."""
+    each_step: float = 0
+    """Of a step's rows, before the model learns from them; a share where only some steps have it."""
 
 
 @dataclass(frozen=True)

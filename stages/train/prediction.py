@@ -15,14 +15,23 @@ from pathlib import Path
 import torch
 
 from stages.core.contract import StageContext, is_main_process
+from stages.core.errors import ModelError
 from stages.core.files import write_atomically
+from stages.models.model_config import read_config, shape_of_config
 from stages.models.shape import ModelShape
 from stages.parallel.accelerator import device_name, free_bytes
 from stages.parallel.layout import Layout
 from stages.parallel.processes import gathered
 from stages.planner.hardware import Hardware
 from stages.planner.local_hardware import hardware_at_hand
-from stages.planner.prediction import alternatives, as_json, check_memory, predicted_metrics
+from stages.planner.prediction import (
+    alternatives,
+    as_json,
+    check_memory,
+    check_teacher_memory,
+    predicted_metrics,
+    teacher_memory_gib,
+)
 from stages.planner.search import Candidate, SearchRequest, estimate
 from stages.train.config import TrainConfig
 
@@ -56,6 +65,7 @@ def predict_run(
     request = SearchRequest(shape, config.workload, hardware, config.layout.world_size)
     candidate = estimate(request, config.engine, config.layout)
     check_memory(request, candidate, available_gib)
+    of_teacher = _check_teacher(config, context, request, candidate, available_gib)
     if is_main_process():
         _write(context.work / PREDICTION_FILE, request, candidate)
     tags = {
@@ -63,7 +73,22 @@ def predict_run(
         "workload": config.workload.to_json(),
         "planner_hardware": hardware.name,
     }
-    return Prediction(candidate.layout, predicted_metrics(candidate), tags)
+    return Prediction(candidate.layout, {**predicted_metrics(candidate), **of_teacher}, tags)
+
+
+def _check_teacher(
+    config: TrainConfig, context: StageContext, request: SearchRequest, candidate: Candidate, available_gib: float
+) -> dict[str, float]:
+    """Its predicted memory, if a stage's model is the teacher, and its sizes are known."""
+    if config.teacher is None:
+        return {}
+    try:
+        shape = shape_of_config(read_config(context.inputs[config.teacher] / "model"))
+    except ModelError:
+        return {}
+    teacher_gib = teacher_memory_gib(dataclasses.replace(request, shape=shape), candidate)
+    check_teacher_memory(teacher_gib, candidate, available_gib, stays=config.on_policy is not None)
+    return {"predicted_teacher_memory_gib": teacher_gib}
 
 
 def _hardware(config: TrainConfig, context: StageContext, device: torch.device) -> Hardware | None:

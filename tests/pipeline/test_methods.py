@@ -20,6 +20,8 @@ from tests.train_stage import logged, make_artifacts, make_config, make_context,
 
 TEXTS = {"dataset": "problems", "evaluation_split": "validation", "sequence_length": 64}
 
+SAMPLING = {"max_completion_length": 8, "serving": {"enforce_eager": True, "kv_cache_memory_gib": 0.0625}}
+
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory):
@@ -97,34 +99,84 @@ def test_a_teacher_is_asked_once_and_learned_from_alike_on_two_processes(with_te
     assert len(written[0]) == 2, "of the rows that are learned from, and of those held out"
 
 
-def test_a_served_teacher_says_what_the_model_says(with_teacher, tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def served_teacher(with_teacher, tmp_path_factory):
+    """The teacher behind a server: what a recipe says of it."""
+    folder = tmp_path_factory.mktemp("served")
+    spec = new_launch_spec(
+        with_teacher["teacher"] / "model", "wise", ServingConfig(**{**SERVING, "max_model_len": 128})
+    )
+    with (
+        started_server(spec, ServeExecution(), folder / "server.log", folder / "server") as server,
+        pytest.MonkeyPatch.context() as environment,
+    ):
+        server.wait_until_ready(500)
+        environment.setenv("TEACHER_KEY", server.api_key)
+        yield {"url": f"{server.url}/v1", "served_model": "wise", "key_variable": "TEACHER_KEY"}
+
+
+def test_a_served_teacher_says_what_the_model_says(with_teacher, served_teacher, tmp_path):
     """On two processes, of which one asks."""
-    options = {"loss_top_k": 8}
-    config = make_config("distill", steps=8, data=TEXTS, teacher="teacher", distill=options)
+    base = with_teacher["base"] / "model"
+    config = make_config("distill", steps=8, data=TEXTS, teacher="teacher", distill={"loss_top_k": 8})
     alone = make_context(tmp_path / "model" / "work", with_teacher, config)
     run(config, alone)
-    serving = ServingConfig.model_validate({**SERVING, "max_model_len": 128})
-    spec = new_launch_spec(with_teacher["teacher"] / "model", "wise", serving)
-    with started_server(spec, ServeExecution(), tmp_path / "server.log", tmp_path / "server") as server:
-        server.wait_until_ready(500)
-        monkeypatch.setenv("TEACHER_KEY", server.api_key)
-        named = {"url": f"{server.url}/v1", "served_model": "wise", "key_variable": "TEACHER_KEY"}
-        layout = {"dp_shard": 2, "micro_batch_size": 1}
-        config = make_config(
-            "distill", steps=8, data=TEXTS, layout=layout, distill={**options, "teacher_server": named}
-        )
-        shared = make_context(tmp_path / "served" / "work", with_teacher, config)
-        assert list(check_teacher(config, with_teacher, with_teacher["base"] / "model")) == []
-        run_to_end(shared.work, config)
-        too_many = {**options, "loss_top_k": 21, "teacher_server": named}
-        (problem,) = check_teacher(
-            make_config("distill", data=TEXTS, distill=too_many), with_teacher, with_teacher["base"] / "model"
-        )
-        assert "greater than max allowed: 20" in str(problem)
-        assert "--max-logprobs 21" in str(problem)
+    options = {"loss_top_k": 8, "teacher_server": served_teacher}
+    layout = {"dp_shard": 2, "micro_batch_size": 1}
+    config = make_config("distill", steps=8, data=TEXTS, layout=layout, distill=options)
+    shared = make_context(tmp_path / "served" / "work", with_teacher, config)
+    assert list(check_teacher(config, with_teacher, base)) == []
+    run_to_end(shared.work, config)
     losses = [[row["loss"] for row in logged(one.work)] for one in (alone, shared)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert losses[0][-1] < 0.7 * losses[0][0]
+    config = make_config("distill", data=TEXTS, distill={**options, "loss_top_k": 21})
+    (problem,) = check_teacher(config, with_teacher, base)
+    assert "greater than max allowed: 20" in str(problem)
+    assert "--max-logprobs 21" in str(problem)
+
+
+def test_answers_of_the_model_itself_are_taught_by_a_model_and_by_a_server(with_teacher, served_teacher, tmp_path):
+    """Two processes with a teacher beside the model, and one that asks a server: the loss is that of Transformers, over
+    the answers. The rate is so small that both steps are those of the weights that training starts from.
+    """
+    losses, answers = [], []
+    for name, fields in {
+        "model": {"teacher": "teacher", "layout": {"dp_shard": 2, "micro_batch_size": 1}},
+        "server": {"distill": {"teacher_server": served_teacher}},
+    }.items():
+        distill = {"loss_top_k": 8, "beta": 0.0, "lmbda": 1.0, "sampling": SAMPLING, **fields.pop("distill", {})}
+        config = make_config("distill", steps=2, data=TEXTS, learning_rate=1e-12, distill=distill, **fields)
+        context = make_context(tmp_path / name / "work", with_teacher, config)
+        run_to_end(context.work, config)
+        rows = logged(context.work)
+        losses.append(rows[-1]["loss"])
+        assert [row["on_policy"] for row in rows] == [1.0, 1.0]
+        answers.append(json.loads((context.work / "scratch" / "rollouts" / "answers.json").read_text()))
+        assert len(list((context.cache / "teacher").iterdir())) == 1, "of the held-out rows alone"
+    models = [
+        AutoModelForCausalLM.from_pretrained(with_teacher[one] / "model", dtype=torch.float32)
+        for one in ("base", "teacher")
+    ]
+    for loss, documents in zip(losses, answers, strict=True):
+        assert len(documents) >= 4
+        assert {len(one["completion"]) for one in documents} <= set(range(1, 9))
+        assert loss == pytest.approx(_divergence(*models, documents), rel=1e-4)
+
+
+def _divergence(model, teacher, documents):
+    """KL(teacher ‖ model) of the teacher's 8 likeliest tokens and the rest, mean over the answers' tokens."""
+    found = []
+    for one in documents:
+        first = len(one["prompt"]) - 1
+        with torch.no_grad():
+            tokens = torch.tensor([one["prompt"] + one["completion"]])
+            its, own = (each(tokens).logits[0, first:-1].softmax(-1) for each in (teacher, model))
+        likeliest = its.topk(8).indices
+        kept = [shares.gather(1, likeliest) for shares in (its, own)]
+        its, own = (torch.cat([shares, 1 - shares.sum(-1, keepdim=True)], -1) for shares in kept)
+        found += (its * (its / own).log()).sum(-1).tolist()
+    return sum(found) / len(found)
 
 
 def test_a_reward_model_scores_as_transformers_scores_it(artifacts, tmp_path):

@@ -102,8 +102,15 @@ class Method:
 
     def passes(self, options: Any) -> Passes:
         """What its needs cost in forward passes, for the planner: a new need adds its own here. Of a divergence,
-        mismatched rows go through the reference before training and through the model in each step."""
+        mismatched rows go through the reference before training and through the model in each step. A teacher that is
+        no server counts as one that is as large as the model."""
         if self.needs_rollouts:  # what the completions had when they were sampled, by the model and by the reference
             return Passes(before_training=0, each_step=1 + int(self.needs_reference(options)))
         num_divergences = int(self.needs_divergence(options))
-        return Passes(before_training=int(self.needs_reference(options)) + num_divergences, each_step=num_divergences)
+        asked, on_policy = self.asks_teacher(options), self.on_policy(options)
+        num_teachers = int(asked is not None and asked.server is None)
+        share = on_policy.share if on_policy else 0
+        return Passes(
+            before_training=int(self.needs_reference(options)) + num_divergences + num_teachers * (share < 1),
+            each_step=num_divergences + num_teachers * share,
+        )

@@ -40,6 +40,7 @@ RATING = {name: value for name, value in JUDGE.items() if name != "type"}
 PAIRS = {"url": "http://x/v1", "served_model": "critic", "key_variable": "x"}
 TOGETHER = {"datasets": [{"dataset": "problems"}]}
 HELD_OUT = {**TRAINING["data"], "evaluation_fraction": 0.1}
+SERVER = {"url": "https://x/v1", "served_model": "x"}
 EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "download": [
         {"kind": "download", "model": "builtin/qwen3-1m"},
@@ -67,6 +68,8 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {**TRAINING, "method": "kto"},
         {**TRAINING, "method": "reward"},
         {**TRAINING, "method": "distill", "teacher": "other"},
+        {**TRAINING, "method": "distill", "teacher": "other", "distill": {"lmbda": 0.5, "sampling": {}}},
+        {**TRAINING, "method": "distill", "distill": {"teacher_server": SERVER}},
         {**TRAINING, "method": "cpo"},
         {**TRAINING, "method": "grpo", "grpo": {**ROLLOUTS, "beta": 0.1}},
         {**TRAINING, "method": "cpo", "cpo": {"loss_type": "simpo"}},

@@ -1,12 +1,21 @@
 """Predictions of a train stage: what becomes a metric, and which runs are refused before they start."""
 
+from dataclasses import replace
+
 import pytest
 
 from stages.core.errors import LayoutError
 from stages.models.shape import ModelShape
 from stages.parallel.layout import Layout
 from stages.planner.hardware import built_in
-from stages.planner.prediction import alternatives, check_memory, closest, predicted_metrics
+from stages.planner.prediction import (
+    alternatives,
+    check_memory,
+    check_teacher_memory,
+    closest,
+    predicted_metrics,
+    teacher_memory_gib,
+)
 from stages.planner.search import UNCERTAINTY, SearchRequest, estimate
 from stages.train.config import TrainConfig
 
@@ -33,6 +42,29 @@ def predict(**layout):
     config = make_config(**layout)
     request = SearchRequest(SHAPE, config.workload, built_in("h100-80gb"), config.layout.world_size)
     return request, estimate(request, config.engine, config.layout)
+
+
+LARGER = replace(SHAPE, num_layers=64, ffn_size=2 * 14336)
+
+
+def test_a_teacher_needs_its_weights_and_neither_gradients_nor_moments():
+    request, candidate = predict(dp_shard=8, recompute="full")
+    own_gib = teacher_memory_gib(request, candidate)
+    weights_gib = candidate.memory.worst.weights
+    assert weights_gib < own_gib < candidate.memory.peak_gib - 2 * weights_gib
+    larger_gib = teacher_memory_gib(replace(request, shape=LARGER), candidate)
+    assert larger_gib - own_gib > 4 * (LARGER.num_parameters - SHAPE.num_parameters) / 8 / 2**30
+
+
+def test_a_teacher_that_does_not_fit_is_named_alone_or_beside_the_model():
+    request, candidate = predict(dp_shard=8, recompute="full")
+    teacher_gib = teacher_memory_gib(replace(request, shape=LARGER), candidate)
+    enough_gib = max(teacher_gib, candidate.memory.peak_gib) * 1.2
+    check_teacher_memory(teacher_gib, candidate, enough_gib, stays=False)
+    with pytest.raises(LayoutError, match=r"the teacher would run out of memory .* of the model that learns, avail"):
+        check_teacher_memory(teacher_gib, candidate, enough_gib, stays=True)
+    with pytest.raises(LayoutError, match=rf"predicted {teacher_gib:.1f} GiB a device, available .* or have it served"):
+        check_teacher_memory(teacher_gib, candidate, 0.8 * teacher_gib, stays=False)
 
 
 def test_what_fits_is_let_through():

@@ -11,7 +11,7 @@ from trl.experimental.gkd import GKDConfig, GKDTrainer
 
 from stages.data.batch import Candidates
 from stages.train.config import TrainConfig
-from stages.train.methods.distill import DistillConfig, DistillLoss
+from stages.train.methods.distill import DistillConfig, DistillLoss, DistillSampling
 from tests.unit.stages.train.methods.against_trl import ARGUMENTS, VOCABULARY, gradient, make_model, packed
 
 LENGTHS = [7, 5, 9]
@@ -23,6 +23,8 @@ TRAINING = {
     "global_batch_size": 8,
     "learning_rate": 1e-4,
 }
+
+SERVER = {"url": "http://host/v1", "served_model": "wise"}
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +135,8 @@ def test_defaults_are_those_of_trl(tmp_path):
     theirs = GKDConfig(output_dir=str(tmp_path), **ARGUMENTS)
     assert DistillConfig().beta == theirs.beta
     assert DistillConfig().temperature == 1.0, "what GKD's loss has; its own field is of samples"
+    assert DistillSampling().temperature == theirs.temperature
+    assert DistillSampling().max_completion_length == theirs.max_new_tokens
 
 
 @pytest.mark.parametrize(
@@ -143,7 +147,24 @@ def test_defaults_are_those_of_trl(tmp_path):
         ({"teacher": "large", "distill": {"beta": 1.5}}, "less than or equal to 1"),
         ({"teacher": "large", "distill": {"loss_top_k": 0}}, "greater than 0"),
         ({"teacher": "large", "distill": {"temperature": 0}}, "greater than 0"),
-        ({"teacher": "large", "distill": {"lmbda": 0.5}}, "lmbda"),
+        ({"teacher": "large", "distill": {"lmbda": 1.5}}, "less than or equal to 1"),
+        ({"teacher": "large", "distill": {"sampling": {}}}, "`sampling` does nothing while `lmbda` is 0"),
+        (
+            {"teacher": "large", "distill": {"lmbda": 1}, "engine": "megatron"},
+            "`distill.lmbda` needs the teacher beside the model that learns, which `engine: fsdp` alone",
+        ),
+        (
+            {"distill": {"lmbda": 1, "teacher_server": SERVER}, "layout": {"tp": 2}, "engine": "megatron"},
+            r"processes that share a row \(layout.tp\) would each ask it",
+        ),
+        (
+            {"teacher": "large", "distill": {"lmbda": 1}, "data": {"dataset": "texts", "train_on": "all"}},
+            "`data.train_on: all` leaves no prompts that `distill.lmbda` could answer",
+        ),
+        (
+            {"teacher": "large", "distill": {"lmbda": 1, "sampling": {"max_completion_length": 9999}}},
+            "distill.sampling.max_completion_length: is 9999, which leaves no room for a prompt",
+        ),
     ],
 )
 def test_what_cannot_be_distilled_is_refused(fields, message):

@@ -44,6 +44,8 @@ print(json.dumps({
 }))
 """
 
+SERVER = {"url": "http://host/v1", "served_model": "wise"}
+
 
 def make(**fields):
     return TrainConfig.model_validate({**TRAINING, **fields})
@@ -63,6 +65,10 @@ def extended():
         ({"method": "dpo"}, Passes(before_training=1)),
         ({"method": "dpo", "dpo": {"reference": "none"}}, Passes()),
         ({"method": "kto"}, Passes(before_training=2, each_step=1)),
+        ({"method": "distill", "teacher": "large"}, Passes(before_training=1)),
+        ({"method": "distill", "teacher": "large", "distill": {"lmbda": 0.25}}, Passes(1, each_step=0.25)),
+        ({"method": "distill", "teacher": "large", "distill": {"lmbda": 1.0}}, Passes(0, each_step=1.0)),
+        ({"method": "distill", "distill": {"lmbda": 0.5, "teacher_server": SERVER}}, Passes()),
         ({"method": "kto", "kto": {"loss_type": "apo_zero_unpaired"}}, Passes(before_training=1)),
     ],
 )
