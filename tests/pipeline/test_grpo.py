@@ -16,6 +16,8 @@ from stages.core.errors import TrainingError
 from stages.models.recorded import read_record
 from stages.serving.vllm.engine import Vllm
 from stages.train.config import TrainConfig
+from stages.train.rollouts.prompts import checked_prompts
+from stages.train.rollouts.rounds import Round
 from stages.train.run import run
 from tests.serving import engine_processes, kill, served_processes, wait_for
 from tests.train_stage import logged, make_artifacts, make_config, make_context, start
@@ -43,8 +45,7 @@ def make(steps: int, **changed: Any) -> TrainConfig:
         steps=steps,
         global_batch_size=NUM_PROMPTS * OPTIONS["num_generations"],
         schedule="constant",
-        grpo=OPTIONS,
-        **{"execution": {"checkpoint_every_steps": 2}, **changed},
+        **{"grpo": OPTIONS, "execution": {"checkpoint_every_steps": 2}, **changed},
     )
 
 
@@ -111,6 +112,55 @@ def test_on_two_processes_each_round_is_sampled_by_new_weights(
     assert max(row["mismatch_mean"] for row in rows) < 1e-4
     assert max(row["clipped_low_fraction"] for row in rows) > 0, "or the second weights were the first ones again"
     assert list((work / config.product).glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.5])
+def test_groups_without_signal_are_drawn_again_from_the_asked_distribution(
+    artifacts: dict[str, Path], tmp_path: Path, top_p: float
+) -> None:
+    """A rare reward, so that a draw does not do; at a temperature that the engine's log-probabilities have, too."""
+    rare = {"rewards": {"rare": {"type": "regex", "pattern": "[02]"}}, "num_iterations": 1}
+    options = {**OPTIONS, **rare, "max_draws": 3, "temperature": 0.8, "top_p": top_p}
+    config = make(3, grpo=options, execution={"checkpoint_every_steps": 3})
+    context = make_context(tmp_path / "work", artifacts, config)
+    run(config, context)
+    rows = logged(context.work)
+    assert max(row["num_draws"] for row in rows) > 1
+    for row in rows:
+        assert row["num_draws"] == 3 or row["no_signal_share"] == 0, "it stopped before every group had a signal"
+        assert row["num_draws"] <= 3
+    if top_p == 1:
+        assert max(row["mismatch_mean"] for row in rows) < 1e-4, "of both at the temperature"
+    first = Round.read(context.work / "scratch" / "rollouts" / "step-1.json")
+    assert len(first.groups) == NUM_PROMPTS
+    signals = [group.has_signal for group in first.groups]
+    assert signals == sorted(signals, reverse=True), "those that teach something come first"
+    assert 1 - sum(signals) / NUM_PROMPTS == pytest.approx(rows[0]["no_signal_share"])
+    _check_sampled(artifacts, config, first, top_p)
+
+
+def _check_sampled(artifacts: dict[str, Path], config: TrainConfig, found: Round, top_p: float) -> None:
+    """By Transformers: tokens were among the likeliest that have `top_p` together, with the server's probabilities."""
+    folder = artifacts["base"] / "model"
+    assert config.rollouts
+    prompts = checked_prompts(config, config.rollouts, artifacts["problems"] / "data", folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for group in found.groups:
+        prompt = prompts[group.prompt].token_ids
+        for one in group.completions:
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([prompt + one.token_ids])).logits[0, len(prompt) - 1 : -1]
+            shares, order = (logits / config.rollouts.temperature).softmax(-1).sort(descending=True)
+            before = shares.cumsum(-1) - shares  # what likelier tokens have together
+            kept = shares.where(before < top_p, 0.0)
+            kept = kept / kept.sum(-1, keepdim=True)
+            places = (order == torch.tensor(one.token_ids)[:, None]).nonzero()[:, 1]
+            given = before.gather(1, places[:, None])
+            assert (given < top_p + 1e-4).all(), "no token is beyond the likeliest ones"
+            is_sure = (given < top_p - 1e-4).squeeze(1)  # at the border, rounding decides
+            values = kept.gather(1, places[:, None]).squeeze(1).log()[is_sure].tolist()
+            said = torch.tensor(one.log_probabilities)[is_sure].tolist()
+            assert said == pytest.approx(values, abs=1e-3)
 
 
 def test_a_server_that_keeps_its_weights_is_an_error(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from stages.core.contract import StageContext, is_main_process
 from stages.rollouts.prompts import AskedPrompt
@@ -39,8 +40,16 @@ class Samples:
         self._context = context
         self._prompts = prompts
         self._warned: set[str] = set()
+        self._file = context.scratch / COMPLETIONS_FILE
         if is_main_process():
-            remove_cut_off_line(context.work / COMPLETIONS_FILE)
+            self._begin(context.work / COMPLETIONS_FILE)
+
+    def _begin(self, shown: Path) -> None:
+        """Go on with the rounds of earlier attempts, of which scratch alone is left; the artifact has the same file."""
+        self._file.touch()
+        remove_cut_off_line(self._file)
+        shown.unlink(missing_ok=True)
+        shown.hardlink_to(self._file)
 
     def write(self, found: Round) -> None:
         """Of rank 0 alone; a round that is sampled again after a kill is in the file once more."""
@@ -54,7 +63,7 @@ class Samples:
                     f"step {found.first_step}: the reward {name} is {values.pop():g} for all "
                     f"{len(found.completions)} completions: it tells none apart"
                 )
-        with (self._context.work / COMPLETIONS_FILE).open("a", encoding="utf-8") as stream:
+        with self._file.open("a", encoding="utf-8") as stream:
             stream.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in self._lines(found))
 
     def _lines(self, found: Round) -> Iterator[dict[str, object]]:
