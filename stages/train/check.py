@@ -41,14 +41,15 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]
         ):
             is_sound = False
             yield f"data.{place}{field}", error
-    if is_sound and data.datasets:
-        yield from mixture_problems(config.model_copy(update={"data": data}), stage_input, model_folder)
+    if is_sound and (data.datasets or config.on_policy):
+        yield from prepared_problems(config.model_copy(update={"data": data}), stage_input, model_folder)
 
 
-def mixture_problems(
+def prepared_problems(
     config: TrainConfig, stage_input: StageInput, model_folder: Path
 ) -> Iterator[tuple[str, LifecycleError]]:
     """Of all datasets together, each of which is sound and has been prepared."""
+    field = "data.datasets" if config.data.datasets else "data.dataset"
     with TemporaryDirectory() as work:
         try:
             prepared = prepare_mixture(
@@ -60,8 +61,12 @@ def mixture_problems(
                 report=Silent(),
                 work=Path(work),
             )
+            if config.on_policy:
+                from stages.train.rollouts.on_policy import check_prompts  # and torch, with what lies beneath it
+
+                check_prompts(prepared.training)
         except LifecycleError as error:
-            yield "data.datasets", error
+            yield field, error
             return
     yield from ((f"data.{field}", error) for field, error in repeated_too_often(config, prepared.training))
 

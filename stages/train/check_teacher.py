@@ -70,7 +70,8 @@ def _too_many(asked: TeacherTokens, vocabulary: int | None) -> RecipeError | Non
     if vocabulary is None or asked.number <= vocabulary:
         return None
     return RecipeError(
-        f"{asked.number} likeliest tokens of the teacher are asked for, of a vocabulary of {vocabulary}; lower that"
+        f"{asked.number} likeliest tokens of the teacher are asked for, of a vocabulary of {vocabulary}; lower "
+        "`loss_top_k`"
     )
 
 

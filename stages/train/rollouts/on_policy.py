@@ -152,6 +152,7 @@ def on_policy_batches(
     """texts: what the other steps learn from. The server is started with the first weights that it is given."""
     asked = config.teacher_tokens
     assert asked
+    check_prompts(texts.training.dataset)
     model_folder = context.inputs[config.base or config.model] / "model"
     packing = completion_packing(config, steps.sampling, model_folder, steps.sampling.temperature)
     base = model_folder if config.adapter else None
@@ -166,24 +167,25 @@ def is_on_policy(seed: int, step: int, share: float) -> bool:
 
 
 def prompts_of(dataset: PackedDataset, rows: Sequence[int]) -> list[list[int]]:
-    """Of every document of these rows, the tokens before its last answer. Raises DataError for one without a prompt."""
-    found = []
-    for row in rows:
-        for tokens, loss in dataset.documents(row):
-            end = _prompt_length(loss)
-            if not end:
-                raise DataError(
-                    f"a document of row {row} has no prompt that the model could answer (`lmbda`): all of it is "
-                    "learned; expected prompts and answers, or conversations"
-                )
-            found.append(tokens[:end].tolist())
-    return found
+    """Of every document of these rows of which something is learned, the tokens before its last answer."""
+    documents = (one for row in rows for one in dataset.documents(row))
+    return [tokens[: _prompt_length(loss)].tolist() for tokens, loss in documents if loss[1:].any()]
+
+
+def check_prompts(dataset: PackedDataset) -> None:
+    """Raises DataError for texts of which all is learned but the first token, which has nothing to be predicted from.
+
+    The first row of each dataset shows it: its documents are of one kind.
+    """
+    for name, rows in dataset.member_rows.items():
+        if max(map(len, prompts_of(dataset, [rows.start])), default=0) <= 1:
+            raise DataError(
+                f"the rows{f' of {name}' if name else ''} have no prompts that the model could answer (`lmbda`): all "
+                "of them is learned; expected prompts and answers, or conversations"
+            )
 
 
 def _prompt_length(loss: NDArray[np.bool_]) -> int:
-    """Tokens before the last run of learned ones; 0 where nothing is before it, or nothing is learned."""
-    learned = np.flatnonzero(loss)
-    if not len(learned):
-        return 0
-    others = np.flatnonzero(~loss[: learned[-1]])
-    return int(others[-1]) + 1 if len(others) else 0
+    """Tokens before the last run of learned ones."""
+    last = np.flatnonzero(loss[1:])[-1] + 1
+    return int(np.flatnonzero(~loss[1:last])[-1]) + 2 if not loss[1:last].all() else 1
