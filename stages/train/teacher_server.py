@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from pydantic import JsonValue
 
 from stages.core.contract import StageContext, is_main_process
-from stages.core.errors import ModelError, RecipeError, ServerError
+from stages.core.errors import ModelError, RecipeError, ServerError, TransientError
+from stages.core.redaction import redact
 from stages.data.batch import Batch
 from stages.data.dataset import PackedDataset
 from stages.parallel.processes import gathered
@@ -28,6 +29,7 @@ from stages.train.watchdog import Watchdog
 
 PROBE = "In 2026, 3 × 14 = 42: naïve façade, 数 and\n\tdef f(x): return x ** 2  # “so”"
 """Text of several kinds, which two tokenizers are unlikely to cut alike."""
+CHECK_TIMEOUT_S = 60.0
 ROWS_TOGETHER = 64
 NUMBERED = "token_id:"
 Document = Sequence[int]
@@ -65,13 +67,22 @@ class ServedTeacher:
         """Ask it about a short text. Raises ServerError for one that does not serve the model, or gives too few
         log-probabilities, ModelError for another tokenizer than that of `model_folder`, TransientError for no answer.
         """
-        if self.client.model not in (names := self.client.model_names()):
+        try:
+            self._check_model(model_folder, trust_remote_code)
+        except ServerError as error:
+            raise ServerError(self._without_key(error)) from None
+        except TransientError as error:
+            raise TransientError(f"{error}; start the teacher's server, or correct `teacher_server.url`") from error
+
+    def _check_model(self, model_folder: Path, trust_remote_code: bool) -> None:
+        client = replace(self.client, timeout_s=CHECK_TIMEOUT_S)
+        if client.model not in (names := client.model_names()):
             raise ServerError(
                 f"the teacher's server at {self.client.url} serves {', '.join(names)}, not {self.client.model}; name "
                 "one of these (`teacher_server.served_model`)"
             )
         own = self._own_tokens(model_folder, trust_remote_code)
-        choice = self.client.complete(PROBE, max_tokens=1, add_special_tokens=False, return_token_ids=True)
+        choice = client.complete(PROBE, max_tokens=1, add_special_tokens=False, return_token_ids=True)
         its = choice.get("prompt_token_ids")
         if its is None:
             raise ServerError(
@@ -107,11 +118,16 @@ class ServedTeacher:
             ask_all(self.client, requests, self.execution.concurrent_requests, keep, stall_s)
         except ServerError as error:
             raise ServerError(
-                f"asking the teacher's server for {self.number} log-probabilities a token (`loss_top_k`): {error}; "
+                f"asking the teacher's server for {self.number} log-probabilities a token (`loss_top_k`): "
+                f"{self._without_key(error)}; "
                 f"vLLM gives so many if it was started with `--max-logprobs {self.number}`, of documents that are "
                 "shorter than its `--max-model-len`"
-            ) from error
+            ) from None
         return [found[index] for index in range(len(documents))]
+
+    def _without_key(self, error: ServerError) -> str:
+        """What a server answers may repeat what it was sent."""
+        return redact(str(error), [self.client.api_key] if self.client.api_key else [])
 
     def _request(self, document: Document) -> Request:
         return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
@@ -13,7 +14,7 @@ from pydantic import ValidationError
 from transformers import AutoTokenizer
 
 from stages.core.contract import StageInput
-from stages.core.errors import ModelError, RecipeError, ServerError
+from stages.core.errors import ModelError, RecipeError, ServerError, TransientError
 from stages.train.check import check
 from stages.train.teacher_server import PROBE, ServedTeacher
 from tests.http_server import LoopbackServer
@@ -64,7 +65,9 @@ def served(artifacts) -> Iterator[Served]:
                 state.num_asked += 1
                 status = state.statuses.pop() if state.statuses else 200
             if request.get("logprobs", 0) > state.max_logprobs:
-                self.answer(400, {"error": f"at most {state.max_logprobs} logprobs"})
+                self.answer(
+                    400, {"error": f"at most {state.max_logprobs} logprobs for {self.headers['Authorization']}"}
+                )
             elif request["prompt"] == PROBE:
                 self.answer(status, {"choices": [{"prompt_token_ids": state.tokens_of_probe}]})
             else:
@@ -74,7 +77,7 @@ def served(artifacts) -> Iterator[Served]:
 
         def answer(self, status: int, content: object) -> None:
             if self.headers["Authorization"] != f"Bearer {KEY}":
-                status, content = 401, {"error": "no"}
+                status, content = 401, {"error": f"not with {self.headers['Authorization']}"}
             body = json.dumps(content).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
@@ -130,6 +133,13 @@ def test_each_token_but_the_first_has_the_likeliest_in_its_place(served):
     assert served.num_asked == 4
 
 
+def test_a_server_that_repeats_the_key_does_not_bring_it_into_a_message(served, artifacts, tmp_path, monkeypatch):
+    monkeypatch.setenv("TEACHER_KEY", "another-secret")
+    (problem,) = found(config_of(served), artifacts, tmp_path)
+    assert "answered 401" in str(problem)
+    assert "another-secret" not in "".join(traceback.format_exception(problem))
+
+
 def test_a_server_that_does_all_is_no_problem(served, artifacts, tmp_path):
     assert found(config_of(served), artifacts, tmp_path) == []
 
@@ -138,11 +148,12 @@ def test_a_server_that_does_all_is_no_problem(served, artifacts, tmp_path):
     ("changed", "error", "message"),
     [
         ({"server": {"served_model": "other"}}, ServerError, "serves wise, not other; name one of these"),
-        ({"loss_top_k": 21}, ServerError, r"at most 20 logprobs.*started with `--max-logprobs 21`"),
+        ({"loss_top_k": 21}, ServerError, r"at most 20 .*started with `--max-logprobs 21`"),
         ({"loss_top_k": 5}, ServerError, "asking the teacher's server for 5 log-probabilities .*: it gave 4 at token"),
         ({"loss_top_k": 100_000}, RecipeError, "100000 likeliest tokens of the teacher are asked for, of a vocabulary"),
         ({"server": {"key_variable": "NOT_SET"}}, RecipeError, "the environment has no NOT_SET, which"),
         ({"server": {"key_variable": None}}, ServerError, "answered 401"),
+        ({"server": {"url": "http://127.0.0.1:9/v1"}}, TransientError, "does not answer: .*; start the teacher's serv"),
     ],
 )
 def test_what_a_server_cannot_do_is_named_before_training(served, artifacts, tmp_path, changed, error, message):
