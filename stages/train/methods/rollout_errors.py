@@ -125,10 +125,17 @@ def _taught(run: SamplingRun) -> Iterator[str]:
             f"`{method}.lmbda` needs the teacher beside the model that learns, which `engine: fsdp` alone can hold; "
             f"choose it, or name a server (`{method}.teacher_server`)"
         )
-    if run.teacher or isinstance(run.layout, AutoLayout):
+    if run.teacher:
         return
-    if split := [name for name in ("tp", "pp", "cp") if getattr(run.layout, name) > 1]:
+    if splits := _splits_rows(run.layout):
         yield (
-            f"`{method}.teacher_server` with `lmbda`: processes that share a row (layout.{split[0]}) would each ask "
-            "it, and not be told the very same; shard the data alone (`dp_shard`), or name a stage (`teacher`)"
+            f"`{method}.teacher_server` with `lmbda`: processes that share a row ({splits}) would each ask it, and not "
+            "be told the very same; shard the data alone (`layout: {dp_shard: …}`), or name a stage (`teacher`)"
         )
+
+
+def _splits_rows(layout: LayoutOrAuto) -> str | None:
+    """What of it has processes share rows, or might."""
+    if isinstance(layout, AutoLayout):
+        return "as `layout: auto` may have it"
+    return next((f"layout.{name}" for name in ("tp", "pp", "cp") if getattr(layout, name) > 1), None)

@@ -158,6 +158,10 @@ def test_defaults_are_those_of_trl(tmp_path):
             r"processes that share a row \(layout.tp\) would each ask it",
         ),
         (
+            {"distill": {"lmbda": 1, "teacher_server": SERVER}, "layout": "auto"},
+            r"processes that share a row \(as `layout: auto` may have it\)",
+        ),
+        (
             {"teacher": "large", "distill": {"lmbda": 1}, "data": {"dataset": "texts", "train_on": "all"}},
             "`data.train_on: all` leaves no prompts that `distill.lmbda` could answer",
         ),
