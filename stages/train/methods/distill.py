@@ -52,7 +52,7 @@ class DistillConfig(StrictModel):
     teacher_server: Annotated[TeacherServer | None, AddedLater()] = Field(
         None, description="Where the teacher is served, in the place of a stage's model (`teacher`)."
     )
-    lmbda: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), AddedLater()] = Field(
+    lmbda: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), HELD_IN_FP32, AddedLater()] = Field(
         0.0,
         description="Share of steps whose rows are answered by the model itself (on-policy), drawn step by step; the "
         "teacher is asked about these answers. 0: none, and no server is started; GKD has 0.5.",

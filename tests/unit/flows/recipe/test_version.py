@@ -40,7 +40,8 @@ RATING = {name: value for name, value in JUDGE.items() if name != "type"}
 PAIRS = {"url": "http://x/v1", "served_model": "critic", "key_variable": "x"}
 TOGETHER = {"datasets": [{"dataset": "problems"}]}
 HELD_OUT = {**TRAINING["data"], "evaluation_fraction": 0.1}
-SERVER = {"url": "https://x/v1", "served_model": "x"}
+ON_POLICY = {"lmbda": 0.5, "sampling": {"max_completion_length": 1}}
+SERVER = {"url": "http://host/v1", "served_model": "wise"}
 EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "download": [
         {"kind": "download", "model": "builtin/qwen3-1m"},
@@ -68,7 +69,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {**TRAINING, "method": "kto"},
         {**TRAINING, "method": "reward"},
         {**TRAINING, "method": "distill", "teacher": "other"},
-        {**TRAINING, "method": "distill", "teacher": "other", "distill": {"lmbda": 0.5, "sampling": {}}},
+        {**TRAINING, "method": "distill", "teacher": "other", "distill": ON_POLICY},
         {**TRAINING, "method": "distill", "distill": {"teacher_server": SERVER}},
         {**TRAINING, "method": "cpo"},
         {**TRAINING, "method": "grpo", "grpo": {**ROLLOUTS, "beta": 0.1}},

@@ -11,6 +11,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from flows.recipe.problems import models_in
 from stages.merge.config import MergeConfig
 from stages.train.config import TrainConfig
+from stages.train.methods.distill import DistillSampling
 from stages.train.methods.grpo import GrpoConfig
 from tests.train_stage import make_config
 
@@ -47,6 +48,7 @@ NOT_COMPUTED_WITH = {
     TrainConfig: {"execution", "data", "epochs"},
     MergeConfig: {"execution", "max_difference"},
     GrpoConfig: {"rewards", "serving"},
+    DistillSampling: {"serving"},
 }
 """Limits in time and bounds that something is compared with, shares of rows, and how often rows are seen; what a server
 is given, and rewards, which are weighed in double precision."""
