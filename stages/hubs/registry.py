@@ -13,7 +13,7 @@ from typing import Any
 from stages.core.errors import ModelError
 from stages.hubs.builtin.catalog import parse_builtin
 from stages.hubs.hub import Hub
-from stages.hubs.source import Product, Source, parse_champion, parse_path, parse_repository, parse_stored
+from stages.hubs.source import Product, Source, parse_champion, parse_object, parse_path, parse_repository, parse_stored
 from stages.models.json_object import parse_json_object
 from stages.models.model_config import CONFIG_FILE
 
@@ -35,6 +35,9 @@ HUBS: dict[str, HubEntry] = {
         "modelscope://", "{datasets}org/name[@revision]", parse_repository, "stages.hubs.modelscope"
     ),
     "file": HubEntry("file://", "PATH", parse_path, "stages.hubs.files"),
+    "s3": HubEntry("s3://", "BUCKET/PATH", parse_object, "stages.hubs.object_storage"),
+    "gs": HubEntry("gs://", "BUCKET/PATH", parse_object, "stages.hubs.object_storage"),
+    "az": HubEntry("az://", "CONTAINER/PATH", parse_object, "stages.hubs.object_storage"),
     "store": HubEntry("store://", "STAGE[-VERSION]", parse_stored, "stages.hubs.stored"),
     "adopted": HubEntry("adopted:", "NAME", parse_stored, "stages.hubs.stored"),
     "models": HubEntry("models:/", "NAME@ALIAS", parse_champion, "stages.hubs.stored", ("model",)),

@@ -57,6 +57,14 @@ def parse_path(hub: str, rest: str, product: Product) -> Source:
     return Source(hub, product, rest, f"{hub}://")
 
 
+def parse_object(hub: str, rest: str, product: Product) -> Source:
+    """A bucket, and the path of an object or of the folder of several. Their content counts, so the place is any."""
+    name = rest.rstrip("/")
+    if not re.fullmatch(r"[a-z0-9][\w.-]+(/[^/]+)*", name) or {".", ".."} & set(name.split("/")):
+        raise ValueError(f"{hub}://{rest} is no bucket, nor a path in one")
+    return Source(hub, product, name, f"{hub}://")
+
+
 def parse_stored(hub: str, rest: str, product: Product) -> Source:
     """The name of a stage, with its version or without; of an adopted artifact, its name."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", rest):

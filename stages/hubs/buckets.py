@@ -1,0 +1,147 @@
+"""`s3://`, `gs://` and `az://`: the objects of a bucket, or those below a prefix of it, by pyarrow's filesystems.
+
+Credentials come from the environment, as the providers' own programs take them, and never from a recipe; so does the
+address of a server that speaks as they do (`AWS_ENDPOINT_URL`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from stages.core.errors import DownloadError, TransientError
+from stages.hubs.source import Source
+
+if TYPE_CHECKING:
+    from pyarrow.fs import FileSystem
+
+NUM_CONNECTIONS = 16
+RETRIED_FOR_S = 30.0
+"""Google's library asks again for 15 minutes otherwise."""
+DENIED = re.compile(
+    r"ACCESS_DENIED|INVALID_ACCESS_KEY|SIGNATURE_DOES_NOT_MATCH|EXPIRED_TOKEN|UNAUTHENTICATED|PERMISSION_DENIED"
+    r"|UNAUTHORIZED|FORBIDDEN|\b40[13]\b|[Cc]redential|Authorization",
+)
+MISSING = re.compile(r"NO_SUCH_|NOT_FOUND|\b404\b|No such file|does not exist")
+CREDENTIALS = {
+    "s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
+    "gs": ("GOOGLE_APPLICATION_CREDENTIALS",),
+    "az": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"),
+}
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    """An object: where it lies in the filesystem, how large it is, and what changes when its content does."""
+
+    path: str
+    size_bytes: int
+    tag: str
+
+
+class Bucket:
+    """What a source names: a bucket, a prefix, or one object."""
+
+    def __init__(self, source: Source) -> None:
+        """Raises DownloadError where the environment does not say enough to ask."""
+        self.source = source
+        with explained(source):
+            self.filesystem = FILESYSTEMS[source.hub](source.name.partition("/")[0])
+
+    def objects(self) -> dict[str, StoredObject]:
+        """Name → object of one object, or of each below the prefix, but hidden ones.
+
+        Raises DownloadError when there is none or they may not be read, TransientError when nobody answers.
+        """
+        from pyarrow.fs import FileSelector, FileType
+
+        with explained(self.source):
+            (found,) = self.filesystem.get_file_info([self.source.name])
+            if found.type == FileType.File:
+                files = {found.base_name: found.path}
+            else:
+                below = self.filesystem.get_file_info(FileSelector(self.source.name, recursive=True))
+                start = len(self.source.name) + 1
+                files = {one.path[start:]: one.path for one in below if one.type == FileType.File}
+            files = {name: path for name, path in files.items() if not any(map(_is_hidden, name.split("/")))}
+            if not files:
+                raise DownloadError(f"{self.source} holds nothing; check the name of the bucket and the prefix")
+            with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
+                return dict(sorted(zip(files, pool.map(self._look_at, files.values()), strict=True)))
+
+    def _look_at(self, path: str) -> StoredObject:
+        with self.filesystem.open_input_file(path) as stream:
+            return StoredObject(path, stream.size(), _tag(stream.metadata()))
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".")
+
+
+def _tag(metadata: Mapping[str | bytes, Any]) -> str:
+    """The provider's word for the content: an ETag, or the number of a generation."""
+    said = {_text(name).lower(): _text(value) for name, value in metadata.items()}
+    tag = said.get("etag") or said.get("generation") or said.get("last-modified")
+    assert tag, f"no ETag among {sorted(said)}"
+    return tag.strip('"')
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+@contextmanager
+def explained(source: Source) -> Iterator[None]:
+    """What a provider's library says, as the error that it means. Raises DownloadError or TransientError."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # pyarrow's own errors are of these
+        said = " ".join(str(error).split())
+        if DENIED.search(said):
+            raise DownloadError(f"{source} may not be read: {_credentials(source.hub)} ({said})") from None
+        if isinstance(error, FileNotFoundError) or MISSING.search(said):
+            raise DownloadError(
+                f"{source} does not exist ({said}); check the name of the bucket and the path"
+            ) from None
+        if isinstance(error, ValueError):
+            raise DownloadError(f"{source} cannot be asked for: {said}") from None
+        raise TransientError(f"asking for {source}: {said}; check the network, or try again later") from None
+
+
+def _credentials(hub: str) -> str:
+    """What to do about credentials, by which of them there are."""
+    missing = [name for name in CREDENTIALS[hub] if not os.environ.get(name)]
+    if missing:
+        return f"the environment has no {' and no '.join(missing)}; set credentials that may read it"
+    return f"the credentials of the environment ({', '.join(CREDENTIALS[hub])}) are not accepted; check them"
+
+
+def _s3(bucket: str) -> FileSystem:
+    from pyarrow.fs import FileSystem
+
+    return FileSystem.from_uri(f"s3://{bucket}")[0]  # unlike the class, this hears AWS_ENDPOINT_URL
+
+
+def _gs(bucket: str) -> FileSystem:
+    from pyarrow.fs import GcsFileSystem
+
+    return GcsFileSystem(retry_time_limit=timedelta(seconds=RETRIED_FOR_S))
+
+
+def _az(container: str) -> FileSystem:
+    from pyarrow.fs import AzureFileSystem
+
+    account = os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
+    if not account:
+        raise DownloadError("az:// needs the account's name; set AZURE_STORAGE_ACCOUNT_NAME")
+    key, sas_token = (os.environ.get(f"AZURE_STORAGE_{name}") for name in ("ACCOUNT_KEY", "SAS_TOKEN"))
+    return AzureFileSystem(account, account_key=None if sas_token else key, sas_token=sas_token)
+
+
+FILESYSTEMS: dict[str, Callable[[str], FileSystem]] = {"s3": _s3, "gs": _gs, "az": _az}

@@ -1,0 +1,106 @@
+"""The hub of object storage (`s3://`, `gs://`, `az://`): objects copied into the store, pinned by their ETags."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+
+from stages.core.contract import StageContext
+from stages.core.errors import DownloadError, full_disk_named
+from stages.hubs.buckets import Bucket, StoredObject, explained
+from stages.hubs.delivery import GIB, Progress, check_disk, size_bytes
+from stages.hubs.hub import Request
+from stages.hubs.selection import check_names, select_files
+from stages.hubs.source import Source
+from stages.hubs.verification import content_hash
+
+NUM_CONNECTIONS = 4
+CHUNK_BYTES = 8 << 20
+"""Of one request."""
+
+
+class ObjectStorage:
+    """A revision is a hash over the names, sizes and ETags of the objects that are taken."""
+
+    def resolve_revision(self, request: Request) -> str:
+        return _revision(_requested(request, Bucket(request.source)))
+
+    def deliver(self, request: Request, revision: str, folder: Path, context: StageContext) -> None:
+        bucket = Bucket(request.source)
+        objects = _requested(request, bucket)
+        _check_unchanged(request, objects, revision)
+        total_bytes = sum(one.size_bytes for one in objects.values())
+        arrivals = context.scratch / revision  # what an earlier attempt copied of other contents lies elsewhere
+        arrivals.mkdir(exist_ok=True)
+        check_disk(context.work, total_bytes - size_bytes(arrivals))
+        context.milestone(f"downloading {len(objects)} objects, {total_bytes / GIB:.3f} GiB")
+        _copy_all(bucket, objects, arrivals, Progress(context, total_bytes))
+        _check_unchanged(request, _requested(request, bucket), revision)
+        arrivals.replace(folder)
+
+    def read_file(self, source: Source, revision: str, name: str) -> str | None:
+        bucket = Bucket(source)
+        found = bucket.objects().get(name)
+        if found is None:
+            return None
+        with explained(source), bucket.filesystem.open_input_file(found.path) as stream:
+            return bytes(stream.read()).decode()
+
+
+HUB = ObjectStorage()
+
+
+def _requested(request: Request, bucket: Bucket) -> dict[str, StoredObject]:
+    objects = bucket.objects()
+    check_names(list(objects), str(request.source))
+    return {name: objects[name] for name in select_files(request, list(objects))}
+
+
+def _revision(objects: dict[str, StoredObject]) -> str:
+    return content_hash((name, f"{one.size_bytes} {one.tag}") for name, one in objects.items())
+
+
+def _check_unchanged(request: Request, objects: dict[str, StoredObject], revision: str) -> None:
+    if _revision(objects) != revision:
+        raise DownloadError(f"{request.source} changed after this refresh was planned; run it again")
+
+
+def _copy_all(bucket: Bucket, objects: dict[str, StoredObject], folder: Path, progress: Progress) -> None:
+    """Several at once. When one fails, the others stop where they are."""
+    stop = Event()
+
+    def copy(name: str) -> None:
+        try:
+            _copy(bucket, objects[name], folder / name, progress, stop)
+        except BaseException:
+            stop.set()
+            raise
+
+    with explained(bucket.source), ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
+        for _ in pool.map(copy, sorted(objects, key=lambda name: -objects[name].size_bytes)):
+            pass
+
+
+def _copy(bucket: Bucket, one: StoredObject, target: Path, progress: Progress, stop: Event) -> None:
+    """What is missing of an object. Raises DownloadError for one that has another size than it had."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        full_disk_named(f"receiving {one.path}", target),
+        target.open("ab") as file,
+        bucket.filesystem.open_input_file(one.path) as stream,
+    ):
+        # Of what an earlier attempt wrote, a machine that died may have lost all after the last but one fsync.
+        file.truncate(max(0, file.tell() - CHUNK_BYTES))
+        progress.add(file.seek(0, os.SEEK_END))
+        stream.seek(file.tell())
+        while not stop.is_set() and (chunk := stream.read(CHUNK_BYTES)):
+            file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+            progress.add(len(chunk))
+        if not stop.is_set() and file.tell() != one.size_bytes:
+            raise DownloadError(
+                f"receiving {one.path}: there were {one.size_bytes} bytes, but {file.tell()} came; run it again"
+            )

@@ -1,0 +1,60 @@
+"""A real server of S3 on the loopback (moto's), and the environment in which object storage means it."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import boto3
+import httpx
+import pytest
+from moto.server import ThreadedMotoServer
+
+BUCKET = "lake"
+ENVIRONMENT = {
+    "AWS_ACCESS_KEY_ID": "key-of-the-test",
+    "AWS_SECRET_ACCESS_KEY": "secret-of-the-test",
+    "AWS_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+    "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
+    "AWS_CONFIG_FILE": "/dev/null",
+}
+
+
+class S3Server:
+    """`url`, and a bucket in it."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._client: Any = boto3.client("s3", endpoint_url=url, region_name=ENVIRONMENT["AWS_REGION"])
+        self._post("/moto-api/reset")
+        self._client.create_bucket(Bucket=BUCKET)
+
+    def put(self, objects: Mapping[str, bytes]) -> None:
+        for key, content in objects.items():
+            self._client.put_object(Bucket=BUCKET, Key=key, Body=content)
+
+    def admit_nobody(self) -> None:
+        """From now on keys are looked up, of which the server knows none."""
+        self._post("/moto-api/reset-auth", b"0")
+
+    def admit_all(self) -> None:
+        self._post("/moto-api/reset-auth", b"Infinity")
+
+    def _post(self, path: str, content: bytes = b"") -> None:
+        httpx.post(f"{self.url}{path}", content=content).raise_for_status()
+
+
+@contextmanager
+def running_s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    moto = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    moto.start()
+    host, port = moto.get_host_and_port()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    server = S3Server(f"http://{host}:{port}")
+    try:
+        yield server
+    finally:
+        server.admit_all()  # a setting of the process, like all that moto keeps
+        moto.stop()
