@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field, JsonValue, NonNegativeInt, PositiveI
 from stages.core.contract import DatasetReference, OutsidePath, StageConfig
 from stages.core.fields import AddedLater, Product, SplitName
 from stages.core.strict import StrictModel
+from stages.curate.language_codes import LanguageCode
 from stages.harnesses.harness import Evaluation
 from stages.harnesses.registry import DEFAULT_HARNESS, HarnessName, harness_of
 from stages.rewards.registry import AnyReward, RewardName
@@ -19,6 +20,7 @@ from stages.rewards.registry import AnyReward, RewardName
 STEPS = (
     "length",
     "patterns",
+    "language",
     "decontaminate",
     "redact",
     "exact_duplicates",
@@ -77,6 +79,15 @@ class Patterns(StrictModel):
         if not (self.exclude or self.require):
             raise ValueError("names no pattern, so that it would leave out nothing; name some, or remove `patterns`")
         return self
+
+
+class Language(StrictModel):
+    """Rows in other languages are left out, but for those with too few letters to tell."""
+
+    keep: tuple[LanguageCode, ...] = Field(min_length=1, description="ISO 639 codes: en, de, zh.")
+    min_probability: float = Field(
+        0.5, gt=0, lt=1, description="That a row is in one of them; of code, and of mixed languages, it is low."
+    )
 
 
 class Quality(StrictModel):
@@ -179,6 +190,7 @@ class CurateConfig(StageConfig):
     length: Length | None = Field(None, description="Step: too short and too long rows.")
     decontaminate: Decontaminate | None = Field(None, description="Step: rows that hold what a benchmark asks.")
     patterns: Patterns | None = Field(None, description="Step: rows with or without a pattern.")
+    language: Annotated[Language | None, AddedLater()] = Field(None, description="Step: rows in other languages.")
     redact: tuple[PersonalData, ...] = Field(
         (), description="Step: what is written over, with `[EMAIL]` and the like, in all texts of rows."
     )

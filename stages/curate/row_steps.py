@@ -10,6 +10,7 @@ from stages.core.contract import StageContext
 from stages.core.errors import DataError, EvaluationError
 from stages.curate.config import CurateConfig, Decontaminate, Length, Patterns
 from stages.curate.contamination import SHORTEST_WHOLE, Benchmarks
+from stages.curate.language import LanguageFilter
 from stages.curate.spool import SourcePlace
 from stages.data.any_rows import ReadRow
 from stages.harnesses.registry import harness_of
@@ -26,6 +27,8 @@ def row_steps(config: CurateConfig, context: StageContext) -> Iterator[tuple[str
         yield "length", lambda row: too_short_or_long(row, length)
     if patterns := config.patterns:
         yield "patterns", lambda row: found_or_not(row, patterns)
+    if language := config.language:
+        yield "language", LanguageFilter(language).reason
     if decontaminate := config.decontaminate:
         yield "decontaminate", benchmarks_of(decontaminate, context).reason
 

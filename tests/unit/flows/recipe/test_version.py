@@ -56,6 +56,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {**CURATION, "patterns": {"exclude": ["a"], "require": ["b"]}, "redact": ["phone"], "held_out": HALF},
         {**CURATION, "quality": {"rewards": {"own": {"type": "regex", "pattern": "b"}}, "above": 0}, "sample": HALF},
         {**CURATION, "sample": {"rows": 5}},
+        {**CURATION, "language": {"keep": ["en"]}},
     ],
     "train": [
         {**TRAINING, "method": "sft"},
