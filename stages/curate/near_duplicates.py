@@ -13,13 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stages.curate.kept_files import KeptFiles
 from stages.curate.words import WORD_OR_SIGN, Hashes, hashes_of, runs_of, words_of
 
+RUNS, ENDS, SIGNATURES = "runs.bin", "ends.bin", "signatures.bin"
+RUN_BYTES = 8
 NUM_HASHES = 128
 FOUND = 0.995
 """Probability that two rows, as alike as asked for, are compared."""
@@ -53,12 +56,13 @@ def set_of(parts: tuple[tuple[str, ...], ...], label: bool | None, num_words: in
 
 
 class Sets:
-    """Sets of rows, in files of a folder: what is in memory does not grow with what rows say."""
+    """Sets of rows, in `FILES`: what is in memory does not grow with what rows say."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._streams = {name: (folder / f"{name}.bin").open("wb") for name in ("runs", "ends", "signatures")}
-        self._end = 0
+    FILES = (RUNS, ENDS, SIGNATURES)
+
+    def __init__(self, files: KeptFiles) -> None:
+        self._files = files
+        self._end = files[RUNS].tell() // RUN_BYTES
         draw = np.random.Generator(np.random.PCG64(SEED))
         self._factors = draw.integers(0, 2**63, NUM_HASHES, np.uint64) * np.uint64(2) + np.uint64(1)
         self._offsets = draw.integers(0, 2**63, NUM_HASHES, np.uint64)
@@ -66,16 +70,9 @@ class Sets:
     def add(self, runs: Hashes) -> None:
         """The next row's."""
         self._end += len(runs)
-        self._streams["runs"].write(runs.tobytes())
-        self._streams["ends"].write(np.uint64(self._end).tobytes())
-        self._streams["signatures"].write(self._signature(runs).tobytes())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for stream in self._streams.values():
-            stream.close()
+        self._files[RUNS].write(runs.tobytes())
+        self._files[ENDS].write(np.uint64(self._end).tobytes())
+        self._files[SIGNATURES].write(self._signature(runs).tobytes())
 
     def _signature(self, runs: Hashes) -> NDArray[np.uint32]:
         """[NUM_HASHES]: the smallest value of each hash function (multiply, add, shift)."""
@@ -90,9 +87,9 @@ class Comparison:
     """The rows of `Sets`, compared with one another."""
 
     def __init__(self, folder: Path, threshold: float) -> None:
-        self._ends = _read(folder / "ends.bin", np.uint64).astype(np.int64)
-        self._runs = _read(folder / "runs.bin", np.uint64)
-        self._signatures = _read(folder / "signatures.bin", np.uint32).reshape(-1, NUM_HASHES)
+        self._ends = _read(folder / ENDS, np.uint64).astype(np.int64)
+        self._runs = _read(folder / RUNS, np.uint64)
+        self._signatures = _read(folder / SIGNATURES, np.uint32).reshape(-1, NUM_HASHES)
         self._threshold = threshold
         self._says_something = np.diff(self._ends, prepend=0) > 0
 

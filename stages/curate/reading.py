@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 from stages.core.contract import StageContext
 from stages.core.errors import DataError
@@ -10,18 +11,21 @@ from stages.curate.config import CurateConfig
 from stages.curate.report import BAD_ROWS, Report
 from stages.curate.spool import SourcePlace
 from stages.data.any_rows import AnyRowReader, ReadRow
-from stages.data.files import BadRow, find_files, num_places, read_rows
+from stages.data.files import BadRow, Row, find_files, num_places, read_rows
 from stages.data.messages import RowError
 
 PROGRESS_EVERY = 1000
+Readers = dict[str, AnyRowReader]
 
 
-def rows_of(config: CurateConfig, context: StageContext, report: Report) -> Iterator[tuple[SourcePlace, ReadRow]]:
+def rows_of(
+    config: CurateConfig, context: StageContext, report: Report, readers: Readers, num_known: int
+) -> Iterator[tuple[SourcePlace, ReadRow]]:
     """Each good row and where it stands; the others are reported.
 
-    Raises DataError for datasets that are not of one format.
+    readers: gets one for each dataset. num_known: rows that an earlier attempt has seen; they say no more than which
+    format is read. Raises DataError for datasets that are not of one format.
     """
-    readers: dict[str, AnyRowReader] = {}
     for name in config.datasets:
         folder = context.inputs[name] / "data"
         files = find_files(folder, config.split)
@@ -30,6 +34,10 @@ def rows_of(config: CurateConfig, context: StageContext, report: Report) -> Iter
         for number, row in enumerate(read_rows(folder, files)):
             if number % PROGRESS_EVERY == 0:
                 context.progress(number, num_all, "rows", f"reading {name}")
+            if num_known:
+                num_known -= 1
+                _learn_format(reader, row)
+                continue
             place = SourcePlace(name, row.place)
             report.read(name)
             try:
@@ -45,7 +53,13 @@ def rows_of(config: CurateConfig, context: StageContext, report: Report) -> Iter
             yield place, read
 
 
-def _check_one_format(readers: dict[str, AnyRowReader]) -> None:
+def _learn_format(reader: AnyRowReader, row: Row | BadRow) -> None:
+    with suppress(RowError):
+        if not reader.form and isinstance(row, Row):
+            reader.read(row.content)
+
+
+def _check_one_format(readers: Readers) -> None:
     """Training reads a dataset's rows in the format of the first."""
     forms = {name: reader.form for name, reader in readers.items() if reader.form}
     (first, expected), *others = forms.items()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from stages.data.any_rows import AnyRowReader, ReadRow
@@ -29,18 +29,18 @@ SHORTEST_IBAN = 15
 
 
 class Redactor:
-    """Writes over what the recipe names, and counts it."""
+    """Writes over what the recipe names, and counts it. readers: what read the rows of each dataset."""
 
-    def __init__(self, kinds: Collection[str], counts: Counter[str]) -> None:
+    def __init__(self, kinds: Collection[str], counts: Counter[str], readers: Mapping[str, AnyRowReader]) -> None:
         self._kinds = kinds
         self._counts = counts
-        self._readers: dict[str, AnyRowReader] = {}
+        self._readers = readers
 
     def redacted(self, dataset: str, row: ReadRow) -> tuple[ReadRow, tuple[str, str] | None]:
         """The row; and step and reason where nothing can be learned from it any more."""
         content = redacted(row.content, self._kinds, self._counts)
         try:
-            return self._readers.setdefault(dataset, AnyRowReader()).read(content), None
+            return self._readers[dataset].read(content), None
         except RowError as error:
             return row, ("redact", f"{error}, once personal data are written over")
 

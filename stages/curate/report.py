@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from stages.core.errors import DataError
 from stages.curate.config import CurateConfig
@@ -19,7 +19,7 @@ EXAMPLE_CHARACTERS = 200
 class Report:
     """Takes each row that is read, and each that is left out; memory does not grow with their number."""
 
-    def __init__(self, steps: Sequence[str], stream: TextIO) -> None:
+    def __init__(self, steps: Sequence[str], stream: BinaryIO) -> None:
         """stream: takes a JSON object a line: `dataset`, `file`, `line` or `row`, `step`, `reason`."""
         self._stream = stream
         self._read: Counter[str] = Counter()
@@ -28,6 +28,23 @@ class Report:
         """How many of each kind were written over."""
         self.num_held_out: int | None = None
         self._examples: dict[str, list[dict[str, object]]] = {step: [] for step in self._dropped}
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """All but the stream, as JSON."""
+        return {
+            "read": self._read,
+            "dropped": self._dropped,
+            "redacted": self.redacted,
+            "examples": self._examples,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from the `state` of an earlier attempt."""
+        self._read.update(state["read"])
+        self._dropped.update(state["dropped"])
+        self.redacted.update(state["redacted"])
+        self._examples = state["examples"]
 
     @property
     def num_read(self) -> int:
@@ -45,7 +62,7 @@ class Report:
         """List a row that `step` leaves out."""
         self._dropped[step] += 1
         row = {**place.columns(), "step": step, "reason": reason}
-        self._stream.write(json.dumps(row, ensure_ascii=False) + "\n")
+        self._stream.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
         if len(self._examples[step]) < NUM_EXAMPLES:
             text = json.dumps(content, ensure_ascii=False, default=str)[:EXAMPLE_CHARACTERS]
             self._examples[step].append({"row": str(place), "reason": reason, "content": text})

@@ -4,7 +4,8 @@ In: artifacts of datasets. Out: `data/train.jsonl`, rows as they were, in their 
 that was left out came from, and why; `report.json`, what each step kept and dropped, with examples.
 
 Rows stream: steps that look at one row at a time write what they leave to the scratch folder; those that compare rows
-keep numbers of them in memory, and not what they say. The same rows and steps give the same bytes.
+keep numbers of them in memory, and not what they say. The same rows and steps give the same bytes, also when an attempt
+goes on where a killed one was.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from stages.core.contract import StageContext, StageResult
 from stages.core.errors import DataError, full_disk_named
 from stages.curate.config import CurateConfig
 from stages.curate.drawing import below, drawn, ranks
+from stages.curate.kept_files import KeptFiles
 from stages.curate.near_duplicates import Comparison, Sets, set_of
 from stages.curate.quality import scored
-from stages.curate.reading import rows_of
+from stages.curate.reading import Readers, rows_of
 from stages.curate.redaction import Redactor
 from stages.curate.report import Report
 from stages.curate.row_steps import first_reason, row_steps
@@ -34,6 +36,8 @@ from stages.curate.spool import Spool, SpoolWriter
 DROPPED_FILE = "dropped.jsonl"
 REPORT_FILE = "report.json"
 PROGRESS_EVERY = 1000
+KEEP_EVERY = 2000
+"""Rows that a killed attempt may have to look at again."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +52,13 @@ class LeftOut:
 def run(config: CurateConfig, context: StageContext) -> StageResult:
     """Raises DataError for rows that cannot be read, formats that cannot be one dataset, and when nothing is left."""
     folder = context.scratch / "rows"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
     with (
         full_disk_named("curating", context.work),
-        (context.work / DROPPED_FILE).open("w", encoding="utf-8") as stream,
+        KeptFiles(folder, (DROPPED_FILE, *SpoolWriter.FILES, *Sets.FILES)) as files,
+        _shown(folder / DROPPED_FILE, context.work / DROPPED_FILE, files),
     ):
-        report = Report(config.steps, stream)
-        _spool(config, context, folder, report)
+        report = Report(config.steps, files[DROPPED_FILE])
+        _spool(config, context, files, report)
         report.check(config)
         spool = Spool(folder)
         comparison = Comparison(folder, config.compared.similarity) if config.compared else None
@@ -70,21 +73,41 @@ def run(config: CurateConfig, context: StageContext) -> StageResult:
     return StageResult(metrics=report.metrics(), files=[REPORT_FILE, DROPPED_FILE])
 
 
-def _spool(config: CurateConfig, context: StageContext, folder: Path, report: Report) -> None:
-    """Read all rows, and write those that are left by the steps of one row at a time to `folder`."""
+def _spool(config: CurateConfig, context: StageContext, files: KeptFiles, report: Report) -> None:
+    """Read all rows, and write those that are left by the steps of one row at a time to `files`; of what an earlier
+    attempt kept, no row again."""
+    if files.state:
+        report.restore(files.state)
+        context.milestone(f"continuing after {report.num_read} rows")
+    readers: Readers = {}
     steps, compared = list(row_steps(config, context)), config.compared
-    redactor = Redactor(config.redact, report.redacted)
-    with SpoolWriter(folder) as spool, Sets(folder) as sets:
-        for place, row in rows_of(config, context, report):
-            dropped = first_reason(steps, place, row)
-            if not dropped and config.redact:
-                row, dropped = redactor.redacted(place.dataset, row)
-            if dropped:
-                report.drop(place, *dropped, row.content)
-                continue
+    redactor = Redactor(config.redact, report.redacted, readers)
+    spool, sets = SpoolWriter(files), Sets(files)
+    num_kept = report.num_read
+    for place, row in rows_of(config, context, report, readers, num_kept):
+        dropped = first_reason(steps, place, row)
+        if not dropped and config.redact:
+            row, dropped = redactor.redacted(place.dataset, row)
+        if dropped:
+            report.drop(place, *dropped, row.content)
+        else:
             spool.add(place, row.content, row.canonical())
             if compared:
                 sets.add(set_of(row.parts, row.label, compared.words))
+        if report.num_read - num_kept >= KEEP_EVERY:
+            num_kept = report.num_read
+            files.keep(report.state)
+    files.keep(report.state)
+
+
+@contextlib.contextmanager
+def _shown(kept: Path, shown: Path, files: KeptFiles) -> Iterator[None]:
+    """Copy a file that is kept to where people look for it, also when the stage fails."""
+    try:
+        yield
+    finally:
+        files[kept.name].flush()
+        shutil.copyfile(kept, shown)
 
 
 def _left_out(

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stages.curate.kept_files import KeptFiles
 from stages.data.files import Place
 
 ROWS, OFFSETS, DIGESTS = "rows.jsonl", "offsets.bin", "digests.bin"
@@ -43,29 +43,20 @@ class SpooledRow:
 
 
 class SpoolWriter:
-    """Appends rows to a folder. In memory: 16 bytes a row."""
+    """Appends rows to `FILES`."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._stream = (folder / ROWS).open("wb")
-        self._offsets = array("Q")
-        self._digests = array("Q")
+    FILES = (ROWS, OFFSETS, DIGESTS)
+
+    def __init__(self, files: KeptFiles) -> None:
+        self._files = files
 
     def add(self, place: SourcePlace, content: dict[str, Any], canonical: str) -> None:
         """canonical: the same text for rows from which the same is learned."""
-        self._offsets.append(self._stream.tell())
-        self._digests.append(int.from_bytes(hashlib.blake2b(canonical.encode(), digest_size=8).digest(), "little"))
+        self._files[OFFSETS].write(self._files[ROWS].tell().to_bytes(8, "little"))
+        self._files[DIGESTS].write(hashlib.blake2b(canonical.encode(), digest_size=8).digest())
         at = place.place
         row = [place.dataset, at.file, at.number, at.counts, content]
-        self._stream.write(json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stream.close()
-        (self._folder / OFFSETS).write_bytes(self._offsets.tobytes())
-        (self._folder / DIGESTS).write_bytes(self._digests.tobytes())
+        self._files[ROWS].write(json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n")
 
 
 class Spool:
@@ -73,8 +64,8 @@ class Spool:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / ROWS
-        self._offsets = np.fromfile(folder / OFFSETS, np.uint64)
-        self.digests: NDArray[np.uint64] = np.fromfile(folder / DIGESTS, np.uint64)
+        self._offsets = np.fromfile(folder / OFFSETS, "<u8")
+        self.digests: NDArray[np.uint64] = np.fromfile(folder / DIGESTS, "<u8")
         """Of what each row teaches."""
 
     def __len__(self) -> int:

@@ -140,7 +140,7 @@ def _az(container: str) -> FileSystem:
     account = os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
     if not account:
         raise DownloadError("az:// needs the account's name; set AZURE_STORAGE_ACCOUNT_NAME")
-    key, sas_token = (os.environ.get(f"AZURE_STORAGE_{name}") for name in ("ACCOUNT_KEY", "SAS_TOKEN"))
+    key, sas_token = os.environ.get("AZURE_STORAGE_ACCOUNT_KEY"), os.environ.get("AZURE_STORAGE_SAS_TOKEN")
     return AzureFileSystem(account, account_key=None if sas_token else key, sas_token=sas_token)
 
 

@@ -1,13 +1,16 @@
-"""A stage that learns a mixture: shares as asked for and as seen, and losses by dataset."""
+"""A stage that learns a mixture: shares as asked for and as seen, losses by dataset, the same order under every layout,
+and after it was killed."""
 
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
+from refreshes import eventually
 
 from stages.core.contract import StageResult
-from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end
+from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end, start
 
 NUM_STEPS = 6
 PARTS = [{"dataset": "problems", "weight": 0.7}, {"dataset": "texts", "weight": 0.3, "format": "text"}]
@@ -24,19 +27,32 @@ def artifacts(tmp_path_factory):
     return found
 
 
-def learned(work, artifacts, parts=PARTS, steps=NUM_STEPS, **fields):
+def config_of(parts=PARTS, steps=NUM_STEPS, method="sft", evaluation_split="validation", sequence_length=64, **fields):
+    data = {"datasets": parts, "evaluation_split": evaluation_split, "sequence_length": sequence_length}
+    return make_config(method, data=data, steps=steps, schedule="constant", adam_epsilon=1e-3, **fields)
+
+
+def learned(work, artifacts, parts=PARTS, **fields):
     """Losses of the steps, and the final metrics."""
-    data = {"datasets": parts, "evaluation_split": "validation", "sequence_length": 64}
-    config = make_config(data=data, steps=steps, schedule="constant", adam_epsilon=1e-3, **fields)
+    config = config_of(parts, **fields)
     make_context(work, artifacts, config)
     run_to_end(work, config)
     metrics = StageResult.model_validate_json((work / "result.json").read_text()).metrics
     return [row["loss"] for row in logged(work)], metrics
 
 
+def shares_and_losses(metrics):
+    return {name: value for name, value in metrics.items() if name.startswith(("share_seen", "evaluation_loss"))}
+
+
+def weights(work):
+    return (work / "model" / "model.safetensors").read_bytes()
+
+
 @pytest.fixture(scope="module")
 def one_process(artifacts, tmp_path_factory):
-    return learned(tmp_path_factory.mktemp("one") / "work", artifacts)
+    work = tmp_path_factory.mktemp("one") / "work"
+    return *learned(work, artifacts), work
 
 
 def test_losses_by_dataset_are_parts_of_the_whole(one_process):
@@ -45,3 +61,49 @@ def test_losses_by_dataset_are_parts_of_the_whole(one_process):
     assert metrics["share_seen.texts"] == pytest.approx(0.3, abs=0.1)
     low, high = sorted(metrics[f"evaluation_loss.{name}"] for name in ("problems", "texts"))
     assert low < metrics["evaluation_loss"] < high
+
+
+def test_on_two_processes_it_is_learned_in_the_same_order(artifacts, one_process, tmp_path):
+    losses, metrics = learned(tmp_path / "work", artifacts, layout={"dp_shard": 2, "micro_batch_size": 1})
+    assert losses == pytest.approx(one_process[0], rel=1e-5)
+    assert shares_and_losses(metrics) == pytest.approx(shares_and_losses(one_process[1]), rel=1e-4)
+
+
+def test_on_megatron_it_is_learned_in_the_same_order(artifacts, one_process, tmp_path):
+    layout = {"tp": 2, "micro_batch_size": 2}
+    losses, metrics = learned(tmp_path / "work", artifacts, engine="megatron", layout=layout)
+    assert losses == pytest.approx(one_process[0], rel=1e-4)
+    assert shares_and_losses(metrics) == pytest.approx(shares_and_losses(one_process[1]), rel=1e-3)
+
+
+def test_killed_and_resumed_it_ends_with_the_very_weights_of_an_uninterrupted_one(artifacts, one_process, tmp_path):
+    work = tmp_path / "work"
+    config = config_of(layout={"micro_batch_size": 2}, execution={"checkpoint_every_steps": 2})
+    make_context(work, artifacts, config)
+    process = start(work, config)
+    eventually((work / "scratch" / "checkpoints" / "step-2").exists)
+    process.kill()
+    process.wait()
+    assert not (work / "model").exists(), "or nothing was interrupted"
+    run_to_end(work, config)
+    assert "continuing from the checkpoint of step" in (work / "log.txt").read_text()
+    assert weights(work) == weights(one_process[2])
+
+
+def test_pairs_of_two_datasets_are_learned_in_the_same_order_on_two_processes(artifacts, tmp_path):
+    halves = dict(artifacts)
+    lines = (artifacts["preferences"] / "data" / "train.jsonl").read_text().splitlines(keepends=True)
+    for name, own in (("new", lines[:20]), ("old", lines[20:])):
+        halves[name] = tmp_path / name
+        (halves[name] / "data").mkdir(parents=True)
+        (halves[name] / "data" / "train.jsonl").write_text("".join(own))
+    parts = [{"dataset": "new", "weight": 3}, {"dataset": "old", "weight": 1}]
+    found = []
+    for name, layout in {"alone": {"micro_batch_size": 4}, "shared": {"dp_shard": 2, "micro_batch_size": 1}}.items():
+        fields = {"method": "dpo", "evaluation_split": None, "sequence_length": 128}
+        losses, metrics = learned(tmp_path / name / "work", halves, parts, layout=layout, **fields)
+        assert losses[0] == pytest.approx(math.log(2), abs=1e-6)
+        assert metrics["share_seen.new"] == pytest.approx(0.75, abs=0.05)
+        found.append(losses)
+    assert found[0][-1] < math.log(2) - 1e-4, "or nothing was learned"
+    assert found[1] == pytest.approx(found[0], rel=1e-5)

@@ -39,6 +39,7 @@ QWEN3_1M: dict[str, Any] = {
 BUILTINS: dict[str, Builtin] = {
     "qwen3-1m": Builtin("model", "stages.hubs.builtin.qwen3", version=2, sizes=QWEN3_1M),
     "addition": Builtin("dataset", "stages.hubs.builtin.addition", version=1),
+    "addition-crawled": Builtin("dataset", "stages.hubs.builtin.addition_crawled", version=1),
     "addition-preferences": Builtin("dataset", "stages.hubs.builtin.addition_preferences", version=1),
 }
 

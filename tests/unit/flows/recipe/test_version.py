@@ -152,6 +152,7 @@ VALUES = (
     ["email"],
     ["--x"],
     ["ipo"],
+    ["de"],
     *MAPPINGS,
 )
 """Of every type that a field may have; a new type of field needs a value here."""

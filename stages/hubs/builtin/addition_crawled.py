@@ -1,0 +1,35 @@
+"""`builtin/addition-crawled`: problems of `builtin/addition` as rows come in that nobody has looked at yet.
+
+Beside `NUM_GOOD` good rows: exact copies, copies that are written otherwise, problems that the task `addition` asks,
+and addresses of people. What a curation should do to each is known, so it can be seen whether it does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from stages.hubs.builtin.addition import Problem, message, split_problems, write_rows
+
+NUM_GOOD = 2000
+NUM_COPIES = 200
+NUM_REWRITTEN = 100
+NUM_LEAKED = 100
+NUM_WITH_ADDRESS = 50
+
+
+def make(folder: Path) -> None:
+    """Write the rows, in an order that is drawn once and for all."""
+    split = split_problems()
+    good = split.train[:NUM_GOOD]
+    rows = [_row(problem) for problem in good[NUM_WITH_ADDRESS:]]
+    rows += [_row(one, f"{one.question} Tell ann{one.first}@example.com.") for one in good[:NUM_WITH_ADDRESS]]
+    rows += rows[:NUM_COPIES]
+    rows += [_row(one, one.question.upper().rstrip("?") + " ?!") for one in good[-NUM_REWRITTEN:]]
+    rows += [_row(one) for one in split.test[:NUM_LEAKED]]
+    keyed = sorted((hashlib.sha256(f"{number} {row}".encode()).digest(), number) for number, row in enumerate(rows))
+    write_rows(folder / "train.jsonl", (rows[number] for _, number in keyed))
+
+
+def _row(problem: Problem, question: str | None = None) -> dict[str, object]:
+    return {"messages": [message("user", question or problem.question), message("assistant", problem.answer)]}
