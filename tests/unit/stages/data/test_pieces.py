@@ -15,6 +15,7 @@ import pyarrow.parquet
 import pytest
 
 from stages.core.errors import DataError
+from stages.core.supervised import Supervised
 from stages.data import parts, tokenizing, tokenizing_processes
 from stages.data.config import DataConfig
 from stages.data.files import read_part, read_rows
@@ -194,6 +195,9 @@ if __name__ == "__main__":
 """
 
 
+GRACE_S = 120.0
+
+
 def processes_with(word):
     """Folders in /proc of those whose environment holds it."""
     found = []
@@ -203,7 +207,9 @@ def processes_with(word):
     return found
 
 
-def test_no_process_outlives_the_one_that_asked_for_it(tmp_path, tokenizer_folder, write_rows):
+@pytest.fixture
+def program(tmp_path, tokenizer_folder, write_rows):
+    """Command of a program that tokenizes in two processes, and its environment, by a word of which they are found."""
     folder = write_rows([chat(number) for number in range(20_000)])
     for shard in range(8):
         (folder / f"train-{shard:05}-of-00008.jsonl").write_bytes((folder / "train.jsonl").read_bytes() + b"\n" * shard)
@@ -211,9 +217,13 @@ def test_no_process_outlives_the_one_that_asked_for_it(tmp_path, tokenizer_folde
     (tmp_path / "cache").mkdir()
     program = tmp_path / "program.py"
     program.write_text(KILLED)
-    mark = f"MARK_{os.getpid()}"
+    mark = f"MARK_{os.getpid()}_{tmp_path.name}"
     arguments = [sys.executable, str(program), str(folder), str(tokenizer_folder), str(tmp_path / "cache")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "2", "INCREMENT_MARK": mark}
+    return arguments, {**os.environ, "OMP_NUM_THREADS": "2", "INCREMENT_MARK": mark}, mark
+
+
+def test_no_process_outlives_the_one_that_asked_for_it(tmp_path, program):
+    arguments, environment, mark = program
     with subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"begun\n"
         assert len(processes_with(mark)) >= 3
@@ -224,3 +234,17 @@ def test_no_process_outlives_the_one_that_asked_for_it(tmp_path, tokenizer_folde
         time.sleep(0.05)
     assert not left
     assert not [*tmp_path.glob("cache/tokenized/*/about.json")]
+
+
+def test_stopped_as_by_ctrl_c_no_process_has_to_be_killed_after_its_time_of_grace(tmp_path, program):
+    arguments, environment, mark = program
+    with (tmp_path / "log.txt").open("wb") as log:
+        supervised = Supervised(arguments, environment=environment, output=log, grace_s=GRACE_S)
+    while "begun" not in (tmp_path / "log.txt").read_text():  # pytest's own limit is the longest
+        assert supervised.alive()
+        time.sleep(0.05)
+    assert len(processes_with(mark)) >= 3
+    began_s = time.monotonic()
+    supervised.stop()
+    assert time.monotonic() - began_s < GRACE_S / 2
+    assert not processes_with(mark)
