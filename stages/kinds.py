@@ -9,6 +9,7 @@ from stages.evaluate.config import EvaluateConfig
 from stages.generate.config import GenerateConfig
 from stages.merge.config import MergeConfig
 from stages.promote.config import PromoteConfig
+from stages.publish.config import PublishConfig
 from stages.quantize.config import QuantizeConfig
 from stages.serve.config import ServeConfig
 from stages.train.config import TrainConfig
@@ -23,4 +24,5 @@ KINDS: dict[str, type[StageConfig]] = {
     "serve": ServeConfig,
     "evaluate": EvaluateConfig,
     "promote": PromoteConfig,
+    "publish": PublishConfig,
 }

@@ -20,6 +20,9 @@ class Repository:
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     token: str | None = None
     gated: bool = False
+    private: bool = False
+    objects: dict[str, bytes] = field(default_factory=dict)
+    """Large files that were sent, by sha256; those of commits and others."""
     listed_sizes: dict[str, int] = field(default_factory=dict)
     """Sizes that the hub lists instead of the true ones."""
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import socket
-import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -21,22 +19,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from tests.http_server import LoopbackServer
 from tests.hub_repository import LARGE_FILE_BYTES, Repository, blob_id
-
-
-@dataclass
-class Fault:
-    """Something that goes wrong with the requests whose path matches, `times` times."""
-
-    path: str
-    times: int = 1
-    status: int | None = None
-    retry_after_s: int | None = None
-    break_after_bytes: int | None = None
-    how: str = "reset"
-    """`reset` the connection, `close` it early, or send a `short` body that claims to be whole."""
-    send_instead: bytes | None = None
-    ignore_range: bool = False
-    bytes_per_s: int | None = None
+from tests.hub_uploads import Fault, Uploads
 
 
 @dataclass(frozen=True)
@@ -50,11 +33,13 @@ class Request:
 
 
 class HubServer:
-    """Serves `repositories`, keyed by `org/name` or `datasets/org/name`, and `pages` in their place, by path."""
+    """Serves `repositories`, keyed by `org/name` or `datasets/org/name`, and `pages` in their place, by path.
+    `token_roles`: known tokens, and whether they may `read` or `write`."""
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
         self.pages: dict[str, bytes] = {}
+        self.token_roles: dict[str, str] = {}
         self.faults: list[Fault] = []
         self.requests: list[Request] = []
         self.served_bytes: dict[str, int] = {}
@@ -111,8 +96,7 @@ def running_hub() -> Iterator[HubServer]:
         hub.stop()
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server_state: HubServer
+class _Handler(Uploads, BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
@@ -120,6 +104,8 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(url.path)
         host = self.headers.get("Host", "").partition(":")[0]
         self.server_state.requests.append(Request(self.command, host, self.path, dict(self.headers)))
+        if self.take(self.command, self.path):
+            return None
         fault = self.server_state.take_fault(self.path)
         if fault and fault.status:
             headers = {"Retry-After": str(fault.retry_after_s)} if fault.retry_after_s is not None else {}
@@ -144,10 +130,16 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         match = re.fullmatch(r"/api/(datasets/[^/]+/[^/]+)/paths-info/([^/]+)", unquote(self.path))
         self.server_state.requests.append(Request(self.command, "", self.path, dict(self.headers)))
+        if self.take(self.command, self.path):
+            return
         repository = self._allowed_repository(match[1]) if match else None
         if match and repository:
             asked = self.rfile.read(int(self.headers["Content-Length"])).decode()
             self._send_json(repository.paths_info(match[2], parse_qs(asked)["paths"]))
+
+    def do_PUT(self) -> None:
+        self.server_state.requests.append(Request(self.command, "", self.path, dict(self.headers)))
+        self.take(self.command, self.path)
 
     # ------------------------------------------------------------------------------------- the Hugging Face hub
 
@@ -166,7 +158,14 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(404, b'{"error": "Invalid rev id"}', {"X-Error-Code": "RevisionNotFound"})
         siblings = [repository.sibling(file, content) for file, content in files.items()]
         return self._send_json(
-            {"id": name, "modelId": name, "sha": commit, "siblings": siblings, "tags": [], "private": False}
+            {
+                "id": name,
+                "modelId": name,
+                "sha": commit,
+                "siblings": siblings,
+                "tags": [],
+                "private": repository.private,
+            }
         )
 
     def _tree(self, name: str, revision: str, folder: str, *, recursive: bool) -> None:
@@ -275,8 +274,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _break(self, fault: Fault | None) -> None:
         self.close_connection = True
         if fault and fault.how == "reset":
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.connection.close()
+            self.reset()
 
     def _send_json(self, content: object, status: int = 200) -> None:
         self._send(status, json.dumps(content).encode(), {"Content-Type": "application/json"})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from flows.ledger.record import RefreshRecord
 from flows.report.model import Promotion, Score, ScoreDifference
@@ -25,17 +25,28 @@ def happened(record: RefreshRecord) -> str:
 
 def means(record: RefreshRecord, promotions: Sequence[Promotion], scores: Sequence[Score]) -> str:
     """What became of the candidate; without one, what failed, or what was scored."""
-    if failed := [name for name, entry in record.stages.items() if entry.state == "failed"]:
+    failed = [name for name, entry in record.stages.items() if entry.state == "failed"]
+    if failed and not (promotions and all(record.stages[name].kind == "publish" for name in failed)):
         return f"There is no new model: {', '.join(failed)} failed, so what stands on that was not built."
     if record.state in ("running", "cancelled") or record.killed:
         return "There is no result yet: what is built stays, and a retry goes on from there."
     if promotions:
-        return " ".join(_promotion(one, scores) for one in promotions)
+        return " ".join([*(_promotion(one, scores) for one in promotions), *_publications(record)])
     if record.nothing_new:
         return "Nothing has changed since it was built last, so every result stands as it was."
     if scores:
         return f"No stage promotes a model; the last score is {_score(scores[-1])}."
     return "Nothing was evaluated and no stage promotes a model, so nothing says yet how good the result is."
+
+
+def _publications(record: RefreshRecord) -> Iterator[str]:
+    """Of each stage that publishes: a promotion stands, whatever becomes of that."""
+    for name, entry in record.stages.items():
+        tags = entry.result.tags
+        if entry.kind == "publish" and entry.state == "failed":
+            yield f"It is not published: {name} failed, and `lifecycle retry` tries that again."
+        elif tags.get("publication") in ("published", "was there"):
+            yield f"It is published at {tags['published_to']}."
 
 
 def _promotion(one: Promotion, scores: Sequence[Score]) -> str:

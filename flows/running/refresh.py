@@ -28,6 +28,7 @@ from prefect.tasks import Task, exponential_backoff
 
 from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import ledger_of, new_refresh_id
+from flows.planning.plan import PlannedStage
 from flows.recipe.recipe import load_recipe
 from flows.running.comparison import Comparison
 from flows.running.due import announce_own_schedule, start_when_due
@@ -53,6 +54,8 @@ def is_transient(_: Task[..., Any], __: TaskRun, state: State[Any]) -> bool:
 @task(cache_policy=NO_CACHE, persist_result=False, task_run_name="{name}", retry_condition_fn=is_transient)
 def build_stage(name: str, run: RefreshRun) -> State[Any]:
     """Build one stage, or find it cached. One that refuses a model has the state, and the colour, of its refresh."""
+    if not run.built.keys() >= set(run.plan.stages[name].upstream):
+        return Cancelled(message="what it stands on was not built")
     try:
         built = run.build(name, runtime.task_run.run_count, get_run_logger())
     except RefreshStoppedError as error:
@@ -166,9 +169,14 @@ def _run_stages(run: RefreshRun) -> None:
             downloads = [allow_failure(future) for future in futures.values()]
             checked = [runner.submit(check_inputs, {"run": run}, wait_for=downloads)]
         for name in (name for name, stage in stages.items() if stage.upstream):
-            submit(name, [*checked, *(futures[other] for other in stages[name].upstream)])
+            submit(name, [*checked, *(_after(stages[other], futures[other]) for other in stages[name].upstream)])
         for future in (*checked, *futures.values()):
             future.wait()
+
+
+def _after(stage: PlannedStage, future: PrefectFuture[Any]) -> Any:
+    """To wait for. A promotion that refuses a model has the state of a task that was cancelled, but is done."""
+    return allow_failure(future) if stage.config.product == "verdict" else future
 
 
 def _measure(run: RefreshRun, comparison: Comparison) -> None:

@@ -17,6 +17,7 @@ from flows.planning.model_check import check_models
 from flows.planning.model_shape import ModelConfigs
 from flows.planning.outside import resolve_outside
 from flows.planning.plan import Plan, chosen_stages, plan
+from flows.planning.publishing import check_publishing
 from flows.planning.quantizing import check_quantizing
 from flows.planning.serving import check_serving
 from flows.planning.stored import find_stored
@@ -92,6 +93,7 @@ def _plan_of(recipe: Recipe, request: RefreshRequest, *, may_be_unreachable: boo
     unusual = check_models(recipe, outside, index)
     planned = plan(recipe, outside, index, force=request.force, until=request.until, unreachable=unreachable or {})
     check_devices(planned)
+    check_publishing(planned)
     planned = with_changes(planned, index, store.cache_folder(CONTENTS_CACHE))
     said = (*notes, *idle, *map(str, choices), *device_notes(recipe, chosen), *unusual)
     return PlannedRefresh(request, planned, store, said, recipe_text=without_secrets(recipe.text))

@@ -116,6 +116,12 @@ class NotPromotedError(LifecycleError):
     exit_code = 17
 
 
+class PublishError(LifecycleError):
+    """A model could not be published: its target refuses it, or holds something else than was sent."""
+
+    exit_code = 18
+
+
 class TransientError(LifecycleError):
     """Something that may well work when tried again: a network fault, a busy server."""
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field
 
-Product = Literal["model", "adapter", "reward_model", "dataset", "server", "scores", "verdict"]
+Product = Literal["model", "adapter", "reward_model", "dataset", "server", "scores", "verdict", "publication"]
 
 
 def _as_split(name: str) -> str:

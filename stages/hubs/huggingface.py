@@ -62,14 +62,14 @@ def _remote_file(source: Source, revision: str, sibling: Any) -> RemoteFile:
     if sibling.size is None or not (sibling.lfs or sibling.blob_id):
         raise DownloadError(f"{source}: the hub lists {sibling.rfilename} without size or digest; use another mirror")
     digest = Digest("sha256", sibling.lfs.sha256) if sibling.lfs else Digest("git-blob-sha1", sibling.blob_id)
-    url = hf_hub_url(source.name, sibling.rfilename, repo_type=source.product, revision=revision, endpoint=_endpoint())
+    url = hf_hub_url(source.name, sibling.rfilename, repo_type=source.product, revision=revision, endpoint=endpoint())
     return RemoteFile(sibling.rfilename, sibling.size, digest, url)
 
 
 def _repository_info(
     source: Source, revision: str | None, *, files_metadata: bool, limit_s: float | None = None
 ) -> Any:
-    api = _api()
+    api = hub_api()
 
     def ask() -> Any:
         return api.repo_info(
@@ -85,7 +85,7 @@ def _repository_info(
 
 def _ask(source: Source, ask: Callable[[], Answer], num_attempts: int) -> Answer:
     """Ask the hub until it answers, or there is no use in it."""
-    backoff = RetryBackoff(f"asking {_endpoint()} for {source}", num_attempts=num_attempts)
+    backoff = RetryBackoff(f"asking {endpoint()} for {source}", num_attempts=num_attempts)
     while True:
         try:
             return ask()
@@ -101,25 +101,23 @@ def _ask(source: Source, ask: Callable[[], Answer], num_attempts: int) -> Answer
                 f"{source} must be asked for at the hub, but HF_HUB_OFFLINE is set; unset it"
             ) from error
         except (httpx.UnsupportedProtocol, httpx.TooManyRedirects) as error:
-            raise DownloadError(f"asking {_endpoint()} for {source}: {error}; check HF_ENDPOINT") from error
+            raise DownloadError(f"asking {endpoint()} for {source}: {error}; check HF_ENDPOINT") from error
         except httpx.TransportError as error:
             backoff.wait(busy_from_transport(error))
         except ValueError as error:
-            raise DownloadError(
-                f"asking {_endpoint()} for {source}: it does not answer like a hub ({error})"
-            ) from error
+            raise DownloadError(f"asking {endpoint()} for {source}: it does not answer like a hub ({error})") from error
 
 
 def _explained(source: Source, error: HfHubHTTPError) -> LifecycleError:
     """What to do about a refusal. The hub answers 401 for what does not exist, too, without a token."""
-    address = f"{_endpoint()}/{'datasets/' if source.product == 'dataset' else ''}{source.name}"
+    address = f"{endpoint()}/{'datasets/' if source.product == 'dataset' else ''}{source.name}"
     if isinstance(error, GatedRepoError):
         return DownloadError(f"{source} is gated: accept its terms at {address}, then set {TOKEN_VARIABLE}")
     if isinstance(error, RevisionNotFoundError):
         return DownloadError(f"{source}: the repository has no revision {source.revision!r}{_closest_revision(source)}")
     if isinstance(error, RepositoryNotFoundError):
         hint = "your token may not read it" if os.environ.get(TOKEN_VARIABLE) else f"private ones need {TOKEN_VARIABLE}"
-        return DownloadError(f"{source}: {_endpoint()} has no such {source.product}; check the name ({hint})")
+        return DownloadError(f"{source}: {endpoint()} has no such {source.product}; check the name ({hint})")
     status = error.response.status_code
     if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
         return DownloadError(f"{source}: the hub answered {status}; set {TOKEN_VARIABLE} to a token that may read it")
@@ -128,7 +126,7 @@ def _explained(source: Source, error: HfHubHTTPError) -> LifecycleError:
 
 def _closest_revision(source: Source) -> str:
     try:
-        refs = _api().list_repo_refs(source.name, repo_type=source.product)
+        refs = hub_api().list_repo_refs(source.name, repo_type=source.product)
     except (HfHubHTTPError, httpx.HTTPError):  # Only a hint: what is missing is known without it.
         return ""
     names = [ref.name for ref in [*refs.branches, *refs.tags]]
@@ -136,9 +134,11 @@ def _closest_revision(source: Source) -> str:
     return f"; did you mean {closest[0]!r}?" if closest else f"; it has: {', '.join(names[:10])}"
 
 
-def _api() -> HfApi:
-    return HfApi(endpoint=_endpoint(), token=os.environ.get(TOKEN_VARIABLE) or False)
+def hub_api() -> HfApi:
+    """The hub's own client, with the token of the environment or none."""
+    return HfApi(endpoint=endpoint(), token=os.environ.get(TOKEN_VARIABLE) or False)
 
 
-def _endpoint() -> str:
+def endpoint() -> str:
+    """Address of the hub, or of a mirror."""
     return os.environ.get("HF_ENDPOINT", DEFAULT_ENDPOINT).rstrip("/")

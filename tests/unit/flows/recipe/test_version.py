@@ -103,6 +103,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
             "judge": {**RATING, "template": None},
         },
     ],
+    "publish": [{"kind": "publish", "promotion": "promote", "to": "hf://org/name", "private": False}],
     "generate": [
         {**GENERATION, "rewards": {"right": {"type": "exact_match"}, "own": {"type": "python", "file": "score.py"}}},
         {**GENERATION, "rewards": {"right": {"type": "math", "no_answer": -0.5}}},
@@ -163,6 +164,7 @@ UPSTREAM = {
     "scores": "0a1b2c3d4e5f",
     "tuned": "a0b1c2d3e4f5",
     "critic": "c0b1a2d3e4f5",
+    "promote": "c0ffee123456",
     "other": "b",
 }
 OUTSIDE = {"task_folder": "f" * 64}

@@ -1,0 +1,168 @@
+"""What the records of a publication's inputs say: the promotion, its model, and all that this was made from.
+
+A stage is given the artifacts of all stages that it stands on, under the names of its own recipe; records refer to one
+another by kind and version, also where an artifact was built under another name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from stages.core.contract import StageResult, nearest_base
+from stages.core.errors import StoreError
+from stages.core.fields import Product
+
+FOLDERS: dict[Product, str] = {"model": "model", "adapter": "adapter", "dataset": "data"}
+VERDICT_TAG, NAME_TAG, TABLE_FILE = "verdict", "registered_model", "verdict.md"
+"""As the promote stage leaves them in its result, and the table beside it."""
+
+
+class _Recorded(BaseModel):
+    """The parts of a record that are read here; what else is in it is the store's."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class UpstreamEntry(_Recorded):
+    """An artifact that another one was built from."""
+
+    kind: str
+    version: str
+
+
+class FileEntry(_Recorded):
+    """Size in bytes and sha256 of one file."""
+
+    size: int
+    sha256: str
+
+
+class Record(_Recorded):
+    """Of `record.json`."""
+
+    recipe: str | None
+    stage: str
+    kind: str
+    product: Product
+    version: str
+    identity: dict[str, Any]
+    upstream: dict[str, UpstreamEntry]
+    files: dict[str, FileEntry]
+    finished: datetime
+    git_commit: str | None = None
+
+
+@dataclass(frozen=True)
+class Made:
+    """An artifact: its record, and what its stage said at its end."""
+
+    folder: Path
+    record: Record
+    result: StageResult
+
+    @property
+    def label(self) -> str:
+        """As people name an artifact."""
+        return f"{self.record.stage}-{self.record.version}"
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """With defaults, without `execution`, references and paths."""
+        config = self.record.identity.get("config")
+        return config if isinstance(config, dict) else {}
+
+    @property
+    def content(self) -> Path:
+        """The folder of the model, adapter or dataset."""
+        return self.folder / FOLDERS[self.record.product]
+
+    def stands_on(self, other: Made) -> bool:
+        """Whether a field of its config refers to that artifact."""
+        entry = UpstreamEntry(kind=other.record.kind, version=other.record.version)
+        return entry in self.record.upstream.values()
+
+
+class Inputs:
+    """All artifacts that a publication stands on."""
+
+    def __init__(self, folders: Mapping[str, Path]) -> None:
+        self.named = {name: _read(folder) for name, folder in folders.items()}
+        self._made = {(one.record.kind, one.record.version): one for one in self.named.values()}
+
+    def upstream(self, made: Made, *fields: str) -> list[Made]:
+        """What `made` refers to in these fields, or in the items of these lists."""
+        entries = made.record.upstream.items()
+        return [self._find(entry) for field, entry in entries if field in fields or field.split(".")[0] in fields]
+
+    def lineage(self, made: Made) -> list[Made]:
+        """All that it was made from, each once and before what was made of it; itself last."""
+        found: dict[Path, Made] = {}
+
+        def visit(one: Made) -> None:
+            if one.folder not in found:
+                for entry in one.record.upstream.values():
+                    visit(self._find(entry))
+                found[one.folder] = one
+
+        visit(made)
+        return list(found.values())
+
+    def bases(self, made: Made) -> Iterator[Made]:
+        """The model that it was made from, the one that this was made from, and so on to the first."""
+        while made.record.upstream.keys() & {"base", "model"}:
+            made = self._find(nearest_base(made.record.upstream))
+            yield made
+
+    def _find(self, entry: UpstreamEntry) -> Made:
+        try:
+            return self._made[entry.kind, entry.version]
+        except KeyError:
+            raise StoreError(
+                f"the record of what is published refers to the {entry.kind} artifact of version {entry.version}, "
+                "which is none of the stages that this one stands on; run the refresh again"
+            ) from None
+
+
+def _read(folder: Path) -> Made:
+    record = Record.model_validate_json((folder / "record.json").read_bytes())
+    return Made(folder, record, StageResult.model_validate_json((folder / "result.json").read_bytes()))
+
+
+@dataclass(frozen=True)
+class Promoted:
+    """A promotion's model and what speaks for it. lineage: the model last. bases: its own first, the oldest last."""
+
+    name: str
+    outcome: str
+    promotion: Made
+    model: Made
+    evaluations: tuple[Made, ...]
+    lineage: tuple[Made, ...]
+    bases: tuple[Made, ...]
+
+    @property
+    def table(self) -> str:
+        """The verdict as Markdown, with gates and the comparison with the champion before."""
+        return (self.promotion.folder / TABLE_FILE).read_text(encoding="utf-8")
+
+
+def read_promoted(folders: Mapping[str, Path], promotion_stage: str) -> Promoted:
+    """Raises StoreError when the records do not fit together."""
+    inputs = Inputs(folders)
+    promotion = inputs.named[promotion_stage]
+    (model,) = inputs.upstream(promotion, "model")
+    return Promoted(
+        name=promotion.result.tags[NAME_TAG],
+        outcome=promotion.result.tags[VERDICT_TAG],
+        promotion=promotion,
+        model=model,
+        evaluations=tuple(inputs.upstream(promotion, "evaluations")),
+        lineage=tuple(inputs.lineage(model)),
+        bases=tuple(inputs.bases(model)),
+    )

@@ -1,0 +1,79 @@
+"""A folder (`file:///PATH`), such as one of a file server: each file appears whole, under its own name."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from stages.core.errors import PublishError, full_disk_named
+from stages.core.hashing import sha256_of_files
+from stages.hubs.verification import Digest
+from stages.publish.targets.address import Address
+from stages.publish.targets.target import Held, LocalFile
+
+PARTIAL_SUFFIX = ".partial"
+
+
+class Folder:
+    """What is there is hashed again each time it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def check(self) -> None:
+        nearest = next(path for path in (self._folder, *self._folder.parents) if path.exists())
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+            raise PublishError(
+                f"publishing to file://{self._folder}: {nearest} is no folder that can be written to; "
+                "name another one, or change its permissions"
+            )
+
+    def prepare(self) -> None:
+        with self._explained():
+            self._folder.mkdir(parents=True, exist_ok=True)
+
+    def held(self) -> Held:
+        with self._explained():
+            found = [path for path in self._folder.rglob("*") if path.is_file()]
+            sums = sha256_of_files({path.relative_to(self._folder).as_posix(): path for path in found})
+        return Held({name: Digest("sha256", sha256) for name, sha256 in sums.items()})
+
+    def read_text(self, name: str) -> str | None:
+        return (self._folder / name).read_text(encoding="utf-8", errors="replace")
+
+    def send(
+        self,
+        files: Mapping[str, LocalFile],
+        missing: Collection[str],
+        stale: Collection[str],
+        sent: Callable[[int], None],
+    ) -> None:
+        with self._explained():
+            for name in missing:
+                self._copy(files[name].path, self._folder / name)
+                sent(files[name].size_bytes)
+            for name in stale:
+                (self._folder / name).unlink(missing_ok=True)
+
+    def _copy(self, source: Path, target: Path) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}{PARTIAL_SUFFIX}")
+        shutil.copyfile(source, partial)
+        partial.replace(target)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        doing = f"publishing to file://{self._folder}"
+        try:
+            with full_disk_named(doing, self._folder):
+                yield
+        except OSError as error:
+            raise PublishError(f"{doing}: {error}; change its permissions, or name another folder") from error
+
+
+def open_target(address: Address, *, private: bool) -> Folder:
+    """Who may read the folder is its owner's to say, whatever `private` says."""
+    return Folder(Path(address.place))

@@ -1,0 +1,58 @@
+"""Where models can be published. A new kind of target is a module with `open_target`, and one line here.
+
+Light, since every recipe is read with it: a target's module is imported when something is to be published there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import dataclass
+
+from stages.publish.targets.address import Address
+from stages.publish.targets.target import Target
+
+
+@dataclass(frozen=True)
+class TargetEntry:
+    """form: what follows the scheme, for messages; pattern: the same for machines. token: variable that must be set."""
+
+    form: str
+    pattern: re.Pattern[str]
+    module: str
+    token: str | None = None
+    is_hub: bool = False
+
+
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+TARGETS: dict[str, TargetEntry] = {
+    "hf": TargetEntry("owner/name", _REPOSITORY, "huggingface", "HF_TOKEN", is_hub=True),
+    "file": TargetEntry("/PATH", re.compile(r"/.*[^/]"), "folder"),
+}
+
+
+def parse_address(text: str) -> Address:
+    """The address that a recipe's `to` names. Raises ValueError with what is allowed."""
+    scheme, separator, place = text.partition("://")
+    entry = TARGETS.get(scheme) if separator else None
+    if entry is None or not entry.pattern.fullmatch(place):
+        raise ValueError(f"{text!r} is no place to publish to; write {forms()}")
+    return Address(scheme, place, entry.is_hub)
+
+
+def forms() -> str:
+    """How addresses are written, in words."""
+    written = [f"{scheme}://{entry.form}" for scheme, entry in TARGETS.items()]
+    return f"{', '.join(written[:-1])} or {written[-1]}"
+
+
+def token_of(address: Address) -> str | None:
+    """The variable without which nothing can be published there."""
+    return TARGETS[address.scheme].token
+
+
+def target_of(address: Address, *, private: bool) -> Target:
+    """The target at an address."""
+    module = importlib.import_module(f"stages.publish.targets.{TARGETS[address.scheme].module}")
+    target: Target = module.open_target(address, private=private)
+    return target

@@ -1,0 +1,58 @@
+"""What a target does: say what it holds, and take files. One module a kind of target, one line in `registry.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from stages.hubs.verification import Digest
+
+
+@dataclass(frozen=True)
+class LocalFile:
+    """A file to be published. sha256: hex digits."""
+
+    path: Path
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Held:
+    """What lies at a target: name → digest. revision: what the target calls this content, if it has a word for it."""
+
+    files: Mapping[str, Digest]
+    revision: str | None = None
+
+
+class Target(Protocol):
+    """A place that was named with its credentials in the environment.
+
+    Every method may ask the network, and raises PublishError for what is refused, TransientError when nobody answers.
+    """
+
+    def check(self) -> None:
+        """Find out whether it can be published to, without changing anything there."""
+
+    def prepare(self) -> None:
+        """Make the repository or folder, unless it is there. Private, where that is for us to say."""
+
+    def held(self) -> Held:
+        """What is there, by checksums that the target computed or that are computed of what it gives back."""
+
+    def read_text(self, name: str) -> str | None:
+        """The text of one small file of `held`, that an earlier publication left."""
+
+    def send(
+        self,
+        files: Mapping[str, LocalFile],
+        missing: Collection[str],
+        stale: Collection[str],
+        sent: Callable[[int], None],
+    ) -> None:
+        """Put the `missing` of `files` there, and take the `stale` names away; `sent` is told bytes as they are done.
+
+        What was sent before a cut is found by its checksum, and not sent again.
+        """

@@ -1,0 +1,44 @@
+"""Promotions whose models are published in this process."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from stages.hubs import retry
+from tests.hub_server import HubServer, running_hub
+from tests.published import Publishing, recipe_tree
+
+Publish = Callable[..., Publishing]
+TOKEN = "hf_token_of_the_tests"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def promoted(tmp_path: Path) -> Publish:
+    """A promotion to be published at an address; `number` keeps several apart."""
+
+    def make(to: str, number: int = 1, champion=(), mark: str = "first", **options) -> Publishing:
+        folder = tmp_path / f"refresh-{number}"
+        folder.mkdir()
+        return Publishing(folder, recipe_tree(to, **options), mark, champion)
+
+    return make
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """Speaks LFS, as mirrors do; the library would ask for Xet first."""
+    with running_hub() as server:
+        server.token_roles = {TOKEN: "write", "hf_reader": "read"}
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(retry, "FIRST_WAIT_S", 0.01)
+        yield server
