@@ -28,7 +28,6 @@ from prefect.tasks import Task, exponential_backoff
 
 from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import ledger_of, new_refresh_id
-from flows.planning.plan import PlannedStage
 from flows.recipe.recipe import load_recipe
 from flows.running.comparison import Comparison
 from flows.running.due import announce_own_schedule, start_when_due
@@ -168,15 +167,20 @@ def _run_stages(run: RefreshRun) -> None:
         if run.has_inputs_to_check:
             downloads = [allow_failure(future) for future in futures.values()]
             checked = [runner.submit(check_inputs, {"run": run}, wait_for=downloads)]
-        for name in (name for name, stage in stages.items() if stage.upstream):
-            submit(name, [*checked, *(_after(stages[other], futures[other]) for other in stages[name].upstream)])
+        behind_verdicts = [
+            name
+            for name, stage in stages.items()
+            if any(stages[other].config.product == "verdict" for other in stage.upstream)
+        ]
+        for name in (name for name, stage in stages.items() if stage.upstream and name not in behind_verdicts):
+            submit(name, [*checked, *(futures[other] for other in stages[name].upstream)])
+        for name in behind_verdicts:
+            # Behind a refusal, whose state is that of a cancelled task, Prefect would not start them.
+            for other in stages[name].upstream:
+                futures[other].wait()
+            submit(name, checked)
         for future in (*checked, *futures.values()):
             future.wait()
-
-
-def _after(stage: PlannedStage, future: PrefectFuture[Any]) -> Any:
-    """To wait for. A promotion that refuses a model has the state of a task that was cancelled, but is done."""
-    return allow_failure(future) if stage.config.product == "verdict" else future
 
 
 def _measure(run: RefreshRun, comparison: Comparison) -> None:

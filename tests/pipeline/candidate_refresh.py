@@ -1,4 +1,4 @@
-"""A refresh through Prefect and MLflow whose models and evaluations are made up, and whose promotions are real.
+"""A refresh through Prefect and MLflow whose models and evaluations are made up; promotions and publications are real.
 
 python candidate_refresh.py RECIPE   prints what `lifecycle run` prints, exits like it
 python candidate_refresh.py WORK     is a stage: writes a model, or an evaluation of which `limit` answers are right
@@ -19,8 +19,8 @@ NUM_DOCUMENTS = 100
 
 
 def launch(work: Path, config: StageConfig) -> Supervised:
-    """Promotions as they are, all else by this file."""
-    if config.kind == "promote":
+    """Promotions and publications as they are, all else by this file."""
+    if config.kind in ("promote", "publish"):
         return local.start(work, config)
     with (work / "log.txt").open("ab") as log:
         return Supervised([sys.executable, __file__, str(work)], environment=local.environment(config), output=log)

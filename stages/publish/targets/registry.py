@@ -28,6 +28,7 @@ _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 TARGETS: dict[str, TargetEntry] = {
     "hf": TargetEntry("owner/name", _REPOSITORY, "huggingface", "HF_TOKEN", is_hub=True),
     "file": TargetEntry("/PATH", re.compile(r"/.*[^/]"), "folder"),
+    "oci": TargetEntry("host/name:tag", re.compile(r"[\w.-]+(:\d+)?/[a-z0-9._/-]+:\w[\w.-]{0,127}"), "oci"),
 }
 
 

@@ -1,0 +1,141 @@
+"""A registry on the loopback that does what the OCI Distribution Specification 1.1 asks of one, for pushes."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
+from urllib.parse import parse_qs, urlsplit
+
+from tests.http_server import LoopbackServer
+
+TOKEN = "a-token-of-the-registry"
+
+
+class Registry:
+    """Blobs by digest, manifests by tag. credentials: USER:PASSWORD that pushes need; bearer: by way of a token."""
+
+    def __init__(self) -> None:
+        self.blobs: dict[str, bytes] = {}
+        self.manifests: dict[str, bytes] = {}
+        self.uploads: set[str] = set()
+        self.received: list[str] = []
+        self.refused: dict[str, int] = {}
+        self.credentials = ""
+        self.bearer = False
+        registry = self
+
+        class Handler(_Handler):
+            state = registry
+
+        self.server = LoopbackServer(("127.0.0.1", 0), Handler)
+        self.host = f"127.0.0.1:{self.server.server_address[1]}"
+
+
+@contextmanager
+def running_registry() -> Iterator[Registry]:
+    registry = Registry()
+    threading.Thread(target=registry.server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        yield registry
+    finally:
+        registry.server.shutdown()
+        registry.server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    state: Registry
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        if self.path.startswith("/token?"):
+            known = self._authorization() == _basic(self.state.credentials)
+            return self._answer(200 if known else 401, json.dumps({"token": TOKEN}).encode())
+        kind, reference = self._asked(r"/v2/.+/(manifests|blobs)/([^/]+)")
+        content = (self.state.manifests if kind == "manifests" else self.state.blobs).get(reference)
+        return self._answer(404 if content is None else 200, content or b"") if self._is_admitted() else None
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_POST(self) -> None:
+        self._asked(r"/v2/.+/blobs/(uploads)/()")
+        self._body()
+        if self._is_admitted():
+            upload = uuid.uuid4().hex
+            self.state.uploads.add(upload)
+            self._answer(202, b"", Location=f"{self.path}{upload}?state=kept")
+
+    def do_DELETE(self) -> None:
+        _, upload = self._asked(r"/v2/.+/blobs/(uploads)/([0-9a-f]+)")
+        self.state.uploads.remove(upload)
+        self._answer(204)
+
+    def do_PUT(self) -> None:
+        kind, name = self._asked(r"/v2/.+/(manifests|blobs/uploads)/([^/]+)")
+        content = self._body()
+        if not self._is_admitted():
+            return None
+        if kind == "manifests":
+            return self._put_manifest(name, content)
+        query = parse_qs(urlsplit(self.path).query)
+        digest = query["digest"][0]
+        self.state.uploads.remove(name)
+        if query.get("state") != ["kept"] or digest != f"sha256:{hashlib.sha256(content).hexdigest()}":
+            return self._answer(400, b'{"errors": [{"code": "DIGEST_INVALID"}]}')
+        self.state.received.append(digest)
+        self.state.blobs[digest] = content
+        return self._answer(201)
+
+    def _put_manifest(self, tag: str, content: bytes) -> None:
+        if self.state.refused.pop("manifest", 0):
+            return self._answer(503)
+        manifest = json.loads(content)
+        parts = [manifest["config"], *manifest["layers"]]
+        if any(len(self.state.blobs.get(one["digest"], b"")) != one["size"] for one in parts):
+            return self._answer(400, b'{"errors": [{"code": "MANIFEST_BLOB_UNKNOWN"}]}')
+        self.state.manifests[tag] = content
+        return self._answer(201)
+
+    def _asked(self, pattern: str) -> tuple[str, str]:
+        match = re.fullmatch(pattern, urlsplit(self.path).path)
+        assert match, self.path
+        return match[1], match[2]
+
+    def _is_admitted(self) -> bool:
+        if not self.state.credentials:
+            return True
+        needed = f"Bearer {TOKEN}" if self.state.bearer else _basic(self.state.credentials)
+        if self._authorization() == needed:
+            return True
+        realm = f'Bearer realm="http://{self.state.host}/token",service="registry"'
+        self._answer(401, b"", **{"WWW-Authenticate": realm if self.state.bearer else 'Basic realm="registry"'})
+        return False
+
+    def _authorization(self) -> str:
+        return self.headers.get("Authorization", "")
+
+    def _body(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def _answer(self, status: int, content: bytes = b"", **headers: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+def _basic(credentials: str) -> str:
+    return f"Basic {base64.b64encode(credentials.encode()).decode()}"
