@@ -73,7 +73,7 @@ def run(config: PublishConfig, context: StageContext) -> StageResult:
 
 def _publish(target: Target, bundle: Bundle, found: Publication, context: StageContext) -> Publication:
     """Send what is not there, and look at it again."""
-    held = target.held()
+    held = target.held(bundle)
     missing = _differing(bundle, held)
     before = target.read_text(SUMS_FILE) if SUMS_FILE in held.files else None
     stale = sorted((names_in(before or "") - bundle.keys()) & held.files.keys())
@@ -83,7 +83,7 @@ def _publish(target: Target, bundle: Bundle, found: Publication, context: StageC
     size_bytes = sum(bundle[name].size_bytes for name in missing)
     context.milestone(f"sending {len(missing)} of {len(bundle)} files, {size_bytes / MIB:.1f} MiB, to {found.to}")
     target.send(bundle, missing, stale, Progress(context, size_bytes).add)
-    held = target.held()
+    held = target.held(bundle)
     if wrong := _differing(bundle, held):
         raise PublishError(
             f"publishing to {found.to}: after all was sent, {', '.join(wrong[:NUM_NAMED])} there has another checksum "
@@ -94,7 +94,9 @@ def _publish(target: Target, bundle: Bundle, found: Publication, context: StageC
 
 
 def _differing(bundle: Bundle, held: Held) -> list[str]:
-    return [name for name, file in bundle.items() if not _is_held(file, held.files.get(name))]
+    """The list of checksums last: where files come one by one, it says that all have come."""
+    names = sorted(bundle, key=lambda name: (name == SUMS_FILE, name))
+    return [name for name in names if not _is_held(bundle[name], held.files.get(name))]
 
 
 def _is_held(file: LocalFile, digest: Digest | None) -> bool:

@@ -35,11 +35,15 @@ class Folder:
         with self._explained():
             self._folder.mkdir(parents=True, exist_ok=True)
 
-    def held(self) -> Held:
+    def held(self, expected: Mapping[str, LocalFile]) -> Held:
         with self._explained():
-            found = [path for path in self._folder.rglob("*") if path.is_file()]
-            sums = sha256_of_files({path.relative_to(self._folder).as_posix(): path for path in found})
-        return Held({name: Digest("sha256", sha256) for name, sha256 in sums.items()})
+            found = {path.relative_to(self._folder).as_posix(): path for path in self._folder.rglob("*")}
+            files = {name: path for name, path in found.items() if path.is_file()}
+            alike = {
+                name for name in files.keys() & expected if files[name].stat().st_size == expected[name].size_bytes
+            }
+            sums = sha256_of_files({name: files[name] for name in alike})
+        return Held({name: Digest("sha256", sums[name]) if name in sums else None for name in files})
 
     def read_text(self, name: str) -> str | None:
         return (self._folder / name).read_text(encoding="utf-8", errors="replace")

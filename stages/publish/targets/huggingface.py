@@ -61,7 +61,7 @@ class HuggingFaceRepository:
             except RepositoryNotFoundError:
                 return None
 
-    def held(self) -> Held:
+    def held(self, expected: Mapping[str, LocalFile]) -> Held:
         self._revision = HUB.resolve_revision(Request(self._source))
         snapshot = HUB.list_snapshot(self._source, self._revision)
         return Held({file.name: file.digest for file in snapshot.files}, self._revision)

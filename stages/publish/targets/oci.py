@@ -57,13 +57,13 @@ class OciRegistry:
     def prepare(self) -> None:
         """A repository is there once something is in it."""
 
-    def held(self) -> Held:
+    def held(self, expected: Mapping[str, LocalFile]) -> Held:
         answer = self._ask(
             "GET", f"{self._root}/manifests/{self._tag}", accepted=(200, 404), headers={"Accept": MANIFEST_TYPE}
         )
         if answer.status_code == httpx.codes.NOT_FOUND:
             return Held({})
-        found = {}
+        found: dict[str, Digest | None] = {}
         for layer in answer.json().get("layers", ()):
             title = layer.get("annotations", {}).get(TITLE)
             if title and self._has(layer["digest"]):

@@ -25,9 +25,13 @@ class TargetEntry:
 
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+_PREFIX = re.compile(r"[a-z0-9][a-z0-9.-]*(/[^/\s]+)+")
 TARGETS: dict[str, TargetEntry] = {
     "hf": TargetEntry("owner/name", _REPOSITORY, "huggingface", "HF_TOKEN", is_hub=True),
     "file": TargetEntry("/PATH", re.compile(r"/.*[^/]"), "folder"),
+    "s3": TargetEntry("bucket/prefix", _PREFIX, "bucket"),
+    "gs": TargetEntry("bucket/prefix", _PREFIX, "bucket"),
+    "az": TargetEntry("container/prefix", _PREFIX, "bucket"),
     "oci": TargetEntry("host/name:tag", re.compile(r"[\w.-]+(:\d+)?/[a-z0-9._/-]+:\w[\w.-]{0,127}"), "oci"),
 }
 

@@ -21,9 +21,12 @@ class LocalFile:
 
 @dataclass(frozen=True)
 class Held:
-    """What lies at a target: name → digest. revision: what the target calls this content, if it has a word for it."""
+    """What lies at a target: name → digest; None for what cannot be the expected file, so that nobody hashed it.
 
-    files: Mapping[str, Digest]
+    revision: what the target calls this content, if it has a word for it.
+    """
+
+    files: Mapping[str, Digest | None]
     revision: str | None = None
 
 
@@ -39,7 +42,7 @@ class Target(Protocol):
     def prepare(self) -> None:
         """Make the repository or folder, unless it is there. Private, where that is for us to say."""
 
-    def held(self) -> Held:
+    def held(self, expected: Mapping[str, LocalFile]) -> Held:
         """What is there, by checksums that the target computed or that are computed of what it gives back."""
 
     def read_text(self, name: str) -> str | None:
