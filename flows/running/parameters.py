@@ -23,6 +23,7 @@ from flows.running.request import RefreshRequest
 from stages.core.errors import RecipeError
 from stages.core.fields import OutsideInput, SourceText, find_marker
 from stages.kinds import KINDS
+from stages.publish.config import PublishConfig
 
 OF_THE_RECIPE = frozenset({"environment", "launcher", "slurm", "kubernetes"})
 """Fields of `execution`."""
@@ -87,6 +88,8 @@ def _reason(names: tuple[str, ...], value: Any, folder: Path, kind: type[BaseMod
         return "only the recipe says whose code is trusted"
     if "rewards" in names[2:-1] and names[-1] in JUDGE_FIELDS:
         return "only the recipe says which server is asked, and with which key"
+    if kind is PublishConfig and names[2:3] != ("execution",):
+        return "only the recipe says what is published, and where"
     paths = _path_fields(kind) if kind else ()
     if not isinstance(value, str) or not any(_is_of(names[2:], field) for field in paths):
         return None

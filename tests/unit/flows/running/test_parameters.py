@@ -198,3 +198,20 @@ def test_all_that_may_not_be_is_said_at_once(folder):
 
 def test_what_is_no_override_is_left_to_the_recipes_reader(folder):
     check(folder, "stages.nowhere.model=/etc/passwd", "nonsense")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "stages.publish.to=hf://somebody/else",
+        "stages.publish.private=false",
+        "stages.publish.dry_run=null",
+        "stages.scores={kind: publish, promotion: promote, to: 'hf://somebody/else'}",
+    ],
+)
+def test_what_is_published_and_where_is_the_recipes_to_say(folder, override):
+    publish = {"kind": "publish", "promotion": "promote", "to": "hf://owner/adder", "dry_run": True}
+    (folder / "recipe.yaml").write_text(json.dumps({"stages": {**STAGES, "publish": publish}}))
+    with pytest.raises(RecipeError, match="only the recipe says what is published, and where"):
+        check(folder, override)
+    check(folder, "stages.publish.execution.retries=1")
