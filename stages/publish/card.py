@@ -100,7 +100,7 @@ class Score:
 
 def model_card(promoted: Promoted, licence: str | None) -> str:
     """The text of the card. licence: what the recipe says of it, in place of the base's own."""
-    found = Licence(licence) if licence else licence_of(promoted.bases)
+    found = Licence(licence) if licence else licence_of([promoted.model, *promoted.bases])
     sources = [_source(one, promoted) for one in promoted.lineage if one.record.kind == "download"]
     scores = [score for one in promoted.evaluations for score in _scores(one)]
     return _render(
@@ -237,7 +237,8 @@ def _limits(
         yield "Its licence is not stated: neither the recipe nor the card of its base says one."
     if unstated := [f"`{one.label}`" for one in sources if not one.licence]:
         yield f"The licence of {', '.join(unstated)} is not known; ask whoever made it before you use this."
-    if lengths := [made.config["data"]["sequence_length"] for made in promoted.lineage if made.record.kind == "train"]:
+    data = [made.config["data"] for made in promoted.lineage if made.record.kind == "train"]
+    if lengths := [one["sequence_length"] for one in data if one.get("sequence_length")]:
         yield f"It was trained on rows of at most {max(lengths)} tokens."
     if any(made.record.kind == "quantize" for made in promoted.lineage):
         yield "It is quantized: its answers are not those of the model before, see above."
