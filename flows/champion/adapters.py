@@ -70,7 +70,7 @@ def swap_in(server: Server, version: RegisteredVersion) -> bool:
 def check_adapter(server: Server, name: str, folder: Path) -> None:
     """Raise ServerError unless an adapter of a server that swaps them is listed, answers, and is what was trained."""
     client = replace(server.client, model=name)
-    check_server(client)
+    check_server(client, server.engine.smoke_log_probabilities)
     spec = server.spec.model_copy(update={"adapters": {**server.spec.adapters, name: folder}})
     context_tokens = server.engine.context_tokens(client)
     agreements = compare_with_records(client, spec, [name], context_tokens, _idle_name(server.spec))

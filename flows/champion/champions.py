@@ -18,7 +18,7 @@ from stages.adapters.headers import ADAPTER_FOLDER
 from stages.core.errors import LifecycleError, ServerError, StoreError
 from stages.serving.config import ServingConfig
 from stages.serving.launch import LAUNCH_FILE, LaunchSpec
-from stages.serving.registry import default_engine, engine_of, new_launch_spec
+from stages.serving.registry import engine_of, new_launch_spec
 
 URI_PREFIX = "models:/"
 URI = re.compile(r"models:/(?P<name>[^/@]+)@(?P<alias>[^/@]+)")
@@ -118,7 +118,7 @@ def launch_spec(version: RegisteredVersion) -> LaunchSpec:
     """
     name, server = version.name, version.registration.server
     artifact, base = artifact_of(version, version.registration.model).folder, base_of(version)
-    serving, engine = ServingConfig(), default_engine()
+    serving, engine = ServingConfig(), None
     if server:
         as_promoted = LaunchSpec.model_validate_json((artifact_of(version, server).folder / LAUNCH_FILE).read_bytes())
         serving, engine = as_promoted.serving, engine_of(as_promoted.engine)

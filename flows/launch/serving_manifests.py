@@ -25,7 +25,7 @@ from stages.serve.config import ServeConfig
 from stages.serving.launch import LaunchSpec
 from stages.serving.proxy import API_KEY_VARIABLE, EngineAddress
 from stages.serving.proxy_program import LAST_ANSWERS_TIMEOUT_S, LOCK_NAME
-from stages.serving.registry import default_engine
+from stages.serving.registry import chosen_engine
 
 PORT = 8000
 SOCKET = Path("/run/engine/engine.sock")
@@ -111,7 +111,7 @@ def serving_manifests(
             "apiVersion": "autoscaling/v2",
             "kind": "HorizontalPodAutoscaler",
             "metadata": metadata,
-            "spec": _autoscaler(name, asked, replicas),
+            "spec": _autoscaler(name, asked, chosen_engine(config.serving).waiting_requests_metric, replicas),
         },
     ]
 
@@ -120,9 +120,8 @@ def _checked_options(name: str, config: ServeConfig) -> KubernetesOptions:
     """What only Kubernetes needs is there. Raises `RecipeError`."""
     asked = config.execution.kubernetes
     if not asked.image:
-        raise RecipeError(
-            f"stages.{name}.execution.kubernetes.image: missing; name the image that holds {default_engine().title}"
-        )
+        title = chosen_engine(config.serving).title
+        raise RecipeError(f"stages.{name}.execution.kubernetes.image: missing; name the image that holds {title}")
     if API_KEY_VARIABLE not in asked.secrets:
         example = f"{{{API_KEY_VARIABLE}: SECRET/KEY}}"
         raise RecipeError(
@@ -133,7 +132,7 @@ def _checked_options(name: str, config: ServeConfig) -> KubernetesOptions:
 
 def _pod(name: str, model: Path, home: Path, config: ServeConfig, adapters: Mapping[str, Path]) -> Manifest:
     asked = config.execution.kubernetes
-    engine = default_engine()
+    engine = chosen_engine(config.serving)
     # The image's own program: which build it is shows in whether GPUs are asked for.
     program = engine.program_in_image(on_cpu=not asked.gpus_per_node)
     spec = LaunchSpec(
@@ -211,12 +210,12 @@ def _probe(failures: int) -> Manifest:
     return {"exec": {"command": command}, "timeoutSeconds": 6, "periodSeconds": 10, "failureThreshold": failures}
 
 
-def _autoscaler(name: str, asked: KubernetesOptions, replicas: Replicas) -> Manifest:
+def _autoscaler(name: str, asked: KubernetesOptions, waiting_requests: str, replicas: Replicas) -> Manifest:
     """By waiting requests on GPUs, which are always busy (needs an adapter for such metrics); by cores without."""
     waiting = {"type": "AverageValue", "averageValue": str(WAITING_REQUESTS_PER_REPLICA)}
     busy = {"type": "Utilization", "averageUtilization": CORE_UTILIZATION_PERCENT}
     metric = (
-        {"type": "Pods", "pods": {"metric": {"name": default_engine().waiting_requests_metric}, "target": waiting}}
+        {"type": "Pods", "pods": {"metric": {"name": waiting_requests}, "target": waiting}}
         if asked.gpus_per_node
         else {"type": "Resource", "resource": {"name": "cpu", "target": busy}}
     )

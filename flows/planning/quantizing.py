@@ -13,7 +13,6 @@ from stages.core.errors import LifecycleError, RecipeError
 from stages.models.model_config import shape_of_config
 from stages.models.projections import projections_of
 from stages.quantize.config import QuantizeConfig
-from stages.serving.registry import default_engine
 
 
 def check_quantizing(recipe: Recipe, chosen: Collection[str], configs: ModelConfigs) -> None:
@@ -31,7 +30,7 @@ def check_quantizing(recipe: Recipe, chosen: Collection[str], configs: ModelConf
         except LifecycleError:  # the download says so itself, or its headers will
             continue
         try:
-            default_engine().check_loadable(model_config, layers, config.quantization)
+            config.serving_engine.check_loadable(model_config, layers, config.quantization)
         except RecipeError as error:
             problems.append(f"stages.{name}.model: {error}")
     if problems:

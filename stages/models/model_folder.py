@@ -15,7 +15,15 @@ from stages.core.errors import ModelError
 from stages.models.config_check import check_config, check_generation_config, is_quantized, other_architecture
 from stages.models.json_object import read_json_object
 from stages.models.tokenizer_files import check_tokenizer_files
-from stages.models.weight_files import WEIGHTS_FILE, WEIGHTS_INDEX, check_index, check_values, read_tensors
+from stages.models.weight_files import (
+    GGUF_FILE,
+    WEIGHTS_FILE,
+    WEIGHTS_INDEX,
+    check_gguf,
+    check_index,
+    check_values,
+    read_tensors,
+)
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
@@ -56,6 +64,9 @@ def _check_config(folder: Path) -> dict[str, Any]:
 
 
 def _check_weights(folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
+    if (folder / GGUF_FILE).is_file():
+        check_gguf(folder / GGUF_FILE)
+        return
     tensors = {path.name: read_tensors(path) for path in sorted(folder.glob("*.safetensors"))}
     if (folder / WEIGHTS_INDEX).is_file():
         files = check_index(folder, tensors)

@@ -12,6 +12,7 @@ from pathlib import Path
 from stages.core.contract import StageContext, StageResult
 from stages.core.files import write_atomically
 from stages.core.scores import zero_score_warning
+from stages.models.weight_files import files_with_weights
 from stages.promote.config import PromoteConfig
 from stages.promote.gates import Gate, Measurements, judge
 from stages.promote.judged_pairs import JudgedPairs, judged_pairs
@@ -121,7 +122,7 @@ def _measurements(
     named = f"{LOGPROB_DIFFERENCE}{_end_of_names(config, context)}"
     from_training = [one for one in (made.get(LOGPROB_DIFFERENCE), served.get(named)) if one is not None]
     candidate = context.inputs[config.model]
-    weights = [*(candidate / "model").glob("*.safetensors"), *(candidate / "adapter").glob("*.safetensors")]
+    weights = [*files_with_weights(candidate / "model"), *files_with_weights(candidate / "adapter")]
     return Measurements(
         scores=scores,
         differences=differences,

@@ -11,7 +11,7 @@ from stages.models.model_config import read_config
 from stages.models.model_folder import check_model_folder
 from stages.models.projections import read_projections
 from stages.quantize.config import QuantizeConfig
-from stages.serving.registry import default_engine
+from stages.quantize.gguf_tokenizer import splitting_of
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,10 @@ def check_headers(source: Path, config: QuantizeConfig) -> None:
         raise RecipeError(
             f"there is nothing to quantize: `ignore` matches all {len(projections)} linear layers of the model"
         )
-    default_engine().check_loadable(model_config, projections, config.quantization)
+    config.serving_engine.check_loadable(model_config, projections, config.quantization)
+    if config.method == "gguf":
+        splitting_of(source)
+        config.serving_engine.find_program()  # which cuts rows into tokens, to be compared
 
 
 def check_modules(source: Path, config: QuantizeConfig) -> QuantizedLayers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
@@ -13,7 +13,9 @@ from stages.core.contract import DatasetReference, ModelReference, StageConfig, 
 from stages.core.fields import AddedLater, Product, SplitName
 from stages.core.numbers import NatsPerToken
 from stages.quantize.registry import METHODS
-from stages.serving.quantization import Quantization
+from stages.serving.engine import Engine, WeightFiles
+from stages.serving.quantization import GgufType, Quantization, WeightFormat
+from stages.serving.registry import engine_of
 
 if TYPE_CHECKING:
     Method = str
@@ -59,7 +61,11 @@ class QuantizeConfig(StageConfig):
     kind: Literal["quantize"]
     model: ModelReference
     method: Method = Field(
-        description="awq, gptq: W4A16 in groups; int8: W8A8; fp8: W8A8 with dynamic activation scales."
+        description="awq, gptq: W4A16 in groups; int8: W8A8; fp8: W8A8 with dynamic activation scales; gguf: one file "
+        "for llama.cpp."
+    )
+    gguf_type: Annotated[GgufType | None, AddedLater()] = Field(
+        None, description="Of `method: gguf`: what matrices are stored as, embeddings included."
     )
     group_size: PositiveInt = Field(128, description="Input channels that share a scale (awq and gptq).")
     symmetric: bool = Field(False, description="Without zero points (awq and gptq).")
@@ -82,6 +88,16 @@ class QuantizeConfig(StageConfig):
                 raise ValueError(f"{pattern} is no regular expression: {error}") from error
         return ignore
 
+    @field_validator("gguf_type", mode="before")
+    @classmethod
+    def _k_quants_are_not_made(cls, gguf_type: object) -> object:
+        if re.fullmatch(r"(q\d_k(_[sml])?|iq.*)", str(gguf_type).lower()):
+            raise ValueError(
+                f"{gguf_type}: no program here makes such files (the package gguf only reads them, and the wheel of "
+                f"llama.cpp leaves `llama-quantize` out); choose {', '.join(get_args(GgufType))}"
+            )
+        return gguf_type
+
     @field_validator("group_size")
     @classmethod
     def _groups_are_even(cls, group_size: int) -> int:
@@ -94,6 +110,10 @@ class QuantizeConfig(StageConfig):
     @model_validator(mode="after")
     def _options_of_the_method_only(self) -> Self:
         """In `config.json` of a stage every field is set, so what has its default counts as unset."""
+        if (self.method == "gguf") != bool(self.gguf_type):
+            types = ", ".join(get_args(GgufType))
+            wrong = f"needs `gguf_type`, one of {types}" if self.method == "gguf" else "has no use for `gguf_type`"
+            raise ValueError(f"`method: {self.method}` {wrong}")
         if METHODS[self.method].weights == "int4":
             return self
         methods = " and ".join(name for name, entry in METHODS.items() if entry.weights == "int4")
@@ -112,6 +132,28 @@ class QuantizeConfig(StageConfig):
                 f"{stages[self.model].references()['model']}"
             )
 
+    def idle_fields(self) -> Iterator[tuple[str, str]]:
+        yield from super().idle_fields()
+        if self.method == "gguf":
+            yield "tensor_parallel_size", "llama.cpp divides no layers"
+            yield "seed", "`method: gguf` draws no random numbers"
+
+    @property
+    def weight_files(self) -> WeightFiles:
+        """What it writes, which an engine can read or not."""
+        return self.serving_engine.capabilities.weights
+
+    @property
+    def serving_engine(self) -> Engine:
+        """What will serve the model."""
+        return engine_of(METHODS[self.method].engine)
+
+    @property
+    def _weights(self) -> WeightFormat:
+        weights = METHODS[self.method].weights or self.gguf_type
+        assert weights, "a validator asks for it"
+        return weights
+
     @property
     def product(self) -> Product:
         return "model"
@@ -121,7 +163,7 @@ class QuantizeConfig(StageConfig):
         """What the engine that will serve the model must know."""
         return Quantization(
             method=self.method,
-            weights=METHODS[self.method].weights,
+            weights=self._weights,
             group_size=self.group_size,
             symmetric=self.symmetric,
             ignore=(*self.ignore, *ROUTERS),

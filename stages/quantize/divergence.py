@@ -11,12 +11,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from stages.core.errors import ModelError
 from stages.models.recorded import Differences, Predicted, RecordedDocument, differences
+from stages.models.weight_files import GGUF_FILE
 from stages.quantize.samples import batches_of_one_length
 
 BATCH_TOKENS = 4096
@@ -116,6 +118,7 @@ def _load(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
         dtype="auto" if accelerator else torch.float32,
         trust_remote_code=trust_remote_code,
         output_loading_info=True,
+        **_of_gguf(folder),
     )
     if missing := sorted(found["missing_keys"]):
         raise ModelError(
@@ -128,6 +131,15 @@ def _load(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
             if parameter.dtype is torch.bfloat16 or parameter.dtype is torch.float16:
                 parameter.data = parameter.data.float()
     return model.to(accelerator or "cpu").eval()
+
+
+def _of_gguf(folder: Path) -> dict[str, Any]:
+    """What has Transformers read a GGUF file, dequantized; with its own config, as GGUF's leaves sizes of heads out."""
+    if not (folder / GGUF_FILE).is_file():
+        return {}
+    config = AutoConfig.from_pretrained(folder)
+    del config.quantization_config
+    return {"gguf_file": GGUF_FILE, "config": config}
 
 
 @torch.inference_mode()

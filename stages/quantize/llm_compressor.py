@@ -35,7 +35,7 @@ from stages.quantize.layers import linear_layers, name_experts_as_stored, quanti
 from stages.quantize.modifiers import make_modifiers
 from stages.quantize.samples import batches_of_one_length
 from stages.quantize.scaling import Scaling, find_scalings
-from stages.quantize.written import check_written
+from stages.quantize.written import check_written, copy_companions
 from stages.serving.quantization import Quantization
 
 CALIBRATION_BATCH_TOKENS = 8192
@@ -135,7 +135,7 @@ def _save(model: PreTrainedModel, source: Path, target: Path, ignored: set[str])
     shutil.rmtree(target, ignore_errors=True)
     model.save_pretrained(target, max_shard_size="5GB")
     _complete_config(target / "config.json", dtype, ignored)
-    _copy_companions(source, target)
+    copy_companions(source, target)
     for path in target.glob("*.safetensors"):
         follow_file_mask(path)
 
@@ -160,11 +160,3 @@ def _complete_config(path: Path, dtype: torch.dtype, ignored: set[str]) -> None:
     quantization = config.get("quantization_config", {})
     quantization["ignore"] = sorted({*quantization.get("ignore", ()), *ignored})
     write_atomically(path, json.dumps(config, indent=2))
-
-
-def _copy_companions(source: Path, target: Path) -> None:
-    """Tokenizer, chat template, generation config and whatever else lies beside the weights, unchanged."""
-    for path in source.iterdir():
-        weights = path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json")
-        if path.is_file() and not weights and path.name != "config.json":
-            shutil.copy(path, target / path.name)

@@ -11,10 +11,13 @@ from stages.serving.quantization import WeightFormat
 
 @dataclass(frozen=True)
 class MethodEntry:
-    """What a method makes of weights, and the module whose `quantize` does it; imported when it is asked to."""
+    """What a method makes of weights (None: the recipe says), the module whose `quantize` does it, imported when it is
+    asked to, and the engine that serves what comes out.
+    """
 
-    weights: WeightFormat
+    weights: WeightFormat | None
     module: str
+    engine: str = "vllm"
 
 
 METHODS: dict[str, MethodEntry] = {
@@ -22,6 +25,7 @@ METHODS: dict[str, MethodEntry] = {
     "gptq": MethodEntry("int4", "stages.quantize.llm_compressor"),
     "int8": MethodEntry("int8", "stages.quantize.llm_compressor"),
     "fp8": MethodEntry("fp8", "stages.quantize.llm_compressor"),
+    "gguf": MethodEntry(None, "stages.quantize.gguf_file", "llama_cpp"),
 }
 
 

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 from stages.core.contract import StageContext, StageResult
 from stages.core.errors import GateError, LifecycleError, ModelError
 from stages.models.recorded import RECORD, read_record
+from stages.models.weight_files import files_with_weights
 from stages.quantize.check_model import check_headers, check_modules
 from stages.quantize.config import QuantizeConfig
 from stages.quantize.registry import quantizer_of
 from stages.quantize.samples import Samples, read_samples
-from stages.serving.registry import default_engine
 
 if TYPE_CHECKING:
     from stages.quantize.divergence import Divergence
@@ -37,7 +37,7 @@ def run(config: QuantizeConfig, context: StageContext) -> StageResult:
     source, target = context.inputs[config.model] / "model", context.work / "model"
     check_headers(source, config)
     layers = check_modules(source, config)
-    for caveat in default_engine().caveats(config.quantization):
+    for caveat in config.serving_engine.caveats(config.quantization):
         context.warn(caveat)
     data = context.inputs[config.calibration.dataset] / "data"
     samples = read_samples(data, source, config.calibration, context.warn)
@@ -101,7 +101,7 @@ def _compare(source: Path, target: Path, samples: Samples, config: QuantizeConfi
 
 
 def _mebibytes(folder: Path) -> float:
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors")) / MIB
+    return sum(path.stat().st_size for path in files_with_weights(folder)) / MIB
 
 
 def _judge(kl_nats: float, max_kl: float | None, worst: str) -> None:

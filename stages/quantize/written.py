@@ -1,8 +1,11 @@
-"""Whether a folder in compressed-tensors' format holds the layers quantized that were to be, by its files alone."""
+"""What quantizers write: the files beside the weights, and whether a folder in compressed-tensors' format holds the
+layers quantized that were to be, by its files alone.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 from safetensors import safe_open
@@ -45,3 +48,11 @@ def check_written(folder: Path, expected: set[str]) -> None:
         raise ModelError(
             f"the quantizer wrote no `quantization_config` into {folder / 'config.json'}: no server can read it"
         )
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Tokenizer, chat template, generation config and whatever else lies beside the weights, unchanged."""
+    for path in source.iterdir():
+        weights = path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json")
+        if path.is_file() and not weights and path.name != "config.json":
+            shutil.copy(path, target / path.name)

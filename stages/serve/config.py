@@ -11,7 +11,13 @@ from stages.core.contract import AdapterReference, ModelOrAdapterReference, Mode
 from stages.core.fields import AddedLater, Product
 from stages.serving.adapters import adapters_base, base_problems
 from stages.serving.config import BenchmarkConfig, ServeExecution, ServingConfig
-from stages.serving.registry import installed_version
+from stages.serving.registry import (
+    chosen_engine,
+    engine_problems,
+    idle_serving_fields,
+    installed_version,
+    with_engine,
+)
 
 
 class ServeConfig(StageConfig):
@@ -47,10 +53,16 @@ class ServeConfig(StageConfig):
         return self
 
     def completed_among(self, stages: Mapping[str, StageConfig]) -> Self:
-        return self.model_copy(update={"base": self.base or adapters_base(self.model, stages)})
+        serving = with_engine(self.serving, self.model, stages)
+        return self.model_copy(update={"base": self.base or adapters_base(self.model, stages), "serving": serving})
 
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
         yield from base_problems(self.model, self.base, self.adapters, stages)
+        yield from engine_problems(self.serving, self.base or self.model, bool(self.served_adapters), stages)
+
+    def idle_fields(self) -> Iterator[tuple[str, str]]:
+        yield from super().idle_fields()
+        yield from idle_serving_fields(self.serving)
 
     @property
     def served_adapters(self) -> tuple[str, ...]:
@@ -66,4 +78,4 @@ class ServeConfig(StageConfig):
         return self.serving.tensor_parallel_size
 
     def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
-        return dict(installed_version())
+        return dict(installed_version(chosen_engine(self.serving)))

@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 from stages.core.errors import ServerError
 from stages.models.recorded import RECORD, Differences, Predicted, RecordedDocument, differences, read_record
 from stages.serving.client import Client
+from stages.serving.engine import Engine
 from stages.serving.launch import LaunchSpec
+from stages.serving.registry import engine_of
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,12 @@ def agreement_metrics(agreements: Mapping[str, Agreement], served_name: str) -> 
 def _compare(
     client: Client, spec: LaunchSpec, name: str, documents: Sequence[RecordedDocument], base_name: str
 ) -> Agreement:
-    served = _predictions(replace(client, model=name), documents)
+    engine = engine_of(spec.engine)
+    served = _predictions(engine, replace(client, model=name), documents)
     found = differences(served, documents)
     if name not in spec.adapters:
         return Agreement(len(documents), found)
-    base = _predictions(replace(client, model=base_name), documents)
+    base = _predictions(engine, replace(client, model=base_name), documents)
     apart = [abs(_sum(one) - _sum(other)) for one, other in zip(served, base, strict=True)]
     from_base = sum(apart) / sum(one.num_targets for one in documents)
     if from_base <= found.mean:
@@ -78,9 +81,9 @@ def _compare(
     return Agreement(len(documents), found, from_base)
 
 
-def _predictions(client: Client, documents: Sequence[RecordedDocument]) -> list[Predicted]:
+def _predictions(engine: Engine, client: Client, documents: Sequence[RecordedDocument]) -> list[Predicted]:
     """Of each document's targets, as they are served."""
-    rows = client.predictions([one.tokens for one in documents])
+    rows = engine.predictions(client, [one.tokens for one in documents])
     return [_of_targets(row, one) for row, one in zip(rows, documents, strict=True)]
 
 

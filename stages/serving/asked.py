@@ -14,8 +14,16 @@ from pydantic import Field, JsonValue, PositiveInt
 from stages.core.contract import AdapterReference, ModelReference, ServableReference, StageConfig
 from stages.core.fields import AddedLater
 from stages.serving.adapters import adapters_base, base_problems
-from stages.serving.config import ServeExecution, ServingConfig
-from stages.serving.registry import installed_version
+from stages.serving.config import EngineName, ServeExecution, ServingConfig
+from stages.serving.engine import Engine
+from stages.serving.registry import (
+    chosen_engine,
+    engine_of,
+    engine_problems,
+    idle_serving_fields,
+    installed_version,
+    with_engine,
+)
 
 if TYPE_CHECKING:
     from stages.serving.client import Client
@@ -50,15 +58,24 @@ class AskedModelConfig(StageConfig):
     serving: ServingConfig | None = Field(
         None, description="Only for a model or an adapter; a serve stage brings its own."
     )
+    engine: Annotated[EngineName | None, AddedLater()] = Field(
+        None, description="Of a serve stage whose engine is not vllm; found by itself."
+    )
     execution: AskExecution = AskExecution()
 
     def completed_among(self, stages: Mapping[str, StageConfig]) -> Self:
-        return self.model_copy(update={"base": self.base or adapters_base(self.model, stages)})
+        update: dict[str, object] = {"base": self.base or adapters_base(self.model, stages)}
+        if stages[self.model].product != "server":
+            update["serving"] = with_engine(self.serving, self.model, stages)
+        elif serving := getattr(stages[self.model].completed_among(stages), "serving", None):
+            update["engine"] = serving.engine
+        return self.model_copy(update=update)
 
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
         server = stages[self.model]
         if server.product != "server":
             yield from base_problems(self.model, self.base, (), stages)
+            yield from engine_problems(self.serving, self.base or self.model, bool(self.base), stages)
             if self.adapter:
                 yield f"adapter: is {self.adapter}, but {self.model} is no server; say `model: {self.adapter}`"
             return
@@ -69,9 +86,18 @@ class AskedModelConfig(StageConfig):
         if self.adapter and self.adapter not in served:
             yield f"adapter: is {self.adapter}, but {self.model} serves {', '.join(sorted(served))}"
 
+    def idle_fields(self) -> Iterator[tuple[str, str]]:
+        yield from super().idle_fields()
+        yield from idle_serving_fields(self.serving)
+
     @property
     def devices(self) -> int:
         return self.serving.tensor_parallel_size if self.serving else 1
 
     def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
-        return {**installed_version()}
+        return {**installed_version(self.serving_engine)}
+
+    @property
+    def serving_engine(self) -> Engine:
+        """What runs the server that is asked."""
+        return engine_of(self.engine) if self.engine else chosen_engine(self.serving)

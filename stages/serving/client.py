@@ -7,7 +7,7 @@ import json
 import math
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,10 +15,6 @@ from typing import Any
 from stages.core.errors import ServerError, TransientError
 from stages.models.recorded import Predicted
 
-SMOKE_PROMPT = "1 + 1 = 2"
-"""Several tokens: on CPUs with AMX, attention of vLLM 0.32 in bf16 dies by SIGILL until a product of two matrices,
-which a single token does not need, has asked the kernel for the tile registers."""
-SMOKE_TOKENS = 2
 EVENT = b"data:"
 END_OF_EVENTS = b"[DONE]"
 
@@ -120,14 +116,16 @@ def _predicted(logprobs: dict[str, Any], num_tokens: int) -> Predicted:
     )
 
 
-def check_server(client: Client) -> None:
-    """Raise ServerError unless the server serves our model, generates, and gives finite log-probabilities ≤ 0."""
+def check_server(client: Client, smoke_log_probabilities: Callable[[Client], list[float]]) -> None:
+    """Raise ServerError unless the server serves our model, and generates with finite log-probabilities ≤ 0.
+
+    smoke_log_probabilities: that of the server's engine.
+    """
     names = client.model_names()
     if client.model not in names:
         raise ServerError(f"the server at {client.url} serves {', '.join(names)}, not {client.model}")
-    choice = client.complete(SMOKE_PROMPT, max_tokens=SMOKE_TOKENS, ignore_eos=True, echo=True, logprobs=1)
-    values = choice["logprobs"]["token_logprobs"][-SMOKE_TOKENS:]
-    if not all(value is not None and math.isfinite(value) and value <= 0 for value in values):
+    values = smoke_log_probabilities(client)
+    if not all(math.isfinite(value) and value <= 0 for value in values):
         raise ServerError(
             f"{client.model} gives log-probabilities {values} for its own answer; expected finite numbers ≤ 0: "
             "the weights hold NaN or inf, or the dtype is too narrow for them"

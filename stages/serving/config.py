@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from stages.core.contract import Execution, StrictModel
+from stages.core.fields import AddedLater
 from stages.core.numbers import Seconds
+
+EngineName = Literal["vllm", "llama_cpp"]
 
 
 class ServingConfig(StrictModel):
     """How an engine holds a model: everything that may change what it answers, or how fast."""
 
+    engine: Annotated[EngineName | None, AddedLater()] = Field(
+        None, description="Default: vllm, but llama_cpp for what `quantize` makes by `method: gguf`."
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: that of the weights, but bf16 for those in fp32."
     )

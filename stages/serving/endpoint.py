@@ -100,7 +100,7 @@ def _leased_client(config: AskedModelConfig, context: StageContext, spec: Launch
         return None
     client = Client(lease.url, api_key(), spec.served_name)
     try:
-        check_server(client)
+        check_server(client, engine_of(spec.engine).smoke_log_probabilities)
     except LifecycleError as error:
         context.warn(f"the server of {config.model} is of no use ({error}); starting another")
         return None

@@ -2,8 +2,8 @@
 
 One room an engine, one line in `registry.py`. An engine lives in an environment of its own and is never imported: its
 program is started and spoken to over HTTP, through a proxy (`proxy.py`) that alone reaches it. It answers `/health`,
-`/metrics`, `/v1/models` and `/v1/completions` as OpenAI's clients expect, log-probabilities of prompts included, whose
-tokens it calls `token_id:NUMBER` when asked to, and takes the bearer token that its environment gives it.
+`/metrics`, `/v1/models` and `/v1/completions` as OpenAI's clients expect, and takes the bearer token that its
+environment gives it. What not all of them can do is among its `Capabilities`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from stages.models.projections import Projection
+from stages.models.recorded import Predicted
 from stages.serving.config import BenchmarkConfig
 from stages.serving.launch import LaunchSpec
 from stages.serving.quantization import Quantization
@@ -21,6 +22,24 @@ from stages.serving.quantization import Quantization
 if TYPE_CHECKING:  # their HTTP imports would slow every plan
     from stages.serving.client import Client
     from stages.serving.proxy import EngineAddress
+
+
+WeightFiles = Literal["safetensors", "gguf"]
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """weights: the kind of files that it serves. prompt_log_probabilities: whether `/v1/completions` gives them with
+    `echo`, as tasks that compare log-likelihoods ask. adapters: whether it puts them on a model. new_weights: whether a
+    running server takes others, as methods that learn from completions need. idle_fields: of `serving`, those that it
+    has no use for.
+    """
+
+    weights: WeightFiles
+    prompt_log_probabilities: bool = False
+    adapters: bool = False
+    new_weights: bool = False
+    idle_fields: tuple[str, ...] = ()
 
 
 class Program(Protocol):
@@ -57,8 +76,8 @@ class LoadResult:
 
 
 class Engine(Protocol):
-    """name: in records and metrics, `NAME_version` among them. title: in messages. installation: what to do when it is
-    missing. settings: environment variables of every server. waiting_requests_metric: of its `/metrics`.
+    """name: in recipes, records and metrics, `NAME_version` among them. title: in messages. installation: what to do
+    when it is missing. settings: environment variables of every server. waiting_requests_metric: of its `/metrics`.
     listens_on_sockets: whether it can listen on a Unix socket; one that cannot gets a port of the loopback.
     """
 
@@ -75,6 +94,8 @@ class Engine(Protocol):
 
     @property
     def listens_on_sockets(self) -> bool: ...
+    @property
+    def capabilities(self) -> Capabilities: ...
 
     def find_program(self) -> Program:
         """The installed program. Raises ResourceError, with how to get one, when there is none."""
@@ -87,6 +108,12 @@ class Engine(Protocol):
 
     def context_tokens(self, client: Client) -> int:
         """Tokens that a prompt and its answer may have together."""
+
+    def smoke_log_probabilities(self, client: Client) -> list[float]:
+        """A few log-probabilities that the server gives, whatever their tokens. Raises ServerError for none."""
+
+    def predictions(self, client: Client, rows: list[list[int]]) -> list[Predicted]:
+        """Of every token of each row but the first: its log-probability, and the likeliest token in its place."""
 
     def generate_load(
         self, client: Client, spec: LaunchSpec, benchmark: BenchmarkConfig, folder: Path

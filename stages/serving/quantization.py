@@ -7,7 +7,8 @@ from typing import Literal
 
 from stages.models.projections import Projection, matches
 
-WeightFormat = Literal["int4", "int8", "fp8"]
+GgufType = Literal["f16", "q8_0", "q5_0", "q4_0"]
+WeightFormat = Literal["int4", "int8", "fp8"] | GgufType
 
 
 @dataclass(frozen=True)

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from stages.core.errors import ResourceError
+from stages.core.contract import StageConfig
+from stages.core.errors import ModelError, ResourceError
+from stages.models.weight_files import GGUF_FILE
 from stages.serving.config import ServingConfig
-from stages.serving.engine import Engine
+from stages.serving.engine import Engine, WeightFiles
 from stages.serving.launch import LaunchSpec
+from stages.serving.llama_cpp.engine import LlamaCpp
 from stages.serving.vllm.engine import Vllm
 
-ENGINES: dict[str, Engine] = {"vllm": Vllm()}
+ENGINES: dict[str, Engine] = {"vllm": Vllm(), "llama_cpp": LlamaCpp()}
 DEFAULT_ENGINE = "vllm"
+DEFAULT_ENGINES: dict[WeightFiles, str] = {"gguf": "llama_cpp"}
+"""Kind of weight files → engine, where that is another."""
 
 
-def default_engine() -> Engine:
-    """The engine of every new server, since recipes name none."""
-    return ENGINES[DEFAULT_ENGINE]
+def chosen_engine(serving: ServingConfig | None) -> Engine:
+    """The engine of a server that a recipe describes so."""
+    return ENGINES[(serving and serving.engine) or DEFAULT_ENGINE]
 
 
-def installed_version() -> dict[str, str]:
-    """`ENGINE_version` of that engine, as versions of artifacts have it. Raises ResourceError when there is none."""
-    engine = default_engine()
+def installed_version(engine: Engine) -> dict[str, str]:
+    """`ENGINE_version`, as versions of artifacts have it. Raises ResourceError when it is not installed."""
     return {f"{engine.name}_version": engine.find_program().version}
 
 
@@ -32,6 +36,57 @@ def engine_of(name: str) -> Engine:
     if name not in ENGINES:
         raise ResourceError(f"looking for the serving engine {name}: there are {', '.join(ENGINES)}; update this code")
     return ENGINES[name]
+
+
+def weight_files_of(model: Path) -> WeightFiles:
+    """What a model folder holds."""
+    return "gguf" if (model / GGUF_FILE).is_file() else "safetensors"
+
+
+def check_weight_files(model: Path, engine: Engine) -> None:
+    """Raise ModelError for a model folder that an engine does not read."""
+    found, expected = weight_files_of(model), engine.capabilities.weights
+    if found != expected:
+        raise ModelError(f"serving {model}: it holds {found}, and {engine.title} serves {expected}; {_advice(found)}")
+
+
+def with_engine(serving: ServingConfig | None, model: str, stages: Mapping[str, StageConfig]) -> ServingConfig | None:
+    """What a recipe says of a server of the stage `model`, with the engine filled in where it is not the usual one."""
+    engine = DEFAULT_ENGINES.get(_made_by(model, stages))
+    if engine is None or (serving and serving.engine):
+        return serving
+    return (serving or ServingConfig()).model_copy(update={"engine": engine})
+
+
+def engine_problems(
+    serving: ServingConfig | None, model: str, adapters: bool, stages: Mapping[str, StageConfig]
+) -> Iterator[str]:
+    """What is wrong with a server of the stage `model`, with or without adapters, by what its engine can do."""
+    engine, found = chosen_engine(serving), _made_by(model, stages)
+    if found != engine.capabilities.weights:
+        yield (
+            f"serving.engine: {engine.name} serves {engine.capabilities.weights}, but {model} makes {found}; "
+            f"{_advice(found)}"
+        )
+    elif adapters and not engine.capabilities.adapters:
+        yield f"serving.engine: {engine.name} serves no adapters; merge them first (`kind: merge`)"
+
+
+def idle_serving_fields(serving: ServingConfig | None) -> Iterator[tuple[str, str]]:
+    """Fields of `serving` that the engine has no use for, and why."""
+    engine = chosen_engine(serving)
+    for field in engine.capabilities.idle_fields:
+        yield f"serving.{field}", f"{engine.title} has no such option"
+
+
+def _made_by(stage: str, stages: Mapping[str, StageConfig]) -> WeightFiles:
+    return getattr(stages[stage], "weight_files", "safetensors")
+
+
+def _advice(found: WeightFiles) -> str:
+    if found == "gguf":
+        return f"say `engine: {DEFAULT_ENGINES['gguf']}`, or serve the model that it was made from"
+    return "make one of it (`kind: quantize`, `method: gguf`), or say `engine: vllm`"
 
 
 def new_launch_spec(
@@ -43,8 +98,12 @@ def new_launch_spec(
     adapters: Mapping[str, Path] = MappingProxyType({}),
     base_name: str | None = None,
 ) -> LaunchSpec:
-    """For an engine (default: that of new servers) as it is installed. Raises ResourceError when it is not."""
-    engine = engine or default_engine()
+    """For an engine as it is installed: this one, that which `serving` names, or that of the model's files.
+
+    Raises ResourceError when it is not installed.
+    """
+    name = serving.engine or DEFAULT_ENGINES.get(weight_files_of(model), DEFAULT_ENGINE)
+    engine = engine or engine_of(name)
     return LaunchSpec(
         model=model,
         served_name=served_name,

@@ -26,7 +26,7 @@ from stages.serving.engine import Engine
 from stages.serving.launch import LaunchSpec
 from stages.serving.listening import MAX_CONNECTIONS, listening
 from stages.serving.proxy import API_KEY_VARIABLE, EngineAddress, Proxy
-from stages.serving.registry import engine_of
+from stages.serving.registry import check_weight_files, engine_of
 
 POLL_INTERVAL_S = 0.1
 REPORT_INTERVAL_S = 1.0
@@ -90,7 +90,7 @@ class Server:
         Some engines start with a model that they cannot run, and die of the first request: their logs say why.
         """
         try:
-            check_server(self.client)
+            check_server(self.client, self.engine.smoke_log_probabilities)
         except LifecycleError as error:
             if self.client.is_healthy():
                 raise
@@ -125,6 +125,7 @@ def started_server(
     """
     check_model_folder(spec.model)
     engine = engine_of(spec.engine)
+    check_weight_files(spec.model, engine)
     if spec.adapters:
         engine.check_adapters(spec)
     program = engine.find_program()

@@ -21,7 +21,7 @@ from stages.engines.settings import AdamSettings, EngineSettings
 from stages.parallel.layout import AutoLayout, EngineName, Layout, LayoutOrAuto
 from stages.parallel.legality import RunConstraints, layout_errors
 from stages.planner.workload import Precision, Workload
-from stages.serving.registry import installed_version
+from stages.serving.registry import chosen_engine, installed_version
 from stages.train.execution import TrainExecution
 from stages.train.methods.options import MethodFields, MethodName
 from stages.train.methods.rollout_errors import SamplingRun, completion_errors, idle_fields
@@ -220,7 +220,7 @@ class TrainConfig(MethodFields):
 
     def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
         """What samples, where anything does."""
-        return {**installed_version()} if self.sampling else {}
+        return {**installed_version(chosen_engine(self.sampling.serving))} if self.sampling else {}
 
     def resume_identity(self) -> dict[str, JsonValue]:
         """Without engine and layout: a checkpoint of either engine can be loaded by both, under any layout."""

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stages.models.projections import Projection
+from stages.models.recorded import Predicted
 from stages.serving.config import BenchmarkConfig
-from stages.serving.engine import LoadResult
+from stages.serving.engine import Capabilities, LoadResult
 from stages.serving.launch import LaunchSpec
 from stages.serving.quantization import Quantization
 from stages.serving.vllm import servability
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
     from stages.serving.proxy import EngineAddress
 
 
+SMOKE_PROMPT = "1 + 1 = 2"
+"""Several tokens: on CPUs with AMX, attention of vLLM 0.32 in bf16 dies by SIGILL until a product of two matrices,
+which a single token does not need, has asked the kernel for the tile registers."""
+SMOKE_TOKENS = 2
+
+
 class Vllm:
     """The parts of this room, as the protocol names them."""
 
@@ -30,6 +37,7 @@ class Vllm:
     settings = QUIET
     waiting_requests_metric = "vllm:num_requests_waiting"
     listens_on_sockets = True
+    capabilities = Capabilities("safetensors", prompt_log_probabilities=True, adapters=True, new_weights=True)
 
     def find_program(self) -> VllmProgram:
         return find_vllm()
@@ -42,6 +50,13 @@ class Vllm:
 
     def context_tokens(self, client: Client) -> int:
         return int(client.models()[0]["max_model_len"])
+
+    def smoke_log_probabilities(self, client: Client) -> list[float]:
+        choice = client.complete(SMOKE_PROMPT, max_tokens=SMOKE_TOKENS, ignore_eos=True, echo=True, logprobs=1)
+        return [float("nan" if one is None else one) for one in choice["logprobs"]["token_logprobs"][-SMOKE_TOKENS:]]
+
+    def predictions(self, client: Client, rows: list[list[int]]) -> list[Predicted]:
+        return client.predictions(rows)
 
     def generate_load(
         self, client: Client, spec: LaunchSpec, benchmark: BenchmarkConfig, folder: Path

@@ -9,6 +9,7 @@ from stages.adapters.config import AdapterConfig
 from stages.data.config import DataConfig
 from stages.parallel.layout import AutoLayout, LayoutOrAuto
 from stages.serving.adapters import NOT_PUT_ON_A_BASE
+from stages.serving.registry import chosen_engine
 from stages.train.methods.method import TeacherServer
 from stages.train.methods.rollouts import RolloutOptions, SamplingOptions
 
@@ -78,6 +79,9 @@ def completion_errors(run: SamplingRun) -> Iterator[str]:
                 f"{run.block}.max_completion_length: is {run.options.max_completion_length}, which leaves no room for "
                 f"a prompt in {field}, {most}; lower it, or raise that"
             )
+    engine = chosen_engine(run.options.serving)
+    if not engine.capabilities.new_weights:
+        yield f"{run.block}.serving.engine: {engine.name} takes no new weights while it runs; say `engine: vllm`"
     if run.num_nodes > 1:
         yield "completions are sampled on one node; say `execution.nodes: 1`"
     if run.adapter:

@@ -22,7 +22,7 @@ from stages.rollouts.asking import Answer, Request, ask_all
 from stages.serving.client import Client
 from stages.serving.config import ServeExecution, ServingConfig
 from stages.serving.launch import LaunchSpec
-from stages.serving.registry import default_engine, new_launch_spec
+from stages.serving.registry import chosen_engine, new_launch_spec
 from stages.serving.server import Server, started_server
 from stages.train.execution import TrainExecution
 
@@ -54,7 +54,7 @@ class RolloutServer:
         """
         before, self._folder = self._folder, folder
         if self._base is None:
-            default_engine().prepare_reloads(folder)
+            chosen_engine(self._serving).prepare_reloads(folder)
         try:
             if self._server is None:
                 self._start()

@@ -1,0 +1,104 @@
+"""A Hugging Face tokenizer → the keys of a GGUF file: byte-level BPE whose way to split text llama.cpp knows.
+
+llama.cpp has no regular expressions in files, only names of those that it was compiled with. A tokenizer that splits in
+another way is refused; of one that seems known, token ids of real rows are compared (`gguf_rows.py`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stages.core.errors import ModelError
+from stages.models.json_object import read_json_object
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|NUMBERS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPLITS = {
+    WORDS.replace("NUMBERS", r"\p{N}"): "qwen2",
+    WORDS.replace("NUMBERS", r"\p{N}{1,3}"): "llama-bpe",
+    # Groups of digits, whose digits no merge joins: those of such a tokenizer were apart when it was trained.
+    r"\d": "superbpe",
+}
+"""Regular expression in `tokenizer.json` → llama.cpp's name."""
+NORMALIZERS = (None, "NFC")
+"""llama.cpp normalizes nothing; most text is in NFC."""
+
+
+def splitting_of(folder: Path) -> str:
+    """llama.cpp's name of how the tokenizer of a model folder splits text. Raises ModelError when it has none."""
+    tokenizer = read_json_object(folder / "tokenizer.json")
+    model, normalizer = tokenizer.get("model") or {}, tokenizer.get("normalizer") or {}
+    if model.get("type") != "BPE" or model.get("byte_fallback"):
+        raise _unknown(folder, f"its model is {model.get('type')}, with bytes as a fallback")
+    if normalizer.get("type") not in NORMALIZERS:
+        raise _unknown(folder, f"its normalizer is {normalizer['type']}")
+    parts = _parts(tokenizer.get("pre_tokenizer") or {})
+    if not parts or parts[-1].get("type") != "ByteLevel" or parts[-1].get("add_prefix_space"):
+        raise _unknown(folder, f"it splits text by {', '.join(str(part.get('type')) for part in parts) or 'nothing'}")
+    if len(parts) == 1 and parts[0].get("use_regex", True):
+        return "gpt-2"
+    patterns = [(part.get("pattern") or {}).get("Regex") for part in parts[:-1]]
+    if len(patterns) != 1 or patterns[0] not in SPLITS or parts[-1].get("use_regex", True):
+        raise _unknown(folder, f"it splits text by {patterns}")
+    return SPLITS[patterns[0]]
+
+
+def write_tokenizer(writer: GGUFWriter, folder: Path, vocabulary: int) -> None:
+    """vocabulary: rows of the embedding; the file needs a name for each."""
+    from gguf import TokenType
+    from transformers import AutoTokenizer
+
+    written = read_json_object(folder / "tokenizer.json")
+    added = {token["id"]: token for token in written.get("added_tokens", ())}
+    names = {number: name for name, number in written["model"]["vocab"].items()}
+    names |= {number: token["content"] for number, token in added.items()}
+
+    def kind(number: int) -> TokenType:
+        if number in added:
+            return TokenType.CONTROL if added[number]["special"] else TokenType.USER_DEFINED
+        return TokenType.NORMAL if number in names else TokenType.UNUSED
+
+    merges = (pair if isinstance(pair, str) else " ".join(pair) for pair in written["model"]["merges"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(splitting_of(folder))
+    writer.add_token_list([names.get(number, f"[unused{number}]") for number in range(vocabulary)])
+    writer.add_token_types([kind(number) for number in range(vocabulary)])
+    writer.add_token_merges(list(merges))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    begin = tokenizer.bos_token_id
+    ends = _ends(folder) or [tokenizer.eos_token_id]
+    special = {"bos": begin, "eos": ends[0], "eot": ends[-1], "pad": tokenizer.pad_token_id}
+    for name, number in special.items():
+        if number is not None:
+            getattr(writer, f"add_{name}_token_id")(number)
+    writer.add_add_bos_token(begin is not None and tokenizer("a")["input_ids"][0] == begin)
+    if isinstance(tokenizer.chat_template, str):
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def _parts(pre_tokenizer: dict[str, Any]) -> list[dict[str, Any]]:
+    if pre_tokenizer.get("type") == "Sequence":
+        return list(pre_tokenizer.get("pretokenizers", ()))
+    return [pre_tokenizer] if pre_tokenizer else []
+
+
+def _ends(folder: Path) -> list[int]:
+    """Tokens that end an answer, as the model's files say."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        found = read_json_object(path).get("eos_token_id") if path.is_file() else None
+        if found is not None:
+            return list(found) if isinstance(found, list) else [found]
+    return []
+
+
+def _unknown(folder: Path, found: str) -> ModelError:
+    return ModelError(
+        f"writing {folder} as GGUF: llama.cpp does not know its tokenizer: {found}; expected byte-level BPE that "
+        "splits as those of GPT-2, Llama 3 or Qwen do. Choose another method"
+    )

@@ -1,0 +1,32 @@
+"""Which models can be written as GGUF here: architectures whose files were held to Transformers, and what of their
+configs llama.cpp would not compute. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+"""Class in Transformers → name in GGUF."""
+ROTARY = ("default", "llama3")
+BLOCK_SIZE = 32
+"""Numbers that share a scale, in all formats but f16."""
+
+
+def config_problems(config: Mapping[str, Any]) -> Iterator[str]:
+    """config: the model's `config.json`."""
+    classes = config.get("architectures") or [config.get("model_type", "unknown")]
+    if not set(classes) & ARCHITECTURES.keys():
+        yield f"its architecture is {', '.join(classes)}; expected {' or '.join(ARCHITECTURES)}"
+        return
+    rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rotary.get("rope_type") or rotary.get("type") or "default"
+    if kind not in ROTARY:
+        yield f"its rotary embedding is of type {kind}; expected {' or '.join(ROTARY)}"
+    if config.get("use_sliding_window"):
+        yield "it attends to a sliding window (use_sliding_window)"
+    if config.get("hidden_act", "silu") != "silu":
+        yield f"its activation is {config['hidden_act']}; expected silu"
+    if config.get("mlp_bias"):
+        yield "its feed-forward layers have biases (mlp_bias)"

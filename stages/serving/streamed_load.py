@@ -1,0 +1,92 @@
+"""Puts load on any server of OpenAI's API by streamed completions, for engines that bring no load generator."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import aiohttp
+
+from stages.serving.client import END_OF_EVENTS, EVENT, Client
+from stages.serving.config import BenchmarkConfig
+from stages.serving.engine import LoadResult
+
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Of one request, in s. first_s: to the first text. tokens: of the answer, by the server's count."""
+
+    first_s: float
+    total_s: float
+    tokens: int
+
+
+def generate_load(client: Client, vocabulary: int, benchmark: BenchmarkConfig, folder: Path) -> list[LoadResult]:
+    """A result for each concurrency, of prompts of random token ids below `vocabulary`. Leaves `benchmark.json`."""
+    results = [asyncio.run(_under_load(client, vocabulary, benchmark, one)) for one in benchmark.concurrencies]
+    (folder / "benchmark.json").write_text(json.dumps([asdict(result) for result in results], indent=2))
+    return results
+
+
+async def _under_load(client: Client, vocabulary: int, benchmark: BenchmarkConfig, concurrency: int) -> LoadResult:
+    numbers = random.Random(SEED)  # noqa: S311 (no secret)
+    count = benchmark.requests_per_concurrency * concurrency
+    prompts = [[numbers.randrange(vocabulary) for _ in range(benchmark.input_tokens)] for _ in range(count + 1)]
+    headers = {"Authorization": f"Bearer {client.api_key}"}
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=client.timeout_s, sock_read=client.timeout_s)
+    timings: list[Timing | None] = []
+    async with aiohttp.ClientSession(client.url, headers=headers, timeout=timeout) as http:
+        await _timed(http, client.model, prompts.pop(), benchmark.output_tokens)  # warms it up
+        remaining = iter(prompts)
+        started_s = time.monotonic()
+
+        async def ask() -> None:
+            for prompt in remaining:
+                timings.append(await _timed(http, client.model, prompt, benchmark.output_tokens))
+
+        await asyncio.gather(*(ask() for _ in range(concurrency)))
+        elapsed_s = time.monotonic() - started_s
+    good = [one for one in timings if one]
+    num_tokens = sum(one.tokens for one in good)
+    return LoadResult(
+        concurrency=concurrency,
+        num_requests=count,
+        num_failed=count - len(good),
+        num_output_tokens=num_tokens,
+        ttft_ms=_median_ms(one.first_s for one in good),
+        inter_token_latency_ms=_median_ms((one.total_s - one.first_s) / max(1, one.tokens - 1) for one in good),
+        output_tokens_per_s=num_tokens / elapsed_s,
+    )
+
+
+async def _timed(http: aiohttp.ClientSession, model: str, prompt: list[int], tokens: int) -> Timing | None:
+    """None for a request that failed."""
+    request = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    started_s, first_s, used = time.monotonic(), None, 0
+    try:
+        async with http.post("/v1/completions", json={**request, **options}) as answer:
+            if not answer.ok:
+                return None
+            async for line in answer.content:
+                event = line.removeprefix(EVENT).strip()
+                if not line.startswith(EVENT) or event == END_OF_EVENTS:
+                    continue
+                first_s = first_s or time.monotonic() - started_s
+                used = (json.loads(event).get("usage") or {}).get("completion_tokens", used)
+    except (aiohttp.ClientError, TimeoutError, ValueError):
+        return None
+    return Timing(first_s, time.monotonic() - started_s, used) if first_s and used else None
+
+
+def _median_ms(seconds: Iterator[float]) -> float:
+    found = list(seconds)
+    return statistics.median(found) * 1000 if found else 0.0
