@@ -1,5 +1,6 @@
 # `make demo` refreshes a tiny model from end to end; `make test` runs every check and test.
-# Both create what is missing: .venv (the pipeline) and .venv-serve (vLLM), which cannot share one environment.
+# Both create what is missing: .venv (the pipeline) and .venv-serve (vLLM), which cannot share one environment. Tests, and
+# recipes that serve by llama.cpp, also need .venv-llama-cpp: `make llama-cpp`.
 
 PYTHON ?= python3
 PINS := deploy/requirements
@@ -20,7 +21,7 @@ INSTALL := $(UV) pip install --quiet --compile-bytecode $(TORCH_BACKEND)
 COMPILE := $(UV) pip compile --quiet --python-version 3.11 --no-header --no-emit-index-url --no-emit-find-links \
 	--annotation-style line
 
-.PHONY: demo evalscope test check unit faults docs environments benchmarks gpu-kit lock clean
+.PHONY: demo evalscope llama-cpp test check unit faults docs environments benchmarks gpu-kit lock clean
 
 demo: environments
 	.venv/bin/lifecycle run configs/quickstart.yaml
@@ -33,10 +34,10 @@ BESIDE_EACH_OTHER = --numprocesses $(FILES_AT_A_TIME) --dist loadfile --no-loads
 # Threads that spin at a barrier take the core from the other file's test.
 test: export OMP_WAIT_POLICY := PASSIVE
 
-test: check
+test: check llama-cpp
 	.venv/bin/pytest tests/unit tests/parity tests/faults tests/pipeline tests/gpu --durations 15 $(BESIDE_EACH_OTHER)
 
-unit: environments .venv/.test-ready
+unit: environments llama-cpp .venv/.test-ready
 	.venv/bin/pytest tests/unit $(BESIDE_EACH_OTHER)
 
 # Every injected fault, and a table: how fast it was noticed and mended, and what was lost. A refresh whose processes are
@@ -108,6 +109,14 @@ evalscope: .venv-evalscope/.ready
 	@$(INSTALL) --python .venv-evalscope/bin/python -r $(PINS)/evalscope.txt
 	@touch $@
 
+llama-cpp: .venv-llama-cpp/.ready
+
+.venv-llama-cpp/.ready: $(PINS)/llama-cpp.txt | .venv/bin/uv
+	@echo "Installing llama.cpp into .venv-llama-cpp …"
+	@$(PYTHON) -m venv .venv-llama-cpp
+	@$(INSTALL) --python .venv-llama-cpp/bin/python --requirement $<
+	@touch $@
+
 SERVE_cpu := -r $(PINS)/serve-cpu.txt --overrides $(PINS)/serve-cpu-overrides.txt ./deploy/vllm-metadata
 SERVE_cuda := -r $(PINS)/serve-cuda.txt
 
@@ -117,8 +126,9 @@ lock: .venv/bin/uv
 	$(COMPILE) $(PINS)/test.in -o $(PINS)/test.txt
 	$(COMPILE) $(PINS)/evalscope.in -o $(PINS)/evalscope.txt
 	$(COMPILE) --override $(PINS)/serve-cpu-overrides.txt $(PINS)/serve-cpu.in -o $(PINS)/serve-cpu.txt
+	$(COMPILE) $(PINS)/llama-cpp.in -o $(PINS)/llama-cpp.txt
 	env -u UV_FIND_LINKS $(COMPILE) --python-platform x86_64-manylinux_2_28 $(PINS)/serve-cuda.in -o $(PINS)/serve-cuda.txt
 	sed -i 's/^\(torch==[0-9.]*\)+cpu/\1/' $(PINS)/*.txt
 
 clean:
-	rm -rf .venv .venv-serve .venv-evalscope
+	rm -rf .venv .venv-serve .venv-llama-cpp .venv-evalscope

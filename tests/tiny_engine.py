@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stages.core.errors import ModelError, RecipeError
+from stages.core.errors import ModelError, RecipeError, ServerError
 from stages.models.projections import Projection
+from stages.models.recorded import Predicted
 from stages.serving.client import Client
 from stages.serving.config import BenchmarkConfig
-from stages.serving.engine import LoadResult
+from stages.serving.engine import Capabilities, LoadResult
 from stages.serving.launch import LaunchSpec
 from stages.serving.proxy import EngineAddress
 from stages.serving.quantization import Quantization
@@ -39,6 +40,7 @@ class TinyEngine:
     settings: dict[str, str] = {}  # noqa: RUF012
     waiting_requests_metric = "tiny_waiting"
     listens_on_sockets = False
+    capabilities = Capabilities("safetensors")
     answer_tokens: int | None = None
     """Of each answer under load; None: as many as were asked for."""
 
@@ -53,6 +55,12 @@ class TinyEngine:
 
     def context_tokens(self, client: Client) -> int:
         return int(client.models()[0]["context"])
+
+    def smoke_log_probabilities(self, client: Client) -> list[float]:
+        return client.complete("What is 1 + 2?")["logprobs"]["token_logprobs"][-2:]
+
+    def predictions(self, client: Client, rows: list[list[int]]) -> list[Predicted]:
+        raise ServerError("Tiny tells no log-probabilities of prompts")
 
     def generate_load(
         self, client: Client, spec: LaunchSpec, benchmark: BenchmarkConfig, folder: Path

@@ -111,6 +111,9 @@ class Harness(Protocol):
     def may_give(self, score: str, evaluation: Evaluation) -> bool:
         """Whether a task may give the score `TASK.METRIC` or `TASK.FILTER.METRIC`; True where nobody knows before."""
 
+    def log_likelihood_tasks(self, evaluation: Evaluation) -> list[str]:
+        """Those of the tasks that need log-likelihoods of given texts, as far as that is known before."""
+
     def prepare(self, evaluation: Evaluation, cache: Path) -> None:
         """Check the tasks before anything slow, and set what libraries read when they are imported.
 

@@ -22,6 +22,7 @@ from stages.models.weight_files import (
     check_gguf,
     check_index,
     check_values,
+    holds_gguf,
     read_tensors,
 )
 
@@ -64,7 +65,7 @@ def _check_config(folder: Path) -> dict[str, Any]:
 
 
 def _check_weights(folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
-    if (folder / GGUF_FILE).is_file():
+    if holds_gguf(folder):
         check_gguf(folder / GGUF_FILE)
         return
     tensors = {path.name: read_tensors(path) for path in sorted(folder.glob("*.safetensors"))}

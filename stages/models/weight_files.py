@@ -165,6 +165,11 @@ def files_with_weights(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("*") if path.suffix in (".safetensors", ".gguf"))
 
 
+def holds_gguf(folder: Path) -> bool:
+    """Whether the weights of a model folder are in a GGUF file. One beside safetensors is not what is meant."""
+    return (folder / GGUF_FILE).is_file() and not any(folder.glob("*.safetensors"))
+
+
 def check_gguf(path: Path) -> None:
     """Raise ModelError for a file that does not begin as GGUF does; whoever loads it finds what is wrong further on."""
     with path.open("rb") as stream:

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from stages.core.errors import ModelError
 from stages.models.recorded import Differences, Predicted, RecordedDocument, differences
-from stages.models.weight_files import GGUF_FILE
+from stages.models.weight_files import GGUF_FILE, holds_gguf
 from stages.quantize.samples import batches_of_one_length
 
 BATCH_TOKENS = 4096
@@ -135,7 +135,7 @@ def _load(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
 
 def _of_gguf(folder: Path) -> dict[str, Any]:
     """What has Transformers read a GGUF file, dequantized; with its own config, as GGUF's leaves sizes of heads out."""
-    if not (folder / GGUF_FILE).is_file():
+    if not holds_gguf(folder):
         return {}
     config = AutoConfig.from_pretrained(folder)
     del config.quantization_config

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from stages.core.contract import StageConfig
 from stages.core.errors import ModelError, ResourceError
-from stages.models.weight_files import GGUF_FILE
+from stages.models.weight_files import holds_gguf
 from stages.serving.config import ServingConfig
 from stages.serving.engine import Engine, WeightFiles
 from stages.serving.launch import LaunchSpec
@@ -40,7 +40,7 @@ def engine_of(name: str) -> Engine:
 
 def weight_files_of(model: Path) -> WeightFiles:
     """What a model folder holds."""
-    return "gguf" if (model / GGUF_FILE).is_file() else "safetensors"
+    return "gguf" if holds_gguf(model) else "safetensors"
 
 
 def check_weight_files(model: Path, engine: Engine) -> None:

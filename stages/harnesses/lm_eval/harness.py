@@ -13,7 +13,7 @@ from pydantic import JsonValue
 from stages.core.contract import StageContext
 from stages.harnesses.harness import Evaluation, Results, TaskItem
 from stages.harnesses.lm_eval.revisions import check_loaded, resolve_hub_datasets
-from stages.harnesses.lm_eval.score_names import may_give
+from stages.harnesses.lm_eval.score_names import log_likelihood_tasks, may_give
 from stages.harnesses.lm_eval.tasks import TaskSelection, check_trusted, select_tasks
 from stages.serving.asked import ServedModel
 
@@ -45,6 +45,9 @@ class LmEval:
 
     def may_give(self, score: str, evaluation: Evaluation) -> bool:
         return may_give(score, evaluation.tasks, evaluation.task_folder)
+
+    def log_likelihood_tasks(self, evaluation: Evaluation) -> list[str]:
+        return log_likelihood_tasks(evaluation.tasks, evaluation.task_folder)
 
     def prepare(self, evaluation: Evaluation, cache: Path) -> None:
         selection = _selection(evaluation)

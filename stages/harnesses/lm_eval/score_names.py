@@ -1,8 +1,10 @@
-"""Which scores lm-eval's tasks give, by what their files say: asked before a gate waits for a score for hours."""
+"""Which scores lm-eval's tasks give, and which need log-likelihoods, by what their files say: asked before a gate waits
+for a score for hours, or a server is asked for what it does not tell.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ DEFAULT_METRICS = {
     "generate_until": ("exact_match",),
 }
 """Of a task that names none: lm-eval's `DEFAULT_METRIC_REGISTRY`, whose import takes seconds."""
+GENERATES = "generate_until"
 STANDARD_ERROR = "_stderr"
 MAX_INCLUDES = 10
 
@@ -28,6 +31,25 @@ def may_give(score: str, names: Iterable[str], folder: Path | None) -> bool:
 
     True for what cannot be known from files: scores of groups, of tasks written in Python, of tasks that do not exist.
     """
+    return any(
+        score.startswith(f"{task}.") and _gives(file, config, score, task)
+        for file, config in _defining(names, folder)
+        for task in _titles(config)
+    )
+
+
+def log_likelihood_tasks(names: Iterable[str], folder: Path | None) -> list[str]:
+    """Those of the tasks that compare or sum log-likelihoods of given texts. Tasks written in Python may, unnoticed."""
+    return sorted(
+        task
+        for file, config in _defining(names, folder)
+        if _with_includes(file, config, MAX_INCLUDES).get("output_type", GENERATES) != GENERATES
+        for task in _titles(config)
+    )
+
+
+def _defining(names: Iterable[str], folder: Path | None) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """File and content of the tasks, groups and tags of these names, and of their members."""
     local = _local_tasks(folder) if folder else []
     todo, seen = [*names], set()
     while todo:
@@ -38,9 +60,7 @@ def may_give(score: str, names: Iterable[str], folder: Path | None) -> bool:
         found = [(file, config) for file, config in local if name in names_of(config)]
         for file, config in found or [*installed_tasks.defining(name)] or [(Path(), {"task": name, "class": ""})]:
             todo += members_of(config)
-            if any(score.startswith(f"{task}.") and _gives(file, config, score, task) for task in _titles(config)):
-                return True
-    return False
+            yield file, config
 
 
 def _titles(config: dict[str, Any]) -> list[str]:

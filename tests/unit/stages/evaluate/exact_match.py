@@ -36,6 +36,9 @@ class ExactMatch:
     def may_give(self, score: str, evaluation: Evaluation) -> bool:
         return score in [f"{task}.exact_match" for task in evaluation.tasks]
 
+    def log_likelihood_tasks(self, evaluation: Evaluation) -> list[str]:
+        return []
+
     def prepare(self, evaluation: Evaluation, cache: Path) -> None:
         for task in evaluation.tasks:
             if not _file(evaluation, task).is_file():

@@ -52,7 +52,7 @@ def completion(log_probabilities: list[float | None]) -> dict[str, Any]:
 
 
 def test_a_server_that_does_all_it_should_passes(client: Client) -> None:
-    check_server(client)
+    check_server(client, Vllm().smoke_log_probabilities)
 
     assert client.is_healthy()
     assert Vllm().context_tokens(client) == 256
@@ -63,17 +63,17 @@ def test_a_model_with_broken_weights_is_refused(client: Client, value: float) ->
     Handler.answers["/v1/completions"] = completion([None, -1.0, value])
 
     with pytest.raises(ServerError, match="finite numbers"):
-        check_server(client)
+        check_server(client, Vllm().smoke_log_probabilities)
 
 
 def test_a_server_of_another_model_is_refused(client: Client) -> None:
     with pytest.raises(ServerError, match="serves sft, not dpo"):
-        check_server(Client(client.url, "right", "dpo"))
+        check_server(Client(client.url, "right", "dpo"), Vllm().smoke_log_probabilities)
 
 
 def test_a_wrong_key_is_told_with_the_status(client: Client) -> None:
     with pytest.raises(ServerError, match="answered 401"):
-        check_server(Client(client.url, "wrong", "sft"))
+        check_server(Client(client.url, "wrong", "sft"), Vllm().smoke_log_probabilities)
 
 
 def test_something_else_than_vllm_is_told(client: Client) -> None:
