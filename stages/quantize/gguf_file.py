@@ -28,7 +28,6 @@ from stages.models.weight_files import GGUF_FILE
 from stages.quantize.gguf_rows import compare_token_ids
 from stages.quantize.gguf_tokenizer import write_tokenizer
 from stages.quantize.written import copy_companions
-from stages.serving.llama_cpp.architectures import ARCHITECTURES
 from stages.serving.quantization import Quantization
 
 ROTARY_BUFFER = ".rotary_emb.inv_freq"
@@ -65,7 +64,7 @@ def quantize(
 ) -> None:
     """As the protocol `Quantizer` says; the samples are rows whose token ids are compared."""
     config = read_config(source)
-    architecture = next(ARCHITECTURES[name] for name in config["architectures"] if name in ARCHITECTURES)
+    architecture: str = config["model_type"]
     target.mkdir()
     tensors = list(_sources(source, config, architecture, quantization))
     writer = gguf.GGUFWriter(target / GGUF_FILE, architecture)

@@ -21,6 +21,7 @@ from tests import chromium
 ROOT = Path(__file__).parents[2]
 LIFECYCLE = Path(sys.executable).with_name("lifecycle")
 SCORE = "addition.exact_match"
+SHARED_WITH_GGUF = {"base", "problems", "sft", "evaluate-sft"}
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -167,6 +168,30 @@ def test_an_adapter_learns_beside_the_cached_model_is_merged_and_served_beside_i
     assert stages["serve-adapter"]["metrics"]["max_abs_logprob_difference"] <= 1e-4
     assert stages["serve-adapter"]["metrics"]["max_abs_logprob_difference_dpo"] <= 1e-4
     assert stages["evaluate-adapter"]["metrics"][SCORE] >= 0.9
+
+
+def test_a_gguf_file_is_served_by_llama_cpp_and_answers_as_the_model_that_it_is_made_from(
+    quickstart: Quickstart, first: dict[str, Any]
+) -> None:
+    stages = json.loads(quickstart.lifecycle("run", "configs/quickstart-gguf.yaml", "--json"))["stages"]
+
+    assert {name for name, stage in stages.items() if stage["state"] == "cached"} == SHARED_WITH_GGUF
+    assert scores_of(quickstart, stages["evaluate-f16"]) == scores_of(quickstart, first["stages"]["evaluate-sft"])
+    assert stages["f16"]["metrics"]["kl_nats_per_token"] <= 1e-4
+    assert stages["q8_0"]["metrics"]["compression"] >= 3.5
+    assert stages["evaluate-q8_0"]["metrics"][SCORE] >= first["stages"]["evaluate-sft"]["metrics"][SCORE] - 0.02
+    served = stages["serve"]["metrics"]
+    assert served["output_tokens_per_s_concurrency_8"] > 0
+    assert served["max_abs_logprob_difference"] <= 0.1, "of what training recorded, token by token"
+    assert stages["promote"]["metrics"]["gates_missed"] == 0
+
+
+def scores_of(quickstart: Quickstart, stage: dict[str, Any]) -> dict[int, float]:
+    """Number of a problem → whether it was solved."""
+    file = quickstart.home / "store" / "evaluate" / stage["version"] / "samples" / "addition.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(rows) == 500
+    return {row["doc_id"]: row["exact_match"] for row in rows}
 
 
 def test_second_run_is_cached(quickstart: Quickstart, first: dict[str, Any]) -> None:

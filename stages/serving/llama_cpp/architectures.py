@@ -1,4 +1,4 @@
-"""Which models can be written as GGUF here: architectures whose files were held to Transformers, and what of their
+"""Which models can be written as GGUF here: types of models whose files were held to Transformers, and what of their
 configs llama.cpp would not compute. Pure.
 """
 
@@ -7,8 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
-"""Class in Transformers → name in GGUF."""
+MODEL_TYPES = ("llama", "qwen2", "qwen3")
+"""Called so in GGUF, too."""
+LANGUAGE_MODEL = "ForCausalLM"
 ROTARY = ("default", "llama3")
 BLOCK_SIZE = 32
 """Numbers that share a scale, in all formats but f16."""
@@ -16,10 +17,11 @@ BLOCK_SIZE = 32
 
 def config_problems(config: Mapping[str, Any]) -> Iterator[str]:
     """config: the model's `config.json`."""
-    classes = config.get("architectures") or [config.get("model_type", "unknown")]
-    if not set(classes) & ARCHITECTURES.keys():
-        yield f"its architecture is {', '.join(classes)}; expected {' or '.join(ARCHITECTURES)}"
+    if config.get("model_type") not in MODEL_TYPES:
+        yield f"its model_type is {config.get('model_type')}; expected {' or '.join(MODEL_TYPES)}"
         return
+    if other := [name for name in config.get("architectures") or () if not name.endswith(LANGUAGE_MODEL)]:
+        yield f"it is a {', '.join(other)}; expected a language model (…{LANGUAGE_MODEL})"
     rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rotary.get("rope_type") or rotary.get("type") or "default"
     if kind not in ROTARY:

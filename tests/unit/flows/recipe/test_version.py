@@ -87,7 +87,10 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {**MIXTURE, "combination": "ties"},
         {**MIXTURE, "combination": "dare_ties"},
     ],
-    "quantize": [{"kind": "quantize", "model": "base", "method": "awq", "calibration": CALIBRATION}],
+    "quantize": [
+        {"kind": "quantize", "model": "base", "method": "awq", "calibration": CALIBRATION},
+        {"kind": "quantize", "model": "base", "method": "gguf", "gguf_type": "q8_0", "calibration": CALIBRATION},
+    ],
     "serve": [
         {"kind": "serve", "model": "base"},
         {"kind": "serve", "model": "base", "benchmark": {"input_tokens": 1, "output_tokens": 1}},

@@ -1,4 +1,4 @@
-"""GGUF files: what Transformers reads of them is the model that they were made of; what cannot be written is refused."""
+"""GGUF files: what Transformers reads of them is the model that they were made of. Others are refused."""
 
 import json
 import shutil
@@ -201,7 +201,11 @@ def test_a_type_is_asked_for_and_is_of_this_method_alone() -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"architectures": ["GemmaForCausalLM"]}, "its architecture is GemmaForCausalLM; expected LlamaForCausalLM or"),
+        ({"model_type": "gemma3_text"}, "its model_type is gemma3_text; expected llama or qwen2 or qwen3"),
+        (
+            {"architectures": ["Qwen3ForTokenClassification"]},
+            "it is a Qwen3ForTokenClassification; expected a language",
+        ),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rotary embedding is of type yarn"),
         ({"use_sliding_window": True}, "sliding window"),
     ],

@@ -56,7 +56,7 @@ def test_the_installed_wheel_is_told_by_its_metadata(tmp_path: Path, monkeypatch
 def test_an_environment_without_the_wheel_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIFECYCLE_LLAMA_CPP", str(make_environment(tmp_path, None)))
 
-    with pytest.raises(ResourceError, match="has no package xllamacpp beside it; .* `make llama-cpp`"):
+    with pytest.raises(ResourceError, match=r"has no package xllamacpp beside it; .* `make llama-cpp`"):
         find_llama_cpp()
 
 
