@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,9 @@ class TinyEngine:
 
     def program_in_image(self, *, on_cpu: bool) -> TinyProgram:
         return TinyProgram(Path("tiny"), "image")
+
+    def argument_problems(self, arguments: Mapping[str, Any]) -> list[str]:
+        return []
 
     def root_cause(self, log: str) -> str | None:
         return next((line for line in log.splitlines() if line.startswith("tiny: ")), None)

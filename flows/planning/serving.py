@@ -10,15 +10,17 @@ from typing import Any
 from flows.planning.model_shape import ModelConfigs, download_of
 from flows.recipe.recipe import Recipe
 from stages.core.errors import LifecycleError, RecipeError, TransientError
+from stages.core.fields import values_named
 from stages.evaluate.config import EvaluateConfig
 from stages.hubs.answers import PLANNING_LIMIT_S, Answers
 from stages.serve.config import ServeConfig
 from stages.serving.config import ServingConfig
 from stages.serving.limits import limit_problems
+from stages.serving.registry import chosen_engine
 
 
 def check_serving(recipe: Recipe, chosen: Collection[str], configs: ModelConfigs) -> None:
-    """Raises `RecipeError` that lists what these stages' servers cannot listen on or hold."""
+    """Raises `RecipeError` that lists what these stages' servers cannot listen on, hold or be started with."""
     servers = {
         name: config
         for name, config in recipe.stages.items()
@@ -28,6 +30,14 @@ def check_serving(recipe: Recipe, chosen: Collection[str], configs: ModelConfigs
         f"stages.{name}.{problem}"
         for name, config in servers.items()
         for problem in [*_elsewhere(config), *_beyond_the_model(config, recipe, name, configs)]
+    ]
+    problems += [
+        f"stages.{name}.{path}.arguments.{problem}"
+        for name, config in recipe.stages.items()
+        if name in chosen
+        for path, serving in values_named(config, "serving")
+        if serving and serving.arguments
+        for problem in chosen_engine(serving).argument_problems(serving.arguments)
     ]
     if problems:
         raise RecipeError("\n".join(problems))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, JsonValue, PositiveFloat, PositiveInt, field_validator
 
 from stages.core.contract import Execution, StrictModel
 from stages.core.fields import AddedLater
@@ -30,6 +30,14 @@ class ServingConfig(StrictModel):
     )
     enforce_eager: bool = Field(False, description="Neither compile nor capture graphs: starts sooner, runs slower.")
     trust_remote_code: bool = Field(False, description="Run the Python files that come with the model.")
+    arguments: Annotated[dict[str, JsonValue], AddedLater()] = Field(
+        default_factory=dict, description="Other options of `vllm serve`, without dashes before them → values."
+    )
+
+    @field_validator("arguments")
+    @classmethod
+    def _spelled_with_dashes(cls, arguments: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        return {name.removeprefix("--").replace("_", "-"): value for name, value in arguments.items()}
 
 
 class BenchmarkConfig(StrictModel):

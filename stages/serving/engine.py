@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from pydantic import JsonValue
+
 from stages.models.projections import Projection
 from stages.models.recorded import Predicted
 from stages.serving.config import BenchmarkConfig
@@ -102,6 +104,9 @@ class Engine(Protocol):
 
     def program_in_image(self, *, on_cpu: bool) -> Program:
         """The program as it is found in a container image that was made for it."""
+
+    def argument_problems(self, arguments: Mapping[str, JsonValue]) -> list[str]:
+        """`OPTION: why`, of what this engine cannot be started with. Raises ResourceError when it is not installed."""
 
     def root_cause(self, log: str) -> str | None:
         """Why the server that wrote `log` died or did not start; None when the log does not say."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
+
+from pydantic import JsonValue
 
 from stages.core.errors import ModelError, RecipeError
 from stages.models.projections import Projection
@@ -34,7 +37,10 @@ class LlamaCpp:
     listens_on_sockets = True
     capabilities = Capabilities(
         "gguf",
-        idle_fields=("dtype", "tensor_parallel_size", "kv_cache_memory_gib", "enforce_eager", "trust_remote_code"),
+        idle_fields=(
+            *("dtype", "tensor_parallel_size", "kv_cache_memory_gib", "enforce_eager", "trust_remote_code"),
+            "arguments",
+        ),
     )
 
     def find_program(self) -> LlamaCppProgram:
@@ -42,6 +48,9 @@ class LlamaCpp:
 
     def program_in_image(self, *, on_cpu: bool) -> LlamaCppProgram:
         raise RecipeError("serving with llama.cpp in Kubernetes: there is no image of it; serve with vllm")
+
+    def argument_problems(self, arguments: Mapping[str, JsonValue]) -> list[str]:
+        return []
 
     def root_cause(self, log: str) -> str | None:
         return find_root_cause(log)

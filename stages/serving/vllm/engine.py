@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pydantic import JsonValue
 
 from stages.models.projections import Projection
 from stages.models.recorded import Predicted
@@ -13,6 +16,7 @@ from stages.serving.launch import LaunchSpec
 from stages.serving.quantization import Quantization
 from stages.serving.vllm import servability
 from stages.serving.vllm.adapters import check_adapters, has_room
+from stages.serving.vllm.arguments import argument_problems
 from stages.serving.vllm.load import generate_load
 from stages.serving.vllm.program import QUIET, VllmProgram, find_vllm
 from stages.serving.vllm.root_cause import find_root_cause
@@ -44,6 +48,10 @@ class Vllm:
 
     def program_in_image(self, *, on_cpu: bool) -> VllmProgram:
         return VllmProgram(Path("vllm"), Path("python"), "image+cpu" if on_cpu else "image")
+
+    def argument_problems(self, arguments: Mapping[str, JsonValue]) -> list[str]:
+        program = self.find_program()
+        return argument_problems(program.python, program.version, arguments)
 
     def root_cause(self, log: str) -> str | None:
         return find_root_cause(log)

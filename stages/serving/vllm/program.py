@@ -18,6 +18,7 @@ from stages.core.errors import ResourceError
 from stages.serving.config import ServingConfig
 from stages.serving.launch import LaunchSpec
 from stages.serving.vllm.adapters import adapter_arguments
+from stages.serving.vllm.arguments import written
 
 if TYPE_CHECKING:
     from stages.serving.proxy import EngineAddress  # its HTTP imports would slow every plan
@@ -73,6 +74,7 @@ class VllmProgram:
             command += ["--trust-remote-code"]
         if spec.adapters:
             command += adapter_arguments(spec)
+        command += [part for parts in written(serving.arguments).values() for part in parts]
         if spec.for_training:
             # What a model's own generation_config.json says of sampling, nobody asked for; log-probabilities are those
             # of what was sampled from, temperature included.

@@ -121,3 +121,10 @@ def test_ranks_and_memory_that_do_not_suit_the_model(plan, stage, serving, found
 
 def test_ranks_and_memory_that_suffice(plan):
     assert plan(serving={"tensor_parallel_size": 4, "kv_cache_memory_gib": 0.001, "max_model_len": 256})
+
+
+@pytest.mark.parametrize("stage", ["serve", "scores"])
+def test_arguments_that_would_open_a_door(plan, stage):
+    told = rf"stages\.{stage}\.serving\.arguments\.api-key: it would open a door"
+    with pytest.raises(RecipeError, match=told):
+        plan(stage, serving={"arguments": {"api_key": "sk-1"}})

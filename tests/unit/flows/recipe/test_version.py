@@ -94,6 +94,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "serve": [
         {"kind": "serve", "model": "base"},
         {"kind": "serve", "model": "base", "benchmark": {"input_tokens": 1, "output_tokens": 1}},
+        {"kind": "serve", "model": "base", "serving": {"arguments": {"block-size": 16}}},
     ],
     "evaluate": [
         {"kind": "evaluate", "model": "base", "tasks": ["a"], "serving": {}, "task_folder": "tasks"},

@@ -1,0 +1,154 @@
+"""Options of `vllm serve` that a recipe passes through: those that are refused, and how the others are written.
+
+Refused is what this project sets itself, what opens a door past the proxy or runs code of others, and what names files
+or servers whose content no version would know.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from stages.core.errors import RecipeError
+from stages.core.files import write_atomically
+
+NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+SET_HERE = {
+    "model": "it is the stage's",
+    "served-model-name": "it is the stage's",
+    "host": "say execution.host",
+    "port": "say execution.port",
+    "dtype": "say serving.dtype",
+    "tensor-parallel-size": "say serving.tensor_parallel_size",
+    "max-model-len": "say serving.max_model_len",
+    "max-num-seqs": "say serving.max_num_seqs",
+    "kv-cache-memory-bytes": "say serving.kv_cache_memory_gib",
+    "enforce-eager": "say serving.enforce_eager",
+    "trust-remote-code": "say serving.trust_remote_code",
+    **dict.fromkeys(
+        ("enable-lora", "lora-modules", "max-lora-rank", "max-loras", "lora-target-modules"), "name adapters as stages"
+    ),
+    **dict.fromkeys(
+        ("uds", "generation-config", "logprobs-mode", "distributed-executor-backend"), "it is set where it is needed"
+    ),
+}
+"""Option → where it is said instead."""
+DOORS = {
+    **dict.fromkeys(
+        (
+            *("api-key", "api-server-count", "grpc", "grpc-port", "headless", "root-path", "middleware", "tool-server"),
+            *("allow-credentials", "allowed-origins", "allowed-methods", "allowed-headers", "config", "hf-token"),
+            *("ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "ssl-cert-reqs", "ssl-ciphers", "enable-ssl-refresh"),
+            *("allowed-local-media-path", "allowed-media-domains", "trust-request-chat-template"),
+            *("trust-request-mm-kwargs", "enable-prompt-embeds", "enable-mm-embeds", "enable-log-requests"),
+            *("enable-log-outputs", "enable-log-deltas", "otlp-traces-endpoint", "kv-events-config"),
+            *("kv-transfer-config", "ec-transfer-config", "weight-transfer-config", "profiler-config"),
+            *("master-addr", "master-port", "nnodes", "node-rank", "data-parallel-address", "data-parallel-rpc-port"),
+            *("data-parallel-supervisor-port", "enable-elastic-ep", "enable-sleep-mode", "enable-scale-out"),
+        ),
+        "it would open a door past the proxy, or let requests or secrets out",
+    ),
+    **dict.fromkeys(
+        (
+            *("worker-cls", "worker-extension-cls", "scheduler-cls", "logits-processors", "model-class-overrides"),
+            *("io-processor-plugin", "tool-parser-plugin", "reasoning-parser-plugin", "additional-config"),
+            *("load-format", "model-loader-extra-config", "logging-config", "log-config-file"),
+        ),
+        "it would run code of others, or load weights that are no safetensors",
+    ),
+    **dict.fromkeys(
+        (
+            *("chat-template", "tokenizer", "hf-config-path", "hf-overrides", "config-format", "default-mm-loras"),
+            *("revision", "code-revision", "tokenizer-revision", "download-dir", "spec-model"),
+        ),
+        "the model is what its folder holds, and what lies elsewhere is in no version",
+    ),
+}
+"""Option → why it is refused."""
+REFUSED = {**{name: f"it is set by the recipe's other fields: {where}" for name, where in SET_HERE.items()}, **DOORS}
+SPECULATIVE = {"speculative-config": {"model", "code_revision", "revision", "custom_class"}}
+"""Keys, or methods, of a value that name what lies elsewhere."""
+CHECK = Path(__file__).with_name("option_check.py")
+CHECK_TIMEOUT_S = 300.0
+
+
+def written(arguments: Mapping[str, JsonValue]) -> dict[str, list[str]]:
+    """Option → how the command line has it. Raises RecipeError for one that is refused."""
+    if refused := list(refusals(arguments)):
+        raise RecipeError(f"the arguments of `vllm serve`: {'; '.join(refused)}")
+    return {name: _written(name, value) for name, value in arguments.items()}
+
+
+def refusals(arguments: Mapping[str, JsonValue]) -> Iterator[str]:
+    """`OPTION: why`, of those that are passed to no server."""
+    for name, value in arguments.items():
+        # vLLM takes beginnings of names for the whole.
+        whole = next((refused for refused in REFUSED if refused.startswith(name)), None)
+        if not NAME.fullmatch(name) or name.startswith("no-"):
+            yield f"{name}: expected an option's name without dashes before it, such as max-num-batched-tokens: 2048"
+        elif whole:
+            yield f"{name}: {REFUSED[whole]}"
+        elif found := _elsewhere(value) & SPECULATIVE.get(name, set()):
+            yield f"{name}: {', '.join(sorted(found))} names what is in no version"
+        elif isinstance(value, list) and any(str(item).startswith("-") for item in value):
+            yield f"{name}: found {value}, expected items that begin with no dash"
+        elif value is None:
+            yield f"{name}: has no value; say true for an option without one"
+
+
+def argument_problems(python: Path, version: str, arguments: Mapping[str, JsonValue]) -> list[str]:
+    """`OPTION: why`, of what is refused here, or by the parser of this version of vLLM, whose answers are kept.
+
+    python: the interpreter of its environment.
+    """
+    if refused := list(refusals(arguments)):
+        return refused
+    asked = json.dumps(written(arguments), sort_keys=True)
+    key = hashlib.sha256(f"{version} {asked}".encode()).hexdigest()[:24]
+    kept = Path(os.environ.get("LIFECYCLE_HOME", ".lifecycle")).resolve() / "cache" / "vllm-arguments" / f"{key}.json"
+    if not kept.is_file():
+        problems = _parsed(python, asked)
+        if problems is None:  # a build for GPUs that cannot be imported here: its server says what it does not take
+            return []
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(kept, json.dumps(problems))
+    found: list[str] = json.loads(kept.read_text())
+    return found
+
+
+@functools.cache
+def _parsed(python: Path, asked: str) -> list[str] | None:
+    """What vLLM's own parser says; None where it cannot be asked."""
+    ended = subprocess.run(
+        [python, "-P", CHECK], input=asked, capture_output=True, text=True, timeout=CHECK_TIMEOUT_S, check=False
+    )
+    if ended.returncode:
+        return None
+    problems: list[str] = json.loads(ended.stdout.splitlines()[-1])
+    return problems
+
+
+def _written(name: str, value: JsonValue) -> list[str]:
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    if isinstance(value, list):
+        return [f"--{name}", *(item if isinstance(item, str) else json.dumps(item) for item in value)]
+    return [f"--{name}={value if isinstance(value, str) else json.dumps(value)}"]
+
+
+def _elsewhere(value: JsonValue) -> set[str]:
+    """Keys of a mapping, also of one that is written as JSON, and the method that it names."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return set()
+    return {*value, str(value.get("method"))} if isinstance(value, dict) else set()

@@ -1,0 +1,43 @@
+"""Asks the parser of `vllm serve` for options. stdin: JSON, option → how the command line has it. stdout: problems.
+
+A program for the interpreter of vLLM's environment; it imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+
+class Refusing(FlexibleArgumentParser):
+    """Raises what it would end the process with."""
+
+    def error(self, message: str) -> None:
+        """Raises ValueError."""
+        raise ValueError(message)
+
+
+def main() -> None:
+    """The last line that is printed are the problems, `OPTION: why`."""
+    parser = make_arg_parser(Refusing())
+    names = [option[2:] for option in parser._option_string_actions if option.startswith("--")]
+    problems = []
+    for name, arguments in json.load(sys.stdin).items():
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=2)
+            meant = f"did you mean {' or '.join(close)}?" if close else "see `vllm serve --help=all`"
+            problems.append(f"{name}: vLLM has no such option; {meant}")
+            continue
+        try:
+            parser.parse_args(["model", *arguments])
+        except (ValueError, TypeError) as error:
+            problems.append(f"{name}: {error}")
+    print(json.dumps(problems))
+
+
+if __name__ == "__main__":
+    main()

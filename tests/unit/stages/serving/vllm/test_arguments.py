@@ -1,0 +1,126 @@
+"""Options of `vllm serve` that a recipe passes through: refused by name, asked of its own parser, or in the command."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages.core.errors import RecipeError
+from stages.serve.config import ServeConfig
+from stages.serving.config import ServingConfig
+from stages.serving.launch import LaunchSpec
+from stages.serving.proxy import EngineAddress
+from stages.serving.registry import ENGINES
+from stages.serving.vllm import arguments
+from stages.serving.vllm.arguments import argument_problems, refusals, written
+from stages.serving.vllm.program import VllmProgram, find_vllm
+
+ON_CPU = VllmProgram(Path("/env/bin/vllm"), Path("/env/bin/python"), "0.32.0+cpu")
+GOOD: dict[str, Any] = {
+    "enable-prefix-caching": False,
+    "max-num-batched-tokens": 2048,
+    "kv-cache-dtype-skip-layers": ["0", "1"],
+    "limit-mm-per-prompt": {"image": 1},
+    "speculative-config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4},
+    "disable-log-stats": True,
+}
+WRONG = {
+    "tool-call-parsr": ("hermes", "vLLM has no such option; did you mean tool-call-parser"),
+    "scheduling-policy": ("lottery", "invalid choice: 'lottery' (choose from 'fcfs', 'priority')"),
+    "block-size": ("many", "invalid int value: 'many'"),
+}
+
+
+def command(given: dict[str, Any]) -> list[str]:
+    serving = ServingConfig.model_validate({"arguments": given})
+    spec = LaunchSpec(model=Path("/models/m"), served_name="m", serving=serving, engine_version="0.32.0")
+    return ON_CPU.server_command(spec, EngineAddress(Path("engine.sock")))
+
+
+def test_each_kind_of_value_reaches_the_command() -> None:
+    made = command(GOOD)
+
+    assert {"--no-enable-prefix-caching", "--max-num-batched-tokens=2048", "--disable-log-stats"} <= set(made)
+    assert made[made.index("--kv-cache-dtype-skip-layers") :][1:3] == ["0", "1"]
+    assert '--limit-mm-per-prompt={"image": 1}' in made
+
+
+def test_names_may_be_written_with_underscores_and_are_the_same_version() -> None:
+    one, other = (
+        ServeConfig.model_validate({"kind": "serve", "model": "sft", "serving": {"arguments": {name: 16}}})
+        for name in ("block-size", "--block_size")
+    )
+    unset = ServeConfig.model_validate({"kind": "serve", "model": "sft"})
+
+    assert one.identity() == other.identity() != unset.identity()
+    assert "arguments" not in unset.identity()["serving"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("port", 80, "say execution.port"),
+        ("dtype", "float32", "say serving.dtype"),
+        ("lora-modules", ["a=b"], "name adapters as stages"),
+        ("api-key", "sk-1", "a door past the proxy"),
+        ("api-k", "sk-1", "a door past the proxy"),
+        ("trust-remote", True, "say serving.trust_remote_code"),
+        ("middleware", "os.system", "a door past the proxy"),
+        ("allowed-local-media-path", "/", "a door past the proxy"),
+        ("config", "own.yaml", "a door past the proxy"),
+        ("worker-extension-cls", "own.Worker", "run code of others"),
+        ("logits-processors", ["own:Processor"], "run code of others"),
+        ("load-format", "pt", "no safetensors"),
+        ("chat-template", "own.jinja", "in no version"),
+        ("speculative-config", {"method": "eagle", "model": "org/draft"}, "model names what is in no version"),
+        ("speculative-config", '{"method": "custom_class"}', "custom_class names what is in no version"),
+        ("kv-cache-dtype-skip-layers", ["0", "--api-key=x"], "items that begin with no dash"),
+        ("compilation-config.mode", 3, "expected an option's name"),
+        ("no-enforce-eager", True, "expected an option's name"),
+        ("block-size", None, "has no value"),
+    ],
+)
+def test_what_opens_doors_or_is_said_elsewhere_is_refused_by_name(name: str, value: Any, why: str) -> None:
+    (refused,) = refusals({name: value})
+
+    assert refused.startswith(f"{name}: ") and why in refused
+    with pytest.raises(RecipeError, match=why):
+        written({name: value})
+    with pytest.raises(RecipeError):
+        command({name: value})
+
+
+def test_every_refused_option_is_one_that_vllm_has() -> None:
+    """A slip in a name would leave the door open."""
+    asked = json.dumps({name: [] for name in [*arguments.REFUSED, "no-such-option"]})
+
+    (found,) = arguments._parsed(find_vllm().python, asked) or []
+    assert found.startswith("no-such-option: vLLM has no such option")
+
+
+def test_the_rest_is_asked_of_vllms_own_parser_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
+    program = find_vllm()
+    given = {**GOOD, **{name: value for name, (value, _) in WRONG.items()}}
+
+    found = argument_problems(program.python, program.version, given)
+
+    assert len(found) == len(WRONG)
+    for name, (_, why) in WRONG.items():
+        assert any(problem.startswith(f"{name}: ") and why in problem for problem in found)
+    assert argument_problems(Path("/no/python"), program.version, given) == found, "kept by version"
+
+
+def test_a_vllm_that_cannot_be_asked_leaves_it_to_its_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
+    unable = tmp_path / "python"
+    unable.write_text("#!/bin/sh\nexit 1\n")
+    unable.chmod(0o755)
+
+    assert argument_problems(unable, "0.32.0", {"block-size": 16}) == []
+    assert not (tmp_path / "cache").exists()
+
+
+def test_other_engines_take_none() -> None:
+    assert "arguments" in ENGINES["llama_cpp"].capabilities.idle_fields
