@@ -124,7 +124,7 @@ def gc(dry_run: bool, older_than_days: float, as_json: bool) -> None:
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port", type=click.IntRange(1, 65535), help="Default: a free one.")
 def serve(artifact: str, follow: bool, host: str, port: int | None) -> None:
-    """Serve a model with vLLM until Ctrl-C: an artifact, what a serve stage served, or a champion.
+    """Serve a model until Ctrl-C: an artifact, what a serve stage served, or a champion.
 
     The API key is VLLM_API_KEY, or a new one, which is printed.
     """

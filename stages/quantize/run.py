@@ -41,8 +41,9 @@ def run(config: QuantizeConfig, context: StageContext) -> StageResult:
         context.warn(caveat)
     data = context.inputs[config.calibration.dataset] / "data"
     samples = read_samples(data, source, config.calibration, context.warn)
+    use = "whose tokens are compared in" if config.method == "gguf" else "calibrated with"
     context.milestone(
-        f"quantizing {layers.num_layers} layers with {config.method}, calibrated with "
+        f"quantizing {layers.num_layers} layers with {config.method}, {use} "
         f"{sum(map(len, samples.calibration))} tokens of {len(samples.calibration)} rows; "
         f"they hold {layers.fraction_of_weights:.0%} of the weights"
     )
