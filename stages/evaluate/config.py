@@ -50,18 +50,6 @@ class EvaluateConfig(AskedModelConfig):
     def product(self) -> Product:
         return "scores"
 
-    def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
-        yield from super().problems_among(stages)
-        engine = self.serving_engine
-        if engine.capabilities.prompt_log_probabilities:
-            return
-        if tasks := default_harness().log_likelihood_tasks(self.evaluation):
-            yield (
-                f"tasks: {', '.join(tasks)} compare log-likelihoods of given answers, and {engine.title} tells none of "
-                "prompts; take tasks that generate (`output_type: generate_until`), or serve the unquantized model "
-                "with vllm"
-            )
-
     def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
         harness = harness_of(self.evaluation)
         own = {f"{harness.name}_version": harness.version(), **harness.resolve_outside(self.evaluation, limit_s)}
@@ -76,7 +64,16 @@ class EvaluateConfig(AskedModelConfig):
 
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
         yield from super().problems_among(stages)
-        yield from harness_of(self.evaluation).problems(self.evaluation)
+        harness, engine = harness_of(self.evaluation), self.serving_engine
+        yield from harness.problems(self.evaluation)
+        if engine.capabilities.prompt_log_probabilities:
+            return
+        if tasks := harness.log_likelihood_tasks(self.evaluation):
+            yield (
+                f"tasks: {', '.join(tasks)} compare log-likelihoods of given answers, and {engine.title} tells none of "
+                "prompts; take tasks that generate (`output_type: generate_until`), or serve the unquantized model "
+                "with vllm"
+            )
 
     def idle_fields(self) -> Iterator[tuple[str, str]]:
         yield from super().idle_fields()

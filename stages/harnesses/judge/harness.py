@@ -49,6 +49,9 @@ class Judge:
     def may_give(self, score: str, evaluation: Evaluation) -> bool:
         return score in [f"{task}.{METRIC}" for task in evaluation.tasks]
 
+    def log_likelihood_tasks(self, evaluation: Evaluation) -> list[str]:
+        return []
+
     def prepare(self, evaluation: Evaluation, cache: Path) -> None:
         from stages.harnesses.judge.rating import try_out
 
