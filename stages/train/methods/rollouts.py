@@ -25,7 +25,7 @@ class SamplingOptions(StrictModel):
     max_completion_length: PositiveInt = Field(512, description="Tokens after which a completion is cut off.")
     temperature: PositiveFp32 = Field(1.0, le=100, description="Of sampling, and of the probabilities that learn.")
     top_p: PositiveFp32 = Field(1.0, le=1, description="Only the likeliest tokens that have this share together.")
-    stop: tuple[str, ...] = Field((), max_length=16, description="Texts that end a completion.")
+    stop: tuple[str, ...] = Field((), max_length=4, description="Texts that end a completion; servers take 4.")
     serving: ServingConfig = Field(
         ServingConfig(), description="Of the server that samples; `dtype: auto` is the precision of the training."
     )

@@ -42,6 +42,7 @@ def load(folder: Path, **changed: Any) -> Recipe:
         ({"rewards": {}, "keep": {"above": 1}}, "needs `rewards` to choose by"),
         ({"num_samples": 1, "keep": "pairs"}, "raise `num_samples`, which is 1"),
         ({"temperature": 0}, "2 completions of a prompt would all be the same"),
+        ({"stop": list("abcde")}, "at most 4 items"),
         ({"min_gap": 0.5}, "`min_gap` is of `keep: pairs` alone"),
         ({"keep": {"below": 1}}, "keep.below: unknown field"),
         ({"rewards": {"a b": {"type": "format"}}}, "a b"),
