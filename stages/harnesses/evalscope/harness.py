@@ -50,6 +50,9 @@ class EvalScope:
         own = (task for task in evaluation.tasks if task not in sets)
         return score in [f"{task}.{METRIC}" for task in sets] or any(score.startswith(f"{task}.") for task in own)
 
+    def log_likelihood_tasks(self, evaluation: Evaluation) -> list[str]:
+        return []
+
     def prepare(self, evaluation: Evaluation, cache: Path) -> None:
         from stages.harnesses.evalscope.running import read_answered
 
