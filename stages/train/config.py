@@ -20,12 +20,12 @@ from stages.data.config import DataConfig
 from stages.engines.settings import AdamSettings, EngineSettings
 from stages.parallel.layout import AutoLayout, EngineName, Layout, LayoutOrAuto
 from stages.parallel.legality import RunConstraints, layout_errors
-from stages.planner.workload import Precision, Workload
+from stages.planner.workload import Workload
 from stages.serving.registry import chosen_engine, installed_version
 from stages.train.execution import TrainExecution
 from stages.train.methods.options import MethodFields, MethodName
 from stages.train.methods.rollout_errors import SamplingRun, completion_errors, idle_fields
-from stages.train.numbers import BatchSize, Denominator, Epochs, Rate, Seed, contradiction
+from stages.train.numbers import BatchSize, Denominator, Epochs, Rate, Seed, TrainingPrecision, contradiction
 from stages.train.optimizer import OptimizerConfig, optimizer_errors
 from stages.train.row_errors import row_errors
 from stages.train.start import start_problems
@@ -79,7 +79,7 @@ class TrainConfig(MethodFields):
         False, description="Whether `weight_decay` shrinks them too; Transformers and TRL leave them alone."
     )
     max_grad_norm: Rate | None = Field(1.0, description="Larger gradients are clipped; null: none are.")
-    precision: Precision = Field(
+    precision: TrainingPrecision = Field(
         "bf16",
         description="bf16: parameters and activations in bfloat16, reduction and master weights in fp32. fp8: so too, "
         "but layers multiply in 8 bits (megatron, on GPUs with Transformer Engine).",

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, field_validator
 
 from stages.core.numbers import NonNegativeFp32
 from stages.core.strict import StrictModel
 from stages.engines.settings import MuonSettings
 from stages.parallel.layout import EngineName, Layout
+
+NOT_HAD = {
+    "adamw_8bit": "its moments need torchao or bitsandbytes, of which neither is in the environment of training",
+    "adafactor": "torch's cannot step on what FSDP2 has sharded (torch 2.13: the power of a norm's parts)",
+}
+"""Optimizers that people ask for, and why they cannot be had."""
 
 
 class OptimizerConfig(StrictModel):
@@ -29,6 +35,13 @@ class OptimizerConfig(StrictModel):
         description="What the learning rate of a matrix [A, B] is multiplied by (muon). original: √max(1, A / B); "
         "match_rms_adamw: 0.2 √max(A, B), so that AdamW's learning rate suits both.",
     )
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _can_be_had(cls, name: Any) -> Any:
+        if isinstance(name, str) and name in NOT_HAD:
+            raise ValueError(f"found {name}: {NOT_HAD[name]}; expected adamw or muon")
+        return name
 
     @property
     def muon(self) -> MuonSettings | None:

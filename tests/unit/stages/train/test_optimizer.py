@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from pydantic import ValidationError
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from stages.models.known_models import KNOWN
+from stages.parallel.processes import joined_processes
 from stages.planner.memory import GIB, memory
 from stages.train.optimizer import OptimizerConfig
 from tests.train_stage import make_config
@@ -27,6 +31,20 @@ def test_what_does_not_go_with_muon_is_refused(fields, said):
         make_config(optimizer=MUON, **fields)
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"optimizer": {"name": "adamw_8bit"}}, "found adamw_8bit: its moments need torchao or bitsandbytes"),
+        ({"optimizer": {"name": "adafactor"}}, "found adafactor: .* expected adamw or muon"),
+        ({"precision": "fp16"}, "found fp16, in which small gradients become 0 unless the loss is scaled"),
+        ({"precision": "fp8"}, "`precision: fp8` needs `engine: megatron`"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_with_the_reason(fields, said):
+    with pytest.raises(ValidationError, match=said):
+        make_config(**fields)
+
+
 def test_the_default_is_no_part_of_the_identity_and_muon_is():
     assert "optimizer" not in make_config().identity()
     assert make_config(optimizer={"name": "adamw"}).identity() == make_config().identity()
@@ -37,6 +55,16 @@ def test_the_default_is_no_part_of_the_identity_and_muon_is():
 def test_fields_of_muon_have_no_effect_on_adamw():
     assert {field for field, _ in OptimizerConfig().idle_fields()} == OptimizerConfig.model_fields.keys() - {"name"}
     assert not list(OptimizerConfig(name="muon").idle_fields())
+
+
+def test_adafactor_of_torch_still_fails_on_shards():
+    """Where this fails, it can be had: see `NOT_HAD`."""
+    with joined_processes():
+        mesh = init_device_mesh("cpu", (1,))
+        weight = torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
+        weight.grad = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+        with pytest.raises(RuntimeError, match="in-place operations that require placement changes"):
+            torch.optim.Adafactor([weight]).step()
 
 
 def test_muon_is_predicted_to_keep_one_moment_of_matrices():
