@@ -16,8 +16,6 @@ from stages.core.contract import StageResult
 from stages.core.supervisor import descendants
 from stages.harnesses.lm_eval.tasks import select_tasks
 from stages.serving.client import Client
-from tests.judge_server import KEY, judge_server, rating
-from tests.judge_server import MODEL as JUDGE
 from tests.listening import listening_addresses, reachable_from_elsewhere
 from tests.serving import (
     API_KEY,
@@ -227,53 +225,6 @@ def test_the_same_seeds_give_the_same_completions(root: Path, served: Served) ->
     assert [line["text"] for line in first] == [line["text"] for line in again]
     assert all(one["text"] != two["text"] for one, two in zip(first, other, strict=True))
     assert len({line["text"] for line in first}) == 36
-
-
-def test_a_judge_programs_and_formulas_score_the_same_completions(
-    root: Path, served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of two letters each, so that some are programs and some are numbers; the sum is weighted."""
-    monkeypatch.setenv("JUDGE_KEY", KEY)
-    with judge_server() as judge:
-        rewards = {
-            "liked": {
-                "type": "judge",
-                "url": judge.url,
-                "served_model": JUDGE,
-                "key_variable": "JUDGE_KEY",
-                "weight": 0.5,
-            },
-            "runs": {"type": "code", "weight": 2.0, "timeout_s": 120},
-            "right": {"type": "math", "timeout_s": 120},
-        }
-        result, lines = generate(root, served, "judged", num_samples=8, max_tokens=2, rewards=rewards)
-        num_asked = len(judge.asked)
-
-    assert len(lines) == 96
-    for line in lines:
-        scores, text = line["rewards"], line["text"]
-        assert scores["liked"] == rating(text)
-        assert scores["runs"] == runs(text)
-        if text.strip().isdecimal():
-            assert scores["right"] == (int(text) == int(line["reference"]))
-        elif not any(letter.isdecimal() for letter in text):
-            assert scores["right"] == -1
-        assert line["reward"] == pytest.approx(0.5 * scores["liked"] + 2 * scores["runs"] + scores["right"])
-    assert {0.0, 1.0} == {line["rewards"]["runs"] for line in lines}, "or nothing is compared"
-    assert {-1.0, 0.0} <= {line["rewards"]["right"] for line in lines}
-    for name in rewards:
-        mean = sum(line["rewards"][name] for line in lines) / len(lines)
-        assert result.metrics[f"reward_{name}"] == pytest.approx(mean)
-    assert len({(line["prompt"], line["text"]) for line in lines}) < num_asked <= 97, "with a trial"
-
-
-def runs(code: str) -> float:
-    """Whether these two letters are a program that ends well."""
-    try:
-        exec(compile(code, "two letters", "exec"), {})
-    except Exception:
-        return 0.0
-    return 1.0
 
 
 def test_choices_are_scored_by_the_log_probabilities_of_transformers(
