@@ -53,8 +53,6 @@ def is_transient(_: Task[..., Any], __: TaskRun, state: State[Any]) -> bool:
 @task(cache_policy=NO_CACHE, persist_result=False, task_run_name="{name}", retry_condition_fn=is_transient)
 def build_stage(name: str, run: RefreshRun) -> State[Any]:
     """Build one stage, or find it cached. One that refuses a model has the state, and the colour, of its refresh."""
-    if not run.built.keys() >= set(run.plan.stages[name].upstream):
-        return Cancelled(message="what it stands on was not built")
     try:
         built = run.build(name, runtime.task_run.run_count, get_run_logger())
     except RefreshStoppedError as error:
@@ -176,9 +174,11 @@ def _run_stages(run: RefreshRun) -> None:
             submit(name, [*checked, *(futures[other] for other in stages[name].upstream)])
         for name in behind_verdicts:
             # Behind a refusal, whose state is that of a cancelled task, Prefect would not start them.
-            for other in stages[name].upstream:
+            upstream = stages[name].upstream
+            for other in upstream:
                 futures[other].wait()
-            submit(name, checked)
+            if run.built.keys() >= set(upstream):
+                submit(name, checked)
         for future in (*checked, *futures.values()):
             future.wait()
 
