@@ -16,6 +16,8 @@ from stages.core.contract import StageResult
 from stages.core.supervisor import descendants
 from stages.harnesses.lm_eval.tasks import select_tasks
 from stages.serving.client import Client
+from tests.judge_server import KEY, judge_server, rating
+from tests.judge_server import MODEL as JUDGE
 from tests.listening import listening_addresses, reachable_from_elsewhere
 from tests.serving import (
     API_KEY,
@@ -225,6 +227,54 @@ def test_the_same_seeds_give_the_same_completions(root: Path, served: Served) ->
     assert [line["text"] for line in first] == [line["text"] for line in again]
     assert all(one["text"] != two["text"] for one, two in zip(first, other, strict=True))
     assert len({line["text"] for line in first}) == 36
+
+
+def test_a_judge_programs_and_formulas_score_the_same_completions(
+    root: Path, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a few letters each, so that some are programs and some are numbers; the sum is weighted."""
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    with judge_server() as judge:
+        rewards = {
+            "liked": {
+                "type": "judge",
+                "url": judge.url,
+                "served_model": JUDGE,
+                "key_variable": "JUDGE_KEY",
+                "weight": 0.5,
+            },
+            "runs": {"type": "code", "weight": 2.0, "timeout_s": 120},
+            "right": {"type": "math", "timeout_s": 120},
+        }
+        short = {"num_samples": 16, "max_tokens": 2, "stop": list("$?!;")}
+        result, lines = generate(root, served, "judged", **short, rewards=rewards)
+        num_asked = len(judge.asked)
+
+    assert len(lines) == 192
+    for line in lines:
+        scores, text = line["rewards"], line["text"]
+        assert scores["liked"] == rating(text), text
+        assert scores["runs"] == runs(text), text
+        if text.strip().isdecimal():
+            assert scores["right"] == (int(text) == int(line["reference"]))
+        elif not any(letter.isdecimal() or letter == "\\" for letter in text):
+            assert scores["right"] == -1, text
+        assert line["reward"] == pytest.approx(0.5 * scores["liked"] + 2 * scores["runs"] + scores["right"])
+    assert {0.0, 1.0} == {line["rewards"]["runs"] for line in lines}, "or nothing is compared"
+    assert len({line["rewards"]["right"] for line in lines}) > 1
+    for name in rewards:
+        mean = sum(line["rewards"][name] for line in lines) / len(lines)
+        assert result.metrics[f"reward_{name}"] == pytest.approx(mean)
+    assert len({(line["prompt"], line["text"]) for line in lines}) < num_asked <= 193, "with a trial"
+
+
+def runs(code: str) -> float:
+    """Whether these few letters are a program that ends well."""
+    try:
+        exec(compile(code, "a few letters", "exec"), {})
+    except Exception:
+        return 0.0
+    return 1.0
 
 
 def test_choices_are_scored_by_the_log_probabilities_of_transformers(
