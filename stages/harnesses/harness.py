@@ -29,7 +29,9 @@ class GenerationConfig(StrictModel):
 
     max_tokens: PositiveInt = Field(512, description="Of an answer; what is longer is cut off there.")
     temperature: float = Field(0.0, ge=0, le=100, description="0: always the likeliest token.")
-    stop: tuple[str, ...] = Field((), max_length=16, description="Texts that end an answer; they are no part of it.")
+    stop: tuple[str, ...] = Field(
+        (), max_length=4, description="Texts that end an answer; they are no part of it. Servers take 4."
+    )
 
 
 @dataclass(frozen=True)
