@@ -13,6 +13,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
+from stages.models.weight_files import holds_gguf
 from stages.publish.licences import Licence, licence_of
 from stages.publish.records import Made, Promoted
 
@@ -34,6 +35,7 @@ SETTINGS = (
     "rank",
     "alpha",
     "group_size",
+    "gguf_type",
     "combination",
 )
 """Of a stage's config, in this order. All else that a recipe says, such as addresses of judges, stays in the house."""
@@ -146,7 +148,7 @@ def _metadata(promoted: Promoted, licence: Licence | None, scores: list[Score]) 
         license_link=licence.link if licence else None,
         base_model=bases[-1] if bases else None,
         datasets=list(dict.fromkeys(datasets)) or None,
-        library_name="peft" if is_adapter else "transformers",
+        library_name="peft" if is_adapter else "gguf" if holds_gguf(promoted.model.content) else "transformers",
         pipeline_tag="text-generation",
         tags=["llm-lifecycle", *dict.fromkeys(methods)],
         model_name=promoted.name,

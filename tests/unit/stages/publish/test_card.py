@@ -27,6 +27,17 @@ def test_an_adapter_is_one_of_its_base(promoted):
     assert (data.library_name, data.base_model_relation, data.base_model) == ("peft", "adapter", "owner/base")
 
 
+def test_a_gguf_file_is_for_programs_that_read_those(promoted, monkeypatch):
+    write_model = published._write_model
+
+    def as_gguf(work, content):
+        write_model(work, content)
+        (work / "model" / "model.safetensors").rename(work / "model" / "model.gguf")
+
+    monkeypatch.setattr(published, "_write_model", as_gguf)
+    assert card_of(promoted).data.library_name == "gguf"
+
+
 def test_a_person_reads_scores_with_intervals_losses_revisions_and_counts(promoted):
     text = card_of(promoted, champion=[1.0] * 80 + [0.0] * 20).text
     margin = 1.96 * 0.03
