@@ -13,6 +13,7 @@ from stages.core.contract import DatasetReference, OutsidePath, StageConfig
 from stages.core.fields import AddedLater, Product, SplitName
 from stages.core.strict import StrictModel
 from stages.curate.language_codes import LanguageCode
+from stages.data.mixture_config import same_datasets
 from stages.harnesses.harness import Evaluation
 from stages.harnesses.registry import DEFAULT_HARNESS, HarnessName, harness_of
 from stages.rewards.registry import AnyReward, RewardName
@@ -256,11 +257,8 @@ class CurateConfig(StageConfig):
                 "decontaminate: the recipe has no `evaluate` stage whose tasks rows could be compared with; name tasks "
                 "in `benchmarks`, or remove `decontaminate`"
             )
-        known: dict[str, str] = {}
-        for name in self.datasets:
-            same = known.setdefault(_what_it_is(stages[name]), name)
-            if same != name:
-                yield f"datasets: {same} and {name} are the same dataset, whose rows would all be there twice; name one"
+        for first, name in same_datasets(self.datasets, stages):
+            yield f"datasets: {first} and {name} are the same dataset, whose rows would all be there twice; name one"
 
     @model_validator(mode="after")
     def _names_each_dataset_once(self) -> Self:
@@ -283,8 +281,3 @@ def _benchmarks_of(stages: Mapping[str, StageConfig]) -> list[BenchmarkTasks]:
         BenchmarkTasks(harness=harness, tasks=tuple(sorted(names)), task_folder=folder, trust_task_code=trusted)
         for (harness, folder, trusted), names in tasks.items()
     ]
-
-
-def _what_it_is(config: StageConfig) -> str:
-    """The same text for stages that make the same of the same."""
-    return config.model_dump_json(exclude={"execution"})

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import date
 from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from stages.core.contract import DatasetReference, OutsidePath, StrictModel
+from stages.core.contract import DatasetReference, OutsidePath, StageConfig, StrictModel
 from stages.core.fields import AddedLater, SplitName
-from stages.data.mixture_config import DataFormat, Mixing, MixturePart
+from stages.data.mixture_config import DataFormat, Mixing, MixturePart, same_datasets
 
 RowKind = Literal["examples", "pairs", "labelled", "prompts"]
 """What a row is to the method that learns from it: one text to imitate, a chosen and a rejected answer, an answer that
@@ -103,6 +103,16 @@ class DataConfig(StrictModel):
     def holds_out(self) -> bool:
         """Whether some rows are not learned from."""
         return any(part.evaluation_split or part.evaluation_fraction for part in self.parts.values())
+
+    def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
+        """What is wrong between this and the stages of its recipe."""
+        for split in dict.fromkeys(part.split for part in self.parts.values()):
+            names = [part.dataset_stage for part in self.parts.values() if part.split == split]
+            for first, name in same_datasets(names, stages):
+                yield (
+                    f"data.datasets: {first} and {name} are the same dataset, whose rows would be there twice; name "
+                    "one of them, with the weight of both"
+                )
 
     def idle_fields(self) -> Iterator[tuple[str, str]]:
         """Each field that does nothing beside what the others say, set or not, and why it does not."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 from pydantic import Field
 
-from stages.core.contract import DatasetReference, OutsidePath, StrictModel
+from stages.core.contract import DatasetReference, OutsidePath, StageConfig, StrictModel
 from stages.core.fields import SplitName
 from stages.core.numbers import PositiveFp32
 
@@ -54,6 +55,15 @@ class MixturePart(StrictModel):
         """What it says of its rows itself; a share that it holds out stands for a split that `data` names."""
         said = {name: value for name, value in vars(self).items() if name not in OF_MIXTURE and value is not None}
         return {"evaluation_split": None, **said} if "evaluation_fraction" in said else said
+
+
+def same_datasets(names: Iterable[str], stages: Mapping[str, StageConfig]) -> Iterator[tuple[str, str]]:
+    """Of stages that make the same of the same: the first, and each other one; their rows would be there twice."""
+    known: dict[str, str] = {}
+    for name in names:
+        first = known.setdefault(stages[name].model_dump_json(exclude={"execution"}), name)
+        if first != name:
+            yield first, name
 
 
 class Mixing(StrictModel):

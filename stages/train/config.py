@@ -190,6 +190,7 @@ class TrainConfig(MethodFields):
                     f"it is made from, {stages[name].references()['model']}"
                 )
         yield from start_problems(self.model, self.base, self.adapter, stages)
+        yield from self.data.problems_among(stages)
 
     def idle_fields(self) -> Iterator[tuple[str, str]]:
         yield from super().idle_fields()

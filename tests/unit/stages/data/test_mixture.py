@@ -16,6 +16,7 @@ from stages.data.config import DataConfig
 from stages.data.dataset import row_order
 from stages.data.mixture import MixtureOrder
 from stages.data.prepare_mixture import prepare_mixture
+from stages.download.config import DownloadConfig
 from stages.train.mixture import seen, shares_asked, slots_of
 
 SIZES = (10, 20, 5)
@@ -189,6 +190,15 @@ def test_warnings_say_of_which_dataset_they_are(prepared):
 def test_what_cannot_be_meant_is_refused(data, message):
     with pytest.raises(ValidationError, match=message):
         DataConfig(**data)
+
+
+def test_the_same_dataset_under_two_names_is_refused_and_other_splits_of_it_are_not():
+    copies = {name: DownloadConfig(kind="download", dataset="builtin/addition") for name in ("a", "b")}
+    stages = {**copies, "c": DownloadConfig(kind="download", dataset="file://c.jsonl")}
+    (problem,) = DataConfig(datasets=[{"dataset": name} for name in stages]).problems_among(stages)
+    assert problem.startswith("data.datasets: a and b are the same dataset")
+    assert not [*DataConfig(datasets=[{"dataset": "a"}, {"dataset": "c"}]).problems_among(stages)]
+    assert not [*DataConfig(datasets=[{"dataset": "a"}, {"dataset": "b", "split": "more"}]).problems_among(stages)]
 
 
 def test_two_splits_of_a_dataset_have_names_of_their_own():
