@@ -13,18 +13,10 @@ from typing import Any
 
 from stages.core.errors import ModelError
 from stages.models.config_check import check_config, check_generation_config, is_quantized, other_architecture
+from stages.models.gguf_file import GGUF_FILE, check_gguf, holds_gguf
 from stages.models.json_object import read_json_object
 from stages.models.tokenizer_files import check_tokenizer_files
-from stages.models.weight_files import (
-    GGUF_FILE,
-    WEIGHTS_FILE,
-    WEIGHTS_INDEX,
-    check_gguf,
-    check_index,
-    check_values,
-    holds_gguf,
-    read_tensors,
-)
+from stages.models.weight_files import WEIGHTS_FILE, WEIGHTS_INDEX, check_index, check_values, read_tensors
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 

@@ -23,9 +23,6 @@ from stages.models.projections import EMBEDDINGS
 
 WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
-GGUF_FILE = "model.gguf"
-"""Weights, vocabulary and sizes in one file, as `quantize` writes it by `method: gguf`."""
-GGUF_MAGIC = b"GGUF"
 FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 MATRICES = (".weight", "_proj")
 """How names of what must be numbers with a fraction end; buffers of other names may be counters and masks."""
@@ -158,21 +155,3 @@ def _check_tied(tensors: list[StoredTensor], config: Mapping[str, Any]) -> None:
                 f"{head.file.parent}: config.json says `tie_word_embeddings: true`, but {head.name} is not {one.name}, "
                 "and one of them would be lost; say false there, or remove the head from the files"
             )
-
-
-def files_with_weights(folder: Path) -> list[Path]:
-    """All of a model's or an adapter's folder."""
-    return sorted(path for path in folder.glob("*") if path.suffix in (".safetensors", ".gguf"))
-
-
-def holds_gguf(folder: Path) -> bool:
-    """Whether the weights of a model folder are in a GGUF file. One beside safetensors is not what is meant."""
-    return (folder / GGUF_FILE).is_file() and not any(folder.glob("*.safetensors"))
-
-
-def check_gguf(path: Path) -> None:
-    """Raise ModelError for a file that does not begin as GGUF does; whoever loads it finds what is wrong further on."""
-    with path.open("rb") as stream:
-        found = stream.read(len(GGUF_MAGIC))
-    if found != GGUF_MAGIC:
-        raise ModelError(f"{path} begins with {found!r}, expected {GGUF_MAGIC!r}: it is no GGUF file; make it again")

@@ -12,7 +12,7 @@ from pathlib import Path
 from stages.core.contract import StageContext, StageResult
 from stages.core.files import write_atomically
 from stages.core.scores import zero_score_warning
-from stages.models.weight_files import files_with_weights
+from stages.models.gguf_file import files_with_weights
 from stages.promote.config import PromoteConfig
 from stages.promote.gates import Gate, Measurements, judge
 from stages.promote.judged_pairs import JudgedPairs, judged_pairs

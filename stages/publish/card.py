@@ -13,7 +13,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from stages.models.weight_files import holds_gguf
+from stages.models.gguf_file import holds_gguf
 from stages.publish.licences import Licence, licence_of
 from stages.publish.records import Made, Promoted
 

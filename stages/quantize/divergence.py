@@ -17,8 +17,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from stages.core.errors import ModelError
+from stages.models.gguf_file import GGUF_FILE, holds_gguf
 from stages.models.recorded import Differences, Predicted, RecordedDocument, differences
-from stages.models.weight_files import GGUF_FILE, holds_gguf
 from stages.quantize.samples import batches_of_one_length
 
 BATCH_TOKENS = 4096

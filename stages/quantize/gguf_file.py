@@ -22,9 +22,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from stages.core.errors import ModelError
 from stages.core.files import write_atomically
+from stages.models.gguf_file import GGUF_FILE
 from stages.models.model_config import read_config
 from stages.models.projections import matches
-from stages.models.weight_files import GGUF_FILE
 from stages.quantize.gguf_rows import compare_token_ids
 from stages.quantize.gguf_tokenizer import write_tokenizer
 from stages.quantize.written import copy_companions

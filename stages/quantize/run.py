@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from stages.core.contract import StageContext, StageResult
 from stages.core.errors import GateError, LifecycleError, ModelError
+from stages.models.gguf_file import files_with_weights
 from stages.models.recorded import RECORD, read_record
-from stages.models.weight_files import files_with_weights
 from stages.quantize.check_model import check_headers, check_modules
 from stages.quantize.config import QuantizeConfig
 from stages.quantize.registry import quantizer_of

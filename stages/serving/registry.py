@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from stages.core.contract import StageConfig
 from stages.core.errors import ModelError, ResourceError
-from stages.models.weight_files import holds_gguf
+from stages.models.gguf_file import holds_gguf
 from stages.serving.config import ServingConfig
 from stages.serving.engine import Engine, WeightFiles
 from stages.serving.launch import LaunchSpec

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from stages.core.contract import StageResult
 from stages.hubs.builtin import qwen3
-from stages.models.weight_files import GGUF_FILE
+from stages.models.gguf_file import GGUF_FILE
 from stages.quantize.config import QuantizeConfig
 from stages.quantize.gguf_file import quantize
 from stages.serving.client import Client

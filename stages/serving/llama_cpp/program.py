@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stages.core.errors import ResourceError
+from stages.models.gguf_file import GGUF_FILE
 from stages.models.model_config import read_config
-from stages.models.weight_files import GGUF_FILE
 from stages.serving.launch import LaunchSpec
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from transformers import (
 
 from stages.core.errors import ModelError, RecipeError
 from stages.hubs.builtin import qwen3
+from stages.models.gguf_file import GGUF_FILE
 from stages.models.model_folder import check_model_folder
-from stages.models.weight_files import GGUF_FILE
 from stages.quantize.check_model import check_headers
 from stages.quantize.config import QuantizeConfig
 from stages.quantize.divergence import measure_divergence
