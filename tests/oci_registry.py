@@ -19,7 +19,10 @@ TOKEN = "a-token-of-the-registry"
 
 
 class Registry:
-    """Blobs by digest, manifests by tag. credentials: USER:PASSWORD that pushes need; bearer: by way of a token."""
+    """Blobs by digest, manifests by tag. credentials: USER:PASSWORD that pushes need; bearer: by way of a token.
+
+    store: another one that blobs are uploaded to. authorizations: all that came with requests.
+    """
 
     def __init__(self) -> None:
         self.blobs: dict[str, bytes] = {}
@@ -29,6 +32,8 @@ class Registry:
         self.refused: dict[str, int] = {}
         self.credentials = ""
         self.bearer = False
+        self.store: Registry | None = None
+        self.authorizations: list[str] = []
         registry = self
 
         class Handler(_Handler):
@@ -70,7 +75,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self._is_admitted():
             upload = uuid.uuid4().hex
             self.state.uploads.add(upload)
-            self._answer(202, b"", Location=f"{self.path}{upload}?state=kept")
+            place = f"http://{self.state.store.host}" if self.state.store else ""
+            self._answer(202, b"", Location=f"{place}{self.path}{upload}?state=kept")
 
     def do_DELETE(self) -> None:
         _, upload = self._asked(r"/v2/.+/blobs/(uploads)/([0-9a-f]+)")
@@ -125,6 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self.rfile.read(int(self.headers.get("Content-Length", 0)))
 
     def _answer(self, status: int, content: bytes = b"", **headers: str) -> None:
+        self.state.authorizations.append(self._authorization())
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
         for name, value in headers.items():

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 def energy_j(devices: Sequence[int]) -> float | None:
     """Joules that these GPUs have used since their driver was loaded; None where there are none, or nothing counts.
 
-    A GPU's count is of the whole device, whoever uses it; those before Volta have none.
+    A GPU's count is of the whole device, whichever process uses it; those before Volta have none.
     """
     if not devices:
         return None

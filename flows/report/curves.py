@@ -14,7 +14,7 @@ from flows.store.record import Artifact, Index
 from flows.tracking.rows import CURVES, batches
 
 MOST_POINTS = 1000
-"""Of a curve on a page: more cannot be told apart on a screen."""
+"""Of a curve on a page: more cannot be distinguished on a screen."""
 MOST_CHAMPIONS = 3
 """Earlier champions whose curves are drawn."""
 

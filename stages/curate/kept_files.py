@@ -15,7 +15,7 @@ NOTE = "kept.json"
 
 
 class KeptFiles:
-    """Files of a folder, open for more. `state` is what the last `keep` was told; None before the first."""
+    """Files of a folder, open for more. `state` is what the last `keep` was given; None before the first."""
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Rows in languages that are not wanted, told by py3langid: naive Bayes over bytes, offline and deterministic.
+"""Rows in languages that are not wanted, identified by py3langid: naive Bayes over bytes, offline and deterministic.
 
 After Lui and Baldwin 2012, langid.py: An Off-the-shelf Language Identification Tool.
 """

@@ -1,4 +1,4 @@
-"""The languages that can be told apart: light, since every recipe is read with it."""
+"""The languages that can be identified: light, since every recipe is read with it."""
 
 from __future__ import annotations
 

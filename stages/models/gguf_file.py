@@ -22,7 +22,7 @@ def holds_gguf(folder: Path) -> bool:
 
 
 def check_gguf(path: Path) -> None:
-    """Raise ModelError for a file that does not begin as GGUF does; whoever loads it finds what is wrong further on."""
+    """Raise ModelError for a file that does not begin as GGUF does; loading it finds what is wrong further on."""
     with path.open("rb") as stream:
         found = stream.read(len(GGUF_MAGIC))
     if found != GGUF_MAGIC:

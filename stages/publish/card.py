@@ -238,7 +238,7 @@ def _limits(
     if licence is None:
         yield "Its licence is not stated: neither the recipe nor the card of its base says one."
     if unstated := [f"`{one.label}`" for one in sources if not one.licence]:
-        yield f"The licence of {', '.join(unstated)} is not known; ask whoever made it before you use this."
+        yield f"The licence of {', '.join(unstated)} is not known; ask its authors before you use this."
     data = [made.config["data"] for made in promoted.lineage if made.record.kind == "train"]
     if lengths := [one["sequence_length"] for one in data if one.get("sequence_length")]:
         yield f"It was trained on rows of at most {max(lengths)} tokens."

@@ -52,7 +52,7 @@ def _read(card: Path) -> Licence | None:
     try:
         check_bounds(metadata[1], yaml.SafeLoader)
         said = yaml.safe_load(metadata[1])
-    except (RecipeError, yaml.YAMLError):  # whoever wrote that card is not asked here
+    except (RecipeError, yaml.YAMLError):  # of a card that somebody else wrote
         return None
     fields = said if isinstance(said, dict) else {}
     name, own_name, link = (str(fields.get(key) or "") for key in ("license", "license_name", "license_link"))

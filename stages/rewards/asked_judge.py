@@ -40,7 +40,7 @@ Usage = dict[str, int]
 
 @dataclass(frozen=True)
 class JudgeAnswer:
-    """number: None where it ends with none, though the judge was told to."""
+    """number: None where it ends with none, though the judge was asked to."""
 
     text: str
     number: float | None

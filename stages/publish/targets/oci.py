@@ -47,7 +47,7 @@ class OciRegistry:
         scheme = "http" if LOOPBACK.fullmatch(match["host"]) else "https"
         self._root = f"{scheme}://{match['host']}/v2/{match['name']}"
         self._tag = match["tag"]
-        self._client = httpx.Client(timeout=TIMEOUT, auth=_Auth(match["name"]))
+        self._client = httpx.Client(timeout=TIMEOUT, auth=_Auth(match["name"], httpx.URL(self._root)))
 
     def check(self) -> None:
         """Begins an upload, which registries allow to those who may write, and gives it up."""
@@ -71,7 +71,7 @@ class OciRegistry:
         return Held(found, f"sha256:{hashlib.sha256(answer.content).hexdigest()}")
 
     def read_text(self, name: str) -> str | None:
-        """None: a manifest names all files anew, so none of an earlier one is left."""
+        """None: a manifest names all files again, so none of an earlier one is left."""
         return None
 
     def send(
@@ -148,11 +148,14 @@ class OciRegistry:
 
 
 class _Auth(httpx.Auth):
-    """Basic, or the bearer token for which a registry sends its clients to another server."""
+    """Basic, or the bearer token for which a registry sends its clients to another server; for that registry alone, as
+    it may have blobs uploaded somewhere else.
+    """
 
     requires_response_body = True
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, registry: httpx.URL) -> None:
+        self._registry = registry.scheme, registry.netloc
         self._scope = f"repository:{name}:pull,push"
         user, password = (os.environ.get(variable, "") for variable in (USER_VARIABLE, PASSWORD_VARIABLE))
         self._basic = f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}" if user else ""
@@ -160,6 +163,9 @@ class _Auth(httpx.Auth):
 
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
         """As the Distribution Specification and Docker's token protocol have it."""
+        if (request.url.scheme, request.url.netloc) != self._registry:
+            yield request
+            return
         if self._header:
             request.headers["Authorization"] = self._header
         response = yield request

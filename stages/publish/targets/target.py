@@ -55,7 +55,7 @@ class Target(Protocol):
         stale: Collection[str],
         sent: Callable[[int], None],
     ) -> None:
-        """Put the `missing` of `files` there, and take the `stale` names away; `sent` is told bytes as they are done.
+        """Put the `missing` of `files` there, and take the `stale` names away; `sent` gets bytes as they are done.
 
         What was sent before a cut is found by its checksum, and not sent again.
         """

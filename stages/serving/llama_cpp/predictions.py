@@ -26,7 +26,7 @@ def predictions(client: Client, rows: list[list[int]]) -> list[Predicted]:
 
 def _of_row(client: Client, row: list[int]) -> Predicted:
     entries = [_sampled(client, row[:place], row[place], 1) for place in range(1, len(row))]
-    # The log-probability of a token that ends within a character is not told: then another is made certain, and the
+    # The log-probability of a token that ends within a character is not reported: then another is made certain, and the
     # token is found among all of them.
     whole = next((row[place] for place, entry in enumerate(entries, 1) if entry), None)
     values, greedy = [], []

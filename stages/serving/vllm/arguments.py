@@ -74,8 +74,12 @@ DOORS = {
 }
 """Option → why it is refused."""
 REFUSED = {**{name: f"it is set by the recipe's other fields: {where}" for name, where in SET_HERE.items()}, **DOORS}
-SPECULATIVE = {"speculative-config": {"model", "code_revision", "revision", "custom_class"}}
-"""Keys, or methods, of a value that name what lies elsewhere."""
+ELSEWHERE = re.compile(
+    r".*_(plugin|cls|class|path|dir|file|url|endpoint)|inductor_passes|model|tokenizer|(.*_)?revision|custom_class"
+)
+"""Keys, or methods, of a value that name code, files or models which lie elsewhere."""
+QUALIFIED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+"""A name of Python, as `compilation-config` takes one for its `backend`."""
 CHECK = Path(__file__).with_name("option_check.py")
 CHECK_TIMEOUT_S = 300.0
 
@@ -96,8 +100,8 @@ def refusals(arguments: Mapping[str, JsonValue]) -> Iterator[str]:
             yield f"{name}: expected an option's name without dashes before it, such as max-num-batched-tokens: 2048"
         elif whole:
             yield f"{name}: {REFUSED[whole]}"
-        elif found := _elsewhere(value) & SPECULATIVE.get(name, set()):
-            yield f"{name}: {', '.join(sorted(found))} names what is in no version"
+        elif found := sorted(set(_elsewhere(value))):
+            yield f"{name}: {', '.join(found)} names what is in no version"
         elif isinstance(value, list) and any(str(item).startswith("-") for item in value):
             yield f"{name}: found {value}, expected items that begin with no dash"
         elif value is None:
@@ -144,11 +148,19 @@ def _written(name: str, value: JsonValue) -> list[str]:
     return [f"--{name}={value if isinstance(value, str) else json.dumps(value)}"]
 
 
-def _elsewhere(value: JsonValue) -> set[str]:
-    """Keys of a mapping, also of one that is written as JSON, and the method that it names."""
+def _elsewhere(value: JsonValue) -> Iterator[str]:
+    """Keys and methods of mappings, at any depth and also written as JSON, that name what lies elsewhere."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except ValueError:
-            return set()
-    return {*value, str(value.get("method"))} if isinstance(value, dict) else set()
+            return
+    if isinstance(value, list):
+        for item in value:
+            yield from _elsewhere(item)
+    if isinstance(value, dict):
+        yield from (name for name in (*value, str(value.get("method"))) if ELSEWHERE.fullmatch(name))
+        if QUALIFIED.fullmatch(str(value.get("backend"))):
+            yield "backend"
+        for item in value.values():
+            yield from _elsewhere(item)

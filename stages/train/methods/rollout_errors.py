@@ -134,7 +134,7 @@ def _taught(run: SamplingRun) -> Iterator[str]:
     if splits := _splits_rows(run.layout):
         yield (
             f"`{method}.teacher_server` with `lmbda`: processes that share a row ({splits}) would each ask it, and not "
-            "be told the very same; shard the data alone (`layout: {dp_shard: …}`), or name a stage (`teacher`)"
+            "get the very same; shard the data alone (`layout: {dp_shard: …}`), or name a stage (`teacher`)"
         )
 
 

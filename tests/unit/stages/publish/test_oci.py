@@ -66,6 +66,20 @@ def test_credentials_come_from_the_environment(promoted, registry, monkeypatch, 
     assert b"a-password" not in kept
 
 
+@pytest.mark.parametrize("bearer", [False, True])
+def test_where_a_registry_has_blobs_uploaded_its_credentials_stay_unknown(promoted, registry, monkeypatch, bearer):
+    monkeypatch.setenv("OCI_USERNAME", "ada")
+    monkeypatch.setenv("OCI_PASSWORD", "a-password")
+    registry.credentials, registry.bearer = "ada:a-password", bearer
+    with running_registry() as store:
+        registry.store, store.blobs, store.uploads = store, registry.blobs, registry.uploads
+        promoted(f"oci://{registry.host}/adder:v1").publish()
+    assert "v1" in registry.manifests
+    assert len(store.received) > 1
+    assert set(store.authorizations) == {""}
+    assert any(registry.authorizations)
+
+
 def test_a_blob_that_the_registry_lost_is_sent_again(promoted, registry):
     refresh = promoted(f"oci://{registry.host}/adder:v1")
     refresh.publish()
