@@ -1,7 +1,10 @@
 """A real HTTP server on the loopback, for the tests that are its world."""
 
 import sys
-from http.server import ThreadingHTTPServer
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class LoopbackServer(ThreadingHTTPServer):
@@ -12,3 +15,16 @@ class LoopbackServer(ThreadingHTTPServer):
     def handle_error(self, request: object, client_address: object) -> None:
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
+
+
+@contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Its address, such as `http://127.0.0.1:4711`, with a free port."""
+    with LoopbackServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()

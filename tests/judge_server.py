@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-from tests.http_server import LoopbackServer
+from tests.http_server import serving
 
 KEY = "a-key-that-is-secret"
 MODEL = "critic-1"
@@ -66,13 +66,6 @@ def judge_server() -> Iterator[Judge]:
         def log_message(self, *_: object) -> None:
             pass
 
-    httpd = LoopbackServer(("127.0.0.1", 0), Handler)
-    state.url = f"http://127.0.0.1:{httpd.server_port}/v1"
-    thread = threading.Thread(target=httpd.serve_forever)
-    thread.start()
-    try:
+    with serving(Handler) as url:
+        state.url = f"{url}/v1"
         yield state
-    finally:
-        httpd.shutdown()
-        httpd.server_close()
-        thread.join()

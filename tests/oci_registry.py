@@ -6,14 +6,13 @@ import base64
 import hashlib
 import json
 import re
-import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from urllib.parse import parse_qs, urlsplit
 
-from tests.http_server import LoopbackServer
+from tests.http_server import serving
 
 TOKEN = "a-token-of-the-registry"
 
@@ -39,19 +38,16 @@ class Registry:
         class Handler(_Handler):
             state = registry
 
-        self.server = LoopbackServer(("127.0.0.1", 0), Handler)
-        self.host = f"127.0.0.1:{self.server.server_address[1]}"
+        self.handler = Handler
+        self.host = ""
 
 
 @contextmanager
 def running_registry() -> Iterator[Registry]:
     registry = Registry()
-    threading.Thread(target=registry.server.serve_forever, args=(0.01,), daemon=True).start()
-    try:
+    with serving(registry.handler) as url:
+        registry.host = url.removeprefix("http://")
         yield registry
-    finally:
-        registry.server.shutdown()
-        registry.server.server_close()
 
 
 class _Handler(BaseHTTPRequestHandler):

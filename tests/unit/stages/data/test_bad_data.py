@@ -18,22 +18,12 @@ import pytest
 from stages.core.errors import DataError
 from stages.data.config import DataConfig
 from stages.data.prepare import prepare
+from tests.unit.stages.data.reports import Reports
 
 GOOD = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 OTHER = {"messages": [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]}
 CHAT = json.dumps(GOOD)
 PAIR = json.dumps({"prompt": "q ", "chosen": "good", "rejected": "bad"})
-
-
-class Reports:
-    def __init__(self):
-        self.warnings = []
-
-    def progress(self, done, total, unit, message=""):
-        pass
-
-    def warn(self, message):
-        self.warnings.append(message)
 
 
 @pytest.fixture

@@ -18,20 +18,10 @@ from stages.data.mixture import MixtureOrder
 from stages.data.prepare_mixture import prepare_mixture
 from stages.download.config import DownloadConfig
 from stages.train.mixture import seen, shares_asked, slots_of
+from tests.unit.stages.data.reports import Reports
 
 SIZES = (10, 20, 5)
 OF_SHARES = (0.7, 0.25, 0.05)
-
-
-class Reports:
-    def __init__(self):
-        self.warnings = []
-
-    def progress(self, done, total, unit, message=""):
-        pass
-
-    def warn(self, message):
-        self.warnings.append(message)
 
 
 def test_one_dataset_is_visited_epoch_after_epoch():

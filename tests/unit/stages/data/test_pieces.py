@@ -21,18 +21,7 @@ from stages.data.config import DataConfig
 from stages.data.files import read_part, read_rows
 from stages.data.parts import parts_of
 from stages.data.prepare import prepare
-
-
-class Reports:
-    def __init__(self):
-        self.warnings, self.messages = [], []
-
-    def progress(self, done, total, unit, message=""):
-        assert done <= total
-        self.messages.append(message)
-
-    def warn(self, message):
-        self.warnings.append(message)
+from tests.unit.stages.data.reports import Reports
 
 
 def chat(number):

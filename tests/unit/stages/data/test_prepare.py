@@ -11,19 +11,7 @@ from stages.data.batch import IGNORED
 from stages.data.config import DataConfig
 from stages.data.prepare import prepare
 from stages.hubs.builtin import addition, addition_preferences, qwen3
-
-
-class Reports:
-    def __init__(self):
-        self.warnings = []
-        self.done = []
-
-    def progress(self, done, total, unit, message=""):
-        assert done <= total
-        self.done.append(done)
-
-    def warn(self, message):
-        self.warnings.append(message)
+from tests.unit.stages.data.reports import Reports
 
 
 def chat(question, answer):

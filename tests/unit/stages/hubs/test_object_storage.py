@@ -1,6 +1,5 @@
 """`s3://` against a real server: pinned to what the objects hold, copied, resumed; refusals name what is missing."""
 
-import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -12,7 +11,7 @@ from stages.core.errors import DataError, DownloadError, TransientError
 from stages.download.config import DownloadConfig
 from stages.hubs import object_storage
 from stages.hubs.registry import read_model_config
-from tests.http_server import LoopbackServer
+from tests.http_server import serving
 from tests.hub_repository import model_files
 from tests.s3_server import ENVIRONMENT, S3Server, running_s3
 from tests.unit.stages.hubs.conftest import Download
@@ -127,16 +126,14 @@ class Denies(BaseHTTPRequestHandler):
 def test_a_bucket_without_credentials_is_named_with_what_to_set(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
-    with LoopbackServer(("127.0.0.1", 0), Denies) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+    with serving(Denies) as url:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
         with pytest.raises(DownloadError, match="no AWS_ACCESS_KEY_ID and no AWS_SECRET_ACCESS_KEY; set credentials"):
             revision(dataset="s3://lake/nights")
-        server.shutdown()
 
 
 def test_a_server_that_is_away_may_be_back_later(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    with LoopbackServer(("127.0.0.1", 0), Denies) as server:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+    with serving(Denies) as url:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
     with pytest.raises(TransientError, match=r"s3://lake/nights.*try again later"):
         revision(dataset="s3://lake/nights")

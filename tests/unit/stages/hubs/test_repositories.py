@@ -1,7 +1,6 @@
 """Downloads from a real HTTP server that speaks both hubs' APIs: what is taken, verified, retried and refused."""
 
 import json
-import threading
 import traceback
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 from stages.core.contract import StageResult
 from stages.core.errors import DataError, DownloadError, LifecycleError, ModelError, ResourceError, TransientError
 from stages.download.config import DownloadConfig
-from tests.http_server import LoopbackServer
+from tests.http_server import serving
 from tests.hub_repository import model_files
 from tests.hub_server import Fault, HubServer
 from tests.unit.stages.hubs.conftest import Download
@@ -202,12 +201,10 @@ def test_a_hub_that_redirects_is_named_and_no_password_of_its_addresses_is_kept(
     target: str, said: str, download: Download, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Redirecting, "target", target)
-    with LoopbackServer(("127.0.0.1", 0), Redirecting) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    with serving(Redirecting) as url:
+        monkeypatch.setenv("HF_ENDPOINT", url)
         with pytest.raises(DownloadError, match=said) as caught:
             download(model="hf://org/tiny")
-        server.shutdown()
     assert "s3cret" not in "".join(traceback.format_exception(caught.value))
 
 

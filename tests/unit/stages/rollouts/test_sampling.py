@@ -21,7 +21,7 @@ from stages.rollouts.asking import ask_all
 from stages.rollouts.options import SamplingOptions
 from stages.rollouts.sampling import Sample, sample_all, seed_of
 from stages.serving.client import Client
-from tests.http_server import LoopbackServer
+from tests.http_server import serving
 
 PROMPTS = [[1], [2, 3], [4]]
 
@@ -68,14 +68,8 @@ def server() -> Iterator[Server]:
         def log_message(self, *_: object) -> None:
             pass
 
-    httpd = LoopbackServer(("127.0.0.1", 0), Handler)
-    state.url = f"http://127.0.0.1:{httpd.server_port}"
-    thread = threading.Thread(target=httpd.serve_forever)
-    thread.start()
-    yield state
-    httpd.shutdown()
-    httpd.server_close()
-    thread.join()
+    with serving(Handler) as state.url:
+        yield state
 
 
 def options(**changed: Any) -> SamplingOptions:

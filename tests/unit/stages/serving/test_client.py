@@ -1,7 +1,6 @@
 """What the client makes of answers that a healthy vLLM does not give."""
 
 import json
-import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from typing import Any, ClassVar
@@ -11,7 +10,7 @@ import pytest
 from stages.core.errors import ServerError, TransientError
 from stages.serving.client import Client, check_server
 from stages.serving.vllm.engine import Vllm
-from tests.http_server import LoopbackServer
+from tests.http_server import serving
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -35,16 +34,13 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def client() -> Iterator[Client]:
-    server = LoopbackServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     Handler.answers = {
         "/health": b"",
         "/v1/models": {"data": [{"id": "sft", "max_model_len": 256}]},
         "/v1/completions": completion([None, -2.0, -0.5]),
     }
-    yield Client(f"http://127.0.0.1:{server.server_port}", "right", "sft")
-    server.shutdown()
-    server.server_close()
+    with serving(Handler) as url:
+        yield Client(url, "right", "sft")
 
 
 def completion(log_probabilities: list[float | None]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from stages.core.contract import StageInput
 from stages.core.errors import ModelError, RecipeError, ServerError, TransientError
 from stages.train.check import check
 from stages.train.teacher_server import PROBE, ServedTeacher
-from tests.http_server import LoopbackServer
+from tests.http_server import serving
 from tests.train_stage import make_artifacts, make_config
 
 DATA = {"dataset": "problems", "sequence_length": 64}
@@ -87,16 +87,9 @@ def served(artifacts) -> Iterator[Served]:
         def log_message(self, *_: object) -> None:
             pass
 
-    httpd = LoopbackServer(("127.0.0.1", 0), Handler)
-    state.url = f"http://127.0.0.1:{httpd.server_port}/behind/v1"
-    thread = threading.Thread(target=httpd.serve_forever)
-    thread.start()
-    try:
+    with serving(Handler) as url:
+        state.url = f"{url}/behind/v1"
         yield state
-    finally:
-        httpd.shutdown()
-        httpd.server_close()
-        thread.join()
 
 
 def config_of(served, **changed):
