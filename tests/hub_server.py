@@ -19,7 +19,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from tests.http_server import LoopbackServer
 from tests.hub_repository import LARGE_FILE_BYTES, Repository, blob_id
-from tests.hub_uploads import Fault, Uploads
+from tests.hub_uploads import Fault
+from tests.modelscope_uploads import ModelScopeUploads
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def running_hub() -> Iterator[HubServer]:
         hub.stop()
 
 
-class _Handler(Uploads, BaseHTTPRequestHandler):
+class _Handler(ModelScopeUploads, BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:

@@ -64,10 +64,12 @@ def summary(portion: ShownPortion) -> str:
     """How much there is, and how much of it is learned."""
     if portion.sequence_length is None:
         return f"{portion.num_source_rows:,} rows, {portion.num_tokens:,} tokens"
+    visited = "" if portion.share is None else f"; {portion.share:.1%} of what is learned, {portion.epochs:.3g} epochs"
     return (
         f"{portion.num_source_rows:,} rows read → {portion.num_documents:,} documents in {portion.num_rows:,} packed "
         f"rows of {portion.sequence_length:,} tokens ({portion.padding_fraction:.1%} padding); "
         f"{portion.num_tokens:,} tokens, {portion.num_target_tokens:,} of them ({portion.target_fraction:.1%}) learned"
+        f"{visited}"
     )
 
 

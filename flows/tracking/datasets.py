@@ -15,6 +15,7 @@ from flows.store.record import Artifact, Record
 from flows.store.store import read_artifact
 from stages.core.errors import DataError
 from stages.data.files import Row, find_files, read_rows
+from stages.remote.pointers import is_pointer, size_bytes
 
 UPSTREAM = "upstream."
 DIGEST_CHARACTERS = 36
@@ -83,9 +84,10 @@ def _task_digest(folder: Path, task: str, config: object) -> str:
 def _read_split(artifact: Artifact, split: str, context: str) -> ReadDataset:
     record, folder = artifact.record, artifact.folder / "data"
     files = find_files(folder, split)
-    first = next((row.content for row in read_rows(folder, files) if isinstance(row, Row)), None)
+    here = () if any(map(is_pointer, files)) else files  # what lies elsewhere is not asked for
+    first = next((row.content for row in read_rows(folder, list(here)) if isinstance(row, Row)), None)
     counts = [_num_rows(file) for file in files]
-    sizes = {"num_files": len(files), "num_bytes": sum(file.stat().st_size for file in files)}
+    sizes = {"num_files": len(files), "num_bytes": sum(map(size_bytes, files))}
     known = [count for count in counts if count is not None]
     source_type, source = _source(record)
     return ReadDataset(
@@ -100,6 +102,7 @@ def _read_split(artifact: Artifact, split: str, context: str) -> ReadDataset:
 
 
 def _num_rows(file: Path) -> int | None:
+    """None where it would take long to count them, or they lie elsewhere."""
     if file.suffix == ".parquet":
         import pyarrow.parquet
 

@@ -1,31 +1,13 @@
-"""What tells who a person is, by its form: found in every text of a row, and written over with its kind.
-
-Regular expressions, with the check digits that numbers have. The libraries for this (presidio, scrubadub) bring
-language models or are no longer kept; names and addresses, which only those find, are not looked for here.
-"""
+"""Rows of a dataset whose personal data are written over, as far as something is left to learn."""
 
 from __future__ import annotations
 
-import ipaddress
-import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
 
 from stages.data.any_rows import AnyRowReader, ReadRow
 from stages.data.messages import RowError
-
-EMAIL = re.compile(r"(?<![\w.%+-])[\w.%+-]{1,64}+@(?:[A-Za-z0-9-]++\.){1,10}[A-Za-z]{2,24}\b")
-IP_ADDRESS = re.compile(
-    r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?!\w|\.\d)|(?<![\w:])(?:[0-9A-Fa-f]{0,4}:){2,7}[0-9A-Fa-f]{0,4}(?![\w:])"
-)
-IBAN = re.compile(r"\b[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){2,7}(?: ?[A-Z0-9]{1,3})?\b")
-CREDIT_CARD = re.compile(r"(?<![\d.+-])[2-6]\d{3}(?:[ -]?\d){9,15}(?!\d)")
-PHONE = re.compile(
-    r"(?<![\w.+-])(?:\+\d{1,3}(?:[ .-]?\(?\d{1,5}\)?){2,6}|\(\d{3}\) ?\d{3}[ .-]\d{4}|\d{3}([.-])\d{3}\1\d{4})"
-    r"(?!\w|[.-]\d)"
-)
-SHORTEST_IBAN = 15
+from stages.data.personal_data import redacted
 
 
 class Redactor:
@@ -43,70 +25,3 @@ class Redactor:
             return self._readers[dataset].read(content), None
         except RowError as error:
             return row, ("redact", f"{error}, once personal data are written over")
-
-
-def redacted(content: Any, kinds: Collection[str], counts: Counter[str]) -> Any:
-    """A row's content with `[EMAIL]` and the like in all of its texts; `counts` takes how many of each kind."""
-    if isinstance(content, str):
-        for kind in KINDS:
-            if kind in kinds:
-                content = _without(content, kind, counts)
-        return content
-    if isinstance(content, list):
-        return [redacted(item, kinds, counts) for item in content]
-    if isinstance(content, dict):
-        return {key: redacted(item, kinds, counts) for key, item in content.items()}
-    return content
-
-
-def _without(text: str, kind: str, counts: Counter[str]) -> str:
-    pattern, length_of = KINDS[kind]
-
-    def write_over(match: re.Match[str]) -> str:
-        length = length_of(match[0])
-        if not length:
-            return match[0]
-        counts[kind] += 1
-        return f"[{kind.upper()}]{match[0][length:]}"
-
-    return pattern.sub(write_over, text)
-
-
-def _ip_address(text: str) -> int:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return 0
-    return len(text) if any(character.isdigit() for character in text) else 0
-
-
-def _iban(text: str) -> int:
-    """ISO 13616: the number that its characters stand for, moved by four, is 1 modulo 97. A word may follow it."""
-    while len(text) >= SHORTEST_IBAN:
-        joined = text.replace(" ", "")
-        if int("".join(str(int(character, 36)) for character in joined[4:] + joined[:4])) % 97 == 1:
-            return len(text)
-        text = text.rpartition(" ")[0]
-    return 0
-
-
-def _credit_card(text: str) -> int:
-    """ISO/IEC 7812: Luhn's sum is a multiple of 10."""
-    digits = [int(character) for character in reversed(text) if character.isdigit()]
-    doubled = (sum(divmod(2 * digit, 10)) for digit in digits[1::2])
-    return 0 if (sum(digits[::2]) + sum(doubled)) % 10 else len(text)
-
-
-def _phone(text: str) -> int:
-    return len(text) if 8 <= sum(character.isdigit() for character in text) <= 15 else 0
-
-
-KINDS: dict[str, tuple[re.Pattern[str], Callable[[str], int]]] = {
-    "email": (EMAIL, len),
-    "ip_address": (IP_ADDRESS, _ip_address),
-    "iban": (IBAN, _iban),
-    "credit_card": (CREDIT_CARD, _credit_card),
-    "phone": (PHONE, _phone),
-}
-"""Pattern, and how much of what it finds is one: 0 where none is. In the order in which they are looked for, since a
-number of a card may look like one of a phone."""

@@ -106,6 +106,12 @@ class Batch:
         targets = self.targets.unsqueeze(-1)
         return targets if self.candidates is None else torch.cat([targets, self.candidates.tokens], -1)
 
+    @property
+    def token_rows(self) -> torch.Tensor:
+        """int64 [rows, sequence]: the row of each token of a real document, -1 in padding."""
+        rows = torch.arange(len(self.input_ids), device=self.document_ids.device)[:, None]
+        return torch.where(self.document_ids < self.num_documents, rows, -1)
+
     def document_sums(self, values: torch.Tensor) -> torch.Tensor:
         """Sums of float [rows, sequence] over each real document: float [num_documents], differentiable."""
         sums = torch.zeros(len(self.document_lengths), dtype=values.dtype, device=values.device)

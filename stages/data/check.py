@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from stages.core.errors import DataError, LifecycleError, ModelError
+from stages.core.errors import DataError, DownloadError, LifecycleError, ModelError, TransientError
 from stages.data.config import DataConfig, RowKind
 from stages.data.files import find_files
 from stages.data.portion import portions
@@ -18,6 +18,7 @@ from stages.data.prepare import CACHE_FOLDER, PIECES_FOLDER, prepare_portion
 from stages.data.preprocessing import OutOfTimeError, Preprocessing
 from stages.data.seen_rows import check_held_out
 from stages.data.tokenizer import DocumentTokenizer
+from stages.remote.pointers import size_bytes
 
 SECONDS = 20.0
 """Of the processor, for a split: on a busy machine no less is checked. One that is larger than these bytes cannot be
@@ -56,7 +57,9 @@ def data_problems(
         except OutOfTimeError as error:
             seen = f"{portion.name} rows after {error.last} were not looked at"
             yield "dataset", f"{seen}: there are {SECONDS:g} s for them"
-        except (DataError, ModelError) as error:
+        except TransientError as error:
+            yield "dataset", f"{portion.name} rows could not be looked at: {error}"
+        except (DataError, DownloadError, ModelError) as error:
             yield "dataset", type(error)(f"{portion.name} rows: {error}")
     try:
         _ = len(prepared) > 1 and check_held_out(*prepared)
@@ -66,7 +69,7 @@ def data_problems(
 
 def _prepared(task: Preprocessing, cache: Path) -> Path | None:
     """The folder of packed rows; None for a split that is too large to be kept."""
-    if sum(path.stat().st_size for path in task.files) <= LARGE_BYTES:
+    if sum(map(size_bytes, task.files)) <= LARGE_BYTES:
         return prepare_portion(task, cache).folder
     with tempfile.TemporaryDirectory() as scratch:
         task.run(Path(scratch))

@@ -1,4 +1,7 @@
-"""Data files that are compressed as a whole (`train.jsonl.gz`, `train.csv.zst`): their names, and what they hold."""
+"""Data files that are compressed as a whole (`train.jsonl.gz`, `train.csv.zst`): their names, and what they hold.
+
+A pointer to such a file is as good as the file.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from stages.core.errors import DataError
+from stages.remote.pointers import open_file, without_pointer
 
 COMPRESSIONS = (".gz", ".zst")
 
@@ -25,6 +29,11 @@ def data_stem(path: Path) -> str:
     return _uncompressed(path).stem
 
 
+def is_compressed(path: Path) -> bool:
+    """Whether its name says so."""
+    return without_pointer(path).suffix in COMPRESSIONS
+
+
 @contextmanager
 def open_bytes(path: Path, name: str) -> Iterator[BinaryIO]:
     """The content, decompressed piece by piece; `name` is what errors call it. Raises DataError for a damaged file."""
@@ -35,12 +44,12 @@ def open_bytes(path: Path, name: str) -> Iterator[BinaryIO]:
 @contextmanager
 def open_with_file(path: Path, name: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """The same, and the file that is decompressed: where it is at tells how much of it the content so far has taken."""
-    with path.open("rb") as file:
-        if path.suffix not in COMPRESSIONS:
+    with open_file(path) as file:
+        if not is_compressed(path):
             yield file, file
             return
         try:
-            with _decompressed(file, path.suffix) as stream:
+            with _decompressed(file, without_pointer(path).suffix) as stream:
                 yield stream, file
         except (EOFError, OSError, zlib.error) as error:
             raise DataError(f"{name} cannot be decompressed to its end: {error}; fetch it again") from error
@@ -62,4 +71,5 @@ def _decompressed(file: BinaryIO, suffix: str) -> BinaryIO:
 
 
 def _uncompressed(path: Path) -> Path:
-    return path.with_suffix("") if path.suffix in COMPRESSIONS else path
+    named = without_pointer(path)
+    return named.with_suffix("") if is_compressed(path) else named

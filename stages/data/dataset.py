@@ -29,6 +29,8 @@ ARRAYS: dict[str, type[np.generic]] = {
     "document_starts": np.int64,
     "row_starts": np.int64,
 }
+BLOCK_DOCUMENTS = 1 << 20
+"""Looked at together, where all would take memory."""
 LABELS = "labels"
 MARGINS = "margins"
 
@@ -128,7 +130,11 @@ class PackedDataset:
     @property
     def longest_document(self) -> int:
         """Tokens of the longest."""
-        return int(self.document_lengths.max())
+        starts = self._document_starts
+        blocks = (
+            starts[begin : begin + BLOCK_DOCUMENTS + 1] for begin in range(0, self.num_documents, BLOCK_DOCUMENTS)
+        )
+        return max(int(np.diff(block).max()) for block in blocks)
 
     @property
     def num_tokens(self) -> int:

@@ -1,7 +1,7 @@
 """A dataset's folder → the rows of one split, one at a time. Finds and reads files; what a row means is not known here.
 
 Memory stays flat: JSON Lines, JSON lists and CSV, maybe compressed, are read piece by piece, Parquet by batches of a
-row group.
+row group; so are files that lie elsewhere, with a pointer in their place.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stages.core.errors import DataError
-from stages.data.compression import COMPRESSIONS, data_stem, format_suffix, open_bytes, open_text, open_with_file
+from stages.data.compression import data_stem, format_suffix, is_compressed, open_bytes, open_text, open_with_file
 from stages.data.json_list import JsonList
 from stages.data.json_values import DECODER, NOT_TEXT, flaw_of
+from stages.data.parquet import open_parquet
+from stages.remote.pointers import is_pointer, size_bytes, without_pointer
 
 BEGINNING_CHARACTERS = 1024
 PARQUET_BATCH_ROWS = 1024
@@ -31,6 +33,7 @@ BLOCK_BYTES = 1 << 20
 SAMPLED_BYTES = 64 << 20
 SAMPLED_BYTES_COMPRESSED = 16 * SAMPLED_BYTES
 """As they are once decompressed, which takes seconds."""
+SAMPLED_BYTES_ELSEWHERE = 1 << 20
 LONGEST_LINE_BYTES = 256 << 20
 """Of JSON Lines, a row each. What has longer ones is no such file, and would fill the memory."""
 METADATA = {"dataset_info.json", "dataset_infos.json", "state.json"}
@@ -69,7 +72,8 @@ class BadRow:
 
 @dataclass(frozen=True)
 class Part:
-    """A file, or what lies from `begin` to before `end`: bytes of JSON Lines, row groups of Parquet.
+    """A file, or what lies from `begin` to before `end`: row groups of Parquet, lines of JSON Lines that begin at these
+    bytes.
 
     name: what messages call the file. num_before: lines, of Parquet rows, before the part.
     """
@@ -82,7 +86,7 @@ class Part:
 
     def place(self, number: int) -> Place:
         """Of the line, or of Parquet the row, that has this number in the part."""
-        return Place(self.name, self.num_before + number, "row" if self.path.suffix == ".parquet" else "line")
+        return Place(self.name, self.num_before + number, "row" if format_suffix(self.path) == ".parquet" else "line")
 
 
 def find_files(folder: Path, split: str) -> list[Path]:
@@ -92,9 +96,7 @@ def find_files(folder: Path, split: str) -> list[Path]:
     Raises DataError that lists what is there.
     """
     there = [path for path in _all_files(folder) if format_suffix(path) in READERS and path.name not in METADATA]
-    found = _matching(there, folder, split)
-    if not found and split == "train" and len(there) == 1:
-        found = there
+    found = _matching(there, folder, split) or (there if split == "train" and len(there) == 1 else [])
     if not found:
         raise DataError(
             f"no files of the split {split!r} in the dataset {folder}. {_listing(folder)} Expected `{split}.jsonl`, "
@@ -102,11 +104,10 @@ def find_files(folder: Path, split: str) -> list[Path]:
         )
     suffixes = sorted({format_suffix(path) for path in found})
     if len(suffixes) > 1:
-        names = ", ".join(str(path.relative_to(folder)) for path in islice(found, NUM_FILES_LISTED))
+        names = ", ".join(name_of(path, folder) for path in islice(found, NUM_FILES_LISTED))
         raise DataError(f"the split {split!r} of {folder} is there in {' and '.join(suffixes)}: {names}. Keep one.")
     stems = Counter(path.parent / data_stem(path) for path in found)
-    twice = [str(path.relative_to(folder)) for path in found if stems[path.parent / data_stem(path)] > 1]
-    if twice:
+    if twice := [name_of(path, folder) for path in found if stems[path.parent / data_stem(path)] > 1]:
         raise DataError(f"the split {split!r} of {folder} has files twice: {', '.join(twice)}. Keep one of each.")
     return found
 
@@ -117,7 +118,12 @@ def read_rows(folder: Path, files: list[Path]) -> Iterator[Row | BadRow]:
     What a good row holds can be written as UTF-8 and worked with recursively; what it means is not checked.
     """
     for path in files:
-        yield from read_part(Part(path, str(path.relative_to(folder))))
+        yield from read_part(Part(path, name_of(path, folder)))
+
+
+def name_of(path: Path, folder: Path) -> str:
+    """What messages call a file of a dataset's folder, wherever it lies."""
+    return str(without_pointer(path).relative_to(folder))
 
 
 def read_part(part: Part) -> Iterator[Row | BadRow]:
@@ -135,16 +141,16 @@ def num_places(path: Path) -> int:
 
     Of a large text file, as many as there would be if all of it were like its beginning: to count them takes minutes.
     """
-    if path.suffix == ".parquet":
-        import pyarrow.parquet
-
-        return int(pyarrow.parquet.read_metadata(path).num_rows)
-    sampled_bytes = SAMPLED_BYTES_COMPRESSED if path.suffix in COMPRESSIONS else SAMPLED_BYTES
+    if format_suffix(path) == ".parquet":
+        with open_parquet(path) as parquet:
+            return int(parquet.metadata.num_rows)
+    here_bytes = SAMPLED_BYTES_COMPRESSED if is_compressed(path) else SAMPLED_BYTES
+    sampled_bytes = SAMPLED_BYTES_ELSEWHERE if is_pointer(path) else here_bytes
     with open_with_file(path, path.name) as (stream, file):
         blocks = iter(partial(stream.read, BLOCK_BYTES), b"")
         lines = sum(block.count(b"\n") for block in islice(blocks, sampled_bytes // BLOCK_BYTES))
         is_whole = not stream.read(1)
-        return (lines if is_whole else lines * path.stat().st_size // file.tell()) + 1
+        return (lines if is_whole else lines * size_bytes(path) // file.tell()) + 1
 
 
 def _matching(there: list[Path], folder: Path, split: str) -> list[Path]:
@@ -172,7 +178,7 @@ def _all_files(folder: Path) -> list[Path]:
 
 
 def _listing(folder: Path) -> str:
-    names = [str(path.relative_to(folder)) for path in _all_files(folder)]
+    names = [name_of(path, folder) for path in _all_files(folder)]
     if not names:
         return "The folder is empty." if folder.is_dir() else "There is no such folder."
     more = f" and {len(names) - NUM_FILES_LISTED} more" if len(names) > NUM_FILES_LISTED else ""
@@ -181,11 +187,17 @@ def _listing(folder: Path) -> str:
 
 def _read_json_lines(part: Part) -> Iterator[Row | BadRow]:
     left = math.inf if part.end is None else part.end - part.begin
+    first = part.num_before + 1
     with open_bytes(part.path, part.name) as stream:
         if part.begin:
-            stream.seek(part.begin)
+            stream.seek(part.begin - 1)
+            begun_before = len(stream.readline(LONGEST_LINE_BYTES + 1)) - 1  # of a line that is of the part before
+            left -= begun_before
+            first += begun_before > 0
+            if left <= 0:
+                return
         lines = iter(partial(stream.readline, LONGEST_LINE_BYTES + 1), b"")
-        for number, line in enumerate(lines, start=part.num_before + 1):
+        for number, line in enumerate(lines, start=first):
             if len(line) > LONGEST_LINE_BYTES:
                 limit = f"{LONGEST_LINE_BYTES >> 20} MiB"
                 raise DataError(f"{part.name}:{number} is longer than {limit}; expected a row of JSON in each line")
@@ -243,11 +255,10 @@ def _read_csv(part: Part) -> Iterator[Row | BadRow]:
 
 def _read_parquet(part: Part) -> Iterator[Row | BadRow]:
     import pyarrow
-    import pyarrow.parquet
 
     name, number = part.name, part.num_before
     try:
-        with pyarrow.parquet.ParquetFile(part.path) as file:
+        with open_parquet(part.path) as file:
             _check_columns(file.schema_arrow.names, name)
             groups = range(part.begin, file.num_row_groups if part.end is None else part.end)
             for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS, row_groups=list(groups)):

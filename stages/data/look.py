@@ -9,6 +9,7 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from stages.data.preprocessing import BAD_ROWS, OutOfTimeError, Preprocessing
 from stages.data.seen_rows import check_held_out
 from stages.data.shown import Bar, DataLook, Dropped, Piece, ShownDocument, ShownPortion, ShownRow
 from stages.data.tokenizer import DocumentTokenizer
+from stages.remote.pointers import size_bytes
 
 SECONDS = 10.0
 """Of the processor, for a portion that is not in the cache."""
@@ -36,18 +38,28 @@ NAMES: dict[RowKind, tuple[str, ...]] = {"examples": ("",), "pairs": ("chosen", 
 """Of the documents of a row's units."""
 
 
+@dataclass(frozen=True)
+class Visits:
+    """How a training goes through its rows. rows: of the first step. shares, epochs: of each dataset of a mixture, by
+    name, what part of all that is learned it is, and the passes through its rows."""
+
+    rows: Sequence[int]
+    shares: Mapping[str, float] = field(default_factory=dict)
+    epochs: Mapping[str, float] = field(default_factory=dict)
+
+
 def look_at(
     inputs: Mapping[str, Path],
     config: DataConfig,
     tokenizer_folder: Path,
     *,
     rows: RowKind,
-    first_rows: Callable[[PackedDataset], Sequence[int]],
+    visits: Callable[[PackedDataset], Visits],
     cache: Path,
     scratch: Path,
 ) -> DataLook:
     """The rows of the first step and counts of all, of a mixture by dataset. inputs: folders of artifacts by stage.
-    first_rows: of the training rows, those to show. Others as of `prepare`; scratch: a folder.
+    visits: of the training rows. Others as of `prepare`; scratch: a folder.
 
     Raises as `prepare` does.
     """
@@ -72,19 +84,27 @@ def look_at(
         warnings += [f"{name}: {leak}" if config.datasets else leak] if leak else []
     tokenizer = DocumentTokenizer(tokenizer_folder, config.chat_template, config.train_on)
     whole = joined(training)
+    of_training = visits(whole)
+    if not any(portion.unread_after for portion in shown):
+        shown = [_with_visits(portion, of_training) for portion in shown]
     return DataLook(
         what={"examples": "examples", "pairs": "preference pairs", "labelled": "labelled answers"}[rows],
         portions=tuple(shown),
-        rows=tuple(_row(whole, row, tokenizer, NAMES[rows]) for row in first_rows(whole)),
+        rows=tuple(_row(whole, row, tokenizer, NAMES[rows]) for row in of_training.rows),
         warnings=tuple(warnings),
     )
+
+
+def _with_visits(portion: ShownPortion, visits: Visits) -> ShownPortion:
+    name = portion.name.removeprefix("training of ")
+    return portion.model_copy(update={"share": visits.shares.get(name), "epochs": visits.epochs.get(name)})
 
 
 def _opened(task: Preprocessing, cache: Path, scratch: Path) -> tuple[PackedDataset, str | None]:
     """The packed rows; where there was no time for all, also the place of the last one that was read."""
     assert task.part
     try:
-        if sum(path.stat().st_size for path in task.files) <= LARGE_BYTES:
+        if sum(map(size_bytes, task.files)) <= LARGE_BYTES:
             return prepare_portion(task, cache), None
         whole = Path(tempfile.mkdtemp(dir=scratch))
         task.run(whole)

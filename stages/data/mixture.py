@@ -42,6 +42,10 @@ class MixedDataset(PackedDataset):
         return np.concatenate([one.row_lengths for one in self._list])
 
     @property
+    def longest_document(self) -> int:
+        return max(one.longest_document for one in self._list)
+
+    @property
     def member_rows(self) -> dict[str, range]:
         starts = self._first_rows
         return {name: range(starts[number], starts[number + 1]) for number, name in enumerate(self.members)}

@@ -2,6 +2,9 @@
 
 JSON Lines and Parquet are cut; a JSON list, a table as CSV and what is compressed are one part each. A part of the same
 digest holds the same rows, in whatever file it lies, and wherever in it.
+
+Of what a pointer points to, nothing is read to know its parts but the end of a Parquet file: their digest is of the
+pointer, and where they lie.
 """
 
 from __future__ import annotations
@@ -13,14 +16,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stages.core.errors import DataError
-from stages.data.cache import file_digest
+from stages.data.cache import content_key, file_digest
+from stages.data.compression import format_suffix, is_compressed
 from stages.data.files import LONGEST_LINE_BYTES, Part
+from stages.data.parquet import open_parquet
+from stages.remote.pointers import is_pointer, size_bytes
 
 if TYPE_CHECKING:
     import pyarrow.parquet
 
 PART_BYTES = 4 << 20
 """Of JSON Lines, up to the end of a line, and of Parquet as it is uncompressed, up to the end of a row group."""
+PART_BYTES_ELSEWHERE = 4 * PART_BYTES
+"""Of JSON Lines: up to a buffer more than a part is fetched, to find the end of its last line."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +64,9 @@ class DataPart:
 
 def parts_of(path: Path, name: str) -> Iterator[DataPart]:
     """The parts of a file in order, each hashed when it is asked for; at least one."""
-    if path.suffix == ".jsonl":
-        yield from _of_lines(path, name)
-    elif path.suffix == ".parquet":
+    if format_suffix(path) == ".jsonl" and not is_compressed(path):
+        yield from _of_bytes(path, name) if is_pointer(path) else _of_lines(path, name)
+    elif format_suffix(path) == ".parquet":
         yield from _of_row_groups(path, name)
     else:
         yield _whole(path, name)
@@ -66,7 +74,17 @@ def parts_of(path: Path, name: str) -> Iterator[DataPart]:
 
 def _whole(path: Path, name: str) -> DataPart:
     state = FileState.of(path)
-    return DataPart(Part(path, name), file_digest(path), state.num_bytes, state)
+    return DataPart(Part(path, name), file_digest(path), size_bytes(path), state)
+
+
+def _of_bytes(path: Path, name: str) -> Iterator[DataPart]:
+    """Of what a pointer points to; which line is the first of a part, only all before would tell."""
+    state, pointed = FileState.of(path), file_digest(path)
+    num_bytes = size_bytes(path)
+    for begin in range(0, max(1, num_bytes), PART_BYTES_ELSEWHERE):
+        end = min(begin + PART_BYTES_ELSEWHERE, num_bytes)
+        part = Part(path, f"{name} (from byte {begin})" if begin else name, begin, end)
+        yield DataPart(part, content_key({"pointer": pointed, "bytes": [begin, end]}), end - begin, state)
 
 
 def _of_lines(path: Path, name: str) -> Iterator[DataPart]:
@@ -87,11 +105,11 @@ def _of_lines(path: Path, name: str) -> Iterator[DataPart]:
 
 def _of_row_groups(path: Path, name: str) -> Iterator[DataPart]:
     import pyarrow
-    import pyarrow.parquet
 
     state = FileState.of(path)
     try:
-        metadata = pyarrow.parquet.read_metadata(path)
+        with open_parquet(path) as file:
+            metadata = file.metadata
     except (pyarrow.ArrowException, OSError):
         yield _whole(path, name)  # reading says what is wrong with it
         return
@@ -110,6 +128,8 @@ def _of_row_groups(path: Path, name: str) -> Iterator[DataPart]:
 
 def _digest(path: Path, metadata: pyarrow.parquet.FileMetaData, groups: range) -> str:
     """Of the bytes of row groups, and of what the end of the file says of them."""
+    if is_pointer(path):
+        return content_key({"pointer": file_digest(path), "row_groups": [groups.start, groups.stop]})
     digest = hashlib.sha256(str(metadata.schema).encode())
     with path.open("rb") as stream:
         for group in map(metadata.row_group, groups):

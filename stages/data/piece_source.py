@@ -12,12 +12,13 @@ from typing import Protocol
 
 from stages.data.cache import content_key
 from stages.data.compression import format_suffix
-from stages.data.files import BadRow, Part, Place, Row, num_places, read_part, read_rows
+from stages.data.files import BadRow, Part, Place, Row, name_of, num_places, read_part, read_rows
 from stages.data.keys import key_parts
 from stages.data.parts import parts_of
 from stages.data.pieces import Piece, PieceStore
 from stages.data.tokenizing import CHUNK_ROWS, PartTokenizer, Tokenizing, first_rows_read
 from stages.data.tokenizing_processes import KeyedPart, num_processes, tokenize
+from stages.remote.pointers import size_bytes
 
 
 class Report(Protocol):
@@ -80,7 +81,7 @@ class PieceSource:
         processes = min(num_processes(sum(part.num_bytes for part, _ in missing)), len(missing))
         if processes <= 1:
             for one, key in missing:
-                rows = self._reported(read_part(one.part))
+                rows = self._reported(one.part)
                 self._store.write(key, self.tokenizer.pieces(one.part, rows))
                 one.state.check(one.part.path, one.part.name)
                 yield one, key
@@ -88,7 +89,7 @@ class PieceSource:
         with closing(tokenize(self._task, self._kept, missing, processes)) as tokenized:
             for (one, key), num_rows in tokenized:
                 self._num_rows += num_rows
-                self._say(one.part.place(num_rows))
+                self._say(one.part, one.part.place(num_rows))
                 yield one, key
 
     def _parts(self) -> Iterator[KeyedPart]:
@@ -98,7 +99,7 @@ class PieceSource:
             "first_rows": str(task.reader)
         }
         for path in self._files:
-            for one in parts_of(path, str(path.relative_to(self._folder))):
+            for one in parts_of(path, name_of(path, self._folder)):
                 yield one, content_key({**decided, "file": format_suffix(path), "content": one.digest})
 
     def _pieces_in_time(self, limit_s: float) -> Iterator[tuple[Part, Piece]]:
@@ -122,27 +123,31 @@ class PieceSource:
                 self.last_in_time = row.place
                 return
 
-    def _reported(self, rows: Iterable[Row | BadRow]) -> Iterator[Row | BadRow]:
-        """The same rows; reports how far they are."""
-        for row in rows:
+    def _reported(self, part: Part) -> Iterator[Row | BadRow]:
+        """The rows of a part; reports how far they are."""
+        for row in read_part(part):
             yield row
             if self._num_rows % CHUNK_ROWS == 0:
-                self._say(row.place)
+                self._say(part, row.place)
             self._num_rows += 1
 
-    def _say(self, place: Place) -> None:
-        before, total = self._places
-        done = before[place.file] + place.number
+    def _say(self, part: Part, place: Place) -> None:
+        places, total = self._places
+        first, end = places[part.path]
+        done = first + place.number
+        if part.begin and not part.num_before:  # which line its first one is, nobody has counted
+            done += (end - first) * part.begin // size_bytes(part.path)
         seconds = time.monotonic() - self._begun_s
         rate = f" ({self._num_rows / seconds:,.0f} rows/s)" if self._num_rows and seconds else ""
         message = f"tokenizing {self._task.portion.name} data{rate}"
         self._report.progress(min(done, total), total, "rows", message)
 
     @cached_property
-    def _places(self) -> tuple[dict[str, int], int]:
-        """How many places lie before each file, and in all of them."""
-        before, total = {}, 0
+    def _places(self) -> tuple[dict[Path, tuple[int, int]], int]:
+        """How many places lie before each file and up to its end, and in all of them."""
+        places, total = {}, 0
         for path in self._files:
-            before[str(path.relative_to(self._folder))] = total
-            total += num_places(path)
-        return before, total
+            count = num_places(path)
+            places[path] = total, total + count
+            total += count
+        return places, total

@@ -11,7 +11,7 @@ from stages.data.bad_rows import write_list
 from stages.data.cache import cached_folder, content_key, file_digest
 from stages.data.config import DataConfig, RowKind
 from stages.data.dataset import PackedDataset, is_complete
-from stages.data.files import find_files
+from stages.data.files import find_files, name_of
 from stages.data.keys import key_parts
 from stages.data.parts import FileState
 from stages.data.portion import portions
@@ -80,7 +80,7 @@ def prepare(
 
 def prepare_portion(task: Preprocessing, cache: Path) -> PackedDataset:
     """One portion of what `prepare` prepares; `cache` is the folder of tokenized data."""
-    names = {path: str(path.relative_to(task.folder)) for path in task.files}
+    names = {path: name_of(path, task.folder) for path in task.files}
     states = {path: FileState.of(path) for path in names}
     key = content_key(
         {

@@ -69,8 +69,8 @@ class Preprocessing:
             (target / BAD_ROWS).open("w", encoding="utf-8") as stream,
             closing(DatasetWriter(target, is_labelled=self.rows == "labelled")) as writer,
         ):
-            run = _Run(self, BadRows(stream), writer)
-            run.write(target)
+            run = _Run(self, BadRows(stream), writer, SeenRows(target))
+            run.write()
         if run.last_in_time:
             assert self.part
             shutil.move(target, self.part)
@@ -80,7 +80,7 @@ class Preprocessing:
 class _Run:
     """One pass over the pieces, and what was counted on the way."""
 
-    def __init__(self, task: Preprocessing, bad_rows: BadRows, writer: DatasetWriter) -> None:
+    def __init__(self, task: Preprocessing, bad_rows: BadRows, writer: DatasetWriter, seen: SeenRows) -> None:
         config = task.config
         self._task = task
         self._config = config
@@ -92,14 +92,14 @@ class _Run:
         self._tokenizer = self._source.tokenizer.tokenizer
         self._unread = Unread()
         self._notes = TokenizerNotes()
-        self._seen = SeenRows()
+        self._seen = seen
         self._over_long = over_long_of(config)
         self._num_text_tokens = 0
         self._num_text_bytes = 0
         self._num_source_rows = 0
         self._num_tokenized_rows = 0
 
-    def write(self, target: Path) -> None:
+    def write(self) -> None:
         units = (piece.units for piece in self._counted())
         for rows in self._packed(units):
             self._writer.write_rows(*rows)
@@ -107,7 +107,7 @@ class _Run:
             self._check_so_far()
             raise OutOfTimeError(self.last_in_time)
         warnings = self._check()
-        self._seen.write(target)
+        self._seen.close()
         self._writer.finish(
             Description(
                 sequence_length=self._config.sequence_length,

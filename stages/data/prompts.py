@@ -6,6 +6,7 @@
 |                                                            |                          | or `ground_truth`     |
 | `messages` that end with a question                        | the messages             | the same              |
 | of a format with answers (`stages/data/formats.py`)        | all before the last one  | the last answer       |
+| of labelled answers                                        | all before the answer    | a good answer         |
 | of preferences                                             | what both answer         | the chosen answer     |
 """
 
@@ -27,7 +28,7 @@ from stages.data.messages import (
     parse_text,
     parse_tools,
 )
-from stages.data.row_fields import check_row, template_variables, with_system
+from stages.data.row_fields import check_row, has_bad_answer, template_variables, with_system
 
 REFERENCE_COLUMNS = ("answer", "solution", "ground_truth")
 
@@ -63,9 +64,9 @@ class PromptReader:
             document = self._pairs.read(row)[0]
         else:
             self._answered = self._answered or RowReader("auto", "examples")
-            (document,) = self._answered.read(row)
+            (document,) = self._answered.read({name: value for name, value in row.items() if name != "label"})
         asked, answer = _before_the_answer(document)
-        return Prompt(asked, self._reference(row, answer), row)
+        return Prompt(asked, self._reference(row, None if has_bad_answer(row) else answer), row)
 
     def _reference(self, row: dict[str, Any], answer: str | None) -> str | None:
         if self._column is not None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stages.core.numbers import LARGEST
@@ -57,12 +57,16 @@ def check_row(row: dict[str, Any], read: tuple[str, ...]) -> None:
         raise RowError(f"has {listed(unlearned)} {row[unlearned[0]]!r}: it is not to be learned; leave this row out")
     for column, number, message in _messages(row, read):
         _check_fields(message, f" of message {number} of `{column}`")
-    is_bad = (label := row.get("label")) is False or str(label).lower() == "false"  # 0 may well be a class
-    if is_bad and "label" not in read:
+    if has_bad_answer(row) and "label" not in read:
         raise RowError(
             "has `label: false`, so its answer is a bad one, which would be learned; expected good answers alone "
             "(`method: kto` learns from both, or leave this row out)"
         )
+
+
+def has_bad_answer(row: Mapping[str, Any]) -> bool:
+    """Whether a row says so of its answer."""
+    return str(row.get("label")).lower() == "false"  # 0 may well be a class
 
 
 def unlearned_turns(messages: object, is_assistant: list[bool], num_before: int = 0) -> frozenset[int]:

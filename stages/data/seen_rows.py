@@ -1,6 +1,7 @@
 """What only all rows together show: repeated rows, pairs that contradict each other, rows that are held out as well.
 
-Keeps 16 bytes a row, of a pair 24: memory for a hundred million rows, not for what they say.
+Of each row, 16 bytes are kept, of a pair 24: on disk, and compared by shares that fit in memory, however many there
+are.
 """
 
 from __future__ import annotations
@@ -8,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +31,8 @@ own, and are text.
 """
 MEDIA = re.compile(r"<(?:image|video|audio)>")
 """What stands for a picture in rows that had one."""
+SHARE_ROWS = 1 << 22
+"""Compared at a time: 160 MiB."""
 REMARKABLE = {"control": CONTROL_CHARACTER, "media": MEDIA}
 SHOWN = {"control": "{} (\\{})", "media": "{} ({})"}
 CONTROL_CHARACTERS_FOUND = "control characters, which are learned as they are"
@@ -62,13 +67,16 @@ class RowDigests:
 class SeenRows:
     """The rows of all parts together."""
 
-    def __init__(self) -> None:
-        self._digests: list[NDArray[np.uint64]] = []
-        self._swapped: list[NDArray[np.uint64]] = []
-        self._numbers: list[NDArray[np.uint64]] = []
+    def __init__(self, folder: Path) -> None:
+        """folder: of packed rows; it keeps the digests."""
+        self._digests = folder / ROW_DIGESTS
+        self._swapped = folder / "swapped.bin"
+        self._numbers = folder / "numbers.bin"
         self._begins: list[tuple[int, Part]] = []
         self._num_rows = 0
         self._remarkable: dict[str, tuple[int, str]] = {}
+        for path in (self._digests, self._swapped, self._numbers):
+            path.touch()
 
     def add(
         self,
@@ -81,50 +89,83 @@ class SeenRows:
         """What `RowDigests` has of a part that follows."""
         self._begins.append((self._num_rows, part))
         self._num_rows += len(digests)
-        self._digests.append(digests)
-        self._swapped.append(swapped)
-        self._numbers.append(numbers)
+        for path, values in ((self._digests, digests), (self._swapped, swapped), (self._numbers, numbers)):
+            with path.open("ab") as stream:
+                stream.write(values.tobytes())
         for name, (count, number, example) in remarkable.items():
             before, shown = self._remarkable.get(name, (0, ""))
             self._remarkable[name] = before + count, shown or SHOWN[name].format(part.place(number), example)
 
     def warnings(self) -> Iterator[str]:
         """What was found, each with its count and the first place."""
-        digests = _joined(self._digests)
+        digests, swapped = _mapped(self._digests), _mapped(self._swapped)
         if len(digests) == 1:
             yield "there is one row only, which is learned again and again"
-        first_places = np.unique(digests, return_index=True)[1]
-        if num_repeated := len(digests) - len(first_places):
-            first = int(np.setdiff1d(np.arange(len(digests)), first_places)[0])
-            again = int(np.flatnonzero(digests == digests[first])[0])
+        repeated, contradicting = _compared(digests, swapped)
+        if repeated.count:
             yield (
-                f"{num_repeated} of {len(digests)} rows repeat an earlier one, and are learned as often as they are "
-                f"there: {self._place(first)} is {self._place(again)} again"
+                f"{repeated.count} of {len(digests)} rows repeat an earlier one, and are learned as often as they are "
+                f"there: {self._place(repeated.first)} is {self._place(repeated.earlier)} again"
             )
-        contradicting = np.flatnonzero(np.isin(_joined(self._swapped), digests))
-        if len(contradicting):
+        if contradicting.count:
             yield (
-                f"{len(contradicting)} of {len(digests)} pairs contradict another, in which the rejected answer is "
-                f"the chosen one: {self._place(int(contradicting[0]))}"
+                f"{contradicting.count} of {len(digests)} pairs contradict another, in which the rejected answer is "
+                f"the chosen one: {self._place(contradicting.first)}"
             )
         for name, sentence in (("control", CONTROL_CHARACTERS_FOUND), ("media", MEDIA_FOUND)):
             if name in self._remarkable:
                 count, place = self._remarkable[name]
                 yield f"{count} of {len(digests)} rows hold {sentence}: {place}"
 
-    def write(self, folder: Path) -> None:
-        """Leave the digests in a folder of packed rows."""
-        with (folder / ROW_DIGESTS).open("wb") as stream:
-            stream.writelines(digests.tobytes() for digests in self._digests)
+    def close(self) -> None:
+        """Leave nothing but the digests in the folder."""
+        self._swapped.unlink()
+        self._numbers.unlink()
 
     def _place(self, row: int) -> Place:
         at = bisect_right(self._begins, row, key=lambda entry: entry[0]) - 1
-        begin, part = self._begins[at]
-        return part.place(int(self._numbers[at][row - begin]))
+        return self._begins[at][1].place(int(_mapped(self._numbers)[row]))
 
 
-def _joined(arrays: Sequence[NDArray[np.uint64]]) -> NDArray[np.uint64]:
-    return np.concatenate([np.zeros(0, np.uint64), *arrays])
+@dataclass
+class _Found:
+    """Rows of one kind: how many, the number of the first, and of the earlier row that it repeats."""
+
+    count: int = 0
+    first: int = sys.maxsize
+    earlier: int = 0
+
+
+def _compared(digests: NDArray[np.uint64], swapped: NDArray[np.uint64]) -> tuple[_Found, _Found]:
+    """Rows that repeat an earlier one; pairs that are another one swapped. uint64 [rows] each, or no `swapped`."""
+    repeated, contradicting = _Found(), _Found()
+    for share in range(num_shares := -(-len(digests) // SHARE_ROWS)):
+        rows, values = _share(digests, share, num_shares)
+        first_places = np.unique(values, return_index=True)[1]
+        again = np.ones(len(rows), bool)
+        again[first_places] = False
+        if again.any():
+            repeated.count += int(again.sum())
+            at = int(again.argmax())
+            if rows[at] < repeated.first:
+                repeated.first, repeated.earlier = int(rows[at]), int(rows[(values == values[at]).argmax()])
+        swapped_rows, swapped_values = _share(swapped, share, num_shares)
+        found = swapped_rows[np.isin(swapped_values, values)]
+        if len(found):
+            contradicting.count += len(found)
+            contradicting.first = min(contradicting.first, int(found[0]))
+    return repeated, contradicting
+
+
+def _share(digests: NDArray[np.uint64], share: int, num_shares: int) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
+    """int64 and uint64 [rows of the share]: the numbers, in order, and the values of those whose digests leave this
+    rest. Equal ones are in the same share."""
+    blocks = range(0, len(digests), SHARE_ROWS)
+    rows = [
+        begin + np.flatnonzero(digests[begin : begin + SHARE_ROWS] % np.uint64(num_shares) == share) for begin in blocks
+    ]
+    numbers = np.concatenate([np.zeros(0, np.int64), *rows])
+    return numbers, digests[numbers]
 
 
 def check_held_out(training: Path, evaluation: Path) -> str | None:
@@ -132,8 +173,11 @@ def check_held_out(training: Path, evaluation: Path) -> str | None:
 
     Raises DataError when every held-out row is learned.
     """
-    learned, held_out = _read(training), _read(evaluation)
-    num_learned = int(np.isin(held_out, learned).sum())
+    learned, held_out = (_mapped(folder / ROW_DIGESTS) for folder in (training, evaluation))
+    is_learned = np.zeros(len(held_out), bool)
+    for begin in range(0, len(learned), SHARE_ROWS):
+        is_learned |= np.isin(held_out, learned[begin : begin + SHARE_ROWS])
+    num_learned = int(is_learned.sum())
     if not num_learned:
         return None
     found = f"{num_learned} of {len(held_out)} held-out rows are among the training rows too"
@@ -142,8 +186,9 @@ def check_held_out(training: Path, evaluation: Path) -> str | None:
     return f"{found}: the held-out loss is lower than it should be"
 
 
-def _read(folder: Path) -> NDArray[np.uint64]:
-    return np.frombuffer((folder / ROW_DIGESTS).read_bytes(), np.uint64)
+def _mapped(path: Path) -> NDArray[np.uint64]:
+    """Numbers of a file, which take memory only while they are looked at."""
+    return np.asarray(np.memmap(path, np.uint64, "r")) if path.stat().st_size else np.zeros(0, np.uint64)
 
 
 def _digest(texts: Sequence[str]) -> int:

@@ -51,7 +51,11 @@ class Dropped(StrictModel):
 
 
 class ShownPortion(StrictModel):
-    """All rows of a portion, or the first, until there was no time for more: `unread_after` says after which."""
+    """All rows of a portion, or the first, until there was no time for more: `unread_after` says after which.
+
+    share: of a dataset in a mixture, how much of all that the training learns from is of it. epochs: its passes through
+    these rows. None where the rows of the mixture were not all read.
+    """
 
     name: str
     num_source_rows: int
@@ -68,6 +72,8 @@ class ShownPortion(StrictModel):
     lengths: tuple[Bar, ...]
     warnings: tuple[str, ...] = ()
     unread_after: str | None = None
+    share: float | None = None
+    epochs: float | None = None
 
     @property
     def target_fraction(self) -> float:

@@ -11,7 +11,7 @@ from stages.adapters.headers import CONFIG_FILE, WEIGHTS_FILE
 from stages.core.contract import ModelReference, StageConfig
 from stages.core.fields import AddedLater, SourceText
 from stages.hubs.hub import Request
-from stages.hubs.registry import forms, hub_of, parse_source
+from stages.hubs.registry import HUBS, forms, hub_of, parse_source, streaming_prefixes
 from stages.hubs.source import Source
 
 
@@ -30,6 +30,9 @@ class DownloadConfig(StageConfig):
         None, description="Of `adapter`: the model that it belongs to, whose layers must have its sizes."
     )
     files: tuple[str, ...] | None = Field(None, description="Only files that match one of these glob patterns.")
+    stream: Annotated[bool, AddedLater()] = Field(
+        False, description="Of a dataset on hf://, s3://, gs:// or az://: leave it there; stages read it in pieces."
+    )
     trust_remote_code: bool = Field(False, description="Keep the Python files that come with a model.")
 
     @model_validator(mode="after")
@@ -41,6 +44,17 @@ class DownloadConfig(StageConfig):
         if self.adapter is not None and self.files is not None:
             raise ValueError("`files` is not for an `adapter`, which consists of the two that PEFT writes; remove it")
         _ = self.source
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_streamed(self) -> Self:
+        if self.stream and self.dataset is None:
+            raise ValueError(f"`stream` is for a `dataset`: {self.product}s are needed whole; remove it")
+        if self.stream and not HUBS[self.source.hub].streams:
+            raise ValueError(
+                f"`stream: true` reads what lies at {streaming_prefixes()}, and {self.source} is no such place; "
+                "remove it"
+            )
         return self
 
     @property
@@ -63,8 +77,10 @@ class DownloadConfig(StageConfig):
         return Request(self.source, patterns, self.trust_remote_code)
 
     def identity(self) -> dict[str, JsonValue]:
-        """Without a file's path and a hub's branch: the resolved revision stands in for them."""
-        return {**super().identity(), self.product: self.source.place}
+        """Without a file's path and a hub's branch: the resolved revision stands in for them. Of what stays where it
+        is, the place counts as well."""
+        place = str(self.source) if self.stream and self.source.place.endswith("://") else self.source.place
+        return {**super().identity(), self.product: place}
 
     def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
         return {"revision": hub_of(self.source).resolve_revision(replace(self.request, limit_s=limit_s))}

@@ -1,4 +1,5 @@
-"""The download stage: source → a verified model (`model/`), an adapter (`adapter/`), the files of a dataset (`data/`).
+"""The download stage: source → a verified model (`model/`), an adapter (`adapter/`), the files of a dataset (`data/`),
+or pointers to them.
 
 How the files come here is the hub's; this checks what a model needs, and says how much it was.
 """
@@ -14,9 +15,10 @@ from stages.core.contract import StageContext, StageResult
 from stages.core.errors import DataError
 from stages.data.shards import missing_shards
 from stages.download.config import DownloadConfig
-from stages.hubs.delivery import size_bytes
-from stages.hubs.registry import hub_of
+from stages.hubs.delivery import GIB, size_bytes
+from stages.hubs.registry import hub_of, streaming_hub_of
 from stages.models.model_folder import check_model_folder
+from stages.remote.pointers import write_pointer
 
 FOLDERS = {"model": "model", "adapter": "adapter", "dataset": "data"}
 
@@ -31,7 +33,11 @@ def run(config: DownloadConfig, context: StageContext) -> StageResult:
     revision = str(outside["revision"])
     folder = context.work / FOLDERS[config.product]
     shutil.rmtree(folder, ignore_errors=True)
-    hub_of(config.source).deliver(config.request, revision, folder, context)
+    metrics: dict[str, float] = {}
+    if config.stream:
+        metrics["streamed_bytes"] = _point(config, revision, folder, context)
+    else:
+        hub_of(config.source).deliver(config.request, revision, folder, context)
     if config.product == "model":
         for unusual in check_model_folder(folder):
             context.warn(f"{config.source}: {unusual}")
@@ -43,8 +49,18 @@ def run(config: DownloadConfig, context: StageContext) -> StageResult:
     else:
         _check_shards(config, context, folder)
     num_files = sum(path.is_file() for path in folder.rglob("*"))
-    metrics = {"bytes": size_bytes(folder), "num_files": num_files, "seconds": time.monotonic() - started_s}
+    metrics |= {"bytes": size_bytes(folder), "num_files": num_files, "seconds": time.monotonic() - started_s}
     return StageResult(metrics=metrics, tags={"source": str(config.source), "revision": revision})
+
+
+def _point(config: DownloadConfig, revision: str, folder: Path, context: StageContext) -> int:
+    """Put pointers to the files into `folder`; how many bytes they have together."""
+    pointers = streaming_hub_of(config.source).pointers(config.request, revision)
+    for name, pointer in pointers.items():
+        write_pointer(folder / name, pointer)
+    total_bytes = sum(pointer.size_bytes for pointer in pointers.values())
+    context.milestone(f"{len(pointers)} files, {total_bytes / GIB:.3f} GiB, stay at {config.source}")
+    return total_bytes
 
 
 def _warn_of_missing_code(config: DownloadConfig, context: StageContext, folder: Path) -> None:

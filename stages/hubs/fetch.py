@@ -16,8 +16,9 @@ from pathlib import Path
 import httpx
 
 from stages.core.errors import DownloadError, full_disk_named
-from stages.hubs.retry import BusyError, RetryBackoff, busy_from_status, busy_from_transport
 from stages.hubs.verification import Digest, digest_of
+from stages.remote.http import check_status, promised_bytes
+from stages.remote.retry import BusyError, RetryBackoff, busy_from_transport
 
 NUM_CONNECTIONS = 4
 PARTIAL_SUFFIX = ".partial"
@@ -129,7 +130,7 @@ class Fetcher:
             num_there = 0
         headers = {"Range": f"bytes={num_there}-"} if num_there else {}
         with self._client.stream("GET", file.url, headers=headers) as response:
-            self._check_status(response, file)
+            check_status(response, self._about(file), self._snapshot.token_variable)
             if num_there and response.status_code != httpx.codes.PARTIAL_CONTENT:
                 self._discard(partial)  # A server may ignore the range and send everything.
             self._check_size(response, file)
@@ -149,24 +150,11 @@ class Fetcher:
         if num_there < file.size_bytes:
             raise BusyError(f"the server stopped after {num_there} of {file.size_bytes} bytes")
 
-    def _check_status(self, response: httpx.Response, file: RemoteFile) -> None:
-        status = response.status_code
-        if response.is_success:
-            return
-        if busy := busy_from_status(status, response.headers):
-            raise busy
-        if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-            advice = f"set {self._snapshot.token_variable} to a token that may read it"
-        else:
-            advice = "check that the repository still has this revision"
-        raise DownloadError(f"{self._about(file)}: the server answered {status}; {advice}")
-
     def _check_size(self, response: httpx.Response, file: RemoteFile) -> None:
         """Before anything is written: a server that sends more than the hub lists could fill the disk."""
-        content_range = response.headers.get("content-range", "")
-        promised = content_range.rpartition("/")[2] or response.headers.get("content-length", "")
-        if promised.isdigit() and int(promised) != file.size_bytes:
-            raise self._wrong_size(file, promised)
+        promised = promised_bytes(response)
+        if promised not in (None, file.size_bytes):
+            raise self._wrong_size(file, str(promised))
 
     def _wrong_size(self, file: RemoteFile, sent: str) -> DownloadError:
         return DownloadError(

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from stages.core.contract import StageContext
 from stages.hubs.source import Source
+from stages.remote.pointers import Pointer
 
 
 @dataclass(frozen=True)
@@ -42,3 +43,10 @@ class Hub(Protocol):
 
     def read_file(self, source: Source, revision: str, name: str) -> str | None:
         """The text of one small file of a resolved revision; None where there is no such file."""
+
+
+class StreamingHub(Hub, Protocol):
+    """A hub whose files can be read where they are."""
+
+    def pointers(self, request: Request, revision: str) -> dict[str, Pointer]:
+        """Name → pointer of each requested file of a resolved revision."""

@@ -25,12 +25,12 @@ from stages.core.errors import DownloadError, LifecycleError
 from stages.hubs.fetch import RemoteFile, Snapshot
 from stages.hubs.hub import Request
 from stages.hubs.repository import RepositoryHub
-from stages.hubs.retry import NUM_ATTEMPTS, RetryBackoff, busy_from_status, busy_from_transport
 from stages.hubs.source import Source
 from stages.hubs.verification import Digest
+from stages.remote.hub_file import TOKEN_VARIABLE, authorization, endpoint
+from stages.remote.pointers import Pointer
+from stages.remote.retry import NUM_ATTEMPTS, RetryBackoff, busy_from_status, busy_from_transport
 
-TOKEN_VARIABLE = "HF_TOKEN"  # noqa: S105 - the name of a variable
-DEFAULT_ENDPOINT = "https://huggingface.co"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _TIMEOUT_S = 30.0
 
@@ -49,9 +49,14 @@ class HuggingFace(RepositoryHub):
     def list_snapshot(self, source: Source, revision: str) -> Snapshot:
         info = _repository_info(source, revision, files_metadata=True)
         files = tuple(_remote_file(source, revision, sibling) for sibling in info.siblings or ())
-        token = os.environ.get(TOKEN_VARIABLE)
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        return Snapshot(str(source), revision, files, TOKEN_VARIABLE, headers)
+        return Snapshot(str(source), revision, files, TOKEN_VARIABLE, authorization())
+
+    def pointers(self, request: Request, revision: str) -> dict[str, Pointer]:
+        address = f"hf://datasets/{request.source.name}@{revision}"
+        return {
+            file.name: Pointer(address=f"{address}/{file.name}", size_bytes=file.size_bytes, tag=file.digest.hex)
+            for file in self.requested(request, revision).files
+        }
 
 
 HUB = HuggingFace()
@@ -137,8 +142,3 @@ def _closest_revision(source: Source) -> str:
 def hub_api() -> HfApi:
     """The hub's own client, with the token of the environment or none."""
     return HfApi(endpoint=endpoint(), token=os.environ.get(TOKEN_VARIABLE) or False)
-
-
-def endpoint() -> str:
-    """Address of the hub, or of a mirror."""
-    return os.environ.get("HF_ENDPOINT", DEFAULT_ENDPOINT).rstrip("/")

@@ -9,12 +9,13 @@ from threading import Event
 
 from stages.core.contract import StageContext
 from stages.core.errors import DownloadError, full_disk_named
-from stages.hubs.buckets import Bucket, StoredObject, explained
 from stages.hubs.delivery import GIB, Progress, check_disk, size_bytes
 from stages.hubs.hub import Request
 from stages.hubs.selection import check_names, select_files
 from stages.hubs.source import Source
 from stages.hubs.verification import content_hash
+from stages.remote.buckets import Bucket, StoredObject, check_listening, explained
+from stages.remote.pointers import Pointer
 
 NUM_CONNECTIONS = 4
 CHUNK_BYTES = 8 << 20
@@ -25,10 +26,12 @@ class ObjectStorage:
     """A revision is a hash over the names, sizes and ETags of the objects that are taken."""
 
     def resolve_revision(self, request: Request) -> str:
-        return _revision(_requested(request, Bucket(request.source)))
+        if request.limit_s is not None:
+            check_listening(str(request.source), request.limit_s)
+        return _revision(_requested(request, Bucket(str(request.source))))
 
     def deliver(self, request: Request, revision: str, folder: Path, context: StageContext) -> None:
-        bucket = Bucket(request.source)
+        bucket = Bucket(str(request.source))
         objects = _requested(request, bucket)
         _check_unchanged(request, objects, revision)
         total_bytes = sum(one.size_bytes for one in objects.values())
@@ -40,12 +43,20 @@ class ObjectStorage:
         _check_unchanged(request, _requested(request, bucket), revision)
         arrivals.replace(folder)
 
+    def pointers(self, request: Request, revision: str) -> dict[str, Pointer]:
+        objects = _requested(request, Bucket(str(request.source)))
+        _check_unchanged(request, objects, revision)
+        return {
+            name: Pointer(address=f"{request.source.hub}://{one.path}", size_bytes=one.size_bytes, tag=one.tag)
+            for name, one in objects.items()
+        }
+
     def read_file(self, source: Source, revision: str, name: str) -> str | None:
-        bucket = Bucket(source)
+        bucket = Bucket(str(source))
         found = bucket.objects().get(name)
         if found is None:
             return None
-        with explained(source), bucket.filesystem.open_input_file(found.path) as stream:
+        with explained(bucket.address), bucket.filesystem.open_input_file(found.path) as stream:
             return bytes(stream.read()).decode()
 
 
@@ -78,7 +89,7 @@ def _copy_all(bucket: Bucket, objects: dict[str, StoredObject], folder: Path, pr
             stop.set()
             raise
 
-    with explained(bucket.source), ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
+    with explained(bucket.address), ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
         for _ in pool.map(copy, sorted(objects, key=lambda name: -objects[name].size_bytes)):
             pass
 

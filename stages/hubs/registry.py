@@ -12,7 +12,7 @@ from typing import Any
 
 from stages.core.errors import ModelError
 from stages.hubs.builtin.catalog import parse_builtin
-from stages.hubs.hub import Hub
+from stages.hubs.hub import Hub, StreamingHub
 from stages.hubs.source import Product, Source, parse_champion, parse_object, parse_path, parse_repository, parse_stored
 from stages.models.json_object import parse_json_object
 from stages.models.model_config import CONFIG_FILE
@@ -20,24 +20,27 @@ from stages.models.model_config import CONFIG_FILE
 
 @dataclass(frozen=True)
 class HubEntry:
-    """How a hub's sources begin, what follows (`form`, for messages), who parses that, and the hub's module."""
+    """How a hub's sources begin, what follows (`form`, for messages), who parses that, and the hub's module.
+
+    streams: whether its files can be read where they are."""
 
     prefix: str
     form: str
     parse: Callable[[str, str, Product], Source]
     module: str
     products: tuple[Product, ...] = ("model", "dataset")
+    streams: bool = False
 
 
 HUBS: dict[str, HubEntry] = {
-    "hf": HubEntry("hf://", "{datasets}org/name[@revision]", parse_repository, "stages.hubs.huggingface"),
+    "hf": HubEntry("hf://", "{datasets}org/name[@revision]", parse_repository, "stages.hubs.huggingface", streams=True),
     "modelscope": HubEntry(
         "modelscope://", "{datasets}org/name[@revision]", parse_repository, "stages.hubs.modelscope"
     ),
     "file": HubEntry("file://", "PATH", parse_path, "stages.hubs.files"),
-    "s3": HubEntry("s3://", "BUCKET/PATH", parse_object, "stages.hubs.object_storage"),
-    "gs": HubEntry("gs://", "BUCKET/PATH", parse_object, "stages.hubs.object_storage"),
-    "az": HubEntry("az://", "CONTAINER/PATH", parse_object, "stages.hubs.object_storage"),
+    "s3": HubEntry("s3://", "BUCKET/PATH", parse_object, "stages.hubs.object_storage", streams=True),
+    "gs": HubEntry("gs://", "BUCKET/PATH", parse_object, "stages.hubs.object_storage", streams=True),
+    "az": HubEntry("az://", "CONTAINER/PATH", parse_object, "stages.hubs.object_storage", streams=True),
     "store": HubEntry("store://", "STAGE[-VERSION]", parse_stored, "stages.hubs.stored"),
     "adopted": HubEntry("adopted:", "NAME", parse_stored, "stages.hubs.stored"),
     "models": HubEntry("models:/", "NAME@ALIAS", parse_champion, "stages.hubs.stored", ("model",)),
@@ -62,6 +65,17 @@ def forms(product: Product) -> str:
     entries = [entry for entry in HUBS.values() if product in entry.products]
     written = [f"{entry.prefix}{entry.form.format(datasets=datasets)}" for entry in entries]
     return f"{', '.join(written[:-1])} or {written[-1]}"
+
+
+def streaming_prefixes() -> str:
+    """Of the sources whose files can be read where they are, in words."""
+    return ", ".join(entry.prefix for entry in HUBS.values() if entry.streams)
+
+
+def streaming_hub_of(source: Source) -> StreamingHub:
+    """The hub of a source whose files can be read where they are."""
+    hub: StreamingHub = importlib.import_module(HUBS[source.hub].module).HUB
+    return hub
 
 
 def hub_of(source: Source) -> Hub:

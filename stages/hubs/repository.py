@@ -32,12 +32,16 @@ class RepositoryHub(ABC):
     def list_snapshot(self, source: Source, revision: str) -> Snapshot:
         """The files at a resolved revision. Raises like `resolve_revision`."""
 
-    def deliver(self, request: Request, revision: str, folder: Path, context: StageContext) -> None:
+    def requested(self, request: Request, revision: str) -> Snapshot:
+        """Those of the files that a request takes."""
         snapshot = self.list_snapshot(request.source, revision)
         names = [file.name for file in snapshot.files]
         check_names(names, snapshot.source)
         selected = set(select_files(request, names))
-        snapshot = replace(snapshot, files=tuple(file for file in snapshot.files if file.name in selected))
+        return replace(snapshot, files=tuple(file for file in snapshot.files if file.name in selected))
+
+    def deliver(self, request: Request, revision: str, folder: Path, context: StageContext) -> None:
+        snapshot = self.requested(request, revision)
         # By revision: files of a branch that moved on between two attempts must not mix.
         arrivals = context.scratch / snapshot.revision
         arrivals.mkdir(exist_ok=True)

@@ -21,7 +21,7 @@ import httpx
 from stages.core.errors import DataError, RecipeError, ServerError
 from stages.core.redaction import redact
 from stages.data.documents import PlainText
-from stages.hubs.retry import RetryBackoff, busy_from_status, busy_from_transport
+from stages.remote.retry import RetryBackoff, busy_from_status, busy_from_transport
 from stages.rewards.judge import PLACE, JudgeConfig
 from stages.rewards.reward import Completion
 

@@ -8,6 +8,7 @@ Neither the environment nor the memory of the stage, which has keys of servers, 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import runpy
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from stages.rewards import landlock
+
+ARGUMENTS = ("prompt", "completion", "reference", "row")
 
 
 def main(file: str, function: str) -> None:
@@ -38,6 +41,9 @@ def main(file: str, function: str) -> None:
         except BaseException as error:  # SystemExit as well: a script that does its work when it is run
             answer({"error": f"cannot be imported: {type(error).__name__}: {error}"})
             return
+        if problem := _unlike_a_score(score):
+            answer({"error": problem})
+            return
         answer({"score": 0})
         for line in sys.stdin:
             asked = json.loads(line)
@@ -46,6 +52,18 @@ def main(file: str, function: str) -> None:
                 answer({"score": found.item() if hasattr(found, "item") else found})
             except Exception as error:
                 answer({"error": f"{type(error).__name__}: {error}"})
+
+
+def _unlike_a_score(score: object) -> str | None:
+    """Why it cannot be called as it will be, as far as its signature tells."""
+    if not callable(score):
+        return f"is {type(score).__name__}; expected a function"
+    with contextlib.suppress(ValueError):  # some of C have no signature
+        try:
+            inspect.signature(score).bind(*ARGUMENTS)
+        except TypeError as error:
+            return f"takes {inspect.signature(score)} ({error}); expected a function of {', '.join(ARGUMENTS)}"
+    return None
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import pytest
 from refreshes import eventually
 
 from stages.core.contract import StageResult
+from stages.data.lengths import LENGTHS_FILE, Lengths
 from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end, start
 
 NUM_STEPS = 6
@@ -56,7 +57,10 @@ def one_process(artifacts, tmp_path_factory):
 
 
 def test_losses_by_dataset_are_parts_of_the_whole(one_process):
-    metrics = one_process[1]
+    _, metrics, work = one_process
+    lengths = Lengths.model_validate_json((work / LENGTHS_FILE).read_bytes()).counts
+    assert lengths.keys() == {"problems", "texts"}
+    assert sum(map(sum, lengths.values())) == metrics["num_documents"]
     assert metrics["share_asked.texts"] == pytest.approx(0.3)
     assert metrics["share_seen.texts"] == pytest.approx(0.3, abs=0.1)
     low, high = sorted(metrics[f"evaluation_loss.{name}"] for name in ("problems", "texts"))

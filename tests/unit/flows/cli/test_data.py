@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from html.parser import HTMLParser
 
 import pytest
@@ -65,6 +66,19 @@ stages:
     method: sft
     model: sft
     data: {dataset: far, sequence_length: 64}
+    global_batch_size: 2
+    learning_rate: 1.0e-3
+  texts: {kind: download, dataset: file://texts.jsonl}
+  mixed:
+    kind: train
+    method: sft
+    model: base
+    data:
+      datasets: [{dataset: rows, weight: 3}, {dataset: texts, weight: 1, format: text, evaluation_fraction: 0.25}]
+      sequence_length: 512
+      on_bad_rows: drop
+      max_bad_row_fraction: 0.5
+    steps: 30
     global_batch_size: 2
     learning_rate: 1.0e-3
   answers: {kind: generate, model: sft, prompts: {dataset: rows, limit: 3}}
@@ -138,6 +152,8 @@ def lifecycle(capsys, tmp_path, monkeypatch):
     (tmp_path / "small.yaml").write_text(RECIPE)
     chat = [{"role": "user", "content": HOSTILE}, {"role": "assistant", "content": "fine"}]
     rows = [{"messages": chat}, {"messages": []}]
+    texts = "".join(json.dumps({"text": f"{number} is a number."}) + "\n" for number in range(40))
+    (tmp_path / "texts.jsonl").write_text(texts)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def run(*arguments):
@@ -161,6 +177,23 @@ def test_rows_of_a_local_file_are_shown_before_anything_was_run(lifecycle, tmp_p
     assert not (tmp_path / "home" / "ledger").exists()  # no refresh was begun
 
 
+def test_of_a_mixture_each_part_has_its_rows_and_its_share(lifecycle, tmp_path):
+    code, output, errors = lifecycle("data", tmp_path / "small.yaml", "--stage", "mixed", "--rows", "4")
+    assert (code, errors) == (0, "")
+    line = r"training of (\w+): (\d+) rows read .* in (\d+) packed .*; ([\d.]+)% of what is learned, ([\d.]+) epochs"
+    (rows, texts) = re.findall(line, output)
+    held_out = int(re.search(r"evaluation of texts: (\d+) rows read", output)[1])
+    assert 0 < held_out < 40
+    assert (rows[:2], texts[:2]) == (("rows", "2"), ("texts", str(40 - held_out)))
+    assert [float(share) for *_, share, _ in (rows, texts)] == [pytest.approx(75, abs=3), pytest.approx(25, abs=3)]
+    for _, _, num_packed, share, epochs in (rows, texts):
+        assert float(epochs) == pytest.approx(30 * 2 * float(share) / 100 / int(num_packed), rel=0.01)
+    assert "row 1 of 1 of rows" in output
+    page = (tmp_path / "home" / "data" / "small-mixed.html").read_text()
+    assert "training of texts" in page
+    assert f"{texts[3]}% of what is learned, {texts[4]} epochs" in page
+
+
 def test_what_is_elsewhere_is_fetched_when_asked_for_and_else_named_with_what_to_run(lifecycle, tmp_path, monkeypatch):
     recipe = tmp_path / "small.yaml"
     with running_hub() as hub:
@@ -180,4 +213,4 @@ def test_what_is_elsewhere_is_fetched_when_asked_for_and_else_named_with_what_to
 def test_a_stage_without_data_is_named_with_those_that_have_some(lifecycle, tmp_path):
     code, output, _ = lifecycle("data", tmp_path / "small.yaml", "--stage", "base", "--json")
     assert code == RecipeError.exit_code
-    assert "kind download has none to look at; expected sft, later, answers" in json.loads(output)["error"]
+    assert "kind download has none to look at; expected sft, later, mixed, answers" in json.loads(output)["error"]

@@ -17,9 +17,12 @@ ONE = {"tasks": ["one"], "task_folder": "tasks"}
 OTHER = {"kind": "download", "dataset": "builtin/addition-preferences"}
 
 
-def stages(learned_from, **curations):
-    """A base, SFT and its weights in 4 bits, evaluated; and what curates datasets."""
-    sft = {**TREE["sft"], "data": {"dataset": learned_from}}
+def stages(learned_from, *others, **curations):
+    """A base, SFT of a dataset or of a mixture and its weights in 4 bits, evaluated; and what curates datasets."""
+    data = (
+        {"datasets": [{"dataset": name} for name in (learned_from, *others)]} if others else {"dataset": learned_from}
+    )
+    sft = {**TREE["sft"], "data": data}
     return {**TREE, "sft": sft, "other": OTHER, "small": TREE["awq"], "scores": SCORES, **curations}
 
 
@@ -79,6 +82,21 @@ def test_training_rows_that_nobody_compared_are_named_with_stage_and_tasks(warni
 def test_curated_rows_are_good_for_the_tasks_that_all_of_them_were_compared_with(warnings, clean, expected):
     found = warnings(stages("clean", **clean))
     assert [one.split("against ")[1].split(":")[0] for one in found] == expected
+
+
+def test_of_a_mixture_the_part_that_nobody_compared_is_named(warnings):
+    clean = curated("problems", decontaminate={})
+    (found,) = warnings(stages("clean", "other", clean=clean))
+    assert found.startswith("other, from which sft learned, was not decontaminated against one, two: ")
+    both = stages("clean", "clean-too", **{"clean": clean, "clean-too": curated("other", decontaminate={})})
+    assert warnings(both) == []
+
+
+def test_what_is_streamed_counts_like_a_copy(warnings):
+    streamed = {"kind": "download", "dataset": "s3://lake/crawl", "stream": True}
+    (found,) = warnings(stages("crawl", crawl=streamed))
+    assert found.startswith("crawl, from which sft learned, was not decontaminated against one, two: ")
+    assert warnings(stages("clean", crawl=streamed, clean=curated("crawl", decontaminate={}))) == []
 
 
 def test_another_content_of_the_task_folder_is_another_benchmark(warnings):

@@ -6,7 +6,7 @@ import pytest
 from stages.data import look as looking
 from stages.data.config import DataConfig
 from stages.data.dataset import row_order
-from stages.data.look import histogram, look_at
+from stages.data.look import Visits, histogram, look_at
 from stages.data.prepare import prepare
 
 CHATS = [
@@ -24,13 +24,13 @@ def look(tmp_path, tokenizer_folder):
         cache, scratch = tmp_path / "cache", tmp_path / "scratch"
         scratch.mkdir(exist_ok=True)
 
-        def first_rows(training):
-            return row_order(len(training), seed, 0)[:num_rows].tolist()
+        def visits(training):
+            return Visits(row_order(len(training), seed, 0)[:num_rows].tolist())
 
         inputs = {"data": tmp_path / "artifact"}
         inputs["data"].mkdir(exist_ok=True)
         (inputs["data"] / "data").symlink_to(folder) if not (inputs["data"] / "data").exists() else None
-        return look_at(inputs, config, tokenizer_folder, rows=rows, first_rows=first_rows, cache=cache, scratch=scratch)
+        return look_at(inputs, config, tokenizer_folder, rows=rows, visits=visits, cache=cache, scratch=scratch)
 
     return find
 

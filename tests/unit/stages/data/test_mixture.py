@@ -11,13 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from stages.core.contract import StageInput
 from stages.core.errors import DataError
 from stages.data.config import DataConfig
 from stages.data.dataset import row_order
 from stages.data.mixture import MixtureOrder
 from stages.data.prepare_mixture import prepare_mixture
 from stages.download.config import DownloadConfig
+from stages.train.check import check
 from stages.train.mixture import seen, shares_asked, slots_of
+from tests.train_stage import make_config
 from tests.unit.stages.data.reports import Reports
 
 SIZES = (10, 20, 5)
@@ -152,6 +155,65 @@ def test_rows_that_another_dataset_learns_are_not_held_out(prepared):
     assert "new holds out what is learned from old: 3 of 4 held-out rows are among" in " ".join(prepared.warnings)
 
 
+PAIRS = [{"prompt": f"{index}?", "chosen": f"{index}!", "rejected": "no"} for index in range(9)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            "examples",
+            r"new and old cannot be mixed: new has examples \(`text`\), from which this method learns, and old has "
+            r"preference pairs \(`preference`\): `method: dpo` learns",
+        ),
+        (
+            "pairs",
+            r"old and new cannot be mixed: old has preference pairs .* new has examples .*: `method: sft`",
+        ),
+    ],
+)
+def test_rows_that_no_method_learns_from_together_are_named(prepared, kind, message):
+    rows = {"new": {"train": texts("new", 9)}, "old": {"train": PAIRS}}
+    with pytest.raises(DataError, match=message):
+        prepared(rows, kind, datasets=[{"dataset": "new"}, {"dataset": "old"}])
+
+
+def test_formats_that_the_recipe_states_are_refused_with_it():
+    parts = [{"dataset": "new", "format": "messages"}, {"dataset": "old", "format": "labelled"}]
+    with pytest.raises(
+        ValidationError, match=r"`method: sft`: new and old cannot be mixed: .*old has labelled answers .*`method: kto`"
+    ):
+        make_config("sft", data={"datasets": parts, "sequence_length": 64})
+
+
+def test_the_check_of_inputs_names_what_cannot_be_mixed(tmp_path, tokenizer_folder):
+    inputs = {"base": tmp_path / "base"}
+    inputs["base"].mkdir()
+    (inputs["base"] / "model").symlink_to(tokenizer_folder)
+    for name, rows in (("new", texts("new", 3)), ("old", PAIRS)):
+        inputs[name] = tmp_path / name
+        (inputs[name] / "data").mkdir(parents=True)
+        (inputs[name] / "data" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = make_config("dpo", model="base", data={"datasets": [{"dataset": "new"}, {"dataset": "old"}]})
+    stage_input = StageInput(
+        name="dpo",
+        kind="train",
+        version="0" * 12,
+        config=config.model_dump(mode="json"),
+        inputs=inputs,
+        cache=tmp_path / "cache",
+    )
+    ((field, error),) = check(stage_input)
+    assert (field, type(error)) == ("data.datasets", DataError)
+    assert "old and new cannot be mixed" in str(error)
+
+
+def test_errors_say_of_which_dataset_they_are(prepared):
+    rows = {"new": {"train": texts("new", 4)}, "old": {"train": [*alpaca(2), {"instruction": 3, "output": ""}]}}
+    with pytest.raises(DataError, match=r"^old: 1 of 3 rows cannot be learned from"):
+        prepared(rows, datasets=[{"dataset": "new"}, {"dataset": "old"}])
+
+
 def test_warnings_say_of_which_dataset_they_are(prepared):
     rows = {"new": {"train": texts("new", 4) * 2}, "old": {"train": texts("old", 4)}}
     prepared(rows, datasets=[{"dataset": "new"}, {"dataset": "old"}])
@@ -189,6 +251,12 @@ def test_the_same_dataset_under_two_names_is_refused_and_other_splits_of_it_are_
     assert problem.startswith("data.datasets: a and b are the same dataset")
     assert not [*DataConfig(datasets=[{"dataset": "a"}, {"dataset": "c"}]).problems_among(stages)]
     assert not [*DataConfig(datasets=[{"dataset": "a"}, {"dataset": "b", "split": "more"}]).problems_among(stages)]
+
+
+def test_a_copy_of_a_dataset_is_refused(prepared):
+    rows = {"new": {"train": texts("new", 9)}, "old": {"train": texts("new", 9)}}
+    with pytest.raises(DataError, match="new and old have the same rows, which would be there twice"):
+        prepared(rows, datasets=[{"dataset": "new"}, {"dataset": "old"}])
 
 
 def test_two_splits_of_a_dataset_have_names_of_their_own():

@@ -21,6 +21,9 @@ ROWS: list[tuple[dict[str, Any], str | None]] = [
     ({"conversations": [{"from": "human", "value": "What is 1 + 2?"}, {"from": "gpt", "value": "3"}]}, "3"),
     ({"prompt": [ASKED], "completion": [ANSWERED]}, "3"),
     ({"instruction": "What is 1 + 2?", "output": "3"}, "3"),
+    ({"messages": [ASKED, ANSWERED], "label": True}, "3"),
+    ({"messages": [ASKED, ANSWERED], "label": False}, None),
+    ({"prompt": [ASKED], "completion": [ANSWERED], "label": "false"}, None),
     ({"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [{**ANSWERED, "content": "4"}]}, "3"),
 ]
 

@@ -8,7 +8,7 @@ import pytest
 from stages.core.contract import StageContext, StageResult
 from stages.download.config import DownloadConfig
 from stages.download.run import run
-from stages.hubs import retry
+from stages.remote import retry
 from tests.hub_server import HubServer, running_hub
 
 Download = Callable[..., StageResult]

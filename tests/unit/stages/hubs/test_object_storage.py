@@ -26,8 +26,8 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
         yield server
 
 
-def revision(**config: object) -> str:
-    return str(DownloadConfig.model_validate({"kind": "download", **config}).resolve_outside()["revision"])
+def revision(limit_s: float | None = None, **config: object) -> str:
+    return str(DownloadConfig.model_validate({"kind": "download", **config}).resolve_outside(limit_s)["revision"])
 
 
 def test_the_objects_below_a_prefix_are_copied(s3: S3Server, download: Download, tmp_path: Path) -> None:
@@ -137,3 +137,9 @@ def test_a_server_that_is_away_may_be_back_later(s3: S3Server, monkeypatch: pyte
         monkeypatch.setenv("AWS_ENDPOINT_URL", url)
     with pytest.raises(TransientError, match=r"s3://lake/nights.*try again later"):
         revision(dataset="s3://lake/nights")
+    with pytest.raises(TransientError, match=r"s3://lake/nights: 127\.0\.0\.1 does not answer at port"):
+        revision(0.6, dataset="s3://lake/nights")
+
+
+def test_a_plan_asks_a_server_that_answers(s3: S3Server) -> None:
+    assert revision(5.0, dataset="s3://lake/nights") == revision(dataset="s3://lake/nights")

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from stages.core.errors import DataError, LifecycleError, RecipeError, ServerError, TransientError
 from stages.data.documents import PlainText
-from stages.hubs import retry
+from stages.remote import retry
 from stages.rewards.judge import JudgeReward
 from stages.rewards.judging import judging
 from stages.rewards.reward import Completion, RewardContext

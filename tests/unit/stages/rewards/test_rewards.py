@@ -148,6 +148,8 @@ def test_a_file_of_ones_own_judges_in_a_process_of_its_own(tmp_path: Path) -> No
         ("import nothing_like_it", "cannot be imported: ModuleNotFoundError: No module named 'nothing_like_it'"),
         ("exit(3)", "cannot be imported: SystemExit: 3"),
         ("def judge(*_): return 1", "has no function 'score'"),
+        ("score = 3", "is int; expected a function"),
+        ("def score(completion): return 1", "takes (completion) (too many positional arguments); expected a function"),
         ("def score(*_): return 1 / 0", "ZeroDivisionError: division by zero"),
         ("def score(*_): return 'good'", 'gave "good"; expected a number'),
         ("def score(*_): return None", "gave null; expected a number"),

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from stages.core.errors import DownloadError, TransientError
-from stages.hubs.source import Source
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -46,13 +47,14 @@ class StoredObject:
 
 
 class Bucket:
-    """What a source names: a bucket, a prefix, or one object."""
+    """What an address names: a bucket, a prefix, or one object."""
 
-    def __init__(self, source: Source) -> None:
-        """Raises DownloadError where the environment does not say enough to ask."""
-        self.source = source
-        with explained(source):
-            self.filesystem = FILESYSTEMS[source.hub](source.name.partition("/")[0])
+    def __init__(self, address: str) -> None:
+        """address: `s3://BUCKET/PATH`. Raises DownloadError where the environment does not say enough to ask."""
+        self.address = address
+        provider, _, self.path = address.partition("://")
+        with explained(address):
+            self.filesystem = FILESYSTEMS[provider](self.path.partition("/")[0])
 
     def objects(self) -> dict[str, StoredObject]:
         """Name → object of one object, or of each below the prefix, but hidden ones.
@@ -61,23 +63,41 @@ class Bucket:
         """
         from pyarrow.fs import FileSelector, FileType
 
-        with explained(self.source):
-            (found,) = self.filesystem.get_file_info([self.source.name])
+        with explained(self.address):
+            (found,) = self.filesystem.get_file_info([self.path])
             if found.type == FileType.File:
                 files = {found.base_name: found.path}
             else:
-                below = self.filesystem.get_file_info(FileSelector(self.source.name, recursive=True))
-                start = len(self.source.name) + 1
+                below = self.filesystem.get_file_info(FileSelector(self.path, recursive=True))
+                start = len(self.path) + 1
                 files = {one.path[start:]: one.path for one in below if one.type == FileType.File}
             files = {name: path for name, path in files.items() if not any(map(_is_hidden, name.split("/")))}
             if not files:
-                raise DownloadError(f"{self.source} holds nothing; check the name of the bucket and the prefix")
+                raise DownloadError(f"{self.address} holds nothing; check the name of the bucket and the prefix")
             with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
-                return dict(sorted(zip(files, pool.map(self._look_at, files.values()), strict=True)))
+                return dict(sorted(zip(files, pool.map(self.look_at, files.values()), strict=True)))
 
-    def _look_at(self, path: str) -> StoredObject:
+    def look_at(self, path: str) -> StoredObject:
+        """An object as it is now. Raises what pyarrow does."""
         with self.filesystem.open_input_file(path) as stream:
             return StoredObject(path, stream.size(), _tag(stream.metadata()))
+
+
+def check_listening(address: str, limit_s: float) -> None:
+    """Raise TransientError unless the server of an S3 bucket takes connections.
+
+    pyarrow looks for one for six seconds, and lets no process end meanwhile.
+    """
+    provider, _, path = address.partition("://")
+    if provider != "s3":
+        return
+    named = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    url = urlsplit(named or f"https://{path.partition('/')[0]}.s3.amazonaws.com")
+    port = url.port or {"http": 80}.get(url.scheme, 443)
+    try:
+        socket.create_connection((url.hostname or "", port), limit_s).close()
+    except OSError as error:
+        raise TransientError(f"asking for {address}: {url.hostname} does not answer at port {port}: {error}") from None
 
 
 def _is_hidden(name: str) -> bool:
@@ -97,29 +117,30 @@ def _text(value: str | bytes) -> str:
 
 
 @contextmanager
-def explained(source: Source) -> Iterator[None]:
+def explained(address: str) -> Iterator[None]:
     """What a provider's library says, as the error that it means. Raises DownloadError or TransientError."""
     try:
         yield
     except (OSError, ValueError) as error:  # pyarrow's own errors are of these
         said = " ".join(str(error).split())
         if DENIED.search(said):
-            raise DownloadError(f"{source} may not be read: {_credentials(source.hub)} ({said})") from None
+            raise DownloadError(f"{address} may not be read: {_credentials(address)} ({said})") from None
         if isinstance(error, FileNotFoundError) or MISSING.search(said):
             raise DownloadError(
-                f"{source} does not exist ({said}); check the name of the bucket and the path"
+                f"{address} does not exist ({said}); check the name of the bucket and the path"
             ) from None
         if isinstance(error, ValueError):
-            raise DownloadError(f"{source} cannot be asked for: {said}") from None
-        raise TransientError(f"asking for {source}: {said}; check the network, or try again later") from None
+            raise DownloadError(f"{address} cannot be asked for: {said}") from None
+        raise TransientError(f"asking for {address}: {said}; check the network, or try again later") from None
 
 
-def _credentials(hub: str) -> str:
+def _credentials(address: str) -> str:
     """What to do about credentials, by which of them there are."""
-    missing = [name for name in CREDENTIALS[hub] if not os.environ.get(name)]
+    provider = address.partition("://")[0]
+    missing = [name for name in CREDENTIALS[provider] if not os.environ.get(name)]
     if missing:
         return f"the environment has no {' and no '.join(missing)}; set credentials that may read it"
-    return f"the credentials of the environment ({', '.join(CREDENTIALS[hub])}) are not accepted; check them"
+    return f"the credentials of the environment ({', '.join(CREDENTIALS[provider])}) are not accepted; check them"
 
 
 def _s3(bucket: str) -> FileSystem:

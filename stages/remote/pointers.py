@@ -1,0 +1,83 @@
+"""Pointer files: in the place of a file, where it lies and what it held when it was pinned, as Git LFS has them.
+
+`train.jsonl.pointer` is opened like `train.jsonl`: what is read of it comes over the network, and nothing of it is
+written to disk. Credentials are the environment's, as they are for downloads.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from pydantic import NonNegativeInt
+
+from stages.core.strict import StrictModel
+
+SUFFIX = ".pointer"
+BUFFER_BYTES = 1 << 20
+"""Of one request."""
+MODULES = {
+    "s3": "stages.remote.object_file",
+    "gs": "stages.remote.object_file",
+    "az": "stages.remote.object_file",
+    "hf": "stages.remote.hub_file",
+}
+"""Provider → module with `opened(Pointer)`. They import libraries that take a second to load."""
+
+Opened = Callable[["Pointer"], AbstractContextManager[io.RawIOBase]]
+
+
+class Pointer(StrictModel):
+    """address: `s3://BUCKET/PATH`, or `hf://datasets/org/name@COMMIT/PATH`. tag: changes when the content does: an
+    ETag, the number of a generation, or the digest that a hub lists."""
+
+    address: str
+    size_bytes: NonNegativeInt
+    tag: str
+
+
+def write_pointer(path: Path, pointer: Pointer) -> None:
+    """path: of the file that it stands for."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_name(path.name + SUFFIX).write_text(pointer.model_dump_json(indent=2) + "\n", encoding="utf-8")
+
+
+def read_pointer(path: Path) -> Pointer:
+    """Raises ValueError for what is no pointer."""
+    return Pointer.model_validate_json(path.read_text(encoding="utf-8"))
+
+
+def is_pointer(path: Path) -> bool:
+    """Whether its name says so."""
+    return path.suffix == SUFFIX
+
+
+def without_pointer(path: Path) -> Path:
+    """The path of the file that a pointer stands for; another path as it is."""
+    return path.with_suffix("") if is_pointer(path) else path
+
+
+def size_bytes(path: Path) -> int:
+    """Of a file, or of what a pointer points to."""
+    return read_pointer(path).size_bytes if is_pointer(path) else path.stat().st_size
+
+
+@contextmanager
+def open_file(path: Path) -> Iterator[BinaryIO]:
+    """A file, or what a pointer points to, which may be read anywhere.
+
+    Raises DownloadError where that is gone, may not be read, or is not what it was, also when it becomes so while it is
+    read; TransientError when nobody answers.
+    """
+    if not is_pointer(path):
+        with path.open("rb") as file:
+            yield file
+        return
+    pointer = read_pointer(path)
+    opened: Opened = importlib.import_module(MODULES[pointer.address.partition("://")[0]]).opened
+    with opened(pointer) as file:
+        yield io.BufferedReader(file, BUFFER_BYTES)
