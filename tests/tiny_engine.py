@@ -12,11 +12,11 @@ from typing import Any
 from stages.core.errors import ModelError, RecipeError, ServerError
 from stages.models.projections import Projection
 from stages.models.recorded import Predicted
+from stages.serving.backend import EngineAddress
 from stages.serving.client import Client
 from stages.serving.config import BenchmarkConfig
 from stages.serving.engine import Capabilities, LoadResult
 from stages.serving.launch import LaunchSpec
-from stages.serving.proxy import EngineAddress
 from stages.serving.quantization import Quantization
 
 PROGRAM = Path(__file__).with_name("tiny_openai_server.py")
@@ -51,7 +51,7 @@ class TinyEngine:
     def program_in_image(self, *, on_cpu: bool) -> TinyProgram:
         return TinyProgram(Path("tiny"), "image")
 
-    def argument_problems(self, arguments: Mapping[str, Any]) -> list[str]:
+    def argument_problems(self, arguments: Mapping[str, Any], *, at_once: bool) -> list[str]:
         return []
 
     def root_cause(self, log: str) -> str | None:

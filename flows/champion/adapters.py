@@ -17,10 +17,10 @@ from flows.champion.registry import RegisteredVersion
 from stages.adapters.idle import write_idle_adapter
 from stages.core.errors import LifecycleError
 from stages.serving.agreement import compare_with_records
+from stages.serving.backend import Naming
 from stages.serving.client import check_server
 from stages.serving.launch import LaunchSpec
 from stages.serving.lines import say
-from stages.serving.proxy import Naming
 from stages.serving.server import Server
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 
 from flows.champion import champions
-from flows.champion.registry import ABSENT, CHAMPION, PREVIOUS, TAG
+from flows.champion.registrations import TAG
+from flows.champion.registry import ABSENT, CHAMPION, PREVIOUS
 from stages.core.errors import LifecycleError
 
 ALIAS_ROUTE = "/api/2.0/mlflow/registered-models/alias"

@@ -7,12 +7,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from filelock import FileLock
 from pydantic import Field
 
 from flows.ledger.home import home
+from flows.tracking.rows import acceptable
 from stages.core.contract import StrictModel
+from stages.core.errors import StoreError
 from stages.core.files import write_atomically
+
+TAG = "lifecycle."
 
 
 class Registration(StrictModel):
@@ -44,6 +50,43 @@ def note(registration: Registration) -> None:
     folder = home() / "registrations" / registration.name
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / f"{registration.model.replace('/', '-')}.json", registration.model_dump_json(indent=1))
+
+
+def tags_of(registration: Registration, **more: str | None) -> dict[str, str]:
+    """What its version in MLflow's registry says of it."""
+    tags = {
+        "model": registration.model,
+        "base": registration.base,
+        "digest": registration.digest,
+        "evaluations": ",".join(registration.evaluations),
+        "server": registration.server,
+        "data": "; ".join(registration.data),
+        **{f"score.{acceptable(name)}": f"{value:.6g}" for name, value in registration.scores.items()},
+        **more,
+    }
+    return {f"{TAG}{name}": value for name, value in tags.items() if value}
+
+
+def registration_of(version: Any) -> Registration:
+    """The same of a version in MLflow's registry, but for what is for people.
+
+    Raises StoreError for a version that somebody registered by other means.
+    """
+    tags = version.tags
+    if f"{TAG}model" not in tags:
+        raise StoreError(
+            f"version {version.version} of {version.name} in MLflow's registry names no artifact of a store: it was "
+            "not registered by a promotion; move the alias to a version that was"
+        )
+    return Registration(
+        name=version.name,
+        model=tags[f"{TAG}model"],
+        digest=tags[f"{TAG}digest"],
+        evaluations=tuple(filter(None, tags.get(f"{TAG}evaluations", "").split(","))),
+        base=tags.get(f"{TAG}base"),
+        server=tags.get(f"{TAG}server"),
+        mlflow_run_id=version.run_id or None,
+    )
 
 
 def registrations() -> list[Registration]:

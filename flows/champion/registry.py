@@ -1,9 +1,10 @@
 """Champions in MLflow's model registry: who is, who was, and how one follows another.
 
-A registered version points into our store by its tags and holds no weights. Two aliases matter: `champion`, and
-`previous`, whom a rollback brings back. Each alias is moved by one request, `previous` first: a crash at any point
-leaves one valid champion, and doing the same again completes what was begun. Who was champion before is written with
-the new version before any alias moves, so that a move that was cut short, and never done again, can be mended.
+A registered version points into our store by its tags and holds no weights. Three aliases matter: `champion`;
+`previous`, whom a rollback brings back; and `challenger`, who is served to a few. Each alias is moved by one request,
+`previous` first: a crash at any point leaves one valid champion, and doing the same again completes what was begun. Who
+was champion before is written with the new version before any alias moves, so that a move that was cut short, and never
+done again, can be mended.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flows.champion.registrations import Registration, note
+from flows.champion.registrations import TAG, Registration, note, registration_of, tags_of
 from flows.ledger.home import home
-from flows.tracking.rows import acceptable
 from flows.tracking.shipper import CLIENT_ENVIRONMENT, experiment_id
 from stages.core.errors import OutdatedVerdictError, ServerError, StoreError, TransientError
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 CHAMPION = "champion"
 PREVIOUS = "previous"
-TAG = "lifecycle."
+CHALLENGER = "challenger"
 OF_PROMOTIONS = (f"{TAG}predecessor", f"{TAG}promotion")
 """Tags that stay when a version is registered again without becoming champion."""
 ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
@@ -86,7 +86,7 @@ class Registry:
                 f"name = '{registration.name}' and tags.`{TAG}digest` = '{registration.digest}'"
             )
             number = str(found[0].version) if found else self._create(registration)
-            tags = _tags(registration, predecessor=predecessor, promotion=promotion)
+            tags = tags_of(registration, predecessor=predecessor, promotion=promotion)
             for tag, value in tags.items():
                 self._client.set_model_version_tag(registration.name, number, tag, value)
             for tag in found[0].tags if found else ():
@@ -138,12 +138,32 @@ class Registry:
             raise StoreError(
                 f"rolling back {name}: version {champion.number} is its first champion, before it was none"
             )
-        with _explained(f"noting who was champion of {name}"):
-            self._client.set_model_version_tag(name, previous.number, f"{TAG}predecessor", champion.number)
-        self._move(name, previous.number, champion.number)
-        restored = self.find(name)
-        assert restored
-        return restored
+        return self._crown(previous, champion)
+
+    def challenge(self, version: RegisteredVersion) -> None:
+        """Put the alias `challenger` on a version. Raises StoreError where it would challenge itself, or nobody."""
+        champion = self.find(version.name)
+        if champion is None or champion.number == version.number:
+            found = "there is no champion" if champion is None else "it is the champion"
+            raise StoreError(f"having version {version.number} of {version.name} challenge the champion: {found}")
+        with _explained(f"making version {version.number} {CHALLENGER} of {version.name}"):
+            self._client.set_registered_model_alias(version.name, CHALLENGER, version.number)
+
+    def withdraw_challenger(self, name: str) -> None:
+        """Take the alias `challenger` away."""
+        with _explained(f"withdrawing the {CHALLENGER} of {name}"):
+            _unless_absent(lambda: self._client.delete_registered_model_alias(name, CHALLENGER))
+
+    def promote_challenger(self, name: str) -> RegisteredVersion:
+        """Make the challenger champion, and the present one `previous`. Raises StoreError without either."""
+        self.mend(name)
+        champion, challenger = self.find(name), self.find(name, CHALLENGER)
+        if champion is None or challenger is None:
+            missing = CHAMPION if champion is None else CHALLENGER
+            raise StoreError(f"promoting the {CHALLENGER} of {name}: MLflow's registry has no {missing} of that name")
+        crowned = challenger if challenger.number == champion.number else self._crown(challenger, champion)
+        self.withdraw_challenger(name)
+        return crowned
 
     def was_cut_short(self, name: str) -> bool:
         """Whether a move stopped between its two writes: `previous` is on the champion itself. Or is under way."""
@@ -182,6 +202,15 @@ class Registry:
             page = self._client.search_registered_models(page_token=page.token)
             yield from page
 
+    def _crown(self, successor: RegisteredVersion, champion: RegisteredVersion) -> RegisteredVersion:
+        name = champion.name
+        with _explained(f"noting who was champion of {name}"):
+            self._client.set_model_version_tag(name, successor.number, f"{TAG}predecessor", champion.number)
+        self._move(name, successor.number, champion.number)
+        crowned = self.find(name)
+        assert crowned
+        return crowned
+
     def _move(self, name: str, champion: str, previous: str | None) -> None:
         with _explained(f"making version {champion} champion of {name}"):
             if previous:
@@ -203,7 +232,7 @@ class Registry:
             registration.name,
             source=f"models:/{model}",
             run_id=registration.mlflow_run_id,
-            tags=_tags(registration),
+            tags=tags_of(registration),
             model_id=model,
         )
         return str(version.version)
@@ -222,7 +251,7 @@ class Registry:
         wanted = f"name = '{registration.name}' and tags.`{TAG}digest` = '{registration.digest}'"
         if found := self._client.search_logged_models([experiment], wanted):
             return str(found[0].model_id)
-        tags = {**_tags(registration), MLFLOW_MODEL_IS_EXTERNAL: "true"}
+        tags = {**tags_of(registration), MLFLOW_MODEL_IS_EXTERNAL: "true"}
         model = self._client.create_logged_model(experiment, registration.name, tags=tags)
         folder = home() / "registering" / registration.name
         shutil.rmtree(folder, ignore_errors=True)
@@ -231,20 +260,6 @@ class Registry:
         self._client.log_model_artifacts(model.model_id, str(folder))
         shutil.rmtree(folder)
         return str(self._client.finalize_logged_model(model.model_id, "READY").model_id)
-
-
-def _tags(registration: Registration, **more: str | None) -> dict[str, str]:
-    tags = {
-        "model": registration.model,
-        "base": registration.base,
-        "digest": registration.digest,
-        "evaluations": ",".join(registration.evaluations),
-        "server": registration.server,
-        "data": "; ".join(registration.data),
-        **{f"score.{acceptable(name)}": f"{value:.6g}" for name, value in registration.scores.items()},
-        **more,
-    }
-    return {f"{TAG}{name}": value for name, value in tags.items() if value}
 
 
 def _unless_absent(ask: Callable[[], Any]) -> Any:
@@ -261,23 +276,8 @@ def _unless_absent(ask: Callable[[], Any]) -> Any:
 
 def _registered(version: Any) -> RegisteredVersion:
     """Of MLflow's entity. Raises StoreError for a version that somebody registered by other means."""
-    tags = version.tags
-    if f"{TAG}model" not in tags:
-        raise StoreError(
-            f"version {version.version} of {version.name} in MLflow's registry names no artifact of a store: it was "
-            "not registered by a promotion; move the alias to a version that was"
-        )
-    registration = Registration(
-        name=version.name,
-        model=tags[f"{TAG}model"],
-        digest=tags[f"{TAG}digest"],
-        evaluations=tuple(filter(None, tags.get(f"{TAG}evaluations", "").split(","))),
-        base=tags.get(f"{TAG}base"),
-        server=tags.get(f"{TAG}server"),
-        mlflow_run_id=version.run_id or None,
-    )
-    predecessor, promotion = (tags.get(f"{TAG}{name}") for name in ("predecessor", "promotion"))
-    return RegisteredVersion(registration, str(version.version), predecessor, promotion)
+    predecessor, promotion = (version.tags.get(f"{TAG}{name}") for name in ("predecessor", "promotion"))
+    return RegisteredVersion(registration_of(version), str(version.version), predecessor, promotion)
 
 
 def _version(number: str | None) -> str:

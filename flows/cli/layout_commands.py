@@ -13,7 +13,7 @@ from flows.cli.answers import JSON_OPTION, print_json
 @click.command()
 @click.argument("model", required=False, metavar="[RECIPE|MODEL_CONFIG]")
 @click.option("--stage", metavar="NAME", help="Train stage of the recipe; default: its first.")
-@click.option("--gpus", "num_gpus", type=int, help="How many devices.")
+@click.option("--gpus", "num_gpus", type=int, help="How many devices, those of a server that samples included.")
 @click.option("--gpu", default="h100-80gb", show_default=True, metavar="NAME|YAML", help="Which devices.")
 @click.option("--gpus-per-node", type=int, help="Default: as such nodes usually have.")
 @click.option("--seq-len", type=int, help="Tokens of a row; default: the recipe's, else 4096.")

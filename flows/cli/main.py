@@ -22,7 +22,7 @@ from flows.cli.data_commands import data
 from flows.cli.init_command import init
 from flows.cli.layout_commands import layouts
 from flows.cli.lineage_commands import diff, lineage
-from flows.cli.model_commands import champion, rollback
+from flows.cli.model_commands import canary, champion, rollback
 from flows.cli.notify_commands import notify
 from flows.cli.refresh_commands import logs, retry, runs
 from flows.cli.render_command import render
@@ -124,7 +124,7 @@ def schema() -> None:
 
 COMMANDS = (
     *(init, data, retry, runs, logs, compare, calibrate, layouts, show, report, adopt, verify, gc, serve, chat),
-    *(lineage, diff, champion, rollback, schedule, schedules, notify, render, up, down, status, doctor),
+    *(lineage, diff, champion, rollback, canary, schedule, schedules, notify, render, up, down, status, doctor),
 )
 WATCHED = ("run", "rerun", "retry", "compare")
 """What they print is read later, where there is no terminal: each line has its time, the error that ends them too."""

@@ -1,4 +1,4 @@
-"""`lifecycle champion` and `rollback`: what concerns registered models. Imports only what a command needs."""
+"""`lifecycle champion`, `rollback` and `canary`: what concerns registered models. Imports only what a command needs."""
 
 from __future__ import annotations
 
@@ -34,10 +34,37 @@ def rollback(name: str, as_json: bool) -> None:
     _show(registry, restored, as_json)
 
 
+@click.command()
+@click.argument("name")
+@click.argument("version", type=click.IntRange(1), required=False)
+@click.option("--promote", is_flag=True, help="Make the challenger champion.")
+@click.option("--withdraw", is_flag=True, help="Have no challenger any more.")
+@JSON_OPTION
+def canary(name: str, version: int | None, promote: bool, withdraw: bool, as_json: bool) -> None:
+    """Have VERSION of a registered model challenge its champion: `serve --follow --canary` sends it some requests.
+
+    Without a VERSION, show the challenger, promote it or withdraw it.
+    """
+    from flows.champion import champions
+    from flows.champion.registrations import only_one
+
+    if sum((bool(version), promote, withdraw)) > 1:
+        raise click.UsageError("expected one of VERSION, --promote and --withdraw")
+    registry = champions.connect()
+    if version:
+        registry.challenge(champions.find_version(registry, f"models:/{name}/{version}"))
+    elif withdraw:
+        registry.withdraw_challenger(name)
+    elif promote:
+        with only_one(name):
+            registry.promote_challenger(name)
+    _show(registry, champions.find(registry, name, "champion"), as_json)
+
+
 def _show(registry: Any, version: Any, as_json: bool) -> None:
     from flows.champion import champions
 
-    previous = registry.find(version.name, "previous")
+    previous, challenger = (registry.find(version.name, alias) for alias in ("previous", "challenger"))
     folder, base = champions.artifact_of(version, version.registration.model).folder, champions.base_of(version)
     if as_json:
         print_json(
@@ -49,6 +76,7 @@ def _show(registry: Any, version: Any, as_json: bool) -> None:
                 "base": str(base.folder) if base else None,
                 "evaluations": version.registration.evaluations,
                 "previous": previous.number if previous else None,
+                "challenger": challenger.number if challenger else None,
             }
         )
         return
@@ -56,3 +84,5 @@ def _show(registry: Any, version: Any, as_json: bool) -> None:
     if base:
         click.echo(f"it is an adapter of {version.registration.base} in {base.folder}")
     click.echo(f"previous: version {previous.number}, {previous.registration.model}" if previous else "previous: none")
+    if challenger:
+        click.echo(f"challenger: version {challenger.number}, {challenger.registration.model}")

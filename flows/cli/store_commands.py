@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import click
 
 from flows.cli.answers import JSON_OPTION, print_json
 from stages.core.errors import ModelError, RecipeError, StoreError
+
+if TYPE_CHECKING:
+    from flows.champion.follow import Follower
+    from stages.serving.exchange import Exchange
 
 
 @click.command()
@@ -118,19 +125,57 @@ def gc(dry_run: bool, older_than_days: float, as_json: bool) -> None:
     click.echo(f"{total_mib:.1f} MiB {'would be' if dry_run else 'were'} freed")
 
 
+class Percentage(click.ParamType):
+    """`10%` → 0.1."""
+
+    name = "percent"
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> float:
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)%", str(value))
+        if found is None or not 0 < float(found[1]) <= 100:
+            self.fail(f"{value!r} is no share of the requests; expected more than 0% up to 100%, such as 10%")
+        return float(found[1]) / 100
+
+
 @click.command()
 @click.argument("artifact", metavar="ARTIFACT|models:/NAME@ALIAS")
 @click.option("--follow", is_flag=True, help="Go over to a new champion when the alias moves; only with models:/….")
+@click.option("--canary", type=Percentage(), metavar="PERCENT", help="Of the requests, to the challenger: 10%.")
+@click.option(
+    "--canary-gate", type=click.IntRange(2), metavar="N", help="After N requests of each, promote or withdraw."
+)
+@click.option("--sample-requests", type=Percentage(), metavar="PERCENT", help="Of the conversations, into --samples.")
+@click.option("--samples", type=click.Path(path_type=Path, file_okay=False), help="Folder for a dataset of requests.")
+@click.option("--samples-mib", type=click.IntRange(1), default=256, show_default=True, help="Of --samples, at most.")
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port", type=click.IntRange(1, 65535), help="Default: a free one.")
-def serve(artifact: str, follow: bool, host: str, port: int | None) -> None:
+def serve(
+    artifact: str,
+    follow: bool,
+    canary: float | None,
+    canary_gate: int | None,
+    sample_requests: float | None,
+    samples: Path | None,
+    samples_mib: int,
+    host: str,
+    port: int | None,
+) -> None:
     """Serve a model until Ctrl-C: an artifact, what a serve stage served, or a champion.
 
-    The API key is VLLM_API_KEY, or a new one, which is printed.
+    The API key is VLLM_API_KEY, or a new one, which is printed. `--canary` is about the version that `lifecycle canary`
+    made the challenger.
     """
+    if (sample_requests is None) != (samples is None):
+        raise click.UsageError("--sample-requests and --samples are given together: how many, and where to")
+    if canary_gate and not canary:
+        raise click.UsageError("--canary-gate judges a challenger: expected --canary, too")
     if follow:
-        _serve_champions(artifact, host, port)
+        with ExitStack() as stack:
+            sample = _sampling(samples, sample_requests, samples_mib, stack) if samples and sample_requests else None
+            _follower(artifact, canary or 0.0, canary_gate).serve(host, port, sample)
         return
+    if canary or samples:
+        raise click.UsageError("--canary and --sample-requests are about what is served with --follow")
     _become_server(artifact, ["--host", host, *(["--port", str(port)] if port else [])])
 
 
@@ -151,14 +196,23 @@ def _become_server(artifact: str, options: list[str]) -> NoReturn:
     os.execv(sys.executable, command)  # noqa: S606 (no shell)
 
 
-def _serve_champions(uri: str, host: str, port: int | None) -> None:
+def _sampling(folder: Path, share: float, size_mib: int, stack: ExitStack) -> Callable[[Exchange, str], None]:
+    """What takes requests until `stack` is closed."""
+    from stages.serving.lines import say
+    from stages.serving.samples import Samples
+
+    say(f"{share:.1%} of the conversations are written to {folder}, which holds {size_mib} MiB of them at most")
+    return stack.enter_context(Samples(folder, share, size_mib * 2**20)).offer
+
+
+def _follower(uri: str, canary_share: float, gate_requests: int | None) -> Follower:
     from flows.champion import champions
     from flows.champion.follow import Follower
     from stages.serving.lines import say
 
     name, alias = champions.parse(uri)
     say(f"asking MLflow for {uri}")
-    Follower(champions.connect(), name, alias).serve(host, port)
+    return Follower(champions.connect(), name, alias, canary_share, gate_requests)
 
 
 def _what_to_serve(name: str) -> list[str]:
@@ -174,7 +228,7 @@ def _what_to_serve(name: str) -> list[str]:
         say(f"asking MLflow for {name}")
         version = champions.find(champions.connect(), *parsed)
         spec = champions.launch_spec(version)
-        return shown.launch_arguments(spec)
+        return [*shown.launch_arguments(spec), "--version", version.number]
     index = Store(store_root()).index()
     found = shown.find_artifact(index, name)
     if found.record.product not in ("model", "adapter", "server"):

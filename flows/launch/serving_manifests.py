@@ -22,8 +22,9 @@ from flows.launch.manifests import (
 from stages.core.clusters import KubernetesOptions
 from stages.core.errors import RecipeError
 from stages.serve.config import ServeConfig
+from stages.serving.backend import EngineAddress
 from stages.serving.launch import LaunchSpec
-from stages.serving.proxy import API_KEY_VARIABLE, EngineAddress
+from stages.serving.proxy import API_KEY_VARIABLE
 from stages.serving.proxy_program import LAST_ANSWERS_TIMEOUT_S, LOCK_NAME
 from stages.serving.registry import chosen_engine
 

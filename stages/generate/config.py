@@ -13,6 +13,7 @@ from stages.core.strict import StrictModel
 from stages.rewards.registry import AnyReward, RewardName
 from stages.rollouts.options import PromptOptions, SamplingOptions
 from stages.serving.asked import AskedModelConfig
+from stages.serving.config import StopTexts
 
 
 class PromptsConfig(StrictModel):
@@ -52,9 +53,7 @@ class GenerateConfig(AskedModelConfig):
     temperature: float = Field(1.0, ge=0, le=100, description="0: always the likeliest token.")
     top_p: float = Field(1.0, gt=0, le=1, description="Only the likeliest tokens that have this share together.")
     max_tokens: PositiveInt = Field(256, description="Of a completion; what is cut off there is not kept.")
-    stop: tuple[str, ...] = Field(
-        (), max_length=4, description="Texts that end a completion; they are no part of it. Servers take 4."
-    )
+    stop: StopTexts = Field((), description="Texts that end a completion; they are no part of it.")
     seed: int = Field(0, ge=0, lt=2**63, description="Of the completions; each has its own.")
     rewards: dict[RewardName, AnyReward] = Field(
         default_factory=dict, description="Name, as metrics have it → what judges each completion."

@@ -22,6 +22,7 @@ from stages.core.contract import StageContext
 from stages.core.strict import StrictModel
 from stages.rewards.judge import RatingConfig
 from stages.serving.asked import ServedModel
+from stages.serving.config import StopTexts
 
 
 class GenerationConfig(StrictModel):
@@ -29,9 +30,7 @@ class GenerationConfig(StrictModel):
 
     max_tokens: PositiveInt = Field(512, description="Of an answer; what is longer is cut off there.")
     temperature: float = Field(0.0, ge=0, le=100, description="0: always the likeliest token.")
-    stop: tuple[str, ...] = Field(
-        (), max_length=4, description="Texts that end an answer; they are no part of it. Servers take 4."
-    )
+    stop: StopTexts = Field((), description="Texts that end an answer; they are no part of it.")
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,15 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, get_args
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, JsonValue, PositiveInt, field_validator, model_validator
 
 from stages.core.contract import DatasetReference, ModelReference, StageConfig, StrictModel
 from stages.core.fields import AddedLater, Product, SplitName
 from stages.core.numbers import NatsPerToken
 from stages.quantize.registry import METHODS
 from stages.serving.engine import Engine, WeightFiles
-from stages.serving.quantization import GgufType, Quantization, WeightFormat
-from stages.serving.registry import engine_of
+from stages.serving.quantization import GgufType, Quantization, WeightFormat, is_k_quant
+from stages.serving.registry import engine_of, installed_version
 
 if TYPE_CHECKING:
     Method = str
@@ -65,7 +65,9 @@ class QuantizeConfig(StageConfig):
         "for llama.cpp."
     )
     gguf_type: Annotated[GgufType | None, AddedLater()] = Field(
-        None, description="Of `method: gguf`: what matrices are stored as, embeddings included."
+        None,
+        description="Of `method: gguf`: what matrices are stored as, embeddings included. Those with `_k` are "
+        "K-quants, which llama.cpp's own library makes.",
     )
     group_size: PositiveInt = Field(128, description="Input channels that share a scale (awq and gptq).")
     symmetric: bool = Field(False, description="Without zero points (awq and gptq).")
@@ -90,11 +92,11 @@ class QuantizeConfig(StageConfig):
 
     @field_validator("gguf_type", mode="before")
     @classmethod
-    def _k_quants_are_not_made(cls, gguf_type: object) -> object:
-        if re.fullmatch(r"(q\d_k(_[sml])?|iq.*)", str(gguf_type).lower()):
+    def _some_need_an_importance_matrix(cls, gguf_type: object) -> object:
+        if re.fullmatch(r"q[23]_k.*|iq.*", str(gguf_type).lower()):
             raise ValueError(
-                f"{gguf_type}: no program here makes such files (the package gguf only reads them, and the wheel of "
-                f"llama.cpp leaves `llama-quantize` out); choose {', '.join(get_args(GgufType))}"
+                f"{gguf_type}: so few bits need an importance matrix, which nothing here makes; choose "
+                f"{', '.join(get_args(GgufType))}"
             )
         return gguf_type
 
@@ -137,6 +139,11 @@ class QuantizeConfig(StageConfig):
         if self.method == "gguf":
             yield "tensor_parallel_size", "llama.cpp divides no layers"
             yield "seed", "`method: gguf` draws no random numbers"
+
+    def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
+        """With the version of llama.cpp where its library makes the blocks."""
+        made_by = installed_version(self.serving_engine) if is_k_quant(self._weights) else {}
+        return {**super().resolve_outside(limit_s), **made_by}
 
     @property
     def weight_files(self) -> WeightFiles:

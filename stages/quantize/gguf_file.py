@@ -1,8 +1,9 @@
 """Writes a model folder as a GGUF file by the package `gguf`: config, tokenizer and safetensors → `model.gguf`.
 
-Matrices are stored as the recipe says, embeddings included; those in `ignore` as f16, and vectors as f32. Everything
-else that the folder holds stays beside the file: evaluations read the tokenizer there. What was written is read back by
-name, shape and type, and llama.cpp must cut real rows into the same tokens.
+Matrices are stored as the recipe says, embeddings included; those in `ignore` as f16, and vectors as f32. K-quants are
+made by llama.cpp's library (`k_quants.py`). Everything else that the folder holds stays beside the file: evaluations
+read the tokenizer there. What was written is read back by name, shape and type, and llama.cpp must cut real rows into
+the same tokens.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from stages.models.model_config import read_config
 from stages.models.projections import matches
 from stages.quantize.gguf_rows import compare_token_ids
 from stages.quantize.gguf_tokenizer import write_tokenizer
+from stages.quantize.k_quants import KQuantizer, k_quantizer, type_of
 from stages.quantize.written import copy_companions
-from stages.serving.quantization import Quantization
+from stages.serving.quantization import Quantization, is_k_quant
 
 ROTARY_BUFFER = ".rotary_emb.inv_freq"
 """Of old Llama folders: computed, not learned."""
@@ -77,10 +79,12 @@ def quantize(
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for number, tensor in enumerate(tensors):
-        report(number, len(tensors))
-        # One at a time: a model in fp32 may not fit into memory.
-        writer.write_tensor_data(gguf.quants.quantize(_values(tensor, source, config, architecture), tensor.stored_as))
+    with k_quantizer(quantization.weights) as of_llama_cpp:
+        for number, tensor in enumerate(tensors):
+            report(number, len(tensors))
+            # One at a time: a model in fp32 may not fit into memory.
+            values = _values(tensor, source, config, architecture)
+            writer.write_tensor_data(_stored(values, tensor.stored_as, of_llama_cpp))
     writer.close()
     copy_companions(source, target)
     described = {**config, "quantization_config": {"quant_method": "gguf", "type": quantization.weights}}
@@ -92,7 +96,6 @@ def quantize(
 def _sources(source: Path, config: dict[str, Any], architecture: str, quantization: Quantization) -> Iterator[Source]:
     """Raises ModelError for a tensor that GGUF has no name for."""
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config["num_hidden_layers"])
-    wanted = gguf.GGMLQuantizationType[quantization.weights.upper()]
     for path in sorted(source.glob("*.safetensors")):
         with safe_open(path, framework="pt") as stored:
             for name in stored.keys():  # noqa: SIM118 (it is no mapping)
@@ -102,19 +105,33 @@ def _sources(source: Path, config: dict[str, Any], architecture: str, quantizati
                 if target is None:
                     raise ModelError(f"writing {source} as GGUF: {name} has no name there; choose another method")
                 shape = tuple(stored.get_slice(name).get_shape())
-                yield Source(path, name, target, shape, _stored_as(name, shape, wanted, quantization))
+                yield Source(path, name, target, shape, _stored_as(name, target, shape, config, quantization))
     if (config.get("rope_parameters") or config.get("rope_scaling") or {}).get("rope_type") == "llama3":
         shape = (_head_dim(config) // 2,)
         yield Source(None, "", ROTARY_FACTORS, shape, gguf.GGMLQuantizationType.F32)
 
 
 def _stored_as(
-    name: str, shape: tuple[int, ...], wanted: gguf.GGMLQuantizationType, quantization: Quantization
+    name: str, target: str, shape: tuple[int, ...], config: dict[str, Any], quantization: Quantization
 ) -> gguf.GGMLQuantizationType:
+    """name, target: in the folder, and in the file."""
     if len(shape) < 2:
         return gguf.GGMLQuantizationType.F32
-    left_alone = matches(name.removesuffix(".weight"), quantization.ignore)
-    return gguf.GGMLQuantizationType.F16 if left_alone else wanted
+    if matches(name.removesuffix(".weight"), quantization.ignore):
+        return gguf.GGMLQuantizationType.F16
+    if is_k_quant(quantization.weights):
+        tied = bool(config.get("tie_word_embeddings"))
+        return type_of(target, shape[-1], quantization.weights, config["num_hidden_layers"], tied=tied)
+    return gguf.GGMLQuantizationType[quantization.weights.upper()]
+
+
+def _stored(
+    values: np.ndarray[Any, Any], stored_as: gguf.GGMLQuantizationType, of_llama_cpp: KQuantizer | None
+) -> np.ndarray[Any, Any]:
+    """The bytes of a tensor in the file."""
+    if of_llama_cpp and stored_as.name.endswith("_K"):
+        return of_llama_cpp.quantize(values, stored_as)
+    return gguf.quants.quantize(values, stored_as)
 
 
 def _values(tensor: Source, source: Path, config: dict[str, Any], architecture: str) -> np.ndarray[Any, Any]:

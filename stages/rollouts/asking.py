@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import aiohttp
 
 from stages.core.errors import ServerError, TransientError
-from stages.hubs.retry import RetryBackoff, busy_from_status, busy_from_transport
+from stages.remote.retry import RetryBackoff, busy_from_status, busy_from_transport
 from stages.serving.client import Client
 
 Request = dict[str, Any]

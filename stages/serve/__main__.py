@@ -44,6 +44,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--name", help="of the model, or of an adapter, in requests; default: the folder's name")
     parser.add_argument("--adapter", action="append", default=[], metavar="NAME=FOLDER", help="an adapter of the model")
     parser.add_argument("--base-name", help="of the model where --name is an adapter's; default: NAME-base")
+    parser.add_argument("--version", help="of a registered model, for the metrics")
     parser.add_argument("--host", default=ServeExecution().host, help="default: this machine only")
     parser.add_argument("--port", type=int, help="default: a free one")
     parser.add_argument("--chat", action="store_true", help="talk to it here; its end is the server's")
@@ -56,7 +57,8 @@ def _serve(arguments: argparse.Namespace) -> None:
     folder = Path(os.environ.get("LIFECYCLE_HOME", ".lifecycle")).resolve() / "servers"
     folder.mkdir(parents=True, exist_ok=True)
     log_file = folder / f"{spec.served_name}.log"
-    with started_server(spec, execution, log_file, folder / f"{spec.served_name}-{os.getpid()}") as server:
+    runtime = folder / f"{spec.served_name}-{os.getpid()}"
+    with started_server(spec, execution, log_file, runtime, version=arguments.version) as server:
         say(f"starting {server.engine.title} {spec.engine_version} for {spec.model}; its log is {log_file}")
         server.wait_until_ready(execution.ready_timeout_s, starting_lines(server.engine.title))
         server.check()

@@ -89,7 +89,8 @@ def _predictions(engine: Engine, client: Client, documents: Sequence[RecordedDoc
 
 def _of_targets(row: Predicted, document: RecordedDocument) -> Predicted:
     places = [place for place, target in enumerate(document.targets) if target >= 0]
-    return Predicted([row.log_probabilities[place] for place in places], [row.greedy[place] for place in places])
+    greedy = [row.greedy[place] for place in places] if row.greedy else ()
+    return Predicted([row.log_probabilities[place] for place in places], greedy)
 
 
 def _sum(predicted: Predicted) -> float:

@@ -57,10 +57,14 @@ class Client:
 
     def predictions(self, rows: list[list[int]]) -> list[Predicted]:
         """The same of several rows of tokens, and the likeliest token in the place of each, in one request."""
+        return [_predicted(one, len(row)) for one, row in zip(self.echoed(rows), rows, strict=True)]
+
+    def echoed(self, rows: list[list[int]]) -> list[dict[str, Any]]:
+        """What the server reports of each row's tokens: the `logprobs` of a completion that echoes its prompt."""
         request = {"model": self.model, "prompt": rows, "temperature": 0, "max_tokens": 1, "echo": True, "logprobs": 1}
         answer = self._json("/v1/completions", {**request, "return_tokens_as_token_ids": True})
         choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
-        return [_predicted(choice["logprobs"], len(row)) for choice, row in zip(choices, rows, strict=True)]
+        return [choice["logprobs"] for choice in choices]
 
     def chat(self, messages: list[dict[str, str]]) -> Iterator[str]:
         """The answer to a conversation, in parts as the model makes them."""

@@ -10,7 +10,11 @@ from stages.core.contract import Execution, StrictModel
 from stages.core.fields import AddedLater
 from stages.core.numbers import Seconds
 
-EngineName = Literal["vllm", "llama_cpp"]
+EngineName = Literal["vllm", "llama_cpp", "sglang"]
+MOST_STOP_TEXTS = 64
+"""Of one request: what every server that a stage starts takes."""
+StopTexts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(max_length=MOST_STOP_TEXTS)]
+"""Of a field: what ends an answer."""
 
 
 class ServingConfig(StrictModel):
@@ -31,7 +35,8 @@ class ServingConfig(StrictModel):
     enforce_eager: bool = Field(False, description="Neither compile nor capture graphs: starts sooner, runs slower.")
     trust_remote_code: bool = Field(False, description="Run the Python files that come with the model.")
     arguments: Annotated[dict[str, JsonValue], AddedLater()] = Field(
-        default_factory=dict, description="Other options of `vllm serve`, without dashes before them → values."
+        default_factory=dict,
+        description="Other options of the engine's own server, without dashes before them → values.",
     )
 
     @field_validator("arguments")

@@ -22,8 +22,8 @@ from stages.serving.launch import LaunchSpec
 from stages.serving.quantization import Quantization
 
 if TYPE_CHECKING:  # their HTTP imports would slow every plan
+    from stages.serving.backend import EngineAddress
     from stages.serving.client import Client
-    from stages.serving.proxy import EngineAddress
 
 
 WeightFiles = Literal["safetensors", "gguf"]
@@ -105,8 +105,11 @@ class Engine(Protocol):
     def program_in_image(self, *, on_cpu: bool) -> Program:
         """The program as it is found in a container image that was made for it."""
 
-    def argument_problems(self, arguments: Mapping[str, JsonValue]) -> list[str]:
-        """`OPTION: why`, of what this engine cannot be started with. Raises ResourceError when it is not installed."""
+    def argument_problems(self, arguments: Mapping[str, JsonValue], *, at_once: bool) -> list[str] | None:
+        """`OPTION: why`, of what this engine cannot be started with. Raises ResourceError when it is not installed.
+
+        at_once: None for what takes seconds to know.
+        """
 
     def root_cause(self, log: str) -> str | None:
         """Why the server that wrote `log` died or did not start; None when the log does not say."""
@@ -118,7 +121,8 @@ class Engine(Protocol):
         """A few log-probabilities that the server gives, whatever their tokens. Raises ServerError for none."""
 
     def predictions(self, client: Client, rows: list[list[int]]) -> list[Predicted]:
-        """Of every token of each row but the first: its log-probability, and the likeliest token in its place."""
+        """Of every token of each row but the first: its log-probability, and the likeliest token in its place, unless
+        the engine tells no ids of tokens."""
 
     def generate_load(
         self, client: Client, spec: LaunchSpec, benchmark: BenchmarkConfig, folder: Path

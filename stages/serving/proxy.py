@@ -4,9 +4,10 @@ Engines guard some of their routes with a key, and leave others open: vLLM's own
 listens where only the proxy is (`EngineAddress`), and the proxy, on the address that people are given, asks for the key
 on every path, passes on the routes of `ROUTES` alone, and bounds the size, the number and the time of requests.
 Answers pass as they are made. The engine behind it may be exchanged while requests are under way, or the model in it:
-people go on asking by the same name (`Naming`).
+people go on asking by the same name (`Naming`). A share of the requests may go to another one, a canary.
 
-It imports nothing of ours: in Kubernetes it runs in the engine's image (`proxy_program.py`).
+It and its neighbours import nothing but their HTTP libraries and Prometheus' client: in Kubernetes it runs in the
+engine's image (`proxy_program.py`).
 """
 
 from __future__ import annotations
@@ -15,24 +16,31 @@ import asyncio
 import hmac
 import json
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 from aiohttp import web
-from multidict import CIMultiDict
 from yarl import URL
 
+from stages.serving.backend import Backend, Canary, EngineAddress, Naming, sticky_key
+from stages.serving.exchange import Exchange, json_object
+from stages.serving.http_messages import body_of, error, passed
+from stages.serving.tally import ServedVersion, Tallies, labelled
+
 MODELS = "/v1/models"
+CHAT = "/v1/chat/completions"
+METRICS = "/metrics"
+VERSIONS = "/versions"
 ROUTES = {
     MODELS: "GET",
     "/v1/completions": "POST",
-    "/v1/chat/completions": "POST",
+    CHAT: "POST",
     "/health": "GET",
-    "/metrics": "GET",
+    METRICS: "GET",
+    VERSIONS: "GET",
 }
 """Path → method. What else an engine answers (vLLM: `/collective_rpc`, `/tokenize`, …) never leaves its socket."""
 MAX_BODY_BYTES = 32 * 2**20
@@ -42,166 +50,221 @@ API_KEY_VARIABLE = "VLLM_API_KEY"
 BODY_TIMEOUT_S = 60.0
 REQUEST_TIMEOUT_S = 3600.0
 CONNECT_TIMEOUT_S = 10.0
-NOT_PASSED_ON = frozenset(
-    {
-        "connection",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "proxy-connection",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-        *("host", "date", "server", "origin", "expect"),
-    }
-)
-"""Headers of one connection (RFC 9110, section 7.6.1), and of one server: without an origin, engines allow none."""
+METRICS_TIMEOUT_S = 5.0
+VERSION_HEADER = "X-Lifecycle-Version"
+TEXT_FORMAT = "text/plain; version=0.0.4"
+"""Of Prometheus; engines would answer to some in another."""
 
 
-@dataclass(frozen=True)
-class EngineAddress:
-    """Where an engine listens: on a Unix socket in a private folder, or on a port of the loopback."""
-
-    socket: Path | None = None
-    port: int | None = None
-
-    def connector(self) -> aiohttp.BaseConnector:
-        """Connections are not used again: one that the engine is about to close would lose a request."""
-        if self.socket:
-            return aiohttp.UnixConnector(str(self.socket), force_close=True, limit=0)
-        return aiohttp.TCPConnector(force_close=True, limit=0)
-
-    @property
-    def url(self) -> URL:
-        return URL(f"http://127.0.0.1:{self.port}" if self.port else "http://engine")
-
-
-@dataclass(frozen=True)
-class Naming:
-    """The name of the one model that people may ask for, and what the engine calls it, which has others too."""
-
-    public: str
-    inside: str
-
-
-class Backend:
-    """An engine behind the proxy, or a model in it, and how many requests it has."""
-
-    def __init__(self, address: EngineAddress, naming: Naming | None):
-        self.address = address
-        self.naming = naming
-        self.num_requests = 0
-        self.idle = threading.Event()
-        self.idle.set()
+class EngineGoneError(Exception):
+    """No answer of an engine has begun, so another one may be asked."""
 
 
 class Proxy:
     """Answers requests, in the thread of one event loop; the other methods may be called from any thread."""
 
-    def __init__(self, address: EngineAddress, api_key: str, naming: Naming | None = None):
-        """naming: None for an engine whose names are those that people ask for."""
-        self._backend = Backend(address, naming)
+    def __init__(self, backend: Backend, api_key: str, sample: Callable[[Exchange, str], None] | None = None):
+        """sample: gets conversations that were answered whole, and by which version."""
+        self.tallies = Tallies()
+        self._backend = backend
+        self._canary: Canary | None = None
+        self._sample = sample
         self._bearer = f"Bearer {api_key}".encode()
         self._num_requests = 0
         self._lock = threading.Lock()
         self._sessions: dict[Backend, aiohttp.ClientSession] = {}
 
-    def switch(self, address: EngineAddress, naming: Naming | None = None) -> Backend:
-        """Send requests to another engine or model from now on; returns the one before, which may still have some."""
+    def switch(self, backend: Backend) -> Backend:
+        """Send requests to another engine or model from now on; returns the one before, which may still have some.
+
+        One that was a canary is none any more.
+        """
         with self._lock:
-            before, self._backend = self._backend, Backend(address, naming)
+            before, self._backend = self._backend, backend
+            if self._canary and self._canary.backend is backend:
+                self._canary = None
         return before
+
+    def set_canary(self, canary: Canary | None) -> None:
+        """Send a share of the requests elsewhere from now on, or none. One that was before may still have some."""
+        with self._lock:
+            self._canary = canary
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request. Cancelled when the client goes away, which ends the engine's work on it too."""
         refusal = self._refusal(request)
         if refusal:
             return refusal
-        with self._under_way() as backend:
-            try:
-                async with asyncio.timeout(BODY_TIMEOUT_S):
-                    body = await _body(request)
-            except TimeoutError:
-                return _error(408, f"the request's body did not arrive within {BODY_TIMEOUT_S:g} s")
+        self._num_requests += 1
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                body = await body_of(request, MAX_BODY_BYTES)
+        except TimeoutError:
+            return error(408, f"the request's body did not arrive within {BODY_TIMEOUT_S:g} s")
+        else:
             if body is None:
-                return _error(413, f"the request is larger than {MAX_BODY_BYTES} bytes")
-            if backend.naming and request.method == "POST":
-                body = _renamed(body, backend.naming)
-                if body is None:
-                    return _error(404, f"expected a JSON object that asks for the model {backend.naming.public}")
+                return error(413, f"the request is larger than {MAX_BODY_BYTES} bytes")
             try:
                 # Of the whole answer: a client that stops reading would hold it for ever.
                 async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                    return await self._passed_on(request, body, backend)
+                    return await self._answered(request, body)
             except TimeoutError:
                 if request.transport:
                     request.transport.abort()
                 return web.Response()
+        finally:
+            self._num_requests -= 1
 
     async def close(self) -> None:
         """Close what is open to engines."""
         for session in self._sessions.values():
             await session.close()
 
+    def side_by_side(self) -> dict[str, Any]:
+        """Who is served to whom, and what each version that was served has answered so far."""
+        with self._lock:
+            champion, canary = self._backend.version, self._canary
+        challenger = canary.backend.version if canary else None
+        return {
+            "champion": champion.version if champion else None,
+            "challenger": challenger.version if challenger else None,
+            "share": canary.share if canary else 0.0,
+            "versions": self.tallies.side_by_side(),
+        }
+
     def _refusal(self, request: web.BaseRequest) -> web.Response | None:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, self._bearer):
-            return _error(401, "the API key is missing or wrong; send it as a bearer token")
-        path = request.raw_path.partition("?")[0]  # as it is passed on: an engine may decode it in another way
+            return error(401, "the API key is missing or wrong; send it as a bearer token")
+        path = _path(request)
         if path not in ROUTES:
-            return _error(404, f"there is no {path}; there are {', '.join(ROUTES)}")
+            return error(404, f"there is no {path}; there are {', '.join(ROUTES)}")
         if request.method != ROUTES[path]:
-            return _error(405, f"{path} takes {ROUTES[path]} only", {"Allow": ROUTES[path]})
+            return error(405, f"{path} takes {ROUTES[path]} only", {"Allow": ROUTES[path]})
         if (request.content_length or 0) > MAX_BODY_BYTES:
-            return _error(413, f"the request is larger than {MAX_BODY_BYTES} bytes")
+            return error(413, f"the request is larger than {MAX_BODY_BYTES} bytes")
         if self._num_requests >= MAX_REQUESTS:
-            return _error(429, f"{MAX_REQUESTS} requests are under way; try again later", {"Retry-After": "1"})
+            return error(429, f"{MAX_REQUESTS} requests are under way; try again later", {"Retry-After": "1"})
         return None
 
     @contextmanager
-    def _under_way(self) -> Iterator[Backend]:
-        """Count a request, with the engine that has it, from its arrival to the last byte of its answer."""
+    def _under_way(self, key: str | None) -> Iterator[Backend]:
+        """Count a request with the backend that gets it, to the last byte of its answer. key: None for no canary."""
         with self._lock:
             backend = self._backend
+            if self._canary and key is not None and self._canary.takes(key):
+                backend = self._canary.backend
             backend.num_requests += 1
             backend.idle.clear()
-            self._num_requests += 1
         try:
             yield backend
         finally:
             with self._lock:
-                self._num_requests -= 1
                 backend.num_requests -= 1
                 if not backend.num_requests:
                     backend.idle.set()
 
-    async def _passed_on(self, request: web.BaseRequest, body: bytes, backend: Backend) -> web.StreamResponse:
+    async def _answered(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
+        path = _path(request)
+        if path == VERSIONS:
+            return web.json_response(self.side_by_side())
+        if path == METRICS and self._backend.version:
+            return web.Response(text=await self._metrics(), headers={"Content-Type": TEXT_FORMAT})
+        is_read = request.method == "POST" and (self._backend.naming or self._backend.version)
+        asked = json_object(body) if is_read else None
+        key = sticky_key(request, asked) if is_read else None
+        while True:
+            with self._under_way(key) as backend:
+                try:
+                    return await self._observed(request, body, asked, backend)
+                except EngineGoneError as gone:
+                    if backend is self._backend:
+                        return error(502, f"the model server does not answer: {gone}")
+            key = None
+
+    async def _observed(
+        self, request: web.BaseRequest, body: bytes, asked: dict[str, Any] | None, backend: Backend
+    ) -> web.StreamResponse:
+        """Pass a request on, and count what becomes of it."""
+        is_post = request.method == "POST"
+        if is_post and (naming := backend.naming):
+            if asked is None or asked.get("model") != naming.public:
+                return error(404, f"expected a JSON object that asks for the model {naming.public}")
+            asked = {**asked, "model": naming.inside}
+        if not (is_post and backend.version):
+            return await self._passed_on(request, json.dumps(asked).encode() if asked else body, backend)
+        exchange, began_s = Exchange(asked or {}), time.monotonic()
+        try:
+            sent = exchange.body if asked else body
+            response = await self._passed_on(request, sent, backend, exchange)
+            if self._sample and _path(request) == CHAT:
+                self._sample(exchange, backend.version.version)
+            return response
+        finally:
+            self.tallies.of(backend.version).count(_path(request), exchange, time.monotonic() - began_s)
+
+    async def _passed_on(
+        self, request: web.BaseRequest, body: bytes, backend: Backend, exchange: Exchange | None = None
+    ) -> web.StreamResponse:
+        """Raises EngineGoneError while the client has got nothing yet."""
         url = backend.address.url.join(URL(request.raw_path, encoded=True))
-        headers = _passed(request.headers)
-        if backend.naming:
-            headers.popall("Content-Length", None)  # of a body with the engine's name of the model
+        headers = passed(request.headers)
+        headers.popall("Content-Length", None)  # it may be another body than what came
         response: web.StreamResponse | None = None
         try:
             async with self._session(backend).request(
                 request.method, url, headers=headers, data=body, allow_redirects=False
             ) as answer:
+                if exchange:
+                    exchange.begin(answer.status, answer.content_type, answer.headers.get("Content-Encoding"))
+                if answer.status >= 500 and backend is not self._backend:
+                    raise EngineGoneError(f"it answered {answer.status}")
                 if backend.naming and url.path == MODELS:
                     return web.json_response(_listed(await answer.json(), backend.naming), status=answer.status)
-                response = web.StreamResponse(
-                    status=answer.status, reason=answer.reason, headers=_passed(answer.headers)
-                )
+                response = _begun(answer, backend.version)
                 await response.prepare(request)
                 async for chunk in answer.content.iter_any():
-                    await response.write(chunk)
-                await response.write_eof()
+                    if part := exchange.passed(chunk) if exchange else chunk:
+                        await response.write(part)
+                await response.write_eof(exchange.end() if exchange else b"")
                 return response
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except (aiohttp.ClientError, TimeoutError, OSError) as problem:
+            if exchange and request.transport and not request.transport.is_closing():  # else it is the client's doing
+                exchange.status = 502
             if response is None:
-                return _error(502, f"the model server does not answer: {type(error).__name__}")
+                raise EngineGoneError(type(problem).__name__) from problem
             if request.transport:  # The answer was cut off: so is what the client gets.
                 request.transport.abort()
             return response
+
+    async def _metrics(self) -> str:
+        """Our own counts, and the metrics of every engine that is asked, each line with its version."""
+        with self._lock:
+            backends = [self._backend, *([self._canary.backend] if self._canary else [])]
+        by_address: dict[EngineAddress, list[ServedVersion]] = {}
+        for backend in backends:
+            if backend.version:
+                by_address.setdefault(backend.address, []).append(backend.version)
+        engines = []
+        for address, versions in by_address.items():  # adapters share an engine, which counts them together
+            backend = next(one for one in backends if one.address == address)
+            together = ServedVersion(versions[0].model, ",".join(one.version for one in versions))
+            engines.append((together, await self._metrics_of(backend)))
+        return labelled(engines) + self.tallies.as_text()
+
+    async def _metrics_of(self, backend: Backend) -> str:
+        headers = {"Authorization": self._bearer.decode(), "Accept": TEXT_FORMAT}
+        timeout = aiohttp.ClientTimeout(total=METRICS_TIMEOUT_S)
+        text, is_up = "", False
+        try:
+            url = backend.address.url.join(URL(METRICS))
+            async with self._session(backend).get(url, headers=headers, timeout=timeout) as answer:
+                is_up = answer.status == 200
+                text = await answer.text() if is_up else ""
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            pass  # what is away has no metrics but this one
+        about = "# HELP lifecycle_engine_up Whether the engine gave its metrics.\n# TYPE lifecycle_engine_up gauge\n"
+        return f"{about}lifecycle_engine_up {int(is_up)}\n{text}"
 
     def _session(self, backend: Backend) -> aiohttp.ClientSession:
         if backend not in self._sessions:
@@ -214,40 +277,20 @@ class Proxy:
         return self._sessions[backend]
 
 
-async def _body(request: web.BaseRequest) -> bytes | None:
-    """What was sent; None when it is too much."""
-    parts, size = [], 0
-    async for part in request.content.iter_any():
-        size += len(part)
-        if size > MAX_BODY_BYTES:
-            return None
-        parts.append(part)
-    return b"".join(parts)
+def _path(request: web.BaseRequest) -> str:
+    """As it is passed on: an engine may decode it in another way."""
+    return request.raw_path.partition("?")[0]
 
 
-def _renamed(body: bytes, naming: Naming) -> bytes | None:
-    """The request with the engine's name of the model; None when it is no object, or asks for another model."""
-    try:
-        asked = json.loads(body)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(asked, dict) or asked.get("model") != naming.public:
-        return None
-    return json.dumps({**asked, "model": naming.inside}).encode()
+def _begun(answer: aiohttp.ClientResponse, version: ServedVersion | None) -> web.StreamResponse:
+    """Status and headers of an engine's answer."""
+    response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=passed(answer.headers))
+    if version:
+        response.headers[VERSION_HEADER] = version.version
+    return response
 
 
 def _listed(models: dict[str, Any], naming: Naming) -> dict[str, Any]:
     """The list of models as people may know it."""
     known = [{**one, "id": naming.public} for one in models.get("data", []) if one["id"] == naming.inside]
     return {**models, "data": known}
-
-
-def _passed(headers: Mapping[str, str]) -> CIMultiDict[str]:
-    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in NOT_PASSED_ON)
-
-
-def _error(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
-    """As OpenAI's clients expect errors."""
-    return web.json_response(
-        {"error": {"message": message, "type": "ProxyError", "code": status}}, status=status, headers=headers
-    )

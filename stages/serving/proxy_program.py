@@ -14,8 +14,9 @@ import sys
 import threading
 from pathlib import Path
 
+from stages.serving.backend import Backend, EngineAddress
 from stages.serving.listening import listening
-from stages.serving.proxy import API_KEY_VARIABLE, EngineAddress, Proxy
+from stages.serving.proxy import API_KEY_VARIABLE, Proxy
 
 LOCK_NAME = "proxy.lock"
 LAST_ANSWERS_TIMEOUT_S = 600.0
@@ -24,13 +25,13 @@ LAST_ANSWERS_TIMEOUT_S = 600.0
 
 def main() -> None:
     """Answer until SIGTERM; then, answers under way are given to the end."""
-    address = EngineAddress(Path(sys.argv[1]))
+    engine = Backend(EngineAddress(Path(sys.argv[1])))
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     public = socket.create_server(("0.0.0.0", int(sys.argv[2])))  # noqa: S104 (a pod's; asks for the key)
     with (
         Path(sys.argv[1]).with_name(LOCK_NAME).open("w") as lock,
-        listening(Proxy(address, os.environ[API_KEY_VARIABLE]), public, LAST_ANSWERS_TIMEOUT_S),
+        listening(Proxy(engine, os.environ[API_KEY_VARIABLE]), public, LAST_ANSWERS_TIMEOUT_S),
     ):
         fcntl.flock(lock, fcntl.LOCK_EX)
         stop.wait()

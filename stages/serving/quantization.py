@@ -7,8 +7,15 @@ from typing import Literal
 
 from stages.models.projections import Projection, matches
 
-GgufType = Literal["f16", "q8_0", "q5_0", "q4_0"]
+GgufType = Literal["f16", "q8_0", "q6_k", "q5_k_m", "q5_k_s", "q5_0", "q4_k_m", "q4_k_s", "q4_0"]
+K_BLOCK_SIZE = 256
+"""Numbers in a block of a K-quant."""
 WeightFormat = Literal["int4", "int8", "fp8"] | GgufType
+
+
+def is_k_quant(weights: str) -> bool:
+    """Whether blocks are K-quants, which llama.cpp's own library makes."""
+    return "_k" in weights
 
 
 @dataclass(frozen=True)

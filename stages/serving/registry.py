@@ -13,9 +13,10 @@ from stages.serving.config import ServingConfig
 from stages.serving.engine import Engine, WeightFiles
 from stages.serving.launch import LaunchSpec
 from stages.serving.llama_cpp.engine import LlamaCpp
+from stages.serving.sglang.engine import Sglang
 from stages.serving.vllm.engine import Vllm
 
-ENGINES: dict[str, Engine] = {"vllm": Vllm(), "llama_cpp": LlamaCpp()}
+ENGINES: dict[str, Engine] = {"vllm": Vllm(), "llama_cpp": LlamaCpp(), "sglang": Sglang()}
 DEFAULT_ENGINE = "vllm"
 DEFAULT_ENGINES: dict[WeightFiles, str] = {"gguf": "llama_cpp"}
 """Kind of weight files → engine, where that is another."""

@@ -20,13 +20,15 @@ from types import MappingProxyType
 from stages.core.errors import LifecycleError, ResourceError, ServerError
 from stages.core.supervised import Supervised
 from stages.models.model_folder import check_model_folder
+from stages.serving.backend import Backend, EngineAddress
 from stages.serving.client import Client, check_server
 from stages.serving.config import ServeExecution
 from stages.serving.engine import Engine
 from stages.serving.launch import LaunchSpec
 from stages.serving.listening import MAX_CONNECTIONS, listening
-from stages.serving.proxy import API_KEY_VARIABLE, EngineAddress, Proxy
+from stages.serving.proxy import API_KEY_VARIABLE, Proxy
 from stages.serving.registry import check_weight_files, engine_of
+from stages.serving.tally import ServedVersion
 
 POLL_INTERVAL_S = 0.1
 REPORT_INTERVAL_S = 1.0
@@ -113,12 +115,14 @@ def started_server(
     log_file: Path,
     runtime: Path,
     environment: Mapping[str, str] = MappingProxyType({}),
+    version: str | None = None,
 ) -> Iterator[Server]:
     """Start `spec.engine` for `spec.model`, and a proxy on the address that `execution` names, the only way to it.
 
     On leaving, no process, port or temporary file of them is left. log_file: receives all that the engine prints.
     runtime: a folder for its socket and temporary files, emptied first and removed in the end. The API key is
-    VLLM_API_KEY of our environment, or a new one. environment: has the last word in the engine's.
+    VLLM_API_KEY of our environment, or a new one. environment: has the last word in the engine's. version: of a
+    registered model, for the metrics.
 
     Raises at once, before anything slow: ModelError for a missing or damaged folder, or an adapter that the engine
     could not put on the model; ResourceError when the port is taken or the engine is not installed.
@@ -146,7 +150,8 @@ def started_server(
         with log_file.open("wb") as output:
             process = Supervised(command, environment=of_engine, output=output, folder=runtime, grace_s=GRACE_S)
         try:
-            with listening(Proxy(outside, client.api_key), public):
+            served = ServedVersion(spec.served_name, version) if version else None
+            with listening(Proxy(Backend(outside, version=served), client.api_key), public):
                 yield Server(client, engine, outside, spec, log_file, process, time.monotonic())
         finally:
             process.stop()

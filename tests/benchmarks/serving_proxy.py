@@ -18,8 +18,8 @@ from pathlib import Path
 
 import aiohttp
 
+from stages.serving.backend import EngineAddress
 from stages.serving.config import ServeExecution, ServingConfig
-from stages.serving.proxy import EngineAddress
 from stages.serving.registry import new_launch_spec
 from stages.serving.server import Server, started_server
 

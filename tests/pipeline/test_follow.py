@@ -1,4 +1,4 @@
-"""A champion served by the real vLLM, exchanged for the next one under load: no request fails, none waits for both."""
+"""A champion served by the real vLLM, exchanged for its challenger under load: none fails, none waits for both."""
 
 import json
 import os
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoTokenizer
 
 from flows.champion.registrations import Registration
@@ -41,6 +42,8 @@ LIFECYCLE = Path(sys.executable).with_name("lifecycle")
 QUESTION = {"model": NAME, "prompt": "What is 12 + 34?", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 LONG = {**QUESTION, "prompt": "What is 12 + 34? " * 9}
 NUM_ASKERS = 3
+NUM_USERS = 4
+"""Of each asker, in turn; as a challenger, version 2 gets half of them."""
 PAUSE_S = 0.1
 """Leaves the next server processor time to start."""
 
@@ -104,7 +107,8 @@ class Load:
         while not self.enough.is_set():
             number += 1
             try:
-                self.answers.append((stream if number % 2 else complete)(self.url, self.question))
+                question = {**self.question, "user": f"user {number % NUM_USERS}"}
+                self.answers.append((stream if number % 2 else complete)(self.url, question))
             except Exception as error:
                 self.failures.append(repr(error))
             self.enough.wait(PAUSE_S)
@@ -131,9 +135,19 @@ def stream(url: str, question: dict[str, Any]) -> str:
     return "".join(json.loads(line)["choices"][0]["text"] for line in lines[:-1])
 
 
+def versions_in(metrics: str) -> set[str]:
+    """Versions of the samples of vLLM's own metrics, each of which has one."""
+    asked = urllib.request.Request(metrics, headers={"Authorization": f"Bearer {API_KEY}"})
+    with urllib.request.urlopen(asked, timeout=60) as answer:
+        families = [*text_string_to_metric_families(answer.read().decode())]
+    samples = [sample for family in families if family.name.startswith("vllm:") for sample in family.samples]
+    assert {sample.labels["lifecycle_model"] for sample in samples} == {NAME}
+    return {sample.labels["lifecycle_version"] for sample in samples}
+
+
 def test_a_new_champion_takes_over_without_a_failed_request(environment: Path) -> None:
     make_champion(registration(seed=0))
-    command = [LIFECYCLE, "serve", f"models:/{NAME}@champion", "--follow"]
+    command = [LIFECYCLE, "serve", f"models:/{NAME}@champion", "--follow", "--canary", "50%"]
     with subprocess.Popen(command, env=os.environ.copy(), text=True, stdout=subprocess.PIPE) as process:
         try:
             said: list[str] = []
@@ -146,7 +160,12 @@ def test_a_new_champion_takes_over_without_a_failed_request(environment: Path) -
             for asker in askers:
                 asker.start()
             load.more_answers(10)
-            make_champion(registration(seed=1))
+            registry = Registry()
+            registry.challenge(registry.register(registration(seed=1)))
+            wait_for(lambda: any("gets 50.0% of the requests" in line for line in said), what="the challenger")
+            load.more_answers(10)
+            versions = versions_in(f"{url.removesuffix('/v1')}/metrics")
+            registry.promote_challenger(NAME)
             wait_for(lambda: any("version 1" in line and "was stopped" in line for line in said), what="the exchange")
             former = len(load.answers)
             load.more_answers(10)
@@ -158,6 +177,8 @@ def test_a_new_champion_takes_over_without_a_failed_request(environment: Path) -
             process.wait(90)
     assert load.failures == []
     assert process.returncode == 0
+    assert versions == {"1", "2"}
+    assert sum("starting vLLM" in line for line in said) == 1  # of the challenger, which goes on as champion
     first, last = load.answers[0], load.answers[-1]
     assert first != last
     assert set(load.answers) == {first, last}

@@ -246,7 +246,8 @@ def test_a_judge_programs_and_formulas_score_the_same_completions(
             "runs": {"type": "code", "weight": 2.0, "timeout_s": 120},
             "right": {"type": "math", "timeout_s": 120},
         }
-        short = {"num_samples": 16, "max_tokens": 2, "stop": list("$?!;")}
+        fifth = "vLLM by itself takes four"
+        short = {"num_samples": 16, "max_tokens": 2, "stop": [*"$?!;", fifth]}
         result, lines = generate(root, served, "judged", **short, rewards=rewards)
         num_asked = len(judge.asked)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 
@@ -19,15 +18,12 @@ from stages.harnesses.evalscope.results import read_results
 from stages.harnesses.harness import Evaluation, Results
 from stages.harnesses.question_sets import question_sets, read_questions
 from stages.serving.asked import ServedModel
+from stages.serving.interpreter import inherited_environment
 
 PROGRAM = Path(__file__).with_name("program.py")
 LOG_FILE = "evalscope.log"
 POLL_INTERVAL_S = 0.5
 SHOWN_CHARACTERS = 500
-NOT_INHERITED = {
-    *("PYTHONPATH", "VIRTUAL_ENV"),
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-}
 
 
 def evaluated(
@@ -90,10 +86,9 @@ def _as_chat(document: Document) -> list[Message]:
 
 
 def _environment(api_key: str, *, offline: bool) -> dict[str, str]:
-    inherited = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
     quiet = {"DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1"}
     alone = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "MODELSCOPE_OFFLINE": "1"} if offline else {}
-    return {**inherited, **quiet, **alone, "EVALSCOPE_API_KEY": api_key}
+    return {**inherited_environment(), **quiet, **alone, "EVALSCOPE_API_KEY": api_key}
 
 
 def _run(installed: InstalledEvalScope, work: Path, environment: dict[str, str], context: StageContext) -> None:

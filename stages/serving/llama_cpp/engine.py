@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from pydantic import JsonValue
 
-from stages.core.errors import ModelError, RecipeError
+from stages.core.errors import RecipeError
 from stages.models.projections import Projection
 from stages.models.recorded import Predicted
 from stages.serving.config import BenchmarkConfig
 from stages.serving.engine import Capabilities, LoadResult
+from stages.serving.fixed_weights import FixedWeights
 from stages.serving.launch import LaunchSpec
 from stages.serving.llama_cpp.architectures import BLOCK_SIZE, config_problems
 from stages.serving.llama_cpp.program import LlamaCppProgram, find_llama_cpp
 from stages.serving.llama_cpp.root_cause import find_root_cause
-from stages.serving.quantization import Quantization
+from stages.serving.quantization import K_BLOCK_SIZE, Quantization, is_k_quant
 
 if TYPE_CHECKING:
     from stages.serving.client import Client  # its HTTP imports would slow every plan
-    from stages.serving.proxy import EngineAddress
 
 NUM_NAMED = 3
 
 
-class LlamaCpp:
+class LlamaCpp(FixedWeights):
     """The parts of this room, as the protocol names them."""
 
     name = "llama_cpp"
@@ -46,10 +46,7 @@ class LlamaCpp:
     def find_program(self) -> LlamaCppProgram:
         return find_llama_cpp()
 
-    def program_in_image(self, *, on_cpu: bool) -> LlamaCppProgram:
-        raise RecipeError("serving with llama.cpp in Kubernetes: there is no image of it; serve with vllm")
-
-    def argument_problems(self, arguments: Mapping[str, JsonValue]) -> list[str]:
+    def argument_problems(self, arguments: Mapping[str, JsonValue], *, at_once: bool) -> list[str]:
         return []
 
     def root_cause(self, log: str) -> str | None:
@@ -73,44 +70,22 @@ class LlamaCpp:
 
         return generate_load(client, int(client.models()[0]["meta"]["n_vocab"]), benchmark, folder)
 
-    def check_adapters(self, spec: LaunchSpec) -> None:
-        _refuse_adapters()
-
-    def has_room(self, spec: LaunchSpec, adapter: Path) -> bool:
-        return False
-
-    def load_adapter(self, address: EngineAddress, api_key: str, name: str, folder: Path, timeout_s: float) -> None:
-        _refuse_adapters()
-
-    def unload_adapter(self, address: EngineAddress, api_key: str, name: str, timeout_s: float) -> None:
-        _refuse_adapters()
-
-    def prepare_reloads(self, folder: Path) -> None:
-        _refuse_reloads()
-
-    def reload_weights(self, address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:
-        _refuse_reloads()
-
     def check_loadable(
         self, model_config: dict[str, Any], projections: list[Projection], quantization: Quantization
     ) -> None:
         if problems := "; ".join(config_problems(model_config)):
             raise RecipeError(f"the model cannot be written as GGUF: {problems}. Choose another method")
-        uneven = [layer for layer in quantization.layers(projections) if layer.input_size % BLOCK_SIZE]
+        layers = quantization.layers(projections)
+        uneven = [layer for layer in layers if layer.input_size % BLOCK_SIZE]
         if uneven and quantization.weights != "f16":
             named = ", ".join(f"{layer.name} ({layer.input_size})" for layer in uneven[:NUM_NAMED])
             raise RecipeError(
                 f"{quantization.weights} has a scale for every {BLOCK_SIZE} inputs, which do not divide those of "
                 f"{named}; add them to `ignore`, or say `gguf_type: f16`"
             )
-
-    def caveats(self, quantization: Quantization) -> list[str]:
-        return []
-
-
-def _refuse_adapters() -> NoReturn:
-    raise ModelError("llama.cpp serves no adapters of ours; merge them (`kind: merge`), and quantize what comes out")
-
-
-def _refuse_reloads() -> NoReturn:
-    raise ModelError("llama.cpp loads its weights once; completions to learn from are sampled by vllm")
+        if is_k_quant(quantization.weights) and all(layer.input_size % K_BLOCK_SIZE for layer in layers):
+            sizes = ", ".join(str(size) for size in sorted({layer.input_size for layer in layers}))
+            raise RecipeError(
+                f"{quantization.weights} has blocks of {K_BLOCK_SIZE} inputs, which divide those of no layer "
+                f"({sizes}); say `gguf_type: q5_0` or q8_0, whose blocks are of 32"
+            )

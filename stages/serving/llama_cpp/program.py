@@ -6,24 +6,20 @@ It lives in an environment of its own, as the wheel `xllamacpp`, and is never im
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stages.core.errors import ResourceError
 from stages.models.gguf_file import GGUF_FILE
 from stages.models.model_config import read_config
+from stages.serving.interpreter import find_interpreter, inherited_environment
 from stages.serving.launch import LaunchSpec
 
 if TYPE_CHECKING:
-    from stages.serving.proxy import EngineAddress  # its HTTP imports would slow every plan
+    from stages.serving.backend import EngineAddress  # its HTTP imports would slow every plan
 
 SERVER = Path(__file__).with_name("server_program.py")
 DEFAULT_SLOTS = 4
-NOT_INHERITED = ("PYTHONPATH", "VIRTUAL_ENV")
 
 
 @dataclass(frozen=True)
@@ -41,9 +37,7 @@ class LlamaCppProgram:
         return [*command, "--threads", str(free_cores())]
 
     def server_environment(self, spec: LaunchSpec, api_key: str) -> dict[str, str]:
-        """Ours, without what would confuse another Python, with the key."""
-        inherited = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
-        return {**inherited, "LLAMA_API_KEY": api_key, "PYTHONUNBUFFERED": "1"}
+        return {**inherited_environment(), "LLAMA_API_KEY": api_key, "PYTHONUNBUFFERED": "1"}
 
 
 def free_cores() -> int:
@@ -58,22 +52,12 @@ def find_llama_cpp() -> LlamaCppProgram:
 
     Raises ResourceError when there is none, or it has no `xllamacpp`.
     """
-    named = os.environ.get("LIFECYCLE_LLAMA_CPP")
-    beside = Path(sys.prefix).parent / ".venv-llama-cpp" / "bin" / "python"
-    command = Path(named).absolute() if named else beside
-    if not os.access(command, os.X_OK):
-        why = f"LIFECYCLE_LLAMA_CPP names {named}, which is no program" if named else f"{beside} does not exist"
-        raise ResourceError(
-            f"llama.cpp was not found: {why}; make its environment with `make llama-cpp`, or set LIFECYCLE_LLAMA_CPP "
-            "to the `python` of an environment with the package xllamacpp"
+    return LlamaCppProgram(
+        *find_interpreter(
+            "xllamacpp",
+            title="llama.cpp",
+            variable="LIFECYCLE_LLAMA_CPP",
+            environment=".venv-llama-cpp",
+            how="make llama-cpp",
         )
-    return LlamaCppProgram(command, _read_version(command))
-
-
-@cache
-def _read_version(command: Path) -> str:
-    """By the package metadata in the program's environment."""
-    for folder in sorted(command.parent.parent.glob("lib/python3*/site-packages")):
-        for distribution in distributions(name="xllamacpp", path=[str(folder)]):
-            return distribution.version
-    raise ResourceError(f"{command} has no package xllamacpp beside it; make its environment with `make llama-cpp`")
+    )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import aiohttp
 
 from stages.core.errors import ServerError, TransientError
-from stages.serving.proxy import EngineAddress
+from stages.serving.backend import EngineAddress
 
 TIMEOUT_S = 600.0
 

@@ -6,19 +6,15 @@ or servers whose content no version would know.
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import json
-import os
 import re
-import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pydantic import JsonValue
 
 from stages.core.errors import RecipeError
-from stages.core.files import write_atomically
+from stages.serving.own_parser import problems_by_parser
 
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 SET_HERE = {
@@ -81,7 +77,6 @@ ELSEWHERE = re.compile(
 QUALIFIED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 """A name of Python, as `compilation-config` takes one for its `backend`."""
 CHECK = Path(__file__).with_name("option_check.py")
-CHECK_TIMEOUT_S = 300.0
 
 
 def written(arguments: Mapping[str, JsonValue]) -> dict[str, list[str]]:
@@ -108,36 +103,16 @@ def refusals(arguments: Mapping[str, JsonValue]) -> Iterator[str]:
             yield f"{name}: has no value; say true for an option without one"
 
 
-def argument_problems(python: Path, version: str, arguments: Mapping[str, JsonValue]) -> list[str]:
+def argument_problems(
+    python: Path, version: str, arguments: Mapping[str, JsonValue], *, at_once: bool = False
+) -> list[str] | None:
     """`OPTION: why`, of what is refused here, or by the parser of this version of vLLM, whose answers are kept.
 
-    python: the interpreter of its environment.
+    python: the interpreter of its environment. at_once: None for what it has not been asked before.
     """
     if refused := list(refusals(arguments)):
         return refused
-    asked = json.dumps(written(arguments), sort_keys=True)
-    key = hashlib.sha256(f"{version} {asked}".encode()).hexdigest()[:24]
-    kept = Path(os.environ.get("LIFECYCLE_HOME", ".lifecycle")).resolve() / "cache" / "vllm-arguments" / f"{key}.json"
-    if not kept.is_file():
-        problems = _parsed(python, asked)
-        if problems is None:  # a build for GPUs that cannot be imported here: its server says what it does not take
-            return []
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(kept, json.dumps(problems))
-    found: list[str] = json.loads(kept.read_text())
-    return found
-
-
-@functools.cache
-def _parsed(python: Path, asked: str) -> list[str] | None:
-    """What vLLM's own parser says; None where it cannot be asked."""
-    ended = subprocess.run(
-        [python, "-P", CHECK], input=asked, capture_output=True, text=True, timeout=CHECK_TIMEOUT_S, check=False
-    )
-    if ended.returncode:
-        return None
-    problems: list[str] = json.loads(ended.stdout.splitlines()[-1])
-    return problems
+    return problems_by_parser("vllm", version, [python, "-P", CHECK], written(arguments), at_once=at_once)
 
 
 def _written(name: str, value: JsonValue) -> list[str]:

@@ -18,12 +18,12 @@ from stages.serving.vllm import servability
 from stages.serving.vllm.adapters import check_adapters, has_room
 from stages.serving.vllm.arguments import argument_problems
 from stages.serving.vllm.load import generate_load
-from stages.serving.vllm.program import QUIET, VllmProgram, find_vllm
+from stages.serving.vllm.program import SETTINGS, VllmProgram, find_vllm
 from stages.serving.vllm.root_cause import find_root_cause
 
 if TYPE_CHECKING:
+    from stages.serving.backend import EngineAddress
     from stages.serving.client import Client  # its HTTP imports would slow every plan
-    from stages.serving.proxy import EngineAddress
 
 
 SMOKE_PROMPT = "1 + 1 = 2"
@@ -38,7 +38,7 @@ class Vllm:
     name = "vllm"
     title = "vLLM"
     installation = "make environments, or set LIFECYCLE_VLLM to the vllm program"
-    settings = QUIET
+    settings = SETTINGS
     waiting_requests_metric = "vllm:num_requests_waiting"
     listens_on_sockets = True
     capabilities = Capabilities("safetensors", prompt_log_probabilities=True, adapters=True, new_weights=True)
@@ -49,9 +49,9 @@ class Vllm:
     def program_in_image(self, *, on_cpu: bool) -> VllmProgram:
         return VllmProgram(Path("vllm"), Path("python"), "image+cpu" if on_cpu else "image")
 
-    def argument_problems(self, arguments: Mapping[str, JsonValue]) -> list[str]:
+    def argument_problems(self, arguments: Mapping[str, JsonValue], *, at_once: bool) -> list[str] | None:
         program = self.find_program()
-        return argument_problems(program.python, program.version, arguments)
+        return argument_problems(program.python, program.version, arguments, at_once=at_once)
 
     def root_cause(self, log: str) -> str | None:
         return find_root_cause(log)

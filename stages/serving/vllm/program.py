@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stages.core.errors import ResourceError
-from stages.serving.config import ServingConfig
+from stages.serving.config import MOST_STOP_TEXTS, ServingConfig
+from stages.serving.interpreter import inherited_environment
 from stages.serving.launch import LaunchSpec
 from stages.serving.vllm.adapters import adapter_arguments
 from stages.serving.vllm.arguments import written
 
 if TYPE_CHECKING:
-    from stages.serving.proxy import EngineAddress  # its HTTP imports would slow every plan
+    from stages.serving.backend import EngineAddress  # its HTTP imports would slow every plan
 
 BYTES_PER_GIB = 2**30
 CPU_KV_CACHE_GIB = 4.0
@@ -33,12 +34,12 @@ QUIET = {
     "TOKENIZERS_PARALLELISM": "false",
     "PYTHONUNBUFFERED": "1",
 }
-
-NOT_INHERITED = {
-    *("PYTHONPATH", "VIRTUAL_ENV"),
-    # Of a training process that starts a server: the server is no part of its group.
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+SETTINGS = {
+    **QUIET,
+    # By itself it takes 4, and answers 400 to tasks of lm-eval that have more, the end token among them.
+    "VLLM_MAX_STOP_STRINGS": str(MOST_STOP_TEXTS),
 }
+
 LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """Where the processes of a server, all on one machine, reach one another."""
 
@@ -86,9 +87,8 @@ class VllmProgram:
     def server_environment(self, spec: LaunchSpec, api_key: str) -> dict[str, str]:
         """Ours, without what would confuse vLLM, with the key and the CPU's settings."""
         serving = spec.serving
-        inherited = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
         # Sockets get names relative to the working folder, since their paths may not be longer than 107 bytes.
-        environment = {**inherited, **QUIET, "VLLM_API_KEY": api_key, "VLLM_RPC_BASE_PATH": "."}
+        environment = {**inherited_environment(), **SETTINGS, "VLLM_API_KEY": api_key, "VLLM_RPC_BASE_PATH": "."}
         for variable, value in LOOPBACK.items():
             environment.setdefault(variable, value)
         if self.runs_on_cpu:

@@ -16,7 +16,7 @@ import aiohttp
 
 from stages.core.errors import ModelError, ServerError, TransientError
 from stages.core.files import write_atomically
-from stages.serving.proxy import EngineAddress
+from stages.serving.backend import EngineAddress
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 HEAD_FILE = "head.safetensors"

@@ -2,13 +2,19 @@
 
 import re
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from mlflow import MlflowClient
 
-from flows.champion.follow import Follower, Serving
+from flows.champion.follow import Follower
 from flows.champion.registrations import Registration
-from flows.champion.registry import CHAMPION, Registry
+from flows.champion.registry import CHALLENGER, CHAMPION, PREVIOUS, Registry
+from flows.champion.serving import Serving
+from flows.cli.main import cli
+from stages.core.errors import StoreError
+from stages.serving.backend import Backend, EngineAddress
 from tests.promotion import NAME, own_mlflow
 
 
@@ -39,13 +45,21 @@ def test_scores_may_have_names_that_mlflow_would_refuse(registry):
     }
 
 
+class Running:
+    """A server of which nothing is asked but whether it lives."""
+
+    def alive(self) -> bool:
+        return True
+
+
 def test_a_champion_that_cannot_be_served_is_tried_again_when_the_alias_comes_back(registry, capsys):
     served = make_champion(registry, "a" * 12)
-    follower, serving = Follower(registry, NAME, CHAMPION), Serving(served, None, ExitStack(), None)
+    backend = Backend(EngineAddress(Path("nobody")))
+    follower, serving = Follower(registry, NAME, CHAMPION), Serving(served, Running(), ExitStack(), backend)
 
     def tries() -> int:
         """How often a look at the alias has tried to serve another version."""
-        assert follower._successor(serving) is None
+        assert follower._next(serving, None, None) == (serving, None)
         said = capsys.readouterr()
         return len(re.findall(f"is {CHAMPION} now", said.out + said.err))
 
@@ -56,3 +70,59 @@ def test_a_champion_that_cannot_be_served_is_tried_again_when_the_alias_comes_ba
     assert tries() == 0
     registry.promote(next_one, served.number)
     assert [tries(), tries()] == [1, 0]
+
+
+def canary(*arguments):
+    return CliRunner().invoke(cli, ["canary", NAME, *arguments])
+
+
+def test_a_challenger_is_named_shown_withdrawn_and_promoted(registry):
+    """What the champion was made of is in no store, so showing it fails; the aliases are moved before."""
+    first = make_champion(registry, "a" * 12)
+    second = registry.register(Registration(name=NAME, model="train/b", digest="b", evaluations=()))
+    canary(second.number)
+    assert registry.find(NAME, CHALLENGER).number == second.number
+    canary("--withdraw")
+    assert registry.find(NAME, CHALLENGER) is None
+    with pytest.raises(StoreError, match="it is the champion"):
+        registry.challenge(first)
+    registry.withdraw_challenger(NAME)  # there is none: nothing to do
+    with pytest.raises(StoreError, match="has no challenger of that name"):
+        registry.promote_challenger(NAME)
+
+    canary(second.number)
+    canary("--promote")
+    found = {alias: registry.find(NAME, alias) for alias in (CHAMPION, PREVIOUS, CHALLENGER)}
+    assert {alias: one and one.number for alias, one in found.items()} == {
+        CHAMPION: second.number,
+        PREVIOUS: first.number,
+        CHALLENGER: None,
+    }
+    assert found[CHAMPION].predecessor == first.number
+    assert registry.rollback(NAME).number == first.number
+
+
+@pytest.mark.parametrize("arguments", [("2", "--promote"), ("--promote", "--withdraw"), ("2", "--withdraw")])
+def test_one_thing_is_done_with_a_challenger_at_a_time(arguments):
+    answer = canary(*arguments)
+    assert answer.exit_code == 2
+    assert "expected one of VERSION, --promote and --withdraw" in answer.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--follow", "--canary", "10"), "such as 10%"),
+        (("--follow", "--canary", "0%"), "more than 0% up to 100%"),
+        (("--follow", "--canary", "101%"), "more than 0% up to 100%"),
+        (("--canary", "10%"), "with --follow"),
+        (("--follow", "--canary-gate", "10"), "expected --canary, too"),
+        (("--follow", "--sample-requests", "10%"), "are given together"),
+        (("--follow", "--samples", "folder"), "are given together"),
+        (("--sample-requests", "10%", "--samples", "folder"), "with --follow"),
+    ],
+)
+def test_options_of_a_followed_champion_that_do_not_go_together_are_refused(arguments, said):
+    answer = CliRunner().invoke(cli, ["serve", f"models:/{NAME}@champion", *arguments])
+    assert answer.exit_code == 2
+    assert said in " ".join(answer.output.replace("│", " ").split())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from pathlib import Path
 
 import pytest
 
@@ -102,6 +103,15 @@ stages:
     assert (answer["sequence_length"], answer["global_batch_size"], answer["precision"]) == (128, 8, "fp32")
     best = answer["layouts"][0]
     assert best["days"] * 86400 == pytest.approx(10 * best["step_time_s"])
+
+
+def test_gpus_of_a_server_that_samples_do_not_train(layouts):
+    recipe = Path(__file__).parents[4] / "configs" / "quickstart-grpo.yaml"
+    answer = json.loads(layouts(recipe, "--stage", "grpo", "--gpus", 5, "--json")[1])
+    assert answer["gpus"] == 4
+    code, _, problem = layouts(recipe, "--stage", "grpo", "--gpus", 1)
+    assert code == 3
+    assert "--gpus is 1, of which the server that samples takes 1" in problem
 
 
 ADAPTED = """
@@ -204,3 +214,9 @@ def test_the_engine_is_that_of_the_line_or_of_its_fields():
 def test_a_layout_that_does_not_use_all_gpus_is_told_what_to_write(line, remedy):
     with pytest.raises(LayoutError, match=f"processes, for 8 GPUs; {remedy}"):
         parse_layout(line, 8)
+
+
+def test_a_model_that_no_engine_trains_is_refused_by_what_it_has(layouts):
+    code, _, err = layouts("deepseekv3", "--gpus", "64")
+    assert code == ModelError.exit_code
+    assert "no engine here trains latent attention" in err and "--predict" in err

@@ -18,14 +18,14 @@ POSITIONS = 2048
 def plan(tmp_path, monkeypatch):
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path / "home"))
 
-    def run(stage="serve", model=None, **fields):
+    def run(stage="serve", model=None, at_once=False, **fields):
         base = {"kind": "download", "model": f"file://{model}" if model else "builtin/qwen3-1m"}
         kind = {"kind": "serve"} if stage == "serve" else {"kind": "evaluate", "tasks": ["addition"]}
         task_folder = {} if stage == "serve" else {"task_folder": str(CONFIGS / "tasks")}
         tree = {"base": base, stage: {**kind, **task_folder, "model": "base", **fields}}
         path = tmp_path / "recipe.yaml"
         path.write_text(json.dumps({"stages": tree}))
-        return make_plan(RefreshRequest(str(path)))
+        return make_plan(RefreshRequest(str(path)), may_be_unreachable=at_once)
 
     return run
 
@@ -121,6 +121,16 @@ def test_ranks_and_memory_that_do_not_suit_the_model(plan, stage, serving, found
 
 def test_ranks_and_memory_that_suffice(plan):
     assert plan(serving={"tensor_parallel_size": 4, "kv_cache_memory_gib": 0.001, "max_model_len": 256})
+
+
+def test_a_plan_does_not_wait_for_the_parser_of_arguments(plan):
+    serving = {"arguments": {"block-siz": 16}}
+    note = "stages.serve.serving.arguments: whether vLLM takes them is asked when it runs"
+    assert note in plan(serving=serving, at_once=True).notes
+    with pytest.raises(RecipeError, match="block-siz: vLLM has no such option; did you mean block-size"):
+        plan(serving=serving)
+    with pytest.raises(RecipeError, match="did you mean block-size"):  # it is known now
+        plan(serving=serving, at_once=True)
 
 
 @pytest.mark.parametrize("stage", ["serve", "scores"])

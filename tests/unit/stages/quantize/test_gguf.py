@@ -25,10 +25,12 @@ from stages.models.gguf_file import GGUF_FILE
 from stages.models.model_folder import check_model_folder
 from stages.quantize.check_model import check_headers
 from stages.quantize.config import QuantizeConfig
-from stages.quantize.divergence import measure_divergence
+from stages.quantize.divergence import _load, measure_divergence
 from stages.quantize.gguf_file import quantize
 from stages.quantize.gguf_tokenizer import SPLITS, splitting_of
-from stages.serving.registry import ENGINES, check_weight_files
+from stages.serving.config import ServeExecution, ServingConfig
+from stages.serving.registry import ENGINES, check_weight_files, new_launch_spec
+from stages.serving.server import started_server
 
 SIZES = {
     "vocab_size": 288,
@@ -56,6 +58,8 @@ MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)),
     "llama3": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=LLAMA_3, tie_word_embeddings=True)),
 }
+WIDE = {**SIZES, "hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.1}
+"""With rows of whole K-quants."""
 SPLIT_BY = {"qwen2": "qwen2", "llama3": "llama-bpe"}
 """Model → how its tokenizer splits text; that of the others keeps digits apart, and nothing else."""
 ROWS = [[19, 20, 273, 21, 22, 33, 75, 40, 260, 5], [61, 1, 75, 76, 2, 100, 45]]
@@ -80,7 +84,7 @@ def split_by(path: Path, name: str) -> None:
 def make(tmp_path: Path, tokenizer: Path):
     def model(name: str) -> Path:
         torch.manual_seed(0)
-        made = MODELS[name]()
+        made = MODELS[name]() if name in MODELS else Qwen3ForCausalLM(Qwen3Config(**WIDE, head_dim=32))
         with torch.no_grad():
             for parameter in made.parameters():
                 if parameter.ndim == 1:  # norms and biases are ones and zeros otherwise, in any order the same
@@ -116,6 +120,17 @@ def kl(source: Path, target: Path) -> float:
     return found.metrics()["kl_nats_per_token"]
 
 
+@torch.inference_mode()
+def log_probabilities(folder: Path, row: list[int]) -> list[float]:
+    """Of each token but the first, by Transformers."""
+    logits = _load(folder, trust_remote_code=False)(torch.tensor([row])).logits[0, :-1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(row[1:])[:, None])[:, 0].tolist()
+
+
+def apart(one: list[float], other: list[float]) -> float:
+    return sum(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_reads_the_same_model(make, name: str) -> None:
     source = make(name)
@@ -133,6 +148,21 @@ def test_fewer_bits_lose_more(make, tokenizer: Path) -> None:
     assert losses["f16"] < losses["q8_0"] < losses["q5_0"] < losses["q4_0"]
     sizes = {gguf_type: (source.with_name(f"qwen3-{gguf_type}") / GGUF_FILE).stat().st_size for gguf_type in losses}
     assert sizes["f16"] > sizes["q8_0"] > sizes["q5_0"] > sizes["q4_0"]
+
+
+def test_llama_cpp_computes_with_the_k_quants_that_transformers_reads(make, tmp_path: Path) -> None:
+    source = make("wide")
+    target = write(source, "q4_k_m")
+
+    types = {one.name: one.tensor_type.name for one in gguf.GGUFReader(target / GGUF_FILE).tensors}
+    assert (types["blk.0.ffn_down.weight"], types["blk.1.ffn_down.weight"]) == ("Q4_K", "Q6_K")
+    spec = new_launch_spec(target, "model", ServingConfig(engine="llama_cpp", max_model_len=256, max_num_seqs=1))
+    with started_server(spec, ServeExecution(), tmp_path / "server.log", tmp_path / "server") as server:
+        server.wait_until_ready(ServeExecution().ready_timeout_s)
+        served = server.engine.predictions(server.client, ROWS[:1])[0].log_probabilities
+    original, read = (log_probabilities(folder, ROWS[0]) for folder in (source, target))
+    # llama.cpp also rounds activations to 8 bits.
+    assert 0 < apart(served, read) < apart(original, read) / 2
 
 
 def test_embeddings_are_stored_as_the_layers_and_what_is_ignored_is_not(make) -> None:
@@ -183,7 +213,7 @@ def test_a_file_that_is_cut_off_or_none_is_refused(make) -> None:
 
 @pytest.mark.parametrize(
     ("gguf_type", "said"),
-    [("q4_k_m", "no program here makes such files"), ("iq2_xs", "no program here"), ("q9", "Input should be")],
+    [("q2_k", "need an importance matrix"), ("iq2_xs", "need an importance matrix"), ("q9", "Input should be")],
 )
 def test_types_that_nobody_makes_are_refused(gguf_type: str, said: str) -> None:
     with pytest.raises(ValidationError, match=said):

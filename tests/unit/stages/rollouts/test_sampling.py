@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from stages.core.errors import ServerError, TransientError
-from stages.hubs import retry
+from stages.remote import retry
 from stages.rollouts.asking import ask_all
 from stages.rollouts.options import SamplingOptions
 from stages.rollouts.sampling import Sample, sample_all, seed_of

@@ -93,6 +93,14 @@ def test_gguf_files_are_served_by_llama_cpp_unless_asked(read, monkeypatch: pyte
         (evaluate("base", "sums", serving={"engine": "llama_cpp"}), "serving.engine: llama_cpp serves gguf, but base"),
         (evaluate("small", "choices"), r"tasks: choices compare log-likelihoods of given answers, and llama.cpp tells"),
         (GRPO, "grpo.serving.engine: llama_cpp takes no new weights while it runs; say `engine: vllm`"),
+        (
+            {**GRPO, "grpo": {**GRPO["grpo"], "serving": {"engine": "sglang"}}},
+            "grpo.serving.engine: sglang takes no new weights while it runs; say `engine: vllm`",
+        ),
+        (
+            {"kind": "serve", "model": "small", "serving": {"engine": "sglang"}},
+            "serving.engine: sglang serves safetensors, but small makes gguf",
+        ),
         ({**LORA, "adapter": None, "model": "small"}, "small is quantized, and quantized weights cannot be trained"),
     ],
 )
@@ -107,6 +115,14 @@ def test_tasks_of_a_server_are_those_that_its_engine_can_run(read) -> None:
     with pytest.raises(RecipeError, match=r"stages\.asked\.tasks: choices compare"):
         read(served=served, asked=evaluate("served", "sums", "choices"))
     assert "asked" in read(served=served, asked=evaluate("served", "sums", "long")).stages
+
+
+def test_sglang_serves_no_adapters_and_may_compare_log_likelihoods(read) -> None:
+    sglang = {"serving": {"engine": "sglang"}}
+
+    with pytest.raises(RecipeError, match=r"serving\.engine: sglang serves no adapters; merge them first"):
+        read(lora=LORA, wrong={"kind": "serve", "model": "lora", **sglang})
+    assert "asked" in read(asked=evaluate("base", "choices", **sglang)).stages
 
 
 @pytest.mark.parametrize("option", [{"dtype": "float32"}, {"tensor_parallel_size": 2}, {"enforce_eager": True}])

@@ -20,8 +20,9 @@ from starlette.routing import Route
 
 from stages.serving import listening as listening_module
 from stages.serving import proxy as proxy_module
+from stages.serving.backend import Backend, EngineAddress, Naming
 from stages.serving.listening import listening
-from stages.serving.proxy import ROUTES, EngineAddress, Naming, Proxy
+from stages.serving.proxy import ROUTES, Proxy
 
 PATIENCE_S = 30.0
 KEY = "key"
@@ -109,7 +110,7 @@ def in_front_of_two(tmp_path) -> Callable[[Trial], None]:
     async def run(trial: Trial) -> None:
         old, new = Model("old"), Model("new")
         async with engine_on(tmp_path / "old", old) as behind, engine_on(tmp_path / "new", new) as next_behind:
-            proxy = Proxy(behind, KEY)
+            proxy = Proxy(Backend(behind), KEY)
             public = socket.socket()
             public.bind(("127.0.0.1", 0))
             headers = {"authorization": f"Bearer {KEY}"}
@@ -143,7 +144,7 @@ def test_a_stream_arrives_as_it_is_made_and_stays_with_its_engine_while_others_g
         async with client.stream("POST", "/v1/chat/completions") as answer:
             parts = answer.aiter_text()
             assert await anext(parts) == "old begins"
-            before = proxy.switch(next_behind)
+            before = proxy.switch(Backend(next_behind))
             assert (await client.post(COMPLETIONS)).json()["name"] == "new"
             assert not before.idle.is_set()
             old.go_on.set()
@@ -160,13 +161,13 @@ def test_one_model_of_an_engine_is_asked_by_its_public_name_and_no_other_is(in_f
         async def asked(**body):
             return await client.post(COMPLETIONS, json=body)
 
-        proxy.switch(next_behind, Naming("adder", "adder@1"))
+        proxy.switch(Backend(next_behind, Naming("adder", "adder@1")))
         told = (await asked(model="adder", prompt="é" * 1000)).json()
         assert json.loads(told["body"]) == {"model": "adder@1", "prompt": "é" * 1000}
         async with client.stream("POST", "/v1/chat/completions", json={"model": "adder"}) as answer:
             parts = answer.aiter_text()
             assert await anext(parts) == "new begins"
-            before = proxy.switch(next_behind, Naming("adder", "adder@2"))
+            before = proxy.switch(Backend(next_behind, Naming("adder", "adder@2")))
             assert json.loads((await asked(model="adder")).json()["body"]) == {"model": "adder@2"}
             assert not before.idle.is_set()
             new.go_on.set()
@@ -190,7 +191,7 @@ def test_a_client_that_goes_away_leaves_nothing_to_wait_for_and_the_engine_hears
         async with client.stream("POST", "/v1/chat/completions") as answer:
             await anext(answer.aiter_text())
         await old.left_alone.wait()
-        await eventually(proxy.switch(next_behind).idle.is_set)
+        await eventually(proxy.switch(Backend(next_behind)).idle.is_set)
 
     in_front_of_two(trial)
 
@@ -198,7 +199,7 @@ def test_a_client_that_goes_away_leaves_nothing_to_wait_for_and_the_engine_hears
 def test_an_engine_that_is_away_is_told_of(in_front_of_two, tmp_path):
     async def trial(old, new, next_behind, proxy, client):
         for address in (EngineAddress(port=9), EngineAddress(socket=tmp_path / "nobody")):
-            proxy.switch(address)
+            proxy.switch(Backend(address))
             answer = await client.post(COMPLETIONS)
             assert answer.status_code == 502
             assert "does not answer" in answer.json()["error"]["message"]

@@ -15,8 +15,8 @@ from stages.core.errors import EvaluationError, LifecycleError, RecipeError
 from stages.evaluate.check import check
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.run import run
-from stages.hubs import retry
 from stages.promote.paired import compare
+from stages.remote import retry
 from tests.judge_server import COMPLETION_TOKENS, KEY, MODEL, PROMPT_TOKENS, Judge, answer_in, judge_server
 from tests.serving import make_model
 from tests.tiny_engine import TinyEngine

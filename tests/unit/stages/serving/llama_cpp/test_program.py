@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from stages.core.errors import ResourceError
+from stages.serving.backend import EngineAddress
 from stages.serving.config import ServingConfig
 from stages.serving.launch import LaunchSpec
 from stages.serving.llama_cpp import program
 from stages.serving.llama_cpp.program import LlamaCppProgram, find_llama_cpp, free_cores
 from stages.serving.llama_cpp.root_cause import find_root_cause
-from stages.serving.proxy import EngineAddress
 
 SOCKET = EngineAddress(Path("engine.sock"))
 INSTALLED = LlamaCppProgram(Path("/env/bin/python"), "2026.10")

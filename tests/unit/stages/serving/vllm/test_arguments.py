@@ -8,9 +8,10 @@ import pytest
 
 from stages.core.errors import RecipeError
 from stages.serve.config import ServeConfig
+from stages.serving.backend import EngineAddress
 from stages.serving.config import ServingConfig
 from stages.serving.launch import LaunchSpec
-from stages.serving.proxy import EngineAddress
+from stages.serving.own_parser import parsed
 from stages.serving.registry import ENGINES
 from stages.serving.vllm import arguments
 from stages.serving.vllm.arguments import argument_problems, refusals, written
@@ -100,7 +101,7 @@ def test_every_refused_option_is_one_that_vllm_has() -> None:
     """A slip in a name would leave the door open."""
     asked = json.dumps({name: [] for name in [*arguments.REFUSED, "no-such-option"]})
 
-    (found,) = arguments._parsed(find_vllm().python, asked) or []
+    (found,) = parsed((find_vllm().python, "-P", arguments.CHECK), asked) or []
     assert found.startswith("no-such-option: vLLM has no such option")
 
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from stages.serving.backend import EngineAddress
 from stages.serving.config import ServingConfig
 from stages.serving.launch import LaunchSpec
-from stages.serving.proxy import EngineAddress
 from stages.serving.vllm.program import VllmProgram
 
 SOCKET = EngineAddress(Path("engine.sock"))

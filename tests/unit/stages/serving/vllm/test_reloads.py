@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stages.core.errors import TransientError
-from stages.serving.proxy import EngineAddress
+from stages.serving.backend import EngineAddress
 from stages.serving.vllm.swap import prepare_reloads, reload_weights
 
 

@@ -1,0 +1,85 @@
+"""What stands behind the proxy: an engine, or a model in it, and which of two gets a request.
+
+A canary gets a share of the requests by a hash of whose they are, so that nobody is answered by one version now and by
+another later. Without knowing anything of them, the proxy cannot do better than the client's address.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from yarl import URL
+
+from stages.serving.tally import ServedVersion
+
+SESSION_HEADER = "X-Session-Id"
+
+
+@dataclass(frozen=True)
+class EngineAddress:
+    """Where an engine listens: on a Unix socket in a private folder, or on a port of the loopback."""
+
+    socket: Path | None = None
+    port: int | None = None
+
+    def connector(self) -> aiohttp.BaseConnector:
+        """Connections are not used again: one that the engine is about to close would lose a request."""
+        if self.socket:
+            return aiohttp.UnixConnector(str(self.socket), force_close=True, limit=0)
+        return aiohttp.TCPConnector(force_close=True, limit=0)
+
+    @property
+    def url(self) -> URL:
+        return URL(f"http://127.0.0.1:{self.port}" if self.port else "http://engine")
+
+
+@dataclass(frozen=True)
+class Naming:
+    """The name of the one model that people may ask for, and what the engine calls it, which has others too."""
+
+    public: str
+    inside: str
+
+
+class Backend:
+    """An engine behind the proxy, or a model in it, and how many requests it has.
+
+    naming: None for an engine whose names are those that people ask for. version: None where nobody compares any;
+    requests pass unread then.
+    """
+
+    def __init__(self, address: EngineAddress, naming: Naming | None = None, version: ServedVersion | None = None):
+        self.address = address
+        self.naming = naming
+        self.version = version
+        self.num_requests = 0
+        self.idle = threading.Event()
+        self.idle.set()
+
+
+@dataclass(frozen=True)
+class Canary:
+    """Who gets a share of the requests, 0 to 1."""
+
+    backend: Backend
+    share: float
+
+    def takes(self, key: str) -> bool:
+        """Whether the requests of this key are its: always the same ones, and others of another version."""
+        version = self.backend.version
+        digest = hashlib.sha256(f"{version.version if version else ''}\n{key}".encode("utf-8", "surrogatepass"))
+        return int.from_bytes(digest.digest()[:8]) < self.share * 2**64
+
+
+def sticky_key(request: web.BaseRequest, asked: dict[str, Any] | None) -> str:
+    """Whose request it is: of a session, else of what OpenAI's API calls the user, else of an address."""
+    if session := request.headers.get(SESSION_HEADER):
+        return f"session {session}"
+    user = asked.get("user") if asked else None
+    return f"user {user}" if user and isinstance(user, str) else f"address {request.remote}"

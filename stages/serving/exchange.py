@@ -1,0 +1,159 @@
+"""A request and its answer, read as they pass through the proxy: tokens, finish reasons, and what was said.
+
+An engine counts the tokens of a stream only if it is asked to. So it always is, and who did not ask for that last
+event does not get it. Nothing else is changed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_ANSWER_BYTES = 32 * 2**20
+"""A longer answer, or event of a stream, passes unread."""
+CLIENT_CLOSED = 499
+"""As nginx calls the status of a request whose client went away."""
+END_OF_EVENT = re.compile(rb"\r?\n\r?\n")
+DATA = b"data:"
+
+
+@dataclass
+class Choice:
+    """One of the answers to a request; the parts of a stream are put together."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: dict[int, dict[str, Any]] = field(default_factory=dict)
+    finish_reason: str | None = None
+
+    def add(self, message: dict[str, Any]) -> None:
+        """A message, or what a stream adds to it."""
+        self.content += message.get("content") or ""
+        self.reasoning += message.get("reasoning_content") or ""
+        for position, call in enumerate(message.get("tool_calls") or ()):
+            whole = self.tool_calls.setdefault(int(call.get("index", position)), {"name": "", "arguments": ""})
+            function = call.get("function") or {}
+            whole["id"] = call.get("id") or whole.get("id")
+            whole["name"] += function.get("name") or ""
+            whole["arguments"] += function.get("arguments") or ""
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """As OpenAI's API has it."""
+        calls = [
+            {
+                "type": "function",
+                **({"id": call["id"]} if call["id"] else {}),
+                "function": {"name": call["name"], "arguments": call["arguments"]},
+            }
+            for _, call in sorted(self.tool_calls.items())
+        ]
+        return {
+            "role": "assistant",
+            "content": self.content,
+            **({"reasoning_content": self.reasoning} if self.reasoning else {}),
+            **({"tool_calls": calls} if calls else {}),
+        }
+
+
+class Exchange:
+    """What becomes known of a request while its answer passes.
+
+    status: of the answer, once it is whole; 502 if the engine broke it off. asked: the request's JSON object.
+    """
+
+    def __init__(self, asked: dict[str, Any]):
+        self.asked = asked
+        self.status = CLIENT_CLOSED
+        self._answer_status = CLIENT_CLOSED
+        self.prompt_tokens = 0
+        self.completion_tokens = 0
+        self.choices: dict[int, Choice] = {}
+        options = asked.get("stream_options")
+        wants_usage = isinstance(options, dict) and bool(options.get("include_usage"))
+        self._adds_usage = bool(asked.get("stream")) and not wants_usage and isinstance(options, dict | None)
+        self._reads_events = False
+        self._is_read = False
+        self._held = bytearray()
+
+    @property
+    def body(self) -> bytes:
+        """What the engine is asked."""
+        if not self._adds_usage:
+            return json.dumps(self.asked).encode()
+        options = {**(self.asked.get("stream_options") or {}), "include_usage": True}
+        return json.dumps({**self.asked, "stream_options": options}).encode()
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Of the choices that came to an end."""
+        return [choice.finish_reason for choice in self.choices.values() if choice.finish_reason]
+
+    def begin(self, status: int, content_type: str, encoding: str | None) -> None:
+        """To be called once the answer's headers are there."""
+        self._answer_status = status
+        if status >= 400:
+            self.status = status
+        self._reads_events = content_type == "text/event-stream" and not encoding
+        self._is_read = status == 200 and not encoding
+
+    def passed(self, chunk: bytes) -> bytes:
+        """Read some bytes of the answer; returns those that the client gets now."""
+        if not self._is_read:
+            return chunk
+        self._held += chunk
+        out = b"".join(self._events()) if self._reads_events else chunk
+        if len(self._held) > MAX_ANSWER_BYTES:
+            out += self._unread()
+            self._is_read = False
+        return out
+
+    def end(self) -> bytes:
+        """To be called when the answer is whole; returns what was held back of it."""
+        self.status = self._answer_status
+        if self._is_read and not self._reads_events:
+            self._read(_object(bytes(self._held)))
+        return self._unread()
+
+    def _unread(self) -> bytes:
+        """What is held, and did not pass yet."""
+        held, self._held = bytes(self._held), bytearray()
+        return held if self._reads_events else b""
+
+    def _events(self) -> Iterator[bytes]:
+        while end := END_OF_EVENT.search(self._held):
+            event = bytes(self._held[: end.end()])
+            del self._held[: end.end()]
+            content = _object(event.removeprefix(DATA)) if event.startswith(DATA) else {}
+            self._read(content)
+            is_usage_alone = content.get("usage") and content.get("choices") == []
+            if not (self._adds_usage and is_usage_alone):
+                yield event
+
+    def _read(self, content: dict[str, Any]) -> None:
+        """An answer, or an event of one. One that is not as expected teaches nothing, and passes all the same."""
+        with suppress(TypeError, ValueError, AttributeError):
+            usage = content.get("usage") or {}
+            self.prompt_tokens = int(usage.get("prompt_tokens") or self.prompt_tokens)
+            self.completion_tokens = int(usage.get("completion_tokens") or self.completion_tokens)
+            for one in content.get("choices") or ():
+                choice = self.choices.setdefault(int(one.get("index", 0)), Choice())
+                choice.finish_reason = one.get("finish_reason") or choice.finish_reason
+                choice.add(one.get("delta") or one.get("message") or {})
+
+
+def json_object(body: bytes) -> dict[str, Any] | None:
+    """None where it is none."""
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    return json_object(body) or {}

@@ -1,0 +1,47 @@
+"""Parts of HTTP that the proxy needs: headers that pass, bodies of bounded size, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from aiohttp import web
+from multidict import CIMultiDict
+
+NOT_PASSED_ON = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+        *("host", "date", "server", "origin", "expect"),
+    }
+)
+"""Headers of one connection (RFC 9110, section 7.6.1), and of one server: without an origin, engines allow none."""
+
+
+def passed(headers: Mapping[str, str]) -> CIMultiDict[str]:
+    """Those that are for the other side."""
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in NOT_PASSED_ON)
+
+
+async def body_of(request: web.BaseRequest, max_bytes: int) -> bytes | None:
+    """What was sent; None when it is too much."""
+    parts, size = [], 0
+    async for part in request.content.iter_any():
+        size += len(part)
+        if size > max_bytes:
+            return None
+        parts.append(part)
+    return b"".join(parts)
+
+
+def error(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
+    """As OpenAI's clients expect errors."""
+    content: dict[str, Any] = {"error": {"message": message, "type": "ProxyError", "code": status}}
+    return web.json_response(content, status=status, headers=headers)

@@ -1,0 +1,52 @@
+"""Where an engine's package is installed: the interpreter of an environment of its own, which is never ours, and what
+it inherits of our variables."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import cache
+from importlib.metadata import distributions
+from pathlib import Path
+
+from stages.core.errors import ResourceError
+
+NOT_INHERITED = {
+    *("PYTHONPATH", "VIRTUAL_ENV"),
+    # Of a training process that starts a server: the server is no part of its group.
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+}
+
+
+def inherited_environment() -> dict[str, str]:
+    """Ours, without what would confuse another Python's engine."""
+    return {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
+
+
+def find_interpreter(package: str, *, title: str, variable: str, environment: str, how: str) -> tuple[Path, str]:
+    """The interpreter that `variable` names, or `ENVIRONMENT/bin/python` beside our environment; the package's version.
+
+    how: makes the environment. Raises ResourceError when there is none, or it has no such package.
+    """
+    named = os.environ.get(variable)
+    beside = Path(sys.prefix).parent / environment / "bin" / "python"
+    command = Path(named).absolute() if named else beside
+    if not os.access(command, os.X_OK):
+        why = f"{variable} names {named}, which is no program" if named else f"{beside} does not exist"
+        raise ResourceError(
+            f"{title} was not found: {why}; make its environment with `{how}`, or set {variable} to the `python` of an "
+            f"environment with the package {package}"
+        )
+    version = _read_version(command, package)
+    if version is None:
+        raise ResourceError(f"{command} has no package {package} beside it; make its environment with `{how}`")
+    return command, version
+
+
+@cache
+def _read_version(command: Path, package: str) -> str | None:
+    """By the metadata in its environment: importing the package could cost seconds."""
+    for folder in sorted(command.parent.parent.glob("lib/python3*/site-packages")):
+        for distribution in distributions(name=package, path=[str(folder)]):
+            return distribution.version
+    return None

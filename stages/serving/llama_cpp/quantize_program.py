@@ -1,0 +1,62 @@
+"""Quantizes matrices by the library that the wheel `xllamacpp` holds: to K-quants, which no other package makes.
+
+A program for the interpreter of that wheel's environment; it imports nothing of ours. stdin: of each matrix three
+int64, ggml's number of the type, rows and columns, then its float32 numbers, row by row. stdout: of each, the blocks.
+Ends with its input.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from io import BufferedReader
+
+HEADER = struct.Struct("<3q")
+
+
+def main() -> None:
+    """Exits with 1, and says why, for a type that the library cannot make."""
+    spec = find_spec("xllamacpp.xllamacpp")
+    if spec is None or spec.origin is None:
+        sys.exit("the package xllamacpp holds no library")
+    library = ctypes.CDLL(spec.origin)
+    library.ggml_quantize_chunk.restype = ctypes.c_size_t
+    library.ggml_row_size.restype = ctypes.c_size_t
+    with open(0, "rb") as matrices, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+        while header := matrices.read(HEADER.size):
+            sys.stdout.buffer.write(_quantized(library, threads, matrices, *HEADER.unpack(header)))
+            sys.stdout.buffer.flush()
+
+
+def _quantized(
+    library: ctypes.CDLL,
+    threads: ThreadPoolExecutor,
+    matrices: BufferedReader,
+    kind: int,
+    num_rows: int,
+    num_columns: int,
+) -> ctypes.Array[ctypes.c_char]:
+    values = (ctypes.c_float * (num_rows * num_columns))()
+    if matrices.readinto(values) != ctypes.sizeof(values):
+        sys.exit("the input ends within a matrix")
+    row_bytes = library.ggml_row_size(ctypes.c_int(kind), ctypes.c_int64(num_columns))
+    blocks = ctypes.create_string_buffer(row_bytes * num_rows)
+
+    def quantize(rows: range) -> int:
+        start, count, columns = (ctypes.c_int64(n) for n in (rows.start * num_columns, len(rows), num_columns))
+        written: int = library.ggml_quantize_chunk(ctypes.c_int(kind), values, blocks, start, count, columns, None)
+        return written
+
+    share = -(-num_rows // len(os.sched_getaffinity(0)))
+    parts = [range(first, min(first + share, num_rows)) for first in range(0, num_rows, share)]
+    if (written := sum(threads.map(quantize, parts))) != len(blocks):
+        sys.exit(f"ggml wrote {written} bytes of type {kind}, expected {len(blocks)}")
+    return blocks
+
+
+if __name__ == "__main__":
+    main()

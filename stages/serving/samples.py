@@ -1,0 +1,186 @@
+"""Conversations that were answered → rows of a dataset: a share of them, redacted, bounded on the disk.
+
+<folder>/requests-<UTC time>-<process>.jsonl    rows of the format `messages`; never changed again
+<folder>/.requests-…                             what is being written: hidden, so that no dataset holds half a row
+
+Rows hold what was said, the tools that were offered, and which version answered: no header, no key, no user. A
+conversation with pictures, one that no training would read, and an answer that was cut off are left out.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import queue
+import random
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+from stages.core.errors import DataError, ResourceError
+from stages.core.redaction import redact
+from stages.data.formats import RowReader
+from stages.data.messages import RowError
+from stages.data.personal_data import KINDS, redacted
+from stages.serving.exchange import Exchange
+from stages.serving.lines import say
+
+WHOLE = ("stop", "tool_calls")
+"""Finish reasons of answers that say all that they were to say."""
+MAX_ROW_BYTES = 2**20
+MAX_WAITING = 32
+"""Conversations that are not written yet; further ones are left out."""
+NUM_FILES = 8
+"""About: when the folder is full, the oldest of so many goes."""
+FILE_AGE_S = 3600.0
+OPEN_PREFIX = "."
+NAME = "requests-"
+
+
+class Samples:
+    """A context that writes, in a thread of its own, a share (0 to 1) of the conversations that it gets.
+
+    max_bytes: of all files; the oldest are removed for new ones. random_seed: None for another choice every time.
+    """
+
+    def __init__(self, folder: Path, share: float, max_bytes: int, random_seed: int | None = None) -> None:
+        self._folder = folder
+        self._share = share
+        self._max_bytes = max_bytes
+        self._numbers = random.Random(random_seed)  # noqa: S311 (no secret)
+        self._waiting: queue.Queue[tuple[Exchange, str] | None] = queue.Queue(MAX_WAITING)
+        self._thread = threading.Thread(target=self._write_all, name="samples", daemon=True)
+        self._file: BinaryIO | None = None
+        self._began_s = 0.0
+        self._has_dropped = False
+        self._num_written = 0
+        self._num_left_out = 0
+
+    def __enter__(self) -> Self:
+        """Raises ResourceError for a folder that cannot be written to."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._complete_leftovers()
+        except OSError as error:
+            raise ResourceError(f"sampling requests into {self._folder}: {error}; choose another folder") from error
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._waiting.put(None)
+        self._thread.join()
+        say(f"{self._num_written} conversations were written to {self._folder}, {self._num_left_out} left out")
+
+    def offer(self, exchange: Exchange, version: str) -> None:
+        """Take a conversation, or leave it. Returns at once."""
+        if self._numbers.random() >= self._share:
+            return
+        with suppress(queue.Full):  # a sample need not have every one, and an answer must not wait for a disk
+            self._waiting.put_nowait((exchange, version))
+
+    def _write_all(self) -> None:
+        try:
+            while waiting := self._next():
+                row = row_of(*waiting)
+                if row:
+                    self._write(row)
+                    self._num_written += 1
+                else:
+                    self._num_left_out += 1
+            self._close()
+        except Exception as error:  # such as a full disk: those who are served have nothing to do with it
+            say(f"requests are not sampled any more: {self._folder}: {error!r}")
+            while self._waiting.get():
+                pass
+
+    def _next(self) -> tuple[Exchange, str] | None:
+        while True:
+            left_s = self._began_s + FILE_AGE_S - time.monotonic() if self._file else None
+            if left_s is not None and left_s <= 0:
+                self._close()
+                continue
+            with suppress(queue.Empty):
+                return self._waiting.get(timeout=left_s)
+
+    def _write(self, row: bytes) -> None:
+        if self._file is None:
+            name = datetime.now(UTC).strftime(f"{NAME}%Y%m%dT%H%M%S.%fZ-{os.getpid()}.jsonl")
+            self._file = (self._folder / f"{OPEN_PREFIX}{name}").open("wb", buffering=0)
+            fcntl.flock(self._file, fcntl.LOCK_EX)  # ours, while we live
+            self._began_s = time.monotonic()
+        self._file.write(row)
+        if self._file.tell() >= self._max_bytes / NUM_FILES:
+            self._close()
+
+    def _close(self) -> None:
+        """Make what was written part of the dataset, and room for the next file."""
+        if self._file is None:
+            return
+        path = Path(self._file.name)
+        path.rename(path.with_name(path.name.removeprefix(OPEN_PREFIX)))
+        self._file.close()
+        self._file = None
+        files = sorted(self._folder.glob(f"{NAME}*.jsonl"))
+        size = sum(file.stat().st_size for file in files)
+        while files and size > self._max_bytes * (1 - 1 / NUM_FILES):
+            size -= files[0].stat().st_size
+            files.pop(0).unlink()
+            if not self._has_dropped:
+                say(f"{self._folder} is full: for new requests, the oldest are removed")
+            self._has_dropped = True
+
+    def _complete_leftovers(self) -> None:
+        """Whole rows that somebody who was killed has left."""
+        for path in self._folder.glob(f"{OPEN_PREFIX}{NAME}*.jsonl"):
+            with path.open("r+b") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    continue  # somebody writes it
+                file.truncate(file.read().rfind(b"\n") + 1)
+                path.rename(path.with_name(path.name.removeprefix(OPEN_PREFIX)))
+
+
+def row_of(exchange: Exchange, version: str) -> bytes | None:
+    """A line of JSON, without what tells who a person is, and without secrets; None for what teaches nothing."""
+    choice = exchange.choices.get(0)
+    messages = exchange.asked.get("messages")
+    if choice is None or choice.finish_reason not in WHOLE or not isinstance(messages, list):
+        return None
+    row: dict[str, Any] = {"messages": [*map(_as_text, messages), choice.message], "version": version}
+    if tools := exchange.asked.get("tools"):
+        row["tools"] = tools
+    if len(json.dumps(row)) > MAX_ROW_BYTES:
+        return None
+    try:
+        row = redacted(_without_secrets(row), KINDS, Counter())
+        RowReader("messages", "examples").read(row)
+    except (RowError, DataError, RecursionError):
+        return None
+    return json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_secrets(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_secrets(item) for item in value]
+    return redact(value) if isinstance(value, str) else value
+
+
+def _as_text(message: Any) -> Any:
+    """A message whose content is a list of texts, as some clients send it, with one text."""
+    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+        return message
+    parts = message["content"]
+    if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+        return message  # pictures: no reader of rows takes it
+    return {**message, "content": "".join(str(part.get("text", "")) for part in parts)}

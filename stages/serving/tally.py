@@ -1,0 +1,173 @@
+"""Counts what the proxy has answered, by version: for Prometheus, and for people who compare two versions.
+
+Lines of the engines' own metrics get the same two labels, `lifecycle_model` and `lifecycle_version`, so that a panel
+of one dashboard shows a champion and its challenger, whichever engine serves them.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from stages.serving.exchange import Exchange
+
+LABELS = ("lifecycle_model", "lifecycle_version")
+BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 3600.0)
+NUM_LATENCIES = 10_000
+"""The latest, of which the quantiles are."""
+SAMPLE = re.compile(r"(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(?P<brace>\{)?")
+COMMENT = re.compile(r"# (?:HELP|TYPE) (?P<name>\S+)")
+
+
+@dataclass(frozen=True)
+class ServedVersion:
+    """Of a registered model."""
+
+    model: str
+    version: str
+
+
+@dataclass
+class Tally:
+    """Of one version. latencies_s: of answers without error, from a request's arrival to the answer's last byte."""
+
+    statuses: Counter[tuple[str, int]] = field(default_factory=Counter)
+    finish_reasons: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    buckets: Counter[float] = field(default_factory=Counter)
+    seconds: float = 0.0
+    latencies_s: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_LATENCIES))
+
+    @property
+    def num_requests(self) -> int:
+        return self.statuses.total()
+
+    @property
+    def num_errors(self) -> int:
+        """Those that the server is to blame for."""
+        return sum(count for (_, status), count in [*self.statuses.items()] if status >= 500)
+
+    def count(self, route: str, exchange: Exchange, seconds: float) -> None:
+        """Add a request and its answer."""
+        self.statuses[route, exchange.status] += 1
+        self.finish_reasons.update(exchange.finish_reasons)
+        self.prompt_tokens += exchange.prompt_tokens
+        self.completion_tokens += exchange.completion_tokens
+        if exchange.status < 400:
+            self.buckets[next((bound for bound in BUCKETS_S if seconds <= bound), float("inf"))] += 1
+            self.seconds += seconds
+            self.latencies_s.append(seconds)
+
+    def latency_s(self, percent: int) -> float | None:
+        """A percentile of the latest answers; None of less than two."""
+        latencies_s = [*self.latencies_s]
+        if len(latencies_s) < 2:
+            return None
+        return statistics.quantiles(latencies_s, n=100, method="inclusive")[percent - 1]
+
+
+class Tallies(Collector):
+    """Of all versions that were served."""
+
+    def __init__(self) -> None:
+        self._tallies: dict[ServedVersion, Tally] = {}
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def of(self, version: ServedVersion) -> Tally:
+        """That of a version, which is empty at first."""
+        return self._tallies.setdefault(version, Tally())
+
+    def side_by_side(self) -> list[dict[str, Any]]:
+        """Of each version, what people compare. Durations in seconds."""
+        return [
+            {
+                "model": version.model,
+                "version": version.version,
+                "requests": tally.num_requests,
+                "errors": tally.num_errors,
+                "latency_p50_s": tally.latency_s(50),
+                "latency_p95_s": tally.latency_s(95),
+                "prompt_tokens": tally.prompt_tokens,
+                "completion_tokens": tally.completion_tokens,
+                "finish_reasons": dict(tally.finish_reasons),
+            }
+            for version, tally in [*self._tallies.items()]
+        ]
+
+    def as_text(self) -> str:
+        """In Prometheus' text format."""
+        return generate_latest(self._registry).decode()
+
+    def collect(self) -> Iterable[Metric]:
+        requests = CounterMetricFamily(
+            "lifecycle_requests", "Requests that were answered.", labels=[*LABELS, "route", "status"]
+        )
+        finished = CounterMetricFamily(
+            "lifecycle_finish_reasons", "Why answers ended.", labels=[*LABELS, "finish_reason"]
+        )
+        prompts = CounterMetricFamily("lifecycle_prompt_tokens", "Tokens of prompts.", labels=LABELS)
+        completions = CounterMetricFamily("lifecycle_completion_tokens", "Tokens of answers.", labels=LABELS)
+        durations = HistogramMetricFamily(
+            "lifecycle_request_duration_seconds", "From arrival to the answer's last byte.", labels=LABELS
+        )
+        for version, tally in [*self._tallies.items()]:
+            labels = [version.model, version.version]
+            for (route, status), count in [*tally.statuses.items()]:
+                requests.add_metric([*labels, route, str(status)], count)
+            for reason, count in [*tally.finish_reasons.items()]:
+                finished.add_metric([*labels, reason], count)
+            prompts.add_metric(labels, tally.prompt_tokens)
+            completions.add_metric(labels, tally.completion_tokens)
+            durations.add_metric(labels, [*_cumulative(tally.buckets)], tally.seconds)
+        return [requests, finished, prompts, completions, durations]
+
+
+def _cumulative(buckets: Counter[float]) -> Iterator[tuple[str, float]]:
+    total = 0
+    for bound in (*BUCKETS_S, float("inf")):
+        total += buckets[bound]
+        yield floatToGoString(bound), total
+
+
+def labelled(engines: Iterable[tuple[ServedVersion, str]]) -> str:
+    """Metrics of several engines as one text, each line with its version. Families are kept together, as the format
+    asks: of each, the comments of the first engine that has it, and the samples of all.
+    """
+    comments: dict[str, list[str]] = {}
+    samples: dict[str, list[str]] = {}
+    for version, text in engines:
+        labels = ",".join(
+            f'{label}="{_escaped(value)}"'
+            for label, value in zip(LABELS, (version.model, version.version), strict=True)
+        )
+        family, known = "", {*comments}
+        for line in text.splitlines():
+            if comment := COMMENT.match(line):
+                family = comment["name"]
+                if family not in known:
+                    comments.setdefault(family, []).append(line)
+            elif sample := SAMPLE.match(line):
+                family = family if family and sample["name"].startswith(family) else sample["name"]
+                rest = line[sample.end() :]
+                marked = f"{labels},{rest}" if sample["brace"] else f"{labels}}}{rest}"
+                samples.setdefault(family, []).append(f"{sample['name']}{{{marked}")
+    return "".join(f"{line}\n" for family in {**comments, **samples} for line in _lines(family, comments, samples))
+
+
+def _lines(family: str, comments: dict[str, list[str]], samples: dict[str, list[str]]) -> list[str]:
+    return comments.get(family, []) + samples.get(family, [])
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

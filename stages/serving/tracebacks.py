@@ -1,0 +1,48 @@
+"""Finds the cause in the log of a server that is written in Python: the first exception that is not another's echo."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Collection, Iterator, Sequence
+
+EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Refused|NotFound)\b.*")
+MAX_CONTINUATION_LINES = 5
+MAX_CHARACTERS = 600
+
+
+def first_exception(lines: Sequence[str], generic: Collection[str]) -> str | None:
+    """With its message, and where it has none, with the code that raised it.
+
+    lines: of the log, without what the server puts before each. generic: phrases, in lower case, of exceptions that are
+    mere consequences of others.
+    """
+    return next(_exceptions(lines, generic), None)
+
+
+def shortened(cause: str) -> str:
+    """For a message of ours."""
+    return textwrap.shorten(cause, MAX_CHARACTERS, placeholder=" …")
+
+
+def _exceptions(lines: Sequence[str], generic: Collection[str]) -> Iterator[str]:
+    for index, line in enumerate(lines):
+        if EXCEPTION.match(line) and not any(phrase in line.lower() for phrase in generic):
+            below = lines[index + 1 :]
+            begins_below = line.endswith(":") and below and not below[0].startswith(" ")
+            said = [line, *(below[:1] if begins_below else _continuation(below))]
+            yield " ".join(said if ":" in line else [*said, "at:", *_failing_code(lines[:index])])
+
+
+def _continuation(lines: Sequence[str]) -> Iterator[str]:
+    """The rest of a message of several lines, as pydantic writes them: indented."""
+    for line in lines[:MAX_CONTINUATION_LINES]:
+        if not line.startswith(" ") or line.lstrip().startswith(("File ", "For further information")):
+            return
+        yield line.strip()
+
+
+def _failing_code(lines: Sequence[str]) -> Iterator[str]:
+    """The innermost place in the traceback that `lines` end with, and the code there, for exceptions without a word."""
+    start = next((index for index in reversed(range(len(lines))) if lines[index].startswith('  File "')), len(lines))
+    return (line.strip() for line in lines[start : start + 2])
