@@ -17,6 +17,7 @@ over a batch of packed documents. There are two ways:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,15 +56,28 @@ def hidden_states(decoder: Any, batch: Batch) -> Tensor:
 
     `decoder` was built with the `attn_implementation` that `prepare_attention` returned.
     """
-    device = batch.input_ids.device
+    output, in_rows = _run(decoder, batch)
+    return in_rows(output[0])
+
+
+def hidden_states_and_router_logits(decoder: Any, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+    """`hidden_states`, and what the router of each mixture layer gives: [rows, sequence, experts]."""
+    output, in_rows = _run(decoder, batch, output_router_logits=True)
+    return in_rows(output[0]), [in_rows(logits) for logits in output.router_logits]
+
+
+def _run(decoder: Any, batch: Batch, **options: Any) -> tuple[Any, Callable[[Tensor], Tensor]]:
+    """The decoder's output, and what lays states of its tokens [tokens, width] out as the batch is."""
+    device, shape = batch.input_ids.device, batch.input_ids.shape
+    options["use_cache"] = False
     if decoder.config._attn_implementation == PACKED_DOCUMENTS:
-        documents = PackedDocuments(batch.document_lengths, device)
-        arguments = {"position_ids": batch.position_ids, "documents": documents, "use_cache": False}
-        return decoder(input_ids=batch.input_ids, **arguments)[0]
+        options["documents"] = PackedDocuments(batch.document_lengths, device)
+        output = decoder(input_ids=batch.input_ids, position_ids=batch.position_ids, **options)
+        return output, lambda states: states.reshape(*shape, -1)
     documents = PackedDocuments(batch.document_lengths, device, least_fill=0)
     rows = pad_documents(batch.input_ids.flatten(), documents).view(-1, documents.longest)
-    padded = decoder(input_ids=rows, use_cache=False)[0]
-    return unpad_documents(padded.flatten(0, 1), documents).view(*batch.input_ids.shape, -1)
+    output = decoder(input_ids=rows, **options)
+    return output, lambda states: unpad_documents(states.reshape(rows.numel(), -1), documents).view(*shape, -1)
 
 
 @dataclass(frozen=True)

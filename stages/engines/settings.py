@@ -35,6 +35,26 @@ class MuonSettings:
 
 
 @dataclass(frozen=True)
+class LowPrecisionSettings:
+    """What AdamW keeps in fewer bits."""
+
+    exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
+    exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
+    bf16_stochastic_round: bool = False
+    """Whether weights are held in bf16 alone, and each step's are rounded at random."""
+
+
+@dataclass(frozen=True)
+class MoeSettings:
+    """What is done with the routers of a mixture of experts."""
+
+    aux_loss_coefficient: float = 0.0
+    """What the loss that balances experts (`stages.engines.balance`) is multiplied by."""
+    freeze_router: bool = False
+    """Whether routers stay as they are."""
+
+
+@dataclass(frozen=True)
 class EngineSettings:
     """How an engine trains."""
 
@@ -52,3 +72,5 @@ class EngineSettings:
     """Whether the model gives one number a document (fsdp), not probabilities of tokens."""
     muon: MuonSettings | None = None
     """None: AdamW alone."""
+    moe: MoeSettings = MoeSettings()
+    low_precision: LowPrecisionSettings = LowPrecisionSettings()

@@ -1,8 +1,8 @@
 """Shapes of published models by name, for tables that name a model without its sizes. Pure.
 
-Sizes are those of the models' papers and configs. Approximations: DeepSeek-V3's latent attention is written as heads of
-the width that gives its parameters, its shared expert as one more that every token is routed to; the state-space layers
-of hybrid Nemotron models as attention over a window. What is not here must bring its sizes.
+Sizes are those of the models' papers and configs. Approximations: DeepSeek's shared experts are written as so many more
+that every token is routed to (and its multi-token prediction is left out); the state-space layers of hybrid Nemotron
+models as attention over a window. What is not here must bring its sizes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from stages.models.shape import ModelShape
+from stages.models.shape import LatentAttention, ModelShape
 
 
 def _llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int) -> ModelShape:
@@ -37,7 +37,9 @@ def gpt(layers: int, hidden: int, heads: int, vocab: int) -> ModelShape:
     )  # fmt: skip
 
 
-_DEEPSEEK_V3 = ModelShape(61, 7168, 128, 32, 80, 18432, 129280, dense_layers=frozenset({0, 1, 2}))
+_LATENT = LatentAttention(query_rank=1536, kv_rank=512, rotary_dim=64)
+_DEEPSEEK_V2 = ModelShape(60, 5120, 128, 128, 128, 12288, 102400, dense_layers=frozenset({0}), latent=_LATENT)
+_DEEPSEEK_V3 = ModelShape(61, 7168, 128, 128, 128, 18432, 129280, dense_layers=frozenset({0, 1, 2}), latent=_LATENT)
 
 KNOWN = {
     "llama 7b": _llama(32, 4096, 32, 32, 11008, 32000),
@@ -67,6 +69,7 @@ KNOWN = {
     "qwen3 235b": _mixture(_qwen3(94, 4096, 64, 4, 12288), 128, 8, 1536),
     "gpt oss 20b": _mixture(ModelShape(24, 2880, 64, 8, 64, 2880, 201088), 32, 4, 2880),
     "gpt oss 120b": _mixture(ModelShape(36, 2880, 64, 8, 64, 2880, 201088), 128, 4, 2880),
+    "deepseekv2": _mixture(_DEEPSEEK_V2, 162, 8, 1536),
     "deepseekv3": _mixture(_DEEPSEEK_V3, 257, 9, 2048),
     "gpt3 175b": gpt(96, 12288, 96, 51200),
     "nemotron4 15b": replace(_llama(32, 6144, 48, 8, 24576, 256000), gated_ffn=False),
@@ -87,5 +90,5 @@ def _words(name: str) -> set[str]:
     text = re.sub(r"\b(llama|qwen|gpt|mistral|mixtral|nemotron|deepseek) ?v?(\d+(?:\.\d+)?)(?= |$)", r"\1\2", text)
     words = set(text.split())
     words |= {re.sub(r"^(llama3)\.\d$", r"\1", word) for word in words}
-    words |= {word.replace("deepseek3", "deepseekv3") for word in words}
+    words |= {re.sub(r"^deepseek(?=\d)", "deepseekv", word) for word in words}
     return words

@@ -22,7 +22,10 @@ RESOLUTION_NATS = 1e-6
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a model predicts of a document's targets, in their order: log-probabilities in nats, likeliest tokens."""
+    """What a model predicts of a document's targets, in their order: log-probabilities in nats, likeliest tokens.
+
+    greedy: empty where a server does not tell tokens' ids.
+    """
 
     log_probabilities: Sequence[float]
     greedy: Sequence[int]
@@ -85,7 +88,8 @@ class Differences:
     most, and over all tokens. kl: nats per token. same_greedy: share of the targets with the same likeliest token.
 
     Of each distribution two probabilities are compared, those of the target and of all other tokens together, so `kl`
-    is a lower bound of KL(recorded ‖ now). None: the record is from before single tokens were kept.
+    is a lower bound of KL(recorded ‖ now). None: the record is from before single tokens were kept;
+    same_greedy also where a server tells no ids of the likeliest.
     """
 
     most: float
@@ -112,13 +116,15 @@ def differences(predicted: Sequence[Predicted], documents: Sequence[RecordedDocu
     mean = sum(found) / max(1, sum(counts))
     if not all(one.has_tokens for one in documents):
         return Differences(most, mean)
-    of_tokens = [
-        token
+    kl = _mean(
+        _kl_nats(recorded, given)
         for now, one in pairs
-        for token in zip(one.log_probabilities, now.log_probabilities, one.greedy, now.greedy, strict=True)
-    ]
-    kl = _mean(_kl_nats(recorded, given) for recorded, given, _, _ in of_tokens)
-    return Differences(most, mean, kl, _mean(float(recorded == given) for _, _, recorded, given in of_tokens))
+        for recorded, given in zip(one.log_probabilities, now.log_probabilities, strict=True)
+    )
+    if not all(now.greedy for now in predicted):
+        return Differences(most, mean, kl)
+    greedy = (pair for now, one in pairs for pair in zip(one.greedy, now.greedy, strict=True))
+    return Differences(most, mean, kl, _mean(float(recorded == given) for recorded, given in greedy))
 
 
 def _kl_nats(recorded: float, given: float) -> float:

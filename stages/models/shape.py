@@ -15,6 +15,17 @@ from stages.models.flops import AttentionWork, ModelFlops
 
 
 @dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1): all heads' queries are made of one
+    short vector, their keys and values of another; beside it queries and keys have a rotary part (one for all keys)."""
+
+    query_rank: int
+    kv_rank: int
+    rotary_dim: int
+    """Of a head, beside its `head_dim`."""
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Sizes of a decoder-only Transformer."""
 
@@ -51,6 +62,7 @@ class ModelShape:
     """Layers of a mixture-of-experts model that are dense nevertheless."""
     sliding_window: int | None = None
     """Tokens that a position attends to, in every layer; None: all before it."""
+    latent: LatentAttention | None = None
     max_positions: int | None = None
     rope_theta: float | None = None
     norm_epsilon: float = 1e-5
@@ -84,6 +96,16 @@ class ModelShape:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def rotary_width(self) -> int:
+        """Of all heads' queries, and of their keys, what latent attention adds to `head_dim`; else 0."""
+        return self.num_heads * self.latent.rotary_dim if self.latent else 0
+
+    @property
+    def latent_width(self) -> int:
+        """Of what latent attention makes queries, keys and values of; else 0."""
+        return self.latent.query_rank + self.latent.kv_rank + self.latent.rotary_dim if self.latent else 0
+
+    @property
     def embedding_parameters(self) -> int:
         """Parameters of the token embedding."""
         return self.vocab_size * self.hidden_size
@@ -100,8 +122,12 @@ class ModelShape:
 
     @property
     def attention_matrix_parameters(self) -> int:
-        """Weights of one layer's four projections."""
-        return self.hidden_size * (2 * self.query_width + 2 * self.kv_width)
+        """Weights of one layer's four projections (latent attention: five)."""
+        if self.latent is None:
+            return self.hidden_size * (2 * self.query_width + 2 * self.kv_width)
+        whole = self.hidden_size * (self.latent_width + self.query_width)
+        queries = self.latent.query_rank * (self.query_width + self.rotary_width)
+        return whole + queries + self.latent.kv_rank * (self.kv_width + self.query_width)
 
     @property
     def attention_parameters(self) -> int:
@@ -154,7 +180,7 @@ class ModelShape:
         dense = (self.num_layers - self.num_mixture_layers) * matrices * self.ffn_size
         routed = self.num_mixture_layers * (matrices * self.experts_per_token * self.expert_ffn_size + self.num_experts)
         per_token = self.num_layers * self.attention_matrix_parameters + self.hidden_size * (dense + routed)
-        work = AttentionWork(2 * self.query_width * self.num_layers, self.sliding_window)
+        work = AttentionWork((2 * self.query_width + self.rotary_width) * self.num_layers, self.sliding_window)
         return ModelFlops(per_token, self.embedding_parameters, (work,))
 
     def _ffn(self, width: int) -> int:

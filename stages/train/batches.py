@@ -16,6 +16,7 @@ from stages.core.errors import DataError
 from stages.data.batch import Batch
 from stages.data.config import DataConfig
 from stages.data.dataset import PackedDataset
+from stages.data.lengths import Lengths
 from stages.engines.engine import Engine
 from stages.train.methods.method import BatchChange
 from stages.train.mixture import seen
@@ -32,7 +33,7 @@ MOST_BATCHES, BATCH_TARGETS = 16, 1024
 
 class TrainingData(Protocol):
     """What a run learns from. counts: metrics. conversations: whether chats, by a template. steps_of_epochs: optimizer
-    steps of the epochs that the recipe wants."""
+    steps of the epochs that the recipe wants. lengths: of its documents; None where the model itself makes them."""
 
     @property
     def longest_document(self) -> int: ...
@@ -42,6 +43,8 @@ class TrainingData(Protocol):
     def counts(self) -> dict[str, float]: ...
     @property
     def steps_of_epochs(self) -> int: ...
+    @property
+    def lengths(self) -> Lengths | None: ...
 
     def taught(self, build: BuildEngine, watchdog: Watchdog, stays: ExitStack) -> TrainingData:
         """With what a teacher says of it, if the method has one, that is loaded before the model that learns; stays:

@@ -10,6 +10,7 @@ from stages.adapters.config import AdapterConfig
 from stages.core.contract import StageInput
 from stages.core.errors import LifecycleError, ModelError
 from stages.data.check import Silent, data_problems
+from stages.data.mixed_formats import check_formats
 from stages.data.prepare_mixture import prepare_mixture
 from stages.rewards.judging import opening_problems
 from stages.rewards.reward import RewardContext
@@ -17,6 +18,7 @@ from stages.train.check_teacher import check_teacher
 from stages.train.config import TrainConfig
 from stages.train.methods.rollouts import RolloutOptions
 from stages.train.mixture import repeated_too_often
+from stages.train.moe import MoeConfig
 from stages.train.start import data_with_template
 
 
@@ -27,12 +29,19 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]
     model_folder = stage_input.inputs[config.base or config.model] / "model"
     if config.adapter:
         yield from adapter_problems(config, config.adapter, model_folder)
+    if config.moe != MoeConfig():
+        yield from moe_problems(config, model_folder)
     field = f"{config.method}.teacher_server" if config.teacher_server else "teacher"
     yield from ((field, error) for error in check_teacher(config, stage_input.inputs, model_folder))
     if config.rollouts:
         yield from rollout_problems(config, config.rollouts, stage_input, model_folder)
         return
     data = data_with_template(config.data, stage_input.inputs[config.model])
+    try:
+        check_formats(stage_input.inputs, data, config.learning.rows)
+    except LifecycleError as mixed:
+        yield "data.datasets", mixed
+        return
     is_sound = True
     for place, part in data.parts.items():
         folder = stage_input.inputs[part.dataset_stage] / "data"
@@ -86,6 +95,20 @@ def rollout_problems(
         checked_prompts(config.model_copy(update={"data": data}), options, folder, model_folder)
     except LifecycleError as error:
         yield "data", error
+
+
+def moe_problems(config: TrainConfig, model_folder: Path) -> Iterator[tuple[str, LifecycleError | str]]:
+    """Of the routers that the model has, or has not."""
+    from stages.adapters.check import model_without_weights
+    from stages.engines.fsdp.moe import check_mixture
+
+    try:
+        causal_lm = model_without_weights(model_folder, trust_remote_code=config.trust_remote_code)
+        check_mixture(causal_lm, config.moe.settings)
+    except ModelError as error:
+        yield "moe", error
+    except Exception as error:  # whatever code that came with a model raises; training loads it otherwise
+        yield "moe", f"a model without weights could not be made: {type(error).__name__}: {error}"
 
 
 def adapter_problems(

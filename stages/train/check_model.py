@@ -15,6 +15,7 @@ from stages.models.model_config import LEARNED_POSITIONS, max_positions, read_co
 from stages.models.shape import ModelShape
 from stages.parallel.legality import layout_warnings, model_errors
 from stages.train.config import TrainConfig
+from stages.train.moe import MoeConfig
 
 
 def check_lengths(longest: int, context: StageContext, model_folder: Path) -> None:
@@ -46,6 +47,8 @@ def check_model(config: TrainConfig, context: StageContext, model_folder: Path) 
         context.warn(note)
     if config.engine == "megatron":
         shape = check_supported(model_config)
+        if config.moe != MoeConfig() and not shape.num_experts:
+            raise ModelError(f"`moe` is for mixtures of experts, and {shape.family} has none; remove it")
         if errors := "; ".join(model_errors(config.engine, config.layout, shape)):
             raise LayoutError(errors)
         for warning in layout_warnings(config.engine, config.layout, config.constraints, shape):

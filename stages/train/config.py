@@ -12,7 +12,6 @@ from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt, model_valida
 from pydantic_core import PydanticCustomError
 
 from stages.adapters.config import AdapterConfig
-from stages.adapters.legality import adapter_errors
 from stages.core.contract import ModelOrAdapterReference, ModelReference, StageConfig, base_of
 from stages.core.fields import AddedLater, Product, without
 from stages.core.numbers import NonNegativeFp32
@@ -23,10 +22,12 @@ from stages.parallel.legality import RunConstraints, layout_errors
 from stages.planner.workload import Workload
 from stages.serving.registry import chosen_engine, installed_version
 from stages.train.execution import TrainExecution
+from stages.train.honoured import engine_errors
 from stages.train.methods.options import MethodFields, MethodName
 from stages.train.methods.rollout_errors import SamplingRun, completion_errors, idle_fields
+from stages.train.moe import MoeConfig
 from stages.train.numbers import BatchSize, Denominator, Epochs, Rate, Seed, TrainingPrecision, contradiction
-from stages.train.optimizer import OptimizerConfig, optimizer_errors
+from stages.train.optimizer import OptimizerConfig
 from stages.train.row_errors import row_errors
 from stages.train.start import start_problems
 
@@ -64,6 +65,7 @@ class TrainConfig(MethodFields):
     )
     learning_rate: Rate = Field(description="Of the optimizer, after the warm-up.")
     optimizer: Annotated[OptimizerConfig, AddedLater()] = OptimizerConfig()
+    moe: Annotated[MoeConfig, AddedLater()] = MoeConfig()
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="Of the learning rate.")
     warmup_steps: NonNegativeInt = Field(
         0,
@@ -130,6 +132,8 @@ class TrainConfig(MethodFields):
             scores_documents=self.learning.needs_score_head,
             adapter=self.adapter.for_planner if self.adapter else None,
             optimizer=self.optimizer.name,
+            state_bytes=self.optimizer.for_planner,
+            freezes_routers=self.moe.freeze_router,
         )
         return replace(workload, total_tokens=self.steps * workload.tokens_per_step) if self.steps else workload
 
@@ -143,9 +147,13 @@ class TrainConfig(MethodFields):
         return math.ceil(tokens / self.data.sequence_length / together) * together
 
     @property
+    def sampling_devices(self) -> int:
+        """Of the server that samples, after those that train; on a CPU both share the cores."""
+        return self.sampling.serving.tensor_parallel_size if self.sampling else 0
+
+    @property
     def devices(self) -> int:
-        """The server that samples has some of its own; on a CPU, it shares those that there are."""
-        return self.processes + (self.sampling.serving.tensor_parallel_size if self.sampling else 0)
+        return self.processes + self.sampling_devices
 
     @property
     def constraints(self) -> RunConstraints:
@@ -155,10 +163,8 @@ class TrainConfig(MethodFields):
     @property
     def engine_settings(self) -> EngineSettings:
         """What the engine needs to know."""
-        betas = self.adam_beta1, self.adam_beta2
-        adam = AdamSettings(
-            self.learning_rate, *betas, self.adam_epsilon, self.weight_decay, self.decay_norms_and_biases
-        )
+        numbers = self.learning_rate, self.adam_beta1, self.adam_beta2, self.adam_epsilon, self.weight_decay
+        adam = AdamSettings(*numbers, self.decay_norms_and_biases)
         return EngineSettings(
             self.layout,
             self.precision,
@@ -169,6 +175,8 @@ class TrainConfig(MethodFields):
             self.adapter,
             self.learning.needs_score_head,
             self.optimizer.muon,
+            self.moe.settings,
+            self.optimizer.low_precision,
         )
 
     def identity(self) -> dict[str, JsonValue]:
@@ -269,7 +277,6 @@ class TrainConfig(MethodFields):
             data=self.data,
             num_nodes=self.execution.nodes,
             engine=self.engine,
-            layout=self.layout,
             adapter=self.adapter,
             needs_reference=self.needs_reference,
             teacher=self.teacher,
@@ -280,18 +287,14 @@ class TrainConfig(MethodFields):
 
     @model_validator(mode="after")
     def _engine_honours_what_is_asked(self) -> Self:
-        errors = list(adapter_errors(self.engine, self.adapter)) if self.adapter else []
-        errors += optimizer_errors(self.optimizer, self.engine, self.layout, has_adapter=self.adapter is not None)
-        if self.precision == "fp8" and self.engine != "megatron":
-            errors.append("`precision: fp8` needs `engine: megatron`; choose it, or say `precision: bf16`")
-        if errors:
-            raise ValueError("; ".join(errors))
+        asked = self.precision, self.optimizer, self.moe, self.adapter
+        if errors := "; ".join(engine_errors(self.engine, self.layout, *asked)):
+            raise ValueError(errors)
         return self
 
     @model_validator(mode="after")
     def _layout_fits(self) -> Self:
-        if isinstance(self.layout, AutoLayout):
-            return self
-        if errors := "; ".join(layout_errors(self.engine, self.layout, self.constraints)):
+        is_given = not isinstance(self.layout, AutoLayout)
+        if is_given and (errors := "; ".join(layout_errors(self.engine, self.layout, self.constraints))):
             raise PydanticCustomError(LAYOUT_PROBLEM, "{problems}", {"problems": errors})
         return self

@@ -7,10 +7,10 @@ from pathlib import Path
 from stages.core.contract import StageInput
 from stages.core.errors import RecipeError
 from stages.data.dataset import PackedDataset
-from stages.data.look import look_at
+from stages.data.look import Visits, look_at
 from stages.data.shown import DataLook
 from stages.train.config import TrainConfig
-from stages.train.mixture import slots_of
+from stages.train.mixture import seen, slots_of, steps_of_epochs
 from stages.train.start import data_with_template
 
 
@@ -23,15 +23,19 @@ def look(stage_input: StageInput, num_rows: int, scratch: Path) -> DataLook:
             "stage of `kind: generate` shows prompts and answers"
         )
 
-    def first_rows(training: PackedDataset) -> list[int]:
-        return slots_of(config.data, training, config.seed).rows(0, min(num_rows, len(training)))
+    def visits(training: PackedDataset) -> Visits:
+        slots = slots_of(config.data, training, config.seed)
+        num_slots = (config.steps or steps_of_epochs(config, training)) * config.global_batch_size
+        metrics = seen(config.data, training, slots, num_slots)
+        by_name = ({name: metrics[f"{what}.{name}"] for name in training.members} for what in ("share_seen", "epochs"))
+        return Visits(slots.rows(0, min(num_rows, len(training))), *by_name)
 
     return look_at(
         stage_input.inputs,
         data_with_template(config.data, stage_input.inputs[config.model]),
         stage_input.inputs[config.base or config.model] / "model",
         rows=config.learning.rows,
-        first_rows=first_rows,
+        visits=visits,
         cache=stage_input.cache,
         scratch=scratch,
     )

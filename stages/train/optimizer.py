@@ -9,14 +9,17 @@ from pydantic import Field, PositiveInt, field_validator
 
 from stages.core.numbers import NonNegativeFp32
 from stages.core.strict import StrictModel
-from stages.engines.settings import MuonSettings
+from stages.engines.settings import LowPrecisionSettings, MuonSettings
 from stages.parallel.layout import EngineName, Layout
+from stages.planner.workload import Precision, StateBytes
 
 NOT_HAD = {
     "adamw_8bit": "its moments need torchao or bitsandbytes, of which neither is in the environment of training",
     "adafactor": "torch's cannot step on what FSDP2 has sharded (torch 2.13: the power of a norm's parts)",
 }
 """Optimizers that people ask for, and why they cannot be had."""
+LOW_PRECISION = ("exp_avg_dtype", "exp_avg_sq_dtype", "bf16_stochastic_round")
+"""Named as in Megatron and torchao."""
 
 
 class OptimizerConfig(StrictModel):
@@ -36,6 +39,18 @@ class OptimizerConfig(StrictModel):
         "match_rms_adamw: 0.2 √max(A, B), so that AdamW's learning rate suits both.",
     )
 
+    exp_avg_dtype: Literal["fp32", "bf16"] = Field(
+        "fp32", description="Of the mean of gradients, as it is kept; in bf16 it is rounded at random (adamw, fsdp)."
+    )
+    exp_avg_sq_dtype: Literal["fp32", "bf16"] = Field(
+        "fp32", description="Of the mean of squared gradients, likewise (adamw, fsdp)."
+    )
+    bf16_stochastic_round: bool = Field(
+        False,
+        description="Hold weights and their gradients in bf16, with no copy in fp32; what a step makes of a weight is "
+        "rounded at random, right on average (adamw, fsdp).",
+    )
+
     @field_validator("name", mode="before")
     @classmethod
     def _can_be_had(cls, name: Any) -> Any:
@@ -50,17 +65,34 @@ class OptimizerConfig(StrictModel):
             return None
         return MuonSettings(self.momentum, self.nesterov, self.ns_steps, self.adjust_lr_fn)
 
+    @property
+    def low_precision(self) -> LowPrecisionSettings:
+        """As an engine takes it."""
+        return LowPrecisionSettings(self.exp_avg_dtype, self.exp_avg_sq_dtype, self.bf16_stochastic_round)
+
+    @property
+    def for_planner(self) -> StateBytes:
+        """Of FSDP2's AdamW."""
+        size = {"fp32": 4, "bf16": 2}
+        weight = 2 if self.bf16_stochastic_round else 4
+        return StateBytes(weight, size[self.exp_avg_dtype] + size[self.exp_avg_sq_dtype])
+
     def idle_fields(self) -> Iterator[tuple[str, str]]:
         """Fields without effect, and why."""
         if self.name == "adamw":
             for field in ("momentum", "nesterov", "ns_steps", "adjust_lr_fn"):
                 yield field, "`optimizer.name: adamw` has `adam_beta1` and `adam_beta2`"
+        else:
+            for field in LOW_PRECISION:
+                yield field, f"`optimizer.name: {self.name}` keeps fp32"
 
 
-def optimizer_errors(optimizer: OptimizerConfig, engine: EngineName, layout: Layout, *, has_adapter: bool) -> list[str]:
+def optimizer_errors(
+    optimizer: OptimizerConfig, engine: EngineName, layout: Layout, precision: Precision, *, has_adapter: bool
+) -> list[str]:
     """A sentence for each thing that does not go with the optimizer."""
     if optimizer.name == "adamw":
-        return []
+        return list(_low_precision_errors(optimizer, engine, layout, precision, has_adapter))
     found = []
     if engine != "fsdp":
         found.append(f"`optimizer.name: {optimizer.name}` needs `engine: fsdp`, found {engine}; change either")
@@ -75,3 +107,27 @@ def optimizer_errors(optimizer: OptimizerConfig, engine: EngineName, layout: Lay
             "host memory; change either"
         )
     return found
+
+
+def _low_precision_errors(
+    optimizer: OptimizerConfig, engine: EngineName, layout: Layout, precision: Precision, has_adapter: bool
+) -> Iterator[str]:
+    default = OptimizerConfig()
+    changed = [name for name in LOW_PRECISION if getattr(optimizer, name) != getattr(default, name)]
+    if engine != "fsdp":
+        for name in changed:
+            yield (
+                f"`optimizer.{name}` needs `engine: fsdp`, found {engine}, which has it with Transformer Engine's "
+                "optimizer only; change either"
+            )
+    if not optimizer.bf16_stochastic_round:
+        return
+    if precision != "bf16":
+        yield f"`optimizer.bf16_stochastic_round` needs `precision: bf16`, found {precision}; change either"
+    if has_adapter:
+        yield "`optimizer.bf16_stochastic_round` is of whole models, and an `adapter` learns in fp32; remove either"
+    if layout.accumulate == "sharded":
+        yield (
+            "`optimizer.bf16_stochastic_round` has shards of gradients in bf16, in which `layout.accumulate: sharded` "
+            "would add them up; say `accumulate: whole`"
+        )

@@ -47,7 +47,8 @@ def _settings(config: TrainConfig) -> Iterator[str]:
         yield f"lower layout.micro_batch_size (now {layout.micro_batch_size})"
     if layout.recompute != "full":
         yield f"layout.recompute: full (now {layout.recompute})"
-    if config.engine == "fsdp" and layout.accumulate != "sharded" and config.micro_batches_per_step > 1:
+    adds_up_shards = config.engine == "fsdp" and not config.optimizer.bf16_stochastic_round
+    if adds_up_shards and layout.accumulate != "sharded" and config.micro_batches_per_step > 1:
         yield f"layout.accumulate: sharded (now {layout.accumulate})"
     degrees = ("dp_shard", "tp", "pp", "cp") if config.engine == "megatron" else ("dp_shard",)
     yield f"raise {' or '.join(f'layout.{name} (now {getattr(layout, name)})' for name in degrees)}"

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from stages.data.config import METHODS_FOR, DataConfig
 from stages.data.formats import FORMATS
+from stages.data.mixed_formats import not_to_be_mixed
 from stages.train.methods.method import Method
 
 
@@ -13,6 +14,11 @@ def row_errors(method: Method, data: DataConfig) -> Iterator[str]:
     """What does not go together, and what to say instead."""
     if method.rows == "prompts" and data.datasets:
         yield f"`data.datasets` does not go with `method: {method.name}`, which reads prompts; name one `data.dataset`"
+    stated = {name: part.format for name, part in zip(data.names, data.parts.values(), strict=True)}
+    stated = {name: form for name, form in stated.items() if form != "auto"}
+    if mixed := [*not_to_be_mixed(stated, method.rows)]:
+        yield from (f"`data.datasets`, `method: {method.name}`: {problem}" for problem in mixed)
+        return
     for place, part in data.parts.items():
         yield from _errors(method, part, place)
 

@@ -11,6 +11,7 @@ from stages.core.contract import StageContext
 from stages.core.errors import DataError
 from stages.data.batch import Batch
 from stages.data.dataset import PackedDataset
+from stages.data.lengths import Lengths, count_lengths
 from stages.data.prepare import PreparedData
 from stages.data.prepare_mixture import prepare_mixture
 from stages.engines.engine import Engine
@@ -71,6 +72,12 @@ class RowData:
             "padding_fraction": training.padding_fraction,
             **self._counts_by_dataset,
         }
+
+    @property
+    def lengths(self) -> Lengths:
+        training = self.prepared.training
+        members = training.members or {"": training}
+        return count_lengths({name: one.document_lengths for name, one in members.items()})
 
     @property
     def _counts_by_dataset(self) -> dict[str, float]:

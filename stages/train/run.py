@@ -14,7 +14,9 @@ from stages.adapters.experts import idle_experts
 from stages.adapters.files import read_adapter
 from stages.core.contract import StageContext, StageResult, is_main_process
 from stages.core.errors import LayoutError, ModelError
+from stages.core.files import write_atomically
 from stages.data.config import DEFAULT_DATE
+from stages.data.lengths import LENGTHS_FILE
 from stages.engines.engine import Engine, LossMeans
 from stages.engines.recorded import record_log_probabilities
 from stages.models.model_config import read_config
@@ -90,6 +92,8 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
     if is_main_process() and context.trial is None:
         _note_use(config, data, context.work / config.product)
         plot_loss(training_run.journal.rows, context.work / LOSS_PLOT)
+        if data.lengths:
+            write_atomically(context.work / LENGTHS_FILE, data.lengths.model_dump_json())
     return _result(training_run, data, evaluation, peak_memory_metrics, prediction)
 
 

@@ -35,7 +35,7 @@ from stages.train.config import TrainConfig
 from stages.train.methods.method import TeacherTokens
 from stages.train.order import even_micro_batches
 from stages.train.reference import model_digest
-from stages.train.teacher_rows import OpenTeacher, TeacherRows, said_record
+from stages.train.teacher_rows import OpenTeacher, ShareOf, TeacherRows, said_record
 from stages.train.teacher_server import ServedTeacher
 from stages.train.watchdog import Watchdog
 
@@ -104,8 +104,8 @@ class OpenModel:
             yield _recorded(engine.sum_over_data(of_round))
             self.context.progress(index + 1, len(shares), "micro-batches", "the teacher's likeliest tokens")
 
-    def of_batch(self, batch: Batch) -> NDArray[np.void]:
-        return _recorded(self._of_batch(batch))
+    def of_share(self, share_of: ShareOf, data_rank: int, num_shares: int) -> list[NDArray[np.void]]:
+        return [_recorded(self._of_batch(batch)) for batch in share_of(data_rank)]
 
     def _of_batch(self, batch: Batch) -> torch.Tensor:
         """float64 [targets, 2, number]: tokens and log-probabilities."""

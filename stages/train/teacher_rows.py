@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -14,6 +14,9 @@ from stages.data.batch import Batch, Candidates
 from stages.data.dataset import PackedDataset
 from stages.train.methods.method import TeacherTokens
 
+ShareOf = Callable[[int], list[Batch]]
+"""Data rank → micro-batches of its share; any process can say which those are."""
+
 
 class OpenTeacher(Protocol):
     """A teacher that can be asked. What it says is `said_record`, of targets in their order."""
@@ -21,8 +24,8 @@ class OpenTeacher(Protocol):
     def of_rows(self, dataset: PackedDataset, rows: Sequence[int]) -> Iterator[NDArray[np.void]]:
         """rows: sorted. All that it says of them, piece by piece, on rank 0; on the others anything. Collective."""
 
-    def of_batch(self, batch: Batch) -> NDArray[np.void]:
-        """Of this process's micro-batch. Collective."""
+    def of_share(self, share_of: ShareOf, data_rank: int, num_shares: int) -> list[NDArray[np.void]]:
+        """Of each micro-batch of this process's share. Collective."""
 
 
 def said_record(number: int) -> np.dtype[np.void]:

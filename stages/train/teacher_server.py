@@ -24,7 +24,7 @@ from stages.rollouts.asking import Answer, Request, ask_all
 from stages.serving.client import Client
 from stages.train.execution import TrainExecution
 from stages.train.methods.method import TeacherServer, TeacherTokens
-from stages.train.teacher_rows import OpenTeacher, said_record
+from stages.train.teacher_rows import OpenTeacher, ShareOf, said_record
 from stages.train.watchdog import Watchdog
 
 PROBE = "In 2026, 3 × 14 = 42: naïve façade, 数 and\n\tdef f(x): return x ** 2  # “so”"
@@ -179,11 +179,38 @@ class OpenServer:
             gathered(0.0)  # the others wait here, and not for longer than these rows take
             self.context.progress(min(first + ROWS_TOGETHER, len(rows)), len(rows), "rows", "the teacher's server")
 
-    def of_batch(self, batch: Batch) -> NDArray[np.void]:
-        borders = np.cumsum(batch.document_lengths)[:-1].tolist()
-        tokens = torch.tensor_split(batch.input_ids.flatten(), borders)
-        is_target = torch.tensor_split(batch.has_target.flatten(), borders)
-        asked = [(one.tolist(), mask.numpy()[:-1]) for one, mask in zip(tokens, is_target, strict=True) if mask.any()]
-        found = self.teacher.likeliest([one for one, _ in asked])
+    def of_share(self, share_of: ShareOf, data_rank: int, num_shares: int) -> list[NDArray[np.void]]:
+        """Rank 0 asks about all shares, and the others read it: processes that have the same rows get the very same."""
+        files = [self.context.scratch / "teacher" / f"share-{number}.npy" for number in range(num_shares)]
+        if is_main_process():
+            files[0].parent.mkdir(parents=True, exist_ok=True)
+            shares = [share_of(number) for number in range(num_shares)]
+            said = self._of_batches([batch for share in shares for batch in share])
+            for file, share in zip(files, shares, strict=True):
+                np.save(file, said[: (num_own := sum(map(_num_targets, share)))])
+                said = said[num_own:]
+        gathered(0.0)  # until now, the file may be that of an earlier step
+        found = np.load(files[data_rank])
+        gathered(0.0)
+        return np.split(found, np.cumsum([_num_targets(batch) for batch in share_of(data_rank)])[:-1])
+
+    def _of_batches(self, batches: Sequence[Batch]) -> NDArray[np.void]:
+        """Of all their targets, in order; all documents are asked about together."""
+        asked = [document for batch in batches for document in _documents(batch)]
+        found = self.teacher.likeliest([tokens for tokens, _ in asked])
         nothing = np.zeros(0, said_record(self.teacher.number))
         return np.concatenate([nothing, *(said[mask] for said, (_, mask) in zip(found, asked, strict=True))])
+
+
+def _num_targets(batch: Batch) -> int:
+    return int(batch.has_target.sum())
+
+
+def _documents(batch: Batch) -> Iterator[tuple[Document, NDArray[np.bool_]]]:
+    """Tokens of each of which something is learned, and which of them but the first are targets."""
+    borders = np.cumsum(batch.document_lengths)[:-1].tolist()
+    tokens = torch.tensor_split(batch.input_ids.flatten(), borders)
+    is_target = torch.tensor_split(batch.has_target.flatten(), borders)
+    for one, mask in zip(tokens, is_target, strict=True):
+        if mask.any():
+            yield one.tolist(), mask.numpy()[:-1]

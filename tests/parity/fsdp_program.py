@@ -84,6 +84,7 @@ def train(engine: FsdpEngine, config: TrainConfig, global_batches: list[list[Row
     return {
         "losses": [outcome.loss for outcome in outcomes],
         "grad_norms": [outcome.grad_norm for outcome in outcomes],
+        "aux_losses": [outcome.measured.get("aux_loss") for outcome in outcomes],
         "log_probabilities": engine.document_log_probabilities(pack(global_batches[0][:1])).tolist(),
     }
 

@@ -113,6 +113,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 """`some`: parts of the layers that Megatron joins, and nothing on the last pipeline stage. `experts`: what PEFT reads
 all-linear as for a mixture, attention, experts and router."""
+MOE: dict[str, dict[str, Any]] = {"balanced": {"aux_loss_coefficient": 0.3}, "frozen": {"freeze_router": True}}
 SEED = 3
 
 
@@ -124,6 +125,7 @@ class Case:
     layout: dict[str, Any] = field(default_factory=dict)
     data: str = "packed"
     adapter: str | None = None
+    moe: str | None = None
 
     @property
     def method(self) -> str:
@@ -137,7 +139,7 @@ class Case:
     @property
     def name(self) -> str:
         degrees = {key: value for key, value in self.layout.items() if key != "micro_batch_size"}
-        adapter = [f"adapter-{self.adapter}"] if self.adapter else []
+        adapter = [f"adapter-{self.adapter}"] if self.adapter else [self.moe] if self.moe else []
         words = [key if value is True else f"{key}{value}" for key, value in degrees.items()] or ["plain"]
         return " ".join([self.model, *adapter, self.data, *words, f"rows{self.layout.get('micro_batch_size', 1)}"])
 
@@ -160,6 +162,7 @@ def _alone() -> list[Case]:
         Case("qwen3", adapter="some"),
         Case("qwen3-moe", adapter="experts"),
         Case("mixtral", {"recompute": "full"}, adapter="experts"),
+        Case("qwen3-moe-dense", {"micro_batch_size": 2, "recompute": "full"}, moe="balanced"),
     ]
 
 
@@ -196,6 +199,9 @@ def _two() -> list[Case]:
         ),
         Case("qwen3-moe", experts, "pairs", "experts"),
         Case("mixtral", experts, adapter="down"),
+        *(Case("qwen3-moe", layout, moe="balanced") for layout in (sp, vpp, cp, sharded)),
+        Case("mixtral", {**pp, "recompute": "full"}, moe="balanced"),
+        Case("mixtral", experts, moe="frozen"),
     ]
 
 
@@ -233,6 +239,7 @@ def _four() -> list[Case]:
         Case("qwen3-moe", {**pp, "dp_shard": 2, "ep": 2}, adapter="attention"),
         *(Case("qwen3-moe", {**layout, "dp_shard": 2, "ep": 2}, adapter="experts") for layout in (sp, pp)),
         Case("qwen3-moe", {**sp, "dp_shard": 2, "ep": 2, "etp": 2}, adapter="experts"),
+        Case("qwen3-moe", {**cp, **sp, "ep": 2}, moe="balanced"),
     ]
 
 
@@ -279,4 +286,5 @@ def train_config(case: Case) -> dict[str, Any]:
         "seed": SEED,
         **({"dpo": {"beta": BETA}} if case.method == "dpo" else {}),
         **({"adapter": ADAPTERS[case.adapter]} if case.adapter else {}),
+        **({"moe": MOE[case.moe]} if case.moe else {}),
     }

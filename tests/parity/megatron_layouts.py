@@ -32,6 +32,7 @@ from tests.parity.megatron_cases import (  # noqa: E402
     EPSILON,
     LEARNING_RATE,
     MAX_GRAD_NORM,
+    MOE,
     SEED,
     WEIGHT_DECAY,
     Case,
@@ -41,6 +42,7 @@ from tests.parity.megatron_cases import (  # noqa: E402
 )
 from tests.parity.plain_adam import trainer_parameter_groups  # noqa: E402
 from tests.parity.ranks import Ranks, started_ranks  # noqa: E402
+from tests.parity.test_fsdp import mean_aux_loss  # noqa: E402
 
 LEAST_LEARNED = 1e-4
 """Every B of an adapter has an element that is larger: one that was lost, and is all 0, is off by more than a limit."""
@@ -59,6 +61,7 @@ class Expected:
     grad_norms: list[float]
     weights: dict[str, Tensor]
     evaluation_loss: float
+    aux_losses: list[float]
 
 
 @dataclass(frozen=True)
@@ -131,12 +134,16 @@ def differences(folder: Path, name: str, case: Case) -> dict[str, float]:
     result: dict[str, Any] = torch.load(folder / "results" / f"{name}.pt")
     file = "adapter_model.safetensors" if case.adapter else "model.safetensors"
     weights = load_file(folder / "exported" / name / file)
-    expected = train_plainly(folder / "models" / case.model, case.data, case.everything_decays, case.adapter)
+    expected = train_plainly(folder / "models" / case.model, case.data, case.everything_decays, case.adapter, case.moe)
+    if case.moe == "frozen":
+        base = load_file(folder / "models" / case.model / file)
+        assert all(torch.equal(weights[name], base[name]) for name in base if name.endswith(".gate.weight"))
     has_target = result["greedy"] >= 0
     likeliest = expected.predictions.gather(1, result["greedy"].clamp(min=0)[:, None]).squeeze(1)
     behind = (expected.predictions.amax(1) - likeliest)[has_target]
     losses = [
         *zip(result["losses"], expected.losses, strict=True),
+        *zip(result["aux_losses"], expected.aux_losses, strict=True),
         (result["evaluation_loss"], expected.evaluation_loss),
         (result["continued_loss"], expected.evaluation_loss),
     ]
@@ -161,7 +168,7 @@ def largest_of_all(found: dict[str, Tensor], expected: dict[str, Tensor]) -> flo
 
 
 @cache
-def train_plainly(folder: Path, data: str, everything_decays: bool, adapter: str | None) -> Expected:
+def train_plainly(folder: Path, data: str, everything_decays: bool, adapter: str | None, moe: str | None) -> Expected:
     """Document by document, with Transformers' own attention, and PEFT's adapters.
 
     In float64, so that the rounding that is measured is the engine's alone: in fp32, losses were 1.06e-6 apart
@@ -171,6 +178,10 @@ def train_plainly(folder: Path, data: str, everything_decays: bool, adapter: str
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     if adapter:
         model = adapted_by_peft(model, ADAPTERS[adapter])
+    asked = MOE.get(moe or "", {})
+    for name, parameter in model.named_parameters():
+        if asked.get("freeze_router") and name.endswith(".gate.weight"):
+            parameter.requires_grad_(False)
     method = "dpo" if data == "pairs" else "sft"
     batches = global_batches(data)
     with torch.no_grad():
@@ -182,13 +193,17 @@ def train_plainly(folder: Path, data: str, everything_decays: bool, adapter: str
     optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=EPSILON)
     if adapter and (ratio := ADAPTERS[adapter].get("loraplus_lr_ratio")):
         optimizer = loraplus_adam(model, ratio)
-    losses, norms, gradients = [], [], {}
+    losses, aux_losses, norms, gradients = [], [], [], {}
     for rows, reference in zip(batches, references, strict=True):
         loss = mean_loss(method, document_values(model, rows), reference)
+        losses.append(loss.item())
+        if coefficient := asked.get("aux_loss_coefficient"):
+            aux_loss = mean_aux_loss(model, rows)
+            aux_losses.append(aux_loss.item())
+            loss = loss + coefficient * aux_loss
         loss.backward()
         if not (gradients or adapter):
             gradients = file_names(model, {name: value.grad.clone() for name, value in named(model)})
-        losses.append(loss.item())
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM[method]).item())
         optimizer.step()
         optimizer.zero_grad()
@@ -197,8 +212,9 @@ def train_plainly(folder: Path, data: str, everything_decays: bool, adapter: str
         gradients = {name.removeprefix("base_model.model."): value.grad.clone() for name, value in named(model)}
     with torch.no_grad():
         evaluation = mean_loss(method, document_values(model, batches[0]), references[0]).item()
-    weights = adapter_weights(model) if adapter else file_names(model, {n: w.detach() for n, w in named(model)})
-    return Expected(first, predictions.log_softmax(1), gradients, losses, norms, weights, evaluation)
+    whole = {name: weight.detach() for name, weight in model.named_parameters()}
+    weights = adapter_weights(model) if adapter else file_names(model, whole)
+    return Expected(first, predictions.log_softmax(1), gradients, losses, norms, weights, evaluation, aux_losses)
 
 
 def adapted_by_peft(model: Any, adapter: dict[str, Any]) -> Any:

@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from stages.data.batch import Batch
+from stages.engines.balance import num_tokens
 from stages.engines.loss import Loss
 from stages.engines.megatron.compat import prepare_megatron
 from stages.models.model_config import read_config, shape_of_config
@@ -54,6 +55,7 @@ class Result:
     continued_loss: float
     """The same, by an engine that starts from the adapter that was written, if SFT made one"""
     metrics: list[dict[str, float]]
+    aux_losses: list[float]
 
 
 def main() -> None:
@@ -97,6 +99,7 @@ def run(engine: Any, config: TrainConfig, case: Case) -> Result:
         evaluation.loss,
         evaluation.loss,
         [outcome.metrics for outcome in outcomes],
+        [outcome.measured["aux_loss"] for outcome in outcomes if "aux_loss" in outcome.measured],
     )
 
 
@@ -126,6 +129,8 @@ def values_and_gradients(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Log-probabilities of all shares, in the order of the rows, and the gradients of the mean loss."""
     totals = engine._totals(batches, loss)
+    if engine._balance:
+        engine._balance.begin_step(num_tokens(batches, engine.sum_over_data))
     engine._adam.zero_gradients()
 
     def mean(log_probabilities: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:

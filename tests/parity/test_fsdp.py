@@ -17,6 +17,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from tests.parity.plain_adam import trainer_parameter_groups
 from tests.parity.ranks import started_ranks
@@ -57,7 +58,8 @@ LAYOUTS = {
 }
 ACCUMULATED = ("accumulated", "accumulated-sharded")
 """The two ways to add up gradients."""
-MODELS = ("qwen3", "untied", "moe", "gpt2")
+MODELS = ("qwen3", "untied", "moe", "gpt2", "balanced", "frozen")
+MOE = {"balanced": {"aux_loss_coefficient": 0.3}, "frozen": {"freeze_router": True}}
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +85,7 @@ def models(tmp_path_factory):
         "moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, tie_word_embeddings=False)),
         "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**gpt2, **dropout)),
     }
+    made["balanced"] = made["frozen"] = made["moe"]
     for name in MODELS:
         torch.manual_seed(0)
         made[name]().save_pretrained(folder / name)
@@ -114,19 +117,25 @@ def plain(models, data):
 
 def train_plainly(folder, data):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    return learn_plainly(model, trainer_parameter_groups(model, WEIGHT_DECAY), data)
+    moe = MOE.get(folder.name, {})
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not (moe.get("freeze_router") and name.endswith(".gate.weight")))
+    return learn_plainly(model, trainer_parameter_groups(model, WEIGHT_DECAY), data, moe.get("aux_loss_coefficient", 0))
 
 
-def learn_plainly(model, parameter_groups, data):
+def learn_plainly(model, parameter_groups, data, aux_loss_coefficient=0.0):
     optimizer = torch.optim.AdamW(parameter_groups, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=EPSILON)
-    losses, grad_norms = [], []
+    losses, grad_norms, model.aux_losses = [], [], []
     for rows in data:
         documents = [torch.tensor([document]) for row in rows for document in row]
         count = sum(document.shape[1] - 1 for document in documents)
         # Added up in fp64: the sum of the documents would round more than what it is compared with.
         loss = sum(negative_log_likelihood(model, document).double() for document in documents) / count
-        loss.backward()
         losses.append(loss.item())
+        if aux_loss_coefficient:
+            model.aux_losses.append(aux_loss := mean_aux_loss(model, rows))
+            loss = loss + aux_loss_coefficient * aux_loss
+        loss.backward()
         grad_norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM).item())
         if len(losses) == 1:
             named = model.named_parameters()
@@ -134,6 +143,16 @@ def learn_plainly(model, parameter_groups, data):
         optimizer.step()
         optimizer.zero_grad()
     return losses, grad_norms, model.eval()
+
+
+def mean_aux_loss(model, rows):
+    """Transformers' own, of each layer and row; all rows are equally long."""
+    found = []
+    for row in rows:
+        outputs = [model(input_ids=torch.tensor([document]), output_router_logits=True) for document in row]
+        for layer in zip(*(output.router_logits for output in outputs), strict=True):
+            found.append(load_balancing_loss_func((torch.cat(layer),), model.num_experts, model.num_experts_per_tok))
+    return torch.stack(found).mean()
 
 
 def negative_log_likelihood(model, document):
@@ -175,6 +194,9 @@ def trained(request, ranks, models, data, tmp_path_factory):
     }
     first = next(iter(layouts))
     cases |= {name: {"model": str(models / name), "config": make_config(layouts[first])} for name in MODELS[1:]}
+    for name, moe in MOE.items():
+        cases[name]["config"]["moe"] = moe
+        cases[name]["config"]["layout"] |= {"micro_batch_size": 1, "recompute": "full"}
     half = {"model": str(models / "qwen3"), "config": {**make_config(layouts[first]), "precision": "bf16"}}
     cases["half"] = half
     if request.param == 2:
@@ -193,6 +215,21 @@ def test_losses_and_gradient_norms_equal_those_of_plain_transformers(trained, pl
         losses, grad_norms, _ = plain[model]
         assert result["losses"] == pytest.approx(losses, rel=2e-6), name
         assert result["grad_norms"] == pytest.approx(grad_norms, rel=1e-5), name
+
+
+def test_the_loss_that_balances_experts_is_that_of_transformers(trained, plain):
+    found = json.loads((trained[0] / "balanced.json").read_text())["aux_losses"]
+    assert found == pytest.approx([one.item() for one in plain["balanced"][2].aux_losses], rel=1e-5)
+    assert plain["balanced"][0] != pytest.approx(plain["moe"][0], rel=1e-4), "that it moved the weights"
+
+
+def test_frozen_routers_keep_their_bytes(trained, models):
+    exported, original = (
+        load_file(folder / "model.safetensors") for folder in (trained[0] / "frozen", models / "frozen")
+    )
+    routers = [name for name in original if name.endswith(".gate.weight")]
+    assert len(routers) == 3
+    assert all(torch.equal(exported[name], original[name]) for name in routers)
 
 
 def test_bf16_stays_as_close_to_fp32_as_its_eight_bits_allow(trained, plain):

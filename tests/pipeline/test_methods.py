@@ -137,13 +137,18 @@ def test_a_served_teacher_says_what_the_model_says(with_teacher, served_teacher,
 
 
 def test_answers_of_the_model_itself_are_taught_by_a_model_and_by_a_server(with_teacher, served_teacher, tmp_path):
-    """Two processes with a teacher beside the model, and one that asks a server: the loss is that of Transformers, over
-    the answers. The rate is so small that both steps are those of the weights that training starts from.
+    """Two processes with a teacher beside the model, and two that share each row, of which one asks a server: the loss
+    is that of Transformers, over the answers. The rate is so small that both steps are those of the weights that
+    training starts from.
     """
     losses, answers = [], []
     for name, fields in {
         "model": {"teacher": "teacher", "layout": {"dp_shard": 2, "micro_batch_size": 1}},
-        "server": {"distill": {"teacher_server": served_teacher}},
+        "server": {
+            "distill": {"teacher_server": served_teacher},
+            "engine": "megatron",
+            "layout": {"tp": 2, "micro_batch_size": 1},
+        },
     }.items():
         distill = {"loss_top_k": 8, "beta": 0.0, "lmbda": 1.0, "sampling": SAMPLING, **fields.pop("distill", {})}
         config = make_config("distill", steps=2, data=TEXTS, learning_rate=1e-12, distill=distill, **fields)
@@ -154,6 +159,11 @@ def test_answers_of_the_model_itself_are_taught_by_a_model_and_by_a_server(with_
         assert [row["on_policy"] for row in rows] == [1.0, 1.0]
         answers.append(json.loads((context.work / "scratch" / "rollouts" / "answers.json").read_text()))
         assert len(list((context.cache / "teacher").iterdir())) == 1, "of the held-out rows alone"
+        shown = list(map(json.loads, (context.work / "completions.jsonl").read_text().splitlines()))
+        assert {one["step"] for one in shown} == {1, 2}
+        last = AutoTokenizer.from_pretrained(with_teacher["base"] / "model").decode(answers[-1][0]["prompt"])
+        assert next(one["prompt"] for one in shown if one["step"] == 2) == last
+        assert "completions.jsonl" in StageResult.model_validate_json((context.work / "result.json").read_text()).files
     models = [
         AutoModelForCausalLM.from_pretrained(with_teacher[one] / "model", dtype=torch.float32)
         for one in ("base", "teacher")

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flows.launch import local
 from stages.core.contract import StageInput, StageResult
+from stages.data.lengths import LENGTHS_FILE, Lengths
 from stages.models.trained_on import TRAINED_ON_FILE, trained_on_conversations
 from stages.train.run import run
 from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end, start
@@ -177,6 +178,8 @@ def test_the_result_sums_up_the_run(sft):
     assert result.metrics["real_tokens_per_s"] <= result.metrics["tokens_per_s"]
     assert result.files == ["plots/loss.png"]
     assert (sft / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    lengths = Lengths.model_validate_json((sft / LENGTHS_FILE).read_bytes())
+    assert sum(lengths.counts[""]) == result.metrics["num_documents"]
 
 
 def test_memory_stays_flat(sft):

@@ -26,11 +26,13 @@ from stages.adapters.lora import add_adapter, changed_weights, factors_of, store
 from stages.adapters.start import go_on_with, merge_into, read_start
 from stages.core.contract import is_main_process
 from stages.data.batch import Batch
+from stages.engines.balance import METRIC, num_tokens
 from stages.engines.engine import LossMeans, StepOutcome, free_memory
 from stages.engines.export import ScoreHead, check_exportable, export_model
 from stages.engines.fsdp.eva import InputRows, start_directions
 from stages.engines.fsdp.model import TargetLogProbabilities, find_weights, load_model
-from stages.engines.fsdp.optimizer import build_optimizer, decayed_parameters
+from stages.engines.fsdp.moe import check_mixture, freeze_routers
+from stages.engines.fsdp.optimizer import build_optimizer, decayed_parameters, hold_in_bf16
 from stages.engines.fsdp.parallelize import data_parallel_mesh, parallelize
 from stages.engines.fsdp.score import with_score_head
 from stages.engines.fsdp.shards import check_sharded, drop_weights, read_shards
@@ -64,10 +66,15 @@ class FsdpEngine:
         self.data_rank = dist.get_rank()
         self.data_parallel_size = self.num_devices = dist.get_world_size()
         self.compute_dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
+        self._moe = settings.moe
+        self._balances_experts = settings.moe.aux_loss_coefficient > 0
         self._accumulates_sharded = settings.layout.accumulate == "sharded"
         self._mesh = data_parallel_mesh(settings.layout, device)
         self._model, files = self._start_model(settings.adapter)
         read_later = list(self._model.parameters()) if files else []
+        check_mixture(self._model.causal_lm, settings.moe)
+        if settings.moe.freeze_router:
+            freeze_routers(self._model.causal_lm)
         self._adapter = self._add_adapter(settings, rows) if settings.adapter else None
         if not self._adapter:
             check_exportable(self._model.causal_lm, folder)
@@ -78,6 +85,8 @@ class FsdpEngine:
         self.flops = model_flops(self._model.causal_lm)
         if settings.adapter:
             store_base(self._model.causal_lm, settings.adapter.base_precision, self.compute_dtype)
+        if settings.low_precision.bf16_stochastic_round:
+            hold_in_bf16(self._model.causal_lm)
         decayed = None if settings.adam.decay_norms_and_biases else decayed_parameters(self._model.causal_lm)
         self._parallelize(settings.layout, files)
         self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
@@ -92,21 +101,27 @@ class FsdpEngine:
         Either way they are added up in fp32, and losses come divided by the counts of the global batch."""
         self._model.train()
         totals = totals_of(loss, micro_batches, self.sum_over_data)
+        num_balanced = num_tokens(micro_batches, self.sum_over_data) if self._balances_experts else 0.0
         added_up: list[Tensor] = []
+        balances: list[Tensor] = []
         for index, batch in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
             self._model.set_requires_gradient_sync(is_last or self._accumulates_sharded)
             self._model.set_requires_all_reduce(is_last)  # replicas need to agree on the sum only
             on_device = batch.to(self.device)
-            parts = loss(self._model(on_device), on_device, totals)
-            parts[0].backward()
+            output = self._model(on_device, balances_experts=self._balances_experts)
+            log_probabilities, *balance = output if self._balances_experts else (output,)
+            parts = loss(log_probabilities, on_device, totals)
+            sum((self._moe.aux_loss_coefficient / num_balanced * one for one in balance), parts[0]).backward()
             added_up.append(stacked(parts))
+            balances += [one.detach() for one in balance]
         mean, metrics = means(self._all_reduce(torch.stack(added_up).sum(0)), loss)
+        measured = {METRIC: self._all_reduce(torch.stack(balances).sum()).item() / num_balanced} if balances else {}
         grad_norm = self._grad_norm()
         if math.isfinite(mean) and math.isfinite(grad_norm):
             self._update(learning_rate, grad_norm, max_grad_norm)
         self._optimizer.zero_grad()
-        return StepOutcome(mean, metrics, grad_norm)
+        return StepOutcome(mean, metrics, grad_norm, measured)
 
     def evaluate(self, micro_batches: Iterable[Batch], loss: Loss) -> LossMeans:
         """Loss and metrics of all given micro-batches."""
@@ -159,9 +174,9 @@ class FsdpEngine:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """fp32 weights that learn, and their moments: two of Adam, one of Muon."""
+        """Weights that learn, and their moments: two of Adam, one of Muon, in fp32 at most."""
         return sum(
-            (2 if group["is_muon"] else 3) * 4 * parameter.numel()
+            (parameter.itemsize + (4 if group["is_muon"] else 8)) * parameter.numel()
             for group in self._optimizer.param_groups
             for parameter in group["params"]
         )
@@ -243,7 +258,8 @@ class FsdpEngine:
 
     def _grad_norm(self) -> float:
         """Euclidean norm over all parameters; every process of a shard group holds a different part of them."""
-        squared = torch.nn.utils.get_total_norm(self._local_gradients()).square().to(self.device)
+        norms = torch._foreach_norm(self._local_gradients(), 2.0, torch.float32)  # gradients may be bf16
+        squared = torch.stack(norms).square().sum().to(self.device)
         if self._mesh.size() > 1:
             dist.all_reduce(squared, group=self._mesh.get_group("dp_shard"))
         return squared.sqrt().item()

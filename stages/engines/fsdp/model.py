@@ -21,7 +21,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from stages.core.errors import LifecycleError, ModelError
 from stages.data.batch import IGNORED, Batch
-from stages.engines.attention import hidden_states, prepare_attention
+from stages.engines.attention import hidden_states, hidden_states_and_router_logits, prepare_attention
+from stages.engines.balance import balance_of_logits
 from stages.engines.fsdp.sources import ModelFiles
 from stages.engines.log_probabilities import (
     LogitsTransform,
@@ -55,14 +56,26 @@ class TargetLogProbabilities(nn.Module):
         rotate_by_document(decoder_of(causal_lm))
 
     def forward(
-        self, batch: Batch, *, greedy: bool = False, num_likeliest: int = 0, by_transformers: bool = False
-    ) -> Tensor:
-        """float32 [rows, sequence], 0 where there is no target, or [rows, sequence, 1 + k] with those of candidates;
-        greedy: the likeliest tokens there, as int64; num_likeliest: see `likeliest_tokens`; by_transformers: of a batch
-        of one document, by the attention and the head that Transformers has."""
+        self, batch: Batch, *, by_transformers: bool = False, balances_experts: bool = False, **wanted: Any
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """What `of_hidden` gives, which takes what is `wanted`.
+
+        by_transformers: of a batch of one document, by the attention and the head that Transformers has.
+        balances_experts: beside it, a scalar, the sum over tokens of the loss that balances experts, mean over layers.
+        """
         if by_transformers:
             return self.of_logits(self.causal_lm(input_ids=batch.input_ids, use_cache=False).logits, batch)
-        hidden = hidden_states(decoder_of(self.causal_lm), batch)
+        decoder = decoder_of(self.causal_lm)
+        if not balances_experts:
+            return self.of_hidden(hidden_states(decoder, batch), batch, **wanted)
+        hidden, logits = hidden_states_and_router_logits(decoder, batch)
+        rows = batch.token_rows
+        layers = [balance_of_logits(one, rows, self.causal_lm.num_experts_per_tok) for one in logits]
+        return self.of_hidden(hidden, batch, **wanted), torch.stack(layers).mean()
+
+    def of_hidden(self, hidden: Tensor, batch: Batch, *, greedy: bool = False, num_likeliest: int = 0) -> Tensor:
+        """float32 [rows, sequence], 0 where there is no target, or [rows, sequence, 1 + k] with those of candidates, of
+        the last hidden states; greedy: the likeliest tokens there, as int64; num_likeliest: see `likeliest_tokens`."""
         head = self.causal_lm.get_output_embeddings()
         if greedy:
             return greedy_tokens(hidden, head, batch.targets)

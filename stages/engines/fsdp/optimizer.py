@@ -10,8 +10,10 @@ from torch import nn
 from transformers.trainer_pt_utils import get_parameter_names
 
 from stages.adapters.config import AdapterConfig
+from stages.engines.fsdp.adamw import LowPrecisionAdamW
 from stages.engines.fsdp.muon import MuonAndAdamW, matrices_of_layers
-from stages.engines.settings import EngineSettings
+from stages.engines.settings import EngineSettings, LowPrecisionSettings
+from stages.models.kept_precision import modules_kept_in_fp32
 
 NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 """Names, as `Trainer.get_decay_parameter_names` has them; a test compares the two."""
@@ -48,6 +50,14 @@ def parameter_groups(
     ]
 
 
+def hold_in_bf16(causal_lm: nn.Module) -> None:
+    """Keep all weights in it, but what the architecture keeps in fp32; before they are sharded."""
+    kept = {id(one) for module in modules_kept_in_fp32(causal_lm, torch.bfloat16) for one in module.parameters()}
+    for parameter in causal_lm.parameters():
+        if id(parameter) not in kept:
+            parameter.data = parameter.data.to(torch.bfloat16)
+
+
 def build_optimizer(causal_lm: Any, settings: EngineSettings, decayed: Collection[str] | None) -> torch.optim.AdamW:
     """AdamW over all that learns, or Muon over the matrices of layers and AdamW over the rest.
 
@@ -57,6 +67,9 @@ def build_optimizer(causal_lm: Any, settings: EngineSettings, decayed: Collectio
     options: dict[str, Any] = {"lr": adam.learning_rate, "betas": (adam.beta1, adam.beta2), "eps": adam.epsilon}
     matrices = matrices_of_layers(causal_lm) if muon else ()
     groups = parameter_groups(causal_lm, adam.weight_decay, decayed, settings.adapter, matrices)
+    if settings.low_precision != LowPrecisionSettings():
+        names = {parameter: name for name, parameter in causal_lm.named_parameters()}
+        return LowPrecisionAdamW(groups, names, settings.low_precision, settings.seed, **options)
     if muon is None:
         return torch.optim.AdamW(groups, **options, fused=True)
     dtype = torch.float32 if settings.precision == "fp32" else torch.bfloat16

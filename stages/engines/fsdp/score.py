@@ -16,9 +16,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from stages.core.errors import ModelError
 from stages.data.batch import Batch
-from stages.engines.attention import hidden_states
 from stages.engines.export import ScoreHead
-from stages.engines.fsdp.model import TargetLogProbabilities, decoder_of
+from stages.engines.fsdp.model import TargetLogProbabilities
 
 WRITTEN_AS = "score.weight"
 
@@ -30,14 +29,9 @@ class DocumentScores(TargetLogProbabilities):
         super().__init__(causal_lm)
         self._padding_token = padding_token
 
-    def forward(
-        self, batch: Batch, *, greedy: bool = False, num_likeliest: int = 0, by_transformers: bool = False
-    ) -> Tensor:
+    def of_hidden(self, hidden: Tensor, batch: Batch, *, greedy: bool = False, num_likeliest: int = 0) -> Tensor:
         """float32 [rows, sequence]."""
         assert not greedy and not num_likeliest, "there is no vocabulary"
-        if by_transformers:
-            return super().forward(batch, by_transformers=True)
-        hidden = hidden_states(decoder_of(self.causal_lm), batch)
         return self.of_logits(self.causal_lm.get_output_embeddings()(hidden), batch)
 
     def of_logits(self, logits: Tensor, batch: Batch) -> Tensor:

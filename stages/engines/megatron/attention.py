@@ -46,6 +46,9 @@ class PackedTokens(PackedSeqParams):
     """int64 [ranks, tokens of a rank]: where in its document a token is, for every context-parallel rank"""
     document_ids: Tensor | None = None
     """int64 [ranks, tokens of a rank]"""
+    rows: Tensor | None = None
+    """int64 [tokens]: the row of the micro-batch that a token is of, -1 in padding"""
+    num_rows: int = 0
 
 
 class LocalAttention(nn.Module):

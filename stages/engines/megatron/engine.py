@@ -24,9 +24,11 @@ from stages.adapters.check import check_loadable
 from stages.adapters.files import write_adapter
 from stages.core.contract import is_main_process
 from stages.data.batch import Batch
+from stages.engines.balance import METRIC, num_tokens
 from stages.engines.engine import LossMeans, StepOutcome, free_memory
 from stages.engines.loss import Loss, Totals, means, stacked, totals_of
 from stages.engines.megatron.adapter import adapt, learned_factors, peft_adapter, seed_dropout
+from stages.engines.megatron.balance import RouterBalance
 from stages.engines.megatron.checkpoint import MegatronState
 from stages.engines.megatron.clock import PipelineClock
 from stages.engines.megatron.log_probabilities import (
@@ -34,7 +36,7 @@ from stages.engines.megatron.log_probabilities import (
     likeliest_tokens,
     wanted_log_probabilities,
 )
-from stages.engines.megatron.model import build_model_chunks, compute_dtype
+from stages.engines.megatron.model import build_model_chunks, compute_dtype, freeze_routers
 from stages.engines.megatron.optimizer import Adam, wrap_chunks
 from stages.engines.megatron.parallel import from_last_stage, represents_share, start_model_parallel
 from stages.engines.megatron.pipeline import Consumer, OfLogits, Pipeline
@@ -74,10 +76,19 @@ class MegatronEngine:
         self._adapter = peft_adapter(folder, settings.adapter, settings.seed, start) if settings.adapter else None
         self.flops = self._adapter.flops(shape.flops()) if self._adapter else shape.flops()
         has_adapter = self._adapter is not None
-        self._chunks = build_model_chunks(shape, layout, settings.precision, device, has_adapter=has_adapter)
+        balances_experts = settings.moe.aux_loss_coefficient > 0
+        options = {"has_adapter": has_adapter, "balances_experts": balances_experts}
+        self._chunks = build_model_chunks(shape, layout, settings.precision, device, **options)
         load_weights(self._chunks, folder, shape)
+        if settings.moe.freeze_router:
+            freeze_routers(self._chunks)
         if self._adapter:
             adapt(self._chunks, shape, self._adapter)
+        self._balance = (
+            RouterBalance(self._chunks, settings.moe.aux_loss_coefficient, shape.num_mixture_layers, device)
+            if balances_experts
+            else None
+        )
         self._clock = PipelineClock(device) if layout.pp > 1 else None
         wrapped = wrap_chunks(self._chunks, layout)
         self._adam = Adam(wrapped, settings)
@@ -93,9 +104,11 @@ class MegatronEngine:
         self._adam.zero_gradients()
         if self._adapter:
             seed_dropout(self._adapter)
+        if self._balance:
+            self._balance.begin_step(num_tokens(micro_batches, self.sum_over_data))
 
         parts = self._pipeline.run(micro_batches, _parts_of(loss, totals), backward=True)
-        measured = self._bubble()
+        measured = self._bubble() | ({METRIC: self._balance.of_step()} if self._balance else {})
         mean, metrics = self._means(parts, loss)
         grad_norm = self._adam.grad_norm()
         if math.isfinite(mean) and math.isfinite(grad_norm):
@@ -171,7 +184,7 @@ class MegatronEngine:
 
     def close(self) -> None:
         """Weights, gradients and Megatron's groups."""
-        del self._chunks, self._pipeline, self._adam, self._state
+        del self._chunks, self._pipeline, self._adam, self._state, self._balance
         parallel_state.destroy_model_parallel()
         free_memory()
 

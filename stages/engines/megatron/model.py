@@ -5,6 +5,7 @@ Parallel groups must exist (`parallel.py`); weights are for `weights.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,12 +25,26 @@ MAX_UNUSED_POSITIONS = 2**20
 
 
 def build_model_chunks(
-    shape: ModelShape, layout: Layout, precision: Precision, device: torch.device, *, has_adapter: bool = False
+    shape: ModelShape,
+    layout: Layout,
+    precision: Precision,
+    device: torch.device,
+    *,
+    has_adapter: bool = False,
+    balances_experts: bool = False,
 ) -> list[GPTModel]:
     """This process's chunks, in the order of the pipeline: one, or `vpp`. Parameters are not initialised."""
-    transformer = transformer_config(shape, layout, precision, device)
+    transformer = transformer_config(shape, layout, precision, device, balances_experts=balances_experts)
     stages = range(layout.vpp) if layout.vpp > 1 else [None]
     return [_build_chunk(shape, transformer, vp_stage, has_adapter) for vp_stage in stages]
+
+
+def freeze_routers(chunks: Sequence[GPTModel]) -> None:
+    """Let their weights stay what they are."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if ".router." in name:
+                parameter.requires_grad_(False)
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:
@@ -43,13 +58,13 @@ def padded_vocabulary(shape: ModelShape, tp: int) -> int:
 
 
 def transformer_config(
-    shape: ModelShape, layout: Layout, precision: Precision, device: torch.device
+    shape: ModelShape, layout: Layout, precision: Precision, device: torch.device, *, balances_experts: bool = False
 ) -> TransformerConfig:
     """Megatron's description of the model and its layout."""
     dtype = compute_dtype(precision)
     return TransformerConfig(
         **_sizes(shape),
-        **(_mixture(shape, dtype) if shape.num_experts else {}),
+        **(_mixture(shape, dtype, balances_experts) if shape.num_experts else {}),
         **_degrees(shape, layout),
         **_recompute(layout),
         **_kernels(device, dtype),
@@ -127,15 +142,15 @@ def _sizes(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def _mixture(shape: ModelShape, dtype: torch.dtype) -> dict[str, Any]:
-    """Routing as Transformers does it, without a loss that balances experts, which fine-tuning leaves as they are."""
+def _mixture(shape: ModelShape, dtype: torch.dtype, balances_experts: bool) -> dict[str, Any]:
+    """Routing as Transformers does it."""
     return {
         "num_moe_experts": shape.num_experts,
         "moe_router_topk": shape.experts_per_token,
         "moe_ffn_hidden_size": shape.expert_ffn_size,
         "moe_layer_freq": [int(shape.is_mixture(layer)) for layer in range(shape.num_layers)],
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
+        "moe_router_load_balancing_type": "aux_loss" if balances_experts else "none",
+        "moe_aux_loss_coeff": float(balances_experts),  # how much, and of what, is for `balance.py`
         "moe_router_pre_softmax": not shape.router_normalizes,
         "moe_grouped_gemm": uses_transformer_engine(dtype),
         "moe_token_dispatcher_type": "alltoall",

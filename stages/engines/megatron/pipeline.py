@@ -92,11 +92,11 @@ class Pipeline:
             input_ids=split.local(batch.input_ids, rank, padding=0),
             position_ids=None,
             attention_mask=None,
-            packed_seq_params=self._packed_tokens(split, rank),
+            packed_seq_params=self._packed_tokens(batch, split, rank),
         )
         return output, partial(self._finish, of_logits, consume, batch, split)
 
-    def _packed_tokens(self, split: TokenSplit, rank: int) -> PackedTokens:
+    def _packed_tokens(self, batch: Batch, split: TokenSplit, rank: int) -> PackedTokens:
         like = torch.empty((), dtype=self.dtype, device=self.device)
         cosines, sines = self.rotary(like, split.positions[rank].unsqueeze(0))
         return PackedTokens(
@@ -105,6 +105,8 @@ class Pipeline:
             sines=sines,
             positions=split.positions,
             document_ids=split.document_ids,
+            rows=split.local(batch.token_rows, rank, padding=-1).squeeze(0),
+            num_rows=len(batch.input_ids),
         )
 
     def _finish(

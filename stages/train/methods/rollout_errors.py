@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from stages.adapters.config import AdapterConfig
 from stages.data.config import DataConfig
-from stages.parallel.layout import AutoLayout, LayoutOrAuto
 from stages.serving.adapters import NOT_PUT_ON_A_BASE
 from stages.serving.registry import chosen_engine
 from stages.train.methods.method import TeacherServer
@@ -53,7 +52,6 @@ class SamplingRun:
     data: DataConfig
     num_nodes: int
     engine: str
-    layout: LayoutOrAuto
     adapter: AdapterConfig | None
     needs_reference: bool
     teacher: str | None
@@ -129,17 +127,3 @@ def _taught(run: SamplingRun) -> Iterator[str]:
             f"`{method}.lmbda` needs the teacher beside the model that learns, which `engine: fsdp` alone can hold; "
             f"choose it, or name a server (`{method}.teacher_server`)"
         )
-    if run.teacher:
-        return
-    if splits := _splits_rows(run.layout):
-        yield (
-            f"`{method}.teacher_server` with `lmbda`: processes that share a row ({splits}) would each ask it, and not "
-            "get the very same; shard the data alone (`layout: {dp_shard: …}`), or name a stage (`teacher`)"
-        )
-
-
-def _splits_rows(layout: LayoutOrAuto) -> str | None:
-    """What of it has processes share rows, or might."""
-    if isinstance(layout, AutoLayout):
-        return "as `layout: auto` may have it"
-    return next((f"layout.{name}" for name in ("tp", "pp", "cp") if getattr(layout, name) > 1), None)

@@ -13,7 +13,7 @@ from pydantic import Field, PositiveInt
 from stages.core.numbers import PositiveFp32
 from stages.core.strict import StrictModel
 from stages.rewards.registry import AnyReward, RewardName
-from stages.serving.config import ServingConfig
+from stages.serving.config import ServingConfig, StopTexts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +25,7 @@ class SamplingOptions(StrictModel):
     max_completion_length: PositiveInt = Field(512, description="Tokens after which a completion is cut off.")
     temperature: PositiveFp32 = Field(1.0, le=100, description="Of sampling, and of the probabilities that learn.")
     top_p: PositiveFp32 = Field(1.0, le=1, description="Only the likeliest tokens that have this share together.")
-    stop: tuple[str, ...] = Field((), max_length=4, description="Texts that end a completion; servers take 4.")
+    stop: StopTexts = Field((), description="Texts that end a completion.")
     serving: ServingConfig = Field(
         ServingConfig(), description="Of the server that samples; `dtype: auto` is the precision of the training."
     )

@@ -30,9 +30,10 @@ from stages.train.batches import BatchSource
 from stages.train.checkpoints import complete_checkpoints
 from stages.train.methods.rollouts import RolloutOptions
 from stages.train.rollouts.documents import AnsweredPrompt, Packing
-from stages.train.rollouts.metrics import COMPLETIONS_FILE, Samples, round_metrics
+from stages.train.rollouts.metrics import RoundSamples, round_metrics
 from stages.train.rollouts.probe import BOUNDS_NATS, check_difference
 from stages.train.rollouts.rounds import Round, RoundPlan
+from stages.train.rollouts.sample_file import COMPLETIONS_FILE
 from stages.train.rollouts.sampling import Sampler
 from stages.train.rollouts.synced import SyncedServer
 from stages.train.watchdog import Watchdog
@@ -71,7 +72,7 @@ class RolloutBatches:
         self._resources = ExitStack()
         self._resources.callback(self._server.close)
         self._judge: Judge | None = None
-        self._samples = Samples(context, prompts)
+        self._samples = RoundSamples(context, prompts)
         self._parts: list[list[Batch]] = []
         self._measured: dict[str, float] = {}
         self._is_first = True

@@ -62,6 +62,10 @@ class RolloutData:
         return {"num_prompts": float(len(self.prompts))}
 
     @property
+    def lengths(self) -> None:
+        return None
+
+    @property
     def steps_of_epochs(self) -> int:
         plan = self._plan
         return math.ceil(self.config.epochs * len(self.prompts) / plan.prompts_per_round) * plan.steps_per_round

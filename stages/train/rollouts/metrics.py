@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from stages.core.contract import StageContext, is_main_process
 from stages.rollouts.prompts import AskedPrompt
-from stages.train.journal import remove_cut_off_line
 from stages.train.rollouts.rounds import Round, deviation
-
-COMPLETIONS_FILE = "completions.jsonl"
-NUM_SHOWN = 4
+from stages.train.rollouts.sample_file import NUM_SHOWN, SampleFile
 
 
 def round_metrics(found: Round) -> dict[str, float]:
@@ -33,27 +28,17 @@ def round_metrics(found: Round) -> dict[str, float]:
     }
 
 
-class Samples:
-    """Writes a few completions of each round, and warns of rewards that tell none apart."""
+class RoundSamples:
+    """Writes a few completions of each round, and warns of rewards that tell none apart; on rank 0 alone."""
 
     def __init__(self, context: StageContext, prompts: Sequence[AskedPrompt]) -> None:
         self._context = context
         self._prompts = prompts
         self._warned: set[str] = set()
-        self._file = context.scratch / COMPLETIONS_FILE
-        if is_main_process():
-            self._begin(context.work / COMPLETIONS_FILE)
-
-    def _begin(self, shown: Path) -> None:
-        """Go on with the rounds of earlier attempts, of which scratch alone is left; the artifact has the same file."""
-        self._file.touch()
-        remove_cut_off_line(self._file)
-        shown.unlink(missing_ok=True)
-        shown.hardlink_to(self._file)
+        self._file = SampleFile(context) if is_main_process() else None
 
     def write(self, found: Round) -> None:
-        """Of rank 0 alone; a round that is sampled again after a kill is in the file once more."""
-        if not is_main_process():
+        if self._file is None:
             return
         for name in found.completions[0].rewards:
             values = {one.rewards[name] for one in found.completions}
@@ -63,8 +48,7 @@ class Samples:
                     f"step {found.first_step}: the reward {name} is {values.pop():g} for all "
                     f"{len(found.completions)} completions: it tells none apart"
                 )
-        with self._file.open("a", encoding="utf-8") as stream:
-            stream.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in self._lines(found))
+        self._file.write(self._lines(found))
 
     def _lines(self, found: Round) -> Iterator[dict[str, object]]:
         for group in found.groups[:NUM_SHOWN]:

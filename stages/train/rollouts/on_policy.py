@@ -7,8 +7,9 @@ weights of that very step.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -22,14 +23,17 @@ from stages.core.errors import DataError
 from stages.core.files import write_atomically
 from stages.data.batch import Batch
 from stages.data.dataset import PackedDataset
+from stages.data.tokenizer import DocumentTokenizer
 from stages.engines.engine import Engine
 from stages.rollouts.asking import Answer, Request
 from stages.train.batches import BatchSource, RowBatches
 from stages.train.config import TrainConfig
 from stages.train.methods.method import OnPolicySteps, TeacherTokens
+from stages.train.methods.rollouts import SamplingOptions
 from stages.train.rollouts.documents import AnsweredPrompt, Packing
 from stages.train.rollouts.prompts import completion_packing
-from stages.train.rollouts.sampling import completion_request
+from stages.train.rollouts.sample_file import COMPLETIONS_FILE, NUM_SHOWN, SampleFile
+from stages.train.rollouts.sampling import CUT_OFF, Choice, completion_request
 from stages.train.rollouts.synced import SyncedServer
 from stages.train.teacher import Taught
 from stages.train.teacher_rows import with_candidates
@@ -44,7 +48,7 @@ class OnPolicyBatches:
 
     made_ahead: ClassVar[bool] = False
     steps_together: ClassVar[int] = 1
-    files: ClassVar[Sequence[str]] = ()
+    files: ClassVar[Sequence[str]] = (COMPLETIONS_FILE,)
 
     texts: RowBatches
     steps: OnPolicySteps
@@ -57,6 +61,10 @@ class OnPolicyBatches:
     file: Path
     """Where rank 0 writes the answers, and every process reads them."""
     watchdog: Watchdog
+    samples: SampleFile | None
+    """Of rank 0."""
+    decode: Callable[[Sequence[int]], str]
+    """Tokens → text."""
     measured: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -74,9 +82,8 @@ class OnPolicyBatches:
         if not self.server.has_probe:
             self.server.take_probe(documents)
             self.server.check(step)
-        shares = self.packing.share(documents, self.engine.data_rank, self.engine.data_parallel_size)
         self.watchdog.begins(f"what the teacher says of the answers of step {step}")
-        batches = [self._taught(batch) for batch in shares]
+        batches = self._taught(documents)
         self.measured = {
             "on_policy": 1.0,
             "sync_s": sync_s,
@@ -108,36 +115,46 @@ class OnPolicyBatches:
         return documents
 
     def _sample(self, step: int) -> list[AnsweredPrompt]:
-        sampling, most_tokens = self.steps.sampling, self.packing.most_tokens
         prompts = prompts_of(self.texts.training.dataset, self.texts.order.global_batch(step))
-        requests: list[tuple[int, Request]] = []
-        for position, prompt in enumerate(prompts):
-            seed = int(np.random.SeedSequence((self.seed, step, position)).generate_state(1)[0]) >> 1
-            room = most_tokens - len(prompt)
-            if room < 1:
-                raise DataError(
-                    f"step {step}: a prompt of {len(prompt)} tokens leaves no room for an answer in the {most_tokens} "
-                    "that the model, sequence_length and sampling.serving.max_model_len allow together; raise these, "
-                    "or leave such rows out"
-                )
-            request = completion_request(sampling, prompt, seed, 1)
-            requests.append((position, {**request, "max_tokens": min(room, sampling.max_completion_length)}))
-        found: dict[int, AnsweredPrompt] = {}
+        requests = requests_of(self.steps.sampling, prompts, self.packing.most_tokens, self.seed, step)
+        found: dict[int, tuple[AnsweredPrompt, Choice]] = {}
 
         def keep(position: int, request: Request, answer: Answer) -> None:
             choice = answer["choices"][0]
             values = choice["logprobs"]["token_logprobs"]
-            found[position] = AnsweredPrompt(request["prompt"], choice["token_ids"], values, 0.0)
+            found[position] = AnsweredPrompt(request["prompt"], choice["token_ids"], values, 0.0), choice
 
         self.server.server.ask(requests, keep)
-        return [found[position] for position in range(len(prompts))]
+        assert self.samples
+        self.samples.write(self._shown(step, found))
+        return [found[position][0] for position in range(len(prompts))]
 
-    def _taught(self, batch: Batch) -> Batch:
-        """At the temperature of the loss."""
+    def _taught(self, documents: Sequence[AnsweredPrompt]) -> list[Batch]:
+        """This process's share."""
         assert self.taught.teacher
-        batch = replace(batch, rollouts=None, temperature=self.asked.temperature)
-        said = self.taught.teacher.of_batch(batch)
-        return with_candidates(batch, said, self.asked, self.taught.is_whole_vocabulary)
+        data_rank, num_shares = self.engine.data_rank, self.engine.data_parallel_size
+        share_of = partial(self._share, documents)
+        said = self.taught.teacher.of_share(share_of, data_rank, num_shares)
+        return [
+            with_candidates(batch, one, self.asked, self.taught.is_whole_vocabulary)
+            for batch, one in zip(share_of(data_rank), said, strict=True)
+        ]
+
+    def _share(self, documents: Sequence[AnsweredPrompt], data_rank: int) -> list[Batch]:
+        """At the temperature of the loss."""
+        batches = self.packing.share(documents, data_rank, self.engine.data_parallel_size)
+        return [replace(batch, rollouts=None, temperature=self.asked.temperature) for batch in batches]
+
+    def _shown(self, step: int, found: Mapping[int, tuple[AnsweredPrompt, Choice]]) -> Iterator[dict[str, object]]:
+        for position in range(min(NUM_SHOWN, len(found))):
+            document, choice = found[position]
+            yield {
+                "step": step,
+                "prompt": self.decode(document.prompt),
+                "text": choice["text"],
+                "num_tokens": len(document.completion),
+                "truncated": choice["finish_reason"] == CUT_OFF,
+            }
 
 
 def on_policy_batches(
@@ -158,7 +175,33 @@ def on_policy_batches(
     base = model_folder if config.adapter else None
     server = SyncedServer(config, context, steps.sampling, engine, watchdog, packing, base)
     file = context.scratch / "rollouts" / "answers.json"
-    return OnPolicyBatches(texts, steps, asked, taught, engine, server, packing, config.seed, file, watchdog)
+    samples = SampleFile(context) if is_main_process() else None
+    decode = DocumentTokenizer(model_folder, None, "assistant").decode
+    return OnPolicyBatches(
+        texts, steps, asked, taught, engine, server, packing, config.seed, file, watchdog, samples, decode
+    )
+
+
+def requests_of(
+    sampling: SamplingOptions, prompts: Sequence[list[int]], most_tokens: int, seed: int, step: int
+) -> list[tuple[int, Request]]:
+    """One for each prompt, with its position: the same again for a run that goes on before this step.
+
+    most_tokens: of a prompt and its answer. Raises DataError for a prompt that leaves no room for one.
+    """
+    requests: list[tuple[int, Request]] = []
+    for position, prompt in enumerate(prompts):
+        own_seed = int(np.random.SeedSequence((seed, step, position)).generate_state(1)[0]) >> 1
+        room = most_tokens - len(prompt)
+        if room < 1:
+            raise DataError(
+                f"step {step}: a prompt of {len(prompt)} tokens leaves no room for an answer in the {most_tokens} "
+                "that the model, sequence_length and sampling.serving.max_model_len allow together; raise these, "
+                "or leave such rows out"
+            )
+        request = completion_request(sampling, prompt, own_seed, 1)
+        requests.append((position, {**request, "max_tokens": min(room, sampling.max_completion_length)}))
+    return requests
 
 
 def is_on_policy(seed: int, step: int, share: float) -> bool:

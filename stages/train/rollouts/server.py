@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from stages.core.contract import StageContext
-from stages.core.errors import LifecycleError, ServerError, TransientError
+from stages.core.errors import LifecycleError, ResourceError, ServerError, TransientError
 from stages.models.recorded import Predicted
 from stages.parallel.accelerator import type_at_hand
 from stages.rollouts.asking import Answer, Request, ask_all
@@ -136,8 +136,9 @@ class RolloutServer:
     def _start(self) -> None:
         execution = ServeExecution(ready_timeout_s=self._execution.ready_timeout_s)
         log_file, runtime = self._context.work / "server.log", self._context.scratch / "server"
+        gpus = own_gpus(self._serving.tensor_parallel_size)
         with ExitStack() as stack:
-            server = stack.enter_context(started_server(self._spec(), execution, log_file, runtime, own_gpus()))
+            server = stack.enter_context(started_server(self._spec(), execution, log_file, runtime, gpus))
             server.wait_until_ready(execution.ready_timeout_s)
             self._stack = stack.pop_all()
         self._server = server
@@ -152,11 +153,22 @@ class RolloutServer:
         return spec.model_copy(update={"for_training": True, "swaps_adapters": self._base is not None})
 
 
-def own_gpus() -> dict[str, str]:
+def own_gpus(num_wanted: int) -> dict[str, str]:
     """The environment that leaves the server those GPUs of this stage that no training process has."""
     variable = type_at_hand().visible_devices
-    if variable is None:
-        return {}
-    visible = os.environ.get(variable) or ",".join(map(str, range(torch.accelerator.device_count())))
-    num_training = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return {variable: ",".join(visible.split(",")[num_training:])}
+    return not_trained_on(variable, os.environ, torch.accelerator.device_count(), num_wanted) if variable else {}
+
+
+def not_trained_on(variable: str, environment: Mapping[str, str], num_devices: int, num_wanted: int) -> dict[str, str]:
+    """`variable` with what it names, or else of so many devices, after the first ones, which the processes of this node
+    train on. Raises ResourceError for fewer than wanted.
+    """
+    visible = (environment.get(variable) or ",".join(map(str, range(num_devices)))).split(",")
+    num_training = int(environment.get("LOCAL_WORLD_SIZE", "1"))
+    left = visible[num_training:]
+    if len(left) < num_wanted:
+        raise ResourceError(
+            f"the server that samples takes {num_wanted} devices (serving.tensor_parallel_size), but {num_training} of "
+            f"the {len(visible)} that this stage sees train ({variable}); give it {num_training + num_wanted}"
+        )
+    return {variable: ",".join(left)}

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from stages.core.errors import ModelError
 from stages.models.model_config import shape_of_config
-from stages.models.shape import ModelShape
+from stages.models.shape import LatentAttention, ModelShape
 from stages.models.transformers_flops import model_flops
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 50}
@@ -98,3 +98,22 @@ def test_a_shape_survives_being_json():
     mixture = replace(dense, num_experts=8, experts_per_token=2, expert_ffn_size=512, dense_layers=frozenset({0, 3}))
     assert ModelShape.from_json(dense.to_json()) == dense
     assert ModelShape.from_json(mixture.to_json()) == mixture
+
+
+def test_latent_attention_has_the_parameters_and_flops_of_the_transformers_model():
+    """But for its norms and a router's row: DeepSeek's shared expert counts as one that every token is routed to."""
+    fields = {
+        "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128,
+        "num_hidden_layers": 3, "first_k_dense_replace": 1, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "q_lora_rank": 96, "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+    }  # fmt: skip
+    _, model = transformers_model("deepseek_v3", fields)
+    shape = ModelShape(
+        3, 256, 4, 4, 32, 512, 512, num_experts=9, experts_per_token=3, expert_ffn_size=128,
+        dense_layers=frozenset({0}), latent=LatentAttention(query_rank=96, kv_rank=64, rotary_dim=16),
+    )  # fmt: skip
+    norms, routers = 3 * (96 + 64), 2 * 256
+    assert shape.num_parameters == sum(one.numel() for one in model.parameters()) - norms + routers
+    counted = model_flops(model).training([64, 32], 96)
+    assert shape.flops().training([64, 32], 96) == pytest.approx(counted, rel=0.01)

@@ -9,6 +9,7 @@ import pytest
 
 from stages.core.contract import StageContext
 from stages.core.errors import ModelError
+from stages.train.check import moe_problems
 from stages.train.check_model import check_lengths, check_model
 from tests.train_stage import make_config
 
@@ -45,6 +46,17 @@ def test_a_quantized_model_is_refused(tmp_path: Path) -> None:
     folder, context = write(tmp_path, quantization_config={"quant_method": "awq"})
     with pytest.raises(ModelError, match=r"quantized already \(awq\)"):
         check_model(make_config(), context, folder)
+
+
+def test_routers_are_asked_for_of_mixtures_only(tmp_path: Path) -> None:
+    said = "`moe` is for mixtures of experts"
+    folder, context = write(tmp_path)
+    config = make_config(engine="megatron", moe={"freeze_router": True})
+    assert not list(moe_problems(make_config(), folder))
+    [(field, error)] = moe_problems(config, folder)
+    assert field == "moe" and said in str(error)
+    with pytest.raises(ModelError, match=said):
+        check_model(config, context, folder)
 
 
 def test_documents_beyond_the_positions_are_said_or_refused(tmp_path: Path) -> None:

@@ -154,14 +154,6 @@ def test_defaults_are_those_of_trl(tmp_path):
             "`distill.lmbda` needs the teacher beside the model that learns, which `engine: fsdp` alone",
         ),
         (
-            {"distill": {"lmbda": 1, "teacher_server": SERVER}, "layout": {"tp": 2}, "engine": "megatron"},
-            r"processes that share a row \(layout.tp\) would each ask it",
-        ),
-        (
-            {"distill": {"lmbda": 1, "teacher_server": SERVER}, "layout": "auto"},
-            r"processes that share a row \(as `layout: auto` may have it\)",
-        ),
-        (
             {"teacher": "large", "distill": {"lmbda": 1}, "data": {"dataset": "texts", "train_on": "all"}},
             "`data.train_on: all` leaves no prompts that `distill.lmbda` could answer",
         ),

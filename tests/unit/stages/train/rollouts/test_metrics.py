@@ -11,8 +11,9 @@ from stages.data.documents import PlainText
 from stages.data.files import Place
 from stages.data.prompts import Prompt
 from stages.rollouts.prompts import AskedPrompt
-from stages.train.rollouts.metrics import COMPLETIONS_FILE, Samples
+from stages.train.rollouts.metrics import RoundSamples
 from stages.train.rollouts.rounds import Completion, Group, Round
+from stages.train.rollouts.sample_file import COMPLETIONS_FILE
 
 PROMPT = AskedPrompt(Place("rows.jsonl", 3), Prompt(PlainText("1 + 1 =", ""), "2", {}), "1 + 1 =", [5, 6])
 
@@ -23,7 +24,7 @@ def write(work: Path, first_step: int) -> None:
     completions = [
         Completion([7], [-0.1], text, False, {"right": worth}, worth) for text, worth in (("2", 1.0), ("3", 0.0))
     ]
-    Samples(context, [PROMPT]).write(Round(first_step, [Group(0, completions)], {}))
+    RoundSamples(context, [PROMPT]).write(Round(first_step, [Group(0, completions)], {}))
 
 
 def shown(work: Path) -> list[tuple[int, str]]:

@@ -11,10 +11,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from stages.core.contract import StageInput
+from stages.core.errors import DataError
 from stages.data.check import Silent
 from stages.data.prepare import prepare
 from stages.train.check import check
-from stages.train.rollouts.on_policy import _prompt_length, is_on_policy, prompts_of
+from stages.train.methods.rollouts import SamplingOptions
+from stages.train.rollouts.on_policy import _prompt_length, is_on_policy, prompts_of, requests_of
 from tests.train_stage import make_artifacts, make_config
 
 CHAT = [
@@ -53,6 +55,25 @@ def test_the_share_of_steps_is_that_of_draws_of_their_own() -> None:
     assert drawn == [is_on_policy(0, step, 0.25) for step in range(1, 2001)], "as a resumed run has them"
     assert drawn != [is_on_policy(1, step, 0.25) for step in range(1, 2001)]
     assert all(is_on_policy(0, step, 1.0) for step in range(1, 100))
+
+
+def test_a_run_that_goes_on_asks_the_same_again() -> None:
+    """Prompts, seeds and lengths of a step are functions of the recipe and the step."""
+    sampling = SamplingOptions(max_completion_length=6, temperature=0.5, stop=("\n",))
+    prompts = [[1, 2, 3], [4], [1, 2, 3]]
+    asked = [request for _, request in requests_of(sampling, prompts, 8, seed=0, step=3)]
+    assert [one["prompt"] for one in asked] == prompts
+    assert [one["max_tokens"] for one in asked] == [5, 6, 5], "what the prompt leaves, at most as many as are asked for"
+    assert all(one.items() >= {"temperature": 0.5, "stop": ["\n"], "n": 1}.items() for one in asked)
+    assert asked == [request for _, request in requests_of(sampling, prompts, 8, seed=0, step=3)]
+    seeds = [
+        request["seed"]
+        for seed, step in ((0, 3), (0, 4), (1, 3))
+        for _, request in requests_of(sampling, prompts, 8, seed, step)
+    ]
+    assert len(set(seeds)) == len(seeds) == 9
+    with pytest.raises(DataError, match="step 3: a prompt of 8 tokens leaves no room for an answer in the 8"):
+        requests_of(sampling, [[1] * 8], 8, seed=0, step=3)
 
 
 def test_texts_without_prompts_are_named_before_training(artifacts: dict[str, Path], tmp_path: Path) -> None:

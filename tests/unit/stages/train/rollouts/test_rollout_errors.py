@@ -34,7 +34,7 @@ def make(grpo: dict[str, Any] | None = None, **changed: Any) -> TrainConfig:
     ("grpo", "changed", "problem"),
     [
         ({"rewards": {}}, {}, r"`grpo\.rewards` is missing"),
-        ({"stop": list("abcde")}, {}, "at most 4 items"),
+        ({"stop": ["\n"] * 65}, {}, "at most 64 items"),
         ({"num_generations": 3}, {}, r"global_batch_size 8 × grpo\.steps_per_generation 1 .* grpo\.num_generations 3"),
         ({"serving": {"max_num_seqs": 2}}, {}, r"grpo\.num_generations: 4 is more than the 2 requests"),
         ({"max_completion_length": 640}, {}, r"grpo\.max_completion_length: is 640.* data\.sequence_length, 640"),

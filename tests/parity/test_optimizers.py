@@ -1,4 +1,5 @@
-"""Muon under FSDP2: what its formula gives by singular values, on any number of processes, also after a resume."""
+"""Muon under FSDP2: what its formula gives by singular values, on any number of processes, also after a resume.
+AdamW that rounds at random: the same numbers on any number of processes, and after a resume."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -30,6 +32,11 @@ MOMENTUM, NUM_ITERATIONS = 0.95, 5
 SAVED_AFTER = 2
 DIFFERENCE = 2e-6
 """Of weights after three steps."""
+MOMENTS = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+LOW_PRECISION = {
+    "moments": {"optimizer": MOMENTS},
+    "weights": {"optimizer": {**MOMENTS, "bf16_stochastic_round": True}, "precision": "bf16", "learning_rate": 1e-3},
+}
 
 
 def by_singular_values(matrices):
@@ -80,6 +87,11 @@ def trained(models, data, tmp_path_factory):  # noqa: F811
             if processes == 1:
                 cases["moe"]["save"] = checkpoint
             cases["resumed"] = {**cases["moe"], "resume": checkpoint}
+            for name, fields in LOW_PRECISION.items():
+                case = {"model": str(models / "moe"), "config": {**make_config({"dp_shard": processes}), **fields}}
+                checkpoint = [SAVED_AFTER, str(output / f"checkpoint-{name}")]
+                cases[name] = {**case, "save": checkpoint} if processes == 1 else case
+                cases[f"{name}-resumed"] = {**case, "resume": checkpoint}
             (folder / "spec.json").write_text(json.dumps({"data": data, "cases": cases, "output": str(folder)}))
             ranks.run("tests.parity.fsdp_program", processes, folder / "spec.json", log=folder / "log.txt")
     return output
@@ -102,6 +114,36 @@ def test_a_run_goes_on_from_its_checkpoint_with_one_process_and_with_two(trained
     for processes in (1, 2):
         result = json.loads((trained / str(processes) / "resumed.json").read_text())
         assert result["losses"] == pytest.approx(whole["losses"][SAVED_AFTER:], rel=2e-6)
+
+
+def share_of_other_weights(folder, other):
+    found, expected = (load_file(one / "model.safetensors") for one in (folder, other))
+    different = [((found[name] - weight).abs() > DIFFERENCE).flatten() for name, weight in expected.items()]
+    return torch.cat(different).float().mean().item()
+
+
+def test_two_processes_round_moments_to_the_same_side_as_one(trained):
+    """Rounded otherwise, nearly all would differ by some 2^-8 of a step; here, where gradients differ by rounding."""
+    assert share_of_other_weights(trained / "2" / "moments", trained / "1" / "moments") < 0.02
+    whole = json.loads((trained / "1" / "moments.json").read_text())["losses"]
+    assert json.loads((trained / "2" / "moments.json").read_text())["losses"] == pytest.approx(whole, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", LOW_PRECISION)
+def test_what_is_rounded_at_random_goes_on_as_if_uninterrupted(name, trained):
+    assert share_of_other_weights(trained / "1" / f"{name}-resumed", trained / "1" / name) == 0
+    whole = json.loads((trained / "1" / f"{name}.json").read_text())["losses"]
+    for processes in (1, 2):
+        resumed = json.loads((trained / str(processes) / f"{name}-resumed.json").read_text())["losses"]
+        assert resumed == pytest.approx(whole[SAVED_AFTER:], rel=1e-4 if name == "moments" else 2**-7)
+
+
+def test_weights_without_a_copy_in_fp32_are_what_bf16_can_hold_and_move(trained, models):  # noqa: F811
+    start, moved = (load_file(one / "model.safetensors") for one in (models / "moe", trained / "1" / "weights"))
+    for name, weight in moved.items():
+        assert torch.equal(weight, weight.bfloat16().float()), "held in bf16, and written in fp32"
+        if weight.ndim > 1:  # norms have few, at 1, where bf16 is coarse
+            assert not torch.equal(weight, start[name].bfloat16().float()), name
 
 
 def assert_same_weights(folder, expected, difference):

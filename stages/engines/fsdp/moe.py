@@ -1,0 +1,48 @@
+"""Routers of a mixture of experts of Transformers: where they are, and whether their balance can be had."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from stages.core.errors import ModelError
+from stages.engines.settings import MoeSettings
+
+NAMES = ("gate", "router")
+"""What Transformers calls the module that chooses among the `experts` beside it."""
+
+
+def routers_of(causal_lm: nn.Module) -> list[nn.Module]:
+    """One of each mixture layer."""
+    beside_experts = [
+        module for module in causal_lm.modules() if isinstance(getattr(module, "experts", None), nn.Module)
+    ]
+    found = (getattr(module, name, None) for module in beside_experts for name in NAMES)
+    return [router for router in found if isinstance(router, nn.Module)]
+
+
+def freeze_routers(causal_lm: nn.Module) -> None:
+    """Let their weights stay what they are."""
+    for router in routers_of(causal_lm):
+        router.requires_grad_(False)
+
+
+def check_mixture(causal_lm: Any, moe: MoeSettings) -> None:
+    """Raise ModelError when something is asked for of the routers of a model that has none, or none that is known."""
+    if moe == MoeSettings():
+        return
+    name = type(causal_lm).__name__
+    if not routers_of(causal_lm):
+        raise ModelError(f"`moe` is for mixtures of experts, and {name} has no routers beside experts; remove it")
+    if moe.aux_loss_coefficient and not _gives_router_logits(causal_lm):
+        raise ModelError(
+            f"`moe.aux_loss_coefficient` needs what routers give, and Transformers' {name} does not tell it: it has no "
+            "loss that balances experts; remove it"
+        )
+
+
+def _gives_router_logits(causal_lm: Any) -> bool:
+    """Whether Transformers itself has the loss for this architecture."""
+    has_loss = hasattr(causal_lm.config.get_text_config(), "router_aux_loss_coef")
+    return has_loss and hasattr(causal_lm, "num_experts_per_tok")

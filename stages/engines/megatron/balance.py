@@ -1,0 +1,83 @@
+"""The loss that balances experts in Megatron's routers: of rows, as the FSDP engine has it (`stages.engines.balance`).
+
+Megatron's own is of micro-batches, or of as many as have gone by, and so differs by layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from torch import Tensor, nn
+
+from stages.engines.balance import row_balance
+from stages.engines.megatron.attention import PackedTokens
+
+
+class RouterBalance:
+    """Adds the loss to the gradients of all routers of this process, and says what it is."""
+
+    def __init__(
+        self, chunks: Iterable[GPTModel], coefficient: float, num_mixture_layers: int, device: torch.device
+    ) -> None:
+        """num_mixture_layers: of the whole model."""
+        self._coefficient = coefficient
+        self._num_mixture_layers = num_mixture_layers
+        self._weight = 0.0
+        self._sum = torch.zeros((), device=device)
+        for layer in (layer for chunk in chunks for layer in chunk.decoder.layers if isinstance(layer.mlp, MoELayer)):
+            layer.register_forward_pre_hook(_give_rows, with_kwargs=True)
+            layer.mlp.router._apply_aux_loss = _OfRouter(self, layer.mlp.router)
+
+    def begin_step(self, num_tokens: float) -> None:
+        """num_tokens: of the global batch, without padding."""
+        self._weight = 1 / (num_tokens * self._num_mixture_layers)
+        self._sum.zero_()
+
+    def attach(self, probabilities: Tensor, balance: Tensor) -> Tensor:
+        """The same probabilities; when they go backward, so does the loss."""
+        part = self._weight * balance
+        self._sum += part.detach()
+        attached: Tensor = MoEAuxLossAutoScaler.apply(probabilities, self._coefficient * part)
+        return attached
+
+    def of_step(self) -> float:
+        """The loss since `begin_step`, before it is multiplied by its coefficient. Collective."""
+        total = self._sum.clone()
+        dist.all_reduce(total)
+        return total.item()
+
+
+class _OfRouter:
+    """Takes the place of the method of a router that adds Megatron's own loss."""
+
+    def __init__(self, balance: RouterBalance, router: Any) -> None:
+        self._balance = balance
+        self._router = router
+
+    def __call__(
+        self, probabilities: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+    ) -> Tensor:
+        """scores: float32 [tokens, experts], each token's add up to 1. Called where gradients are wanted only."""
+        tokens: PackedTokens = self._router.packed_tokens
+        assert tokens.rows is not None
+        rows = tokens.rows.chunk(parallel_state.get_tensor_model_parallel_world_size())
+        own = rows[parallel_state.get_tensor_model_parallel_rank()]
+        balance = row_balance(scores, routing_map.bool(), own, tokens.num_rows, self._add_up)
+        return self._balance.attach(probabilities, balance)
+
+    def _add_up(self, counts: Tensor) -> Tensor:
+        """Over the processes that share a row's tokens, by sequence and by context parallelism."""
+        dist.all_reduce(counts, group=self._router.tp_cp_group)
+        return counts
+
+
+def _give_rows(layer: nn.Module, _: Any, arguments: dict[str, Any]) -> None:
+    """A router is called with states alone; when a layer is recomputed, another micro-batch may be at work."""
+    layer.mlp.router.packed_tokens = arguments["packed_seq_params"]
