@@ -41,24 +41,66 @@ def own_gpus(config: StageConfig) -> list[int]:
 
 
 def check_devices(planned: Plan) -> None:
-    """Raises `ResourceError` when a stage that would run here wants more GPUs than there are."""
-    count = len(gpus())
+    """Raises `ResourceError` when a stage would get fewer GPUs than its processes take, one each."""
     for name, stage in planned.stages.items():
-        wanted = _devices(stage.config)
-        if stage.config.execution.launcher != "local":
+        if stage.action != "run" or stage.kind == "download":
             continue
-        if count and stage.action == "run" and stage.kind != "download" and wanted > count:
-            remedy = f"change its layout, or set stages.{name}.execution.slots if processes are to share GPUs"
-            raise ResourceError(f"stage {name} wants {wanted} GPUs, this machine has {count}; {remedy}")
+        if problem := next(_device_problems(stage.config), None):
+            split = _split(stage.config)
+            wanted = f"{_num_gpus(stage.config)} GPUs" + (f" ({split})" if split else "")
+            raise ResourceError(f"stage {name} wants {wanted}, {problem}")
 
 
 def device_notes(recipe: Recipe, chosen: Collection[str]) -> Iterator[str]:
     """How the devices of a stage are divided, where some do something else than others."""
     for name in chosen:
         config = recipe.stages[name]
-        if isinstance(config, TrainConfig) and config.sampling:
-            training, sampling = config.processes, config.devices - config.processes
-            yield f"{name}: {training} devices train, {sampling} sample completions; on a CPU both share the cores"
+        if split := _split(config):
+            yield f"{name}: {split}; on a CPU both share the cores"
+
+
+def _split(config: StageConfig) -> str | None:
+    if not isinstance(config, TrainConfig) or not config.sampling_devices:
+        return None
+    found = f"{config.processes} devices train, {config.sampling_devices} sample completions"
+    named = _named(config)
+    if not named:
+        return found
+    training, sampling = named[: config.processes], named[config.processes :]
+    return f"{found}: {VISIBLE_DEVICES} {','.join(training)} and {','.join(sampling)}"
+
+
+def _device_problems(config: StageConfig) -> Iterator[str]:
+    """What to change, after how many it wants."""
+    execution, count, wanted = config.execution, len(gpus()), _num_gpus(config)
+    if execution.launcher != "local":
+        cluster = execution.slurm if execution.launcher == "slurm" else execution.kubernetes
+        asked = cluster.gpus_per_node
+        if asked and asked < wanted:
+            yield f"but execution.{execution.launcher}.gpus_per_node is {asked}; raise it, or change its layout"
+        return
+    if not count or (VISIBLE_DEVICES in execution.environment and not _named(config)):
+        return  # there are none, or it is to see none
+    field = f"execution.environment.{VISIBLE_DEVICES}"
+    if named := _named(config):
+        if len(set(named)) < max(wanted, len(named)):
+            yield f"but {field} names {len(set(named))} ({','.join(named)}); name as many, each once"
+        if beyond := [one for one in named if one.isdecimal() and int(one) >= count]:
+            yield f"of which {field} names {', '.join(beyond)}; this machine has 0 to {count - 1}"
+    if wanted > count:
+        remedy = (
+            "" if isinstance(config, TrainConfig) else ", or set its execution.slots if processes are to share GPUs"
+        )
+        yield f"this machine has {count}; change its layout{remedy}"
+    slots = execution.slots
+    if slots and slots < wanted:
+        yield f"but execution.slots is {slots}; each of its processes takes a GPU of its own: leave `slots` out"
+
+
+def _named(config: StageConfig) -> list[str]:
+    """GPUs that the recipe names for a stage; "" and -1 say that it is to see none."""
+    named = config.execution.environment.get(VISIBLE_DEVICES, "")
+    return [one.strip() for one in named.split(",")] if named not in ("", "-1") else []
 
 
 def on_devices(planned: PlannedStage, numbers: Sequence[int]) -> PlannedStage:
@@ -73,3 +115,8 @@ def on_devices(planned: PlannedStage, numbers: Sequence[int]) -> PlannedStage:
 
 def _devices(config: StageConfig) -> int:
     return config.execution.slots or config.devices
+
+
+def _num_gpus(config: StageConfig) -> int:
+    """Training processes each take one, whatever slots they hold."""
+    return max(config.devices, _devices(config)) if isinstance(config, TrainConfig) else _devices(config)

@@ -23,7 +23,8 @@ from stages.models.model_config import CONFIG_FILE, read_config, shape_of_config
 from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout
 from stages.parallel.legality import layout_errors, layout_warnings, model_errors
-from stages.planner.hardware import Hardware, built_in, from_yaml, load_hardware
+from stages.planner.hardware import Hardware
+from stages.planner.hardware_file import built_in, from_yaml, load_hardware
 from stages.planner.local_hardware import shared_cpu
 from stages.planner.low_rank import LowRank
 from stages.planner.search import ENGINES, Candidate, SearchRequest, SearchResult, estimate, safest_first, search
@@ -81,9 +82,11 @@ def search_request(model: str, options: LayoutOptions) -> SearchRequest:
     _check_positive(options)
     hardware = _hardware(options)
     if Path(model).suffix in (".yaml", ".yml"):
-        shape, workload = _of_recipe(Path(model), options.stage)
+        shape, config = _of_recipe(Path(model), options.stage)
+        workload, num_gpus = config.workload, _training_gpus(config, options.num_gpus)
     else:
         shape, workload = _of_config(model), Workload(DEFAULT_SEQUENCE_LENGTH, DEFAULT_BATCH_ROWS)
+        num_gpus = options.num_gpus
     workload = replace(
         workload,
         sequence_length=options.seq_len or workload.sequence_length,
@@ -93,7 +96,7 @@ def search_request(model: str, options: LayoutOptions) -> SearchRequest:
         total_tokens=options.tokens or workload.total_tokens,
     )
     engines = (options.engine,) if options.engine else ENGINES
-    return SearchRequest(shape, workload, hardware, options.num_gpus, engines)
+    return SearchRequest(shape, workload, hardware, num_gpus, engines)
 
 
 def ranked(request: SearchRequest, top: int) -> Ranked:
@@ -161,7 +164,18 @@ def _check_positive(options: LayoutOptions) -> None:
         raise RecipeError(f"looking for layouts: {', '.join(bad)}; expected positive numbers")
 
 
-def _of_recipe(path: Path, stage: str | None) -> tuple[ModelShape, Workload]:
+def _training_gpus(config: TrainConfig, num_gpus: int) -> int:
+    """Without those of a server that samples. Raises RecipeError where none is left."""
+    left = num_gpus - config.sampling_devices
+    if left < 1:
+        raise RecipeError(
+            f"--gpus is {num_gpus}, of which the server that samples takes {config.sampling_devices} "
+            "(serving.tensor_parallel_size); none is left to train on: name those of both"
+        )
+    return left
+
+
+def _of_recipe(path: Path, stage: str | None) -> tuple[ModelShape, TrainConfig]:
     recipe = load_recipe(path)
     trained = {name: config for name, config in recipe.stages.items() if isinstance(config, TrainConfig)}
     if not trained or (stage and stage not in trained):
@@ -171,7 +185,7 @@ def _of_recipe(path: Path, stage: str | None) -> tuple[ModelShape, Workload]:
     recipe, _ = find_stored(recipe, chosen, index)
     outside = resolve_outside(recipe, chosen, unreachable={})
     configs = ModelConfigs(recipe, outside, index, PLANNING_LIMIT_S)
-    return configs.shape_of(download_of(recipe, name)), trained[name].workload
+    return configs.shape_of(download_of(recipe, name)), trained[name]
 
 
 def _of_config(model: str) -> ModelShape:
@@ -183,5 +197,10 @@ def _of_config(model: str) -> ModelShape:
     if known is None:
         raise ModelError(
             f"looking for the model {model!r}: no recipe, no config.json, no folder with one, no known model"
+        )
+    if known.latent:
+        raise ModelError(
+            f"looking for layouts of {model!r}: no engine here trains latent attention; others' runs of this model are "
+            "predicted from a table (--predict)"
         )
     return known

@@ -102,8 +102,10 @@ def _hardware(name: str, processes: int) -> Hardware:
 
 
 def _process_counts(config: TrainConfig) -> list[int]:
-    """As many as the recipe says; else all GPUs, or up to as many as there are cores."""
+    """As many as the recipe says; else all GPUs that no server has, or up to as many as there are cores."""
     execution = config.execution
     if execution.processes:
         return [execution.processes * execution.nodes]
-    return [len(gpus()) * execution.nodes] if gpus() else list(range(1, num_cores() + 1))
+    if not gpus():
+        return list(range(1, num_cores() + 1))
+    return [max(1, len(gpus()) - config.sampling_devices) * execution.nodes]

@@ -19,8 +19,11 @@ from stages.serving.limits import limit_problems
 from stages.serving.registry import chosen_engine
 
 
-def check_serving(recipe: Recipe, chosen: Collection[str], configs: ModelConfigs) -> None:
-    """Raises `RecipeError` that lists what these stages' servers cannot listen on, hold or be started with."""
+def check_serving(recipe: Recipe, chosen: Collection[str], configs: ModelConfigs, *, at_once: bool) -> list[str]:
+    """Raises `RecipeError` that lists what these stages' servers cannot listen on, hold or be started with.
+
+    at_once: what an engine takes seconds to know is left to a run; a note of each stage for which it is.
+    """
     servers = {
         name: config
         for name, config in recipe.stages.items()
@@ -31,16 +34,24 @@ def check_serving(recipe: Recipe, chosen: Collection[str], configs: ModelConfigs
         for name, config in servers.items()
         for problem in [*_elsewhere(config), *_beyond_the_model(config, recipe, name, configs)]
     ]
-    problems += [
-        f"stages.{name}.{path}.arguments.{problem}"
+    given = {
+        f"stages.{name}.{path}.arguments": serving
         for name, config in recipe.stages.items()
         if name in chosen
         for path, serving in values_named(config, "serving")
         if serving and serving.arguments
-        for problem in chosen_engine(serving).argument_problems(serving.arguments)
-    ]
+    }
+    found = {
+        field: chosen_engine(one).argument_problems(one.arguments, at_once=at_once) for field, one in given.items()
+    }
+    problems += [f"{field}.{problem}" for field, one in found.items() for problem in one or ()]
     if problems:
         raise RecipeError("\n".join(problems))
+    return [
+        f"{field}: whether {chosen_engine(given[field]).title} takes them is asked when it runs"
+        for field, one in found.items()
+        if one is None
+    ]
 
 
 def _elsewhere(config: ServeConfig | EvaluateConfig) -> Iterator[str]:

@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 
 from stages.models.shape import ModelShape
 from stages.planner.hardware import Hardware
-from stages.planner.workload import Precision, Software
+from stages.planner.workload import PlannedPrecision, Software
 
 TILE = 128
 """Rows and columns of the output that one processor computes at a time."""
@@ -27,6 +27,9 @@ KERNELS = {"fused": 30, "eager": 45, "experts": 40}
 """Launches of one layer's forward pass, and what a mixture of experts adds."""
 LAUNCHES_OF_A_COLLECTIVE = 3
 """What calling one costs the host: the kernel, and events by which streams wait for each other."""
+CASTS = {"fp8": 2.5, "fp4": 4.5}
+"""Memory traffic of making a product's input one of few bits, over reading it once in 16: it is read, and written twice
+in 8 bits; in 4 bits it is read for its scales and for its values, as it is and rotated (NVIDIA 2025, 2509.25149)."""
 EAGER_PASSES = {"layer norm": 2, "rms norm": 3}
 """Memory traffic of elementwise operations that are not fused, over that of fused ones: RMSNorm and rotations are
 written as chains of operations in fp32, LayerNorm is one kernel."""
@@ -54,7 +57,7 @@ class LayerWork:
     shape: ModelShape
     rows: int
     sequence_length: int
-    precision: Precision
+    precision: PlannedPrecision
     tp: int = 1
     cp: int = 1
     ep: int = 1
@@ -125,7 +128,7 @@ def _collective_launches(work: LayerWork) -> int:
 def head_time(work: LayerWork, hardware: Hardware) -> Pass:
     """The product with the vocabulary (filled up to whole tiles), and the cross-entropy of its logits in fp32."""
     columns = TILE * math.ceil(work.shape.vocab_size / work.tp / TILE)
-    precision: Precision = "fp32" if work.precision == "fp32" else "bf16"
+    precision: PlannedPrecision = "fp32" if work.precision == "fp32" else "bf16"
     product = _product(hardware, precision, work.tokens, work.shape.hidden_size, columns, work.is_frozen)
     streaming_s = work.tokens * columns * (work.size + 8) / memory_rate(hardware)
     return product + Pass(streaming_s, streaming_s)
@@ -136,7 +139,7 @@ def memory_rate(hardware: Hardware) -> float:
     return hardware.memory_gb_per_s * 1e9 * hardware.efficiency.memory
 
 
-def matmul_s(hardware: Hardware, precision: Precision, rows: float, depth: float, columns: float) -> float:
+def matmul_s(hardware: Hardware, precision: PlannedPrecision, rows: float, depth: float, columns: float) -> float:
     """Seconds of [rows, depth] × [depth, columns]."""
     if not rows or not columns:
         return 0.0
@@ -147,7 +150,7 @@ def matmul_s(hardware: Hardware, precision: Precision, rows: float, depth: float
     rate = (
         hardware.sustained_flops_per_s(precision) * efficiency.matmul * share * min(_aligned(depth), _aligned(columns))
     )
-    element_bytes = {"fp32": 4, "bf16": 2, "fp8": 1}[precision]
+    element_bytes = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "fp4": 0.5}[precision]
     moved = element_bytes * (rows * depth + depth * columns) + max(2, element_bytes) * rows * columns
     return max(2 * rows * depth * columns / rate, moved / memory_rate(hardware))
 
@@ -158,7 +161,7 @@ def _aligned(dimension: float) -> float:
 
 
 def _product(
-    hardware: Hardware, precision: Precision, rows: float, depth: float, columns: float, frozen: bool = False
+    hardware: Hardware, precision: PlannedPrecision, rows: float, depth: float, columns: float, frozen: bool = False
 ) -> Pass:
     """A product and its gradients: of the input, and unless its weights are `frozen` of these."""
     forward_s = matmul_s(hardware, precision, rows, depth, columns)
@@ -166,12 +169,17 @@ def _product(
 
 
 def _attention_products(work: LayerWork, hardware: Hardware) -> Pass:
-    shape, frozen = work.shape, work.is_frozen
-    qkv = (shape.query_width + 2 * shape.kv_width) / work.tp
-    inward = _product(hardware, work.precision, work.tokens, shape.hidden_size, qkv, frozen)
-    return inward + _product(
-        hardware, work.precision, work.tokens, shape.query_width / work.tp, shape.hidden_size, frozen
-    )
+    shape = work.shape
+    queries, keys_and_values = shape.query_width + shape.rotary_width, 2 * shape.kv_width
+    matrices: list[tuple[float, float]] = [(shape.query_width / work.tp, shape.hidden_size)]
+    if shape.latent:
+        matrices.append((shape.hidden_size, shape.latent_width))
+        matrices.append((shape.latent.query_rank, queries / work.tp))
+        matrices.append((shape.latent.kv_rank, keys_and_values / work.tp))
+    else:
+        matrices.append((shape.hidden_size, (queries + keys_and_values) / work.tp))
+    products = [_product(hardware, work.precision, work.tokens, *matrix, work.is_frozen) for matrix in matrices]
+    return sum(products, start=Pass(0.0, 0.0))
 
 
 def _dense_ffn(work: LayerWork, hardware: Hardware) -> Pass:
@@ -200,11 +208,12 @@ def _flash(work: LayerWork, software: Software, hardware: Hardware) -> Pass:
     shape = work.shape
     attended = min(shape.sliding_window or work.sequence_length, work.sequence_length)
     pairs = attended / 2 if attended == work.sequence_length else attended
-    flops = 4 * work.tokens * pairs * shape.query_width / work.tp
-    precision: Precision = "fp32" if work.precision == "fp32" else "bf16"
+    flops = 2 * work.tokens * pairs * (2 * shape.query_width + shape.rotary_width) / work.tp
+    precision: PlannedPrecision = "fp32" if work.precision == "fp32" else "bf16"
     share = (
         hardware.efficiency.first_flash_attention if software.first_flash_attention else hardware.efficiency.attention
     )
+    share *= hardware.efficiency.attention_in_eight_bits if software.fp8_attention else 1.0
     rate = hardware.sustained_flops_per_s(precision) * share
     forward_s = flops / rate
     return Pass(forward_s, BACKWARD_ATTENTION * forward_s)
@@ -225,12 +234,13 @@ def _unfused_attention(work: LayerWork, software: Software, hardware: Hardware) 
 def _elementwise(work: LayerWork, software: Software, hardware: Hardware) -> Pass:
     """Norms and residuals read and write the hidden state ten times, activations and rotations their inputs."""
     shape = work.shape
-    whole = 10 * shape.hidden_size / (work.tp if work.sequence_parallel else 1)
+    whole = (10 * shape.hidden_size + 2 * shape.latent_width) / (work.tp if work.sequence_parallel else 1)
     mixture = shape.num_mixture_layers / shape.num_layers
     width = (1 - mixture) * shape.ffn_size + mixture * shape.experts_per_token * shape.expert_ffn_size
-    split = ((3 if shape.gated_ffn else 2) * width + 2 * (shape.query_width + shape.kv_width)) / work.tp
+    attention = 2 * (shape.query_width + shape.kv_width + 2 * shape.rotary_width)
+    split = ((3 if shape.gated_ffn else 2) * width + attention) / work.tp
     passes = 1 if software.fused_elementwise else EAGER_PASSES["layer norm" if shape.norm_bias else "rms norm"]
-    casts = 2.5 * (2 * shape.hidden_size + width / work.tp) if work.precision == "fp8" else 0
+    casts = CASTS.get(work.precision, 0.0) * (2 * shape.hidden_size + width / work.tp)
     moved = work.tokens * work.size * (passes * (whole + split) + casts)
     forward_s = moved / memory_rate(hardware)
     return Pass(forward_s, 2 * forward_s)

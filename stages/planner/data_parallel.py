@@ -18,9 +18,6 @@ from stages.planner.hardware import Hardware
 from stages.planner.partition import PipelineStage, RankParameters, outside_parameters
 from stages.planner.workload import Software, Workload, gathers_gradients
 
-HOST_LINK_GB_PER_S = 25.0
-"""Between a device and its host's memory (PCIe 4)."""
-
 
 @dataclass(frozen=True)
 class StepCase:
@@ -141,7 +138,7 @@ def _gathered_layer_bytes(case: StepCase, stage: PipelineStage) -> float:
         return gathered_layer_bytes(case.shape, workload.adapter, workload.compute_bytes)
     outside = outside_parameters(case.shape, stage, case.layout.tp)
     return (
-        (1 if workload.precision == "fp8" else workload.compute_bytes)
+        (1 if workload.in_few_bits else workload.compute_bytes)
         * (case.trained(stage).total - outside)
         / stage.num_layers
     )
@@ -156,4 +153,4 @@ def _offload_s(case: StepCase) -> float:
     if workload.adapter:
         stored = frozen_bytes(case.shape, workload.adapter, workload.compute_bytes)
     shard_bytes = stored / case.layout.dp_shard
-    return (2 * case.micro_batches + 1) * shard_bytes / (HOST_LINK_GB_PER_S * 1e9)
+    return (2 * case.micro_batches + 1) * shard_bytes / (case.hardware.host_gb_per_s * 1e9)

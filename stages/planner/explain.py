@@ -49,6 +49,12 @@ def near_misses(result: SearchResult) -> list[str]:
 
 
 def _room(candidate: Candidate) -> str:
+    host_gib = candidate.memory.host_gib
+    of_host = f", {host_gib:,.1f} GiB of the host's memory are needed for each" if host_gib else ""
+    return _device_room(candidate) + of_host
+
+
+def _device_room(candidate: Candidate) -> str:
     free_gib = candidate.available_gib - candidate.memory.peak_gib
     free = f"{free_gib:.1f} GiB free" if free_gib >= 0 else f"{-free_gib:.1f} GiB too little"
     if candidate.memory_fit == "tight":

@@ -10,7 +10,9 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from stages.planner.hardware import HARDWARE, Hardware, built_in, from_yaml
+from stages.planner.devices import HARDWARE
+from stages.planner.hardware import Hardware
+from stages.planner.hardware_file import built_in, from_yaml
 
 
 def hardware_at_hand(device_name: str | None, processes: int, file: Path | None) -> Hardware | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout
@@ -15,8 +15,8 @@ from stages.planner.activations import (
 )
 from stages.planner.adapted import first_learning_layer
 from stages.planner.hardware import Efficiency
-from stages.planner.partition import PipelineStage, pipeline_stages
-from stages.planner.states import MemoryCase, fsdp_buffers, model_states
+from stages.planner.partition import PipelineStage, pipeline_stages, stage_shape
+from stages.planner.states import MemoryCase, fsdp_buffers, host_bytes, model_states
 from stages.planner.workload import Software, Workload, our_software
 
 GIB = 2**30
@@ -52,6 +52,8 @@ class MemoryEstimate:
     """GiB by pipeline stage: all of them, or only the first and the last, which one of is the fullest."""
 
     stages: tuple[StageMemory, ...]
+    host_gib: float = 0.0
+    """Of the host's memory, by each rank: what is offloaded to it."""
 
     @property
     def worst(self) -> StageMemory:
@@ -78,7 +80,8 @@ def memory(
     case = MemoryCase(workload.trained_shape(shape), engine, layout, workload, software or our_software(engine, layout))
     stages = pipeline_stages(shape.num_layers, layout.pp, case.software.balances_head)
     chosen = stages if every_stage or len(stages) < 3 else _fullest(stages)
-    return MemoryEstimate(tuple(_stage(case, stage, efficiency or Efficiency()) for stage in chosen))
+    held = tuple(_stage(case, stage, efficiency or Efficiency()) for stage in chosen)
+    return MemoryEstimate(held, max(host_bytes(case, stage) for stage in chosen) / GIB)
 
 
 def _fullest(stages: tuple[PipelineStage, ...]) -> tuple[PipelineStage, ...]:
@@ -89,6 +92,8 @@ def _fullest(stages: tuple[PipelineStage, ...]) -> tuple[PipelineStage, ...]:
 
 
 def _stage(case: MemoryCase, stage: PipelineStage, efficiency: Efficiency) -> StageMemory:
+    if case.workload.adapter is None:  # which knows layers by their place in the model
+        case = replace(case, shape=stage_shape(case.shape, stage, case.layout.vpp))
     weights, gradients, optimizer = model_states(case, stage)
     activations = _kept_activations(case, stage)
     per_token = workspace_per_token(case.shape, case.engine, case.layout, case.workload, case.software)
@@ -108,6 +113,7 @@ def _stage(case: MemoryCase, stage: PipelineStage, efficiency: Efficiency) -> St
 
 def _kept_activations(case: MemoryCase, stage: PipelineStage) -> float:
     in_flight = _layers_in_flight(case, stage) * _share_with_gradients(case, stage)
+    in_flight *= 1 - case.software.offloaded_share
     per_layer = case.tokens * kept_bytes_per_token(case.shape, case.engine, case.layout, case.workload, case.software)
     if case.layout.recompute == "none":
         per_layer += merged_experts_bytes(case.shape, case.engine, case.workload)
@@ -141,7 +147,7 @@ def _logits(case: MemoryCase) -> float:
         learns = logits > LOGITS_CHUNK and (adapter is None or adapter.saves("lm_head"))
         head_gradient = 4 * case.shape.embedding_parameters / case.layout.tp if learns else 0
         return 12 * min(logits, LOGITS_CHUNK) + head_gradient
-    return (case.workload.compute_bytes + 8) * logits
+    return (case.workload.compute_bytes + (0 if case.software.fused_cross_entropy else 8)) * logits
 
 
 def _communication(case: MemoryCase, stage: PipelineStage) -> float:

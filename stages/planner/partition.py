@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from stages.models.shape import ModelShape
@@ -48,6 +48,15 @@ def pipeline_stages(num_layers: int, pp: int, balances_head: bool = False) -> tu
     for place in range(lacking):
         counts[order[place % pp]] -= 1
     return tuple(PipelineStage(i, count, i == 0, i == pp - 1, sum(counts[:i])) for i, count in enumerate(counts))
+
+
+@lru_cache(maxsize=4096)
+def stage_shape(shape: ModelShape, stage: PipelineStage, vpp: int) -> ModelShape:
+    """The model as a stage has it: of a mixture's dense layers those that lie there (interleaved ones: the average)."""
+    if vpp > 1 or not shape.dense_layers or stage.num_layers == shape.num_layers:
+        return shape
+    dense = range(sum(0 <= layer - stage.first_layer < stage.num_layers for layer in shape.dense_layers))
+    return replace(shape, num_layers=stage.num_layers, dense_layers=frozenset(dense))
 
 
 @lru_cache(maxsize=65536)

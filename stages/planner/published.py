@@ -9,6 +9,7 @@ the year that the hardware and the model are of (see `published_software`).
 from __future__ import annotations
 
 import csv
+import math
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +19,8 @@ from stages.core.errors import DataError
 from stages.models.known_models import gpt, known_model
 from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout
-from stages.planner.hardware import HARDWARE, Hardware
+from stages.planner.devices import HARDWARE
+from stages.planner.hardware import Hardware
 from stages.planner.low_rank import LowRank
 from stages.planner.memory import memory
 from stages.planner.published_cells import Cells, UnknownRunError
@@ -55,9 +57,8 @@ ATTENTION = (
 """Its linear layers, by the names that families give them."""
 DEFAULT_SEQUENCE_LENGTH = 2048
 LARGEST_MICRO_BATCH_TOKENS = 32768
-ALLOWANCE = 1.3
-"""Estimated memory without recomputation over what there is, up to which a run that says nothing is taken to do
-without: it did run, by means that its row does not name."""
+NEAR_HOST_GB_PER_S = 200
+"""From which on activations come back from the host as fast as layers need them."""
 
 
 @dataclass
@@ -129,10 +130,10 @@ def _run(cells: Cells) -> PublishedRun:
     said = cells.switch("sp", "SP")
     sequence_parallel = layout.tp > 1 and (usual if said is None else said)
     layout = layout.model_copy(update={"sequence_parallel": sequence_parallel})
-    needed_gib = memory(shape, engine, layout, workload, software=software).peak_gib
-    recompute = _recompute(cells, fits=needed_gib <= ALLOWANCE * hardware.memory_gib)
-    layout = layout.model_copy(update={"recompute": recompute})
-    return PublishedRun({}, shape, engine, layout, workload, hardware, software, cells.assumed)
+    recompute = _recompute(cells)
+    layout = layout.model_copy(update={"recompute": recompute or "none"})
+    run = PublishedRun({}, shape, engine, layout, workload, hardware, software, cells.assumed)
+    return run if recompute else _made_to_fit(run)
 
 
 def _hardware(cells: Cells) -> Hardware:
@@ -183,7 +184,8 @@ def _as_stated(known: ModelShape, cells: Cells) -> ModelShape:
     if heads != known.num_heads:
         stated["head_dim"] = max(1, known.query_width // heads)
     layers = stated.get("num_layers", known.num_layers)
-    dense = frozenset(layer for layer in known.dense_layers if layer < layers)
+    num_dense = math.ceil(len(known.dense_layers) * layers / known.num_layers)  # of a model cut short, as large a share
+    dense = known.dense_layers if layers == known.num_layers else frozenset(sorted(known.dense_layers)[:num_dense])
     return replace(known, **stated, dense_layers=dense)
 
 
@@ -253,14 +255,39 @@ def _micro_batch(cells: Cells, pp: int, dp: int) -> int:
     return max(1, rows) if all_at_once else 1
 
 
-def _recompute(cells: Cells, fits: bool) -> str:
-    """What the row says; without that nothing, if that fits, else everything."""
+def _recompute(cells: Cells) -> str | None:
+    """What the row says of it, if anything."""
     text = cells.text("recompute").lower()
     if cells.said("recompute_layers", "recompute layers"):
         return "full"
-    for word in ("full", "selective", "none"):
-        if text.startswith(word):
-            return word
-    default = "none" if fits else "full"
-    cells.assumed.append(f"recompute={default}")
-    return default
+    return next((word for word in ("full", "selective", "none") if text.startswith(word)), None)
+
+
+def _made_to_fit(run: PublishedRun) -> PublishedRun:
+    """A run that says nothing of it keeps all activations. If they do not fit, those of as few layers as possible wait
+    in the host's memory, where that is near (as in NVIDIA's recipes for Grace), or are recomputed."""
+    is_near = run.hardware.host_gb_per_s >= NEAR_HOST_GB_PER_S
+    all_layers = run.shape.num_layers
+    fitting = (num for num in range(all_layers + 1) if _fits(_relieved(run, num, is_near)))
+    num = next(fitting, all_layers)
+    if is_near and num:
+        run.assumed.append(f"recompute=none, activations of {num} layers in the host's memory")
+    else:
+        run.assumed.append("recompute=none" if not num else f"recompute=full of {num} layers")
+    return _relieved(run, num, is_near)
+
+
+def _relieved(run: PublishedRun, num_layers: int, is_near: bool) -> PublishedRun:
+    """The run without the activations of so many layers."""
+    if not num_layers:
+        return run
+    share = num_layers / run.shape.num_layers
+    if is_near:
+        return replace(run, software=replace(run.software, offloaded_share=share))
+    layout = run.layout.model_copy(update={"recompute": "full"})
+    return replace(run, layout=layout, software=replace(run.software, recomputed_share=share))
+
+
+def _fits(run: PublishedRun) -> bool:
+    needed = memory(run.shape, run.engine, run.layout, run.workload, software=run.software)
+    return needed.peak_gib <= run.hardware.memory_gib

@@ -169,7 +169,9 @@ def _with_memory(
 ) -> tuple[Layout, MemoryEstimate]:
     """The layout as it would run, and what it needs: of two ways to add up gradients the faster one that fits."""
     needed = _memory(request, engine, layout, every_stage=every_stage)
-    if engine != "fsdp" or layout.accumulate != "auto" or memory_fit(needed.peak_gib, request.memory_gib) == "fits":
+    is_asked = engine == "fsdp" and layout.accumulate == "auto"
+    adds_up_in_fp32 = request.workload.state_bytes.weight == 4
+    if not is_asked or not adds_up_in_fp32 or memory_fit(needed.peak_gib, request.memory_gib) == "fits":
         return layout, needed
     sharded = layout.model_copy(update={"accumulate": "sharded"})
     less = _memory(request, engine, sharded, every_stage=every_stage)

@@ -6,7 +6,7 @@ optimizer state, and is kept as `adapter.base_precision` says.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout
@@ -51,41 +51,50 @@ class MemoryCase:
 
     def trained(self, stage: PipelineStage) -> RankParameters:
         """Parameters that learn, of one rank of a pipeline stage before data parallelism shards them."""
-        return learning_parameters(self.shape, self.engine, self.layout, self.workload.adapter, stage)
+        learning = learning_parameters(self.shape, self.engine, self.layout, self.workload.adapter, stage)
+        mixture_layers = stage.num_layers * self.shape.num_mixture_layers / self.shape.num_layers
+        frozen = mixture_layers * self.shape.router_parameters if self.workload.freezes_routers else 0.0
+        return replace(learning, dense=learning.dense - frozen)
 
 
 def model_states(case: MemoryCase, stage: PipelineStage) -> tuple[float, float, float]:
     """Bytes of weights, gradients and optimizer."""
     layout, workload = case.layout, case.workload
     held = rank_parameters(case.shape, stage, layout.tp, layout.ep, layout.etp)
-    sharded = optimizer_parameters(held, layout, case.engine)
+    trained = case.trained(stage)
+    sharded = optimizer_parameters(trained, layout, case.engine)
     if case.engine == "fsdp":
-        return _fsdp_states(case, stage, sharded)
-    weight_bytes = {"fp32": 4, "bf16": 2, "fp8": 2}[workload.precision]  # fp8: as they are, and transposed
+        return _fsdp_states(case, stage, optimizer_parameters(held, layout, case.engine), sharded)
+    weight_bytes = 4 if workload.precision == "fp32" else 2  # in 8 and 4 bits: as they are, and transposed
     optimizer_bytes = 8 if workload.precision == "fp32" else case.software.optimizer_bytes
     in_precision = case.software.gradient_bytes + case.software.gradient_copy_bytes
     gradient_bytes = 4 if workload.precision == "fp32" else in_precision
     if workload.adapter is None:
-        return held.total * weight_bytes, held.total * gradient_bytes, sharded * optimizer_bytes
-    trained = case.trained(stage)
-    in_eight_bits = workload.precision == "fp8" and case.software.keeps_frozen_in_fp8
+        return held.total * weight_bytes, trained.total * gradient_bytes, sharded * optimizer_bytes
+    in_eight_bits = workload.in_few_bits and case.software.keeps_frozen_in_fp8
     weights = held.total * (1 if in_eight_bits else weight_bytes) + trained.total * workload.compute_bytes
     weights += joined_bytes(case.shape, workload.adapter, stage, layout.tp, workload.compute_bytes)
-    sharded = optimizer_parameters(trained, layout, case.engine)
     return weights, trained.total * gradient_bytes, sharded * optimizer_bytes
 
 
-def _fsdp_states(case: MemoryCase, stage: PipelineStage, sharded: float) -> tuple[float, float, float]:
-    """All sharded, and fp32 what learns."""
+def host_bytes(case: MemoryCase, stage: PipelineStage) -> float:
+    """What a rank keeps in its host's memory instead of the device's: all of these, where they are offloaded."""
+    if not case.layout.cpu_offload:
+        return 0.0
+    return sum(model_states(replace(case, layout=case.layout.model_copy(update={"cpu_offload": False})), stage))
+
+
+def _fsdp_states(case: MemoryCase, stage: PipelineStage, held: float, learning: float) -> tuple[float, float, float]:
+    """All sharded. held, learning: parameters of a shard, where the model learns."""
     if case.layout.cpu_offload:
         return 0.0, 0.0, 0.0
-    adapter, shards = case.workload.adapter, case.layout.dp_shard
+    adapter, shards, size = case.workload.adapter, case.layout.dp_shard, case.workload.state_bytes
     if adapter is None:
-        matrices = _muon_matrices(case, stage) / case.layout.dp_shard
-        return 4 * sharded, 4 * sharded, 8 * sharded - 4 * matrices
+        matrices = _muon_matrices(case, stage) / shards
+        return size.weight * held, size.weight * learning, size.moments * learning - 4 * matrices
     trained = case.trained(stage).total / shards
     frozen = frozen_bytes(case.shape, adapter, case.workload.compute_bytes) / shards
-    return frozen + 4 * trained, 4 * trained, 8 * trained
+    return frozen + 4 * trained, 4 * trained, size.moments * trained
 
 
 def _muon_matrices(case: MemoryCase, stage: PipelineStage) -> float:

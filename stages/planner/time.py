@@ -17,14 +17,13 @@ from stages.planner import network
 from stages.planner.adapted import adapted_flops
 from stages.planner.compute import LayerTime, Pass, head_time, layer_time, memory_rate
 from stages.planner.data_parallel import (
-    HOST_LINK_GB_PER_S,
     StepCase,
     data_parallel_s,
     exposed_s,
     forward_gather_s,
 )
 from stages.planner.hardware import Hardware
-from stages.planner.partition import PipelineStage, optimizer_parameters, pipeline_stages
+from stages.planner.partition import PipelineStage, optimizer_parameters, pipeline_stages, stage_shape
 from stages.planner.workload import Software, Workload
 
 
@@ -68,6 +67,23 @@ class TimeEstimate:
         return self.parts.total
 
 
+@dataclass(frozen=True)
+class _LayerCost:
+    """What one micro-batch costs in one layer."""
+
+    layer: LayerTime
+    tensor: Pass
+    context: Pass
+    expert: Pass
+    recompute_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Both passes of all parts."""
+        communication = _sum(self.tensor) + _sum(self.context) + _sum(self.expert)
+        return _sum(self.layer.both) + self.recompute_s + communication
+
+
 def step_time(
     shape: ModelShape,
     engine: EngineName,
@@ -80,8 +96,7 @@ def step_time(
     """Estimate one optimizer step of `workload` on `layout.world_size` devices."""
     shape = workload.trained_shape(shape)
     case = StepCase(shape, engine, layout, workload, software or hardware.software_of(engine, layout), hardware)
-    layer = layer_time(case.work, case.software, hardware)
-    parts = _parts(case, layer)
+    parts = _parts(case)
     num_devices = layout.world_size
     flops = _model_flops(case).training([workload.sequence_length], workload.sequence_length)
     peak = hardware.peak_flops_per_s("fp32" if workload.precision == "fp32" else "bf16")
@@ -90,44 +105,56 @@ def step_time(
         tokens_per_s_per_gpu=workload.tokens_per_step / parts.total / num_devices,
         mfu=model_flops_utilization(flops * workload.global_batch_size, parts.total, peak, num_devices),
         bubble_fraction=parts.bubble / parts.total,
-        reference_pass_s=workload.passes.before_training * _forward_pass_s(case, layer),
+        reference_pass_s=workload.passes.before_training * _forward_pass_s(case),
     )
 
 
-def _parts(case: StepCase, layer: LayerTime) -> TimeParts:
+def _parts(case: StepCase) -> TimeParts:
     """A micro-batch on the slowest stage, times their number, plus what happens once a step."""
     layout, micro_batches = case.layout, case.micro_batches
     stages = pipeline_stages(case.shape.num_layers, layout.pp, case.software.balances_head)
     head = _head(case)
-    tensor, context, expert = _tensor_parallel(case), _context_parallel(case, layer), _expert_parallel(case, layer)
-    recompute_s = _recompute_s(case, layer)
-    layer_s = _sum(layer.both) + recompute_s + _sum(tensor) + _sum(context) + _sum(expert)
-    stage_s = {stage: stage.num_layers * layer_s + stage.has_head * _sum(head) for stage in _ends(stages)}
+    costs = {stage: _layer_cost(_staged(case, stage)) for stage in _ends(stages)}
+    stage_s = {stage: stage.num_layers * cost.total_s + stage.has_head * _sum(head) for stage, cost in costs.items()}
     slowest = max(stage_s, key=lambda stage: stage_s[stage])
-    mean_s = (case.shape.num_layers * layer_s + _sum(head)) / layout.pp
-    compute_s = slowest.num_layers * _sum(layer.both) + slowest.has_head * _sum(head)
+    staged, cost = _staged(case, slowest), costs[slowest]
+    mean_s = (case.shape.num_layers * _layer_cost(case).total_s + _sum(head)) / layout.pp
+    compute_s = slowest.num_layers * _sum(cost.layer.both) + slowest.has_head * _sum(head)
     bubble_s = (layout.pp - 1) / layout.vpp * mean_s
     per_layer = micro_batches * slowest.num_layers
     return TimeParts(
         compute=micro_batches * compute_s,
-        recompute=per_layer * recompute_s,
-        tensor_parallel=per_layer * _sum(tensor),
-        context_parallel=per_layer * _sum(context),
-        expert_parallel=per_layer * _sum(expert),
+        recompute=per_layer * cost.recompute_s,
+        tensor_parallel=per_layer * _sum(cost.tensor),
+        context_parallel=per_layer * _sum(cost.context),
+        expert_parallel=per_layer * _sum(cost.expert),
         pipeline_messages=_pipeline_messages_s(case),
         bubble=bubble_s,
-        data_parallel=data_parallel_s(case, slowest, layer, head, recompute_s),
-        optimizer=_optimizer_s(case, slowest),
-        method_passes=case.workload.passes.each_step * _forward_pass_s(case, layer),
+        data_parallel=data_parallel_s(staged, slowest, cost.layer, head, cost.recompute_s),
+        optimizer=_optimizer_s(staged, slowest),
+        method_passes=case.workload.passes.each_step * _forward_pass_s(case),
     )
 
 
-def _forward_pass_s(case: StepCase, layer: LayerTime) -> float:
+def _staged(case: StepCase, stage: PipelineStage) -> StepCase:
+    """A mixture's dense layers cost where they lie; adapters know layers by their place in the whole model."""
+    if case.workload.adapter is not None:
+        return case
+    return replace(case, shape=stage_shape(case.shape, stage, case.layout.vpp))
+
+
+def _layer_cost(case: StepCase) -> _LayerCost:
+    """Of the mean layer."""
+    layer = layer_time(case.work, case.software, case.hardware)
+    tensor, context, expert = _tensor_parallel(case), _context_parallel(case, layer), _expert_parallel(case, layer)
+    return _LayerCost(layer, tensor, context, expert, _recompute_s(case, layer))
+
+
+def _forward_pass_s(case: StepCase) -> float:
     """Over a step's rows, without gradients: micro-batches follow each other through a pipeline."""
-    layout = case.layout
-    communication = (_tensor_parallel(case), _context_parallel(case, layer), _expert_parallel(case, layer))
-    layer_s = layer.both.forward_s + sum(one.forward_s for one in communication)
-    layer_s += forward_gather_s(case, pipeline_stages(case.shape.num_layers, layout.pp)[0], layer)
+    layout, cost = case.layout, _layer_cost(case)
+    layer_s = sum(one.forward_s for one in (cost.layer.both, cost.tensor, cost.context, cost.expert))
+    layer_s += forward_gather_s(case, pipeline_stages(case.shape.num_layers, layout.pp)[0], cost.layer)
     model_s = case.shape.num_layers * layer_s + _head(case).forward_s
     return (case.micro_batches + layout.pp - 1) * model_s / layout.pp
 
@@ -199,7 +226,7 @@ def _expert_parallel(case: StepCase, layer: LayerTime) -> Pass:
     group = network.expert_group(case.layout)
     seconds = 2 * network.dispatch_s(case.hardware, group, num_tokens * token_bytes, shape.experts_per_token)
     mixture = shape.num_mixture_layers / shape.num_layers
-    if not case.software.overlaps_layers:
+    if not case.software.overlaps_experts:
         return Pass(mixture * seconds, mixture * seconds)
     forward_s = exposed_s(case, seconds, layer.products.forward_s)
     return Pass(mixture * forward_s, mixture * exposed_s(case, seconds, layer.products.backward_s))
@@ -222,5 +249,5 @@ def _optimizer_s(case: StepCase, stage: PipelineStage) -> float:
     layout = case.layout
     parameters = optimizer_parameters(case.trained(stage), layout, case.engine)
     bytes_each = 24 + 2 * 4 + case.workload.compute_bytes
-    rate = HOST_LINK_GB_PER_S * 1e9 if layout.cpu_offload else memory_rate(case.hardware)
+    rate = case.hardware.host_gb_per_s * 1e9 if layout.cpu_offload else memory_rate(case.hardware)
     return parameters * bytes_each / rate

@@ -12,6 +12,9 @@ from stages.parallel.layout import EngineName, Layout
 from stages.planner.low_rank import LowRank
 
 Precision = Literal["fp32", "bf16", "fp8"]
+"""What the engines train in."""
+PlannedPrecision = Precision | Literal["fp4"]
+"""And what others do."""
 OptimizerName = Literal["adamw", "muon"]
 
 
@@ -26,14 +29,24 @@ class Passes:
 
 
 @dataclass(frozen=True)
+class StateBytes:
+    """What FSDP2 keeps of a parameter that AdamW trains."""
+
+    weight: int = 4
+    """Bytes of the weight, and of its gradient once that is sharded."""
+    moments: int = 8
+    """Bytes of both moments."""
+
+
+@dataclass(frozen=True)
 class Workload:
     """One optimizer step: rows of tokens, in a precision."""
 
     sequence_length: int
     global_batch_size: int
     """Rows of one optimizer step, over all processes."""
-    precision: Precision = "bf16"
-    """bf16: master weights in fp32; fp8: bf16, with matrix products of the layers in 8 bits."""
+    precision: PlannedPrecision = "bf16"
+    """bf16: master weights in fp32; fp8: bf16, with matrix products of the layers in 8 bits; fp4: in 4 bits."""
     passes: Passes = Passes()
     """Beside the one that learns."""
     scores_documents: bool = False
@@ -42,6 +55,10 @@ class Workload:
     """What is trained instead of the model, which is frozen."""
     optimizer: OptimizerName = "adamw"
     """muon: matrices of layers have one moment, not two (fsdp)."""
+    state_bytes: StateBytes = StateBytes()
+    """Of each parameter that learns (fsdp)."""
+    freezes_routers: bool = False
+    """Of a mixture of experts: they have neither gradients nor optimizer state."""
     total_tokens: float | None = None
     """Tokens of the whole training."""
 
@@ -64,6 +81,11 @@ class Workload:
         """Bytes of an activation or a gathered weight."""
         return 4 if self.precision == "fp32" else 2
 
+    @property
+    def in_few_bits(self) -> bool:
+        """Whether the layers' matrix products are in 8 or 4 bits."""
+        return self.precision in ("fp8", "fp4")
+
     def trained_shape(self, shape: ModelShape) -> ModelShape:
         """Of the model as it is trained: a head of scores has next to no parameters."""
         return replace(shape, tied_embeddings=True) if self.scores_documents else shape
@@ -80,6 +102,8 @@ class Software:
     fused_elementwise: bool = True
     """Norms, activations and residuals in one pass over memory each."""
     dropout: bool = False
+    fp8_attention: bool = False
+    """Products of fused attention are in 8 bits, too."""
     keeps_frozen_in_fp8: bool = False
     """Weights that do not learn are a byte each (in fp8), not two."""
     gradient_bytes: int = 4
@@ -91,9 +115,13 @@ class Software:
     overlaps_gradients: bool = True
     """Gradients are reduced while the backward pass goes on."""
     overlaps_layers: bool = False
-    """Communication of tensor and expert parallelism runs beside the matrix products it belongs to."""
+    """Communication of tensor parallelism runs beside the matrix products it belongs to."""
+    overlaps_experts: bool = False
+    """Tokens go to their experts and back beside matrix products."""
     chunked_logits: bool = True
     """Logits exist for a chunk of tokens at a time."""
+    fused_cross_entropy: bool = False
+    """Where they are not, they are kept in 16 bits alone, in which their gradient takes their place."""
     gathers_gradients: bool = True
     """FSDP reduces gradients with the last micro-batch only, and holds them whole until then, where `accumulate` of the
     layout is auto."""
@@ -101,6 +129,8 @@ class Software:
     """Share of matrix products whose results selective recomputation keeps (fsdp)."""
     recomputed_share: float = 1.0
     """Of the layers, those that full recomputation is of."""
+    offloaded_share: float = 0.0
+    """Of the layers, those whose activations wait in the host's memory, which is near enough not to be waited for."""
     fp8_activation_inputs: bool = False
     """What goes into activation functions is kept in fp8."""
     cuda_graphs: bool = False

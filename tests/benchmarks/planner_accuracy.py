@@ -48,9 +48,11 @@ def main() -> None:
     parser.add_argument("--tables", type=Path, nargs="+", default=[], metavar="CSV", help="judge by these instead")
     arguments = parser.parse_args()
     runs = all_runs()
-    for table in arguments.tables:
-        print_table(runs_of(table))
     if arguments.tables:
+        tables = [runs_of(table) for table in arguments.tables]
+        for rows in tables:
+            print_table(rows)
+        print_kept_back([run for rows in tables for run in rows])
         return
     if arguments.leave_one_out:
         print_leave_one_out(runs)
@@ -94,12 +96,7 @@ def print_memory(runs: Sequence[Measured], efficiency: Efficiency | None) -> Non
         errors = [run.predicted_gib(efficiency) / run.memory_gib - 1 for run in members]
         mean, median = (average(map(abs, errors)) for average in (statistics.mean, statistics.median))
         print(f"{source:<22} {len(members):>5} {mean:6.1%} {median:7.1%} {statistics.median(errors):+6.1%}")
-    counts: dict[tuple[bool, bool], int] = defaultdict(int)
-    for run in runs:
-        if run.out_of_memory or run.memory_gib:
-            counts[run.out_of_memory, run.predicted_gib(efficiency) > run.run.hardware.memory_gib] += 1
-    print(f"ran out of memory: {counts[True, True]} said so, {counts[True, False]} said to fit")
-    print(f"fitted: {counts[False, False]} said so, {counts[False, True]} said to run out of memory")
+    print_verdicts([run for run in runs if run.out_of_memory or run.memory_gib])
 
 
 def print_table(runs: Sequence[Measured]) -> None:
@@ -115,12 +112,27 @@ def print_table(runs: Sequence[Measured]) -> None:
         errors = [run.predicted_gib() / run.memory_gib - 1 for run in members if run.memory_gib]
         if errors:
             print(f"memory of {source}: {len(errors)} runs, mean error {statistics.mean(map(abs, errors)):.1%}")
+    print_verdicts([run for run in runs if run.is_told])
+
+
+def print_verdicts(runs: Sequence[Measured]) -> None:
+    """What `lifecycle layouts` would say of memory, of runs that ran and of those that ran out of it."""
     verdicts = Counter(
         (run.out_of_memory, memory_fit(run.predicted_gib(), run.run.hardware.memory_gib)) for run in runs
     )
     for out_of_memory, verdict in sorted(verdicts):
         what = "ran out of memory" if out_of_memory else "ran"
         print(f"{what}, said: {verdict}: {verdicts[out_of_memory, verdict]}")
+
+
+def print_kept_back(runs: Sequence[Measured]) -> None:
+    """Of all tables: rows in view when constants were set, and those kept back, by whether their software is told."""
+    print(f"\n{'all tables':<22} {'':<9} {TITLES[len('step time') + 24 :]}")
+    for is_seen, label in ((True, "seen"), (False, "kept back")):
+        for is_told, told in ((True, "software told"), (False, "not told")):
+            members = [run for run in runs if (run.is_seen, run.is_told) == (is_seen, is_told)]
+            if members:
+                print_line(told, label, members, None)
 
 
 def print_leave_one_out(runs: Sequence[Measured]) -> None:

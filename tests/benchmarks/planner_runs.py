@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stages.planner.hardware import Efficiency
+from stages.planner.memory import memory
 from stages.planner.predict_table import predicted_memory_gib, predicted_step_time_s
 from stages.planner.published import PublishedRun, read_table
 from stages.planner.published_software import BF16_BEFORE_FLASH
@@ -30,6 +31,17 @@ CONTRADICTION = 1.25
 """A row whose step time and TFLOP/s differ by more than this, by its own formula, says one of them wrongly."""
 
 
+TOLD = {
+    "fused cross-entropy": {"fused_cross_entropy": True},
+    "no TP, gradient or p2p overlap": {"overlaps_layers": False, "overlaps_gradients": False},
+}
+"""What a row's note says of its software in words → fields of it."""
+ALLOCATED = "max allocated"
+"""In the note of a row whose memory is that of tensors alone, without what the driver holds or lies idle."""
+SEEN_SUBMITTERS = ("NVIDIA", "AMD")
+"""Of MLPerf's rows, those in view when constants were set: of who makes the devices."""
+
+
 @dataclass(frozen=True)
 class Measured:
     """A run with its measurements."""
@@ -44,17 +56,41 @@ class Measured:
 
     @property
     def group(self) -> tuple[object, ...]:
-        """Runs of one model with one batch on one cluster."""
+        """Runs of one model with one batch on one cluster, by one version of a program."""
         run = self.run
-        return self.source, run.shape.num_layers, run.shape.hidden_size, run.layout.world_size, run.workload
+        told_source = run.cells.get("source") if self.table else None
+        return (
+            self.source,
+            told_source,
+            run.shape.num_layers,
+            run.shape.hidden_size,
+            run.layout.world_size,
+            run.workload,
+        )
+
+    @property
+    def is_told(self) -> bool:
+        """Whether it says how its program worked, at least whether it recomputed."""
+        return not any(assumption.startswith("recompute=") for assumption in self.run.assumed)
+
+    @property
+    def is_seen(self) -> bool:
+        """Of another table: whether it was in view when constants were set."""
+        if self.table == "mlperf":
+            return self.run.cells["source"].split("@")[0].split()[-1] in SEEN_SUBMITTERS
+        return self.table != "bridge" or self.run.workload.precision != "fp4"
 
     def predicted_s(self, efficiency: Efficiency | None = None) -> float:
         """Step time, with these constants."""
         return predicted_step_time_s(_with(self.run, efficiency))
 
     def predicted_gib(self, efficiency: Efficiency | None = None) -> float:
-        """Peak memory, with these constants."""
-        return predicted_memory_gib(_with(self.run, efficiency))
+        """Peak memory, with these constants; where that is what was measured, of tensors alone."""
+        run = _with(self.run, efficiency)
+        if ALLOCATED not in run.cells.get("note", ""):
+            return predicted_memory_gib(run)
+        stages = memory(run.shape, run.engine, run.layout, run.workload, software=run.software).stages
+        return max(stage.total - stage.runtime for stage in stages)
 
 
 def all_runs() -> list[Measured]:
@@ -68,6 +104,7 @@ def runs_of(table: Path) -> list[Measured]:
     found, name = [], table.stem.removesuffix("_layouts")
     for run in read_table(table)[1]:
         if isinstance(run, PublishedRun) and run.cells["iter_time_s"]:
+            run = replace(run, software=replace(run.software, **_told(run.cells["note"])))
             trained = "LoRA" if run.workload.adapter else "experts" if run.shape.num_experts else "dense"
             memory = run.cells["mem_gb"]
             source = f"{trained} {run.hardware.name} {run.workload.precision}"
@@ -77,6 +114,10 @@ def runs_of(table: Path) -> list[Measured]:
                 )
             )
     return found
+
+
+def _told(note: str) -> dict[str, bool]:
+    return {field: value for words, fields in TOLD.items() if words in note for field, value in fields.items()}
 
 
 def _runs(table: Path) -> Iterator[Measured]:
@@ -90,7 +131,8 @@ def _measured(run: PublishedRun) -> Measured:
     if source == "Megatron-LM 2020":  # section 5 of its paper: all of a rank's rows at once, 1,024 tokens, checkpointed
         run = replace(run, workload=replace(run.workload, sequence_length=1024))
         rows = run.workload.global_batch_size // run.layout.data_parallel_size
-        run = replace(run, layout=run.layout.model_copy(update={"micro_batch_size": rows, "recompute": "full"}))
+        layout = run.layout.model_copy(update={"micro_batch_size": rows, "recompute": "full"})
+        run = replace(run, layout=layout, software=replace(run.software, recomputed_share=1.0))
     if source == "BLOOM" and cells["note"].split(";")[0][-len(FIRST_BF16_DAY) :] >= FIRST_BF16_DAY:
         run = replace(run, software=BF16_BEFORE_FLASH)
     memory = cells.get("mem_gb")

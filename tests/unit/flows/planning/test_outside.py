@@ -11,7 +11,7 @@ from flows.recipe.recipe import load_stages
 from flows.store.content import hash_path
 from flows.store.record import Index
 from stages.core.errors import RecipeError, TransientError
-from stages.hubs import retry
+from stages.remote import retry
 
 
 def unused_port() -> int:

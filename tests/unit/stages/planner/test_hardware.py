@@ -10,7 +10,9 @@ import pytest
 from stages.core.errors import RecipeError
 from stages.models.known_models import KNOWN
 from stages.parallel.layout import Layout
-from stages.planner.hardware import HARDWARE, Hardware, built_in, from_yaml, load_hardware
+from stages.planner.devices import HARDWARE
+from stages.planner.hardware import Hardware
+from stages.planner.hardware_file import built_in, from_yaml, load_hardware
 from stages.planner.search import SearchRequest, estimate
 from stages.planner.time import step_time
 from stages.planner.workload import OURS, Workload

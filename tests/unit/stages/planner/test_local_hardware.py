@@ -2,7 +2,7 @@
 
 import pytest
 
-from stages.planner.hardware import built_in
+from stages.planner.hardware_file import built_in
 from stages.planner.local_hardware import cpu_of, hardware_at_hand, named_like, shared_cpu
 
 

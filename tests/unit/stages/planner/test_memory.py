@@ -10,7 +10,8 @@ from stages.models.known_models import KNOWN, gpt
 from stages.parallel.layout import Layout
 from stages.planner.activations import kept_bytes_per_token
 from stages.planner.adapted import LowRank, trained_parameters
-from stages.planner.hardware import HARDWARE, Efficiency
+from stages.planner.devices import HARDWARE
+from stages.planner.hardware import Efficiency
 from stages.planner.memory import GIB, memory
 from stages.planner.partition import pipeline_stages
 from stages.planner.time import step_time
@@ -149,3 +150,12 @@ def test_recomputation_of_some_layers_saves_and_costs_its_share():
         for share in (0.5, 1.0)
     )
     assert half_s == pytest.approx(whole_s / 2)
+
+
+@pytest.mark.parametrize("shards", [1, 8])
+def test_what_is_offloaded_takes_as_much_of_the_host(shards):
+    """Weights, gradients and two moments in fp32."""
+    layout = Layout(dp_shard=shards, cpu_offload=True)
+    found = memory(LLAMA, "fsdp", layout, WORK)
+    assert found.host_gib == pytest.approx(16 * LLAMA.num_parameters / shards / GIB)
+    assert memory(LLAMA, "fsdp", Layout(dp_shard=shards), WORK).host_gib == 0

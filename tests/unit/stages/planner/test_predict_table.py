@@ -9,7 +9,8 @@ import pytest
 
 from stages.core.errors import DataError
 from stages.models.known_models import KNOWN, known_model
-from stages.planner.predict_table import PREDICTED, predict_table
+from stages.planner.memory import memory
+from stages.planner.predict_table import PREDICTED, predict_table, predicted_memory_gib, predicted_step_time_s
 from stages.planner.published import VTRAIN_COLUMNS, read_table
 from stages.planner.search import memory_fit
 
@@ -163,9 +164,9 @@ SOFTWARE = LLAMA.replace("FSDP2,selective", "DDP+distopt,none").replace(",2,1,1,
 @pytest.mark.parametrize(
     ("header", "cells"),
     [
-        (",sp,overlap,kernel,cuda_graphs,fp8_activations,recompute_layers", ",no,yes,unfused,1,on,8"),
-        (",kernel,note", ",core,median of 6 runs; SP=False; tp overlap=1; cudagraph=1; activation input in fp8=True; "
-         "recompute layers=8"),
+        (",sp,overlap,kernel,cuda_graphs,fp8_attention,fp8_activations,recompute_layers", ",no,yes,unfused,1,1,on,8"),
+        (",kernel,note", ",core,median of 6 runs; SP=False; tp overlap=1; cudagraph=1; fp8 attention=1; "
+         "activation input in fp8=True; recompute layers=8"),
     ],
 )  # fmt: skip
 def test_what_a_row_says_of_its_software_counts(tmp_path, header, cells):
@@ -173,8 +174,8 @@ def test_what_a_row_says_of_its_software_counts(tmp_path, header, cells):
     (usual,) = read_table(table(tmp_path, SOFTWARE))[1]
     assert usual.layout.sequence_parallel and not run.layout.sequence_parallel
     assert run.software == replace(
-        usual.software, overlaps_layers=True, flash_attention=False, cuda_graphs=True, fp8_activation_inputs=True,
-        recomputed_share=8 / 32,
+        usual.software, overlaps_layers=True, flash_attention=False, cuda_graphs=True, fp8_attention=True,
+        fp8_activation_inputs=True, recomputed_share=8 / 32,
     )  # fmt: skip
     assert run.layout.recompute == "full" and usual.layout.recompute == "none"
 
@@ -189,7 +190,7 @@ def test_a_known_model_s_name_does_not_override_the_sizes_that_a_row_states(tmp_
     mixture = "DeepSeekV3 cut to 4 layers,,4,7168,,,,,4096,8,1,1,1,8,DDP,none,8,B200,bf16"
     cut, cut_mixture = (run.shape for run in read_table(table(tmp_path, row, mixture))[1])
     assert cut == replace(KNOWN["llama3 405b"], num_layers=4, num_kv_heads=16)
-    assert (cut_mixture.num_experts, cut_mixture.num_mixture_layers) == (257, 1)
+    assert (cut_mixture.num_experts, cut_mixture.num_mixture_layers) == (257, 3)  # as large a share dense, at least one
 
 
 @pytest.mark.parametrize(
@@ -207,3 +208,58 @@ def test_llama_70b_by_lora_on_one_device_takes_what_it_took(tmp_path):
     file = table(tmp_path, row + ",", with_note, header=COLUMNS + ",kind,note")
     without, found = (float(one["pred_memory_gb"]) for one in predicted(tmp_path, file)[1])
     assert 0.9 * 178 < found < 178.4 < without
+
+
+@pytest.mark.parametrize(("gpu", "layers"), [("GB300", 20), ("GB200", 40)])
+def test_what_cannot_be_on_a_device_is_in_the_memory_of_a_near_host(tmp_path, gpu, layers):
+    """NVIDIA's recipes of these runs have the activations of so many layers in the memory of the Grace CPU."""
+    row = f"LLAMA3_70B,,,,,,,,8192,256,2,1,1,64,Megatron-FSDP64,,64,{gpu},FP8"
+    (run,) = read_table(table(tmp_path, row))[1]
+    assert run.layout.recompute == "none"
+    assert run.software.offloaded_share * 80 == pytest.approx(layers, rel=0.2)
+
+
+def test_where_the_host_is_far_as_few_layers_are_recomputed_as_it_takes(tmp_path):
+    row = LLAMA.replace(",16,2,1,1,8,FSDP2,selective,8,H100", ",16,{rows},1,1,8,DDP+distopt,,8,{gpu}")
+    cases = [(1, "H200"), (2, "H100"), (64, "H100")]
+    runs = [read_table(table(tmp_path, row.format(rows=rows, gpu=gpu)))[1][0] for rows, gpu in cases]
+    assert [run.layout.recompute for run in runs] == ["none", "full", "full"]
+    assert 0 < runs[1].software.recomputed_share < 1 == runs[2].software.recomputed_share
+    assert predicted_memory_gib(runs[1]) <= runs[1].hardware.memory_gib < predicted_memory_gib(runs[2])
+
+
+SIMUMAX = "DeepSeek-V{version} cut to 4 layers,,4,{hidden},128,128,{ffn},{vocab},4096,{rows},1,1,{pp},{dp}"
+
+
+@pytest.mark.parametrize(
+    ("version", "pp", "measured_s", "measured_gib"),
+    [(2, 1, 2.721, 45.63), (2, 2, 1.728, 44.7), (3, 1, 4.141, 104.3), (3, 2, 2.719, 114.0)],
+)
+def test_mixtures_with_latent_attention_take_what_was_measured(tmp_path, version, pp, measured_s, measured_gib):
+    """SimuMax on 8 B200, 32 micro-batches, gigabytes of tensors; nothing was fitted to these. Pipeline stages differ by
+    a dense layer."""
+    sizes = {2: {"hidden": 5120, "ffn": 12288, "vocab": 102400}, 3: {"hidden": 7168, "ffn": 18432, "vocab": 129280}}
+    dp = 8 // pp
+    row = SIMUMAX.format(version=version, pp=pp, dp=dp, rows=32 * dp, **sizes[version])
+    header = COLUMNS + ",ep,overlap,overlap_gradients,fused_cross_entropy"
+    row += f",DDP+distopt,none,8,B200,bf16,{dp},no,no,yes"
+    (run,) = read_table(table(tmp_path, row, header=header))[1]
+    stages = memory(run.shape, run.engine, run.layout, run.workload, software=run.software).stages
+    assert max(stage.total - stage.runtime for stage in stages) == pytest.approx(measured_gib, rel=0.04)
+    assert predicted_step_time_s(run) == pytest.approx(measured_s, rel=0.08)
+
+
+@pytest.mark.parametrize(("gpu", "measured_s"), [("GB200", 43.268), ("GB300", 34.517)])
+def test_training_in_four_bits_takes_what_was_measured(tmp_path, gpu, measured_s):
+    """Megatron-Bridge 26.04, Llama 3.1 405B on 256 devices; nothing was fitted to these."""
+    pp, dp, vpp = (16, 4, 8) if gpu == "GB200" else (8, 8, 4)
+    row = f"LLAMA3.1_405B,,,,,,,,8192,1536,1,4,{pp},{dp},DDP+distopt,,256,DGX-{gpu},NVFP4,{vpp}"
+    (run,) = read_table(table(tmp_path, row, header=COLUMNS + ",vpp"))[1]
+    assert predicted_step_time_s(run) == pytest.approx(measured_s, rel=0.08)
+
+
+@pytest.mark.parametrize(("version", "is_recorded"), [("26.04.01", False), ("26.06", True), ("26.08", True)])
+def test_mixtures_are_launched_from_a_recording_since_a_version(tmp_path, version, is_recorded):
+    row = f"Qwen3_30B_a3B,,,,,,,,4096,512,4,1,1,8,DDP+distopt,,8,GB200,MXFP8,8,Megatron-Bridge {version} GB200"
+    (run,) = read_table(table(tmp_path, row, header=COLUMNS + ",ep,source"))[1]
+    assert (run.software.cuda_graphs, run.software.overlaps_experts) == (is_recorded, is_recorded)

@@ -7,7 +7,7 @@ import pytest
 from stages.core.errors import LayoutError
 from stages.models.shape import ModelShape
 from stages.parallel.layout import Layout
-from stages.planner.hardware import built_in
+from stages.planner.hardware_file import built_in
 from stages.planner.prediction import (
     alternatives,
     check_memory,

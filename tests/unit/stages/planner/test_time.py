@@ -10,7 +10,7 @@ from stages.models.known_models import KNOWN
 from stages.parallel.layout import Layout
 from stages.planner import network
 from stages.planner.compute import LayerWork, head_time, layer_time, matmul_s
-from stages.planner.hardware import HARDWARE
+from stages.planner.devices import HARDWARE
 from stages.planner.memory import GIB, memory
 from stages.planner.time import step_time
 from stages.planner.workload import OURS, Passes, Workload
@@ -161,3 +161,34 @@ def test_a_processor_that_is_its_own_host_launches_and_computes_one_after_the_ot
 
 def test_compiled_layers_stream_less_through_memory():
     assert estimate(Layout(compile=True), engine="fsdp").step_time_s < estimate(Layout(), engine="fsdp").step_time_s
+
+
+def test_four_bits_are_quicker_where_a_device_has_them_and_eight_where_not():
+    gb300, h100 = HARDWARE["gb300"], HARDWARE["h100-80gb"]
+    eight, four = (replace(WORK, precision=precision) for precision in ("fp8", "fp4"))
+    assert estimate(Layout(), four, hardware=gb300).step_time_s < estimate(Layout(), eight, hardware=gb300).step_time_s
+    assert h100.sustained_flops_per_s("fp4") == h100.sustained_flops_per_s("fp8")
+
+
+def test_attention_in_eight_bits_is_quicker_by_what_its_constant_says():
+    in_16 = layer_time(LLAMA_WORK, OURS["megatron"], H100).attention_core
+    in_8 = layer_time(LLAMA_WORK, replace(OURS["megatron"], fp8_attention=True), H100).attention_core
+    assert in_16.forward_s / in_8.forward_s == pytest.approx(H100.efficiency.attention_in_eight_bits)
+
+
+def test_offloading_to_a_host_on_the_same_module_costs_less():
+    links = [estimate(Layout(dp_shard=8, cpu_offload=True), engine="fsdp", hardware=HARDWARE[name]).step_time_s
+             for name in ("gb200", "b200")]  # fmt: skip
+    assert links[0] < links[1]
+    assert HARDWARE["gb200"].host_gb_per_s > 5 * HARDWARE["b200"].host_gb_per_s
+
+
+def test_a_mixture_s_dense_layers_cost_where_they_lie():
+    """All dense layers on the first stage: the last has none, and is as large as one of a model without any."""
+    mixture = replace(KNOWN["qwen3 30b"], num_layers=8, dense_layers=frozenset({0, 1, 2}))
+    routed = replace(mixture, dense_layers=frozenset())
+    work, layout = replace(WORK, global_batch_size=8), Layout(pp=2, vpp=1)
+    held = [memory(shape, "megatron", layout, work).stages for shape in (mixture, routed)]
+    assert held[0][0].weights < held[0][1].weights == pytest.approx(held[1][1].weights)
+    slowest = [step_time(shape, "megatron", layout, work, H100).parts.compute for shape in (mixture, routed)]
+    assert slowest[0] == pytest.approx(slowest[1])

@@ -1,0 +1,105 @@
+"""Which GPUs train, and which sample: what plans refuse, and what the processes get in their environment."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flows.launch import local
+from flows.ledger import machine
+from flows.planning.devices import check_devices, device_notes, on_devices, wanted_slots
+from flows.planning.layout_choice import choose_layouts
+from flows.planning.model_shape import ModelConfigs
+from flows.planning.plan import Plan, plan
+from flows.recipe.recipe import Recipe, load_recipe
+from flows.store.record import Index
+from stages.core.errors import ResourceError
+from stages.train.rollouts.server import not_trained_on
+
+RECIPE = Path(__file__).parents[4] / "configs" / "qwen3-8b-grpo-8gpu.yaml"
+
+
+@pytest.fixture
+def eight_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the driver lists them."""
+    monkeypatch.setattr(machine, "GPUS", tmp_path)
+    for number in range(8):
+        (tmp_path / f"0000:{number:02x}:00.0").mkdir()
+        (tmp_path / f"0000:{number:02x}:00.0" / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\n")
+
+
+def loaded(*overrides: str, visible: str | None = None) -> Recipe:
+    """visible: CUDA_VISIBLE_DEVICES in the `execution.environment` of the stage that trains and samples."""
+    recipe = load_recipe(RECIPE, [f"stages.grpo.{one}" for one in overrides])
+    if visible is None:
+        return recipe
+    config = recipe.stages["grpo"]
+    execution = config.execution.model_copy(update={"environment": {"CUDA_VISIBLE_DEVICES": visible}})
+    return replace(recipe, stages={**recipe.stages, "grpo": config.model_copy(update={"execution": execution})})
+
+
+def planned(recipe: Recipe) -> Plan:
+    """That stage alone."""
+    found = plan(recipe, {stage: {"revision": "recorded"} for stage in recipe.stages}, Index(()))
+    return replace(found, stages={"grpo": found.stages["grpo"]})
+
+
+def test_processes_train_on_the_first_gpus_and_the_server_gets_the_rest(eight_gpus: None) -> None:
+    check_devices(planned(loaded()))
+    stage = planned(loaded()).stages["grpo"]
+    assert wanted_slots(stage.config, 8) == 8
+    environment = local.environment(on_devices(stage, range(8)).config)
+    of_a_rank = {**environment, "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
+    assert environment["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7", "a process trains on the one of its local rank"
+    assert not_trained_on("CUDA_VISIBLE_DEVICES", of_a_rank, 8, 4) == {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+
+
+def test_gpus_that_a_recipe_names_are_divided_in_their_order(eight_gpus: None) -> None:
+    recipe = loaded("layout.dp_shard=2", "grpo.serving.tensor_parallel_size=1", visible="7,2,5")
+    check_devices(planned(recipe))
+    (note,) = device_notes(recipe, ["base", "grpo"])
+    assert "2 devices train, 1 sample completions: CUDA_VISIBLE_DEVICES 7,2 and 5" in note
+    environment = local.environment(on_devices(planned(recipe).stages["grpo"], [0, 1, 2]).config)
+    of_a_rank = {**environment, "LOCAL_WORLD_SIZE": "2"}
+    assert not_trained_on("CUDA_VISIBLE_DEVICES", of_a_rank, 8, 1) == {"CUDA_VISIBLE_DEVICES": "5"}
+    with pytest.raises(ResourceError, match=r"takes 2 devices .* 2 of the 3 that this stage sees train .* give it 4"):
+        not_trained_on("CUDA_VISIBLE_DEVICES", of_a_rank, 8, 2)
+    assert not_trained_on("CUDA_VISIBLE_DEVICES", {}, 4, 3) == {"CUDA_VISIBLE_DEVICES": "1,2,3"}, (
+        "one process, all seen"
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "visible", "problem"),
+    [
+        (["layout.dp_shard=8"], None, r"12 GPUs \(8 devices train, 4 sample .*\), this machine has 8"),
+        (["execution.slots=4"], None, r"8 GPUs .*, but execution\.slots is 4; .* leave `slots` out"),
+        ([], "0,1,2,3", r".* names 4 \(0,1,2,3\); name as many, each once"),
+        ([], "0,1,2,3,3,4,5,6", r".* names 7 .* name as many, each once"),
+        ([], "1,2,3,4,5,6,7,8", r"8 GPUs .*, of which .* names 8; this machine has 0 to 7"),
+        (
+            ["execution.launcher=slurm", "execution.slurm.gpus_per_node=4"],
+            None,
+            r"8 GPUs .*, but execution\.slurm\.gpus_per_node is 4",
+        ),
+    ],
+)
+def test_a_stage_that_would_get_too_few_gpus_is_refused(
+    eight_gpus: None, overrides: list[str], visible: str | None, problem: str
+) -> None:
+    with pytest.raises(ResourceError, match=rf"stage grpo wants {problem}"):
+        check_devices(planned(loaded(*overrides, visible=visible)))
+
+
+def test_an_automatic_layout_leaves_the_server_its_gpus(eight_gpus: None) -> None:
+    overrides = ["stages.grpo.layout=auto", "stages.grpo.grpo.serving.tensor_parallel_size=4"]
+    recipe = load_recipe(RECIPE.with_name("quickstart-grpo.yaml"), overrides)
+    chosen, _ = choose_layouts(recipe, ["grpo"], ModelConfigs(recipe, {"base": {"revision": "1"}}, Index(())))
+    assert chosen.stages["grpo"].layout.world_size == 4
+    assert chosen.stages["grpo"].devices == 8
+
+
+def test_a_stage_that_is_to_see_no_gpus_may_run_beside_them(eight_gpus: None) -> None:
+    check_devices(planned(loaded("layout.dp_shard=8", visible="")))
