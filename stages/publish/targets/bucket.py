@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from stages.core.errors import DownloadError, PublishError
-from stages.hubs.buckets import FILESYSTEMS, explained
 from stages.hubs.registry import parse_source
 from stages.hubs.verification import Digest
 from stages.publish.targets.address import Address
 from stages.publish.targets.target import Held, LocalFile
+from stages.remote.buckets import FILESYSTEMS, explained
 
 NUM_CONNECTIONS = 4
 CHUNK_BYTES = 8 << 20
@@ -95,7 +95,7 @@ class Prefix:
     @contextmanager
     def _explained(self) -> Iterator[None]:
         try:
-            with explained(self._source):
+            with explained(str(self._source)):
                 yield
         except DownloadError as error:
             raise PublishError(f"publishing to {self._address}: {error}") from None

@@ -17,11 +17,12 @@ from huggingface_hub.utils import disable_progress_bars
 
 from stages.core.errors import LifecycleError, PublishError, TransientError
 from stages.hubs.hub import Request
-from stages.hubs.huggingface import HUB, TOKEN_VARIABLE, endpoint, hub_api
-from stages.hubs.retry import busy_from_status
+from stages.hubs.huggingface import HUB, hub_api
 from stages.hubs.source import repository
 from stages.publish.targets.address import Address
 from stages.publish.targets.target import Held, LocalFile
+from stages.remote.hub_file import TOKEN_VARIABLE, endpoint
+from stages.remote.retry import busy_from_status
 
 
 class HuggingFaceRepository:

@@ -19,10 +19,10 @@ from urllib.parse import urljoin
 import httpx
 
 from stages.core.errors import PublishError, TransientError
-from stages.hubs.retry import busy_from_status
 from stages.hubs.verification import Digest
 from stages.publish.targets.address import Address
 from stages.publish.targets.target import Held, LocalFile
+from stages.remote.retry import busy_from_status
 
 USER_VARIABLE, PASSWORD_VARIABLE = "OCI_USERNAME", "OCI_PASSWORD"
 ARTIFACT_TYPE = "application/vnd.llm-lifecycle.model.v1"

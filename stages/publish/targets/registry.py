@@ -28,6 +28,7 @@ _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _PREFIX = re.compile(r"[a-z0-9][a-z0-9.-]*(/[^/\s]+)+")
 TARGETS: dict[str, TargetEntry] = {
     "hf": TargetEntry("owner/name", _REPOSITORY, "huggingface", "HF_TOKEN", is_hub=True),
+    "modelscope": TargetEntry("owner/name", _REPOSITORY, "modelscope", "MODELSCOPE_API_TOKEN", is_hub=True),
     "file": TargetEntry("/PATH", re.compile(r"/.*[^/]"), "folder"),
     "s3": TargetEntry("bucket/prefix", _PREFIX, "bucket"),
     "gs": TargetEntry("bucket/prefix", _PREFIX, "bucket"),

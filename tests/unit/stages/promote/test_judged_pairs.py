@@ -15,10 +15,10 @@ from stages.core.errors import EvaluationError, RecipeError
 from stages.data.documents import PlainText
 from stages.data.prompts import Prompt
 from stages.harnesses.question_sets import sample_row
-from stages.hubs import retry
 from stages.promote.config import PromoteConfig
 from stages.promote.run import run
 from stages.promote.verdict import CHAMPION_FILE, Champion, Standing, Verdict
+from stages.remote import retry
 from tests.judge_server import KEY, MODEL, Judge, judge_server
 from tests.promotion import write_model
 

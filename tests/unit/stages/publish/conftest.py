@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from stages.hubs import retry
+from stages.remote import retry
 from tests.hub_server import HubServer, running_hub
 from tests.published import Publishing, recipe_tree
 

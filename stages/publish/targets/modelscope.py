@@ -1,0 +1,156 @@
+"""The ModelScope hub (`modelscope://owner/name`): a model repository, one commit a publication.
+
+Respects MODELSCOPE_ENDPOINT and MODELSCOPE_API_TOKEN. Large files go to the hub's storage first, where the next attempt
+finds them by their sha256; the commit that names them comes last, so that no reader sees half a model. Written by the
+source of the package `modelscope_hub`, which speaks to the hub; the hub itself was never asked.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import PurePosixPath
+from typing import Any
+
+import requests
+from modelscope_hub import HubApi, HubConfig
+from modelscope_hub.constants import (
+    MODEL_LFS_SUFFIX,
+    UPLOAD_INLINE_METADATA_PATHS,
+    UPLOAD_LFS_FORCE_THRESHOLD_BYTES,
+    Visibility,
+)
+from modelscope_hub.errors import (
+    APIError,
+    AuthenticationError,
+    HubError,
+    NetworkError,
+    NotExistError,
+    PermissionDeniedError,
+    RateLimitError,
+    ServerError,
+)
+
+from stages.core.errors import LifecycleError, PublishError, TransientError
+from stages.hubs.modelscope import DEFAULT_REVISION, HUB, TOKEN_VARIABLE
+from stages.hubs.source import Product, repository
+from stages.hubs.verification import Digest, content_hash
+from stages.publish.targets.address import Address
+from stages.publish.targets.target import Held, LocalFile
+
+KIND: Product = "model"
+NOTHING = {"type": "normal", "size": 0, "sha256": "", "content": "", "encoding": ""}
+"""Of a file in a commit: each of these is always said."""
+
+
+class ModelScopeRepository:
+    """name: `owner/name`, which somebody has made: the client states a licence for a new one, which is not ours to say.
+    private: what it has to be."""
+
+    def __init__(self, name: str, *, private: bool) -> None:
+        self._name = name
+        self._private = private
+        self._source = repository("modelscope", KIND, name)
+        # An empty token keeps the library from looking for one that a login left on disk.
+        self._api = HubApi(HubConfig(token=os.environ.get(TOKEN_VARIABLE, "")))
+        self._hub = self._api.legacy
+        self._revision = ""
+
+    def check(self) -> None:
+        if not os.environ.get(TOKEN_VARIABLE):
+            raise PublishError(
+                f"publishing to {self._source} needs {TOKEN_VARIABLE}, a token that may write there; set it"
+            )
+        with self._explained():
+            try:
+                visibility = self._api.get_repo(self._name, KIND).visibility
+            except NotExistError:
+                raise PublishError(
+                    f"publishing to {self._source}: there is no such repository, or {TOKEN_VARIABLE} may not see it; "
+                    f"make it at {self._hub.endpoint}, private, or name another"
+                ) from None
+        if self._private and visibility != Visibility.PRIVATE:
+            raise PublishError(
+                f"publishing to {self._source}: others can read that repository, but the recipe does not say "
+                "`private: false`; say so, name another repository, or make this one private"
+            )
+
+    def prepare(self) -> None:
+        """`check` has found it."""
+
+    def held(self, expected: Mapping[str, LocalFile]) -> Held:
+        with self._explained():
+            listed = self._hub.list_repo_files(self._name, KIND, revision=DEFAULT_REVISION)
+        files = {file["Path"]: file.get("Sha256") or "" for file in listed if file["Type"] != "tree"}
+        self._revision = content_hash(files.items())
+        return Held({name: Digest("sha256", sha256) for name, sha256 in files.items()}, self._revision)
+
+    def read_text(self, name: str) -> str | None:
+        return HUB.read_file(self._source, self._revision, name)
+
+    def send(
+        self,
+        files: Mapping[str, LocalFile],
+        missing: Collection[str],
+        stale: Collection[str],
+        sent: Callable[[int], None],
+    ) -> None:
+        actions = []
+        with self._explained():
+            for name in missing:
+                actions.append(self._uploaded(name, files[name]))
+                sent(files[name].size_bytes)
+            actions += [{**NOTHING, "action": "delete", "path": name} for name in stale]
+            self._hub.create_commit(self._name, KIND, actions, "Publish a promoted model", DEFAULT_REVISION)
+
+    def _uploaded(self, name: str, file: LocalFile) -> dict[str, Any]:
+        """What a commit says of a file, whose content the hub's storage has, or the commit itself."""
+        action = {"action": "create", "path": name, "size": file.size_bytes}
+        if not _is_large(name, file.size_bytes):
+            content = base64.b64encode(file.path.read_bytes()).decode()
+            return {**NOTHING, **action, "content": content, "encoding": "base64"}
+        wanted = [{"oid": file.sha256, "size": file.size_bytes}]
+        if url := self._hub.validate_blobs(self._name, KIND, wanted).get(file.sha256):
+            with file.path.open("rb") as stream:
+                self._hub.upload_blob(url, stream, file.size_bytes)
+        return {**NOTHING, **action, "type": "lfs", "sha256": file.sha256}
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """The library's errors hold addresses with signatures: only what the hub says is passed on."""
+        try:
+            yield
+        except (NetworkError, requests.RequestException) as error:
+            raise TransientError(
+                f"publishing to {self._source}: the connection to {self._hub.endpoint} failed "
+                f"({type(error).__name__}); check the network, or try again later: what was sent is not sent again"
+            ) from None
+        except HubError as error:
+            raise self._refused(error) from None
+        except (KeyError, TypeError, ValueError) as error:
+            raise PublishError(
+                f"publishing to {self._source}: {self._hub.endpoint} does not answer like a hub ({error})"
+            ) from None
+
+    def _refused(self, error: HubError) -> LifecycleError:
+        status = f" {error.status_code}" if isinstance(error, APIError) and error.status_code else ""
+        doing = f"publishing to {self._source}: ModelScope answered{status}: {error.message}"
+        if isinstance(error, ServerError | RateLimitError):
+            return TransientError(f"{doing}; try again later, what was sent is not sent again")
+        if isinstance(error, AuthenticationError | PermissionDeniedError | NotExistError):
+            return PublishError(f"{doing}; set {TOKEN_VARIABLE} to a token that may write there")
+        return PublishError(doing)
+
+
+def _is_large(name: str, size_bytes: int) -> bool:
+    """Whether the hub keeps a file in its storage, as its own client decides that."""
+    path = PurePosixPath(name)
+    named = path.suffix.lower() in MODEL_LFS_SUFFIX or size_bytes > UPLOAD_LFS_FORCE_THRESHOLD_BYTES
+    return named and path.name.upper() not in UPLOAD_INLINE_METADATA_PATHS
+
+
+def open_target(address: Address, *, private: bool) -> ModelScopeRepository:
+    """A model repository."""
+    return ModelScopeRepository(address.place, private=private)
