@@ -67,6 +67,32 @@ class TrainingCurves(StrictModel):
     curves: tuple[Curve, ...]
 
 
+class Histogram(StrictModel):
+    """Documents of a dataset by their tokens: bin k holds those up to `(k + 1) × bin_tokens`. dataset: without a name
+    where there is one alone.
+    """
+
+    dataset: str
+    bin_tokens: int
+    counts: tuple[int, ...]
+
+
+class Share(StrictModel):
+    """Of a dataset in a mixture, from 0 to 1: as the recipe asks for it, and of what was learned, if that is known."""
+
+    dataset: str
+    asked: float
+    seen: float | None
+
+
+class DataOfTraining(StrictModel):
+    """What a training stage has learned from."""
+
+    stage: str
+    lengths: tuple[Histogram, ...]
+    shares: tuple[Share, ...]
+
+
 class Score(StrictModel):
     """TASK.METRIC of an evaluation; standard_error: None where the harness gave none."""
 
@@ -136,6 +162,7 @@ class RefreshReport(StrictModel):
     stages: tuple[StageReport, ...]
     spans: tuple[Span, ...]
     trainings: tuple[TrainingCurves, ...]
+    learned_from: tuple[DataOfTraining, ...]
     scores: tuple[Score, ...]
     promotions: tuple[Promotion, ...]
     lineage: tuple[Node, ...]

@@ -8,6 +8,7 @@ from pathlib import Path
 from flows.ledger.home import hardware_file
 from flows.ledger.record import AttemptRecord, RefreshRecord, StageEntry
 from flows.report.curves import training_curves
+from flows.report.data import data_of_trainings
 from flows.report.lineage import node_of
 from flows.report.model import Cost, RefreshReport, Span, StageReport
 from flows.report.scores import promotions, scores
@@ -17,7 +18,7 @@ from flows.store.content import LOG_FILE
 from flows.store.record import Index
 from flows.tracking.pages import page_of
 from stages.core.redaction import redact
-from stages.planner.hardware import from_yaml
+from stages.planner.hardware_file import from_yaml
 
 LOG_LINES = 40
 LOG_BYTES = 16_384
@@ -47,6 +48,7 @@ def read_report(record: RefreshRecord, index: Index) -> RefreshReport:
         stages=stages,
         spans=tuple(_spans(record)),
         trainings=tuple(training_curves(record, index)),
+        learned_from=tuple(data_of_trainings(record)),
         scores=found_scores,
         promotions=verdicts,
         lineage=tuple(

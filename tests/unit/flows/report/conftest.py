@@ -10,6 +10,7 @@ from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.refreshes import ledger_of
 from flows.planning.plan import plan
 from flows.recipe.recipe import load_stages
+from stages.data.lengths import LENGTHS_FILE, Lengths
 from stages.promote.gates import Gate
 from stages.promote.paired import Difference
 from stages.promote.verdict import Verdict
@@ -42,6 +43,9 @@ METRICS = {
         "peak_memory_gib": 0.6056,
         "predicted_memory_gib": 0.5565,
         "num_documents": 9200.0,
+        "share_asked.old": 0.25,
+        "share_seen.old": 0.26,
+        "share_asked.new": 0.75,
     },
     "serve": {"time_to_ready_s": 12.5, "ttft_ms_concurrency_8": 31.5, "output_tokens_per_s_concurrency_8": 812.0},
     "scores-base": {"sums.exact_match": 0.0, "sums.exact_match_stderr": 0.0},
@@ -52,6 +56,7 @@ METRICS = {
         "sums.exact_match_difference_stderr": 0.0125,
     },
 }
+LENGTHS = Lengths(bin_tokens=16, counts={"old": (3, 0, 2), "new": (0, 4, 1)})
 LOSSES = [3.0, 2.0, float("nan"), 0.5]
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 START_MS = 1_795_000_000_000
@@ -129,6 +134,7 @@ class Night:
         if stage.kind == "train":
             rows = [{"step": n, "time_ms": n, "loss": loss / self.number} for n, loss in enumerate(LOSSES, 1)]
             (artifact.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            (artifact.folder / LENGTHS_FILE).write_text(LENGTHS.model_dump_json())
         if stage.kind == "promote":
             (artifact.folder / "verdict.json").write_text(VERDICT.model_dump_json())
         begin = self._begin(ledger, stage.name, artifact.folder, times[0], devices)

@@ -6,7 +6,7 @@ from flows.champion.differing import compare, side_of_refresh
 from flows.report.page import comparison_page, page, write_report
 from flows.report.reading import read_report
 from tests.chromium import opened, started
-from tests.unit.flows.report.conftest import HOSTILE, METRICS
+from tests.unit.flows.report.conftest import HOSTILE, LENGTHS, METRICS
 
 MOST_BYTES = 2_000_000
 
@@ -49,6 +49,12 @@ def test_the_numbers_are_those_of_the_records(night, store, browser, tmp_path):
         assert dict(found) == {f"{stage}/{name}": value for stage, of in METRICS.items() for name, value in of.items()}
         scores = shown.eval_on_selector_all("[data-score]", "all => all.map(e => [e.dataset.score, +e.dataset.value])")
         assert dict(scores) == {"scores-base/sums.exact_match": 0.0, "scores/sums.exact_match": 0.9375}
+        lengths = shown.eval_on_selector_all(
+            "[data-length]", "all => all.map(e => [e.dataset.length, +e.dataset.value])"
+        )
+        assert lengths == [[f"sft, {name}", count] for name, of in LENGTHS.counts.items() for count in of]
+        assert float(shown.get_attribute("[data-share='sft/old']", "data-value")) == 0.26
+        assert "75.0% asked for" in shown.inner_text("main")
         hours = shown.get_attribute("[data-cost=device-hours]", "data-value")
         assert float(hours) == pytest.approx(7 * 2 * 10 / 3600)
 

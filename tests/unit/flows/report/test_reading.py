@@ -6,7 +6,8 @@ import pytest
 
 from flows.report.page import page
 from flows.report.reading import read_report
-from tests.unit.flows.report.conftest import HOSTILE, METRICS, STAGES, VERDICT
+from stages.data.lengths import LENGTHS_FILE
+from tests.unit.flows.report.conftest import HOSTILE, LENGTHS, METRICS, STAGES, VERDICT
 
 
 @pytest.fixture
@@ -45,6 +46,21 @@ def test_earlier_champions_are_behind_the_curve_and_what_is_no_number_is_a_gap(n
     assert [one.behind for one in earlier] == [True, True]
     assert [one.values[0] for one in earlier] == [1.5, 3.0]  # the latest first
     assert all("champion of" in one.name for one in earlier)
+
+
+def test_a_training_says_what_it_has_learned_from(night, read):
+    record = night.refresh()
+    [found] = read(record).learned_from
+    assert {one.dataset: (one.bin_tokens, one.counts) for one in found.lengths} == {
+        name: (16, counts) for name, counts in LENGTHS.counts.items()
+    }
+    assert [one.model_dump() for one in found.shares] == [
+        {"dataset": "old", "asked": 0.25, "seen": 0.26},
+        {"dataset": "new", "asked": 0.75, "seen": None},
+    ]
+    (record.stages["sft"].artifact / LENGTHS_FILE).unlink()  # as trainings of before have none
+    [found] = read(record).learned_from
+    assert not found.lengths and len(found.shares) == 2
 
 
 def test_a_verdict_has_its_gates_and_what_it_means(night, read):
