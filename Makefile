@@ -29,7 +29,7 @@ demo: environments
 
 # Many tests wait, for a server or a time limit: those of other files have the time. Files stay whole, and are begun in
 # the order of tests/conftest.py: the longest first.
-FILES_AT_A_TIME ?= 2
+FILES_AT_A_TIME ?= 3
 BESIDE_EACH_OTHER = --numprocesses $(FILES_AT_A_TIME) --dist loadfile --no-loadscope-reorder
 # Threads that spin at a barrier take the core from the other file's test.
 test: export OMP_WAIT_POLICY := PASSIVE

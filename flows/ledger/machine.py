@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+GPUS = Path("/proc/driver/nvidia/gpus")
+
 
 def num_cores() -> int:
     """Cores that this process may use."""
@@ -13,7 +15,7 @@ def num_cores() -> int:
 
 def gpus() -> list[str]:
     """Names of the NVIDIA GPUs, as the driver lists them under /proc."""
-    files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    files = sorted(GPUS.glob("*/information"))
     return [_value(file, "Model") or "NVIDIA GPU" for file in files]
 
 
