@@ -11,6 +11,7 @@ from flows.ledger.record import RefreshRecord
 from flows.planning.changes import CONTENTS_CACHE, with_changes
 from flows.planning.devices import check_devices, device_notes
 from flows.planning.gates import check_gates
+from flows.planning.harnesses import installation_notes
 from flows.planning.idle import check_idle
 from flows.planning.layout_choice import choose_layouts
 from flows.planning.model_check import check_models
@@ -95,5 +96,6 @@ def _plan_of(recipe: Recipe, request: RefreshRequest, *, may_be_unreachable: boo
     check_devices(planned)
     check_publishing(planned)
     planned = with_changes(planned, index, store.cache_folder(CONTENTS_CACHE))
-    said = (*notes, *idle, *map(str, choices), *device_notes(recipe, chosen), *unusual, *unasked)
+    own = (*device_notes(recipe, chosen), *installation_notes(planned))
+    said = (*notes, *idle, *map(str, choices), *own, *unusual, *unasked)
     return PlannedRefresh(request, planned, store, said, recipe_text=without_secrets(recipe.text))

@@ -34,7 +34,7 @@ def run(config: EvaluateConfig, context: StageContext) -> StageResult:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     evaluation = config.evaluation
     harness = harness_of(evaluation)
-    harness.prepare(evaluation, context.cache)
+    harness.prepare(evaluation, context.cache, context.doing)
     with endpoint_for(config, context) as endpoint:
         evaluation = replace(evaluation, apply_chat_template=_ask_as_chat(config, endpoint.asked_folder, context))
         with _named_failures(harness, config, endpoint):

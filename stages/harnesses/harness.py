@@ -90,7 +90,10 @@ class Harness(Protocol):
     def unused(self) -> Mapping[str, str]: ...
 
     def version(self) -> str:
-        """Of the installed harness. Raises ResourceError where it is not installed."""
+        """Of the harness as installed, or as it will be. Raises ResourceError where it is not, and cannot be."""
+
+    def to_install(self) -> str | None:
+        """What `prepare` installs before anything else, where, and how large it is; None where nothing is missing."""
 
     def problems(self, evaluation: Evaluation) -> Iterator[str]:
         """What is wrong with what a recipe asks, by itself: `field: what, and what to do`."""
@@ -115,10 +118,11 @@ class Harness(Protocol):
     def log_likelihood_tasks(self, evaluation: Evaluation) -> list[str]:
         """Those of the tasks that need log-likelihoods of given texts, as far as that is known before."""
 
-    def prepare(self, evaluation: Evaluation, cache: Path) -> None:
-        """Check the tasks before anything slow, and set what libraries read when they are imported.
+    def prepare(self, evaluation: Evaluation, cache: Path, doing: Callable[[str], None] = print) -> None:
+        """Install what is missing, check the tasks before anything slow, and set what libraries read when they are
+        imported. doing: is told what takes long.
 
-        Raises EvaluationError.
+        Raises EvaluationError, or ResourceError for what cannot be installed.
         """
 
     def items(self, evaluation: Evaluation, context: StageContext) -> Iterator[TaskItem]:

@@ -1,6 +1,7 @@
 """EvalScope as a harness: question sets by exact match, and its own benchmarks by name, asked as a user of a chat.
 
-It runs as a program of an environment of its own, and speaks to the server over HTTP.
+It runs as a program of an environment of its own, which is made when it is first asked for, and speaks to the server
+over HTTP.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from pydantic import JsonValue
 
 from stages.core.contract import StageContext
 from stages.core.errors import EvaluationError
-from stages.harnesses.evalscope.installed import find_evalscope
+from stages.harnesses.evalscope import environment
+from stages.harnesses.evalscope.installed import find_evalscope, is_missing
 from stages.harnesses.harness import Evaluation, Results, TaskItem
 from stages.harnesses.question_sets import items_of, question_sets
 from stages.serving.asked import ServedModel
@@ -33,7 +35,17 @@ class EvalScope:
     )
 
     def version(self) -> str:
+        """Raises ResourceError where it is not installed, and cannot be."""
+        if is_missing():
+            return environment.version_to_be_made(environment.PINS, environment.place())
         return find_evalscope().version
+
+    def to_install(self) -> str | None:
+        if not is_missing():
+            return None
+        return (
+            f"EvalScope is not installed: its environment, {environment.SIZE}, is made first, in {environment.place()}"
+        )
 
     def problems(self, evaluation: Evaluation) -> Iterator[str]:
         return iter(())
@@ -53,9 +65,11 @@ class EvalScope:
     def log_likelihood_tasks(self, evaluation: Evaluation) -> list[str]:
         return []
 
-    def prepare(self, evaluation: Evaluation, cache: Path) -> None:
+    def prepare(self, evaluation: Evaluation, cache: Path, doing: Callable[[str], None] = print) -> None:
         from stages.harnesses.evalscope.running import read_answered
 
+        if is_missing():
+            environment.make(doing)
         sets, own = question_sets(evaluation), find_evalscope().benchmarks()
         for task in evaluation.tasks:
             if task in sets:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
 
 from stages.core.errors import ResourceError
-
-PYTHON_VARIABLE = "LIFECYCLE_EVALSCOPE"
+from stages.harnesses.evalscope.environment import PYTHON_VARIABLE, SIZE, is_made, place
 
 
 @dataclass(frozen=True)
@@ -28,17 +26,23 @@ class InstalledEvalScope:
         return list(json.loads((self.package / "benchmarks" / "_index.json").read_bytes()))
 
 
+def is_missing() -> bool:
+    """Whether EvalScope is neither named nor installed, so that its environment is to be made."""
+    return not os.environ.get(PYTHON_VARIABLE) and not is_made(place())
+
+
 def find_evalscope() -> InstalledEvalScope:
     """By the interpreter that LIFECYCLE_EVALSCOPE names, or `.venv-evalscope` beside our environment.
 
     Raises ResourceError when there is none.
     """
     named = os.environ.get(PYTHON_VARIABLE)
-    python = Path(named) if named else Path(sys.prefix).parent / ".venv-evalscope" / "bin" / "python"
-    if not os.access(python, os.X_OK):
+    python = Path(named) if named else place() / "bin" / "python"
+    if is_missing() or not os.access(python, os.X_OK):
+        why = f"{python} is no program" if named else f"{place()} is not there, or was not made to its end"
         raise ResourceError(
-            f"EvalScope was not found: {python} is no program; create its environment with `make evalscope` (800 MB), "
-            f"or name its interpreter in {PYTHON_VARIABLE}"
+            f"EvalScope was not found: {why}; create its environment with `make evalscope` ({SIZE}), or name its "
+            f"interpreter in {PYTHON_VARIABLE}"
         )
     return _installed(python.absolute())
 

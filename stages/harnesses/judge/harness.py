@@ -36,6 +36,9 @@ class Judge:
     def version(self) -> str:
         return VERSION
 
+    def to_install(self) -> str | None:
+        return None
+
     def problems(self, evaluation: Evaluation) -> Iterator[str]:
         if evaluation.judge is None:
             yield "judge: is missing; with `harness: judge` say which model of which server rates the answers"
@@ -52,7 +55,7 @@ class Judge:
     def log_likelihood_tasks(self, evaluation: Evaluation) -> list[str]:
         return []
 
-    def prepare(self, evaluation: Evaluation, cache: Path) -> None:
+    def prepare(self, evaluation: Evaluation, cache: Path, doing: Callable[[str], None] = print) -> None:
         from stages.harnesses.judge.rating import try_out
 
         for task in evaluation.tasks:

@@ -33,6 +33,9 @@ class LmEval:
     def version(self) -> str:
         return version("lm_eval")
 
+    def to_install(self) -> str | None:
+        return None
+
     def problems(self, evaluation: Evaluation) -> Iterator[str]:
         return iter(())
 
@@ -49,7 +52,7 @@ class LmEval:
     def log_likelihood_tasks(self, evaluation: Evaluation) -> list[str]:
         return log_likelihood_tasks(evaluation.tasks, evaluation.task_folder)
 
-    def prepare(self, evaluation: Evaluation, cache: Path) -> None:
+    def prepare(self, evaluation: Evaluation, cache: Path, doing: Callable[[str], None] = print) -> None:
         selection = _selection(evaluation)
         os.environ.setdefault("HF_DATASETS_CACHE", str(cache / "datasets"))
         os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -24,6 +24,9 @@ class ExactMatch:
     def version(self) -> str:
         return "0.1"
 
+    def to_install(self) -> str | None:
+        return None
+
     def problems(self, evaluation: Evaluation) -> Iterator[str]:
         return iter(())
 
@@ -39,7 +42,7 @@ class ExactMatch:
     def log_likelihood_tasks(self, evaluation: Evaluation) -> list[str]:
         return []
 
-    def prepare(self, evaluation: Evaluation, cache: Path) -> None:
+    def prepare(self, evaluation: Evaluation, cache: Path, doing: Callable[[str], None] = print) -> None:
         for task in evaluation.tasks:
             if not _file(evaluation, task).is_file():
                 raise EvaluationError(f"Exact does not have a task {task!r}")

@@ -35,7 +35,7 @@ def installed() -> bool:
     return True
 
 
-needs_evalscope = pytest.mark.skipif(not installed(), reason="no EvalScope; `make evalscope` installs it (800 MB)")
+needs_evalscope = pytest.mark.skipif(not installed(), reason="no EvalScope; `make evalscope` installs it (1.2 GB)")
 
 
 @pytest.fixture

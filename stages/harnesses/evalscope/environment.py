@@ -1,0 +1,167 @@
+"""EvalScope's environment, `.venv-evalscope` beside ours: whether it is there, and how it is made, by uv, of the pins.
+
+A stage makes it when a recipe first asks for EvalScope; `make evalscope`, which runs this module, before that, and
+again when the pins have changed. It is made beside its place and renamed: what is there is whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from stages.core.errors import ResourceError
+from stages.core.redaction import redact
+from stages.core.supervised import Supervised
+from stages.data.cache import cached_folder
+from stages.serving.interpreter import inherited_environment
+
+PYTHON_VARIABLE = "LIFECYCLE_EVALSCOPE"
+SIZE = "1.2 GB"
+PINS = Path(__file__).parents[3] / "deploy" / "requirements" / "evalscope.txt"
+NAME = ".venv-evalscope"
+COMPLETE = ".ready"
+"""Written last; of that name for `make`, which compares its time with that of the pins."""
+ASKING_TIMEOUT_S = 30
+POLL_INTERVAL_S = 0.5
+SHOWN_LINES, SHOWN_CHARACTERS = 4, 1000
+
+
+def place() -> Path:
+    """Where the environment is, or will be."""
+    return Path(sys.prefix).parent / NAME
+
+
+def is_made(folder: Path) -> bool:
+    """Whether an environment is whole."""
+    return (folder / COMPLETE).is_file()
+
+
+@functools.cache
+def version_to_be_made(pins: Path, folder: Path) -> str:
+    """The version of EvalScope that `make` would install.
+
+    Raises ResourceError where it could not: there is no uv, no pins, no right to write, or no registry that answers.
+    """
+    if not pins.is_file():
+        raise ResourceError(_cannot(f"{pins} does not exist, which says what belongs into it"))
+    if not os.access(folder.parent, os.W_OK):
+        raise ResourceError(_cannot(f"its place is {folder}, and {folder.parent} may not be written to"))
+    pin = next(word for word in pins.read_text(encoding="utf-8").split() if word.startswith("evalscope=="))
+    with tempfile.TemporaryDirectory() as nowhere:
+        asking = ["--dry-run", "--no-deps", "--target", nowhere, "--python", sys.executable]
+        command = [_uv(), "pip", "install", *asking, pin]
+        try:
+            asked = subprocess.run(
+                command, env=_environment(), capture_output=True, text=True, timeout=ASKING_TIMEOUT_S, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ResourceError(_cannot(f"no package registry answered within {ASKING_TIMEOUT_S} s")) from error
+    if asked.returncode:
+        raise ResourceError(_cannot(f"no package registry gives {pin}: {_last_words(asked.stderr)}"))
+    return pin.removeprefix("evalscope==")
+
+
+def make(doing: Callable[[str], None], is_complete: Callable[[Path], bool] = is_made) -> None:
+    """Make the environment, unless it is there; whoever comes second waits. doing: is told how far it is.
+
+    Raises ResourceError with what uv said.
+    """
+    folder = place()
+    if is_complete(folder):
+        return
+    doing(f"EvalScope's environment is made first, {SIZE}, in {folder}")
+    try:
+        cached_folder(folder.parent, folder.name, is_complete, lambda partial: _install(partial, doing))
+    except OSError as error:
+        raise ResourceError(_cannot(f"writing {folder.parent}: {error.strerror or error}")) from error
+
+
+def _install(partial: Path, doing: Callable[[str], None]) -> None:
+    _run([_uv(), "venv", "--relocatable", "--allow-existing", "--python", sys.executable, str(partial)], doing)
+    python = str(partial / "bin" / "python")
+    _run([_uv(), "pip", "install", "--compile-bytecode", "--python", python, "--requirement", str(PINS)], doing)
+    (partial / COMPLETE).touch()
+
+
+def _run(command: list[str], doing: Callable[[str], None]) -> None:
+    with tempfile.NamedTemporaryFile() as output:
+        log = Path(output.name)
+        process = Supervised(command, environment=_environment(), output=output.file)
+        said = ""
+        try:
+            exit_code = None
+            while exit_code is None:
+                time.sleep(POLL_INTERVAL_S)
+                exit_code = process.poll()
+                last = (_lines(log.read_text(errors="replace")) or [""])[-1]
+                if last != said:
+                    said = last
+                    doing(f"installing EvalScope ({SIZE}): {redact(said)}")
+        finally:
+            process.stop()
+        if exit_code:
+            raise ResourceError(
+                _cannot(f"uv ended with exit code {exit_code}: {_last_words(log.read_text(errors='replace'))}")
+            )
+
+
+def _uv() -> str:
+    """Of our environment, which it made, too."""
+    uv = Path(sys.executable).with_name("uv")
+    if not os.access(uv, os.X_OK):
+        raise ResourceError(_cannot(f"{uv} does not exist, which installs it"))
+    return str(uv)
+
+
+def _environment() -> dict[str, str]:
+    """uv does not read pip's settings: a folder of wheels that pip is told of is passed on, as in the Makefile."""
+    environment = inherited_environment()
+    if "UV_FIND_LINKS" not in environment:
+        folders = environment.get("PIP_FIND_LINKS") or _pip_setting("global.find-links")
+        environment |= {"UV_FIND_LINKS": ",".join(folders.split())} if folders.strip() else {}
+    return environment
+
+
+@functools.cache
+def _pip_setting(name: str) -> str:
+    """Empty where there is none."""
+    command = [sys.executable, "-m", "pip", "config", "get", name]
+    return subprocess.run(command, capture_output=True, text=True, timeout=ASKING_TIMEOUT_S, check=False).stdout
+
+
+def _cannot(why: str) -> str:
+    return (
+        f"EvalScope is not installed, and its environment cannot be made: {why}; mend that, make it with `make "
+        f"evalscope` ({SIZE}) in a checkout where the network can be reached, or name its interpreter in "
+        f"{PYTHON_VARIABLE}"
+    )
+
+
+def _lines(said: str) -> list[str]:
+    return [line.strip() for line in said.splitlines() if line.strip()]
+
+
+def _last_words(said: str) -> str:
+    return redact(" ".join(_lines(said)[-SHOWN_LINES:]))[-SHOWN_CHARACTERS:]
+
+
+def _is_current(folder: Path) -> bool:
+    return is_made(folder) and (folder / COMPLETE).stat().st_mtime >= PINS.stat().st_mtime
+
+
+def main() -> None:
+    """Make the environment of the present pins."""
+    try:
+        make(lambda said: print(said, flush=True), _is_current)
+    except ResourceError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()
