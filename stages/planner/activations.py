@@ -9,6 +9,7 @@ where an adapter takes it, too, and a frozen norm only what came in.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from stages.models.linear_layers import Place
 from stages.models.shape import ModelShape
@@ -33,7 +34,7 @@ def kept_bytes_per_token(
         kept = kept_bytes_per_token(shape, engine, whole_layer, workload, software) if rest else 0.0
         return software.recomputed_share * checkpoint + rest * kept
     if layout.recompute == "selective" and engine == "fsdp":
-        products = _products_per_token(shape, size, software.kept_products)
+        products = size * _kept_results(shape, layout, software)
         return checkpoint + products + _adapters_per_token(shape, engine, workload, keeps_results=True)
     into_products = 1 if workload.in_few_bits else size
     inputs = _kept_inputs(shape, workload)
@@ -113,11 +114,33 @@ def _adapters_per_token(
     return kept / shape.num_layers
 
 
-def _products_per_token(shape: ModelShape, size: int, kept: float) -> float:
-    """Results of matrix products and attention, which the FSDP engine's selective recomputation keeps."""
-    ffn = (2 if shape.gated_ffn else 1) * _ffn_width(shape) + shape.hidden_size
-    products = shape.query_width + 2 * shape.kv_width + shape.hidden_size + ffn
-    return size * (shape.query_width + kept * products)
+def recomputed_products_share(shape: ModelShape, software: Software) -> float:
+    """Of the FLOPs of a layer's products, those of products whose results selective recomputation (fsdp) drops."""
+    dropped = _products(shape)[1::2] if software.keeps_every_second_product else ()
+    flops = sum(inputs * outputs for inputs, outputs in _products(shape))
+    return sum(inputs * outputs for inputs, outputs in dropped) / flops
+
+
+def _kept_results(shape: ModelShape, layout: Layout, software: Software) -> float:
+    """Numbers a token leaves in results of products and of attention, which selective recomputation (fsdp) keeps.
+
+    The last product's is for the next layer alone, which has it in its own checkpoint: a compiled layer finds that out
+    and does not keep it, an eager one does.
+    """
+    products = _products(shape)
+    step = 2 if software.keeps_every_second_product else 1
+    is_last_kept = (len(products) - 1) % step == 0
+    kept = products[:-1:step] if layout.compile and is_last_kept else products[::step]
+    return shape.query_width + sum(outputs for _, outputs in kept)
+
+
+@lru_cache(maxsize=256)
+def _products(shape: ModelShape) -> tuple[tuple[float, float], ...]:
+    """(inputs, outputs) of a layer's products, in their order: queries, keys, values, out, gate, up, down."""
+    ffn = _ffn_width(shape)
+    into_attention = [(shape.hidden_size, width) for width in (shape.query_width, shape.kv_width, shape.kv_width)]
+    into_ffn = [(shape.hidden_size, ffn)] * (2 if shape.gated_ffn else 1)
+    return (*into_attention, (shape.query_width, shape.hidden_size), *into_ffn, (ffn, shape.hidden_size))
 
 
 def _ffn_width(shape: ModelShape) -> float:

@@ -19,12 +19,12 @@ from stages.core.errors import DataError
 from stages.models.known_models import gpt, known_model
 from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout
-from stages.planner.devices import HARDWARE
 from stages.planner.hardware import Hardware
 from stages.planner.low_rank import LowRank
 from stages.planner.memory import memory
 from stages.planner.published_cells import Cells, UnknownRunError
-from stages.planner.published_software import precision_of, software_of_run
+from stages.planner.published_hardware import hardware_of_run
+from stages.planner.published_software import is_compiled, precision_of, software_of_run
 from stages.planner.workload import Passes, Software, Workload
 
 COLUMNS = ("model", "layers", "hidden", "heads", "seq", "gbs", "mbs", "tp", "pp", "dp", "gpus", "gpu")
@@ -43,12 +43,6 @@ VTRAIN_COLUMNS = {
     "data parallelism": "dp",
     "pipeline parallelism": "pp",
 }
-NETWORKS_GB_PER_S = {"jean zay": 6.25, "p4d": 6.25, "efa": 6.25}
-"""Clusters that a GPU's description names, with one device's share of the network (Jean Zay: 4 × 100 Gb/s a node)."""
-USABLE_MEMORY = 0.99
-"""GiB that programs find of each GB of a GPU's name."""
-OTHER_SIZE = 0.1
-"""Share by which a size in a GPU's name is another one than is known of this GPU."""
 FULLY_SHARDED = re.compile(r"fsdp|hsdp|full_shard|zero[-_ ]*(stage)?[-_ ]*3", re.IGNORECASE)
 USUAL_LORA_RANK = 16
 ATTENTION = (
@@ -112,7 +106,7 @@ def read_table(path: Path) -> tuple[list[str], list[PublishedRun | UnknownRun]]:
 
 
 def _run(cells: Cells) -> PublishedRun:
-    hardware = _hardware(cells)
+    hardware = hardware_of_run(cells)
     engine: EngineName = "fsdp" if FULLY_SHARDED.search(cells.text("shard")) else "megatron"
     shape = _shape(cells)
     software = software_of_run(cells, engine, shape, hardware)
@@ -129,29 +123,12 @@ def _run(cells: Cells) -> PublishedRun:
     usual = software.flash_attention or cells.text("recompute").startswith("selective")
     said = cells.switch("sp", "SP")
     sequence_parallel = layout.tp > 1 and (usual if said is None else said)
-    layout = layout.model_copy(update={"sequence_parallel": sequence_parallel})
+    compiles = engine == "fsdp" and is_compiled(cells)
+    layout = layout.model_copy(update={"sequence_parallel": sequence_parallel, "compile": compiles})
     recompute = _recompute(cells)
     layout = layout.model_copy(update={"recompute": recompute or "none"})
     run = PublishedRun({}, shape, engine, layout, workload, hardware, software, cells.assumed)
     return run if recompute else _made_to_fit(run)
-
-
-def _hardware(cells: Cells) -> Hardware:
-    text = cells.text("gpu").lower()
-    words = re.sub(r"[^a-z0-9]+", " ", text or "a100").split()
-    matches = [name for name in HARDWARE if set(re.sub(r"-\d+gb$", "", name).split("-")) <= set(words)]
-    if not matches:
-        raise UnknownRunError(f"gpu {cells.text('gpu')!r} is none of {', '.join(HARDWARE)}")
-    sized = [name for name in matches if name.split("-")[-1] in words]
-    name = sized[0] if sized else matches[-1]
-    if not text or (not sized and len(matches) > 1):
-        cells.assumed.append(f"gpu={name}")
-    network = next((rate for cluster, rate in NETWORKS_GB_PER_S.items() if cluster in text), None)
-    hardware = replace(HARDWARE[name], inter_node_gb_per_s=network) if network else HARDWARE[name]
-    size = re.search(r"\b(\d+) ?gi?b\b", text)
-    memory_gib = USABLE_MEMORY * float(size.group(1)) if size and not sized else hardware.memory_gib
-    differs = abs(memory_gib / hardware.memory_gib - 1) > OTHER_SIZE
-    return replace(hardware, memory_gib=memory_gib) if differs else hardware
 
 
 def _shape(cells: Cells) -> ModelShape:

@@ -36,15 +36,17 @@ MODERN_MEGATRON = Software(
 )
 FP8_MEGATRON = replace(MODERN_MEGATRON, gradient_bytes=2, keeps_frozen_in_fp8=True)
 """Who goes down to fp8 adds up and reduces gradients in bf16."""
-EAGER_FSDP = replace(OURS["fsdp"], chunked_logits=False, gathers_gradients=False, kept_products=0.5)
+EAGER_FSDP = replace(OURS["fsdp"], chunked_logits=False, gathers_gradients=False, keeps_every_second_product=True)
 FIRST_FSDP = replace(EAGER_FSDP, first_flash_attention=True)
 
 
 def software_of_run(cells: Cells, engine: EngineName, shape: ModelShape, hardware: Hardware) -> Software:
     """Of its time and kind, with what the row says of it: in the columns `kernel`, `overlap`, `overlap_gradients`,
-    `cuda_graphs`, `fp8_attention`, `fp8_activations`, `fused_cross_entropy` and `recompute_layers`, or as `key=value`
-    in its note."""
+    `cuda_graphs`, `fp8_attention`, `fp8_activations`, `fused_cross_entropy`, `compile` and `recompute_layers`, or as
+    `key=value` in its note."""
     changes: dict[str, Any] = {}
+    if is_compiled(cells):
+        changes["fused_elementwise"] = True
     if kernel := cells.said("kernel"):
         changes["flash_attention"] = kernel not in UNFUSED
         changes["first_flash_attention"] = kernel in FIRST_FLASH
@@ -53,7 +55,7 @@ def software_of_run(cells: Cells, engine: EngineName, shape: ModelShape, hardwar
         "overlaps_experts": cells.switch("overlap_experts"),
         "overlaps_gradients": cells.switch("overlap_gradients"),
         "cuda_graphs": cells.switch("cuda_graphs", "cudagraph"),
-        "fused_cross_entropy": cells.switch("fused_cross_entropy"),
+        "fused_cross_entropy": cells.switch("fused_cross_entropy", "fused cross-entropy"),
         "fp8_attention": cells.switch("fp8_attention", "fp8 attention"),
         "fp8_activation_inputs": cells.switch("fp8_activations", "activation input in fp8"),
     }
@@ -82,6 +84,11 @@ def _of_its_time(cells: Cells, engine: EngineName, shape: ModelShape, hardware: 
             return replace(software, cuda_graphs=True, overlaps_experts=True)
         return software
     return BF16_BEFORE_FLASH if cells.text("precision").lower() == "bf16" else BEFORE_FLASH
+
+
+def is_compiled(cells: Cells) -> bool:
+    """Whether each layer is compiled."""
+    return bool(cells.switch("compile", "compile"))
 
 
 def precision_of(text: str) -> PlannedPrecision:

@@ -14,6 +14,7 @@ from stages.models.flops import ModelFlops, model_flops_utilization
 from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout
 from stages.planner import network
+from stages.planner.activations import recomputed_products_share
 from stages.planner.adapted import adapted_flops
 from stages.planner.compute import LayerTime, Pass, head_time, layer_time, memory_rate
 from stages.planner.data_parallel import (
@@ -188,7 +189,7 @@ def _recompute_s(case: StepCase, layer: LayerTime) -> float:
         return 0.0
     if case.engine == "megatron":
         return layer.attention_core.forward_s
-    return layer.elementwise.forward_s + (1 - case.software.kept_products) * layer.products.forward_s
+    return layer.elementwise.forward_s + recomputed_products_share(case.shape, case.software) * layer.products.forward_s
 
 
 def _tensor_parallel(case: StepCase) -> Pass:

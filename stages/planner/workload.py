@@ -125,8 +125,8 @@ class Software:
     gathers_gradients: bool = True
     """FSDP reduces gradients with the last micro-batch only, and holds them whole until then, where `accumulate` of the
     layout is auto."""
-    kept_products: float = 1.0
-    """Share of matrix products whose results selective recomputation keeps (fsdp)."""
+    keeps_every_second_product: bool = False
+    """Selective recomputation (fsdp) keeps the results of these only, not of all matrix products."""
     recomputed_share: float = 1.0
     """Of the layers, those that full recomputation is of."""
     offloaded_share: float = 0.0

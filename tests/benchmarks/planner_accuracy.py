@@ -21,6 +21,7 @@ from scipy.stats import spearmanr
 
 from stages.planner import compute
 from stages.planner.hardware import Efficiency
+from stages.planner.predict_table import predicted_memory_gib
 from stages.planner.search import memory_fit
 
 FIT = ("MPT a100-80gb", "vTrain 1024 wide", "Narayanan 2021", "Megatron-LM 2020")
@@ -118,7 +119,7 @@ def print_table(runs: Sequence[Measured]) -> None:
 def print_verdicts(runs: Sequence[Measured]) -> None:
     """What `lifecycle layouts` would say of memory, of runs that ran and of those that ran out of it."""
     verdicts = Counter(
-        (run.out_of_memory, memory_fit(run.predicted_gib(), run.run.hardware.memory_gib)) for run in runs
+        (run.out_of_memory, memory_fit(predicted_memory_gib(run.run), run.run.hardware.memory_gib)) for run in runs
     )
     for out_of_memory, verdict in sorted(verdicts):
         what = "ran out of memory" if out_of_memory else "ran"

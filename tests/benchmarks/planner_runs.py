@@ -38,6 +38,8 @@ TOLD = {
 """What a row's note says of its software in words → fields of it."""
 ALLOCATED = "max allocated"
 """In the note of a row whose memory is that of tensors alone, without what the driver holds or lies idle."""
+RESERVED = "max reserved"
+"""Likewise, where it is what the allocator of torch took of the device, gaps between tensors included."""
 SEEN_SUBMITTERS = ("NVIDIA", "AMD")
 """Of MLPerf's rows, those in view when constants were set: of who makes the devices."""
 
@@ -85,12 +87,15 @@ class Measured:
         return predicted_step_time_s(_with(self.run, efficiency))
 
     def predicted_gib(self, efficiency: Efficiency | None = None) -> float:
-        """Peak memory, with these constants; where that is what was measured, of tensors alone."""
+        """Peak memory, with these constants: where the row says so, without what is not of tensors."""
         run = _with(self.run, efficiency)
-        if ALLOCATED not in run.cells.get("note", ""):
+        note = run.cells.get("note", "")
+        if ALLOCATED not in note and RESERVED not in note:
             return predicted_memory_gib(run)
-        stages = memory(run.shape, run.engine, run.layout, run.workload, software=run.software).stages
-        return max(stage.total - stage.runtime for stage in stages)
+        counted = replace(efficiency or run.hardware.efficiency, runtime_gib=0.0, communicator_gib=0.0)
+        counted = replace(counted, fragmentation=0.0) if ALLOCATED in note else counted
+        estimate = memory(run.shape, run.engine, run.layout, run.workload, software=run.software, efficiency=counted)
+        return estimate.peak_gib
 
 
 def all_runs() -> list[Measured]:

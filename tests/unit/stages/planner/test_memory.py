@@ -8,7 +8,7 @@ import pytest
 
 from stages.models.known_models import KNOWN, gpt
 from stages.parallel.layout import Layout
-from stages.planner.activations import kept_bytes_per_token
+from stages.planner.activations import kept_bytes_per_token, recomputed_products_share
 from stages.planner.adapted import LowRank, trained_parameters
 from stages.planner.devices import HARDWARE
 from stages.planner.hardware import Efficiency
@@ -27,6 +27,29 @@ NO_OVERHEAD = Efficiency(runtime_gib=0, communicator_gib=0, fragmentation=0)
 def kept(layout: Layout, software: Software = PAPER) -> float:
     """Bytes of a token and a layer, as multiples of the hidden size."""
     return kept_bytes_per_token(GPT, "megatron", layout, WORK, software) / GPT.hidden_size
+
+
+def test_selective_recomputation_keeps_results_of_products():
+    """Of Llama's seven: all, every second (queries, values, gate, down); if compiled not the last, for the next layer
+    has it. Beside them what came in, and what came out of attention."""
+    hidden, keys, ffn = LLAMA.hidden_size, LLAMA.kv_width, LLAMA.ffn_size
+    every_second = Software(keeps_every_second_product=True)
+    expected = {
+        (Software(), False): 4 * hidden + hidden + 2 * keys + 2 * ffn,
+        (Software(), True): 4 * hidden + 2 * keys + 2 * ffn,
+        (every_second, False): 2 * hidden + hidden + keys + ffn + hidden,
+        (every_second, True): 2 * hidden + hidden + keys + ffn,
+    }
+    for (software, compiles), numbers in expected.items():
+        layout = Layout(recompute="selective", compile=compiles)
+        assert kept_bytes_per_token(LLAMA, "fsdp", layout, WORK, software) == 2 * numbers
+
+
+def test_what_selective_recomputation_drops_is_computed_again():
+    hidden, keys, ffn = LLAMA.hidden_size, LLAMA.kv_width, LLAMA.ffn_size
+    share = (keys + hidden + ffn) / (2 * hidden + 2 * keys + 3 * ffn)
+    assert recomputed_products_share(LLAMA, Software(keeps_every_second_product=True)) == pytest.approx(share)
+    assert recomputed_products_share(LLAMA, Software()) == 0
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8])

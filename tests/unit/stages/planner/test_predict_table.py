@@ -153,6 +153,35 @@ def test_fully_sharded_training_gains_from_pipelines_and_tensor_parallelism(tmp_
     assert 80 < float(run["pred_tok_s_gpu"]) < 160
 
 
+@pytest.mark.parametrize(
+    ("gpus", "gpu", "precision", "note", "measured_gib"),
+    [
+        (8, "H100-96GB", "bf16", "compile=no", 82.4),
+        (8, "H100-96GB", "bf16", "compile=yes", 77.0),
+        (8, "H100-96GB", "fp8", "compile=yes", 76.8),
+        (128, "H100-96GB", "bf16", "compile=no", 67.0),
+        (128, "H100-96GB", "bf16", "compile=yes", 62.0),
+        (32, "H200", "fp8", "compile=yes; fused cross-entropy=yes", 47.96),
+    ],
+)
+def test_compiling_layers_and_loss_saves_what_was_measured(tmp_path, gpus, gpu, precision, note, measured_gib):
+    """torchtitan, 8B, as torch's allocator has it: a compiled layer keeps no last product, a compiled loss no fp32."""
+    row = f"Llama-3.1-8B,,,,,,,,8192,{2 * gpus},2,1,1,{gpus},FSDP2,selective,{gpus},{gpu},{precision},{note}"
+    (run,) = read_table(table(tmp_path, row, header=COLUMNS + ",note"))[1]
+    of_tensors = replace(run.hardware.efficiency, runtime_gib=0, communicator_gib=0)
+    found = memory(run.shape, run.engine, run.layout, run.workload, software=run.software, efficiency=of_tensors)
+    assert found.peak_gib == pytest.approx(measured_gib, rel=0.035)
+
+
+def test_a_board_that_is_run_with_less_power_or_slower_memory_is_slower(tmp_path):
+    boards = ("H100", "H100, 700 W", "H100, 500 W", "H100, 2.4 TB/s")
+    rows = [LLAMA.replace("H100", f'"{board}"') for board in boards]
+    usual, rated, throttled, slower = (run.hardware for run in read_table(table(tmp_path, *rows))[1])
+    assert rated == usual
+    assert throttled.sustained == pytest.approx(usual.sustained * (5 / 7) ** 0.58)
+    assert (throttled.memory_gb_per_s, slower.memory_gb_per_s) == (usual.memory_gb_per_s, 2400)
+
+
 def test_a_table_that_is_not_there_is_an_error_of_the_user(tmp_path):
     with pytest.raises(DataError, match="nowhere"):
         read_table(tmp_path / "nowhere.csv")
