@@ -47,7 +47,8 @@ def check_devices(planned: Plan) -> None:
             continue
         if problem := next(_device_problems(stage.config), None):
             split = _split(stage.config)
-            wanted = f"{_num_gpus(stage.config)} GPUs" + (f" ({split})" if split else "")
+            count = _num_gpus(stage.config)
+            wanted = f"{count} GPU{'' if count == 1 else 's'}" + (f" ({split})" if split else "")
             raise ResourceError(f"stage {name} wants {wanted}, {problem}")
 
 
@@ -62,12 +63,14 @@ def device_notes(recipe: Recipe, chosen: Collection[str]) -> Iterator[str]:
 def _split(config: StageConfig) -> str | None:
     if not isinstance(config, TrainConfig) or not config.sampling_devices:
         return None
-    found = f"{config.processes} devices train, {config.sampling_devices} sample completions"
+    training = "1 device trains" if config.processes == 1 else f"{config.processes} devices train"
+    sampling = "1 samples" if config.sampling_devices == 1 else f"{config.sampling_devices} sample"
+    found = f"{training}, {sampling} completions"
     named = _named(config)
     if not named:
         return found
-    training, sampling = named[: config.processes], named[config.processes :]
-    return f"{found}: {VISIBLE_DEVICES} {','.join(training)} and {','.join(sampling)}"
+    own, others = (",".join(part) for part in (named[: config.processes], named[config.processes :]))
+    return f"{found}: {VISIBLE_DEVICES} {own} and {others}"
 
 
 def _device_problems(config: StageConfig) -> Iterator[str]:

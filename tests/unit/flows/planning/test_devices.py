@@ -60,7 +60,7 @@ def test_gpus_that_a_recipe_names_are_divided_in_their_order(eight_gpus: None) -
     recipe = loaded("layout.dp_shard=2", "grpo.serving.tensor_parallel_size=1", visible="7,2,5")
     check_devices(planned(recipe))
     (note,) = device_notes(recipe, ["base", "grpo"])
-    assert "2 devices train, 1 sample completions: CUDA_VISIBLE_DEVICES 7,2 and 5" in note
+    assert "2 devices train, 1 samples completions: CUDA_VISIBLE_DEVICES 7,2 and 5" in note
     environment = local.environment(on_devices(planned(recipe).stages["grpo"], [0, 1, 2]).config)
     of_a_rank = {**environment, "LOCAL_WORLD_SIZE": "2"}
     assert not_trained_on("CUDA_VISIBLE_DEVICES", of_a_rank, 8, 1) == {"CUDA_VISIBLE_DEVICES": "5"}
@@ -69,6 +69,11 @@ def test_gpus_that_a_recipe_names_are_divided_in_their_order(eight_gpus: None) -
     assert not_trained_on("CUDA_VISIBLE_DEVICES", {}, 4, 3) == {"CUDA_VISIBLE_DEVICES": "1,2,3"}, (
         "one process, all seen"
     )
+
+
+def test_one_device_trains_and_two_sample() -> None:
+    (note,) = device_notes(loaded("layout.dp_shard=1", "grpo.serving.tensor_parallel_size=2"), ["grpo"])
+    assert note.startswith("grpo: 1 device trains, 2 sample completions")
 
 
 @pytest.mark.parametrize(
