@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from stages.core.contract import StageContext, StageResult
 from stages.core.errors import GateError, LifecycleError, ModelError
-from stages.models.gguf_file import files_with_weights
+from stages.models.gguf_file import GGUF_FILE, files_with_weights
 from stages.models.recorded import RECORD, read_record
 from stages.quantize.check_model import check_headers, check_modules
 from stages.quantize.config import QuantizeConfig
@@ -59,16 +59,28 @@ def run(config: QuantizeConfig, context: StageContext) -> StageResult:
         )
     before, after = _mebibytes(source), _mebibytes(target)
     context.milestone(f"wrote the quantized model: {before:.1f} → {after:.1f} MiB")
+    types = _told_types(target / GGUF_FILE, config, context) if (target / GGUF_FILE).is_file() else {}
     with _library_errors_explained(f"reading the quantized {layers.model_class} back with Transformers"):
         divergence = _compare(source, target, samples, config, context)
     if (source.parent / RECORD).is_file():
         shutil.copyfile(source.parent / RECORD, context.work / RECORD)
     sizes = {"size_before_mib": before, "size_after_mib": after, "compression": before / after}
-    metrics = {**divergence.metrics(), **sizes}
+    metrics = {**divergence.metrics(), **sizes, **types}
     context.log_metrics(0, metrics)
     _judge(metrics["kl_nats_per_token"], config.max_kl, divergence.worst_in_words(source))
     groups = {"group_size": str(config.group_size)} if config.quantization.weights == "int4" else {}
     return StageResult(metrics=metrics, tags={"method": config.method, **groups})
+
+
+def _told_types(file: Path, config: QuantizeConfig, context: StageContext) -> dict[str, float]:
+    """Metrics of the types in a GGUF file, which need not be the one that the recipe names."""
+    from stages.quantize.gguf_types import stored_types
+
+    found = stored_types(file, config.quantization.weights)
+    context.milestone(found.in_words())
+    for caveat in found.caveats():
+        context.warn(caveat)
+    return found.metrics()
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from stages.core.contract import StageContext
 from stages.core.errors import ModelError, RecipeError
 from stages.hubs.builtin import qwen3
 from stages.models.gguf_file import GGUF_FILE
@@ -28,6 +29,7 @@ from stages.quantize.config import QuantizeConfig
 from stages.quantize.divergence import _load, measure_divergence
 from stages.quantize.gguf_file import quantize
 from stages.quantize.gguf_tokenizer import SPLITS, splitting_of
+from stages.quantize.run import run
 from stages.serving.config import ServeExecution, ServingConfig
 from stages.serving.registry import ENGINES, check_weight_files, new_launch_spec
 from stages.serving.server import started_server
@@ -84,7 +86,8 @@ def split_by(path: Path, name: str) -> None:
 def make(tmp_path: Path, tokenizer: Path):
     def model(name: str) -> Path:
         torch.manual_seed(0)
-        made = MODELS[name]() if name in MODELS else Qwen3ForCausalLM(Qwen3Config(**WIDE, head_dim=32))
+        sizes = {**WIDE, "intermediate_size": 384, "head_dim": 64} if name == "uneven" else {**WIDE, "head_dim": 32}
+        made = MODELS[name]() if name in MODELS else Qwen3ForCausalLM(Qwen3Config(**sizes))
         with torch.no_grad():
             for parameter in made.parameters():
                 if parameter.ndim == 1:  # norms and biases are ones and zeros otherwise, in any order the same
@@ -148,6 +151,33 @@ def test_fewer_bits_lose_more(make, tokenizer: Path) -> None:
     assert losses["f16"] < losses["q8_0"] < losses["q5_0"] < losses["q4_0"]
     sizes = {gguf_type: (source.with_name(f"qwen3-{gguf_type}") / GGUF_FILE).stat().st_size for gguf_type in losses}
     assert sizes["f16"] > sizes["q8_0"] > sizes["q5_0"] > sizes["q4_0"]
+
+
+def test_the_stage_tells_which_matrices_have_another_type_than_was_asked_for(make, tmp_path: Path) -> None:
+    """Ways out of the feed-forward layers have 384 inputs: one is to have Q4_K, the other Q6_K."""
+    made = make("uneven")
+    (tmp_path / "sft").mkdir()
+    made.rename(tmp_path / "sft" / "model")
+    (tmp_path / "d" / "data").mkdir(parents=True)
+    rows = (json.dumps({"prompt": f"What is {n} + 2?", "completion": str(n + 2)}) + "\n" for n in range(400))
+    (tmp_path / "d" / "data" / "train.jsonl").write_text("".join(rows))
+    work = tmp_path / "work"
+    work.mkdir()
+    inputs = {"sft": tmp_path / "sft", "d": tmp_path / "d"}
+    result = run(config("q4_k_m"), StageContext(work, "small", "0" * 12, inputs, {}, tmp_path / "cache"))
+
+    counts = {name: count for name, count in result.metrics.items() if name.startswith("num_matrices")}
+    types = [one.tensor_type.name for one in gguf.GGUFReader(work / "model" / GGUF_FILE).tensors if len(one.shape) > 1]
+    expected = {f"num_matrices_{name.lower()}": types.count(name) for name in ("F16", "Q4_K", "Q5_0", "Q6_K", "Q8_0")}
+    assert counts == {**expected, "num_matrices_of_smaller_blocks": 2}
+    assert (expected["num_matrices_q5_0"], expected["num_matrices_q8_0"]) == (1, 1)
+    said = [json.loads(line) for line in (work / "events.jsonl").read_text().splitlines()]
+    (warning,) = [one["message"] for one in said if "larger type" in one["message"]]
+    assert warning == (
+        "2 of 16 matrices have rows that blocks of 256 do not divide, and are stored in a larger type with blocks of "
+        "32: blk.0.ffn_down.weight (384 inputs, Q5_0), blk.1.ffn_down.weight (384 inputs, Q8_0)"
+    )
+    assert "stored as 1 F16, 12 Q4_K, 1 Q5_0, 1 Q6_K, 1 Q8_0" in [one["message"] for one in said]
 
 
 def test_llama_cpp_computes_with_the_k_quants_that_transformers_reads(make, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from gguf import GGMLQuantizationType as Type
 from stages.core.errors import RecipeError, ResourceError
 from stages.models.projections import Projection
 from stages.quantize.config import QuantizeConfig
+from stages.quantize.gguf_types import StoredTypes
 from stages.quantize.k_quants import k_quantizer, type_of
 from stages.serving.llama_cpp import program
 from stages.serving.registry import ENGINES
@@ -44,6 +45,14 @@ def test_what_loses_most_gets_more_bits(mix: str, values: dict, down: dict, rest
 def test_rows_that_no_block_divides_get_the_next_better_type(mix: str, stored: str) -> None:
     assert type_of("blk.3.attn_q.weight", 896, mix, LAYERS, tied=True).name == stored
     assert type_of("token_embd.weight", 896, mix, LAYERS, tied=True) == Type.Q8_0
+
+
+def test_of_many_that_fell_back_a_few_are_named() -> None:
+    found = StoredTypes(tuple((f"blk.{number}.attn_q.weight", 896, "Q5_0") for number in range(99)), "q4_k_m")
+    (caveat,) = found.caveats()
+    assert caveat.endswith("blk.5.attn_q.weight (896 inputs, Q5_0) and 93 more")
+    assert not [*StoredTypes(found.matrices, "q5_0").caveats()], "a mix of no K-quants has what it asks for"
+    assert StoredTypes(found.matrices, "q5_0").metrics() == {"num_matrices_q5_0": 99}
 
 
 @pytest.mark.parametrize(("stored_as", "worst"), [(Type.Q4_K, 0.12), (Type.Q5_K, 0.06), (Type.Q6_K, 0.03)])
