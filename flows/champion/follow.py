@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
-from flows.champion import champions
+from flows.champion import champions, side_by_side
 from flows.champion.canary_gate import have_answered, misses
 from flows.champion.registrations import only_one
 from flows.champion.registry import CHALLENGER, RegisteredVersion, Registry
@@ -74,9 +74,12 @@ class Follower:
                 if new_key:
                     print(f"API key: {key}", flush=True)
                 challenger: Serving | None = None
-                while True:
-                    champion, challenger = self._next(champion, challenger, proxy)
-                    time.sleep(POLL_INTERVAL_S)
+                try:
+                    while True:
+                        champion, challenger = self._next(champion, challenger, proxy)
+                        time.sleep(POLL_INTERVAL_S)
+                finally:
+                    side_by_side.forget(self._name)
 
     def _next(self, champion: Serving, challenger: Serving | None, proxy: Proxy) -> tuple[Serving, Serving | None]:
         """What is served after the next look at the aliases: the same as before, or others."""
@@ -94,11 +97,16 @@ class Follower:
                 challenger = None
             began = challenger or self._begun(self._alias, successor, champion)
             if began:
+                if challenger:
+                    self._say_side_by_side(proxy)
                 champion, challenger = self._succeeded(champion, began, proxy), None
         if self._canary_share:
             challenger = self._next_challenger(champion, challenger, proxy)
-        if challenger and self._gate_requests:
+        if challenger:
+            side_by_side.note(self._name, proxy.side_by_side())
             self._judge(challenger, champion, proxy)
+        else:
+            side_by_side.forget(self._name)
         return champion, challenger
 
     def _next_challenger(self, champion: Serving, challenger: Serving | None, proxy: Proxy) -> Serving | None:
@@ -122,8 +130,9 @@ class Follower:
         return challenger
 
     def _judge(self, challenger: Serving, champion: Serving, proxy: Proxy) -> None:
-        """Move the aliases once enough is known; the next look sees it."""
-        assert self._gate_requests
+        """Move the aliases once enough is known, if that is not left to people; the next look sees it."""
+        if not self._gate_requests:
+            return
         tallies = [proxy.tallies.of(one.served) for one in (challenger, champion)]
         if not have_answered(self._gate_requests, *tallies):
             return
@@ -149,10 +158,15 @@ class Follower:
 
     def _withdraw(self, challenger: Serving, champion: Serving, proxy: Proxy) -> None:
         proxy.set_canary(None)
-        say(f"version {challenger.version.number} of {self._name} gets no requests any more; side by side:")
+        say(f"version {challenger.version.number} of {self._name} gets no requests any more")
+        self._say_side_by_side(proxy)
+        end_serving(challenger, champion)
+
+    def _say_side_by_side(self, proxy: Proxy) -> None:
+        """What a canary that ends was there for."""
+        say(f"side by side, of {self._name}:")
         for one in proxy.side_by_side()["versions"]:
             say(json.dumps(one))
-        end_serving(challenger, champion)
 
     def _moved(self, alias: str, served: RegisteredVersion) -> RegisteredVersion | None:
         """The version that an alias is on now, unless it is the one that is served, or cannot be."""

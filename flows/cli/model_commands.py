@@ -43,7 +43,8 @@ def rollback(name: str, as_json: bool) -> None:
 def canary(name: str, version: int | None, promote: bool, withdraw: bool, as_json: bool) -> None:
     """Have VERSION of a registered model challenge its champion: `serve --follow --canary` sends it some requests.
 
-    Without a VERSION, show the challenger, promote it or withdraw it.
+    Without a VERSION, show the challenger, and what both have answered where this machine serves them; promote it or
+    withdraw it.
     """
     from flows.champion import champions
     from flows.champion.registrations import only_one
@@ -63,6 +64,7 @@ def canary(name: str, version: int | None, promote: bool, withdraw: bool, as_jso
 
 def _show(registry: Any, version: Any, as_json: bool) -> None:
     from flows.champion import champions
+    from flows.champion.side_by_side import as_lines, served_canaries
 
     previous, challenger = (registry.find(version.name, alias) for alias in ("previous", "challenger"))
     folder, base = champions.artifact_of(version, version.registration.model).folder, champions.base_of(version)
@@ -77,6 +79,7 @@ def _show(registry: Any, version: Any, as_json: bool) -> None:
                 "evaluations": version.registration.evaluations,
                 "previous": previous.number if previous else None,
                 "challenger": challenger.number if challenger else None,
+                "served": served_canaries(version.name),
             }
         )
         return
@@ -86,3 +89,5 @@ def _show(registry: Any, version: Any, as_json: bool) -> None:
     click.echo(f"previous: version {previous.number}, {previous.registration.model}" if previous else "previous: none")
     if challenger:
         click.echo(f"challenger: version {challenger.number}, {challenger.registration.model}")
+    for served in served_canaries(version.name):
+        click.echo("\n".join(as_lines(served)))

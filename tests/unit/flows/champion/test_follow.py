@@ -1,5 +1,6 @@
 """A champion and its challenger, served by an engine within the tests: who is started, asked and ended, and when."""
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -7,12 +8,14 @@ from contextlib import ExitStack
 
 import httpx
 import pytest
+from click.testing import CliRunner
 
 from flows.champion.follow import Follower
 from flows.champion.registrations import Registration
 from flows.champion.registry import CHAMPION, Registry
 from flows.champion.serving import Serving, begin_serving
-from flows.ledger.home import store_root
+from flows.cli.main import cli
+from flows.ledger.home import home, store_root
 from flows.store.store import Store
 from stages.serving import registry as engines
 from stages.serving.listening import listening
@@ -141,6 +144,43 @@ def test_a_challenger_gets_its_share_until_it_dies_is_withdrawn_or_becomes_champ
     followed.look()
     assert followed.versions() == {"3"}
     assert not withdrawn.alive()
+
+
+def shown() -> list[str]:
+    """What `lifecycle canary` says after who is champion, previous and challenger."""
+    said = CliRunner().invoke(cli, ["canary", NAME])
+    assert said.exit_code == 0, said.output
+    return said.stdout.splitlines()[3:]
+
+
+def test_both_are_shown_side_by_side_while_they_are_served_and_at_the_end(registry, followed, capsys):
+    registry.challenge(registry.register(registration("second")))
+    assert shown() == []
+    followed.look()
+    followed.versions()
+    followed.look()
+    heading, titles, first, second = shown()
+    assert heading.startswith("served side by side, 50.0% of the requests to version 2; ")
+    assert titles.split()[:3] == ["version", "requests", "errors"]
+    counts = {one["version"]: one["requests"] for one in followed.client.get("/versions").json()["versions"]}
+    assert first.split()[:4] == ["1,", "champion", str(counts["1"]), "0"]
+    assert second.split()[:4] == ["2,", "challenger", str(counts["2"]), "0"]
+    assert counts["1"] + counts["2"] == NUM_SESSIONS
+    asked = json.loads(CliRunner().invoke(cli, ["canary", NAME, "--json"]).stdout)["served"]
+    assert [(one["champion"], one["challenger"], one["share"]) for one in asked] == [("1", "2", 0.5)]
+    (file,) = (home() / "servers").glob("canary-*.json")
+    gone = json.loads(file.read_text())
+    gone["process"]["started_ticks"] += 1
+    file.with_name(f"canary-{NAME}-1.json").write_text(json.dumps(gone))
+    file.with_name(f"canary-{NAME}-too-1.json").write_text(file.read_text().replace(f'"{NAME}"', f'"{NAME}-too"', 1))
+    assert len(shown()) == 4, "one whose server was killed, and one of another model"
+
+    registry.promote_challenger(NAME)
+    capsys.readouterr()
+    followed.look()
+    said = capsys.readouterr().out
+    assert f'"version": "2", "requests": {counts["2"]}' in said
+    assert shown() == []
 
 
 def test_a_challenger_that_does_as_well_is_promoted_by_the_gate(registry, followed, capsys):
