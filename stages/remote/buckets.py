@@ -27,13 +27,17 @@ RETRIED_FOR_S = 30.0
 """Google's library asks again for 15 minutes otherwise."""
 DENIED = re.compile(
     r"ACCESS_DENIED|INVALID_ACCESS_KEY|SIGNATURE_DOES_NOT_MATCH|EXPIRED_TOKEN|UNAUTHENTICATED|PERMISSION_DENIED"
-    r"|UNAUTHORIZED|FORBIDDEN|\b40[13]\b|[Cc]redential|Authorization",
+    r"|UNAUTHORIZED|FORBIDDEN|\b40[13]\b|[Cc]redential|Authorization|AuthenticationException|Base64",
 )
+NO_TOKEN = re.compile(r"OAuth2 access token")
+"""Google's library, whether there are no credentials, it has no use for them, or who gives tokens does not answer."""
 MISSING = re.compile(r"NO_SUCH_|NOT_FOUND|\b404\b|No such file|does not exist")
+AZURE_ACCOUNT, AZURE_KEY = "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"
+AZURE_SAS_TOKEN = "AZURE_STORAGE_SAS_TOKEN"  # noqa: S105 - the name of a variable
 CREDENTIALS = {
     "s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
     "gs": ("GOOGLE_APPLICATION_CREDENTIALS",),
-    "az": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"),
+    "az": (AZURE_ACCOUNT, AZURE_KEY),
 }
 
 
@@ -119,28 +123,46 @@ def _text(value: str | bytes) -> str:
 @contextmanager
 def explained(address: str) -> Iterator[None]:
     """What a provider's library says, as the error that it means. Raises DownloadError or TransientError."""
+    from pyarrow import ArrowException
+
     try:
         yield
-    except (OSError, ValueError) as error:  # pyarrow's own errors are of these
-        said = " ".join(str(error).split())
-        if DENIED.search(said):
+    except (OSError, ValueError, ArrowException) as error:  # the last: what pyarrow has no name for
+        said = " ".join(str(error).split()).partition(" error_info=")[0]  # in which Google's repeats itself
+        if _is_denied(said, address):
             raise DownloadError(f"{address} may not be read: {_credentials(address)} ({said})") from None
         if isinstance(error, FileNotFoundError) or MISSING.search(said):
             raise DownloadError(
                 f"{address} does not exist ({said}); check the name of the bucket and the path"
             ) from None
-        if isinstance(error, ValueError):
+        if not isinstance(error, OSError):
             raise DownloadError(f"{address} cannot be asked for: {said}") from None
         raise TransientError(f"asking for {address}: {said}; check the network, or try again later") from None
 
 
+def _is_denied(said: str, address: str) -> bool:
+    """Whether credentials are missing or wrong; not where those that there are could not be shown to anyone."""
+    if NO_TOKEN.search(said):
+        return "UNAVAILABLE" not in said or bool(_missing_credentials(address))
+    return bool(DENIED.search(said))
+
+
 def _credentials(address: str) -> str:
     """What to do about credentials, by which of them there are."""
-    provider = address.partition("://")[0]
-    missing = [name for name in CREDENTIALS[provider] if not os.environ.get(name)]
-    if missing:
+    if missing := _missing_credentials(address):
         return f"the environment has no {' and no '.join(missing)}; set credentials that may read it"
-    return f"the credentials of the environment ({', '.join(CREDENTIALS[provider])}) are not accepted; check them"
+    return f"the credentials of the environment ({', '.join(_variables(address))}) are not accepted; check them"
+
+
+def _missing_credentials(address: str) -> list[str]:
+    return [name for name in _variables(address) if not os.environ.get(name)]
+
+
+def _variables(address: str) -> tuple[str, ...]:
+    """Names of those that hold credentials; a SAS token stands for an account's key."""
+    names = CREDENTIALS[address.partition("://")[0]]
+    replaced = {AZURE_KEY: AZURE_SAS_TOKEN} if os.environ.get(AZURE_SAS_TOKEN) else {}
+    return tuple(replaced.get(name, name) for name in names)
 
 
 def _s3(bucket: str) -> FileSystem:
@@ -158,10 +180,10 @@ def _gs(bucket: str) -> FileSystem:
 def _az(container: str) -> FileSystem:
     from pyarrow.fs import AzureFileSystem
 
-    account = os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
+    account = os.environ.get(AZURE_ACCOUNT)
     if not account:
-        raise DownloadError("az:// needs the account's name; set AZURE_STORAGE_ACCOUNT_NAME")
-    key, sas_token = os.environ.get("AZURE_STORAGE_ACCOUNT_KEY"), os.environ.get("AZURE_STORAGE_SAS_TOKEN")
+        raise DownloadError(f"az:// needs the account's name; set {AZURE_ACCOUNT}")
+    key, sas_token = os.environ.get(AZURE_KEY), os.environ.get(AZURE_SAS_TOKEN)
     return AzureFileSystem(account, account_key=None if sas_token else key, sas_token=sas_token)
 
 

@@ -11,6 +11,7 @@ from stages.core.errors import DataError, DownloadError, TransientError
 from stages.download.config import DownloadConfig
 from stages.hubs import object_storage
 from stages.hubs.registry import read_model_config
+from stages.remote.buckets import explained
 from tests.http_server import serving
 from tests.hub_repository import model_files
 from tests.s3_server import ENVIRONMENT, S3Server, running_s3
@@ -130,6 +131,47 @@ def test_a_bucket_without_credentials_is_named_with_what_to_set(s3: S3Server, mo
         monkeypatch.setenv("AWS_ENDPOINT_URL", url)
         with pytest.raises(DownloadError, match="no AWS_ACCESS_KEY_ID and no AWS_SECRET_ACCESS_KEY; set credentials"):
             revision(dataset="s3://lake/nights")
+
+
+@pytest.mark.parametrize(
+    ("source", "variables"),
+    [
+        ("gs://lake/nights", {"GOOGLE_APPLICATION_CREDENTIALS": "/no/such/file.json"}),
+        ("az://lake/nights", {"AZURE_STORAGE_ACCOUNT_NAME": "nobody", "AZURE_STORAGE_ACCOUNT_KEY": "no base64"}),
+    ],
+)
+def test_credentials_that_cannot_be_used_at_all_are_named(
+    source: str, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which the provider's library says in an error that pyarrow has no name for."""
+    monkeypatch.delenv("AZURE_STORAGE_SAS_TOKEN", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        DownloadError, match=rf"{source} may not be read: .*\({', '.join(variables)}\) are not accepted"
+    ):
+        revision(dataset=source)
+
+
+NO_TOKEN = (
+    "google::cloud::Status(UNAVAILABLE: Retry policy exhausted, with a last message of Could not create a OAuth2 "
+    "access token to authenticate the request. [...] Could not resolve hostname error_info={reason=, metadata={}})"
+)
+"""What Google's library says after a minute on a machine that is not Google's, whether there are credentials or not."""
+
+
+def test_google_s_library_without_credentials_is_told_from_one_without_a_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
+    with (
+        pytest.raises(DownloadError, match="has no GOOGLE_APPLICATION_CREDENTIALS; set"),
+        explained("gs://lake/nights"),
+    ):
+        raise OSError(NO_TOKEN)
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "account.json")
+    with pytest.raises(TransientError, match="Could not resolve hostname"), explained("gs://lake/nights"):
+        raise OSError(NO_TOKEN)
 
 
 def test_a_server_that_is_away_may_be_back_later(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
