@@ -11,12 +11,13 @@ import importlib
 from stages.check.config import FINDINGS_FILE, CheckConfig, Findings, InputProblem, Unseen
 from stages.core.contract import StageContext, StageResult
 from stages.core.files import write_atomically
-from stages.models.start_up import hide_unused_packages
+from stages.models.start_up import hide_unused_packages, import_tokenizers
 
 
 def run(config: CheckConfig, context: StageContext) -> StageResult:
     """Write down every problem. That some are found is no failure of the check."""
     hide_unused_packages()
+    import_tokenizers()  # models are made for few stages
     problems: list[InputProblem] = []
     unseen: list[Unseen] = []
     for number, stage in enumerate(config.stages):

@@ -1,4 +1,4 @@
-"""What the processes that build models leave out of their start."""
+"""What the processes that build models, or read tokenizers only, leave out of their start."""
 
 import subprocess
 import sys
@@ -12,8 +12,30 @@ import transformers.models.qwen3.modeling_qwen3
 print(*(name for name in ("sklearn", "scipy") if name in sys.modules))
 assert find_spec("sklearn") and find_spec("scipy")
 """
+TOKENIZERS = """
+import sys
+from stages.models.start_up import hide_unused_packages, import_tokenizers
+hide_unused_packages()
+import_tokenizers()
+from transformers import AutoTokenizer
+assert not {"transformers.generation.utils", "transformers.modeling_utils", "torch._dynamo"} & {*sys.modules}
+
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.models.auto import auto_factory
+
+class CameWithItsModel(PreTrainedModel):
+    def prepare_inputs_for_generation(self):
+        pass
+
+print(issubclass(auto_factory.add_generation_mixin_to_remote_model(CameWithItsModel), GenerationMixin))
+"""
 
 
 def test_models_do_without_packages_that_everybody_else_still_finds():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
+def test_tokenizers_do_without_what_models_need_which_then_find_it():
+    done = subprocess.run([sys.executable, "-c", TOKENIZERS], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, "True"), done.stderr
