@@ -20,7 +20,12 @@ class Builtins:
 
     def deliver(self, request: Request, revision: str, folder: Path, context: StageContext) -> None:
         folder.mkdir()
-        importlib.import_module(BUILTINS[request.source.name].module).make(folder)
+        builtin = BUILTINS[request.source.name]
+        if builtin.product == "model":
+            from stages.models.start_up import hide_unused_packages  # and Transformers, in a second
+
+            hide_unused_packages()
+        importlib.import_module(builtin.module).make(folder)
 
     def read_file(self, source: Source, revision: str, name: str) -> str | None:
         sizes = BUILTINS[source.name].sizes
