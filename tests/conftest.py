@@ -13,14 +13,18 @@ __all__ = ["pytest_configure", "pytest_unconfigure"]
 
 LONGEST = (
     "test_quickstart.py",
-    "test_slurm_faults.py",
-    "test_serve_faults.py",
-    "test_megatron_layouts.py",
     "test_schedule.py",
-    "test_retry.py",
-    "test_megatron_faults.py",
-    "test_server_faults.py",
+    "test_megatron_layouts.py",
+    "test_adapters.py",
+    "test_grpo.py",
+    "test_serve_faults.py",
     "test_killed_at_random.py",
+    "test_megatron_faults.py",
+    "test_methods.py",
+    "test_serve_evaluate.py",
+    "test_slurm_faults.py",
+    "test_retry.py",
+    "test_server_faults.py",
     "test_killed_anywhere.py",
     "test_train_faults.py",
     "test_megatron_curves.py",
@@ -30,7 +34,6 @@ LONGEST = (
     "test_compare.py",
     "test_follow.py",
     "test_quantize.py",
-    "test_serve_evaluate.py",
 )
 """Files that take minutes. A worker that began one last would have the others wait for it; the many short unit tests
 fill what is left."""
