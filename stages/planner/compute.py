@@ -240,7 +240,10 @@ def _elementwise(work: LayerWork, software: Software, hardware: Hardware) -> Pas
     attention = 2 * (shape.query_width + shape.kv_width + 2 * shape.rotary_width)
     split = ((3 if shape.gated_ffn else 2) * width + attention) / work.tp
     passes = 1 if software.fused_elementwise else EAGER_PASSES["layer norm" if shape.norm_bias else "rms norm"]
-    casts = CASTS.get(work.precision, 0.0) * (2 * shape.hidden_size + width / work.tp)
+    # What goes into a gather of tokens is cast before it, on the rank that has them; in 4 bits behind it.
+    is_cast_split = work.sequence_parallel and work.precision == "fp8"
+    gathered = 2 * shape.hidden_size / (work.tp if is_cast_split else 1)
+    casts = CASTS.get(work.precision, 0.0) * (gathered + width / work.tp)
     moved = work.tokens * work.size * (passes * (whole + split) + casts)
     forward_s = moved / memory_rate(hardware)
     return Pass(forward_s, 2 * forward_s)

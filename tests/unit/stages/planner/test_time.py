@@ -9,7 +9,7 @@ import pytest
 from stages.models.known_models import KNOWN
 from stages.parallel.layout import Layout
 from stages.planner import network
-from stages.planner.compute import LayerWork, head_time, layer_time, matmul_s
+from stages.planner.compute import LayerWork, head_time, layer_time, matmul_s, memory_rate
 from stages.planner.devices import HARDWARE
 from stages.planner.memory import GIB, memory
 from stages.planner.time import step_time
@@ -168,6 +168,18 @@ def test_four_bits_are_quicker_where_a_device_has_them_and_eight_where_not():
     eight, four = (replace(WORK, precision=precision) for precision in ("fp8", "fp4"))
     assert estimate(Layout(), four, hardware=gb300).step_time_s < estimate(Layout(), eight, hardware=gb300).step_time_s
     assert h100.sustained_flops_per_s("fp4") == h100.sustained_flops_per_s("fp8")
+
+
+@pytest.mark.parametrize(("sequence_parallel", "share"), [(False, 1), (True, 1 / 8)])
+def test_tokens_are_made_eight_bits_wide_before_they_are_gathered(sequence_parallel, share):
+    """What goes into attention and into the feed-forward layer, by the rank that has it; the rest is split anyway."""
+    work = replace(LLAMA_WORK, tp=8, sequence_parallel=sequence_parallel)
+    in_8, in_16 = (
+        layer_time(replace(work, precision=precision), OURS["megatron"], H100).elementwise.forward_s
+        for precision in ("fp8", "bf16")
+    )
+    numbers = 4096 * (2 * share * LLAMA.hidden_size + LLAMA.ffn_size / 8)
+    assert in_8 - in_16 == pytest.approx(2.5 * 2 * numbers / memory_rate(H100))
 
 
 def test_attention_in_eight_bits_is_quicker_by_what_its_constant_says():
