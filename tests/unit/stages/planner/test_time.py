@@ -80,6 +80,28 @@ def test_a_group_of_whole_nodes_uses_all_network_cards():
     assert eight_cards < one_card
 
 
+def test_pipeline_messages_cost_by_where_the_next_stage_is_and_small_ones_more_a_byte():
+    nodes = replace(H100, gpus_per_node=4)
+    inside, across = (estimate(Layout(tp=4, pp=2), hardware=hardware).parts for hardware in (H100, nodes))
+    assert across.pipeline_messages > 2 * inside.pipeline_messages > 0
+    small, large = (network.neighbour_s(H100, 8, num_bytes) / num_bytes for num_bytes in (1e4, 1e8))
+    assert small > 10 * large
+
+
+def test_reducing_gradients_hides_behind_no_more_than_the_passes_there_are():
+    def exposed_and_alone_s(gb_per_s):
+        hardware = replace(H100, inter_node_gb_per_s=gb_per_s)
+        alone = replace(hardware, software=(("overlaps_gradients", False),))
+        return [estimate(Layout(dp_shard=64), hardware=one).parts.data_parallel for one in (hardware, alone)]
+
+    quick, slow, slower = (exposed_and_alone_s(gb_per_s) for gb_per_s in (50, 0.1, 0.05))
+    overlapped = H100.efficiency.overlapped
+    assert quick[0] == pytest.approx((1 - overlapped) * quick[1])  # hidden, but for what it takes from compute
+    assert slow[1] - slow[0] == pytest.approx(slower[1] - slower[0])
+    compute = estimate(Layout(dp_shard=64)).parts.compute  # of one micro-batch, with the head
+    assert 0.8 * overlapped * compute < slow[1] - slow[0] < overlapped * compute
+
+
 def test_tensor_parallelism_across_nodes_is_slow():
     two_a_node = replace(H100, gpus_per_node=2)
     inside, across = estimate(Layout(tp=8)).parts, estimate(Layout(tp=8), hardware=two_a_node).parts
