@@ -42,6 +42,23 @@ def test_the_page_opens_without_errors_and_requests_and_fits_the_screen(night, s
     assert [url for url in seen.requests if not url.startswith(("file:", "data:", "blob:"))] == []
 
 
+def test_on_a_phone_each_bar_is_below_its_own_name_and_number(night, store, browser):
+    file = write_report(night.refresh(), store.index())
+    with opened(browser, file, 380) as (shown, _):
+        for of_part in ("#time ~ .bars >> nth=0", "[aria-label='Shares of the mixture of sft']"):
+            bars = shown.locator(of_part).locator(":scope > div")
+            names, tracks, numbers = (
+                [one.bounding_box() for one in bars.locator(f":scope > {where}").all()]
+                for where in ("span:first-child", ".track", ".v")
+            )
+            assert len(names) == len(tracks) == len(numbers) > 1
+            assert {round(one["x"]) for one in names} == {round(tracks[0]["x"])}
+            for name, track, value in zip(names, tracks, numbers, strict=True):
+                assert abs(name["y"] - value["y"]) < 2
+                assert name["y"] + name["height"] <= track["y"] + 1
+                assert value["x"] + value["width"] <= track["x"] + track["width"] + 1
+
+
 def test_the_numbers_are_those_of_the_records(night, store, browser, tmp_path):
     file = write_report(night.refresh(), store.index())
     with opened(browser, file) as (shown, _):
