@@ -135,6 +135,12 @@ def stream(url: str, question: dict[str, Any]) -> str:
     return "".join(json.loads(line)["choices"][0]["text"] for line in lines[:-1])
 
 
+def get(url: str) -> Any:
+    asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {API_KEY}"})
+    with urllib.request.urlopen(asked, timeout=60) as answer:
+        return json.load(answer)
+
+
 def versions_in(metrics: str) -> set[str]:
     """Versions of the samples of vLLM's own metrics, each of which has one."""
     asked = urllib.request.Request(metrics, headers={"Authorization": f"Bearer {API_KEY}"})
@@ -261,12 +267,13 @@ def expected_answer(made: Registration) -> str:
 def test_adapters_take_over_in_the_running_server_without_a_failed_request(environment: Path) -> None:
     """More of them than the server has slots; a prompt longer than a block of the prefix cache shows what is stale.
 
-    One that was lost on its way is not taken over. When the engine dies of the next, that is said.
+    The first one challenges before it takes over: the engine has both, and each answers its users. One that was lost on
+    its way is not taken over. When the engine dies of the next, that is said.
     """
     adapters = [adapter_registration(seed) for seed in range(6)]
     lose(adapters[5], environment)
     make_champion(adapters[0])
-    command = [LIFECYCLE, "serve", f"models:/{NAME}@champion", "--follow"]
+    command = [LIFECYCLE, "serve", f"models:/{NAME}@champion", "--follow", "--canary", "50%"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, env=os.environ.copy(), text=True, **pipes) as process:
         try:
@@ -277,7 +284,17 @@ def test_adapters_take_over_in_the_running_server_without_a_failed_request(envir
             askers = [threading.Thread(target=load.ask) for _ in range(NUM_ASKERS)]
             for asker in askers:
                 asker.start()
-            for made in adapters[1:4]:
+            load.more_answers(6)
+            registry = Registry()
+            challenger = registry.register(adapters[1])
+            registry.challenge(challenger)
+            wait_for(lambda: any("gets 50.0% of the requests" in line for line in said), what="the challenger")
+            load.more_answers(NUM_ASKERS * (NUM_USERS + 1))
+            beside = get(f"{url.removesuffix('/v1')}/versions")
+            engine_versions = versions_in(f"{url.removesuffix('/v1')}/metrics")
+            registry.promote_challenger(NAME)
+            wait_for(lambda: any("was stopped" in line for line in said), what="the end of the canary")
+            for made in adapters[2:4]:
                 load.more_answers(6)
                 num_swaps = sum("was stopped" in line for line in said)
                 make_champion(made)
@@ -291,9 +308,7 @@ def test_adapters_take_over_in_the_running_server_without_a_failed_request(envir
                 asker.join()
             with pytest.raises(urllib.error.HTTPError, match="404"):
                 post(f"{url}/completions", {**LONG, "model": f"{NAME}-base"})
-            listed = urllib.request.Request(f"{url}/models", headers={"Authorization": f"Bearer {API_KEY}"})
-            with urllib.request.urlopen(listed, timeout=60) as models:
-                assert [one["id"] for one in json.load(models)["data"]] == [NAME]
+            assert [one["id"] for one in get(f"{url}/models")["data"]] == [NAME]
 
             engines = engine_processes(environment)
             for engine in engines:
@@ -308,6 +323,12 @@ def test_adapters_take_over_in_the_running_server_without_a_failed_request(envir
             process.wait(90)
     assert load.failures == []
     assert not [line for line in said if "starting vLLM" in line]
+    both = [beside["champion"], beside["challenger"]]
+    assert both[1] == challenger.number
+    assert engine_versions == {",".join(both)}, "one engine counts for the two"
+    counted = {one["version"]: one for one in beside["versions"]}
+    assert [counted[version]["errors"] for version in both] == [0, 0]
+    assert min(counted[version]["requests"] for version in both) >= NUM_ASKERS
     swapped_s = [float(line.split(" checked in ")[1].split()[0]) for line in said if " checked in " in line]
     assert len(swapped_s) == 3
     assert max(swapped_s) < 10  # 0.3 s on a quiet machine
