@@ -83,9 +83,10 @@ environments: .venv/.ready .venv-serve/.ready
 	@$(PYTHON) -m venv .venv
 	@.venv/bin/python -m pip install --quiet uv==0.13.8
 
-.venv/.ready: $(PINS)/pipeline.in $(PINS)/pipeline.txt pyproject.toml | .venv/bin/uv
+.venv/.ready: $(PINS)/pipeline.in $(PINS)/pipeline.txt $(PINS)/fp8.in pyproject.toml | .venv/bin/uv
 	@echo "Installing the pipeline environment into .venv ($(DEVICE)) …"
 	@$(INSTALL) --python .venv/bin/python $(call PINNED,pipeline)
+	@$(if $(filter cuda,$(DEVICE)),$(INSTALL) --python .venv/bin/python --no-deps --requirement $(PINS)/fp8.in)
 	@$(INSTALL) --python .venv/bin/python --no-deps --editable .
 	@.venv/bin/python -m compileall -q flows stages
 	@touch $@

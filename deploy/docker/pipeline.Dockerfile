@@ -6,10 +6,14 @@ FROM python:3.11-slim-bookworm AS build
 ARG TORCH_BACKEND=cpu
 RUN pip install --no-cache-dir uv==0.13.8
 WORKDIR /build
-COPY deploy/requirements/pipeline.in deploy/requirements/pipeline.txt deploy/requirements/
+COPY deploy/requirements/pipeline.in deploy/requirements/pipeline.txt deploy/requirements/fp8.in deploy/requirements/
 RUN uv venv /opt/pipeline && \
     uv pip install --no-cache --compile-bytecode --torch-backend=${TORCH_BACKEND} --python /opt/pipeline/bin/python \
-        --constraints deploy/requirements/pipeline.txt --requirement deploy/requirements/pipeline.in
+        --constraints deploy/requirements/pipeline.txt --requirement deploy/requirements/pipeline.in && \
+    if [ "${TORCH_BACKEND}" != cpu ]; then \
+        uv pip install --no-cache --compile-bytecode --no-deps --python /opt/pipeline/bin/python \
+            --requirement deploy/requirements/fp8.in; \
+    fi
 COPY pyproject.toml README.md LICENSE ./
 COPY flows flows
 COPY stages stages

@@ -11,6 +11,8 @@ from flows.recipe.recipe import Recipe
 from stages.core.contract import StageConfig
 from stages.core.errors import ResourceError
 from stages.parallel.device_types import device_type
+from stages.parallel.eight_bits import missing_package
+from stages.planner.local_hardware import named_like
 from stages.train.config import TrainConfig
 
 VISIBLE_DEVICES = device_type("cuda").visible_devices or ""
@@ -41,7 +43,8 @@ def own_gpus(config: StageConfig) -> list[int]:
 
 
 def check_devices(planned: Plan) -> None:
-    """Raises `ResourceError` when a stage would get fewer GPUs than its processes take, one each."""
+    """Raises `ResourceError` when a stage would get fewer GPUs than its processes take, one each, or when this machine
+    lacks what its precision needs."""
     for name, stage in planned.stages.items():
         if stage.action != "run" or stage.kind == "download":
             continue
@@ -50,6 +53,8 @@ def check_devices(planned: Plan) -> None:
             count = _num_gpus(stage.config)
             wanted = f"{count} GPU{'' if count == 1 else 's'}" + (f" ({split})" if split else "")
             raise ResourceError(f"stage {name} wants {wanted}, {problem}")
+        if isinstance(stage.config, TrainConfig) and (problem := next(_precision_problems(stage.config), None)):
+            raise ResourceError(f"stage {name}: {problem}")
 
 
 def device_notes(recipe: Recipe, chosen: Collection[str]) -> Iterator[str]:
@@ -98,6 +103,20 @@ def _device_problems(config: StageConfig) -> Iterator[str]:
     slots = execution.slots
     if slots and slots < wanted:
         yield f"but execution.slots is {slots}; each of its processes takes a GPU of its own: leave `slots` out"
+
+
+def _precision_problems(config: TrainConfig) -> Iterator[str]:
+    """What this machine lacks for products in 8 bits; other machines are asked when the stage starts there."""
+    if config.precision != "fp8" or config.execution.launcher != "local":
+        return
+    if not gpus():
+        yield "`precision: fp8` is for NVIDIA GPUs, and this machine has none; say `precision: bf16`"
+    for name in gpus():
+        hardware = named_like(name)
+        if hardware and hardware.fp8_tflops is None:
+            yield f"`precision: fp8`: {name} does not multiply in 8 bits; say `precision: bf16`"
+    if missing := missing_package(config.engine, config.precision):
+        yield missing
 
 
 def _named(config: StageConfig) -> list[str]:

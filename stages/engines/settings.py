@@ -9,6 +9,9 @@ from stages.adapters.config import AdapterConfig
 from stages.parallel.layout import Layout
 from stages.planner.workload import Precision
 
+Fp8Recipe = Literal["tensorwise", "rowwise"]
+"""What shares a scale in 8 bits; torchao's names."""
+
 
 @dataclass(frozen=True)
 class AdamSettings:
@@ -74,3 +77,4 @@ class EngineSettings:
     """None: AdamW alone."""
     moe: MoeSettings = MoeSettings()
     low_precision: LowPrecisionSettings = LowPrecisionSettings()
+    fp8_recipe: Fp8Recipe = "tensorwise"

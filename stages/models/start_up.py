@@ -7,22 +7,24 @@ import sys
 from typing import Any
 
 from transformers import utils
-from transformers.utils import is_scipy_available, is_sklearn_available
+from transformers.utils import is_scipy_available, is_sklearn_available, is_torchao_available
 
 AUTO_FACTORY = "transformers.models.auto.auto_factory"
 
 
 def hide_unused_packages() -> None:
-    """Have Transformers take scikit-learn and SciPy for missing, so that models do not import them, for over a second.
+    """Have Transformers take scikit-learn, SciPy and torchao for missing, so that models do not import them, for over a
+    second each.
 
-    It uses them for assisted generation and for losses of object detection only. Everybody else finds them as before.
+    It uses them for assisted generation, for losses of object detection and for weights that torchao has quantized.
+    Everybody else finds them as before.
     """
-    names = ("sklearn", "scipy")
+    names = ("sklearn", "scipy", "torchao")
     before = {name: sys.modules[name] for name in names if name in sys.modules}
     missing: dict[str, Any] = dict.fromkeys(names)  # None means: there is no such package
     sys.modules.update(missing)
     try:
-        for is_available in (is_sklearn_available, is_scipy_available):
+        for is_available in (is_sklearn_available, is_scipy_available, is_torchao_available):
             is_available.cache_clear()
             is_available()  # it remembers the answer
     finally:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from stages.core.errors import ResourceError
-from stages.parallel.device_types import DEVICE_TYPES, DeviceType, device_type
+from stages.parallel.device_types import DEVICE_TYPES, DeviceType, check_capability, device_type
 
 
 def type_at_hand() -> DeviceType:
@@ -49,6 +49,13 @@ def device_of_this_process() -> torch.device:
     device = torch.device(found.torch_type, int(os.environ.get("LOCAL_RANK", "0")))
     torch.accelerator.set_device_index(device.index)
     return device
+
+
+def check_precision(found: DeviceType, precision: str) -> None:
+    """Raise ResourceError where this process's accelerator is too old for what layers are to multiply in."""
+    if found.fp8_from > (0, 0):
+        module: Any = torch.get_device_module(found.torch_type)
+        check_capability(found, module.get_device_capability(), precision)
 
 
 def in_float64(values: torch.Tensor) -> torch.Tensor:

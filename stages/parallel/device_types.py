@@ -35,6 +35,8 @@ class DeviceType:
     has_float64: bool = True
     has_flash_kernel: bool = False
     """Whether `torch.nn.attention.varlen` runs on it."""
+    fp8_from: tuple[int, int] = (0, 0)
+    """The compute capability from which it multiplies in 8 bits."""
     lacks: Mapping[Feature, str] = field(default_factory=dict)
     """What it cannot do → why."""
 
@@ -45,9 +47,9 @@ class DeviceType:
 
 
 _MEGATRON = "Megatron-core knows CUDA's devices only; use `engine: fsdp`"
-_EIGHT_BITS = "Transformer Engine, which multiplies in 8 bits, is for NVIDIA's GPUs; say `precision: bf16`"
+_EIGHT_BITS = "products in 8 bits are for NVIDIA's GPUs here; say `precision: bf16`"
 DEVICE_TYPES = (
-    DeviceType("cuda", "NVIDIA GPUs", "cuda", "nccl", "CUDA_VISIBLE_DEVICES", has_flash_kernel=True),
+    DeviceType("cuda", "NVIDIA GPUs", "cuda", "nccl", "CUDA_VISIBLE_DEVICES", has_flash_kernel=True, fp8_from=(8, 9)),
     DeviceType(
         "rocm",
         "AMD GPUs (ROCm)",
@@ -115,3 +117,13 @@ def check_device(found: DeviceType, engine: EngineName, layout: Layout, precisio
     lacking = [f"{feature}: {why}" for feature, why in found.lacks.items() if asked[feature]]
     if lacking:
         raise ResourceError(f"training on {found.title} ({found.name}), which lack {'; '.join(lacking)}")
+
+
+def check_capability(found: DeviceType, capability: tuple[int, int], precision: str) -> None:
+    """Raise ResourceError when devices of this compute capability do not multiply in the precision asked for."""
+    if precision == "fp8" and capability < found.fp8_from:
+        needed, had = (".".join(map(str, one)) for one in (found.fp8_from, capability))
+        raise ResourceError(
+            f"training on {found.title} of compute capability {had}, which do not multiply in 8 bits; `precision: fp8` "
+            f"needs {needed} or later (Ada, Hopper, Blackwell): say `precision: bf16`"
+        )

@@ -36,8 +36,10 @@ def kept_bytes_per_token(
     if layout.recompute == "selective" and engine == "fsdp":
         products = size * _kept_results(shape, layout, software)
         return checkpoint + products + _adapters_per_token(shape, engine, workload, keeps_results=True)
-    into_products = 1 if workload.in_few_bits else size
-    inputs = _kept_inputs(shape, workload)
+    casts = workload.in_few_bits and software.casts_at_products
+    into_products = 1 if workload.in_few_bits and not casts else size
+    # torchao keeps what gradients of weights need, of frozen weights, too
+    inputs = dict.fromkeys(Place, 1.0) if casts else _kept_inputs(shape, workload)
     of_norm = 0 if software.fused_elementwise else 4
     of_norm += size if software.fused_elementwise or workload.adapter is None else 0
     unsplit = hidden * (2 * of_norm + into_products * (inputs[Place.INTO_ATTENTION] + inputs[Place.INTO_FFN]))
@@ -45,7 +47,7 @@ def kept_bytes_per_token(
     split = _ffn_bytes_per_token(shape, size, into_products, inputs[Place.OUT_OF_FFN], software, workload)
     unsplit += 2 * size * shape.latent_width  # as they come, and as the next products have them
     split += 2 * size * (shape.query_width + shape.kv_width + shape.rotary_width)
-    split += shape.query_width * inputs[Place.OUT_OF_ATTENTION] if workload.in_few_bits else 0
+    split += shape.query_width * inputs[Place.OUT_OF_ATTENTION] if workload.in_few_bits and not casts else 0
     split += of_norm * (shape.query_width + shape.kv_width) if shape.qk_norm else 0
     if not software.flash_attention and layout.recompute == "none":
         split += shape.num_heads * workload.sequence_length * (5 if software.dropout else 2)

@@ -10,7 +10,7 @@ Where kernels are short, the host that launches them sets the pace.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from stages.models.shape import ModelShape
@@ -103,11 +103,16 @@ def layer_time(work: LayerWork, software: Software, hardware: Hardware) -> Layer
     """Average over the model's layers (dense and mixtures)."""
     shape = work.shape
     mixture = shape.num_mixture_layers / shape.num_layers
+    experts = work
+    if work.precision in CASTS and software.casts_at_products:
+        experts = replace(work, precision="bf16")
+        if not software.fused_elementwise:  # a compiler leaves out gradients of frozen weights, torchao alone does not
+            work = replace(work, is_frozen=False)
     products = _attention_products(work, hardware)
     if mixture < 1:
         products += _dense_ffn(work, hardware).times(1 - mixture)
     if mixture:
-        products += _experts(work, hardware).times(mixture)
+        products += _experts(experts, hardware).times(mixture)
     core = (
         _flash(work, software, hardware) if software.flash_attention else _unfused_attention(work, software, hardware)
     )

@@ -138,7 +138,7 @@ def _gathered_layer_bytes(case: StepCase, stage: PipelineStage) -> float:
         return gathered_layer_bytes(case.shape, workload.adapter, workload.compute_bytes)
     outside = outside_parameters(case.shape, stage, case.layout.tp)
     return (
-        (1 if workload.in_few_bits else workload.compute_bytes)
+        (1 if workload.in_few_bits and not case.software.casts_at_products else workload.compute_bytes)
         * (case.trained(stage).total - outside)
         / stage.num_layers
     )

@@ -36,7 +36,13 @@ MODERN_MEGATRON = Software(
 )
 FP8_MEGATRON = replace(MODERN_MEGATRON, gradient_bytes=2, keeps_frozen_in_fp8=True)
 """Who goes down to fp8 adds up and reduces gradients in bf16."""
-EAGER_FSDP = replace(OURS["fsdp"], chunked_logits=False, gathers_gradients=False, keeps_every_second_product=True)
+EAGER_FSDP = replace(
+    OURS["fsdp"],
+    chunked_logits=False,
+    gathers_gradients=False,
+    keeps_every_second_product=True,
+    casts_at_products=False,
+)
 FIRST_FSDP = replace(EAGER_FSDP, first_flash_attention=True)
 
 

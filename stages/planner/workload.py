@@ -133,6 +133,8 @@ class Software:
     """Of the layers, those whose activations wait in the host's memory, which is near enough not to be waited for."""
     fp8_activation_inputs: bool = False
     """What goes into activation functions is kept in fp8."""
+    casts_at_products: bool = False
+    """In few bits, dense products cast what they are given: it is kept and gathered in 16, and experts multiply so."""
     cuda_graphs: bool = False
     """Kernels are launched from a recording of a step: the host sets no pace."""
     fragments_states: bool = False
@@ -145,7 +147,7 @@ class Software:
 
 
 OURS: dict[EngineName, Software] = {
-    "fsdp": Software(fused_elementwise=False, fragments_states=True),
+    "fsdp": Software(fused_elementwise=False, fragments_states=True, casts_at_products=True),
     "megatron": Software(chunked_logits=False, gathers_gradients=False),
 }
 """The engines of this project. FSDP runs the layers of Transformers, whose norms are chains of operations."""

@@ -16,13 +16,13 @@ from stages.core.contract import ModelOrAdapterReference, ModelReference, StageC
 from stages.core.fields import AddedLater, Product, without
 from stages.core.numbers import NonNegativeFp32
 from stages.data.config import DataConfig
-from stages.engines.settings import AdamSettings, EngineSettings
+from stages.engines.settings import AdamSettings, EngineSettings, Fp8Recipe
 from stages.parallel.layout import AutoLayout, EngineName, Layout, LayoutOrAuto
 from stages.parallel.legality import RunConstraints, layout_errors
 from stages.planner.workload import Workload
 from stages.serving.registry import chosen_engine, installed_version
 from stages.train.execution import TrainExecution
-from stages.train.honoured import engine_errors
+from stages.train.honoured import engine_errors, score_head_errors
 from stages.train.methods.options import MethodFields, MethodName
 from stages.train.methods.rollout_errors import SamplingRun, completion_errors, idle_fields
 from stages.train.moe import MoeConfig
@@ -84,7 +84,10 @@ class TrainConfig(MethodFields):
     precision: TrainingPrecision = Field(
         "bf16",
         description="bf16: parameters and activations in bfloat16, reduction and master weights in fp32. fp8: so too, "
-        "but layers multiply in 8 bits (megatron, on GPUs with Transformer Engine).",
+        "but layers multiply in 8 bits, on GPUs, by torchao (fsdp) or Transformer Engine (megatron).",
+    )
+    fp8_recipe: Annotated[Fp8Recipe, AddedLater()] = Field(
+        "tensorwise", description="What shares a scale in `precision: fp8`; rowwise: fsdp only."
     )
     keep: Annotated[Literal["last", "best"], AddedLater()] = Field(
         "last",
@@ -177,6 +180,7 @@ class TrainConfig(MethodFields):
             self.optimizer.muon,
             self.moe.settings,
             self.optimizer.low_precision,
+            self.fp8_recipe,
         )
 
     def identity(self) -> dict[str, JsonValue]:
@@ -207,6 +211,8 @@ class TrainConfig(MethodFields):
         yield from idle_fields(self.method, self.rollouts, self.sampling, self.teacher_server)
         if self.learning.rows == "pairs":
             yield "data.turns", f"`method: {self.method}` learns from single answers"
+        if self.precision != "fp8":
+            yield "fp8_recipe", f"`precision: {self.precision}` has no products in 8 bits"
         if self.schedule == "constant":
             yield "min_learning_rate_fraction", "`schedule: constant` ends where it began"
         if not self.weight_decay:
@@ -257,16 +263,6 @@ class TrainConfig(MethodFields):
         return self
 
     @model_validator(mode="after")
-    def _score_head_can_be_had(self) -> Self:
-        if not self.learning.needs_score_head:
-            return self
-        if self.engine != "fsdp":
-            raise ValueError(f"`method: {self.method}` needs `engine: fsdp`: {self.engine} has no head of scores here")
-        if self.adapter:
-            raise ValueError(f"`method: {self.method}` trains whole models only; remove `adapter`")
-        return self
-
-    @model_validator(mode="after")
     def _completions_can_be_had(self) -> Self:
         if self.sampling is None:
             return self
@@ -287,9 +283,12 @@ class TrainConfig(MethodFields):
 
     @model_validator(mode="after")
     def _engine_honours_what_is_asked(self) -> Self:
-        asked = self.precision, self.optimizer, self.moe, self.adapter
-        if errors := "; ".join(engine_errors(self.engine, self.layout, *asked)):
-            raise ValueError(errors)
+        asked = self.precision, self.fp8_recipe, self.optimizer, self.moe, self.adapter
+        errors = engine_errors(self.engine, self.layout, *asked)
+        if self.learning.needs_score_head:
+            errors += score_head_errors(self.method, self.engine, self.adapter)
+        if errors:
+            raise ValueError("; ".join(errors))
         return self
 
     @model_validator(mode="after")

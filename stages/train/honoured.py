@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from stages.adapters.config import AdapterConfig
 from stages.adapters.legality import adapter_errors
+from stages.engines.settings import Fp8Recipe
 from stages.parallel.layout import EngineName, Layout
 from stages.planner.workload import Precision
 from stages.train.moe import MoeConfig, moe_errors
@@ -14,6 +15,7 @@ def engine_errors(
     engine: EngineName,
     layout: Layout,
     precision: Precision,
+    fp8_recipe: Fp8Recipe,
     optimizer: OptimizerConfig,
     moe: MoeConfig,
     adapter: AdapterConfig | None,
@@ -23,9 +25,19 @@ def engine_errors(
     errors = list(adapter_errors(engine, adapter)) if adapter else []
     errors += optimizer_errors(optimizer, engine, layout, precision, has_adapter=has_adapter)
     errors += moe_errors(moe, has_adapter=has_adapter)
-    if precision == "fp8" and engine != "megatron":
+    if fp8_recipe != "tensorwise" and engine != "fsdp":
         errors.append(
-            "`precision: fp8` needs `engine: megatron`: FSDP2 has it of torchao, which is not in the environment of "
-            "training; choose that engine, or say `precision: bf16`"
+            f"`fp8_recipe: {fp8_recipe}` needs `engine: fsdp`, found {engine}, whose scales are of whole tensors; "
+            "change either"
         )
+    return errors
+
+
+def score_head_errors(method: str, engine: EngineName, adapter: AdapterConfig | None) -> list[str]:
+    """A sentence for each thing that does not go with a head that gives one number."""
+    errors = []
+    if engine != "fsdp":
+        errors.append(f"`method: {method}` needs `engine: fsdp`: {engine} has no head of scores here")
+    if adapter:
+        errors.append(f"`method: {method}` trains whole models only; remove `adapter`")
     return errors

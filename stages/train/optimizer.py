@@ -14,7 +14,7 @@ from stages.parallel.layout import EngineName, Layout
 from stages.planner.workload import Precision, StateBytes
 
 NOT_HAD = {
-    "adamw_8bit": "its moments need torchao or bitsandbytes, of which neither is in the environment of training",
+    "adamw_8bit": "its moments need torchao or bitsandbytes, of which neither is in every environment of training",
     "adafactor": "torch's cannot step on what FSDP2 has sharded (torch 2.13: the power of a norm's parts)",
 }
 """Optimizers that people ask for, and why they cannot be had."""

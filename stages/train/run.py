@@ -13,7 +13,7 @@ import torch
 from stages.adapters.experts import idle_experts
 from stages.adapters.files import read_adapter
 from stages.core.contract import StageContext, StageResult, is_main_process
-from stages.core.errors import LayoutError, ModelError
+from stages.core.errors import LayoutError, ModelError, ResourceError
 from stages.core.files import write_atomically
 from stages.data.config import DEFAULT_DATE
 from stages.data.lengths import LENGTHS_FILE
@@ -25,9 +25,10 @@ from stages.models.shape import ModelShape
 from stages.models.start_up import hide_unused_packages
 from stages.models.tokenizer_probe import check_tokenizer
 from stages.models.trained_on import note_trained_on
-from stages.parallel.accelerator import type_at_hand
+from stages.parallel.accelerator import check_precision, type_at_hand
 from stages.parallel.device_types import check_device
 from stages.parallel.devices import Peak, device_peak
+from stages.parallel.eight_bits import missing_package
 from stages.parallel.layout import describe_layout
 from stages.parallel.processes import collective_timeout, joined_processes
 from stages.train.batches import TrainingData
@@ -57,7 +58,11 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
     model_folder = context.inputs[config.base or config.model] / "model"
     config = config.model_copy(update={"data": data_with_template(config.data, context.inputs[config.model])})
     _check_world_size(config)
-    check_device(type_at_hand(), config.engine, config.layout, config.precision)
+    found = type_at_hand()
+    check_device(found, config.engine, config.layout, config.precision)
+    check_precision(found, config.precision)
+    if missing := missing_package(config.engine, config.precision):
+        raise ResourceError(missing)
     tokenizer_notes = check_tokenizer(model_folder, read_config(model_folder))
     for unusual in [*check_model_folder(model_folder), *tokenizer_notes]:
         context.warn(unusual)
@@ -132,14 +137,18 @@ def _build_engine(
         from stages.engines.fsdp.engine import FsdpEngine
         from stages.engines.fsdp.eva import InputRows
 
-        if config.adapter is None or config.adapter.init != "eva":
-            return FsdpEngine(model_folder, config.engine_settings, device, start)
-        if not isinstance(data, RowData):
-            raise ModelError(f"adapter.init is eva, and `method: {config.method}` has no rows that it could start from")
-        rows = InputRows(data.first_batches(config.adapter.highest_rank), context.scratch / "eva.safetensors")
-        engine = FsdpEngine(model_folder, config.engine_settings, device, rows=rows)
+        rows = None
+        if config.adapter and config.adapter.init == "eva":
+            if not isinstance(data, RowData):
+                raise ModelError(
+                    f"adapter.init is eva, and `method: {config.method}` has no rows that it could start from"
+                )
+            rows = InputRows(data.first_batches(config.adapter.highest_rank), context.scratch / "eva.safetensors")
+        engine = FsdpEngine(model_folder, config.engine_settings, device, None if rows else start, rows)
         if is_main_process():
-            context.milestone(rows.described())
+            for note in (rows.described() if rows else None, engine.note):
+                if note:
+                    context.milestone(note)
         return engine
     from stages.engines.megatron.compat import prepare_megatron
 

@@ -50,13 +50,15 @@ class Part:
     """fsdp or megatron; transformers: a plain loop; trl: its `SFTTrainer`."""
     adapter: bool = False
     compile: bool = False
+    precision: str = "bf16"
     place: int = 0
     """Which of the layouts that are predicted to fit, the fastest first: after one that ran out of memory, the next."""
 
     @property
     def name(self) -> str:
         """In one line."""
-        how = ("LoRA" if self.adapter else "full", self.program, *(["compiled"] if self.compile else []))
+        how = ["LoRA" if self.adapter else "full", self.program]
+        how += [word for word, said in (("compiled", self.compile), ("fp8", self.precision == "fp8")) if said]
         return " ".join([self.model, str(self.tokens), *how])
 
     @property
@@ -97,7 +99,8 @@ def ordered(device: str) -> list[Part | str]:
     lora = {"adapter": True}
     first = [Part("8b", 4096, **one, **lora) for one in (fsdp, compiled)]  # AutoModel's figure is of this
     first += [Part("4b", 4096, **one) for one in (fsdp, compiled)]
-    beside = [Part("4b", 4096, **plain), Part("8b", 4096, **plain, **lora), Part("4b", 4096, **megatron)]
+    beside = [Part("4b", 4096, **compiled, precision="fp8")]  # the same in bf16 is among the first
+    beside += [Part("4b", 4096, **plain), Part("8b", 4096, **plain, **lora), Part("4b", 4096, **megatron)]
     beside += [Part("8b", 4096, **fsdp), Part("8b", 4096, **megatron, **lora), Part("4b", 4096, **theirs)]
     rest = [
         Part(model, tokens, **program, adapter=adapter)
@@ -217,6 +220,8 @@ class Run:
 
 def _lacking(what: Part | str) -> str | None:
     needed = {"trl": "trl", "megatron": "megatron"}.get(what.program) if isinstance(what, Part) else None
+    if isinstance(what, Part) and what.precision == "fp8":
+        needed = "torchao"
     return needed if needed and importlib.util.find_spec(needed) is None else None
 
 

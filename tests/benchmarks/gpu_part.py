@@ -58,7 +58,7 @@ def config_of(part: Part, **layout: Any) -> TrainConfig:
             "data": {"dataset": "rows", "sequence_length": part.tokens},
             "global_batch_size": part.rows,
             "learning_rate": 1e-5,
-            "precision": "bf16",
+            "precision": part.precision,
             "engine": engine,
             "layout": {"compile": part.compile, **layout} if engine == "fsdp" else layout,
             "adapter": ADAPTER if part.adapter else None,

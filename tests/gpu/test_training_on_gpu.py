@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.gpu.device import needs_device, needs_two
+from tests.gpu.device import needs_device, needs_eight_bits, needs_two
 from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end
 
 pytestmark = needs_device
@@ -22,12 +22,12 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return make_artifacts(tmp_path_factory.mktemp("artifacts"))
 
 
-def train(work: Path, artifacts: dict[str, Path], precision: str, **layout: Any) -> list[dict[str, float]]:
+def train(
+    work: Path, artifacts: dict[str, Path], precision: str, fp8_recipe: str = "tensorwise", **layout: Any
+) -> list[dict[str, float]]:
     """The metrics of every step."""
-    layout = {"micro_batch_size": 4, **layout}
-    config = make_config(
-        steps=STEPS, learning_rate=3e-3, precision=precision, export_dtype="bfloat16", layout=layout, warmup_steps=5
-    )
+    options = {"precision": precision, "fp8_recipe": fp8_recipe, "layout": {"micro_batch_size": 4, **layout}}
+    config = make_config(steps=STEPS, learning_rate=3e-3, export_dtype="bfloat16", warmup_steps=5, **options)
     make_context(work, artifacts, config)
     run_to_end(work, config)
     return [row for row in logged(work) if "loss" in row]
@@ -59,6 +59,21 @@ def test_memory_choices_do_not_change_what_is_learned(
     other = train(tmp_path / "work", artifacts, "bf16", **layout)
     assert other[0]["loss"] == pytest.approx(plain[0]["loss"], rel=0.01)
     assert other[-1]["loss"] == pytest.approx(plain[-1]["loss"], rel=0.1)
+
+
+@needs_eight_bits
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("layout", [{}, {"compile": True}], ids=["eager", "compiled"])
+def test_products_in_8_bits_learn_like_bf16(
+    tmp_path: Path, artifacts: dict[str, Path], plain: list[dict[str, float]], recipe: str, layout: dict[str, Any]
+) -> None:
+    eight = train(tmp_path / "work", artifacts, "fp8", fp8_recipe=recipe, **layout)
+    assert eight[0]["loss"] == pytest.approx(plain[0]["loss"], rel=0.02)
+    assert eight[-1]["loss"] == pytest.approx(plain[-1]["loss"], rel=0.2)
+    assert [row["loss"] for row in eight] != [row["loss"] for row in plain]
+    weights = load_file(tmp_path / "work" / "model" / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    assert "linear layers multiply in 8 bits" in (tmp_path / "work" / "events.jsonl").read_text()
 
 
 @needs_two

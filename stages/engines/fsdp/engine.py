@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from stages.data.batch import Batch
 from stages.engines.balance import METRIC, num_tokens
 from stages.engines.engine import LossMeans, StepOutcome, free_memory
 from stages.engines.export import ScoreHead, check_exportable, export_model
+from stages.engines.fsdp.eight_bits import float8_config, multiply_in_eight_bits
 from stages.engines.fsdp.eva import InputRows, start_directions
 from stages.engines.fsdp.model import TargetLogProbabilities, find_weights, load_model
 from stages.engines.fsdp.moe import check_mixture, freeze_routers
@@ -42,6 +43,9 @@ from stages.engines.loss import Loss, means, stacked, totals_of
 from stages.engines.settings import EngineSettings
 from stages.models.transformers_flops import model_flops
 from stages.parallel.layout import Layout
+
+if TYPE_CHECKING:
+    from torchao.float8 import Float8LinearConfig
 
 
 class FsdpEngine:
@@ -65,7 +69,8 @@ class FsdpEngine:
         self.device = device
         self.data_rank = dist.get_rank()
         self.data_parallel_size = self.num_devices = dist.get_world_size()
-        self.compute_dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
+        self.compute_dtype = torch.float32 if settings.precision == "fp32" else torch.bfloat16
+        float8 = float8_config(settings.fp8_recipe) if settings.precision == "fp8" else None
         self._moe = settings.moe
         self._balances_experts = settings.moe.aux_loss_coefficient > 0
         self._accumulates_sharded = settings.layout.accumulate == "sharded"
@@ -88,7 +93,7 @@ class FsdpEngine:
         if settings.low_precision.bf16_stochastic_round:
             hold_in_bf16(self._model.causal_lm)
         decayed = None if settings.adam.decay_norms_and_biases else decayed_parameters(self._model.causal_lm)
-        self._parallelize(settings.layout, files)
+        self._parallelize(settings.layout, files, float8)
         self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         self._optimizer = build_optimizer(self._model.causal_lm, settings, decayed)
         self._state = TrainingState(self._model.causal_lm, self._optimizer)
@@ -214,8 +219,9 @@ class FsdpEngine:
             return load_model(self._folder, reads_weights=self.data_rank == 0, **options), None
         return find_weights(self._folder, **options)
 
-    def _parallelize(self, layout: Layout, files: ModelFiles | None) -> None:
-        twin = deepcopy(self._model) if files else None
+    def _parallelize(self, layout: Layout, files: ModelFiles | None, float8: Float8LinearConfig | None) -> None:
+        twin = deepcopy(self._model) if files else None  # compared in fp32
+        self.note = multiply_in_eight_bits(self._model.causal_lm, float8) if float8 else None
         parallelize(self._model, layout, self._mesh, self.compute_dtype)
         if files and twin:
             read_shards(self._model.causal_lm, files, torch.device("cpu") if layout.cpu_offload else self.device)

@@ -51,7 +51,7 @@ def test_every_combination_is_measured_once_the_most_wanted_first(monkeypatch: p
     monkeypatch.syspath_prepend(PROGRAM.parent)
     gpu = importlib.import_module("gpu")
     parts = [what for what in gpu.ordered("cuda") if isinstance(what, gpu.Part)]
-    assert len(set(parts)) == len(parts) == 4 * 2 * 2 * 5
+    assert len(set(parts)) == len(parts) == 4 * 2 * 2 * 5 + 1, "and one in 8 bits"
     assert [gpu.name_of(what) for what in gpu.ordered("cuda")][:5] == [
         "rates",
         "test_kernels_on_gpu.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from flows.planning.plan import Plan, plan
 from flows.recipe.recipe import Recipe, load_recipe
 from flows.store.record import Index
 from stages.core.errors import ResourceError
+from stages.parallel import eight_bits
 from stages.train.rollouts.server import not_trained_on
 
 RECIPE = Path(__file__).parents[4] / "configs" / "qwen3-8b-grpo-8gpu.yaml"
@@ -108,3 +110,24 @@ def test_an_automatic_layout_leaves_the_server_its_gpus(eight_gpus: None) -> Non
 
 def test_a_stage_that_is_to_see_no_gpus_may_run_beside_them(eight_gpus: None) -> None:
     check_devices(planned(loaded("layout.dp_shard=8", visible="")))
+
+
+@pytest.mark.parametrize(
+    ("model", "installed", "problem"),
+    [
+        ("NVIDIA A100-SXM4-80GB", True, r"`precision: fp8`: NVIDIA A100-SXM4-80GB does not multiply in 8 bits; say"),
+        ("NVIDIA H100 80GB HBM3", False, r"torchao, which is not installed here; install it \(`pip install"),
+        (None, True, r"`precision: fp8` is for NVIDIA GPUs, and this machine has none; say `precision: bf16`"),
+        ("NVIDIA H100 80GB HBM3", True, None),
+    ],
+)
+def test_products_in_8_bits_are_refused_where_they_cannot_be_had(
+    eight_gpus: None, monkeypatch: pytest.MonkeyPatch, model: str | None, installed: bool, problem: str | None
+) -> None:
+    for file in machine.GPUS.glob("*/information"):
+        file.unlink() if model is None else file.write_text(f"Model: {model}\n")
+    monkeypatch.setattr(eight_bits.importlib.util, "find_spec", lambda name: installed or None)
+    refused = pytest.raises(ResourceError, match=rf"stage grpo: .*{problem}") if problem else contextlib.nullcontext()
+    with refused:
+        check_devices(planned(loaded("precision=fp8")))
+    check_devices(planned(loaded("precision=fp8", "execution.launcher=slurm", "execution.slurm.gpus_per_node=8")))

@@ -77,6 +77,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {**TRAINING, "method": "grpo", "grpo": {**ROLLOUTS, "beta": 0.1}},
         {**TRAINING, "method": "cpo", "cpo": {"loss_type": "simpo"}},
         {**TRAINING, "method": "sft", "optimizer": {"name": "muon"}},
+        {**TRAINING, "method": "sft", "precision": "fp8"},
         {**TRAINING, "method": "sft", "moe": {"aux_loss_coefficient": 0.5}},
         {**TRAINING, "method": "sft", "adapter": {}},
         {**TRAINING, "method": "sft", "adapter": {"init": "eva"}},

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from stages.models.start_up import hide_unused_packages
 hide_unused_packages()
 import transformers.models.qwen3.modeling_qwen3
-print(*(name for name in ("sklearn", "scipy") if name in sys.modules))
+print(*(name for name in ("sklearn", "scipy", "torchao") if name in sys.modules))
 assert find_spec("sklearn") and find_spec("scipy")
 """
 TOKENIZERS = """

@@ -13,7 +13,7 @@ import torch
 from stages.core.errors import ResourceError
 from stages.models.shape import ModelShape
 from stages.parallel import accelerator
-from stages.parallel.device_types import DEVICE_TYPES, DeviceType, check_device, device_type
+from stages.parallel.device_types import DEVICE_TYPES, DeviceType, check_capability, check_device, device_type
 from stages.parallel.layout import Layout
 from stages.planner.local_hardware import hardware_at_hand
 from stages.planner.search import SearchRequest, estimate
@@ -87,6 +87,7 @@ def test_each_trains_by_fsdp_in_bf16(kind: DeviceType) -> None:
         ("npu", "fsdp", {"compile": True}, "bf16", "compile: false"),
         ("rocm", "megatron", {}, "fp8", "fp8: .*bf16"),
         ("cpu", "megatron", {}, "fp8", "fp8"),
+        ("cpu", "fsdp", {}, "fp8", "fp8: .*NVIDIA.*bf16"),
     ],
 )
 def test_what_a_device_lacks_is_refused_by_name(name, engine, layout, precision, lacking) -> None:
@@ -94,6 +95,14 @@ def test_what_a_device_lacks_is_refused_by_name(name, engine, layout, precision,
     with pytest.raises(ResourceError, match=lacking) as refusal:
         check_device(kind, engine, Layout(**layout), precision)
     assert kind.title in str(refusal.value)
+
+
+def test_a_device_that_is_too_old_for_8_bits_is_refused_by_name() -> None:
+    gpu = device_type("cuda")
+    for capability, precision in (((8, 9), "fp8"), ((9, 0), "fp8"), ((10, 0), "fp8"), ((8, 0), "bf16")):
+        check_capability(gpu, capability, precision)
+    with pytest.raises(ResourceError, match=r"compute capability 8\.0, .* needs 8\.9 or later .* `precision: bf16`"):
+        check_capability(gpu, (8, 0), "fp8")
 
 
 def test_a_device_without_a_row_is_refused_by_name() -> None:

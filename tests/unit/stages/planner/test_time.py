@@ -9,6 +9,7 @@ import pytest
 from stages.models.known_models import KNOWN
 from stages.parallel.layout import Layout
 from stages.planner import network
+from stages.planner.activations import kept_bytes_per_token
 from stages.planner.compute import LayerWork, head_time, layer_time, matmul_s, memory_rate
 from stages.planner.devices import HARDWARE
 from stages.planner.memory import GIB, memory
@@ -161,6 +162,24 @@ def test_preferences_need_a_forward_pass_for_their_reference():
     )
     assert plain.reference_pass_s == 0
     assert 0.2 < preferences.reference_pass_s / preferences.step_time_s < 0.4
+
+
+def test_torchao_casts_at_products_alone():
+    """Its layers keep 16 bits, and find gradients of frozen weights unless compiled; experts are none of them."""
+    casts, whole = (replace(OURS["fsdp"], casts_at_products=one) for one in (True, False))
+    work = replace(LLAMA_WORK, precision="fp8", is_frozen=True)
+    learning = layer_time(replace(work, is_frozen=False), casts, H100).products
+    assert layer_time(work, casts, H100).products == learning
+    compiled = replace(casts, fused_elementwise=True)
+    assert layer_time(work, compiled, H100).products.backward_s == pytest.approx(learning.backward_s / 2)
+    mixture = LayerWork(KNOWN["qwen3 30b"], 4, 4096, "fp8")
+    assert layer_time(mixture, casts, H100).products.forward_s > layer_time(mixture, whole, H100).products.forward_s
+    kept = {
+        (software.casts_at_products, one.precision): kept_bytes_per_token(LLAMA, "fsdp", Layout(), one, software)
+        for software in (casts, whole)
+        for one in (replace(WORK, precision="fp8"), WORK)
+    }
+    assert kept[True, "fp8"] == kept[True, "bf16"] > kept[False, "fp8"]
 
 
 def test_eight_bits_are_faster_where_the_device_has_them():

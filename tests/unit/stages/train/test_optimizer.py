@@ -66,7 +66,6 @@ def test_fewer_bits_are_predicted_to_need_less():
         ({"optimizer": {"name": "adamw_8bit"}}, "found adamw_8bit: its moments need torchao or bitsandbytes"),
         ({"optimizer": {"name": "adafactor"}}, "found adafactor: .* expected adamw or muon"),
         ({"precision": "fp16"}, "found fp16, in which small gradients become 0 unless the loss is scaled"),
-        ({"precision": "fp8"}, "`precision: fp8` needs `engine: megatron`"),
     ],
 )
 def test_what_cannot_be_had_is_refused_with_the_reason(fields, said):

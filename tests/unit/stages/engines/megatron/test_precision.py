@@ -36,6 +36,7 @@ def test_a_machine_that_cannot_says_what_is_missing():
         check_precision("fp8")
 
 
-def test_the_other_engine_is_refused_with_the_recipe():
-    with pytest.raises(ValidationError, match="`precision: fp8` needs `engine: megatron`"):
-        make_config(engine="fsdp", precision="fp8")
+def test_scales_of_rows_are_refused_with_the_recipe():
+    with pytest.raises(ValidationError, match="`fp8_recipe: rowwise` needs `engine: fsdp`, found megatron"):
+        make_config(engine="megatron", precision="fp8", fp8_recipe="rowwise")
+    assert make_config(engine="fsdp", precision="fp8", fp8_recipe="rowwise").engine_settings.fp8_recipe == "rowwise"

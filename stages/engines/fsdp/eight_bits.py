@@ -1,0 +1,84 @@
+"""Matrix products in 8 bits: torchao's float8, in the place of linear layers.
+
+Operands are cast to 8 bits before each product, forward and backward; weights, what goes from layer to layer, reduction
+and the optimizer are what they are in bf16, so that checkpoints and the export are, too. Left as they are: the head and
+embeddings, adapters, routers, what the architecture keeps in fp32, layers that cuBLAS cannot multiply in 8 bits, and
+experts, whose weights are no linear layers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from stages.core.errors import ModelError, ResourceError
+from stages.engines.fsdp.moe import routers_of
+from stages.engines.settings import Fp8Recipe
+from stages.models.kept_precision import modules_kept_in_fp32
+from stages.parallel.eight_bits import missing_package
+
+if TYPE_CHECKING:
+    from torchao.float8 import Float8LinearConfig
+
+MULTIPLE = 16
+"""Of the inner and the outer size of a product in 8 bits (cuBLAS)."""
+
+
+def float8_config(recipe: Fp8Recipe) -> Float8LinearConfig:
+    """What torchao calls the recipe. Raises ResourceError where torchao is not installed."""
+    if missing := missing_package("fsdp", "fp8"):
+        raise ResourceError(missing)
+    from torchao.float8 import Float8LinearConfig
+
+    # Gradients of weights are products along the tokens, which need not be a multiple of 16.
+    return replace(Float8LinearConfig.from_recipe_name(recipe), pad_inner_dim=True)
+
+
+def multiply_in_eight_bits(causal_lm: Any, config: Float8LinearConfig) -> str:
+    """Put torchao's layers, with the same weights and names, in the place of those that can multiply so.
+
+    Returns a sentence with the numbers of what does and of what does not. Raises ModelError where nothing does.
+    """
+    from torchao.float8 import convert_to_float8_training
+    from torchao.float8.float8_linear import Float8Linear
+
+    reasons = reasons_against(causal_lm)
+    chosen = {name for name, reason in reasons.items() if not reason}
+    counts = Counter(reason for reason in reasons.values() if reason)
+    kept = ", ".join(f"{number} {reason}" for reason, number in counts.items()) or "none"
+    if not chosen:
+        raise ModelError(
+            f"`precision: fp8` is of linear layers, and {type(causal_lm).__name__} has none that can multiply in 8 "
+            f"bits (left out: {kept}); say `precision: bf16`"
+        )
+    convert_to_float8_training(causal_lm, config=config, module_filter_fn=lambda _, name: name in chosen)
+    converted = sum(isinstance(module, Float8Linear) for module in causal_lm.modules())
+    assert converted == len(chosen), (converted, len(chosen))
+    scales = "rows" if config.cast_config_weight.scaling_granularity.value == "axiswise" else "whole tensors"
+    return f"{converted} linear layers multiply in 8 bits, with scales of {scales}; left in bf16: {kept}"
+
+
+def reasons_against(causal_lm: Any) -> dict[str, str | None]:
+    """Name of each linear layer → why it stays in bf16, if it does."""
+    head = causal_lm.get_output_embeddings()
+    routers = {id(one) for router in routers_of(causal_lm) for one in router.modules()}
+    in_fp32 = {id(one) for kept in modules_kept_in_fp32(causal_lm, torch.bfloat16) for one in kept.modules()}
+
+    def reason(name: str, module: nn.Linear) -> str | None:
+        if module is head:
+            return "head"
+        if ".lora_" in name:
+            return "of adapters"
+        if id(module) in routers:
+            return "in routers"
+        if id(module) in in_fp32:
+            return "that the architecture keeps in fp32"
+        if module.in_features % MULTIPLE or module.out_features % MULTIPLE:
+            return f"with a size that is no multiple of {MULTIPLE}"
+        return None if type(module) is nn.Linear else f"of the type {type(module).__name__}"
+
+    return {name: reason(name, one) for name, one in causal_lm.named_modules() if isinstance(one, nn.Linear)}
