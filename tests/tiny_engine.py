@@ -92,7 +92,13 @@ class TinyEngine:
     def unload_adapter(self, address: EngineAddress, api_key: str, name: str, timeout_s: float) -> None:
         raise ModelError("Tiny serves no adapters")
 
-    def prepare_reloads(self, folder: Path) -> None:
+    def check_takes_weights(self, client: Client, num_tokens: int, dtype: str) -> None:
+        raise ModelError("Tiny loads its weights once")
+
+    def check_reads(self, address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:
+        raise ModelError("Tiny loads its weights once")
+
+    def prepare_reloads(self, folder: Path, client: Client | None = None) -> None:
         raise ModelError("Tiny loads its weights once")
 
     def reload_weights(self, address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:

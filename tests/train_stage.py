@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,20 @@ def make_artifacts(folder: Path) -> dict[str, Path]:
                 lines = list(itertools.islice(rows, num_rows))
             (artifacts[name] / "data" / f"{split}.jsonl").write_text("".join(lines))
     return artifacts
+
+
+def make_teacher(artifacts: dict[str, Path], folder: Path) -> Path:
+    """An artifact of the same model with other weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    shutil.copytree(artifacts["base"] / "model", folder / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    torch.manual_seed(0)
+    for weight in model.parameters():
+        weight.data += 0.05 * torch.randn(weight.shape)
+    model.save_pretrained(folder / "model")
+    return folder
 
 
 def make_config(method: str = "sft", **fields: Any) -> TrainConfig:

@@ -28,7 +28,7 @@ from stages.publish.config import PublishConfig
 OF_THE_RECIPE = frozenset({"environment", "launcher", "slurm", "kubernetes"})
 """Fields of `execution`."""
 CODE_FIELDS = frozenset({"trust_remote_code", "trust_task_code"})
-JUDGE_FIELDS = frozenset({"url", "key_variable"})
+SERVER_FIELDS = frozenset({"url", "key_variable"})
 PYTHON_FILE = re.compile(r"\.py[cdiowx]?\b|\.so\b", re.IGNORECASE)
 
 
@@ -86,7 +86,7 @@ def _reason(names: tuple[str, ...], value: Any, folder: Path, kind: type[BaseMod
         return "only the recipe says where a stage runs, and in which environment"
     if names[-1] in CODE_FIELDS:
         return "only the recipe says whose code is trusted"
-    if "rewards" in names[2:-1] and names[-1] in JUDGE_FIELDS:
+    if len(names) > 3 and names[-1] in SERVER_FIELDS:
         return "only the recipe says which server is asked, and with which key"
     if kind is PublishConfig and names[2:3] != ("execution",):
         return "only the recipe says what is published, and where"

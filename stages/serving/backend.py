@@ -23,10 +23,12 @@ SESSION_HEADER = "X-Session-Id"
 
 @dataclass(frozen=True)
 class EngineAddress:
-    """Where an engine listens: on a Unix socket in a private folder, or on a port of the loopback."""
+    """Where an engine listens: on a Unix socket in a private folder, or on a port of the loopback. named: URL, without
+    `/v1`, of one that others started."""
 
     socket: Path | None = None
     port: int | None = None
+    named: str | None = None
 
     def connector(self) -> aiohttp.BaseConnector:
         """Connections are not used again: one that the engine is about to close would lose a request."""
@@ -36,7 +38,7 @@ class EngineAddress:
 
     @property
     def url(self) -> URL:
-        return URL(f"http://127.0.0.1:{self.port}" if self.port else "http://engine")
+        return URL(self.named or (f"http://127.0.0.1:{self.port}" if self.port else "http://engine"))
 
 
 @dataclass(frozen=True)

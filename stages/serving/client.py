@@ -45,6 +45,10 @@ class Client:
         models: list[dict[str, Any]] = self._json("/v1/models")["data"]
         return models
 
+    def described(self, path: str) -> Any:
+        """What it answers to a GET."""
+        return self._json(path)
+
     def complete(self, prompt: str | list[int], **options: Any) -> dict[str, Any]:
         """The first choice of a greedy completion; `options` as in the OpenAI API."""
         request = {"model": self.model, "prompt": prompt, "temperature": 0, **options}

@@ -147,8 +147,17 @@ class Engine(Protocol):
     def unload_adapter(self, address: EngineAddress, api_key: str, name: str, timeout_s: float) -> None:
         """Of a running server, which has no more requests for it. Raises as `load_adapter` does."""
 
-    def prepare_reloads(self, folder: Path) -> None:
-        """Make a model's folder, which the caller owns, fit to be started from or loaded by `reload_weights`."""
+    def check_takes_weights(self, client: Client, num_tokens: int, dtype: str) -> None:
+        """Raise ServerError, saying how to start it, unless a running server that others started can be given weights
+        and learned from. num_tokens: that it must take at a time. dtype: that it must compute in."""
+
+    def check_reads(self, address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:
+        """Raise ServerError unless such a server reads what we write to this folder; its weights stay."""
+
+    def prepare_reloads(self, folder: Path, client: Client | None = None) -> None:
+        """Make a model's folder, which the caller owns, fit to be started from or loaded by `reload_weights`.
+
+        client: speaks to the server, if others started it."""
 
     def reload_weights(self, address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:
         """Of a running server of a spec `for_training`, which has no request under way: those of this folder, in the

@@ -12,6 +12,7 @@ from stages.serving.quantization import Quantization
 
 if TYPE_CHECKING:
     from stages.serving.backend import EngineAddress
+    from stages.serving.client import Client
 
 
 class FixedWeights:
@@ -34,7 +35,13 @@ class FixedWeights:
     def unload_adapter(self, address: EngineAddress, api_key: str, name: str, timeout_s: float) -> None:
         self._refuse_adapters()
 
-    def prepare_reloads(self, folder: Path) -> None:
+    def check_takes_weights(self, client: Client, num_tokens: int, dtype: str) -> None:
+        self._refuse_reloads()
+
+    def check_reads(self, address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:
+        self._refuse_reloads()
+
+    def prepare_reloads(self, folder: Path, client: Client | None = None) -> None:
         self._refuse_reloads()
 
     def reload_weights(self, address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:

@@ -33,6 +33,11 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]
         yield from moe_problems(config, model_folder)
     field = f"{config.method}.teacher_server" if config.teacher_server else "teacher"
     yield from ((field, error) for error in check_teacher(config, stage_input.inputs, model_folder))
+    if config.sampling and config.sampling.server:
+        from stages.train.rollouts.named_server import named_server_problems  # and torch, with what lies beneath it
+
+        field = f"{config.sampling_block}.server"
+        yield from ((field, error) for error in named_server_problems(config, model_folder))
     if config.rollouts:
         yield from rollout_problems(config, config.rollouts, stage_input, model_folder)
         return

@@ -20,7 +20,6 @@ from stages.engines.settings import AdamSettings, EngineSettings, Fp8Recipe
 from stages.parallel.layout import AutoLayout, EngineName, Layout, LayoutOrAuto
 from stages.parallel.legality import RunConstraints, layout_errors
 from stages.planner.workload import Workload
-from stages.serving.registry import chosen_engine, installed_version
 from stages.train.execution import TrainExecution
 from stages.train.honoured import engine_errors, score_head_errors
 from stages.train.methods.options import MethodFields, MethodName
@@ -152,7 +151,7 @@ class TrainConfig(MethodFields):
     @property
     def sampling_devices(self) -> int:
         """Of the server that samples, after those that train; on a CPU both share the cores."""
-        return self.sampling.serving.tensor_parallel_size if self.sampling else 0
+        return self.sampling.num_devices if self.sampling else 0
 
     @property
     def devices(self) -> int:
@@ -208,7 +207,7 @@ class TrainConfig(MethodFields):
         yield from super().idle_fields()
         for block in ("data", "optimizer"):
             yield from ((f"{block}.{field}", why) for field, why in getattr(self, block).idle_fields())
-        yield from idle_fields(self.method, self.rollouts, self.sampling, self.teacher_server)
+        yield from idle_fields(self.method, self.sampling_block, self.rollouts, self.sampling, self.teacher_server)
         if self.learning.rows == "pairs":
             yield "data.turns", f"`method: {self.method}` learns from single answers"
         if self.precision != "fp8":
@@ -235,7 +234,7 @@ class TrainConfig(MethodFields):
 
     def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
         """What samples, where anything does."""
-        return {**installed_version(chosen_engine(self.sampling.serving))} if self.sampling else {}
+        return {**self.sampling.engine_version} if self.sampling else {}
 
     def resume_identity(self) -> dict[str, JsonValue]:
         """Without engine and layout: a checkpoint of either engine can be loaded by both, under any layout."""
@@ -268,6 +267,7 @@ class TrainConfig(MethodFields):
             return self
         run = SamplingRun(
             method=self.method,
+            block=self.sampling_block,
             options=self.sampling,
             global_batch_size=self.global_batch_size,
             data=self.data,

@@ -22,11 +22,13 @@ class TrainExecution(Execution):
         "micro-batch of the reference, and reading or writing the model. After five steps of packed rows, one that "
         "takes over three times the longest of the last ones (and 30 s) does, too, unless layout.compile is on.",
     )
-    ready_timeout_s: Seconds = Field(600, description="How long a server that samples completions may take to start.")
+    ready_timeout_s: Seconds = Field(
+        600, description="How long a server that samples completions may take to start, or to come back."
+    )
     rollout_timeout_s: Seconds = Field(
         600,
-        description="Such a server that answers nothing for so long is ended, and started again; a teacher's is given "
-        "up.",
+        description="Such a server that answers nothing for so long is ended, and started again, or waited for if "
+        "others started it; a teacher's is given up.",
     )
     concurrent_requests: PositiveInt = Field(
         64, description="Prompts, or a teacher's documents, that are asked at a time."

@@ -1,26 +1,42 @@
-"""GRPO as a stage, with real servers: weights go over and are right, kills of trainer and server lose nothing."""
+"""GRPO as a stage, with real servers: weights go over and are right, kills of trainer and server lose nothing.
+
+One vLLM is started here as a recipe's author starts one that stages name; several of them use it, one after another.
+"""
 
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from stages.core.contract import StageResult
-from stages.core.errors import TrainingError
+from stages.core.errors import ServerError, TrainingError
+from stages.core.supervised import Supervised
 from stages.models.recorded import read_record
+from stages.serving.client import Client
+from stages.serving.config import ServingConfig
+from stages.serving.launch import LaunchSpec
 from stages.serving.vllm.engine import Vllm
+from stages.serving.vllm.named_server import START
+from stages.serving.vllm.program import find_vllm
+from stages.serving.vllm.swap import prepare_reloads
 from stages.train.config import TrainConfig
+from stages.train.rollouts.named_server import NamedServer, named_server_problems
 from stages.train.rollouts.prompts import checked_prompts
 from stages.train.rollouts.rounds import Round
 from stages.train.run import run
 from tests.serving import engine_processes, kill, served_processes, wait_for
-from tests.train_stage import logged, make_artifacts, make_config, make_context, start
+from tests.slurm_cluster import free_ports
+from tests.train_stage import logged, make_artifacts, make_config, make_context, make_teacher, run_to_end, start
 
 OPTIONS: dict[str, Any] = {
     "num_generations": 4,
@@ -29,6 +45,10 @@ OPTIONS: dict[str, Any] = {
     "rewards": {"like": {"type": "regex", "pattern": "e"}},
     "serving": {"enforce_eager": True, "kv_cache_memory_gib": 0.0625},
 }
+TEXTS = {"dataset": "problems", "sequence_length": 64}
+UNSERVED: dict[str, Any] = {name: value for name, value in OPTIONS.items() if name != "serving"}
+SERVING = ServingConfig(dtype="float32", enforce_eager=True)
+KEY = "sk-of-a-named-server"
 NUM_PROMPTS = 8
 NUM_STEPS = 30
 
@@ -39,14 +59,9 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def make(steps: int, **changed: Any) -> TrainConfig:
-    return make_config(
-        "grpo",
-        data={"dataset": "problems", "sequence_length": 64},
-        steps=steps,
-        global_batch_size=NUM_PROMPTS * OPTIONS["num_generations"],
-        schedule="constant",
-        **{"grpo": OPTIONS, "execution": {"checkpoint_every_steps": 2}, **changed},
-    )
+    fields = {"data": TEXTS, "grpo": OPTIONS, "execution": {"checkpoint_every_steps": 2}, **changed}
+    num_completions = NUM_PROMPTS * OPTIONS["num_generations"]
+    return make_config("grpo", steps=steps, global_batch_size=num_completions, schedule="constant", **fields)
 
 
 def asked(work: Path) -> dict[int, set[str]]:
@@ -114,13 +129,45 @@ def test_on_two_processes_each_round_is_sampled_by_new_weights(
     assert list((work / config.product).glob("*.safetensors"))
 
 
+@pytest.fixture(scope="module")
+def named_server(artifacts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """What a recipe says of a vLLM that was started as an error message of ours asks; its head is written out, as vLLM
+    on a CPU does not renew one that is tied."""
+    folder = tmp_path_factory.mktemp("named")
+    shutil.copytree(artifacts["base"] / "model", folder / "model")
+    prepare_reloads(folder / "model")
+    program = find_vllm()
+    spec = LaunchSpec(
+        model=folder / "model", served_name="learner", for_training=True, serving=SERVING, engine_version="any"
+    )
+    (variable, value), _, *said = (part.split("=") if "=" in part else part for part in shlex.split(START))
+    environment = {**program.server_environment(spec, KEY), "TMPDIR": str(folder), variable: value}
+    (port,) = free_ports(1)
+    command = [program.command, *(str(spec.model) if part == "MODEL" else part for part in said)]
+    command += ["--served-model-name", "learner", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
+    command += ["--max-model-len", "64", "--enforce-eager", "--kv-cache-memory-bytes", str(2**26)]
+    with (folder / "log.txt").open("wb") as log:
+        server = Supervised(
+            [*map(str, command), "--distributed-executor-backend", "uni"], environment=environment, output=log
+        )
+    client = Client(f"http://127.0.0.1:{port}", KEY, "learner")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LEARNER_KEY", KEY)
+        try:
+            wait_for(lambda: client.is_healthy() or not server.alive(), what="a vLLM that answers")
+            yield {"url": f"{client.url}/v1", "served_model": "learner", "key_variable": "LEARNER_KEY"}
+            assert client.is_healthy(), "no stage ends it"
+        finally:
+            server.stop()
+
+
 @pytest.mark.parametrize("top_p", [1.0, 0.5])
 def test_groups_without_signal_are_drawn_again_from_the_asked_distribution(
-    artifacts: dict[str, Path], tmp_path: Path, top_p: float
+    artifacts: dict[str, Path], named_server: dict[str, str], tmp_path: Path, top_p: float
 ) -> None:
     """A rare reward, so that a draw does not do; at a temperature that the engine's log-probabilities have, too."""
     rare = {"rewards": {"rare": {"type": "regex", "pattern": "[02]"}}, "num_iterations": 1}
-    options = {**OPTIONS, **rare, "max_draws": 3, "temperature": 0.8, "top_p": top_p}
+    options = {**UNSERVED, **rare, "max_draws": 3, "temperature": 0.8, "top_p": top_p, "server": named_server}
     config = make(3, grpo=options, execution={"checkpoint_every_steps": 3})
     context = make_context(tmp_path / "work", artifacts, config)
     run(config, context)
@@ -131,12 +178,64 @@ def test_groups_without_signal_are_drawn_again_from_the_asked_distribution(
         assert row["num_draws"] <= 3
     if top_p == 1:
         assert max(row["mismatch_mean"] for row in rows) < 1e-4, "of both at the temperature"
+    assert not (context.work / "server.log").exists()
     first = Round.read(context.work / "scratch" / "rollouts" / "step-1.json")
     assert len(first.groups) == NUM_PROMPTS
     signals = [group.has_signal for group in first.groups]
     assert signals == sorted(signals, reverse=True), "those that teach something come first"
     assert 1 - sum(signals) / NUM_PROMPTS == pytest.approx(rows[0]["no_signal_share"])
     _check_sampled(artifacts, config, first, top_p)
+
+
+def test_a_named_server_is_refused_where_it_does_not_do(
+    artifacts: dict[str, Path], named_server: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that is another one there is one in the working folder of each."""
+    config = make(2, data={**TEXTS, "sequence_length": 128}, grpo={**UNSERVED, "server": named_server})
+    (problem,) = named_server_problems(config, artifacts["base"] / "model")
+    assert "takes 64 tokens of prompt and completion together, where there may be 128" in str(problem)
+    named = NamedServer.of(make(2, grpo={**UNSERVED, "server": named_server}), artifacts["base"] / "model")
+    named.check(tmp_path / "seen")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ServerError, match="must have the same one under the same path"):
+        named.engine.check_reads(named.address, named.api_key, Path("/proc/self/cwd/unseen"), 60)
+    named.check(tmp_path / "seen")
+
+
+def test_answers_that_a_teacher_is_asked_about_are_the_same_after_a_kill(
+    artifacts: dict[str, Path], named_server: dict[str, str], tmp_path: Path
+) -> None:
+    """And so are the weights that learn from them, to the last bit; the server has those of another stage first."""
+    inputs = {**artifacts, "teacher": make_teacher(artifacts, tmp_path / "teacher")}
+    sampling = {"max_completion_length": 8, "server": named_server}
+    distill = {"loss_top_k": 8, "lmbda": 0.75, "sampling": sampling}
+    config = make_config(
+        "distill",
+        data=TEXTS,
+        teacher="teacher",
+        distill=distill,
+        steps=12,
+        learning_rate=1e-2,
+        execution={"checkpoint_every_steps": 2},
+    )
+    works = [make_context(tmp_path / name / "work", inputs, config).work for name in ("killed", "whole")]
+    attempt = start(works[0], config)
+    checkpoints = works[0] / "scratch" / "checkpoints"
+    wait_for(lambda: attempt.poll() is not None or list(checkpoints.glob("step-*")), what="a checkpoint")
+    attempt.send_signal(signal.SIGKILL)
+    attempt.wait()
+    assert 2 <= len(logged(works[0])) < 10, "or nothing is left to be done"
+    for work in works:
+        run_to_end(work, config)
+    assert "continuing from the checkpoint of step" in (works[0] / "events.jsonl").read_text()
+    assert {row["on_policy"] for row in logged(works[1])} == {0.0, 1.0}
+    shown = [set((work / "completions.jsonl").read_text().splitlines()) for work in works]
+    assert shown[0] == shown[1], "a step that is done again has the same prompts and answers"
+    weights = [load_file(work / "model" / "model.safetensors") for work in works]
+    untrained = load_file(artifacts["base"] / "model" / "model.safetensors")
+    for name, values in weights[1].items():
+        assert torch.equal(weights[0][name], values), name
+        assert not torch.equal(untrained[name], values), "nothing was learned"
 
 
 def _check_sampled(artifacts: dict[str, Path], config: TrainConfig, found: Round, top_p: float) -> None:

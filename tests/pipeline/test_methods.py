@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from stages.serving.server import started_server
 from stages.train.check_teacher import check_teacher
 from stages.train.run import run
 from tests.serving import SERVING
-from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end
+from tests.train_stage import logged, make_artifacts, make_config, make_context, make_teacher, run_to_end
 
 TEXTS = {"dataset": "problems", "evaluation_split": "validation", "sequence_length": 64}
 
@@ -65,14 +64,7 @@ def test_kto_on_two_processes_is_kto_on_one(labelled, tmp_path):
 @pytest.fixture(scope="module")
 def with_teacher(artifacts, tmp_path_factory):
     """The artifacts, and the model with other weights as `teacher`."""
-    folder = tmp_path_factory.mktemp("teacher")
-    shutil.copytree(artifacts["base"] / "model", folder / "model")
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-    torch.manual_seed(0)
-    for weight in model.parameters():
-        weight.data += 0.05 * torch.randn(weight.shape)
-    model.save_pretrained(folder / "model")
-    return {**artifacts, "teacher": folder}
+    return {**artifacts, "teacher": make_teacher(artifacts, tmp_path_factory.mktemp("teacher"))}
 
 
 def test_a_teacher_is_asked_once_and_learned_from_alike_on_two_processes(with_teacher, tmp_path):

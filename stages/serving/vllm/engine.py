@@ -87,8 +87,20 @@ class Vllm:
 
         unload_adapter(address, api_key, name, timeout_s)
 
-    def prepare_reloads(self, folder: Path) -> None:
-        if self.find_program().runs_on_cpu:
+    def check_takes_weights(self, client: Client, num_tokens: int, dtype: str) -> None:
+        from stages.serving.vllm.named_server import check_takes_weights
+
+        check_takes_weights(client, num_tokens, dtype)
+
+    def check_reads(self, address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:
+        from stages.serving.vllm.named_server import check_reads
+
+        check_reads(address, api_key, folder, timeout_s)
+
+    def prepare_reloads(self, folder: Path, client: Client | None = None) -> None:
+        from stages.serving.vllm.named_server import runs_on_cpu
+
+        if runs_on_cpu(client) if client else self.find_program().runs_on_cpu:
             from stages.serving.vllm.swap import prepare_reloads
 
             prepare_reloads(folder)

@@ -25,12 +25,12 @@ HEAD_FILE = "head.safetensors"
 def load_adapter(address: EngineAddress, api_key: str, name: str, folder: Path, timeout_s: float) -> None:
     """Raises ServerError when vLLM refuses it, which harms nothing; TransientError when it does not answer in time."""
     body = {"lora_name": name, "lora_path": str(folder)}
-    _post(address, api_key, "v1/load_lora_adapter", body, f" {name}", timeout_s)
+    post(address, api_key, "v1/load_lora_adapter", body, f" {name}", timeout_s)
 
 
 def unload_adapter(address: EngineAddress, api_key: str, name: str, timeout_s: float) -> None:
     """Forget the name; its weights make room when another needs it. Raises as `load_adapter` does."""
-    _post(address, api_key, "v1/unload_lora_adapter", {"lora_name": name}, f" {name}", timeout_s)
+    post(address, api_key, "v1/unload_lora_adapter", {"lora_name": name}, f" {name}", timeout_s)
 
 
 def reload_weights(address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:
@@ -39,9 +39,9 @@ def reload_weights(address: EngineAddress, api_key: str, folder: Path, timeout_s
     Raises as `load_adapter` does, but where vLLM refuses, it ends at the next request.
     """
     body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-    _post(address, api_key, "collective_rpc", body, f" of {folder}", timeout_s)
+    post(address, api_key, "collective_rpc", body, f" of {folder}", timeout_s)
     # A prompt that was seen before would be answered from the keys and values of the former weights.
-    _post(address, api_key, "reset_prefix_cache", {}, "", timeout_s)
+    post(address, api_key, "reset_prefix_cache", {}, "", timeout_s)
 
 
 def prepare_reloads(folder: Path) -> None:
@@ -74,7 +74,8 @@ def prepare_reloads(folder: Path) -> None:
     write_atomically(folder / "config.json", json.dumps({**config, "tie_word_embeddings": False}, indent=2))
 
 
-def _post(address: EngineAddress, api_key: str, route: str, body: dict[str, Any], what: str, timeout_s: float) -> None:
+def post(address: EngineAddress, api_key: str, route: str, body: dict[str, Any], what: str, timeout_s: float) -> None:
+    """Ask vLLM for what a route does; what: with it, in messages. Raises as `load_adapter` does."""
     asyncio.run(_posted(address, api_key, route, body, f"{route.rpartition('/')[2]}{what}", timeout_s))
 
 

@@ -68,6 +68,11 @@ class MethodFields(MethodBlocks):
         return self.on_policy.sampling if self.on_policy else self.rollouts
 
     @property
+    def sampling_block(self) -> str:
+        """The field that holds `sampling`."""
+        return self.method if self.rollouts else f"{self.method}.sampling"
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the method needs what the untrained model gives to the documents."""
         return self.learning.needs_reference(self.method_options)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from stages.adapters.config import AdapterConfig
 from stages.data.config import DataConfig
 from stages.serving.adapters import NOT_PUT_ON_A_BASE
+from stages.serving.config import ServingConfig
 from stages.serving.registry import chosen_engine
 from stages.train.methods.method import TeacherServer
 from stages.train.methods.rollouts import RolloutOptions, SamplingOptions
@@ -27,14 +28,23 @@ IDLE_DATA = {
     "max_bad_row_fraction": NAMED,
 }
 """Field of `data:` → why it does nothing."""
+OF_OWN_SERVERS = [field for field in ServingConfig.model_fields if field not in ("dtype", "max_model_len")]
+"""Fields of `serving:` that say how to start one; the others also say what is expected of one that runs already."""
 
 
 def idle_fields(
-    method: str, rollouts: RolloutOptions | None, sampling: SamplingOptions | None, server: TeacherServer | None
+    method: str,
+    block: str,
+    rollouts: RolloutOptions | None,
+    sampling: SamplingOptions | None,
+    server: TeacherServer | None,
 ) -> Iterator[tuple[str, str]]:
-    """Dotted path of each field that does nothing, and why."""
+    """Dotted path of each field that does nothing, and why. block: the field that holds `sampling`."""
     if rollouts:
         yield from ((f"data.{field}", why) for field, why in IDLE_DATA.items())
+    if sampling and sampling.server:
+        why = f"`{block}.server` was started by others"
+        yield from ((f"{block}.serving.{field}", why) for field in OF_OWN_SERVERS)
     if not sampling:
         yield "execution.ready_timeout_s", f"`method: {method}` samples no completions"
     if not (sampling or server):
@@ -44,9 +54,10 @@ def idle_fields(
 
 @dataclass(frozen=True)
 class SamplingRun:
-    """What else the recipe says. teacher: the stage whose model it is."""
+    """What else the recipe says. block: the field that holds `options`. teacher: the stage whose model it is."""
 
     method: str
+    block: str
     options: SamplingOptions
     global_batch_size: int
     data: DataConfig
@@ -55,11 +66,6 @@ class SamplingRun:
     adapter: AdapterConfig | None
     needs_reference: bool
     teacher: str | None
-
-    @property
-    def block(self) -> str:
-        """The field that holds the options."""
-        return self.method if isinstance(self.options, RolloutOptions) else f"{self.method}.sampling"
 
 
 def completion_errors(run: SamplingRun) -> Iterator[str]:
@@ -84,6 +90,11 @@ def completion_errors(run: SamplingRun) -> Iterator[str]:
         yield "completions are sampled on one node; say `execution.nodes: 1`"
     if run.adapter:
         yield from _of_adapter(run, run.adapter)
+    if run.adapter and run.options.server:
+        yield (
+            f"{run.block}.server: is given whole weights, and an adapter learns; remove it, and the stage starts a "
+            "server that puts the adapter on its base, or remove `adapter`"
+        )
 
 
 def _of_adapter(run: SamplingRun, adapter: AdapterConfig) -> Iterator[str]:

@@ -6,17 +6,29 @@ A method that learns from judged ones has these options among its own (`Method.n
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, PositiveInt
 
+from stages.core.fields import AddedLater
 from stages.core.numbers import PositiveFp32
 from stages.core.strict import StrictModel
 from stages.rewards.registry import AnyReward, RewardName
 from stages.serving.config import ServingConfig, StopTexts
+from stages.serving.registry import chosen_engine, installed_version
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class SamplingServer(StrictModel):
+    """A vLLM that others started, and whose weights become those of the training, round by round."""
+
+    url: str = Field(pattern=r"^https?://[^\s/@]+(/\S*)?/v1/?$", description="Of the server, up to and with `/v1`.")
+    served_model: str = Field(min_length=1, description="The model that is trained, as the server calls it.")
+    key_variable: str | None = Field(
+        None, pattern=r"^[A-Za-z_]\w*$", description="Environment variable with the server's key; default: no key."
+    )
 
 
 class SamplingOptions(StrictModel):
@@ -29,6 +41,25 @@ class SamplingOptions(StrictModel):
     serving: ServingConfig = Field(
         ServingConfig(), description="Of the server that samples; `dtype: auto` is the precision of the training."
     )
+    server: Annotated[SamplingServer | None, AddedLater()] = Field(
+        None, description="One that runs already, in the place of one that the stage starts."
+    )
+
+    def dtype(self, precision: str) -> str:
+        """In which the server computes, beside a training of this precision."""
+        if self.serving.dtype != "auto":
+            return self.serving.dtype
+        return "float32" if precision == "fp32" else "bfloat16"
+
+    @property
+    def num_devices(self) -> int:
+        """Of the stage, for the server."""
+        return 0 if self.server else self.serving.tensor_parallel_size
+
+    @property
+    def engine_version(self) -> dict[str, str]:
+        """`ENGINE_version` of the server that the stage starts. Raises ResourceError when it is not installed."""
+        return {} if self.server else installed_version(chosen_engine(self.serving))
 
 
 class RolloutOptions(SamplingOptions, ABC):

@@ -75,11 +75,10 @@ class RolloutData:
         return self
 
     def batches(self, engine: Engine, last_step: int, watchdog: Watchdog) -> RolloutBatches:
-        """The server is started with the first of them."""
+        """The server is opened with the first of them."""
         config = self.config
         packing = completion_packing(config, self.options, self.model_folder, self.options.temperature)
-        base = self.model_folder if config.adapter else None
-        server = SyncedServer(config, self.context, self.options, engine, watchdog, packing, base)
+        server = SyncedServer(config, self.context, self.options, engine, watchdog, packing, self.model_folder)
         reference = self.build_reference(engine.device, self) if config.needs_reference else None
         return RolloutBatches(
             self.context, self.options, engine, watchdog, self.prompts, self._plan, packing, server, reference

@@ -166,14 +166,13 @@ def on_policy_batches(
     texts: RowBatches,
     taught: Taught,
 ) -> OnPolicyBatches:
-    """texts: what the other steps learn from. The server is started with the first weights that it is given."""
+    """texts: what the other steps learn from. The server is opened with the first weights that it is given."""
     asked = config.teacher_tokens
     assert asked
     check_prompts(texts.training.dataset)
     model_folder = context.inputs[config.base or config.model] / "model"
     packing = completion_packing(config, steps.sampling, model_folder, steps.sampling.temperature)
-    base = model_folder if config.adapter else None
-    server = SyncedServer(config, context, steps.sampling, engine, watchdog, packing, base)
+    server = SyncedServer(config, context, steps.sampling, engine, watchdog, packing, model_folder)
     file = context.scratch / "rollouts" / "answers.json"
     samples = SampleFile(context) if is_main_process() else None
     decode = DocumentTokenizer(model_folder, None, "assistant").decode

@@ -79,6 +79,7 @@ def check_difference(difference: float, dtype: str, what: str) -> None:
     if not difference <= BOUNDS_NATS[dtype]:
         raise TrainingError(
             f"{what} gives log-probabilities that are {difference:.3g} nats a token from those of the training engine; "
-            f"at most {BOUNDS_NATS[dtype]:g} is rounding in {dtype}. It answers by other weights: see server.log for "
-            "weights that it did not load, and report this with the model's name"
+            f"at most {BOUNDS_NATS[dtype]:g} is rounding in {dtype}. It answers by other weights: see its log "
+            "(server.log, unless others started it) for weights that it did not load, and report this with the model's "
+            "name"
         )

@@ -1,49 +1,70 @@
-"""The server that samples, as rank 0 has it: it is given new weights, and started again when it dies or hangs.
+"""The server that samples, as rank 0 has it: it is given new weights, and opened again when it dies or hangs.
 
 Whatever is under way when it goes is asked again of its successor, which has the same weights.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
-import torch
-
-from stages.core.contract import StageContext
-from stages.core.errors import LifecycleError, ResourceError, ServerError, TransientError
+from stages.core.errors import LifecycleError, ServerError, TransientError
 from stages.models.recorded import Predicted
-from stages.parallel.accelerator import type_at_hand
 from stages.rollouts.asking import Answer, Request, ask_all
+from stages.serving.backend import EngineAddress
 from stages.serving.client import Client
-from stages.serving.config import ServeExecution, ServingConfig
-from stages.serving.launch import LaunchSpec
-from stages.serving.registry import chosen_engine, new_launch_spec
-from stages.serving.server import Server, started_server
+from stages.serving.engine import Engine
 from stages.train.execution import TrainExecution
 
 MOST_RESTARTS = 3
 """In a row, without a round between them."""
-BASE, POLICY = "base", "policy"
+POLICY = "policy"
+
+
+class SamplingServer(Protocol):
+    """A server that can be given weights. address: of the engine itself. alive: whether its process is, if known."""
+
+    @property
+    def client(self) -> Client: ...
+    @property
+    def engine(self) -> Engine: ...
+    @property
+    def address(self) -> EngineAddress: ...
+    @property
+    def api_key(self) -> str: ...
+
+    def alive(self) -> bool: ...
+
+
+class Host(Protocol):
+    """Where a server comes from. remedy: what is done about one that failed, in messages."""
+
+    @property
+    def remedy(self) -> str: ...
+
+    def opened(self, folder: Path, name: str) -> AbstractContextManager[SamplingServer]:
+        """A server that answers by the weights of this folder; name: of an adapter, or of the model of a server that is
+        started. Raises ServerError when none comes up, TransientError when none answers in time."""
+
+    def prepare(self, folder: Path) -> None:
+        """Make a folder, which the caller owns, fit to be reloaded from. Raises as `opened` does."""
 
 
 class RolloutServer:
-    """Started with the first weights that it is given; to be closed."""
+    """Opened with the first weights that it is given; to be closed."""
 
-    def __init__(
-        self, context: StageContext, serving: ServingConfig, execution: TrainExecution, base: Path | None
-    ) -> None:
-        """base: folder of the frozen model, where the weights are those of an adapter."""
-        self._context = context
-        self._serving = serving
+    def __init__(self, host: Host, execution: TrainExecution, warn: Callable[[str], None], *, is_adapter: bool) -> None:
+        """is_adapter: whether the weights are those of one."""
+        self._host = host
         self._execution = execution
-        self._base = base
+        self._warn = warn
+        self._is_adapter = is_adapter
         self._stack = ExitStack()
-        self._server: Server | None = None
+        self._server: SamplingServer | None = None
         self._folder: Path | None = None
         self._restarts = 0
 
@@ -53,14 +74,13 @@ class RolloutServer:
         Raises ServerError when no server comes up, TransientError when it goes again and again.
         """
         before, self._folder = self._folder, folder
-        if self._base is None:
-            chosen_engine(self._serving).prepare_reloads(folder)
         try:
             if self._server is None:
                 self._start()
-            elif self._base:
+            elif self._is_adapter:
                 self._swap_adapter(self._server, before)
             else:
+                self._host.prepare(folder)
                 server, timeout_s = self._server, self._execution.rollout_timeout_s
                 server.engine.reload_weights(server.address, server.api_key, folder, timeout_s)
         except (ServerError, TransientError) as error:
@@ -81,7 +101,7 @@ class RolloutServer:
 
         while remaining:
             server, client = self._running, self._client
-            named = [(number, {**request, "model": self._name}) for number, request in remaining.items()]
+            named = [(number, {**request, "model": client.model}) for number, request in remaining.items()]
             try:
                 ask_all(client, named, self._execution.concurrent_requests, kept, stall_s=client.timeout_s)
             except (ServerError, TransientError) as error:
@@ -104,21 +124,23 @@ class RolloutServer:
         self._server = None
 
     @property
-    def _running(self) -> Server:
+    def _running(self) -> SamplingServer:
         assert self._server, "weights are taken before anything is asked"
         return self._server
 
     @property
     def _client(self) -> Client:
-        return replace(self._running.client, model=self._name, timeout_s=self._execution.rollout_timeout_s)
+        client = self._running.client
+        model = self._name if self._is_adapter else client.model
+        return replace(client, model=model, timeout_s=self._execution.rollout_timeout_s)
 
     @property
     def _name(self) -> str:
         """In requests: an adapter has a new one with each version, as servers know it by name."""
         assert self._folder
-        return f"{POLICY}-{self._folder.name}" if self._base else POLICY
+        return f"{POLICY}-{self._folder.name}" if self._is_adapter else POLICY
 
-    def _swap_adapter(self, server: Server, before: Path | None) -> None:
+    def _swap_adapter(self, server: SamplingServer, before: Path | None) -> None:
         assert self._folder
         timeout_s = self._execution.rollout_timeout_s
         server.engine.load_adapter(server.address, server.api_key, self._name, self._folder.resolve(), timeout_s)
@@ -129,46 +151,13 @@ class RolloutServer:
         self._restarts += 1
         if self._restarts > MOST_RESTARTS:
             raise TransientError(f"the server that samples failed {self._restarts} times in a row: {error}") from error
-        self._context.warn(f"the server that samples is started again, with the same weights: {error}")
+        self._warn(f"the server that samples {self._host.remedy}: {error}")
         self.close()
         self._start()
 
     def _start(self) -> None:
-        execution = ServeExecution(ready_timeout_s=self._execution.ready_timeout_s)
-        log_file, runtime = self._context.work / "server.log", self._context.scratch / "server"
-        gpus = own_gpus(self._serving.tensor_parallel_size)
+        assert self._folder
         with ExitStack() as stack:
-            server = stack.enter_context(started_server(self._spec(), execution, log_file, runtime, gpus))
-            server.wait_until_ready(execution.ready_timeout_s)
+            server = stack.enter_context(self._host.opened(self._folder, self._name))
             self._stack = stack.pop_all()
         self._server = server
-
-    def _spec(self) -> LaunchSpec:
-        assert self._folder
-        if self._base is None:
-            spec = new_launch_spec(self._folder.resolve(), POLICY, self._serving)
-        else:
-            adapters = {self._name: self._folder.resolve()}
-            spec = new_launch_spec(self._base, self._name, self._serving, adapters=adapters, base_name=BASE)
-        return spec.model_copy(update={"for_training": True, "swaps_adapters": self._base is not None})
-
-
-def own_gpus(num_wanted: int) -> dict[str, str]:
-    """The environment that leaves the server those GPUs of this stage that no training process has."""
-    variable = type_at_hand().visible_devices
-    return not_trained_on(variable, os.environ, torch.accelerator.device_count(), num_wanted) if variable else {}
-
-
-def not_trained_on(variable: str, environment: Mapping[str, str], num_devices: int, num_wanted: int) -> dict[str, str]:
-    """`variable` with what it names, or else of so many devices, after the first ones, which the processes of this node
-    train on. Raises ResourceError for fewer than wanted.
-    """
-    visible = (environment.get(variable) or ",".join(map(str, range(num_devices)))).split(",")
-    num_training = int(environment.get("LOCAL_WORLD_SIZE", "1"))
-    left = visible[num_training:]
-    if len(left) < num_wanted:
-        raise ResourceError(
-            f"the server that samples takes {num_wanted} devices (serving.tensor_parallel_size), but {num_training} of "
-            f"the {len(visible)} that this stage sees train ({variable}); give it {num_training + num_wanted}"
-        )
-    return {variable: ",".join(left)}

@@ -17,8 +17,10 @@ from stages.engines.engine import Engine
 from stages.train.config import TrainConfig
 from stages.train.methods.rollouts import SamplingOptions
 from stages.train.rollouts.documents import AnsweredPrompt, Packing
+from stages.train.rollouts.named_server import WEIGHTS, NamedServer
+from stages.train.rollouts.own_server import OwnServer
 from stages.train.rollouts.probe import Probe
-from stages.train.rollouts.server import RolloutServer
+from stages.train.rollouts.server import Host, RolloutServer
 from stages.train.watchdog import Watchdog
 
 
@@ -33,21 +35,25 @@ class SyncedServer:
         engine: Engine,
         watchdog: Watchdog,
         packing: Packing,
-        base: Path | None,
+        model_folder: Path,
     ) -> None:
-        """base: folder of the frozen model, where an adapter learns."""
+        """model_folder: of the model that is trained, or that an adapter learns beside."""
         self._engine = engine
         self._watchdog = watchdog
         self._packing = packing
         self._dtype = "float32" if config.precision == "fp32" else "bfloat16"
-        serving = options.serving.model_copy(update={"max_model_len": packing.most_tokens})
-        if serving.dtype == "auto":
-            serving = serving.model_copy(update={"dtype": self._dtype})
-        self.bound_dtype = self._dtype if serving.dtype == self._dtype else "bfloat16"
-        self.server = RolloutServer(context, serving, config.execution, base)
+        dtype = options.dtype(config.precision)
+        self.bound_dtype = self._dtype if dtype == self._dtype else "bfloat16"
+        host: Host
+        if options.server:
+            host = NamedServer.of(config, model_folder)
+        else:
+            serving = options.serving.model_copy(update={"max_model_len": packing.most_tokens, "dtype": dtype})
+            host = OwnServer(context, serving, config.execution, model_folder if config.adapter else None)
+        self.server = RolloutServer(host, config.execution, context.warn, is_adapter=config.adapter is not None)
         # Not in memory (tmpfs): what a kill leaves there nobody would remove, and fresh files are read from the page
         # cache anyway.
-        self._weights = context.scratch / "weights"
+        self._weights = context.scratch / WEIGHTS
         self._probe_path = context.scratch / "rollouts" / "probe.json"
         self._probe: Probe | None = None
         if is_main_process():

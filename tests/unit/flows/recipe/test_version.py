@@ -40,8 +40,8 @@ RATING = {name: value for name, value in JUDGE.items() if name != "type"}
 PAIRS = {"url": "http://x/v1", "served_model": "critic", "key_variable": "x"}
 TOGETHER = {"datasets": [{"dataset": "problems"}]}
 HELD_OUT = {**TRAINING["data"], "evaluation_fraction": 0.1}
-ON_POLICY = {"lmbda": 0.5, "sampling": {"max_completion_length": 1}}
 SERVER = {"url": "http://host/v1", "served_model": "wise"}
+ON_POLICY = {"lmbda": 0.5, "sampling": {"max_completion_length": 1, "server": SERVER}}
 EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "download": [
         {"kind": "download", "model": "builtin/qwen3-1m"},
@@ -74,7 +74,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {**TRAINING, "method": "distill", "teacher": "other", "distill": ON_POLICY},
         {**TRAINING, "method": "distill", "distill": {"teacher_server": SERVER}},
         {**TRAINING, "method": "cpo"},
-        {**TRAINING, "method": "grpo", "grpo": {**ROLLOUTS, "beta": 0.1}},
+        {**TRAINING, "method": "grpo", "grpo": {**ROLLOUTS, "beta": 0.1, "server": SERVER}},
         {**TRAINING, "method": "cpo", "cpo": {"loss_type": "simpo"}},
         {**TRAINING, "method": "sft", "optimizer": {"name": "muon"}},
         {**TRAINING, "method": "sft", "precision": "fp8"},

@@ -111,6 +111,13 @@ def test_so_is_whose_code_is_trusted(folder, field):
         check(folder, f"stages.execution.{field}=true")
 
 
+@pytest.mark.parametrize("server", ["grpo.server", "distill.teacher_server", "distill.sampling.server"])
+@pytest.mark.parametrize("said", ["url=http://elsewhere/v1", "key_variable=HF_TOKEN"])
+def test_so_is_which_server_is_asked_and_with_which_key(folder, server, said):
+    with pytest.raises(RecipeError, match="only the recipe says which server is asked, and with which key"):
+        check(folder, f"stages.execution.{server}.{said}")
+
+
 def test_every_field_that_trusts_code_is_among_those():
     assert {name for kind in KINDS.values() for name in names_in(kind) if "trust" in name} == CODE_FIELDS
 
