@@ -16,13 +16,14 @@ from stages.hubs.answers import PLANNING_LIMIT_S, Answers
 from stages.serve.config import ServeConfig
 from stages.serving.config import ServingConfig
 from stages.serving.limits import limit_problems
+from stages.serving.own_parser import NotAsked
 from stages.serving.registry import chosen_engine
 
 
 def check_serving(recipe: Recipe, chosen: Collection[str], configs: ModelConfigs, *, at_once: bool) -> list[str]:
     """Raises `RecipeError` that lists what these stages' servers cannot listen on, hold or be started with.
 
-    at_once: what an engine takes seconds to know is left to a run; a note of each stage for which it is.
+    at_once: what an engine takes seconds to know is left to a run. Notes name what is, and what cannot be known here.
     """
     servers = {
         name: config
@@ -44,13 +45,14 @@ def check_serving(recipe: Recipe, chosen: Collection[str], configs: ModelConfigs
     found = {
         field: chosen_engine(one).argument_problems(one.arguments, at_once=at_once) for field, one in given.items()
     }
-    problems += [f"{field}.{problem}" for field, one in found.items() for problem in one or ()]
+    known = {field: one for field, one in found.items() if not isinstance(one, NotAsked)}
+    problems += [f"{field}.{problem}" for field, one in known.items() for problem in one]
     if problems:
         raise RecipeError("\n".join(problems))
     return [
-        f"{field}: whether {chosen_engine(given[field]).title} takes them is asked when it runs"
+        f"{field}: whether {chosen_engine(given[field]).title} takes them {one.why}"
         for field, one in found.items()
-        if one is None
+        if isinstance(one, NotAsked)
     ]
 
 

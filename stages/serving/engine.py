@@ -19,6 +19,7 @@ from stages.models.projections import Projection
 from stages.models.recorded import Predicted
 from stages.serving.config import BenchmarkConfig
 from stages.serving.launch import LaunchSpec
+from stages.serving.own_parser import NotAsked
 from stages.serving.quantization import Quantization
 
 if TYPE_CHECKING:  # their HTTP imports would slow every plan
@@ -105,10 +106,10 @@ class Engine(Protocol):
     def program_in_image(self, *, on_cpu: bool) -> Program:
         """The program as it is found in a container image that was made for it."""
 
-    def argument_problems(self, arguments: Mapping[str, JsonValue], *, at_once: bool) -> list[str] | None:
-        """`OPTION: why`, of what this engine cannot be started with. Raises ResourceError when it is not installed.
+    def argument_problems(self, arguments: Mapping[str, JsonValue], *, at_once: bool) -> list[str] | NotAsked:
+        """`OPTION: why`, of what this engine cannot be started with; or why that is not known.
 
-        at_once: None for what takes seconds to know.
+        at_once: what takes seconds to know is not asked. Raises ResourceError when it is not installed.
         """
 
     def root_cause(self, log: str) -> str | None:

@@ -8,11 +8,23 @@ import json
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from stages.core.files import write_atomically
 
 TIMEOUT_S = 300.0
+REASON_CHARACTERS = 200
+
+
+@dataclass(frozen=True)
+class NotAsked:
+    """Nothing is known of options. why: what follows `whether ENGINE takes them`."""
+
+    why: str
+
+
+LATER = NotAsked("is asked when it runs")
 
 
 def problems_by_parser(
@@ -22,11 +34,12 @@ def problems_by_parser(
     options: Mapping[str, Sequence[str]],
     *,
     at_once: bool = False,
-) -> list[str] | None:
-    """`OPTION: why`, of what this version of an engine does not take; none where its parser cannot be asked here.
+) -> list[str] | NotAsked:
+    """`OPTION: why`, of what this version of an engine does not take; or why its parser has not said so.
 
     command: reads options from stdin, as JSON, and prints problems as its last line. options: name → as the command
-    line has it. at_once: None for what the parser has not been asked before.
+    line has it. at_once: the parser is not asked what it has not been asked before. Where it cannot run, that is not
+    kept: it is tried again.
     """
     asked = json.dumps(options, sort_keys=True)
     key = hashlib.sha256(f"{version} {asked}".encode()).hexdigest()[:24]
@@ -34,10 +47,10 @@ def problems_by_parser(
     kept = home / "cache" / f"{engine}-arguments" / f"{key}.json"
     if not kept.is_file():
         if at_once:
-            return None
+            return LATER
         problems = parsed(tuple(command), asked)
-        if problems is None:  # a build for GPUs that cannot be imported here: its server says what it does not take
-            return []
+        if isinstance(problems, NotAsked):
+            return problems
         kept.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(kept, json.dumps(problems))
     found: list[str] = json.loads(kept.read_text())
@@ -45,10 +58,20 @@ def problems_by_parser(
 
 
 @functools.cache
-def parsed(command: tuple[str | Path, ...], asked: str) -> list[str] | None:
-    """What the program says; None where it cannot run."""
-    ended = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+def parsed(command: tuple[str | Path, ...], asked: str) -> list[str] | NotAsked:
+    """What the program says; why not, where it cannot run: a build for GPUs may not be imported without one."""
+    try:
+        ended = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return _unable(f"no answer within {TIMEOUT_S:g} s")
     if ended.returncode:
-        return None
+        said = [line.strip() for line in ended.stderr.splitlines() if line.strip()]
+        return _unable(said[-1][:REASON_CHARACTERS] if said else f"exit status {ended.returncode}")
     problems: list[str] = json.loads(ended.stdout.splitlines()[-1])
     return problems
+
+
+def _unable(reason: str) -> NotAsked:
+    return NotAsked(
+        f"was not checked: its parser does not run here ({reason}); its server says at its start what it does not take"
+    )

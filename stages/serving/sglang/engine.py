@@ -17,7 +17,7 @@ from stages.serving.config import BenchmarkConfig
 from stages.serving.engine import Capabilities, LoadResult
 from stages.serving.fixed_weights import FixedWeights
 from stages.serving.launch import LaunchSpec
-from stages.serving.own_parser import problems_by_parser
+from stages.serving.own_parser import NotAsked, problems_by_parser
 from stages.serving.sglang.arguments import CHECK, refusals, written
 from stages.serving.sglang.program import SETTINGS, SglangProgram, find_sglang
 from stages.serving.sglang.root_cause import find_root_cause
@@ -42,7 +42,7 @@ class Sglang(FixedWeights):
     def find_program(self) -> SglangProgram:
         return find_sglang()
 
-    def argument_problems(self, arguments: Mapping[str, JsonValue], *, at_once: bool) -> list[str] | None:
+    def argument_problems(self, arguments: Mapping[str, JsonValue], *, at_once: bool) -> list[str] | NotAsked:
         if refused := list(refusals(arguments)):
             return refused
         program = self.find_program()

@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from stages.core.errors import RecipeError
-from stages.serving.own_parser import problems_by_parser
+from stages.serving.own_parser import NotAsked, problems_by_parser
 
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 SET_HERE = {
@@ -105,10 +105,10 @@ def refusals(arguments: Mapping[str, JsonValue]) -> Iterator[str]:
 
 def argument_problems(
     python: Path, version: str, arguments: Mapping[str, JsonValue], *, at_once: bool = False
-) -> list[str] | None:
+) -> list[str] | NotAsked:
     """`OPTION: why`, of what is refused here, or by the parser of this version of vLLM, whose answers are kept.
 
-    python: the interpreter of its environment. at_once: None for what it has not been asked before.
+    python: the interpreter of its environment. at_once: it is not asked what it has not been asked before.
     """
     if refused := list(refusals(arguments)):
         return refused

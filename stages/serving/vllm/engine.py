@@ -13,6 +13,7 @@ from stages.models.recorded import Predicted
 from stages.serving.config import BenchmarkConfig
 from stages.serving.engine import Capabilities, LoadResult
 from stages.serving.launch import LaunchSpec
+from stages.serving.own_parser import NotAsked
 from stages.serving.quantization import Quantization
 from stages.serving.vllm import servability
 from stages.serving.vllm.adapters import check_adapters, has_room
@@ -49,7 +50,7 @@ class Vllm:
     def program_in_image(self, *, on_cpu: bool) -> VllmProgram:
         return VllmProgram(Path("vllm"), Path("python"), "image+cpu" if on_cpu else "image")
 
-    def argument_problems(self, arguments: Mapping[str, JsonValue], *, at_once: bool) -> list[str] | None:
+    def argument_problems(self, arguments: Mapping[str, JsonValue], *, at_once: bool) -> list[str] | NotAsked:
         program = self.find_program()
         return argument_problems(program.python, program.version, arguments, at_once=at_once)
 

@@ -133,6 +133,22 @@ def test_a_plan_does_not_wait_for_the_parser_of_arguments(plan):
         plan(serving=serving, at_once=True)
 
 
+def test_arguments_that_nobody_could_check_are_named_with_the_reason(plan, tmp_path, monkeypatch):
+    """As those of a build for GPUs that cannot be imported here."""
+    environment = tmp_path / "environment"
+    (environment / "bin").mkdir(parents=True)
+    for name in ("vllm", "python"):
+        (environment / "bin" / name).write_text("#!/bin/sh\necho 'ImportError: no libcuda.so.1' >&2\nexit 1\n")
+        (environment / "bin" / name).chmod(0o755)
+    package = environment / "lib" / "python3.12" / "site-packages" / "vllm-0.32.0.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
+    monkeypatch.setenv("LIFECYCLE_VLLM", str(environment / "bin" / "vllm"))
+    (note,) = plan(serving={"arguments": {"block-siz": 16}}).notes
+    assert note.startswith("stages.serve.serving.arguments: whether vLLM takes them was not checked: its parser does n")
+    assert "ImportError: no libcuda.so.1" in note
+
+
 @pytest.mark.parametrize("stage", ["serve", "scores"])
 def test_arguments_that_would_open_a_door(plan, stage):
     told = rf"stages\.{stage}\.serving\.arguments\.api-key: it would open a door"

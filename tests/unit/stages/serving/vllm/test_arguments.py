@@ -8,10 +8,11 @@ import pytest
 
 from stages.core.errors import RecipeError
 from stages.serve.config import ServeConfig
+from stages.serving import own_parser
 from stages.serving.backend import EngineAddress
 from stages.serving.config import ServingConfig
 from stages.serving.launch import LaunchSpec
-from stages.serving.own_parser import parsed
+from stages.serving.own_parser import NotAsked, parsed
 from stages.serving.registry import ENGINES
 from stages.serving.vllm import arguments
 from stages.serving.vllm.arguments import argument_problems, refusals, written
@@ -101,7 +102,10 @@ def test_every_refused_option_is_one_that_vllm_has() -> None:
     """A slip in a name would leave the door open."""
     asked = json.dumps({name: [] for name in [*arguments.REFUSED, "no-such-option"]})
 
-    (found,) = parsed((find_vllm().python, "-P", arguments.CHECK), asked) or []
+    said = parsed((find_vllm().python, "-P", arguments.CHECK), asked)
+
+    assert isinstance(said, list)
+    (found,) = said
     assert found.startswith("no-such-option: vLLM has no such option")
 
 
@@ -112,19 +116,34 @@ def test_the_rest_is_asked_of_vllms_own_parser_once(tmp_path: Path, monkeypatch:
 
     found = argument_problems(program.python, program.version, given)
 
+    assert isinstance(found, list)
     assert len(found) == len(WRONG)
     for name, (_, why) in WRONG.items():
         assert any(problem.startswith(f"{name}: ") and why in problem for problem in found)
     assert argument_problems(Path("/no/python"), program.version, given) == found, "kept by version"
 
 
-def test_a_vllm_that_cannot_be_asked_leaves_it_to_its_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        ("echo Traceback >&2; echo 'ImportError: no libcuda.so.1' >&2; exit 1", "ImportError: no libcuda.so.1"),
+        ("exit 3", "exit status 3"),
+        ("exec sleep 60", "no answer within 0.5 s"),
+    ],
+)
+def test_a_vllm_that_cannot_be_asked_leaves_it_to_its_server_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, reason: str
+) -> None:
+    monkeypatch.setattr(own_parser, "TIMEOUT_S", 0.5)
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
     unable = tmp_path / "python"
-    unable.write_text("#!/bin/sh\nexit 1\n")
+    unable.write_text(f"#!/bin/sh\n{end}\n")
     unable.chmod(0o755)
 
-    assert argument_problems(unable, "0.32.0", {"block-size": 16}) == []
+    found = argument_problems(unable, "0.32.0", {"block-size": 16})
+
+    assert isinstance(found, NotAsked)
+    assert f"was not checked: its parser does not run here ({reason}); its server says" in found.why
     assert not (tmp_path / "cache").exists()
 
 
