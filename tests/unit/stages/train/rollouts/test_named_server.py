@@ -166,7 +166,7 @@ def test_what_it_was_started_without_is_named(
     [
         ({"served_model": "other"}, ServerError, "serves learner, not other; name one of these"),
         ({"key_variable": "NOT_SET"}, RecipeError, "no NOT_SET, which `distill.sampling.server.key_variable` names"),
-        ({"key_variable": "ANOTHER_KEY"}, ServerError, "answered 401"),
+        ({"key_variable": "SAMPLER"}, ServerError, "answered 401"),
         ({"url": "http://127.0.0.1:9/v1"}, TransientError, "does not answer: .*, or correct `distill.sampling.server."),
     ],
 )
@@ -179,7 +179,7 @@ def test_what_cannot_be_asked_is_named(
     error: type[Exception],
     message: str,
 ) -> None:
-    monkeypatch.setenv("ANOTHER_KEY", "another-secret")
+    monkeypatch.setenv("SAMPLER", "another-secret")  # whose name does not say that it is one
     ((name, problem),) = found(config_of(served.url, "distill", **changed), artifacts, tmp_path)
     assert name == "distill.sampling.server"
     assert "secret" not in str(problem)
