@@ -7,7 +7,6 @@ with the code of its error class.
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import sys
 import traceback
@@ -18,20 +17,17 @@ from stages.check.config import CheckConfig
 from stages.core.contract import StageConfig, StageContext, StageFailure, StageInput, StageResult, is_main_process
 from stages.core.errors import INTERNAL_ERROR, LifecycleError, full_disk_named
 from stages.core.files import write_atomically
+from stages.core.garbage import collect_rarely
 from stages.core.redaction import redact
 from stages.core.supervisor import die_with_parent
 from stages.kinds import KINDS
 from stages.look.config import LookConfig
 
-OBJECTS_BETWEEN_COLLECTIONS = 50_000
-"""Python's own 700 suit small programs: imports for training alone make half a million objects, and looking through
-them again and again for garbage took about a tenth of the start."""
-
 
 def main() -> None:
     """Run the stage whose work folder is the only argument."""
     die_with_parent()
-    gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
+    collect_rarely()
     work = Path(sys.argv[1])
     try:
         with full_disk_named("running the stage", work):
@@ -41,8 +37,6 @@ def main() -> None:
     except Exception as error:
         traceback.print_exc()
         fail(work, error, INTERNAL_ERROR)
-    finally:
-        gc.freeze()  # Python looks for garbage as it ends: of half a million objects, for over a second
 
 
 def run_stage(work: Path) -> None:

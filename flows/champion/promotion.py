@@ -29,6 +29,7 @@ from stages.__main__ import fail
 from stages.core.contract import StageContext, StageInput, StageResult
 from stages.core.errors import INTERNAL_ERROR, EvaluationError, LifecycleError, StoreError, full_disk_named
 from stages.core.files import write_atomically
+from stages.core.garbage import collect_rarely
 from stages.core.supervisor import die_with_parent
 from stages.promote.config import PromoteConfig
 from stages.promote.paired import compare
@@ -38,6 +39,7 @@ from stages.promote.verdict import CHAMPION_FILE, VERDICT_FILE, Champion, Standi
 def main() -> None:
     """Run the step that the arguments name; the last one is the work folder. Exits like a stage process."""
     die_with_parent()
+    collect_rarely()
     steps: dict[str, Callable[..., None]] = {"judge": judge, "complete": complete}
     folders = [Path(argument) for argument in sys.argv[2:]]
     try:

@@ -31,6 +31,7 @@ from flows.cli.schedule_commands import schedule, schedules
 from flows.cli.server_commands import doctor, down, status, up
 from flows.cli.store_commands import adopt, chat, gc, serve, show, verify
 from stages.core.errors import INTERNAL_ERROR, USAGE_ERROR, LifecycleError, RefreshStoppedError, error_classes
+from stages.core.garbage import collect_rarely
 from stages.core.lines import say
 from stages.core.redaction import redact
 
@@ -135,6 +136,7 @@ for command in COMMANDS:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of `lifecycle`: exits with the code of the error class; no user's mistake shows a traceback."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    collect_rarely()
     os.umask(0o077)  # stores, logs and databases are their owner's
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no process below leaves its memory, with keys in it, on a disk
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts background programs deaf to the first

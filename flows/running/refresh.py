@@ -38,6 +38,7 @@ from flows.servers.local import answers
 from flows.tracking.pages import page_of, report_page_of, run_page_of
 from flows.tracking.rows import scores_text
 from stages.core.errors import LifecycleError, RefreshStoppedError, TransientError
+from stages.core.garbage import collect_rarely
 
 RETRY_BASE_S = 1.0
 COMPARE = "compare"
@@ -113,6 +114,7 @@ def flow_of(run: RefreshRun) -> Flow[..., State[Any]]:
 
 
 def _run(run: RefreshRun) -> State[Any]:
+    collect_rarely()
     # Servers of this refresh and those who ask them share one key; it is in no argument and in no file.
     os.environ.setdefault("VLLM_API_KEY", secrets.token_urlsafe(32))
     run.begin(str(runtime.flow_run.id), runtime.flow_run.run_count)

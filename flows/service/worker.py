@@ -27,6 +27,7 @@ from flows.ledger.home import home
 from flows.running.flow_runs import WORK_POOL, update_entrypoints
 from flows.service.reaper import Reaper
 from stages.core.errors import ServerError
+from stages.core.garbage import collect_rarely
 
 REAP_INTERVAL_S = 5.0
 """A death is to be known within 10 s, and to look takes its time, too."""
@@ -54,6 +55,7 @@ def reap_forever() -> None:
 
 def main() -> None:
     """Run the worker until SIGTERM or SIGINT."""
+    collect_rarely()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     public = socket.socket(fileno=int(sys.argv[1])) if sys.argv[1:] else None
     # Prefect's folders for fetched code stay behind, empty; a killed worker's working directories, too.
