@@ -98,11 +98,13 @@ def load_stages(name: str, folder: Path, tree: Mapping[str, Any], problems: Sequ
     stages: dict[str, StageConfig] = {}
     found, num_of_layouts = [*problems], 0
     for stage, config in tree.items():
-        found += _stage_problems(stage, config)
+        numbers = [*bad_numbers(config, f"stages.{stage}")]
+        found += [*_name_problems(stage), *numbers]
         try:
             stages[stage] = _read_stage(resolve_file_sources(config, folder), folder)
         except ValidationError as error:
-            found += explain(error, stage)
+            named = tuple(f"{problem.partition(': ')[0]}: " for problem in numbers)  # of which pydantic says the same
+            found += [problem for problem in explain(error, stage) if not problem.startswith(named)]
             num_of_layouts += sum(details["type"] == LAYOUT_PROBLEM for details in error.errors())
         else:
             found += _launch_problems(stage, stages[stage])
@@ -166,10 +168,9 @@ def _top_level_problems(tree: Mapping[str, Any]) -> Iterator[str]:
         yield f"on_collision: found {show(tree['on_collision'])}, expected {' or '.join(choices)}"
 
 
-def _stage_problems(stage: str, config: Any) -> Iterator[str]:
+def _name_problems(stage: str) -> Iterator[str]:
     if not re.fullmatch(NAME_PATTERN, stage):
         yield f"stages.{stage}: the name of a stage consists of {NAME_RULE}"
-    yield from bad_numbers(config, f"stages.{stage}")
 
 
 def _launch_problems(stage: str, config: StageConfig) -> Iterator[str]:

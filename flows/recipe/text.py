@@ -179,7 +179,7 @@ def bad_numbers(tree: Any, path: str) -> Iterator[str]:
         for position, value in enumerate(tree):
             yield from bad_numbers(value, f"{path}.{position}")
     elif isinstance(tree, float) and not math.isfinite(tree):
-        yield f"{path}: expected a finite number"
+        yield f"{path}: found {show(tree)}, expected a finite number"
     elif isinstance(tree, int) and abs(tree) > MAX_INTEGER:
         yield f"{path}: found {shorten(str(tree), 40)}, expected at most {MAX_INTEGER}, which 64 bits hold"
 

@@ -106,7 +106,7 @@ def test_an_override_changes_one_place_of_an_aliased_value(load):
         ("learning_rate: 1e-4", "learning_rate: fast", 'stages.tuned.learning_rate: found "fast", expected'),
         ("global_batch_size: 8", 'global_batch_size: "8"', 'stages.tuned.global_batch_size: found "8", expected'),
         ("global_batch_size: 8", "global_batch_size: true", "stages.tuned.global_batch_size: found true, expected"),
-        ("learning_rate: 1e-4", "learning_rate: .inf", "stages.tuned.learning_rate: expected a finite number"),
+        ("learning_rate: 1e-4", "learning_rate: .inf", "stages.tuned.learning_rate: found Infinity, expected a finite"),
         ("    global_batch_size: 8\n", "", "stages.tuned.global_batch_size: missing"),
         ("method: awq", "method: awp", "stages.quantized.method: found \"awp\", expected 'awq', 'gptq'"),
         ("method: awq", "method: awp", "did you mean `awq`?"),
@@ -146,6 +146,11 @@ def test_an_override_changes_one_place_of_an_aliased_value(load):
 def test_each_problem_is_explained_where_it_is(problems, before, after, expected):
     assert before in RECIPE
     assert expected in problems(RECIPE.replace(before, after, 1))
+
+
+@pytest.mark.parametrize("number", [".nan", ".inf"])
+def test_what_is_no_number_is_named_once(problems, number):
+    assert problems(RECIPE.replace("learning_rate: 1e-4", f"learning_rate: {number}")).count("finite number") == 1
 
 
 def test_all_problems_are_told_at_once(problems):
