@@ -27,6 +27,7 @@ PINS = Path(__file__).parents[3] / "deploy" / "requirements" / "evalscope.txt"
 NAME = ".venv-evalscope"
 COMPLETE = ".ready"
 """Written last; of that name for `make`, which compares its time with that of the pins."""
+LOG_FILE = "uv.log"
 ASKING_TIMEOUT_S = 30
 POLL_INTERVAL_S = 0.5
 SHOWN_LINES, SHOWN_CHARACTERS = 4, 1000
@@ -83,32 +84,36 @@ def make(doing: Callable[[str], None], is_complete: Callable[[Path], bool] = is_
 
 
 def _install(partial: Path, doing: Callable[[str], None]) -> None:
-    _run([_uv(), "venv", "--relocatable", "--allow-existing", "--python", sys.executable, str(partial)], doing)
-    python = str(partial / "bin" / "python")
-    _run([_uv(), "pip", "install", "--compile-bytecode", "--python", python, "--requirement", str(PINS)], doing)
+    log, python = partial / LOG_FILE, str(partial / "bin" / "python")
+    _run([_uv(), "venv", "--relocatable", "--allow-existing", "--python", sys.executable, str(partial)], log, doing)
+    _run([_uv(), "pip", "install", "--compile-bytecode", "--python", python, "--requirement", str(PINS)], log, doing)
+    partial.chmod(_mode_of_ours())
     (partial / COMPLETE).touch()
 
 
-def _run(command: list[str], doing: Callable[[str], None]) -> None:
-    with tempfile.NamedTemporaryFile() as output:
-        log = Path(output.name)
-        process = Supervised(command, environment=_environment(), output=output.file)
-        said = ""
-        try:
-            exit_code = None
-            while exit_code is None:
-                time.sleep(POLL_INTERVAL_S)
-                exit_code = process.poll()
-                last = (_lines(log.read_text(errors="replace")) or [""])[-1]
-                if last != said:
-                    said = last
-                    doing(f"installing EvalScope ({SIZE}): {redact(said)}")
-        finally:
-            process.stop()
-        if exit_code:
-            raise ResourceError(
-                _cannot(f"uv ended with exit code {exit_code}: {_last_words(log.read_text(errors='replace'))}")
-            )
+def _run(command: list[str], log: Path, doing: Callable[[str], None]) -> None:
+    as_ours = ["/bin/sh", "-c", f'umask {0o777 & ~_mode_of_ours():03o}; exec "$@"', "sh"]  # a stage's files are private
+    with log.open("ab") as output:
+        process = Supervised([*as_ours, *command], environment=_environment(), output=output)
+    told = ""
+    try:
+        exit_code = None
+        while exit_code is None:
+            time.sleep(POLL_INTERVAL_S)
+            exit_code = process.poll()
+            said = log.read_text(errors="replace")
+            if (last := (_lines(said) or [""])[-1]) != told:
+                told = last
+                doing(f"installing EvalScope ({SIZE}): {redact(last)}")
+    finally:
+        process.stop()
+    if exit_code:
+        raise ResourceError(_cannot(f"uv ended with exit code {exit_code}: {_last_words(said)}"))
+
+
+def _mode_of_ours() -> int:
+    """Who may read our environment may read this one, whoever's stage makes it."""
+    return Path(sys.executable).parent.stat().st_mode & 0o777
 
 
 def _uv() -> str:

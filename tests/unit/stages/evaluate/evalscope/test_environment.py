@@ -121,7 +121,13 @@ def test_where_no_registry_answers_a_plan_is_refused_with_the_command(
 
 
 def test_one_that_is_there_is_made_again_only_for_other_pins(place: Path) -> None:
-    environment.make(lambda _: None)
+    before = os.umask(0o077)  # a stage's
+    try:
+        environment.make(lambda _: None)
+    finally:
+        os.umask(before)
+    ours = Path(sys.executable).parent.stat().st_mode
+    assert {path.stat().st_mode for path in (place, place / "bin", find_evalscope().package)} == {ours}
     (place / "first").touch()
     environment.main()
     later_s = (place / ".ready").stat().st_mtime + 1
