@@ -10,6 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from stages.adapters.config import AdapterConfig
+from stages.adapters.lora import add_adapter
 from stages.core.errors import ModelError
 from stages.engines.balance import balance_of_logits, num_tokens
 from stages.engines.fsdp.engine import FsdpEngine
@@ -86,6 +88,32 @@ def test_with_one_row_and_one_layer_a_step_is_transformers_own(tmp_path: Any) ->
     assert outcome.measured["aux_loss"] == pytest.approx(output.aux_loss.item(), rel=1e-6)
     assert outcome.loss + COEFFICIENT * outcome.measured["aux_loss"] == pytest.approx(output.loss.item(), rel=1e-6)
     assert outcome.grad_norm == pytest.approx(norm.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "o_proj")], ids=["all", "attention"])
+def test_an_adapter_learns_from_the_balance_as_pefts_does(tmp_path: Any, targets: Any) -> None:
+    """Routers are frozen, or have an adapter of their own: what they give depends on the layers before."""
+    torch.manual_seed(0)
+    fields = {**SIZES, "router_aux_loss_coef": COEFFICIENT, "initializer_range": 0.2, "num_hidden_layers": 1}
+    AutoModelForCausalLM.from_config(Qwen3MoeConfig(**fields)).save_pretrained(tmp_path)
+    adapter = AdapterConfig(rank=4, alpha=8, target_modules=targets)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    add_adapter(model, adapter, seed=0)
+    document = torch.randint(0, 64, (30,), generator=torch.Generator().manual_seed(1)).tolist()
+    ids = torch.tensor([document])
+    norms = []
+    for balances in (True, False):
+        model.zero_grad()
+        output = model(input_ids=ids, labels=ids, output_router_logits=balances)
+        output.loss.backward()
+        norms.append(torch.nn.utils.get_total_norm([one.grad for one in model.parameters() if one.grad is not None]))
+    assert norms[0] > 1.03 * norms[1], "the balance is to be felt"
+    settings = EngineSettings(
+        Layout(micro_batch_size=1), "fp32", AdamSettings(1e-3), moe=MoeSettings(COEFFICIENT), adapter=adapter
+    )
+    with joined_processes() as device:
+        outcome = FsdpEngine(tmp_path, settings, device).train_step([pack([[document]])], SftLoss(), 1e-3, None)
+    assert outcome.grad_norm == pytest.approx(norms[0].item(), rel=1e-5)
 
 
 @pytest.mark.parametrize(
