@@ -139,7 +139,7 @@ class Case:
     @property
     def name(self) -> str:
         degrees = {key: value for key, value in self.layout.items() if key != "micro_batch_size"}
-        adapter = [f"adapter-{self.adapter}"] if self.adapter else [self.moe] if self.moe else []
+        adapter = [*([f"adapter-{self.adapter}"] if self.adapter else []), *([self.moe] if self.moe else [])]
         words = [key if value is True else f"{key}{value}" for key, value in degrees.items()] or ["plain"]
         return " ".join([self.model, *adapter, self.data, *words, f"rows{self.layout.get('micro_batch_size', 1)}"])
 
@@ -162,6 +162,7 @@ def _alone() -> list[Case]:
         Case("qwen3", adapter="some"),
         Case("qwen3-moe", adapter="experts"),
         Case("mixtral", {"recompute": "full"}, adapter="experts"),
+        Case("qwen3-moe", adapter="experts", moe="balanced"),
         Case("qwen3-moe-dense", {"micro_batch_size": 2, "recompute": "full"}, moe="balanced"),
     ]
 
@@ -199,6 +200,7 @@ def _two() -> list[Case]:
         ),
         Case("qwen3-moe", experts, "pairs", "experts"),
         Case("mixtral", experts, adapter="down"),
+        Case("qwen3-moe", sp, adapter="attention", moe="balanced"),
         *(Case("qwen3-moe", layout, moe="balanced") for layout in (sp, vpp, cp, sharded)),
         Case("mixtral", {**pp, "recompute": "full"}, moe="balanced"),
         Case("mixtral", experts, moe="frozen"),

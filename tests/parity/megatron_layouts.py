@@ -208,7 +208,10 @@ def train_plainly(folder: Path, data: str, everything_decays: bool, adapter: str
         optimizer.step()
         optimizer.zero_grad()
     if adapter:
-        mean_loss(method, document_values(model, batches[0]), references[0]).backward()
+        loss = mean_loss(method, document_values(model, batches[0]), references[0])
+        if coefficient := asked.get("aux_loss_coefficient"):
+            loss = loss + coefficient * mean_aux_loss(model, batches[0])
+        loss.backward()
         gradients = {name.removeprefix("base_model.model."): value.grad.clone() for name, value in named(model)}
     with torch.no_grad():
         evaluation = mean_loss(method, document_values(model, batches[0]), references[0]).item()
