@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import sys
 import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from stages.check.config import CheckConfig
 from stages.core.contract import StageConfig, StageContext, StageFailure, StageInput, StageResult, is_main_process
 from stages.core.errors import INTERNAL_ERROR, LifecycleError, full_disk_named
 from stages.core.files import write_atomically
 from stages.core.garbage import collect_rarely
 from stages.core.redaction import redact
 from stages.core.supervisor import die_with_parent
-from stages.kinds import KINDS
-from stages.look.config import LookConfig
 
 
 def main() -> None:
@@ -43,8 +41,9 @@ def run_stage(work: Path) -> None:
     """Run the stage that `config.json` describes and write its `result.json`."""
     stage_input = StageInput.model_validate_json((work / "config.json").read_text())
     run = importlib.import_module(f"stages.{stage_input.kind}.run").run
-    kinds: dict[str, type[StageConfig]] = {**KINDS, "check": CheckConfig, "look": LookConfig}
-    config = kinds[stage_input.kind].model_validate(stage_input.config)
+    # Those of all kinds would take longer to import than a download of little takes.
+    config_class: type[StageConfig] = inspect.get_annotations(run, eval_str=True)["config"]
+    config = config_class.model_validate(stage_input.config)
     context = StageContext(
         work,
         stage_input.name,

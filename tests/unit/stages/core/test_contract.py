@@ -1,5 +1,7 @@
 """The contract between orchestrator and stage process: identity, references, and the files of a work folder."""
 
+import importlib
+import inspect
 import json
 import math
 from pathlib import Path
@@ -103,3 +105,10 @@ def test_a_diverged_loss_survives_the_result_file():
     read = StageResult.model_validate_json(result.model_dump_json())
     assert math.isnan(read.metrics["loss"])
     assert read.metrics["grad_norm"] == math.inf
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_runs_by_the_config_that_recipes_have_of_it(kind):
+    """Its process finds the class there, and imports that of no other kind."""
+    run = importlib.import_module(f"stages.{kind}.run").run
+    assert inspect.get_annotations(run, eval_str=True)["config"] is KINDS[kind]
