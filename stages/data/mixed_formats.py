@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from stages.core.errors import DataError
+from stages.core.errors import DataError, DownloadError, TransientError
 from stages.data.config import METHODS_FOR, DataConfig, RowKind
 from stages.data.files import Row, find_files, read_rows
 from stages.data.formats import FORMATS, WORDS_FOR
@@ -46,7 +46,7 @@ def _format_of(config: DataConfig, folder: Path, rows: RowKind) -> str | None:
     try:
         files = find_files(folder, config.split)
         first = next((row.content for row in read_rows(folder, files) if isinstance(row, Row)), None)
-    except DataError:
+    except (DataError, DownloadError, TransientError):
         return None
     fitting = [name for name, form in FORMATS.items() if isinstance(first, dict) and _fits(form.columns, first)]
     suitable = [name for name in fitting if FORMATS[name].rows == rows]

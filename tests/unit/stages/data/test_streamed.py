@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from stages.core.contract import StageContext
+from stages.core.contract import StageContext, StageInput
 from stages.core.errors import DownloadError, TransientError
 from stages.data import parts
 from stages.data.any_rows import AnyRowReader
@@ -21,8 +21,10 @@ from stages.download.config import DownloadConfig
 from stages.download.run import run
 from stages.remote import pointers, retry
 from stages.remote.pointers import open_file
+from stages.train.check import check
 from tests.hub_server import Fault, HubServer, running_hub
 from tests.s3_server import S3Server, running_s3
+from tests.train_stage import make_config
 from tests.unit.stages.data.reports import Reports
 
 NUM_ROWS = 120
@@ -159,6 +161,24 @@ def test_an_object_that_changed_is_named(s3: S3Server, fetched, prepared) -> Non
     s3.put({"train.jsonl": CONTENTS["train.jsonl"].replace(b"7", b"8")})  # of the same size
     with pytest.raises(DownloadError, match=r"s3://lake/train\.jsonl changed: .* run the refresh again"):
         prepared(folder)
+
+
+def test_the_check_of_inputs_names_the_field_of_an_object_that_changed(
+    s3: S3Server, fetched, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    s3.put({"train.jsonl": CONTENTS["train.jsonl"]})
+    folder = fetched("s3://lake/train.jsonl", stream=True)
+    s3.put({"train.jsonl": CONTENTS["train.jsonl"].replace(b"7", b"8")})
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "model").symlink_to(tokenizer_folder)
+    config = make_config(data={"dataset": "chats", "sequence_length": 64}).model_dump(mode="json")
+    inputs = {"base": tmp_path / "base", "chats": folder.parent}
+    of_stage = StageInput(
+        name="sft", kind="train", version="0" * 12, config=config, inputs=inputs, cache=tmp_path / "cache"
+    )
+    ((field, error),) = check(of_stage)
+    assert field == "data.dataset"
+    assert isinstance(error, DownloadError) and "changed" in str(error)
 
 
 def test_an_object_that_changes_while_it_is_read_is_named(s3: S3Server, fetched) -> None:
