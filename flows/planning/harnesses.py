@@ -1,4 +1,4 @@
-"""What harnesses install before they can score: told beforehand, since it takes minutes, the network and space."""
+"""What harnesses install before they can score: said beforehand, since it takes minutes, the network and space."""
 
 from __future__ import annotations
 

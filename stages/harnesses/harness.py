@@ -120,7 +120,7 @@ class Harness(Protocol):
 
     def prepare(self, evaluation: Evaluation, cache: Path, doing: Callable[[str], None] = print) -> None:
         """Install what is missing, check the tasks before anything slow, and set what libraries read when they are
-        imported. doing: is told what takes long.
+        imported. doing: gets what takes long.
 
         Raises EvaluationError, or ResourceError for what cannot be installed.
         """

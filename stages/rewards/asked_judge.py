@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,8 @@ from typing import Any, Self
 
 import httpx
 
-from stages.core.errors import DataError, RecipeError, ServerError
+from stages.core.errors import DataError, ServerError
+from stages.core.keys import key_in
 from stages.core.redaction import redact
 from stages.data.documents import PlainText
 from stages.remote.retry import RetryBackoff, busy_from_status, busy_from_transport
@@ -71,12 +71,7 @@ class AskedJudge:
     @contextlib.contextmanager
     def opened(cls, config: JudgeConfig, file: Path) -> Iterator[Self]:
         """file: where its answers are kept, or were. Raises RecipeError for a variable that is not set."""
-        key = os.environ.get(config.key_variable, "") if config.key_variable else ""
-        if config.key_variable and not key:
-            raise RecipeError(
-                f"the environment has no {config.key_variable}, which `key_variable` names; set it, for instance in "
-                "`execution.environment`"
-            )
+        key = key_in(config.key_variable, "key_variable")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         pool = ThreadPoolExecutor(CONCURRENT_REQUESTS)
         with httpx.Client(base_url=config.url, headers=headers, timeout=config.timeout_s) as http:

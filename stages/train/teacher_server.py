@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,7 +14,8 @@ from numpy.typing import NDArray
 from pydantic import JsonValue
 
 from stages.core.contract import StageContext, is_main_process
-from stages.core.errors import ModelError, RecipeError, ServerError, TransientError
+from stages.core.errors import ModelError, ServerError, TransientError
+from stages.core.keys import key_in
 from stages.core.redaction import redact
 from stages.data.batch import Batch
 from stages.data.dataset import PackedDataset
@@ -49,12 +49,7 @@ class ServedTeacher:
         """Raises RecipeError for a variable that is not set."""
         server = asked.server
         assert server
-        key = os.environ.get(server.key_variable, "") if server.key_variable else ""
-        if server.key_variable and not key:
-            raise RecipeError(
-                f"the environment has no {server.key_variable}, which `teacher_server.key_variable` names; set it, for "
-                "instance in `execution.environment`"
-            )
+        key = key_in(server.key_variable, "teacher_server.key_variable")
         url = server.url.rstrip("/").removesuffix("/v1")
         client = Client(url, key, server.served_model, execution.rollout_timeout_s)
         return cls(client, server, asked.number, execution)

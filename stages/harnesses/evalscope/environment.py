@@ -69,7 +69,7 @@ def version_to_be_made(pins: Path, folder: Path) -> str:
 
 
 def make(doing: Callable[[str], None], is_complete: Callable[[Path], bool] = is_made) -> None:
-    """Make the environment, unless it is there; whoever comes second waits. doing: is told how far it is.
+    """Make the environment, unless it is there; the second to ask for it waits. doing: gets how far it is.
 
     Raises ResourceError with what uv said.
     """
@@ -95,15 +95,15 @@ def _run(command: list[str], log: Path, doing: Callable[[str], None]) -> None:
     as_ours = ["/bin/sh", "-c", f'umask {0o777 & ~_mode_of_ours():03o}; exec "$@"', "sh"]  # a stage's files are private
     with log.open("ab") as output:
         process = Supervised([*as_ours, *command], environment=_environment(), output=output)
-    told = ""
+    shown = ""
     try:
         exit_code = None
         while exit_code is None:
             time.sleep(POLL_INTERVAL_S)
             exit_code = process.poll()
             said = log.read_text(errors="replace")
-            if (last := (_lines(said) or [""])[-1]) != told:
-                told = last
+            if (last := (_lines(said) or [""])[-1]) != shown:
+                shown = last
                 doing(f"installing EvalScope ({SIZE}): {redact(last)}")
     finally:
         process.stop()
@@ -112,7 +112,7 @@ def _run(command: list[str], log: Path, doing: Callable[[str], None]) -> None:
 
 
 def _mode_of_ours() -> int:
-    """Who may read our environment may read this one, whoever's stage makes it."""
+    """Who may read our environment may read this one, whichever user's stage makes it."""
     return Path(sys.executable).parent.stat().st_mode & 0o777
 
 
@@ -125,7 +125,7 @@ def _uv() -> str:
 
 
 def _environment() -> dict[str, str]:
-    """uv does not read pip's settings: a folder of wheels that pip is told of is passed on, as in the Makefile."""
+    """uv does not read pip's settings: a folder of wheels that pip is given is passed on, as in the Makefile."""
     environment = inherited_environment()
     if "UV_FIND_LINKS" not in environment:
         folders = environment.get("PIP_FIND_LINKS") or _pip_setting("global.find-links")

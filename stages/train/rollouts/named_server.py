@@ -5,7 +5,6 @@ Weights reach it by a folder, which it must have under the same path.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,8 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from stages.core.contract import StageContext, is_main_process
-from stages.core.errors import LifecycleError, RecipeError, ServerError, TransientError
+from stages.core.errors import LifecycleError, ServerError, TransientError
+from stages.core.keys import key_in
 from stages.core.redaction import redact
 from stages.serving.backend import EngineAddress
 from stages.serving.client import Client
@@ -50,12 +50,7 @@ class NamedServer:
         sampling = config.sampling
         assert sampling and sampling.server
         named, execution = sampling.server, config.execution
-        key = os.environ.get(named.key_variable, "") if named.key_variable else ""
-        if named.key_variable and not key:
-            raise RecipeError(
-                f"the environment has no {named.key_variable}, which `{config.sampling_block}.server.key_variable` "
-                "names; set it, for instance in `execution.environment`"
-            )
+        key = key_in(named.key_variable, f"{config.sampling_block}.server.key_variable")
         url = named.url.rstrip("/").removesuffix("/v1")
         client = Client(url, key, named.served_model, execution.rollout_timeout_s)
         num_tokens = most_tokens(config, sampling, model_folder)
