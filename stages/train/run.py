@@ -58,12 +58,7 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
     hide_unused_packages()
     model_folder = context.inputs[config.base or config.model] / "model"
     config = config.model_copy(update={"data": data_with_template(config.data, context.inputs[config.model])})
-    _check_world_size(config)
-    found = type_at_hand()
-    check_device(found, config.engine, config.layout, config.precision)
-    check_precision(found, config.precision)
-    if missing := missing_package(config.engine, config.precision):
-        raise ResourceError(missing)
+    _check_machine(config)
     tokenizer_notes = check_tokenizer(model_folder, read_config(model_folder))
     for unusual in [*check_model_folder(model_folder), *tokenizer_notes]:
         context.warn(unusual)
@@ -106,7 +101,8 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
     return _result(training_run, data, evaluation, peak_memory_metrics, prediction)
 
 
-def _check_world_size(config: TrainConfig) -> None:
+def _check_machine(config: TrainConfig) -> None:
+    """Whether as many processes were started as the layout has, and what computes here can do what is asked for."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != config.layout.world_size:
         layout = describe_layout(config.engine, config.layout)
@@ -114,6 +110,11 @@ def _check_world_size(config: TrainConfig) -> None:
             f"the layout needs {config.layout.world_size} processes ({layout}), {started} were started; start as many, "
             "or change the layout"
         )
+    found = type_at_hand()
+    check_device(found, config.engine, config.layout, config.precision)
+    check_precision(found, config.precision)
+    if missing := missing_package(config.engine, config.precision):
+        raise ResourceError(missing)
 
 
 def _read_data(
