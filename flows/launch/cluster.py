@@ -24,7 +24,7 @@ CANCEL_GRACE_S = 40.0
 MACHINES_OWN = re.compile(
     r"(SLURM|SBATCH|SRUN|PMI|PMIX|OMPI|PET|XDG|SSH|DBUS|LIFECYCLE_STAGE|KUBERNETES)_.*|RANK|WORLD_SIZE|LOCAL_RANK|"
     r"MASTER_.*|HOSTNAME|PWD|OLDPWD|SHLVL|TERM|DISPLAY|TMPDIR|_|(CUDA|ROCR|HIP|ZE)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|"
-    r"OMP_NUM_THREADS"
+    r"(OMP|RAYON)_NUM_THREADS"
 )
 """Variables that describe the machine or job that the refresh runs in, not the one that the stage is to run in."""
 

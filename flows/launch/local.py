@@ -61,9 +61,14 @@ def environment(config: StageConfig) -> dict[str, str]:
         **ON_LOOPBACK,
         "PYTHONPATH": python_path,
         "LIFECYCLE_HARDWARE": str(hardware_file()),
-        "OMP_NUM_THREADS": str(config.execution.threads or threads_of_each(config.processes)),
+        **threads(config.execution.threads or threads_of_each(config.processes)),
         **config.execution.environment,
     }
+
+
+def threads(number: int) -> dict[str, str]:
+    """Variables that say so to what computes, and to what tokenizes."""
+    return dict.fromkeys(("OMP_NUM_THREADS", "RAYON_NUM_THREADS"), str(number))
 
 
 def threads_of_each(processes: int) -> int:

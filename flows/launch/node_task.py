@@ -91,7 +91,7 @@ def command(order: JobOrder, place: Place | None) -> list[str]:
 
 def complete(environment: Mapping[str, str], order: JobOrder, place: Place | None) -> dict[str, str]:
     """The environment with what only the node knows: its cores, and on which interface the nodes speak."""
-    known = {"OMP_NUM_THREADS": str(order.threads or local.threads_of_each(order.processes))}
+    known = local.threads(order.threads or local.threads_of_each(order.processes))
     if place is None or is_loopback(place.address):
         known |= local.ON_LOOPBACK
     elif order.network_interface:

@@ -25,9 +25,9 @@ from stages.remote.pointers import is_pointer, size_bytes
 if TYPE_CHECKING:
     import pyarrow.parquet
 
-PART_BYTES = 4 << 20
+PART_BYTES = 2 << 20
 """Of JSON Lines, up to the end of a line, and of Parquet as it is uncompressed, up to the end of a row group."""
-PART_BYTES_ELSEWHERE = 4 * PART_BYTES
+PART_BYTES_ELSEWHERE = 8 * PART_BYTES
 """Of JSON Lines: up to a buffer more than a part is fetched, to find the end of its last line."""
 
 

@@ -86,7 +86,7 @@ class PieceSource:
                 one.state.check(one.part.path, one.part.name)
                 yield one, key
             return
-        with closing(tokenize(self._task, self._kept, missing, processes)) as tokenized:
+        with closing(tokenize(self.tokenizer, self._kept, missing, processes)) as tokenized:
             for (one, key), num_rows in tokenized:
                 self._num_rows += num_rows
                 self._say(one.part, one.part.place(num_rows))

@@ -44,15 +44,15 @@ class TemplateLimitError(Exception):
 class Sandbox(ImmutableSandboxedEnvironment):
     """The environment of one template."""
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    intercepted_binops = frozenset({"*", "**", "%"})
 
     def __init__(self, source: str, today: date) -> None:
         """`today` is the date that `strftime_now` writes. Raises jinja2.TemplateSyntaxError."""
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
         self.filters = {name: _limited(function) for name, function in self.filters.items()}
         self.filters["tojson"] = _limited(_to_json)
+        self.filters |= {_Counting.step: self._count_step, _Counting.measured: _measured}
         self.globals |= {"raise_exception": _refuse, "strftime_now": self._strftime_now}
-        self.globals |= {_Counting.step: self._count_step, _Counting.measured: _measured}
         self.today = today
         self.wrote_date = False
         """Whether a rendering asked for the date."""
@@ -60,7 +60,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._num_characters = 0
         self._cpu_limit_s = 0.0
         self._template = self.from_string(source)
-        self.read_variables = meta.find_undeclared_variables(self._parse(source, None, None))
+        self._template.globals = dict(self._template.globals)  # a chain of them is slow to read, for each rendering
+        self.read_variables = meta.find_undeclared_variables(self._parse(source, None, None)) - self.globals.keys()
         """Names that the template takes from outside."""
 
     def run(self, variables: dict[str, Any]) -> tuple[str, list[Span]]:
@@ -105,7 +106,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             _check_format(text)
         return _measured(super().call(context, obj, *args, **kwargs))
 
-    def _count_step(self) -> None:
+    @jinja2.pass_context  # so that Jinja takes it for no constant
+    def _count_step(self, *_: Any) -> None:
         if time.thread_time() > self._cpu_limit_s:
             raise TemplateLimitError(f"does not end: it ran for {MAX_CPU_SECONDS:g} s on one conversation")
 
@@ -115,7 +117,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Counting(NodeTransformer):
-    """Puts into a template's loops and macros what counts them, and around texts that it joins what measures them."""
+    """Puts into a template's loops and macros what counts them, and around texts that it joins what measures them.
+
+    Both are filters: the sandbox looks at every call, and at every operator that it intercepts.
+    """
 
     step = "__step"
     measured = "__measured"
@@ -128,16 +133,21 @@ class _Counting(NodeTransformer):
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        return _call(self.measured, [node], node.lineno)
+        return _filtered(node, self.measured, node.lineno)
+
+    def visit_Add(self, node: nodes.Add) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return _filtered(node, self.measured, node.lineno)
 
     def visit_AssignBlock(self, node: nodes.AssignBlock) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        node.filter = nodes.Filter(node.filter, "string", [], [], None, None, lineno=node.lineno)  # filters measure
+        node.filter = _filtered(node.filter, "string", node.lineno)  # filters measure
         return node
 
     def _counted(self, node: nodes.For | nodes.Macro) -> nodes.Node:
         self.generic_visit(node)
-        node.body.insert(0, nodes.ExprStmt(_call(self.step, [], node.lineno), lineno=node.lineno))
+        step = _filtered(nodes.Const(None), self.step, node.lineno)
+        node.body.insert(0, nodes.ExprStmt(step, lineno=node.lineno))
         return node
 
 
@@ -154,8 +164,8 @@ class _GenerationTag(Extension):
         return self.environment.mark(caller())
 
 
-def _call(function: str, arguments: list[nodes.Expr], line: int) -> nodes.Call:
-    return nodes.Call(nodes.Name(function, "load", lineno=line), arguments, [], None, None, lineno=line)
+def _filtered(node: nodes.Expr | None, name: str, line: int) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=line)
 
 
 def _limited(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ from stages.data.files import Part, Place
 
 ROW_DIGESTS = "rows.bin"
 """Beside the arrays of a folder of packed rows: uint64 [rows read], a digest of what each row teaches."""
-CONTROL_CHARACTER = re.compile(r"(?<!\\)(?:\\\\)*\\(u00[0189][0-9a-f]|u007f|u202[a-e]|u206[6-9]|[bf])")
+CONTROL_CHARACTER = re.compile(r"\\(?<!\\\\)(?:\\\\)*(u00[0189][0-9a-f]|u007f|u202[a-e]|u206[6-9]|[bf])")
 """As JSON writes it down, those that turn the direction of writing among them; line ends and tabs have names of their
 own, and are text.
 """

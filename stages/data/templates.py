@@ -68,10 +68,10 @@ class ChatTemplate:
         `name` is what errors call the template, `today` what it takes for the date. Raises DataError for a template
         that is not Jinja.
         """
-        self._source = source
         self._variables = special_tokens
         self._markers = tuple(markers)
         self._name = name
+        self._words = frozenset(re.findall(r"\w+", source))
         self._writes_think = "</think>" in source or "<think>" in source
         self._has_generation_marks = bool(GENERATION_MARK.search(source))
         self.num_dropped_thoughts = 0
@@ -202,8 +202,8 @@ class ChatTemplate:
         parts = {field for message in messages for field in (*THOUGHTS, "tool_calls") if field in message}
         parts |= {"tools"} if conversation.tools else set()
         parts |= {"tool"} if any(message["role"] == "tool" for message in messages) else set()
-        unknown = {part for part in parts if not re.search(rf"\b{part}\b", self._source)}
-        known_thoughts = [field for field in THOUGHTS if re.search(rf"\b{field}\b", self._source)]
+        unknown = parts - self._words
+        known_thoughts = [field for field in THOUGHTS if field in self._words]
         if known_thoughts or self._writes_think:
             unknown -= set(THOUGHTS)
         if unknown:
@@ -276,11 +276,12 @@ def load_chat_template(
     """The recipe's template, or the tokenizer's own. Raises DataError when there is none."""
     special_tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     markers = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    source, name = tokenizer.chat_template, "the model's chat template"
+    if isinstance(source, dict):  # several, by name
+        source = source.get("default")
     if recipe_template is not None:
         source, name = read_template(recipe_template), f"the chat template {recipe_template.name}"
-    elif tokenizer.chat_template:
-        source, name = tokenizer.get_chat_template(), "the model's chat template"
-    else:
+    elif not source:
         raise DataError(
             f"the data are conversations, but the tokenizer in {tokenizer_folder} has no chat template. Name a Jinja "
             "file in the recipe (`data: {chat_template: chatml.jinja}`), or use a model that has one."

@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from stages.core.errors import DataError, ModelError
+from stages.core.errors import DataError
 from stages.core.strict import StrictModel
 from stages.data.config import DEFAULT_DATE, SpecialTokensPolicy
 from stages.data.documents import Conversation, Document, PlainText
+from stages.data.loaded_tokenizer import load_tokenizer
 from stages.data.messages import RowError
 from stages.data.special_tokens import SpecialTokens
 from stages.data.templates import ChatTemplate, Rendered, Span, load_chat_template
@@ -83,13 +84,15 @@ class DocumentTokenizer:
         self._train_on = train_on
         self._turns = turns
         self._template_date = template_date
-        self._tokenizer = _load(folder)
+        self._tokenizer = load_tokenizer(folder)
         self._backend = self._tokenizer.backend_tokenizer
-        self._backend.no_truncation()
-        self._backend.no_padding()
         self._content = SpecialTokens(self._backend, special_tokens_in_content)
         self.teaches_to_stop: bool | None = None
         """Whether the assistant's turns end with a special token; None before the first conversation was rendered."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process, which compiles the template again."""
+        return {name: value for name, value in vars(self).items() if name != "template"}
 
     @property
     def padding_token(self) -> int:
@@ -181,10 +184,10 @@ class DocumentTokenizer:
         """
         if isinstance(document, PlainText):
             text = self._content.shield(self._unframed(document).prompt)
-            begin = self._beginning
+            begin = self._tokenizer.beginning
         else:
             text = self.template.render_text(self._shielded(document), add_generation_prompt=True)
-            begin = []
+            begin = ()
         return self._content.unshielded(text), [*begin, *self._content.encode(text)[0]]
 
     def encode(self, documents: Sequence[Rendered]) -> list[Tokens]:
@@ -226,9 +229,10 @@ class DocumentTokenizer:
         """Without the special tokens that are put around it, where the text has them written out already."""
         prompt, completion = text.prompt, text.completion
         begin, end = self._tokenizer.bos_token, self._tokenizer.eos_token
+        begins_so = self._tokenizer.bos_token_id in self._tokenizer.beginning
         if end and completion.rstrip().endswith(end):
             completion = completion.rstrip().removesuffix(end)
-        if begin and (prompt or completion).startswith(begin) and self._tokenizer.bos_token_id in self._beginning:
+        if begin and begins_so and (prompt or completion).startswith(begin):
             prompt, completion = (prompt.removeprefix(begin), completion) if prompt else ("", completion[len(begin) :])
         return PlainText(prompt, completion)
 
@@ -243,12 +247,6 @@ class DocumentTokenizer:
         return Tokens(ids, loss)
 
     @cached_property
-    def _beginning(self) -> list[int]:
-        """The special tokens before a text."""
-        example = self._tokenizer("a", return_special_tokens_mask=True)
-        return list(example["input_ids"][: example["special_tokens_mask"].index(0)])
-
-    @cached_property
     def _frame(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """The special tokens before a text, and the end-of-text token."""
         end = self._tokenizer.eos_token_id
@@ -257,7 +255,7 @@ class DocumentTokenizer:
                 f"the data are plain text, but the tokenizer in {self._folder} has no end-of-text token (`eos_token`) "
                 "to end them with; add one to its tokenizer_config.json"
             )
-        return np.array(self._beginning, np.int32), np.array([end], np.int32)
+        return np.array(self._tokenizer.beginning, np.int32), np.array([end], np.int32)
 
 
 def _loss_mask(offsets: list[Span], spans: Sequence[Span]) -> NDArray[np.bool_]:
@@ -275,18 +273,3 @@ def _begin(offset: Span) -> int:
 def _end(offset: Span) -> int:
     """At least one character: some tokenizers give a token that is only a space no width."""
     return max(offset[1], offset[0] + 1)
-
-
-def _load(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # tokenizers raises nothing more special, and Transformers anything
-        raise ModelError(f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {error}") from error
-    if not tokenizer.is_fast:
-        raise ModelError(
-            f"the tokenizer in {folder} ({type(tokenizer).__name__}) does not say which characters a token stands "
-            "for; convert it to a tokenizer.json"
-        )
-    return tokenizer

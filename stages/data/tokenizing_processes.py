@@ -23,10 +23,10 @@ from stages.core.errors import ResourceError
 from stages.data.files import BadRow, Row, read_part
 from stages.data.parts import DataPart
 from stages.data.pieces import PieceStore
-from stages.data.tokenizing import PartTokenizer, Tokenizing
+from stages.data.tokenizing import PartTokenizer
 
 MAX_PROCESSES = 64
-BYTES_PER_PROCESS = 16 << 20
+BYTES_PER_PROCESS = 4 << 20
 """Fewer are tokenized before another process has started."""
 PARTS_AHEAD = 4
 """Of each process, so that none waits for work."""
@@ -54,7 +54,7 @@ def num_processes(num_bytes: int) -> int:
 
 
 def tokenize(
-    task: Tokenizing, store: Path, parts: Sequence[KeyedPart], processes: int
+    tokenizer: PartTokenizer, store: Path, parts: Sequence[KeyedPart], processes: int
 ) -> Generator[tuple[KeyedPart, int]]:
     """Write the pieces of all parts; each part, in order, and the number of its rows, once they are there.
 
@@ -63,7 +63,7 @@ def tokenize(
     """
     context = multiprocessing.get_context("spawn")
     others = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(processes, context, _begin, (task, store))
+    pool = ProcessPoolExecutor(processes, context, _begin, (tokenizer, store))
     waiting: deque[tuple[KeyedPart, Future[int]]] = deque()
     todo = iter(parts)
     try:
@@ -87,13 +87,13 @@ def tokenize(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _begin(task: Tokenizing, store: Path) -> None:
+def _begin(tokenizer: PartTokenizer, store: Path) -> None:
     """In a new process, which has nothing to do once the one that asked for it has ended."""
     global _worker
     threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks ends this one
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker = _Worker(PartTokenizer(task), PieceStore(store))
+    _worker = _Worker(tokenizer, PieceStore(store))
 
 
 def _end_with(process: BaseProcess) -> None:

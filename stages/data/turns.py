@@ -260,7 +260,7 @@ def split_thoughts(message: Message) -> tuple[str, str]:
     for field in THOUGHTS:
         if field in message:
             return message[field], content
-    inline = INLINE_THOUGHTS.match(content)
+    inline = INLINE_THOUGHTS.match(content) if "</think>" in content else None
     return (inline["thoughts"], inline["answer"]) if inline else ("", content)
 
 

@@ -69,10 +69,12 @@ def write(folder: Path, num_rows: int) -> None:
 
 def one_round(folder: Path, number: int, arguments: argparse.Namespace) -> float:
     """Print both rates; how many times TRL's ours is."""
+    from flows.launch.local import threads
+
     seconds = {}
     for of in ("ours", "trl") if number % 2 else ("trl", "ours"):
         command = [sys.executable, __file__, "--of", of, "--folder", folder, "--processes", str(arguments.processes)]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.processes)}
+        environment = {**os.environ, **threads(arguments.processes)}
         done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
         seconds[of] = json.loads(done.stdout.splitlines()[-1])["seconds"]
     rates = {of: arguments.rows / taken for of, taken in seconds.items()}

@@ -44,7 +44,8 @@ def test_a_promotion_is_started_by_the_program_that_asks_who_is_champion():
 @pytest.mark.parametrize(("processes", "threads"), [(1, 6), (2, 3), (4, 1), (8, 1)])
 def test_cores_are_shared_evenly(monkeypatch, processes, threads):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
-    assert local.environment(train(processes))["OMP_NUM_THREADS"] == str(threads)
+    environment = local.environment(train(processes))
+    assert (environment["OMP_NUM_THREADS"], environment["RAYON_NUM_THREADS"]) == (str(threads), str(threads))
 
 
 def test_the_recipe_has_the_last_word_on_the_environment():

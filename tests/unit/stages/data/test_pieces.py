@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -18,9 +19,11 @@ from stages.core.errors import DataError
 from stages.core.supervised import Supervised
 from stages.data import parts, tokenizing, tokenizing_processes
 from stages.data.config import DataConfig
+from stages.data.documents import Conversation
 from stages.data.files import read_part, read_rows
 from stages.data.parts import parts_of
 from stages.data.prepare import prepare
+from stages.data.tokenizer import DocumentTokenizer
 from tests.unit.stages.data.reports import Reports
 
 
@@ -109,6 +112,20 @@ def two_processes(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     monkeypatch.setattr(tokenizing_processes, "BYTES_PER_PROCESS", 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+
+
+def test_another_process_tokenizes_without_transformers(tokenizer_folder):
+    here = DocumentTokenizer(tokenizer_folder, None, "assistant")
+    [[unit]] = here.render_units([Conversation(chat(1)["messages"])])
+    program = """
+import pickle, sys
+tokenizer, conversation = pickle.load(sys.stdin.buffer)
+[[unit]] = tokenizer.render_units([conversation])
+print(tokenizer.encode([unit])[0].ids.tolist(), sorted({"torch", "transformers"} & sys.modules.keys()))
+"""
+    sent = pickle.dumps((here, Conversation(chat(1)["messages"])))
+    done = subprocess.run([sys.executable, "-c", program], input=sent, capture_output=True, check=True)
+    assert done.stdout.decode().strip() == f"{here.encode([unit])[0].ids.tolist()} []"
 
 
 def test_any_number_of_processes_gives_the_same_bytes_and_says_how_fast(run, write_rows, monkeypatch, request):

@@ -8,6 +8,7 @@ from stages.core.errors import DataError
 from stages.data.documents import Conversation, PlainText
 from stages.data.messages import RowError
 from stages.data.templates import ChatTemplate
+from tests.unit.stages.data.conftest import CHATML
 
 HEADERS = (  # as Llama 3 does it
     "{{ bos_token }}"
@@ -133,9 +134,15 @@ def test_a_template_that_is_not_jinja_is_an_error_with_its_line(tokenize_with):
         tokenize_with(chat("a", "b"), "first\n{% for %}")
 
 
-def test_a_missing_template_is_an_error_that_says_how_to_give_one(tokenize_with):
+@pytest.mark.parametrize("template", [None, {"rag": "{{ messages }}", "tool_use": "{{ messages }}"}])
+def test_a_missing_template_is_an_error_that_says_how_to_give_one(tokenize_with, template):
     with pytest.raises(DataError, match=r"(?s)has no chat template.*chat_template: chatml\.jinja"):
-        tokenize_with(chat("a", "b"), None)
+        tokenize_with(chat("a", "b"), template)
+
+
+def test_of_several_templates_the_default_one_is_taken(tokenize_with):
+    templates = {"default": CHATML, "rag": "{{ messages }}"}
+    assert tokenize_with(chat("a", "b"), templates).ids.tolist() == tokenize_with(chat("a", "b")).ids.tolist()
 
 
 def test_plain_text_needs_no_template_and_ends_with_the_end_of_text_token(tokenize_with, learned, read_ids):
