@@ -57,7 +57,7 @@ class TinyEngine:
     def root_cause(self, log: str) -> str | None:
         return next((line for line in log.splitlines() if line.startswith("tiny: ")), None)
 
-    def context_tokens(self, client: Client) -> int:
+    def context_tokens(self, client: Client, spec: LaunchSpec) -> int:
         return int(client.models()[0]["context"])
 
     def smoke_log_probabilities(self, client: Client) -> list[float]:

@@ -72,8 +72,8 @@ def check_adapter(server: Server, name: str, folder: Path) -> None:
     client = replace(server.client, model=name)
     check_server(client, server.engine.smoke_log_probabilities)
     spec = server.spec.model_copy(update={"adapters": {**server.spec.adapters, name: folder}})
-    context_tokens = server.engine.context_tokens(client)
-    agreements = compare_with_records(client, spec, [name], context_tokens, _idle_name(server.spec))
+    context_tokens = server.engine.context_tokens(client, spec)
+    agreements = compare_with_records(client, spec, [name], context_tokens, say, _idle_name(server.spec))
     for one in agreements.values():
         say(f"{name} differs from what training recorded by {one.from_training.most:.2g} nats per token at most")
 

@@ -66,6 +66,13 @@ class EvaluateConfig(AskedModelConfig):
         yield from super().problems_among(stages)
         harness, engine = harness_of(self.evaluation), self.serving_engine
         yield from harness.problems(self.evaluation)
+        if self.generation.stop and not engine.capabilities.stop_texts:
+            yield f"generation.stop: {engine.title} ends no answer at a text of several tokens; remove it, or take vllm"
+        if not engine.capabilities.token_prompts and not harness.asks_in_texts:
+            yield (
+                f"harness: {harness.title} asks by token ids, which {engine.title} does not take for a prompt; take "
+                "another harness, or serve the model with vllm"
+            )
         if engine.capabilities.prompt_log_probabilities:
             return
         if tasks := harness.log_likelihood_tasks(self.evaluation):

@@ -102,6 +102,11 @@ class GenerateConfig(AskedModelConfig):
 
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
         yield from super().problems_among(stages)
+        if not self.serving_engine.capabilities.token_prompts:
+            yield (
+                f"model: completions are asked for by token ids, which {self.serving_engine.title} does not take for a "
+                "prompt; serve the model with vllm"
+            )
         longest = self.serving.max_model_len if self.serving else None
         if longest and self.max_tokens >= longest:
             yield (

@@ -78,14 +78,17 @@ class TaskItem:
 
 
 class Harness(Protocol):
-    """name: in recipes, and in records as `NAME_version`. title: in messages. unused: fields of an evaluation, as
-    recipes have them, with which it does nothing, and why.
+    """name: in recipes, and in records as `NAME_version`. title: in messages. asks_in_texts: whether it can ask a
+    server that takes no prompts of token ids. unused: fields of an evaluation, as recipes have them, with which it does
+    nothing, and why.
     """
 
     @property
     def name(self) -> str: ...
     @property
     def title(self) -> str: ...
+    @property
+    def asks_in_texts(self) -> bool: ...
     @property
     def unused(self) -> Mapping[str, str]: ...
 

@@ -62,7 +62,7 @@ def _serve(arguments: argparse.Namespace) -> None:
         say(f"starting {server.engine.title} {spec.engine_version} for {spec.model}; its log is {log_file}")
         server.wait_until_ready(execution.ready_timeout_s, starting_lines(server.engine.title))
         server.check()
-        compare_with_records(server.client, spec, spec.folders, server.engine.context_tokens(server.client))
+        compare_with_records(server.client, spec, spec.folders, server.engine.context_tokens(server.client, spec), say)
         names = sorted(spec.folders, key=lambda name: name != spec.served_name)
         print(f"serving {', '.join(names)} at {server.url}/v1", flush=True)
         if arguments.chat:

@@ -66,9 +66,8 @@ def _bring_up(server: Server, config: ServeConfig, context: StageContext) -> dic
     context.milestone(f"{config.model} is served at {server.url} after {time_to_ready_s:.1f} s")
     context.doing("checking its answers")
     server.check()
-    agreements = compare_with_records(
-        server.client, server.spec, server.spec.folders, server.engine.context_tokens(server.client)
-    )
+    context_tokens = server.engine.context_tokens(server.client, server.spec)
+    agreements = compare_with_records(server.client, server.spec, server.spec.folders, context_tokens, context.warn)
     for name, one in agreements.items():
         context.milestone(
             f"{name} differs from what training recorded by {one.from_training.most:.2g} nats per token at most "

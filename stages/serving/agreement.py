@@ -9,7 +9,7 @@ measured, and a gate of the promotion bounds it.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stages.core.errors import ServerError
@@ -31,23 +31,35 @@ class Agreement:
 
 
 def compare_with_records(
-    client: Client, spec: LaunchSpec, names: Collection[str], context_tokens: int, base_name: str | None = None
+    client: Client,
+    spec: LaunchSpec,
+    names: Collection[str],
+    context_tokens: int,
+    warn: Callable[[str], None],
+    base_name: str | None = None,
 ) -> dict[str, Agreement]:
     """Name in requests → how the server agrees with the record beside the folder that it serves, where there is one.
 
     client: of the server of `spec`. names: those of its models to compare. base_name: what answers as the base of its
-    adapters does; default: the base. Documents that do not fit into `context_tokens` are left out. Raises ServerError
-    for a model that is not listed, and an adapter that does nothing.
+    adapters does; default: the base. Documents that do not fit into `context_tokens` are left out; warn: gets why all
+    are. Raises ServerError for a model that is not listed, and an adapter that does nothing.
     """
     listed = client.model_names()
     if missing := sorted(set(names) - set(listed)):
         raise ServerError(f"the server at {client.url} does not list {', '.join(missing)}; it has {', '.join(listed)}")
+    recorded = [name for name in names if (spec.folders[name].parent / RECORD).is_file()]
+    engine = engine_of(spec.engine)
+    if recorded and not engine.capabilities.token_prompts:
+        warn(
+            f"{', '.join(recorded)}: whether what is served is what was trained is not known, since {engine.title} "
+            "takes no prompts of token ids"
+        )
+        return {}
     found: dict[str, Agreement] = {}
-    for name in names:
-        artifact = spec.folders[name].parent
-        if (artifact / RECORD).is_file():
-            documents = [one for one in read_record(artifact) if one.num_targets and len(one.tokens) < context_tokens]
-            found |= {name: _compare(client, spec, name, documents, base_name or spec.own_name)} if documents else {}
+    for name in recorded:
+        records = read_record(spec.folders[name].parent)
+        documents = [one for one in records if one.num_targets and len(one.tokens) < context_tokens]
+        found |= {name: _compare(client, spec, name, documents, base_name or spec.own_name)} if documents else {}
     return found
 
 

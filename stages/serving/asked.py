@@ -31,12 +31,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A server that is ready. folder: the model's, for its tokenizer. context_tokens: for prompt and answer."""
+    """A server that is ready. folder: the model's, for its tokenizer. context_tokens: for prompt and answer.
+    takes_tokens: whether prompts may be token ids.
+    """
 
     client: Client
     folder: Path
     context_tokens: int
     trust_remote_code: bool
+    takes_tokens: bool = True
 
 
 class AskExecution(ServeExecution):

@@ -52,8 +52,12 @@ class Client:
     def complete(self, prompt: str | list[int], **options: Any) -> dict[str, Any]:
         """The first choice of a greedy completion; `options` as in the OpenAI API."""
         request = {"model": self.model, "prompt": prompt, "temperature": 0, **options}
-        choice: dict[str, Any] = self._json("/v1/completions", request)["choices"][0]
+        choice: dict[str, Any] = self.answer("/v1/completions", request)["choices"][0]
         return choice
+
+    def answer(self, path: str, request: dict[str, Any]) -> Any:
+        """What it answers to a POST."""
+        return self._json(path, request)
 
     def log_probabilities(self, token_ids: list[int]) -> list[float]:
         """ln p(token | those before it) of every token but the first: `len(token_ids) - 1` floats."""

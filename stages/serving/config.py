@@ -10,7 +10,7 @@ from stages.core.contract import Execution, StrictModel
 from stages.core.fields import AddedLater
 from stages.core.numbers import Seconds
 
-EngineName = Literal["vllm", "llama_cpp", "sglang"]
+EngineName = Literal["vllm", "llama_cpp", "sglang", "lmdeploy"]
 MOST_STOP_TEXTS = 64
 """Of one request: what every server that a stage starts takes."""
 StopTexts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(max_length=MOST_STOP_TEXTS)]

@@ -39,14 +39,21 @@ class Endpoint:
         if self.server:
             self.server.wait_until_ready(self.ready_timeout_s)
             self.server.check()
-        context_tokens = engine_of(self.spec.engine).context_tokens(self.client)
+        engine = engine_of(self.spec.engine)
+        context_tokens = engine.context_tokens(self.client, self.spec)
         self._compare(context_tokens)
-        return ServedModel(self.client, self.spec.model, context_tokens, self.spec.serving.trust_remote_code)
+        return ServedModel(
+            self.client,
+            self.spec.model,
+            context_tokens,
+            self.spec.serving.trust_remote_code,
+            engine.capabilities.token_prompts,
+        )
 
     def _compare(self, context_tokens: int) -> None:
         """Log how what is asked agrees with what its training recorded."""
         name = self.spec.served_name
-        agreements = compare_with_records(self.client, self.spec, [name], context_tokens)
+        agreements = compare_with_records(self.client, self.spec, [name], context_tokens, self.context.warn)
         if agreements:
             self.context.log_metrics(0, agreement_metrics(agreements, name))
 

@@ -34,14 +34,18 @@ WeightFiles = Literal["safetensors", "gguf"]
 class Capabilities:
     """weights: the kind of files that it serves. prompt_log_probabilities: whether `/v1/completions` gives them with
     `echo`, as tasks that compare log-likelihoods ask. adapters: whether it puts them on a model. new_weights: whether a
-    running server takes others, as methods that learn from completions need. idle_fields: of `serving`, those that it
-    has no use for.
+    running server takes others, as methods that learn from completions need. token_prompts: whether `/v1/completions`
+    takes prompts as token ids; others are asked in texts, and compared with no record of training. stop_texts: whether
+    any text may end an answer. dtypes: that it computes in. idle_fields: of `serving`, those that it has no use for.
     """
 
     weights: WeightFiles
     prompt_log_probabilities: bool = False
     adapters: bool = False
     new_weights: bool = False
+    token_prompts: bool = True
+    stop_texts: bool = True
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     idle_fields: tuple[str, ...] = ()
 
 
@@ -115,8 +119,8 @@ class Engine(Protocol):
     def root_cause(self, log: str) -> str | None:
         """Why the server that wrote `log` died or did not start; None when the log does not say."""
 
-    def context_tokens(self, client: Client) -> int:
-        """Tokens that a prompt and its answer may have together."""
+    def context_tokens(self, client: Client, spec: LaunchSpec) -> int:
+        """Tokens that a prompt and its answer may have together, on a server of `spec`."""
 
     def smoke_log_probabilities(self, client: Client) -> list[float]:
         """A few log-probabilities that the server gives, whatever their tokens. Raises ServerError for none."""

@@ -13,10 +13,11 @@ from stages.serving.config import ServingConfig
 from stages.serving.engine import Engine, WeightFiles
 from stages.serving.launch import LaunchSpec
 from stages.serving.llama_cpp.engine import LlamaCpp
+from stages.serving.lmdeploy.engine import Lmdeploy
 from stages.serving.sglang.engine import Sglang
 from stages.serving.vllm.engine import Vllm
 
-ENGINES: dict[str, Engine] = {"vllm": Vllm(), "llama_cpp": LlamaCpp(), "sglang": Sglang()}
+ENGINES: dict[str, Engine] = {"vllm": Vllm(), "llama_cpp": LlamaCpp(), "sglang": Sglang(), "lmdeploy": Lmdeploy()}
 DEFAULT_ENGINE = "vllm"
 DEFAULT_ENGINES: dict[WeightFiles, str] = {"gguf": "llama_cpp"}
 """Kind of weight files → engine, where that is another."""
@@ -71,6 +72,9 @@ def engine_problems(
         )
     elif adapters and not engine.capabilities.adapters:
         yield f"serving.engine: {engine.name} serves no adapters; merge them first (`kind: merge`)"
+    if serving and serving.dtype not in ("auto", *engine.capabilities.dtypes):
+        computes = " or ".join(engine.capabilities.dtypes)
+        yield f"serving.dtype: {engine.name} computes in {computes}, not in {serving.dtype}"
 
 
 def idle_serving_fields(serving: ServingConfig | None) -> Iterator[tuple[str, str]]:

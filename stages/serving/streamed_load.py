@@ -7,9 +7,10 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -29,28 +30,54 @@ class Timing:
     tokens: int
 
 
-def generate_load(client: Client, vocabulary: int, benchmark: BenchmarkConfig, folder: Path) -> list[LoadResult]:
-    """A result for each concurrency, of prompts of random token ids below `vocabulary`. Leaves `benchmark.json`."""
-    results = [asyncio.run(_under_load(client, vocabulary, benchmark, one)) for one in benchmark.concurrencies]
+Request = dict[str, Any]
+
+
+def generate_load(
+    client: Client,
+    vocabulary: int,
+    benchmark: BenchmarkConfig,
+    folder: Path,
+    path: str = "/v1/completions",
+    asked: Callable[[list[int]], Request] = lambda prompt: {"prompt": prompt},
+) -> list[LoadResult]:
+    """A result for each concurrency, of prompts of random token ids below `vocabulary`. Leaves `benchmark.json`.
+
+    path, asked: where, and by which fields of a request, the server takes token ids for a prompt.
+    """
+    options: Request = {"max_tokens": benchmark.output_tokens, "temperature": 0, "ignore_eos": True}
+    options |= {"stream": True, "stream_options": {"include_usage": True}}
+
+    def request(numbers: random.Random) -> Request:
+        prompt = [numbers.randrange(vocabulary) for _ in range(benchmark.input_tokens)]
+        return {"model": client.model, **asked(prompt), **options}
+
+    results = [asyncio.run(_under_load(client, path, request, benchmark, one)) for one in benchmark.concurrencies]
     (folder / "benchmark.json").write_text(json.dumps([asdict(result) for result in results], indent=2))
     return results
 
 
-async def _under_load(client: Client, vocabulary: int, benchmark: BenchmarkConfig, concurrency: int) -> LoadResult:
+async def _under_load(
+    client: Client,
+    path: str,
+    request: Callable[[random.Random], Request],
+    benchmark: BenchmarkConfig,
+    concurrency: int,
+) -> LoadResult:
     numbers = random.Random(SEED)  # noqa: S311 (no secret)
     count = benchmark.requests_per_concurrency * concurrency
-    prompts = [[numbers.randrange(vocabulary) for _ in range(benchmark.input_tokens)] for _ in range(count + 1)]
+    requests = [request(numbers) for _ in range(count + 1)]
     headers = {"Authorization": f"Bearer {client.api_key}"}
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=client.timeout_s, sock_read=client.timeout_s)
     timings: list[Timing | None] = []
     async with aiohttp.ClientSession(client.url, headers=headers, timeout=timeout) as http:
-        await _timed(http, client.model, prompts.pop(), benchmark.output_tokens)  # warms it up
-        remaining = iter(prompts)
+        await _timed(http, path, requests.pop())  # warms it up
+        remaining = iter(requests)
         started_s = time.monotonic()
 
         async def ask() -> None:
-            for prompt in remaining:
-                timings.append(await _timed(http, client.model, prompt, benchmark.output_tokens))
+            for one in remaining:
+                timings.append(await _timed(http, path, one))
 
         await asyncio.gather(*(ask() for _ in range(concurrency)))
         elapsed_s = time.monotonic() - started_s
@@ -67,13 +94,11 @@ async def _under_load(client: Client, vocabulary: int, benchmark: BenchmarkConfi
     )
 
 
-async def _timed(http: aiohttp.ClientSession, model: str, prompt: list[int], tokens: int) -> Timing | None:
+async def _timed(http: aiohttp.ClientSession, path: str, request: Request) -> Timing | None:
     """None for a request that failed."""
-    request = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    options = {"stream": True, "stream_options": {"include_usage": True}}
     started_s, first_s, used = time.monotonic(), None, 0
     try:
-        async with http.post("/v1/completions", json={**request, **options}) as answer:
+        async with http.post(path, json=request) as answer:
             if not answer.ok:
                 return None
             async for line in answer.content:

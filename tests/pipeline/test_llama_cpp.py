@@ -16,6 +16,7 @@ from stages.models.gguf_file import GGUF_FILE
 from stages.quantize.config import QuantizeConfig
 from stages.quantize.gguf_file import quantize
 from stages.serving.client import Client
+from stages.serving.launch import LaunchSpec
 from stages.serving.registry import ENGINES
 from tests.serving import API_KEY, is_port_free, served_processes, stage_process, wait_for, write_work
 
@@ -71,7 +72,8 @@ def test_every_token_is_as_likely_as_transformers_has_it(root: Path, client: Cli
     assert likeliest.tolist() == pytest.approx(expected.max(1).values.tolist(), abs=0.02)
 
 
-def test_only_what_the_proxy_passes_on_is_answered_and_only_with_the_key(client: Client) -> None:
+def test_only_what_the_proxy_passes_on_is_answered_and_only_with_the_key(root: Path, client: Client) -> None:
+    spec = LaunchSpec.model_validate_json((root / "serve" / "launch.json").read_bytes())
     headers = {"Authorization": f"Bearer {API_KEY}"}
 
     assert httpx.get(f"{client.url}/v1/models").status_code == 401
@@ -79,7 +81,7 @@ def test_only_what_the_proxy_passes_on_is_answered_and_only_with_the_key(client:
     assert httpx.post(f"{client.url}/tokenize", headers=headers, json={"content": "a"}).status_code == 404
     metrics = httpx.get(f"{client.url}/metrics", headers=headers).text
     assert ENGINES["llama_cpp"].waiting_requests_metric in metrics
-    assert ENGINES["llama_cpp"].context_tokens(client) == SERVING["max_model_len"]
+    assert ENGINES["llama_cpp"].context_tokens(client, spec) == SERVING["max_model_len"]
     assert [*client.chat([{"role": "user", "content": "What is 1 + 2?"}])]
 
 

@@ -203,7 +203,7 @@ def test_an_adapter_that_does_nothing_is_an_error(client: Client, root: Path, tm
     shutil.copytree(root / "wide", lost)
     idle = spec.model_copy(update={"adapters": {"sft-too": lost / "adapter"}})
     with pytest.raises(ServerError, match="does not list sft-too; it has sft, wide, narrow"):
-        compare_with_records(client, idle, ["sft-too"], 256)
+        compare_with_records(client, idle, ["sft-too"], 256, pytest.fail)
 
     class Base(Client):
         """A server whose adapters are of no effect."""
@@ -212,4 +212,4 @@ def test_an_adapter_that_does_nothing_is_an_error(client: Client, root: Path, tm
             return Client(self.url, self.api_key, "sft").predictions(rows)
 
     with pytest.raises(ServerError, match="the adapter wide does nothing where it is served"):
-        compare_with_records(Base(client.url, API_KEY, "wide"), spec, ["wide"], 256)
+        compare_with_records(Base(client.url, API_KEY, "wide"), spec, ["wide"], 256, pytest.fail)

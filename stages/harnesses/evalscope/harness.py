@@ -30,6 +30,7 @@ class EvalScope:
 
     name = "evalscope"
     title = "EvalScope"
+    asks_in_texts = True
     unused: Mapping[str, str] = MappingProxyType(
         {"judge": "no judge is asked", "trust_task_code": "question sets have no code"}
     )

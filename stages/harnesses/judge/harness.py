@@ -25,6 +25,7 @@ class Judge:
 
     name = "judge"
     title = "the judge"
+    asks_in_texts = False
     unused: Mapping[str, str] = MappingProxyType(
         {
             "num_fewshot": "questions are asked without examples",

@@ -26,6 +26,7 @@ class LmEval:
 
     name = "lm_eval"
     title = "lm-eval"
+    asks_in_texts = True
     unused: Mapping[str, str] = MappingProxyType(
         {"judge": "no judge is asked", "generation": "tasks of lm-eval say it themselves"}
     )

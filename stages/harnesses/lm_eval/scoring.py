@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,11 @@ Report = Callable[[int, int], None]
 
 
 class LmEvalModel(LocalCompletionsAPI):
-    """A server as lm-eval sees it; token ids are sent, so that prompts arrive as the tokenizer here made them."""
+    """A server as lm-eval sees it; token ids are sent, so that prompts arrive as the tokenizer here made them.
+
+    A server that takes none gets texts, and answers are cut here where a task ends them: such a one may end them
+    elsewhere, or nowhere.
+    """
 
     add_bos_token: bool
 
@@ -56,7 +60,7 @@ class LmEvalModel(LocalCompletionsAPI):
             model=client.model,
             tokenizer=str(model.folder),
             tokenizer_backend="huggingface",
-            tokenized_requests=True,
+            tokenized_requests=model.takes_tokens,
             trust_remote_code=model.trust_remote_code,
             # A chat template writes its own special tokens; without one, the tokenizer adds what its model expects.
             add_bos_token=not evaluation.apply_chat_template,
@@ -69,7 +73,7 @@ class LmEvalModel(LocalCompletionsAPI):
         self.num_asked = 0
         self.num_truncated = 0
         backend = getattr(self.tokenizer, "backend_tokenizer", None)  # those without one encode all as text themselves
-        self.content = SpecialTokens(backend, "text") if backend else None
+        self.content = SpecialTokens(backend, "text") if backend and model.takes_tokens else None
         self.template_date = noted_date(model.folder) or DEFAULT_DATE
         self.folder = model.folder
 
@@ -113,7 +117,20 @@ class LmEvalModel(LocalCompletionsAPI):
         for prompt, options_of_task in (request.args[:2] for request in requests):
             self._count_if_truncated(prompt, options_of_task.get("max_gen_toks", self._max_gen_toks))
         answers: list[str] = super().generate_until(requests, **options)
-        return answers
+        return [self.cut(answer, request.args[1]) for answer, request in zip(answers, requests, strict=True)]
+
+    def cut(self, answer: str, options_of_task: Mapping[str, Any]) -> str:
+        """An answer up to the first text that ends it, where the server does not see to that."""
+        stops = options_of_task.get("until") or []
+        ends = [answer.find(stop) for stop in ([stops] if isinstance(stops, str) else stops)]
+        found = [end for end in ends if end >= 0]
+        return answer[: min(found)] if found and not self.tokenized_requests else answer
+
+    def _create_payload(self, *arguments: Any, **options: Any) -> dict[str, Any]:
+        payload: dict[str, Any] = super()._create_payload(*arguments, **options)
+        if not self.tokenized_requests:
+            payload.pop("stop", None)
+        return payload
 
     def loglikelihood(self, requests: list[Any], **options: Any) -> list[tuple[float, bool]]:
         self.num_asked += len(requests)
@@ -148,6 +165,8 @@ class _ReportingHook(CacheHook):
 
     def add_partial(self, attr: str, req: Iterable[Any] | None, res: Any) -> None:
         if req is not None:  # the windows of a rolling log-likelihood are kept as a whole
+            if attr == "generate_until":
+                res = self.model.cut(res, [*req][1])
             super().add_partial(attr, req, res)
             self.num_answered += 1
             self.report(self.num_answered, self.model.num_asked)

@@ -52,7 +52,7 @@ class LlamaCpp(FixedWeights):
     def root_cause(self, log: str) -> str | None:
         return find_root_cause(log)
 
-    def context_tokens(self, client: Client) -> int:
+    def context_tokens(self, client: Client, spec: LaunchSpec) -> int:
         return int(client.models()[0]["meta"]["n_ctx"])
 
     def predictions(self, client: Client, rows: list[list[int]]) -> list[Predicted]:

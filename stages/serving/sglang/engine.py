@@ -18,7 +18,7 @@ from stages.serving.engine import Capabilities, LoadResult
 from stages.serving.fixed_weights import FixedWeights
 from stages.serving.launch import LaunchSpec
 from stages.serving.own_parser import NotAsked, problems_by_parser
-from stages.serving.sglang.arguments import CHECK, refusals, written
+from stages.serving.sglang.arguments import CHECK, PASSED
 from stages.serving.sglang.program import SETTINGS, SglangProgram, find_sglang
 from stages.serving.sglang.root_cause import find_root_cause
 
@@ -43,16 +43,16 @@ class Sglang(FixedWeights):
         return find_sglang()
 
     def argument_problems(self, arguments: Mapping[str, JsonValue], *, at_once: bool) -> list[str] | NotAsked:
-        if refused := list(refusals(arguments)):
+        if refused := list(PASSED.refusals(arguments)):
             return refused
         program = self.find_program()
         command: list[str | Path] = [program.command, "-P", CHECK]
-        return problems_by_parser(self.name, program.version, command, written(arguments), at_once=at_once)
+        return problems_by_parser(self.name, program.version, command, PASSED.written(arguments), at_once=at_once)
 
     def root_cause(self, log: str) -> str | None:
         return find_root_cause(log)
 
-    def context_tokens(self, client: Client) -> int:
+    def context_tokens(self, client: Client, spec: LaunchSpec) -> int:
         return int(client.models()[0]["max_model_len"])
 
     def smoke_log_probabilities(self, client: Client) -> list[float]:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stages.models.model_config import read_config
+from stages.serving.half_precision import dtype_of
 from stages.serving.interpreter import find_interpreter, inherited_environment
 from stages.serving.launch import LaunchSpec
-from stages.serving.sglang.arguments import written
+from stages.serving.sglang.arguments import PASSED
 
 if TYPE_CHECKING:
     from stages.serving.backend import EngineAddress  # its HTTP imports would slow every plan
@@ -34,7 +34,7 @@ class SglangProgram:
         serving = spec.serving
         command = [str(self.command), "-P", str(SERVER), "--model-path", str(spec.model)]
         command += ["--served-model-name", spec.own_name, "--host", "127.0.0.1", "--port", str(address.port)]
-        command += ["--dtype", _dtype(spec), "--tp-size", str(serving.tensor_parallel_size), "--enable-metrics"]
+        command += ["--dtype", dtype_of(spec), "--tp-size", str(serving.tensor_parallel_size), "--enable-metrics"]
         command += ["--load-format", "safetensors"]
         # At its usual level it logs all of its settings, the key among them.
         command += ["--log-level", "warning"]
@@ -46,18 +46,10 @@ class SglangProgram:
             command += NO_GRAPHS
         if serving.trust_remote_code:
             command += ["--trust-remote-code"]
-        return [*command, *(part for parts in written(serving.arguments).values() for part in parts)]
+        return [*command, *(part for parts in PASSED.written(serving.arguments).values() for part in parts)]
 
     def server_environment(self, spec: LaunchSpec, api_key: str) -> dict[str, str]:
         return {**inherited_environment(), **SETTINGS, "SGLANG_SERVER_KEY": api_key}
-
-
-def _dtype(spec: LaunchSpec) -> str:
-    """SGLang's own `auto` would make float16 of float32."""
-    stored = read_config(spec.model)
-    if spec.serving.dtype == "auto" and "float32" in (stored.get("dtype"), stored.get("torch_dtype")):
-        return "bfloat16"
-    return spec.serving.dtype
 
 
 def find_sglang() -> SglangProgram:

@@ -57,7 +57,7 @@ class Vllm:
     def root_cause(self, log: str) -> str | None:
         return find_root_cause(log)
 
-    def context_tokens(self, client: Client) -> int:
+    def context_tokens(self, client: Client, spec: LaunchSpec) -> int:
         return int(client.models()[0]["max_model_len"])
 
     def smoke_log_probabilities(self, client: Client) -> list[float]:

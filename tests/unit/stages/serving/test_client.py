@@ -3,14 +3,19 @@
 import json
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
 from stages.core.errors import ServerError, TransientError
 from stages.serving.client import Client, check_server
+from stages.serving.config import ServingConfig
+from stages.serving.launch import LaunchSpec
 from stages.serving.vllm.engine import Vllm
 from tests.http_server import serving
+
+SPEC = LaunchSpec(model=Path("model"), served_name="sft", serving=ServingConfig(), engine_version="0.32")
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -51,7 +56,7 @@ def test_a_server_that_does_all_it_should_passes(client: Client) -> None:
     check_server(client, Vllm().smoke_log_probabilities)
 
     assert client.is_healthy()
-    assert Vllm().context_tokens(client) == 256
+    assert Vllm().context_tokens(client, SPEC) == 256
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), 0.5])

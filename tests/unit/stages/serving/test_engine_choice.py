@@ -47,6 +47,9 @@ GRPO = {
 }
 
 
+LMDEPLOY = {"engine": "lmdeploy"}
+
+
 @pytest.fixture
 def read(tmp_path: Path):
     write_tasks(tmp_path / "tasks")
@@ -101,6 +104,26 @@ def test_gguf_files_are_served_by_llama_cpp_unless_asked(read, monkeypatch: pyte
             {"kind": "serve", "model": "small", "serving": {"engine": "sglang"}},
             "serving.engine: sglang serves safetensors, but small makes gguf",
         ),
+        (
+            evaluate("base", "choices", serving=LMDEPLOY),
+            "tasks: choices compare log-likelihoods of given answers, and LMD",
+        ),
+        (
+            evaluate("base", "sums", serving=LMDEPLOY, harness="evalscope", generation={"stop": ["Q:"]}),
+            "generation.stop: LMDeploy ends no answer at a text of several tokens",
+        ),
+        (
+            {"kind": "evaluate", "model": "base", "tasks": ["t"], "serving": LMDEPLOY, "harness": "judge"},
+            "harness: the judge asks by token ids, which LMDeploy does not take for a prompt",
+        ),
+        (
+            {"kind": "generate", "model": "base", "prompts": {"dataset": "problems"}, "serving": LMDEPLOY},
+            "model: completions are asked for by token ids, which LMDeploy does not take for a prompt",
+        ),
+        (
+            {"kind": "serve", "model": "base", "serving": {**LMDEPLOY, "dtype": "float32"}},
+            "serving.dtype: lmdeploy computes in bfloat16 or float16, not in float32",
+        ),
         ({**LORA, "adapter": None, "model": "small"}, "small is quantized, and quantized weights cannot be trained"),
     ],
 )
@@ -117,12 +140,11 @@ def test_tasks_of_a_server_are_those_that_its_engine_can_run(read) -> None:
     assert "asked" in read(served=served, asked=evaluate("served", "sums", "long")).stages
 
 
-def test_sglang_serves_no_adapters_and_may_compare_log_likelihoods(read) -> None:
-    sglang = {"serving": {"engine": "sglang"}}
-
-    with pytest.raises(RecipeError, match=r"serving\.engine: sglang serves no adapters; merge them first"):
-        read(lora=LORA, wrong={"kind": "serve", "model": "lora", **sglang})
-    assert "asked" in read(asked=evaluate("base", "choices", **sglang)).stages
+@pytest.mark.parametrize(("engine", "task"), [("sglang", "choices"), ("lmdeploy", "sums")])
+def test_an_engine_may_serve_no_adapters_and_run_the_tasks_that_it_can(read, engine: str, task: str) -> None:
+    with pytest.raises(RecipeError, match=rf"serving\.engine: {engine} serves no adapters; merge them first"):
+        read(lora=LORA, wrong={"kind": "serve", "model": "lora", "serving": {"engine": engine}})
+    assert "asked" in read(asked=evaluate("base", task, serving={"engine": engine})).stages
 
 
 @pytest.mark.parametrize("option", [{"dtype": "float32"}, {"tensor_parallel_size": 2}, {"enforce_eager": True}])

@@ -115,10 +115,10 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.bodies.append(body)
-        [tokens] = body["prompt"]
-        values = [None, *self.server.log_probabilities(tokens), -1.0] if body.get("echo") else []
+        values = [None, *self.server.log_probabilities(body["prompt"][0]), -1.0] if body.get("echo") else []
+        text = "7" if body.get("stop") else "7. Q: and so on"
         logprobs = {"token_logprobs": values, "top_logprobs": [{"a": 0.0}] * len(values)}
-        answer = json.dumps({"choices": [{"index": 0, "text": "7", "logprobs": logprobs}]}).encode()
+        answer = json.dumps({"choices": [{"index": 0, "text": text, "logprobs": logprobs}]}).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(answer)))
@@ -142,11 +142,12 @@ def evaluation(folder: Path, task: str, **fields: Any) -> Evaluation:
     return EvaluateConfig.model_validate(tree).evaluation
 
 
-def evaluate(folder: Path, server: Asked, asked: Evaluation) -> dict[str, Any]:
+def evaluate(folder: Path, server: Asked, asked: Evaluation, *, takes_tokens: bool = True) -> dict[str, Any]:
     tasks = load_tasks(select_tasks(asked.tasks, asked.task_folder), asked)
     client = Client(f"http://127.0.0.1:{server.server_port}", "key", "tiny")
-    model = LmEvalModel(ServedModel(client, folder / "model", CONTEXT_TOKENS, trust_remote_code=False), asked)
-    return evaluate_tasks(model, tasks, asked, folder / f"answers-{id(server)}", lambda *_: None)
+    served = ServedModel(client, folder / "model", CONTEXT_TOKENS, False, takes_tokens)
+    answers = folder / f"answers-{id(server)}-{takes_tokens}"
+    return evaluate_tasks(LmEvalModel(served, asked), tasks, asked, answers, lambda *_: None)
 
 
 def prompts(server: Asked, folder: Path) -> list[str]:
@@ -185,6 +186,21 @@ def test_the_prompts_are_those_of_lm_eval_with_its_own_defaults(folder, server, 
     assert ours == of_lm_eval(folder, server, monkeypatch, apply_chat_template=as_chat)
     assert len(ours) == NUM_DOCUMENTS
     assert seeds == {body["seed"] for body in server.bodies}
+
+
+def test_a_server_that_takes_no_token_ids_gets_texts_and_its_answers_are_cut_here(folder, server) -> None:
+    asked = evaluation(folder, "shots", limit=4)
+    by_tokens = evaluate(folder, server, asked)
+    expected = prompts(server, folder)
+    server.bodies.clear()
+
+    for again in (False, True):  # the second time, by the answers that were kept
+        by_text = evaluate(folder, server, asked, takes_tokens=False)
+        samples = [[row["resps"] for row in found["samples"]["shots"]] for found in (by_text, by_tokens)]
+        assert samples == [[[["7"]]] * 4] * 2
+        assert by_text["results"]["shots"] == by_tokens["results"]["shots"]
+        assert sorted(body["prompt"] for body in server.bodies) == expected, again
+    assert not [body for body in server.bodies if body.get("stop")]
 
 
 def test_special_tokens_of_a_task_are_text_and_end_no_turn(folder, own_tasks, server) -> None:

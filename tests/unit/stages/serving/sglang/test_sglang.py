@@ -16,7 +16,7 @@ from stages.serving.config import ServingConfig
 from stages.serving.launch import LaunchSpec
 from stages.serving.own_parser import parsed
 from stages.serving.registry import ENGINES
-from stages.serving.sglang.arguments import CHECK, PASSED, refusals, written
+from stages.serving.sglang.arguments import CHECK, PASSED
 from stages.serving.sglang.program import SglangProgram, find_sglang
 from stages.serving.sglang.root_cause import find_root_cause
 
@@ -87,11 +87,11 @@ def test_what_the_recipe_leaves_out_is_not_said(command) -> None:
     ],
 )
 def test_options_that_are_not_listed_are_refused(name: str, value: Any, said: str) -> None:
-    (refused,) = refusals({name: value})
+    (refused,) = PASSED.refusals({name: value})
 
     assert refused.startswith(f"{name}: ") and said in refused
     with pytest.raises(RecipeError, match=said):
-        written({name: value})
+        PASSED.written({name: value})
 
 
 def test_its_own_parser_takes_the_command(command) -> None:
@@ -100,7 +100,7 @@ def test_its_own_parser_takes_the_command(command) -> None:
     except ResourceError as error:
         pytest.skip(str(error))
     options = command(**EVERYTHING)[3:]
-    whole = {"everything": options, **{name: [f"--{name}"] for name in PASSED}}
+    whole = {"everything": options, **{name: [f"--{name}"] for name in PASSED.names}}
 
     found = parsed((program.command, "-P", CHECK), json.dumps(whole))
 
