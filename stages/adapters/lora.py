@@ -26,6 +26,7 @@ from stages.adapters.quantized import quantize_base
 from stages.adapters.targets import PeftTargets, check_layers, peft_targets, targets_of_ranks
 from stages.core.errors import ModelError
 from stages.models.kept_precision import dtype_of_weights
+from stages.models.start_up import hide_torchao_from_adapters
 
 ADAPTER_NAME = "default"
 """PEFT's name for an adapter that has none; part of the names of its parameters."""
@@ -54,6 +55,7 @@ def add_adapter(
     if directions is not None:
         targets = targets_of_ranks({name: len(one) for name, one in directions.items()}, config)
     lora = _lora_config(config, targets, is_transposed=is_transposed, has_weights=has_weights)
+    hide_torchao_from_adapters()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:

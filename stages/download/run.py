@@ -43,7 +43,10 @@ def run(config: DownloadConfig, context: StageContext) -> StageResult:
             context.warn(f"{config.source}: {unusual}")
         _warn_of_missing_code(config, context, folder)
     elif config.base:
-        from stages.download.adapter import take_in  # torch takes seconds to import
+        from stages.models.start_up import hide_unused_packages  # torch takes seconds to import
+
+        hide_unused_packages()
+        from stages.download.adapter import take_in
 
         take_in(folder, context.inputs[config.base], context, trust_remote_code=config.trust_remote_code)
     else:

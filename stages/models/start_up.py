@@ -19,17 +19,30 @@ def hide_unused_packages() -> None:
     It uses them for assisted generation, for losses of object detection and for weights that torchao has quantized.
     Everybody else finds them as before.
     """
-    names = ("sklearn", "scipy", "torchao")
-    before = {name: sys.modules[name] for name in names if name in sys.modules}
-    missing: dict[str, Any] = dict.fromkeys(names)  # None means: there is no such package
-    sys.modules.update(missing)
+    for name, is_available in (
+        ("sklearn", is_sklearn_available),
+        ("scipy", is_scipy_available),
+        ("torchao", is_torchao_available),
+    ):
+        _remember_missing(name, is_available)
+
+
+def hide_torchao_from_adapters() -> None:
+    """Have PEFT take torchao for missing, which it imports, for over a second, to see whether a layer that it adapts is
+    one that torchao has quantized: none of ours is."""
+    _remember_missing("torchao", importlib.import_module("peft.import_utils").is_torchao_available)
+
+
+def _remember_missing(name: str, is_available: Any) -> None:
+    """is_available: a function that remembers its answer."""
+    before = {name: sys.modules[name]} if name in sys.modules else {}
+    missing: Any = None  # means: there is no such package
+    sys.modules[name] = missing
     try:
-        for is_available in (is_sklearn_available, is_scipy_available, is_torchao_available):
-            is_available.cache_clear()
-            is_available()  # it remembers the answer
+        is_available.cache_clear()
+        is_available()
     finally:
-        for name in names:
-            del sys.modules[name]
+        del sys.modules[name]
         sys.modules.update(before)
 
 

@@ -8,9 +8,17 @@ import sys
 from importlib.util import find_spec
 from stages.models.start_up import hide_unused_packages
 hide_unused_packages()
-import transformers.models.qwen3.modeling_qwen3
+import stages.merge.merging
+assert "peft" not in sys.modules
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from stages.adapters.config import AdapterConfig
+from stages.adapters.lora import add_adapter
+with torch.device("meta"):
+    model = Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=1))
+add_adapter(model, AdapterConfig(rank=2), seed=0, has_weights=False)
 print(*(name for name in ("sklearn", "scipy", "torchao") if name in sys.modules))
-assert find_spec("sklearn") and find_spec("scipy")
+assert find_spec("sklearn") and find_spec("scipy") and find_spec("torchao")
 """
 TOKENIZERS = """
 import sys
