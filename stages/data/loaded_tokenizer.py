@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,7 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     example = tokenizer("a", return_special_tokens_mask=True)
+    special = zip(example["input_ids"], example["special_tokens_mask"], strict=True)
     return LoadedTokenizer(
         tokenizer.backend_tokenizer,
         tokenizer.chat_template,
@@ -56,5 +59,5 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
         tokenizer.bos_token_id,
         tokenizer.eos_token_id,
         tokenizer.pad_token_id,
-        tuple(example["input_ids"][: example["special_tokens_mask"].index(0)]),
+        tuple(token for token, _ in takewhile(itemgetter(1), special)),
     )
