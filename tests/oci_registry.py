@@ -20,7 +20,8 @@ TOKEN = "a-token-of-the-registry"
 class Registry:
     """Blobs by digest, manifests by tag. credentials: USER:PASSWORD that pushes need; bearer: by way of a token.
 
-    store: another one that blobs are uploaded to. authorizations: all that came with requests.
+    store: another one that blobs are uploaded to. lent: another one that those who ask for a blob are sent to.
+    authorizations: all that came with requests.
     """
 
     def __init__(self) -> None:
@@ -32,6 +33,7 @@ class Registry:
         self.credentials = ""
         self.bearer = False
         self.store: Registry | None = None
+        self.lent: Registry | None = None
         self.authorizations: list[str] = []
         registry = self
 
@@ -59,6 +61,8 @@ class _Handler(BaseHTTPRequestHandler):
             known = self._authorization() == _basic(self.state.credentials)
             return self._answer(200 if known else 401, json.dumps({"token": TOKEN}).encode())
         kind, reference = self._asked(r"/v2/.+/(manifests|blobs)/([^/]+)")
+        if kind == "blobs" and self.state.lent and self._is_admitted():
+            return self._answer(307, b"", Location=f"http://{self.state.lent.host}{self.path}")
         content = (self.state.manifests if kind == "manifests" else self.state.blobs).get(reference)
         return self._answer(404 if content is None else 200, content or b"") if self._is_admitted() else None
 

@@ -123,8 +123,9 @@ class OciRegistry:
         self._ask("PUT", str(url), accepted=(201,), headers=headers, content=content)
 
     def _ask(self, method: str, url: str, *, accepted: Collection[int], **request: Any) -> httpx.Response:
+        """Where blobs lie elsewhere, registries send those who ask for one there; uploads say themselves where to."""
         with self._explained():
-            answer = self._client.request(method, url, **request)
+            answer = self._client.request(method, url, follow_redirects=method in ("GET", "HEAD"), **request)
         if answer.status_code in accepted:
             return answer
         doing = f"publishing to {self._address}: the registry answered {answer.status_code} to {method}"

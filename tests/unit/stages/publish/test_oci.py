@@ -80,6 +80,18 @@ def test_where_a_registry_has_blobs_uploaded_its_credentials_stay_unknown(promot
     assert any(registry.authorizations)
 
 
+def test_where_a_registry_keeps_its_blobs_elsewhere_its_credentials_stay_unknown(promoted, registry, monkeypatch):
+    monkeypatch.setenv("OCI_USERNAME", "ada")
+    monkeypatch.setenv("OCI_PASSWORD", "a-password")
+    registry.credentials = "ada:a-password"
+    with running_registry() as lent:
+        registry.lent, lent.blobs = lent, registry.blobs
+        refresh = promoted(f"oci://{registry.host}/adder:v1")
+        refresh.publish()
+        assert refresh.publish().metrics["files_sent"] == 0
+    assert set(lent.authorizations) == {""}
+
+
 def test_a_blob_that_the_registry_lost_is_sent_again(promoted, registry):
     refresh = promoted(f"oci://{registry.host}/adder:v1")
     refresh.publish()
