@@ -15,12 +15,23 @@ from flows.tracking.rows import CURVES, batches
 
 MOST_POINTS = 1000
 """Of a curve on a page: more cannot be distinguished on a screen."""
+MOST_POINTS_OF_PAGE = 25_000
+"""Of all curves together, at some 30 bytes each: a page of many trainings stays below 2 MB, and one of two such pages
+side by side."""
+FEWEST_POINTS = 25
 MOST_CHAMPIONS = 3
 """Earlier champions whose curves are drawn."""
 
 
-def training_curves(record: RefreshRecord, index: Index) -> Iterator[TrainingCurves]:
+def training_curves(record: RefreshRecord, index: Index) -> list[TrainingCurves]:
     """Of every training stage that has logged a loss, the failed ones too."""
+    found = list(_training_curves(record, index))
+    num_curves = sum(len(one.curves) for one in found) or 1
+    most = max(FEWEST_POINTS, min(MOST_POINTS, MOST_POINTS_OF_PAGE // num_curves))
+    return [one.model_copy(update={"curves": tuple(_thinned(curve, most) for curve in one.curves)}) for one in found]
+
+
+def _training_curves(record: RefreshRecord, index: Index) -> Iterator[TrainingCurves]:
     champions = list(islice(_earlier_champions(record, index), MOST_CHAMPIONS))
     for name, entry in record.stages.items():
         if entry.kind != "train" or not (own := list(_own_curves(record, name, entry))):
@@ -72,13 +83,23 @@ def _curves(file: Path, label: str, *, behind: bool) -> Iterator[Curve]:
 
 
 def _curve(name: str, points: list[tuple[int, float]], behind: bool) -> Curve:
-    every = math.ceil(len(points) / MOST_POINTS)
-    last = [] if (len(points) - 1) % every == 0 else points[-1:]
-    kept = [*points[::every], *last]
     return Curve(
         name=name,
         behind=behind,
-        steps=tuple(step for step, _ in kept),
-        values=tuple(value if math.isfinite(value) else None for _, value in kept),
-        every=every,
+        steps=tuple(step for step, _ in points),
+        values=tuple(value if math.isfinite(value) else None for _, value in points),
+    )
+
+
+def _thinned(curve: Curve, most: int) -> Curve:
+    """Every so manyth point, and the last."""
+    every = math.ceil(len(curve.steps) / most)
+    last = len(curve.steps) - 1
+    kept = [*range(0, last, every), last]
+    return curve.model_copy(
+        update={
+            "steps": tuple(curve.steps[place] for place in kept),
+            "values": tuple(curve.values[place] for place in kept),
+            "every": every,
+        }
     )

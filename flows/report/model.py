@@ -169,3 +169,8 @@ class RefreshReport(StrictModel):
     cost: Cost
     warnings: tuple[str, ...]
     links: dict[str, str]
+
+    @property
+    def is_all_cached(self) -> bool:
+        """Whether what was wanted was there before."""
+        return all(one.state == "cached" for one in self.stages)

@@ -139,5 +139,7 @@ def test_everything_that_is_drawn_is_named_for_those_who_cannot_see_it(night, st
         assert shown.get_attribute("html", "lang") == "en"
         unnamed = "all => all.filter(e => !e.getAttribute('aria-label') && !e.getAttribute('aria-hidden')).length"
         assert shown.eval_on_selector_all("svg, .chart, .track, [role=region]", unnamed) == 0
+        regions = shown.eval_on_selector_all("[role=region]", "all => all.map(e => e.getAttribute('aria-label'))")
+        assert len(set(regions)) == len(regions)
         anchors = shown.eval_on_selector_all("a[href^='#']", "all => all.map(e => e.getAttribute('href').slice(1))")
         assert [one for one in anchors if shown.locator(f"[id='{one}']").count() != 1] == []

@@ -1,9 +1,11 @@
 """What a report says is what the records have; what they lack it says to be unknown."""
 
+from dataclasses import replace
 from html import escape
 
 import pytest
 
+from flows.ledger.record import StageEntry
 from flows.report.page import page
 from flows.report.reading import read_report
 from stages.data.lengths import LENGTHS_FILE
@@ -96,6 +98,26 @@ def test_a_failure_comes_with_its_log_and_what_it_means(night, read):
     assert (stages["sft"].state, stages["sft"].error, stages["serve"].state) == ("failed", HOSTILE, "skipped")
     assert stages["sft"].log_tail == ("it began", HOSTILE, "it ended")
     assert report.means == "There is no new model: sft failed, so what stands on that was not built."
+
+
+def test_the_points_of_many_curves_are_fewer_of_each(night, read, monkeypatch):
+    whole = read(night.refresh()).trainings
+    monkeypatch.setattr("flows.report.curves.MOST_POINTS_OF_PAGE", 2)
+    monkeypatch.setattr("flows.report.curves.FEWEST_POINTS", 1)
+    [training] = read(night.refresh()).trainings
+    assert len(training.curves) == 2
+    for curve in training.curves:
+        assert (curve.steps, curve.every) == ((1, 4), 4)
+        assert curve.values[-1] is not None
+    assert whole[0].curves[0].every == 1
+
+
+def test_what_has_not_begun_is_not_said_to_have_been_there(night, read):
+    first = night.refresh()
+    running = read(replace(first, attempts={}, state="running", stages=dict.fromkeys(STAGES, StageEntry("train", "0"))))
+    shown = page(running)
+    assert "No stage was started.</p>" in shown
+    assert "what was wanted was there already" not in shown
 
 
 def test_nothing_new_is_said(night, read):
