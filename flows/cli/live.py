@@ -18,7 +18,7 @@ from flows.ledger.record import RefreshRecord, StageEntry
 from stages.core.lines import say
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, Group
     from rich.table import Table
 
 INTERVAL_S = 0.25
@@ -38,6 +38,8 @@ ENDED = ("built", "cached", "failed", "cancelled")
 SHOWN_METRICS = 3
 WIDE = 100
 """Characters of a terminal from which on the table has room for kinds, and for metrics of what runs."""
+AROUND_ROWS = 3
+"""Of a table: its title, its heading and the empty line below."""
 BAR_CELLS, DONE, LEFT = 10, "━", "·"
 SHOWN_CHARACTERS = 120
 """Of a reason, while a comparison runs; its end shows more."""
@@ -134,6 +136,7 @@ class TerminalView(View):
         from rich.live import Live
 
         super().__init__(read)
+        self._shown = read()
         self._console = console
         self._live = Live(console=console, auto_refresh=False, transient=False)
 
@@ -143,39 +146,60 @@ class TerminalView(View):
 
     def __exit__(self, *details: object) -> None:
         super().__exit__(None, None, None)
+        self._live.update(self._table(None))  # what stays may be longer than the terminal
         self._live.stop()
 
     def line(self, text: str) -> None:
         self._console.print(text, style="dim", markup=False, highlight=False)
 
     def show(self, record: RefreshRecord) -> None:
+        self._shown = record
+        self._live.update(self._table(self._console.height - AROUND_ROWS), refresh=True)
+
+    def _table(self, num_rows: int | None) -> Group:
         from rich.console import Group
 
         # The terminal puts ^C on the empty line: behind a row as wide as the terminal, it would begin another line.
-        self._live.update(Group(stage_table(record, self._feeds, self._console.width), ""), refresh=True)
+        return Group(stage_table(self._shown, self._feeds, self._console.width, num_rows), "")
 
 
-def stage_table(record: RefreshRecord, feeds: dict[str, StageFeed], width: int = 120) -> Table:
-    """Stages, states, progress with rate and time left, metrics; what waits says for what. width: characters."""
+def stage_table(
+    record: RefreshRecord, feeds: dict[str, StageFeed], width: int = 120, num_rows: int | None = None
+) -> Table:
+    """Stages, states, progress with rate and time left, metrics; what waits says for what. width: characters.
+
+    num_rows: how many stages there is room for; those that run come before those that wait, and these before the rest.
+    """
     from rich.table import Table
     from rich.text import Text
 
     is_wide = width >= WIDE
     headings = ("stage", "kind", "state", "progress", "") if is_wide else ("stage", "state", "progress")
-    table = Table(title=record.refresh, title_justify="left", box=None, pad_edge=False)
+    table = Table(title=Text(record.refresh), title_justify="left", box=None, pad_edge=False)
     for heading in headings:
         table.add_column(heading, no_wrap=heading != "")
-    for name, entry in record.stages.items():
+    for name in _rows(record, num_rows):
+        entry = record.stages[name]
         feed = feeds.get(name) if entry.state == "running" else None
         is_refused = entry.verdict == REFUSED
         style = REFUSED_STYLE if is_refused else STATE_STYLES.get(entry.state, "")
         outcome = REFUSED if is_refused else metrics_text(feed.metrics if feed else headline(entry))
         state, progress = Text(entry.state, style=style), _progress(record, entry, feed)
         if is_wide:
-            table.add_row(name, entry.kind, state, progress, Text(outcome, style=style if is_refused else ""))
+            outcome_style = style if is_refused else ""
+            table.add_row(Text(name), entry.kind, state, Text(progress), Text(outcome, style=outcome_style))
         else:
-            table.add_row(name, state, progress if feed else f"{progress}  {outcome}".strip())
+            table.add_row(Text(name), state, Text(progress if feed else f"{progress}  {outcome}".strip()))
     return table
+
+
+def _rows(record: RefreshRecord, num_rows: int | None) -> list[str]:
+    """The stages that are shown, in the recipe's order."""
+    names = list(record.stages)
+    urgency = {"running": 0, "waiting": 1}
+    first = sorted(names, key=lambda name: urgency.get(record.stages[name].state, 2))
+    shown = set(first if num_rows is None else first[: max(num_rows, 1)])
+    return [name for name in names if name in shown]
 
 
 def _progress(record: RefreshRecord, entry: StageEntry, feed: StageFeed | None) -> str:

@@ -50,7 +50,7 @@ def _exit_codes() -> str:
     return "\n".join(["\b", "Exit codes:", *(f"  {code:>2}  {codes[code]}" for code in sorted(codes))])
 
 
-@click.group(epilog=_exit_codes(), context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(epilog=_exit_codes(), context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(package_name="llm-lifecycle")
 def cli() -> None:
     """Refresh language models: one recipe from download to evaluation, every stage cached and tracked."""
@@ -143,6 +143,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         signal.signal(number, signal.default_int_handler)
     try:
         code = cli.main(list(arguments), prog_name="lifecycle", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        code = USAGE_ERROR
     except click.ClickException as error:
         code = _fail("UsageError", error.format_message(), USAGE_ERROR, arguments)
     except LifecycleError as error:

@@ -73,10 +73,11 @@ def _record(name: str | None) -> RefreshRecord:
         name = _refresh_of(name)
     known = [ledger.folder.name for ledger in ledgers()]
     ledger = find_refresh(name) if name else next((one for one in ledgers() if not one.read().comparison), None)
+    if ledger is None and name is None:
+        raise StoreError("looking for the latest refresh: there is none yet; `lifecycle run RECIPE` makes one")
     if ledger is None:
-        wanted = name or "the latest refresh"
         raise StoreError(
-            f"looking for {wanted}: there is none of this name{closest(name or '', known[:20])}; "
+            f"looking for {name}: there is none of this name{closest(name or '', known[:20])}; "
             "`lifecycle show` lists them"
         )
     return ledger.read()

@@ -104,6 +104,13 @@ def test_what_keeps_a_run_from_starting_has_its_time_as_its_other_lines_have(lif
     assert re.fullmatch(r"\d\d:\d\d:\d\d (Recipe|Store)Error: .*\n(\d\d:\d\d:\d\d .*\n)*", errors)
 
 
+@pytest.mark.parametrize("arguments", [(), ("notify",)])
+def test_without_a_command_there_is_help_and_no_error_class(lifecycle, arguments):
+    code, output, errors = lifecycle(*arguments)
+    assert (code, output) == (2, "")
+    assert errors.startswith(" ".join(["Usage: lifecycle", *arguments]))
+
+
 def test_errors_are_json_too(lifecycle, recipe):
     code, output, _ = lifecycle("run", recipe.parent / "none.yaml", "--json")
     assert code == RecipeError.exit_code

@@ -274,6 +274,24 @@ def test_the_table_shows_progress_rate_and_time_left_in_80_columns_and_in_120(bu
     assert ("train" in running) == (columns == 120)
 
 
+def test_in_a_low_terminal_the_table_keeps_what_runs_and_what_waits(busy):
+    record, feed = busy
+    ended = {f"built-{number}": replace(record.stages["evaluate-base"], state="built") for number in range(30)}
+    record = replace(record, stages={**ended, **record.stages})
+    shown = [stage_table(record, {"preferences": feed}, 80, num_rows).row_count for num_rows in (None, 21, 2, -1)]
+    assert shown == [33, 21, 2, 1]
+    [names, *_] = (list(column.cells) for column in stage_table(record, {}, 80, 4).columns)
+    assert list(map(str, names)) == ["built-0", *list(record.stages)[-3:]]
+
+
+def test_brackets_in_what_a_stage_does_are_text(busy):
+    record, feed = busy
+    feed.done, feed.doing = None, "reading [bold]/data[/x].jsonl"
+    console = Console(file=io.StringIO(), width=120, no_color=True)
+    console.print(stage_table(record, {"preferences": feed}, 120))
+    assert "reading [bold]/data[/x].jsonl" in console.file.getvalue()
+
+
 def test_what_waits_says_for_what_once_in_a_file(busy):
     record, _ = busy
     stream, seen, looks = io.StringIO(), threading.Event(), []
