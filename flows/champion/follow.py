@@ -133,7 +133,7 @@ class Follower:
         """Move the aliases once enough is known, if that is not left to people; the next look sees it."""
         if not self._gate_requests:
             return
-        tallies = [proxy.tallies.of(one.served) for one in (challenger, champion)]
+        tallies = [proxy.tallies_of_canary.of(one.served) for one in (challenger, champion)]
         if not have_answered(self._gate_requests, *tallies):
             return
         found = "; ".join(misses(*tallies))

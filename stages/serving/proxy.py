@@ -65,7 +65,7 @@ class Proxy:
 
     def __init__(self, backend: Backend, api_key: str, sample: Callable[[Exchange, str], None] | None = None):
         """sample: gets conversations that were answered whole, and by which version."""
-        self.tallies = Tallies()
+        self.tallies, self.tallies_of_canary = Tallies(), Tallies()  # since this began, since the latest canary did
         self._backend = backend
         self._canary: Canary | None = None
         self._sample = sample
@@ -89,6 +89,7 @@ class Proxy:
         """Send a share of the requests elsewhere from now on, or none. One that was before may still have some."""
         with self._lock:
             self._canary = canary
+            self.tallies_of_canary = Tallies()
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request. Cancelled when the client goes away, which ends the engine's work on it too."""
@@ -201,7 +202,9 @@ class Proxy:
                 self._sample(exchange, backend.version.version)
             return response
         finally:
-            self.tallies.of(backend.version).count(_path(request), exchange, time.monotonic() - began_s)
+            seconds = time.monotonic() - began_s
+            for tallies in (self.tallies, self.tallies_of_canary):
+                tallies.of(backend.version).count(_path(request), exchange, seconds)
 
     async def _passed_on(
         self, request: web.BaseRequest, body: bytes, backend: Backend, exchange: Exchange | None = None
