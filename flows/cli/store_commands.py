@@ -234,7 +234,7 @@ def _what_to_serve(name: str) -> list[str]:
     if found.record.product not in ("model", "adapter", "server"):
         expected = "a model, an adapter or a serve stage's"
         raise ModelError(f"serving {name}: it is a {found.record.product}, expected {expected}")
-    return shown.serve_arguments(found, index)
+    return [*shown.serve_arguments(found, index), "--version", found.record.version]
 
 
 class Silent:

@@ -44,7 +44,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--name", help="of the model, or of an adapter, in requests; default: the folder's name")
     parser.add_argument("--adapter", action="append", default=[], metavar="NAME=FOLDER", help="an adapter of the model")
     parser.add_argument("--base-name", help="of the model where --name is an adapter's; default: NAME-base")
-    parser.add_argument("--version", help="of a registered model, for the metrics")
+    parser.add_argument("--version", help="of a registered model or an artifact, for the metrics")
     parser.add_argument("--host", default=ServeExecution().host, help="default: this machine only")
     parser.add_argument("--port", type=int, help="default: a free one")
     parser.add_argument("--chat", action="store_true", help="talk to it here; its end is the server's")

@@ -30,7 +30,7 @@ COMMENT = re.compile(r"# (?:HELP|TYPE) (?P<name>\S+)")
 
 @dataclass(frozen=True)
 class ServedVersion:
-    """Of a registered model."""
+    """Of a registered model, or of an artifact."""
 
     model: str
     version: str
