@@ -25,7 +25,9 @@ class RewardModelReward(Reward):
         one number an answer, or without a usable tokenizer.
         """
         folder = context.inputs[self.model] / FOLDER
-        scoring = importlib.import_module("stages.rewards.scoring")  # with torch, which a recipe is read without
+        # With torch and Transformers, which a recipe is read without.
+        importlib.import_module("stages.models.start_up").hide_unused_packages()
+        scoring = importlib.import_module("stages.rewards.scoring")
         if not folder.is_dir():  # still to be trained, where the inputs of stages are checked
             yield lambda completions: iter(scoring.Scorer(folder)(completions))
             return

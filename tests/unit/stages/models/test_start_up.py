@@ -6,8 +6,12 @@ import sys
 PROGRAM = """
 import sys
 from importlib.util import find_spec
-from stages.models.start_up import hide_unused_packages
-hide_unused_packages()
+from pathlib import Path
+from stages.rewards.reward import RewardContext
+from stages.rewards.reward_model import RewardModelReward
+inputs = {"judge": Path("still to be trained")}
+with RewardModelReward(type="reward_model", model="judge").opened("judge", RewardContext(inputs, Path("kept"), print)):
+    pass
 import stages.merge.merging
 assert "peft" not in sys.modules
 import torch
