@@ -10,7 +10,7 @@ from stages.harnesses.registry import harness_of
 
 
 def installation_notes(planned: Plan) -> Iterator[str]:
-    """Of each evaluation that will run and whose harness is not there."""
+    """Of each evaluation that will run and whose harness is not there. Raises ResourceError where it cannot be made."""
     for name, stage in planned.stages.items():
         if stage.action != "run" or not isinstance(stage.config, EvaluateConfig):
             continue

@@ -93,10 +93,13 @@ class Harness(Protocol):
     def unused(self) -> Mapping[str, str]: ...
 
     def version(self) -> str:
-        """Of the harness as installed, or as it will be. Raises ResourceError where it is not, and cannot be."""
+        """Of the harness as installed, or as it will be. Raises ResourceError where nothing says which."""
 
     def to_install(self) -> str | None:
-        """What `prepare` installs before anything else, where, and how large it is; None where nothing is missing."""
+        """What `prepare` installs before anything else, where, and how large it is; None where nothing is missing.
+
+        Raises ResourceError where that cannot be installed.
+        """
 
     def problems(self, evaluation: Evaluation) -> Iterator[str]:
         """What is wrong with what a recipe asks, by itself: `field: what, and what to do`."""

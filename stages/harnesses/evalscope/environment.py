@@ -24,6 +24,7 @@ from stages.serving.interpreter import inherited_environment
 PYTHON_VARIABLE = "LIFECYCLE_EVALSCOPE"
 SIZE = "1.2 GB"
 PINS = Path(__file__).parents[3] / "deploy" / "requirements" / "evalscope.txt"
+PINNED = "evalscope=="
 NAME = ".venv-evalscope"
 COMPLETE = ".ready"
 """Written last; of that name for `make`, which compares its time with that of the pins."""
@@ -43,17 +44,17 @@ def is_made(folder: Path) -> bool:
     return (folder / COMPLETE).is_file()
 
 
-@functools.cache
-def version_to_be_made(pins: Path, folder: Path) -> str:
-    """The version of EvalScope that `make` would install.
+def version_to_be_made() -> str:
+    """The version of EvalScope that `make` would install. Raises ResourceError where no pins say so."""
+    return _pin(PINS).removeprefix(PINNED)
 
-    Raises ResourceError where it could not: there is no uv, no pins, no right to write, or no registry that answers.
-    """
-    if not pins.is_file():
-        raise ResourceError(_cannot(f"{pins} does not exist, which says what belongs into it"))
+
+@functools.cache
+def check_can_be_made(pins: Path, folder: Path) -> None:
+    """Raise ResourceError where `make` could not: there is no uv, no right to write, or no registry that answers."""
+    pin = _pin(pins)
     if not os.access(folder.parent, os.W_OK):
         raise ResourceError(_cannot(f"its place is {folder}, and {folder.parent} may not be written to"))
-    pin = next(word for word in pins.read_text(encoding="utf-8").split() if word.startswith("evalscope=="))
     with tempfile.TemporaryDirectory() as nowhere:
         asking = ["--dry-run", "--no-deps", "--target", nowhere, "--python", sys.executable]
         command = [_uv(), "pip", "install", *asking, pin]
@@ -65,7 +66,12 @@ def version_to_be_made(pins: Path, folder: Path) -> str:
             raise ResourceError(_cannot(f"no package registry answered within {ASKING_TIMEOUT_S} s")) from error
     if asked.returncode:
         raise ResourceError(_cannot(f"no package registry gives {pin}: {_last_words(asked.stderr)}"))
-    return pin.removeprefix("evalscope==")
+
+
+def _pin(pins: Path) -> str:
+    if not pins.is_file():
+        raise ResourceError(_cannot(f"{pins} does not exist, which says what belongs into it"))
+    return next(word for word in pins.read_text(encoding="utf-8").split() if word.startswith(PINNED))
 
 
 def make(doing: Callable[[str], None], is_complete: Callable[[Path], bool] = is_made) -> None:

@@ -36,14 +36,13 @@ class EvalScope:
     )
 
     def version(self) -> str:
-        """Raises ResourceError where it is not installed, and cannot be."""
-        if is_missing():
-            return environment.version_to_be_made(environment.PINS, environment.place())
-        return find_evalscope().version
+        """That of the pins where it is not installed: scores that are there need no more of it than this."""
+        return environment.version_to_be_made() if is_missing() else find_evalscope().version
 
     def to_install(self) -> str | None:
         if not is_missing():
             return None
+        environment.check_can_be_made(environment.PINS, environment.place())
         return (
             f"EvalScope is not installed: its environment, {environment.SIZE}, is made first, in {environment.place()}"
         )

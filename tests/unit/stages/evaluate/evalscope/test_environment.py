@@ -7,6 +7,7 @@ import subprocess
 import sys
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,11 @@ from flows.planning.plan import plan
 from flows.recipe.recipe import load_recipe
 from flows.store.record import Index
 from stages.core.errors import ResourceError
-from stages.evaluate.config import EvaluateConfig
 from stages.harnesses.evalscope import environment
 from stages.harnesses.evalscope.installed import PYTHON_VARIABLE, find_evalscope
 from stages.harnesses.registry import HARNESSES
+from stages.serving.registry import ENGINES
+from stages.serving.vllm.program import VllmProgram
 from tests.serving import wait_for
 
 VERSION = "9.1"
@@ -104,20 +106,27 @@ def test_a_failure_says_what_uv_said_and_leaves_nothing(place: Path) -> None:
     assert [path.name for path in place.parent.iterdir()] == ["..venv-evalscope.lock"]
 
 
-def test_where_no_registry_answers_a_plan_is_refused_with_the_command(
+def test_where_no_registry_answers_only_a_plan_that_would_install_is_refused_with_the_command(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    monkeypatch.setattr(type(ENGINES["vllm"]), "find_program", lambda _: VllmProgram(Path(), Path(), "0.32"))
     monkeypatch.setenv("UV_FIND_LINKS", str(tmp_path / "ours"))
-    tree = {"kind": "evaluate", "model": "sft", "harness": "evalscope", "tasks": ["sums"]}
-    config = EvaluateConfig.model_validate(tree)
-    environment.version_to_be_made.cache_clear()
+    environment.check_can_be_made.cache_clear()
+    outside = {name: config.resolve_outside() for name, config in recipe.stages.items()}
+    assert outside["scores"] == {"vllm_version": "0.32", "evalscope_version": VERSION}
+    planned = plan(recipe, outside, Index(()))
+    scored = {**planned.stages, "scores": replace(planned.stages["scores"], action="cached")}
+
+    assert not [*installation_notes(replace(planned, stages=scored))]
     with pytest.raises(
         ResourceError, match=r"no package registry gives evalscope==9\.1: .* `make evalscope` \(1.2 GB\)"
     ):
-        config.resolve_outside()
+        [*installation_notes(planned)]
     environment.PINS.unlink()
     with pytest.raises(ResourceError, match=r"evalscope\.txt does not exist, which says what belongs into it"):
-        config.resolve_outside()
+        recipe.stages["scores"].resolve_outside()
 
 
 def test_one_that_is_there_is_made_again_only_for_other_pins(place: Path) -> None:
