@@ -8,6 +8,7 @@ import re
 from typing import Any
 from urllib.parse import unquote
 
+from tests.hub_repository import Repository
 from tests.hub_uploads import Uploads
 
 
@@ -19,6 +20,7 @@ class ModelScopeUploads(Uploads):
             return True
         routes = (
             ("GET", r"/openapi/v1/models/([^/]+/[^/]+)", self._about),
+            ("POST", r"/api/v1/models", self._make),
             ("POST", r"/api/v1/repos/models/([^/]+/[^/]+)/info/lfs/objects/batch", self._blobs),
             ("POST", r"/api/v1/repos/models/([^/]+/[^/]+)/commit/([^/]+)", self._actions),
         )
@@ -29,17 +31,17 @@ class ModelScopeUploads(Uploads):
                 fault = self.server_state.take_fault(path)
                 if fault and fault.status:
                     self._says(fault.status, "out of order")
-                elif self._may(method, match[1]):
+                elif self._may(method, match[1] if match.groups() else None):
                     answer(content, *match.groups())
                 return True
         return False
 
-    def _may(self, method: str, name: str) -> bool:
-        """A private repository is none for those who may not see it."""
+    def _may(self, method: str, name: str | None) -> bool:
+        """A private repository is none for those who may not see it. name: None for one that is to be made."""
         role = self.server_state.token_roles.get(self._token())
         if role is None:
             self._says(401, "invalid token")
-        elif name not in self.server_state.repositories:
+        elif name and name not in self.server_state.repositories:
             self._says(404, "not found")
         elif method == "POST" and role != "write":
             self._says(403, "no permission")
@@ -50,6 +52,14 @@ class ModelScopeUploads(Uploads):
     def _about(self, _: dict[str, Any], name: str) -> None:
         about = {"id": name, "private": self.server_state.repositories[name].private}
         self._answer(200, {"success": True, "data": about})
+
+    def _make(self, asked: dict[str, Any]) -> None:
+        name, private = f"{asked['Path']}/{asked['Name']}", asked["Visibility"] == 1
+        made = Repository(private=private, token=self._token() if private else None)
+        files = {".gitattributes": b"*.safetensors filter=lfs\n", "README.md": asked["License"].encode()}
+        made.commit(files, branch="master")
+        self.server_state.repositories[name] = made
+        self._says(200, "", {"Id": 1, "Path": asked["Path"], "Name": asked["Name"]})
 
     def _blobs(self, asked: dict[str, Any], name: str) -> None:
         objects = self.server_state.repositories[name].objects

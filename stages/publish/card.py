@@ -14,7 +14,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from stages.models.gguf_file import holds_gguf
-from stages.publish.licences import Licence, licence_of
+from stages.publish.licences import Licence, licence_of, stated_licence
 from stages.publish.records import Made, Promoted
 
 CARD_FILE = "README.md"
@@ -102,7 +102,7 @@ class Score:
 
 def model_card(promoted: Promoted, licence: str | None) -> str:
     """The text of the card. licence: what the recipe says of it, in place of the base's own."""
-    found = Licence(licence) if licence else licence_of([promoted.model, *promoted.bases])
+    found = stated_licence(promoted, licence)
     sources = [_source(one, promoted) for one in promoted.lineage if one.record.kind == "download"]
     scores = [score for one in promoted.evaluations for score in _scores(one)]
     return _render(

@@ -11,7 +11,7 @@ import yaml
 
 from stages.core.errors import RecipeError
 from stages.core.yaml_bounds import check_bounds
-from stages.publish.records import Made
+from stages.publish.records import Made, Promoted
 
 _METADATA = re.compile(r"\A---\r?\n(.*?)^---\s*$", re.DOTALL | re.MULTILINE)
 _NAME = re.compile(r"[A-Za-z0-9][\w.+-]{0,63}")
@@ -29,6 +29,11 @@ class Licence:
 
     def __str__(self) -> str:
         return self.own_name or self.name
+
+
+def stated_licence(promoted: Promoted, licence: str | None) -> Licence | None:
+    """Of what is published. licence: what the recipe says of it, in place of the base's own."""
+    return Licence(licence) if licence else licence_of([promoted.model, *promoted.bases])
 
 
 def licence_of(made: Iterable[Made]) -> Licence | None:

@@ -20,6 +20,7 @@ from stages.hubs.delivery import MIB, Progress
 from stages.hubs.verification import Digest, digest_of
 from stages.publish.bundle import SUMS_FILE, names_in, write_bundle
 from stages.publish.config import PublishConfig
+from stages.publish.licences import stated_licence
 from stages.publish.records import read_promoted
 from stages.publish.targets.registry import parse_address, target_of
 from stages.publish.targets.target import Held, LocalFile, Target
@@ -66,7 +67,8 @@ def run(config: PublishConfig, context: StageContext) -> StageResult:
         return _result(publication, context, started_s)
     target = target_of(parse_address(config.to), private=config.private)
     target.check()
-    target.prepare()
+    licence = stated_licence(promoted, config.license)
+    target.prepare(licence.name if licence else None)
     publication = _publish(target, bundle, Publication(name=promoted.name, to=config.to, state="was there"), context)
     return _result(publication, context, started_s)
 

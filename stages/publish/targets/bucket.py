@@ -42,7 +42,7 @@ class Prefix:
                 f"publishing to {self._address}: there is no bucket {self._bucket}; make it, or name another"
             )
 
-    def prepare(self) -> None:
+    def prepare(self, licence: str | None) -> None:
         """A prefix is there once something lies below it."""
 
     def held(self, expected: Mapping[str, LocalFile]) -> Held:

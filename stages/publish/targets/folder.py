@@ -31,7 +31,7 @@ class Folder:
                 "name another one, or change its permissions"
             )
 
-    def prepare(self) -> None:
+    def prepare(self, licence: str | None) -> None:
         with self._explained():
             self._folder.mkdir(parents=True, exist_ok=True)
 

@@ -50,7 +50,7 @@ class HuggingFaceRepository:
                 "`private: false`; say so, name another repository, or make this one private"
             )
 
-    def prepare(self) -> None:
+    def prepare(self, licence: str | None) -> None:
         if self._info() is None:
             with self._explained():
                 hub_api().create_repo(self._name, private=self._private, exist_ok=True)

@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 import requests
-from modelscope_hub import HubApi, HubConfig
+from modelscope_hub import HubApi, HubConfig, RepoInfo
 from modelscope_hub.constants import (
     MODEL_LFS_SUFFIX,
     UPLOAD_INLINE_METADATA_PATHS,
@@ -46,8 +46,7 @@ NOTHING = {"type": "normal", "size": 0, "sha256": "", "content": "", "encoding":
 
 
 class ModelScopeRepository:
-    """name: `owner/name`, which somebody has made: the client states a licence for a new one, which is not ours to say.
-    private: what it has to be."""
+    """name: `owner/name`; made if it is not there. private: what it has to be."""
 
     def __init__(self, name: str, *, private: bool) -> None:
         self._name = name
@@ -63,22 +62,34 @@ class ModelScopeRepository:
             raise PublishError(
                 f"publishing to {self._source} needs {TOKEN_VARIABLE}, a token that may write there; set it"
             )
-        with self._explained():
-            try:
-                visibility = self._api.get_repo(self._name, KIND).visibility
-            except NotExistError:
-                raise PublishError(
-                    f"publishing to {self._source}: there is no such repository, or {TOKEN_VARIABLE} may not see it; "
-                    f"make it at {self._hub.endpoint}, private, or name another"
-                ) from None
-        if self._private and visibility != Visibility.PRIVATE:
+        found = self._found()
+        if self._private and found and found.visibility != Visibility.PRIVATE:
             raise PublishError(
                 f"publishing to {self._source}: others can read that repository, but the recipe does not say "
                 "`private: false`; say so, name another repository, or make this one private"
             )
 
-    def prepare(self) -> None:
-        """`check` has found it."""
+    def prepare(self, licence: str | None) -> None:
+        if self._found():
+            return
+        if licence is None:  # the client would say Apache-2.0
+            raise PublishError(
+                f"publishing to {self._source}: there is no such repository, or {TOKEN_VARIABLE} may not see it, and "
+                "a new one has to state a licence, which neither the recipe nor the card of the base says; say "
+                f"`license`, or make the repository at {self._hub.endpoint}"
+            )
+        visibility = Visibility.PRIVATE if self._private else Visibility.PUBLIC
+        with self._explained():
+            self._api.create_repo(self._name, KIND, visibility=visibility, license=licence)
+        self.check()  # before anything is sent: that the hub made it as it was asked to
+
+    def _found(self) -> RepoInfo | None:
+        """None where there is no such repository, as far as this token may see."""
+        with self._explained():
+            try:
+                return self._api.get_repo(self._name, KIND)
+            except NotExistError:
+                return None
 
     def held(self, expected: Mapping[str, LocalFile]) -> Held:
         with self._explained():

@@ -54,7 +54,7 @@ class OciRegistry:
         answer = self._ask("POST", f"{self._root}/blobs/uploads/", accepted=(202,))
         self._ask("DELETE", urljoin(str(answer.url), answer.headers["Location"]), accepted=(202, 204, 404, 405))
 
-    def prepare(self) -> None:
+    def prepare(self, licence: str | None) -> None:
         """A repository is there once something is in it."""
 
     def held(self, expected: Mapping[str, LocalFile]) -> Held:

@@ -39,8 +39,11 @@ class Target(Protocol):
     def check(self) -> None:
         """Find out whether it can be published to, without changing anything there."""
 
-    def prepare(self) -> None:
-        """Make the repository or folder, unless it is there. Private, where that is for us to say."""
+    def prepare(self, licence: str | None) -> None:
+        """Make the repository or folder, unless it is there. Private, where that is for us to say.
+
+        licence: of what will be published, as its card says it, where a new repository has to state one.
+        """
 
     def held(self, expected: Mapping[str, LocalFile]) -> Held:
         """What is there, by checksums that the target computed or that are computed of what it gives back."""

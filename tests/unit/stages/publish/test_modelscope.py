@@ -3,6 +3,7 @@
 import pytest
 
 from stages.core.errors import PublishError, TransientError
+from tests import modelscope_uploads, published
 from tests.hub_repository import Repository
 from tests.hub_server import Fault
 from tests.published import WEIGHTS_BYTES
@@ -92,10 +93,35 @@ def test_a_token_that_will_not_do_is_named(promoted, repository, monkeypatch, to
         promoted(TO).publish()
 
 
-def test_a_repository_that_nobody_made_is_refused_and_a_dry_run_sends_nothing(promoted, hub, repository):
+@pytest.mark.parametrize(
+    ("options", "private", "licence"), [({}, True, "apache-2.0"), ({"private": False, "license": "mit"}, False, "mit")]
+)
+def test_a_repository_that_nobody_made_is_made_with_the_licence_of_the_card(
+    promoted, hub, repository, options, private, licence
+):
     del hub.repositories[NAME]
-    with pytest.raises(PublishError, match=r"there is no such repository.*make it at"):
+    refresh = promoted(TO, **options)
+    refresh.publish()
+    made = hub.repositories[NAME]
+    assert made.private is private
+    assert next(iter(made.commits.values()))["README.md"].decode() == licence
+    assert made.files_at(BRANCH)["README.md"].decode() == refresh.card
+
+
+def test_a_hub_that_makes_it_for_all_to_read_gets_nothing(promoted, hub, repository, monkeypatch):
+    del hub.repositories[NAME]
+    monkeypatch.setattr(modelscope_uploads, "Repository", lambda **made: Repository(**{**made, "private": False}))
+    with pytest.raises(PublishError, match=r"others can read that repository"):
         promoted(TO).publish()
+    assert "model.safetensors" not in hub.repositories[NAME].files_at(BRANCH)
+
+
+def test_a_repository_without_a_licence_is_not_made_and_a_dry_run_sends_nothing(promoted, hub, repository, monkeypatch):
+    monkeypatch.setattr(published, "BASE_CARD", "# The base\n")
+    del hub.repositories[NAME]
+    with pytest.raises(PublishError, match=r"there is no such repository.*a licence, which neither.*say `license`"):
+        promoted(TO).publish()
+    assert NAME not in hub.repositories
     hub.requests.clear()
     assert promoted(TO, number=2, dry_run=True).publish().tags["publication"] == "dry run"
     assert not hub.requests
