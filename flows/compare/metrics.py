@@ -7,14 +7,13 @@ the spread is the interquartile range of the measured steps of all rounds.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from flows.ledger.events import CompareBegan, LayoutMeasured, TrialEnded
 from flows.ledger.record import RefreshRecord
+from stages.core.files import read_json_lines
 from stages.train.journal import PER_STEP
 
 PROFILED = "communication_fraction"
@@ -78,7 +77,7 @@ def _measured(record: RefreshRecord, comparison: CompareBegan, number: int) -> L
 
 def metrics_of(trials: Sequence[TrialEnded], num_warmup_steps: int) -> dict[str, float]:
     """Metrics of a layout whose trials all succeeded."""
-    steps_of_trials = [steps_of(trial.work) for trial in trials]
+    steps_of_trials = [read_json_lines(trial.work / "metrics.jsonl") for trial in trials]
     rounds = [_measured_steps(steps, num_warmup_steps) for steps in steps_of_trials]
     found = {name: _median_of_medians(name, rounds) for name in PER_STEP if name in rounds[0][0]}
     found["step_time_iqr_s"] = interquartile_range([step["step_time_s"] for steps in rounds for step in steps])
@@ -91,11 +90,6 @@ def metrics_of(trials: Sequence[TrialEnded], num_warmup_steps: int) -> dict[str,
         values = [trial.metrics[name] for trial in trials if name in trial.metrics]
         found |= {name: statistics.median(values)} if values else {}
     return {**found, "loss": steps_of_trials[0][-1]["loss"]}
-
-
-def steps_of(work: Path) -> list[Step]:
-    """What a trial logged of its steps."""
-    return [json.loads(line) for line in (work / "metrics.jsonl").read_text().splitlines()]
 
 
 def with_differences(rows: Sequence[Row]) -> list[Row]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 from flows.ledger.record import RefreshRecord
+from stages.core.files import read_json_lines
 
 
 def warnings_of(record: RefreshRecord) -> list[str]:
@@ -12,7 +11,7 @@ def warnings_of(record: RefreshRecord) -> list[str]:
     stages: dict[str, list[str]] = {}
     for name, entry in record.stages.items():
         file = entry.artifact / "events.jsonl" if entry.state == "built" and entry.artifact else None
-        lines = file.read_text(encoding="utf-8").splitlines() if file and file.is_file() else []
-        for message in {event["message"]: None for event in map(json.loads, lines) if event["event"] == "warning"}:
+        events = read_json_lines(file) if file and file.is_file() else []
+        for message in {event["message"]: None for event in events if event["event"] == "warning"}:
             stages.setdefault(message, []).append(name)
     return [f"{', '.join(names)}: {message}" for message, names in stages.items()]

@@ -15,6 +15,7 @@ from flows.store.record import Artifact, Record
 from flows.store.store import read_artifact
 from stages.core.errors import DataError
 from stages.data.files import Row, find_files, read_rows
+from stages.harnesses.samples import read_samples
 from stages.remote.pointers import is_pointer, size_bytes
 
 UPSTREAM = "upstream."
@@ -76,8 +77,7 @@ def _task_digest(folder: Path, task: str, config: object) -> str:
     """Of the samples that were asked, as far as they are recorded; and of how they were asked."""
     hashes = [json.dumps(config, sort_keys=True, default=str)]
     with suppress(OSError, ValueError):
-        lines = (folder / "samples" / f"{task}.jsonl").read_text(encoding="utf-8").splitlines()
-        hashes += [str(json.loads(line).get("doc_hash")) for line in lines]
+        hashes += [str(sample.get("doc_hash")) for sample in read_samples(folder, task)]
     return hashlib.sha256("\n".join(hashes).encode()).hexdigest()[:DIGEST_CHARACTERS]
 
 

@@ -1,10 +1,12 @@
-"""Files that are whole or not there at all."""
+"""Files that are whole or not there at all, and files of JSON lines, which grow."""
 
 from __future__ import annotations
 
+import json
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -20,3 +22,17 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         with suppress(OSError):
             temporary.unlink()
         raise
+
+
+def read_json_lines(path: Path) -> list[Any]:
+    """The value of each line of a file in UTF-8. Raises OSError or ValueError for what cannot be read."""
+    # Lines of text would also end at U+2028 and U+0085, which JSON writes as they are.
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def remove_cut_off_line(path: Path) -> None:
+    """What a killed process was writing would spoil the next line."""
+    if path.is_file():
+        content = path.read_bytes()
+        with path.open("r+b") as stream:
+            stream.truncate(content.rfind(b"\n") + 1)

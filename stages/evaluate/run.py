@@ -22,6 +22,7 @@ from stages.evaluate.check import check_chat_template
 from stages.evaluate.config import EvaluateConfig
 from stages.harnesses.harness import Harness, Results
 from stages.harnesses.registry import harness_of
+from stages.harnesses.samples import samples_file
 from stages.harnesses.scores import score_metrics, zero_scores
 from stages.models.trained_on import is_asked_as_chat, trained_on_conversations
 from stages.serving.endpoint import Endpoint, endpoint_for
@@ -94,5 +95,5 @@ def _write(work: Path, results: Results) -> list[str]:
     (work / "scores.json").write_text(json.dumps(results.scores, indent=2, default=str))
     for task, rows in results.samples.items():
         lines = (json.dumps(row, default=str, ensure_ascii=False) + "\n" for row in rows)
-        (samples / f"{task.replace('/', '_')}.jsonl").write_text("".join(lines), encoding="utf-8")
+        samples_file(work, task).write_text("".join(lines), encoding="utf-8")
     return ["scores.json", *sorted(str(path.relative_to(work)) for path in samples.iterdir())]

@@ -19,6 +19,7 @@ from typing import Any
 from stages.core.contract import StageContext
 from stages.core.errors import DataError, EvaluationError
 from stages.data.documents import PlainText
+from stages.harnesses.samples import read_samples
 from stages.promote.paired import ASKED_ALIKE, Difference
 from stages.rewards.asked_judge import AskedJudge, bounded, cost_metrics
 from stages.rewards.judge import PairsConfig
@@ -112,8 +113,7 @@ def _answered(evaluations: Sequence[Path]) -> dict[str, Rows]:
     for folder in evaluations:
         try:
             for task in json.loads((folder / "scores.json").read_bytes())["configs"]:
-                file = folder / "samples" / f"{task.replace('/', '_')}.jsonl"
-                rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+                rows = read_samples(folder, task)
                 if rows and "question" in rows[0]:
                     found[task] = {row["doc_id"]: row for row in rows}
         except (OSError, ValueError, KeyError) as error:

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from stages.core.errors import EvaluationError
+from stages.harnesses.samples import read_samples
+from stages.harnesses.scores import NO_FILTER
 
-NO_FILTER = "none"
 QUANTILE_95 = statistics.NormalDist().inv_cdf(0.975)
 TOLERANCE = 1e-9
 ASKED_ALIKE = ("doc_hash", "target_hash", "prompt_hash")
@@ -113,8 +114,7 @@ def _scores_of(folder: Path) -> Iterator[Scores]:
     try:
         scores = json.loads((folder / "scores.json").read_bytes())
         for task in scores["configs"]:
-            lines = (folder / "samples" / f"{task.replace('/', '_')}.jsonl").read_text(encoding="utf-8").splitlines()
-            yield from _scores_of_task(task, [json.loads(line) for line in lines], scores)
+            yield from _scores_of_task(task, read_samples(folder, task), scores)
     except (OSError, ValueError, KeyError) as error:
         raise EvaluationError(f"reading the samples of {folder.name}: {type(error).__name__}: {error}") from error
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
+from stages.harnesses.samples import samples_file
 from stages.models.gguf_file import holds_gguf
 from stages.publish.licences import Licence, licence_of, stated_licence
 from stages.publish.records import Made, Promoted
@@ -224,7 +225,7 @@ def _scores(evaluation: Made) -> Iterator[Score]:
     metrics = evaluation.result.metrics
     for name, value in metrics.items():
         if "." in name and not name.endswith(STANDARD_ERROR):
-            samples = evaluation.folder / "samples" / f"{name.partition('.')[0].replace('/', '_')}.jsonl"
+            samples = samples_file(evaluation.folder, name.partition(".")[0])
             num_samples = len(samples.read_bytes().splitlines()) if samples.is_file() else None
             yield Score(name, value, metrics.get(f"{name}{STANDARD_ERROR}"), num_samples)
 

@@ -18,6 +18,7 @@ from typing import Any, Self
 import httpx
 
 from stages.core.errors import DataError, ServerError
+from stages.core.files import read_json_lines, remove_cut_off_line
 from stages.core.keys import key_in
 from stages.core.redaction import redact
 from stages.data.documents import PlainText
@@ -259,12 +260,8 @@ def _filled(template: str, values: dict[str, str]) -> str:
 
 def kept_lines(file: Path) -> list[dict[str, Any]]:
     """What was kept; a kill may have torn the last line, which is taken out of the file."""
-    if not file.exists():
-        return []
-    whole = file.read_bytes()
-    whole = whole[: whole.rfind(b"\n") + 1]
-    file.write_bytes(whole)
-    return [json.loads(line) for line in whole.splitlines()]
+    remove_cut_off_line(file)
+    return read_json_lines(file) if file.exists() else []
 
 
 def _answered(lines: Sequence[Mapping[str, Any]]) -> dict[str, JudgeAnswer]:

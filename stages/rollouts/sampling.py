@@ -5,13 +5,14 @@ Each is kept in a file as it arrives: what was asked before a kill is not asked 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 from pydantic import ValidationError
 
+from stages.core.files import remove_cut_off_line
 from stages.core.strict import StrictModel
 from stages.rollouts.asking import Answer, Request, ask_all
 from stages.rollouts.options import SamplingOptions
@@ -91,13 +92,7 @@ def _request(model: str, prompt: list[int], options: SamplingOptions, seed: int)
 
 def _read(kept: Path) -> Iterator[Sample]:
     """Those that were written whole: a kill may have torn the last line, which is taken out of the file."""
-    if not kept.exists():
-        return
-    whole = kept.read_bytes()
-    whole = whole[: whole.rfind(b"\n") + 1]
-    kept.write_bytes(whole)
-    for line in whole.splitlines():
-        try:
-            yield Sample.model_validate(json.loads(line))
-        except (ValueError, ValidationError):
-            continue
+    remove_cut_off_line(kept)
+    for line in kept.read_bytes().splitlines() if kept.exists() else ():
+        with suppress(ValidationError):
+            yield Sample.model_validate_json(line)

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from stages.core.contract import StageContext, is_main_process
+from stages.core.files import remove_cut_off_line
 
 METRICS_FILE = "metrics.jsonl"
 PROGRESS_EVERY_S = 0.5
@@ -99,11 +100,3 @@ def read_metrics(work: Path) -> list[Metrics]:
     path = work / METRICS_FILE
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def remove_cut_off_line(path: Path) -> None:
-    """What a killed process was writing would spoil the next line."""
-    if path.is_file():
-        content = path.read_bytes()
-        with path.open("r+b") as stream:
-            stream.truncate(content.rfind(b"\n") + 1)

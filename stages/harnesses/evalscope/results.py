@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.core.errors import EvaluationError
+from stages.core.files import read_json_lines
 from stages.harnesses.harness import Evaluation, Results
 
 USABLE = ("success", "fallback")
@@ -42,8 +43,7 @@ def _rows(task: str, folder: Path) -> Iterator[dict[str, Any]]:
     if not any(file.stat().st_size for file in files):
         raise EvaluationError(f"EvalScope gave no samples for {task}; see evalscope.log")
     for subset, file in enumerate(files):
-        reviews = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        for review in sorted(reviews, key=lambda one: int(one["index"])):
+        for review in sorted(read_json_lines(file), key=lambda one: int(one["index"])):
             yield _row(task, subset * SUBSET_SIZE + int(review["index"]), review)
 
 

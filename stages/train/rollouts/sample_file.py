@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from stages.core.contract import StageContext
-from stages.train.journal import remove_cut_off_line
+from stages.core.files import remove_cut_off_line
 
 COMPLETIONS_FILE = "completions.jsonl"
 NUM_SHOWN = 4

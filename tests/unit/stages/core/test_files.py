@@ -1,8 +1,10 @@
 """A file is the old one or the new one, never half of it."""
 
+import json
+
 import pytest
 
-from stages.core.files import write_atomically
+from stages.core.files import read_json_lines, write_atomically
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path):
@@ -22,3 +24,10 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
         write_atomically(path, "half of a character: \ud800")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_line_of_json_ends_where_json_says_so(tmp_path):
+    rows = [{"text": "one\u2028two\x85three"}, {"text": ""}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    assert read_json_lines(path) == rows

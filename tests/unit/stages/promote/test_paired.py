@@ -109,3 +109,10 @@ def test_an_evaluation_without_its_samples_is_named(tmp_path):
     (tmp_path / "ours" / "samples" / "sums.jsonl").unlink()
     with pytest.raises(EvaluationError, match="reading the samples of ours: FileNotFoundError"):
         compare(ours, ours)
+
+
+def test_an_answer_that_holds_a_separator_of_lines_is_one_sample(tmp_path):
+    ours = evaluation(tmp_path / "ours", [1, 0])
+    file = tmp_path / "ours" / "samples" / "sums.jsonl"
+    file.write_text(file.read_text().replace("document 0", "document\u2028 0"), encoding="utf-8")
+    assert [one.difference for one in compare(ours, ours)] == [0]
