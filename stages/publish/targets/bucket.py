@@ -6,7 +6,7 @@ Credentials come from the environment, as for downloads. An object that was cut 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -14,7 +14,7 @@ from stages.core.errors import DownloadError, PublishError
 from stages.hubs.registry import parse_source
 from stages.hubs.verification import Digest
 from stages.publish.targets.address import Address
-from stages.publish.targets.target import Held, LocalFile
+from stages.publish.targets.target import Held, LocalFile, LocalFiles, Names, Sent
 from stages.remote.buckets import FILESYSTEMS, explained
 
 NUM_CONNECTIONS = 4
@@ -45,7 +45,7 @@ class Prefix:
     def prepare(self, licence: str | None) -> None:
         """A prefix is there once something lies below it."""
 
-    def held(self, expected: Mapping[str, LocalFile]) -> Held:
+    def held(self, expected: LocalFiles) -> Held:
         from pyarrow.fs import FileSelector, FileType
 
         with self._explained():
@@ -63,13 +63,7 @@ class Prefix:
         with self._explained(), self._filesystem.open_input_stream(self._path(name)) as stream:
             return bytes(stream.read()).decode("utf-8", errors="replace")
 
-    def send(
-        self,
-        files: Mapping[str, LocalFile],
-        missing: Collection[str],
-        stale: Collection[str],
-        sent: Callable[[int], None],
-    ) -> None:
+    def send(self, files: LocalFiles, missing: Names, stale: Names, sent: Sent) -> None:
         with self._explained():
             for name in missing:
                 self._write(files[name], name, sent)

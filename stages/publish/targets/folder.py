@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from stages.core.errors import PublishError, full_disk_named
 from stages.core.hashing import sha256_of_files
 from stages.hubs.verification import Digest
 from stages.publish.targets.address import Address
-from stages.publish.targets.target import Held, LocalFile
+from stages.publish.targets.target import Held, LocalFiles, Names, Sent
 
 PARTIAL_SUFFIX = ".partial"
 
@@ -35,7 +35,7 @@ class Folder:
         with self._explained():
             self._folder.mkdir(parents=True, exist_ok=True)
 
-    def held(self, expected: Mapping[str, LocalFile]) -> Held:
+    def held(self, expected: LocalFiles) -> Held:
         with self._explained():
             found = {path.relative_to(self._folder).as_posix(): path for path in self._folder.rglob("*")}
             files = {name: path for name, path in found.items() if path.is_file()}
@@ -48,13 +48,7 @@ class Folder:
     def read_text(self, name: str) -> str | None:
         return (self._folder / name).read_text(encoding="utf-8", errors="replace")
 
-    def send(
-        self,
-        files: Mapping[str, LocalFile],
-        missing: Collection[str],
-        stale: Collection[str],
-        sent: Callable[[int], None],
-    ) -> None:
+    def send(self, files: LocalFiles, missing: Names, stale: Names, sent: Sent) -> None:
         with self._explained():
             for name in missing:
                 self._copy(files[name].path, self._folder / name)

@@ -7,7 +7,7 @@ them by their sha256; the commit that names them comes last, so that no reader s
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import httpx
@@ -20,7 +20,7 @@ from stages.hubs.hub import Request
 from stages.hubs.huggingface import HUB, hub_api
 from stages.hubs.source import repository
 from stages.publish.targets.address import Address
-from stages.publish.targets.target import Held, LocalFile
+from stages.publish.targets.target import Held, LocalFiles, Names, Sent
 from stages.remote.hub_file import TOKEN_VARIABLE, endpoint
 from stages.remote.retry import busy_from_status
 
@@ -62,7 +62,7 @@ class HuggingFaceRepository:
             except RepositoryNotFoundError:
                 return None
 
-    def held(self, expected: Mapping[str, LocalFile]) -> Held:
+    def held(self, expected: LocalFiles) -> Held:
         self._revision = HUB.resolve_revision(Request(self._source))
         snapshot = HUB.list_snapshot(self._source, self._revision)
         return Held({file.name: file.digest for file in snapshot.files}, self._revision)
@@ -70,13 +70,7 @@ class HuggingFaceRepository:
     def read_text(self, name: str) -> str | None:
         return HUB.read_file(self._source, self._revision or "", name)
 
-    def send(
-        self,
-        files: Mapping[str, LocalFile],
-        missing: Collection[str],
-        stale: Collection[str],
-        sent: Callable[[int], None],
-    ) -> None:
+    def send(self, files: LocalFiles, missing: Names, stale: Names, sent: Sent) -> None:
         disable_progress_bars()
         additions = []
         with self._explained():

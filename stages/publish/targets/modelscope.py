@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import PurePosixPath
 from typing import Any
@@ -38,7 +38,7 @@ from stages.hubs.modelscope import DEFAULT_REVISION, HUB, TOKEN_VARIABLE
 from stages.hubs.source import Product, repository
 from stages.hubs.verification import Digest, content_hash
 from stages.publish.targets.address import Address
-from stages.publish.targets.target import Held, LocalFile
+from stages.publish.targets.target import Held, LocalFile, LocalFiles, Names, Sent
 
 KIND: Product = "model"
 NOTHING = {"type": "normal", "size": 0, "sha256": "", "content": "", "encoding": ""}
@@ -91,7 +91,7 @@ class ModelScopeRepository:
             except NotExistError:
                 return None
 
-    def held(self, expected: Mapping[str, LocalFile]) -> Held:
+    def held(self, expected: LocalFiles) -> Held:
         with self._explained():
             listed = self._hub.list_repo_files(self._name, KIND, revision=DEFAULT_REVISION)
         files = {file["Path"]: file.get("Sha256") or "" for file in listed if file["Type"] != "tree"}
@@ -101,13 +101,7 @@ class ModelScopeRepository:
     def read_text(self, name: str) -> str | None:
         return HUB.read_file(self._source, self._revision, name)
 
-    def send(
-        self,
-        files: Mapping[str, LocalFile],
-        missing: Collection[str],
-        stale: Collection[str],
-        sent: Callable[[int], None],
-    ) -> None:
+    def send(self, files: LocalFiles, missing: Names, stale: Names, sent: Sent) -> None:
         actions = []
         with self._explained():
             for name in missing:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urljoin
@@ -21,7 +21,7 @@ import httpx
 from stages.core.errors import PublishError, TransientError
 from stages.hubs.verification import Digest
 from stages.publish.targets.address import Address
-from stages.publish.targets.target import Held, LocalFile
+from stages.publish.targets.target import Held, LocalFile, LocalFiles, Names, Sent
 from stages.remote.retry import busy_from_status
 
 USER_VARIABLE, PASSWORD_VARIABLE = "OCI_USERNAME", "OCI_PASSWORD"
@@ -57,7 +57,7 @@ class OciRegistry:
     def prepare(self, licence: str | None) -> None:
         """A repository is there once something is in it."""
 
-    def held(self, expected: Mapping[str, LocalFile]) -> Held:
+    def held(self, expected: LocalFiles) -> Held:
         answer = self._ask(
             "GET", f"{self._root}/manifests/{self._tag}", accepted=(200, 404), headers={"Accept": MANIFEST_TYPE}
         )
@@ -74,13 +74,7 @@ class OciRegistry:
         """None: a manifest names all files again, so none of an earlier one is left."""
         return None
 
-    def send(
-        self,
-        files: Mapping[str, LocalFile],
-        missing: Collection[str],
-        stale: Collection[str],
-        sent: Callable[[int], None],
-    ) -> None:
+    def send(self, files: LocalFiles, missing: Names, stale: Names, sent: Sent) -> None:
         for name in missing:
             file = files[name]
             if not self._has(f"sha256:{file.sha256}"):

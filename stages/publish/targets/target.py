@@ -30,6 +30,13 @@ class Held:
     revision: str | None = None
 
 
+LocalFiles = Mapping[str, LocalFile]
+"""By their names at the target."""
+Names = Collection[str]
+Sent = Callable[[int], None]
+"""Gets bytes as they are done."""
+
+
 class Target(Protocol):
     """A place that was named with its credentials in the environment.
 
@@ -45,20 +52,14 @@ class Target(Protocol):
         licence: of what will be published, as its card says it, where a new repository has to state one.
         """
 
-    def held(self, expected: Mapping[str, LocalFile]) -> Held:
+    def held(self, expected: LocalFiles) -> Held:
         """What is there, by checksums that the target computed or that are computed of what it gives back."""
 
     def read_text(self, name: str) -> str | None:
         """The text of one small file of `held`, that an earlier publication left."""
 
-    def send(
-        self,
-        files: Mapping[str, LocalFile],
-        missing: Collection[str],
-        stale: Collection[str],
-        sent: Callable[[int], None],
-    ) -> None:
-        """Put the `missing` of `files` there, and take the `stale` names away; `sent` gets bytes as they are done.
+    def send(self, files: LocalFiles, missing: Names, stale: Names, sent: Sent) -> None:
+        """Put the `missing` of `files` there, and take the `stale` names away.
 
         What was sent before a cut is found by its checksum, and not sent again.
         """
