@@ -14,15 +14,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from stages.harnesses.lm_eval.task_file import (
     Function,
     HubDataset,
     dataset_of,
     members_of,
     names_of,
-    parse_task_file,
+    read_task_file,
     strings_in,
 )
 
@@ -31,6 +29,7 @@ _NAMING = re.compile(r"""^["']?(?:task|group|tag)["']?\s*:[ \t]*(.*(?:\n[ \t]*(?
 
 _NAME = re.compile(r"[^\s\"'\[\],#]+")
 _NO_TASKS = (".py", ".pyc", ".md", ".json", ".jsonl", ".csv", ".txt", ".zip")
+_parsed = functools.cache(read_task_file)
 _DATASET_PATH = re.compile(r"""DATASET_PATH\s*=\s*["']([^"']+)["']""")
 
 
@@ -94,16 +93,6 @@ def _files_by_name() -> dict[str, list[Path]]:
                 for name in _NAME.findall(naming[1]):
                     found.setdefault(name, []).append(path)
     return found
-
-
-@functools.cache
-def _parsed(file: Path) -> dict[str, Any]:
-    """A file that is no mapping, or is gone, counts as empty: lm-eval itself will complain."""
-    try:
-        config = parse_task_file(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return {}
-    return config if isinstance(config, dict) else {}
 
 
 def _folder() -> Path:

@@ -8,10 +8,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from stages.harnesses.lm_eval import installed_tasks
-from stages.harnesses.lm_eval.task_file import members_of, names_of, parse_task_file, strings_in
+from stages.harnesses.lm_eval.task_file import members_of, names_of, read_task_file, strings_in
 from stages.harnesses.scores import NO_FILTER
 
 DEFAULT_METRICS = {
@@ -89,18 +87,9 @@ def _with_includes(file: Path, config: dict[str, Any], num_left: int) -> dict[st
     whole: dict[str, Any] = {}
     for name in strings_in(config.get("include")) if num_left else ():
         included = file.parent / name
-        whole |= _with_includes(included, _read(included), num_left - 1)
+        whole |= _with_includes(included, read_task_file(included), num_left - 1)
     return whole | config
 
 
 def _local_tasks(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
-    return [(file, _read(file)) for pattern in ("*.yaml", "*.yml") for file in sorted(folder.rglob(pattern))]
-
-
-def _read(file: Path) -> dict[str, Any]:
-    """A file that cannot be read counts as empty: running the task says what is wrong."""
-    try:
-        config = parse_task_file(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return {}
-    return config if isinstance(config, dict) else {}
+    return [(file, read_task_file(file)) for pattern in ("*.yaml", "*.yml") for file in sorted(folder.rglob(pattern))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -51,6 +52,15 @@ def parse_task_file(text: str) -> Any:
     """What a task file says. Raises RecipeError for one that is not valid YAML, or that reading would not end of."""
     check_bounds(text, _Loader)
     return yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+
+
+def read_task_file(file: Path) -> dict[str, Any]:
+    """Its mapping; empty for a file that cannot be read: lm-eval itself says what is wrong when it runs the task."""
+    try:
+        config = parse_task_file(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def names_of(config: dict[str, Any]) -> Iterator[str]:
