@@ -24,18 +24,17 @@ def calibration_samples(
     *,
     train_on: Literal["assistant", "all"],
     num_skipped: int = 0,
-    chat_template: Path | None = None,
     passed_over: dict[Place, str] | None = None,
 ) -> list[Tokens]:
     """The first `num_samples` good rows after `num_skipped` others, each cut to `sequence_length`.
 
-    train_on: the tokens that their masks mark. Conversations are rendered with the chat template, the model's or the
-    one given; of preference pairs the chosen one counts. There may be fewer than asked for.
+    train_on: the tokens that their masks mark. Conversations are rendered with the model's chat template; of preference
+    pairs the chosen one counts. There may be fewer than asked for.
     passed_over: takes place and reason of bad rows, which are left out.
 
     Raises DataError when there are none, ModelError for a folder without a usable tokenizer.
     """
-    tokenizer = DocumentTokenizer(tokenizer_folder, chat_template, train_on)
+    tokenizer = DocumentTokenizer(tokenizer_folder, None, train_on)
     texts = _texts(folder, split, tokenizer, {} if passed_over is None else passed_over)
     wanted = list(islice(texts, num_skipped, num_skipped + num_samples))
     if not wanted:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-CHUNK_BYTES = 1 << 20
-
 
 @dataclass(frozen=True)
 class Digest:
@@ -26,9 +24,7 @@ def digest_of(path: Path, algorithm: Literal["sha256", "git-blob-sha1"] = "sha25
     else:
         hasher = hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)
     with path.open("rb") as stream:
-        while chunk := stream.read(CHUNK_BYTES):
-            hasher.update(chunk)
-    return Digest(algorithm, hasher.hexdigest())
+        return Digest(algorithm, hashlib.file_digest(stream, lambda: hasher).hexdigest())
 
 
 def content_hash(digests: Iterable[tuple[str, str]]) -> str:

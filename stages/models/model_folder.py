@@ -21,7 +21,7 @@ from stages.models.weight_files import WEIGHTS_FILE, WEIGHTS_INDEX, check_index,
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
-def check_model_folder(folder: Path, *, needs_tokenizer: bool = True) -> list[str]:
+def check_model_folder(folder: Path) -> list[str]:
     """What is unusual about the model in `folder`, but no error.
 
     Raises ModelError, naming the file and what to do, unless it is complete and safe and its parts go together.
@@ -29,10 +29,8 @@ def check_model_folder(folder: Path, *, needs_tokenizer: bool = True) -> list[st
     if not folder.is_dir():
         raise ModelError(f"there is no model folder {folder}; expected a folder with config.json and {WEIGHTS_FILE}")
     config = _check_config(folder)
-    unusual = [*filter(None, [other_architecture(config)]), *_check_weights(folder, config)]
-    if needs_tokenizer:
-        unusual += check_tokenizer_files(folder, config)
-    return unusual
+    unusual = filter(None, [other_architecture(config)])
+    return [*unusual, *_check_weights(folder, config), *check_tokenizer_files(folder, config)]
 
 
 def follow_file_mask(path: Path) -> None:

@@ -168,12 +168,6 @@ class ModelShape:
         norms = self.norm_parameters * (1 + self.embedding_norm)
         return layers + norms + self.embedding_parameters + self.position_parameters + self.head_parameters
 
-    @property
-    def num_active_parameters(self) -> int:
-        """Parameters that one token meets: of a mixture's experts only those it is routed to."""
-        idle = self.num_experts - self.experts_per_token if self.num_experts else 0
-        return self.num_parameters - self.num_mixture_layers * idle * self.expert_parameters
-
     def flops(self) -> ModelFlops:
         """What decides the FLOPs of this model, counted as for a model that is there."""
         matrices = 3 if self.gated_ffn else 2

@@ -96,9 +96,8 @@ def test_names_the_shard_that_is_missing_or_of_another_model(folder: Path) -> No
     assert_refused(folder, "weight_map")
 
 
-def test_a_tokenizer_is_needed_unless_the_caller_says_otherwise(folder: Path) -> None:
+def test_a_tokenizer_is_needed(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     assert_refused(folder, "no tokenizer")
-    check_model_folder(folder, needs_tokenizer=False)
     (folder / "tokenizer.json").write_text('{"half')
     assert_refused(folder, "tokenizer.json")

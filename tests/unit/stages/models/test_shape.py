@@ -56,13 +56,6 @@ def test_flops_are_those_counted_on_the_model(family, fields):
     assert counted.training([17, 3], 11) == pytest.approx(expected.training([17, 3], 11))
 
 
-def test_active_parameters_leave_out_the_experts_a_token_is_not_routed_to():
-    config, model = transformers_model(*CONFIGS[5])
-    shape = shape_of_config(config)
-    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
-    assert shape.num_active_parameters == shape.num_parameters - experts // 2
-
-
 def test_text_part_of_a_multimodal_config_is_read():
     text = {"model_type": "qwen3", **GROUPED, "head_dim": 8}
     assert shape_of_config({"model_type": "qwen3_vl", "text_config": text}).num_layers == 3
