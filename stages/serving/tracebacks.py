@@ -4,25 +4,38 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
+from types import MappingProxyType
 
 EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Refused|NotFound)\b.*")
 MAX_CONTINUATION_LINES = 5
 MAX_CHARACTERS = 600
 
 
-def first_exception(lines: Sequence[str], generic: Collection[str]) -> str | None:
-    """With its message, and where it has none, with the code that raised it.
+def root_cause(
+    log: str,
+    *,
+    prefix: re.Pattern[str],
+    usage: re.Pattern[str],
+    generic: Collection[str],
+    cures: Mapping[str, str] = MappingProxyType({}),
+) -> str | None:
+    """What the parser of options says, else the first exception with its message, or where it has none, with the code
+    that raised it; and the cure. None where neither is there.
 
-    lines: of the log, without what the server puts before each. generic: phrases, in lower case, of exceptions that are
-    mere consequences of others.
+    prefix: what the server puts before its lines. usage: the parser's line, whose group is what it says. generic:
+    phrases, in lower case, of exceptions that are mere consequences of others. cures: what a cause says → what to
+    change.
     """
-    return next(_exceptions(lines, generic), None)
-
-
-def shortened(cause: str) -> str:
-    """For a message of ours."""
-    return textwrap.shorten(cause, MAX_CHARACTERS, placeholder=" …")
+    lines = [prefix.sub("", line).rstrip() for line in log.splitlines()]
+    misused = (match.group(1) for match in map(usage.match, lines) if match)
+    cause = next(chain(misused, _exceptions(lines, generic)), None)
+    if cause is None:
+        return None
+    shortened = textwrap.shorten(cause, MAX_CHARACTERS, placeholder=" …")
+    cure = next((cure for said, cure in cures.items() if said in cause), None)
+    return f"{shortened}: {cure}" if cure else shortened
 
 
 def _exceptions(lines: Sequence[str], generic: Collection[str]) -> Iterator[str]:

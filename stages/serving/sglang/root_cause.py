@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from stages.serving.tracebacks import first_exception, shortened
+from stages.serving.tracebacks import root_cause
 
 PREFIX = re.compile(r"^\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[^\]]*\]\s?(?:Scheduler hit an exception: )?")
 """Such as `[2026-11-23 10:00:00 TP0] Scheduler hit an exception: Traceback (most recent call last):`."""
@@ -25,10 +25,4 @@ CURES = {
 
 def find_root_cause(log: str) -> str | None:
     """The first exception that is not a mere consequence of another, with its message and cure; None without one."""
-    lines = [PREFIX.sub("", line).rstrip() for line in log.splitlines()]
-    usage = next((match.group(1) for match in map(USAGE.match, lines) if match), None)
-    cause = usage or first_exception(lines, GENERIC)
-    if cause is None:
-        return None
-    cure = next((cure for said, cure in CURES.items() if said in cause), None)
-    return f"{shortened(cause)}: {cure}" if cure else shortened(cause)
+    return root_cause(log, prefix=PREFIX, usage=USAGE, generic=GENERIC, cures=CURES)

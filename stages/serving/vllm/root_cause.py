@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 
-from stages.serving.tracebacks import first_exception, shortened
+from stages.serving.tracebacks import root_cause
 
-PREFIX = re.compile(r"^\(\w+[^)]*pid=\d+\)\s*")
-LEVEL = re.compile(r"^(ERROR|CRITICAL)\s+\d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\]\s?")
+PREFIX = re.compile(r"^(?:\(\w+[^)]*pid=\d+\)\s*)?(?:(?:ERROR|CRITICAL)\s+\d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\]\s?)?")
+"""The process, then the level, the time and the module."""
 USAGE = re.compile(r"^(?:vllm|vllm serve|api_server\.py)\S*: error: (.+)")
 GENERIC = (
     "engine core initialization failed",
@@ -26,7 +26,4 @@ GENERIC = (
 
 def find_root_cause(log: str) -> str | None:
     """The first exception in `log` that is not a mere consequence of another, with its message; None without one."""
-    lines = [LEVEL.sub("", PREFIX.sub("", line)).rstrip() for line in log.splitlines()]
-    usage = next((match.group(1) for match in map(USAGE.match, lines) if match), None)
-    cause = usage or first_exception(lines, GENERIC)
-    return cause and shortened(cause)
+    return root_cause(log, prefix=PREFIX, usage=USAGE, generic=GENERIC)
