@@ -28,8 +28,8 @@ def hide_unused_packages() -> None:
 
 
 def hide_torchao_from_adapters() -> None:
-    """Have PEFT take torchao for missing, which it imports, for over a second, to see whether a layer that it adapts is
-    one that torchao has quantized: none of ours is."""
+    """Have PEFT take torchao for missing, which it imports, in 0.2 s, to see whether a layer that it adapts is one that
+    torchao has quantized: none of ours is."""
     _remember_missing("torchao", importlib.import_module("peft.import_utils").is_torchao_available)
 
 
