@@ -153,17 +153,7 @@ class BenchmarkTasks(StrictModel):
     @property
     def evaluation(self) -> Evaluation:
         """What a harness is asked for."""
-        return Evaluation(
-            harness=self.harness,
-            tasks=self.tasks,
-            task_folder=self.task_folder,
-            limit=None,
-            num_fewshot=None,
-            apply_chat_template=False,
-            seed=None,
-            trust_task_code=self.trust_task_code,
-            concurrent_requests=1,
-        )
+        return Evaluation(self.harness, self.tasks, self.task_folder, trust_task_code=self.trust_task_code)
 
 
 class Decontaminate(StrictModel):

@@ -43,12 +43,12 @@ class Evaluation:
     harness: str
     tasks: tuple[str, ...]
     task_folder: Path | None
-    limit: int | None
-    num_fewshot: int | None
-    apply_chat_template: bool
-    seed: int | None
-    trust_task_code: bool
-    concurrent_requests: int
+    limit: int | None = None
+    num_fewshot: int | None = None
+    apply_chat_template: bool = False
+    seed: int | None = None
+    trust_task_code: bool = False
+    concurrent_requests: int = 1
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     judge: RatingConfig | None = None
 
