@@ -24,7 +24,7 @@ from stages.core.errors import DataError
 from stages.data.compression import data_stem, format_suffix, is_compressed, open_bytes, open_text, open_with_file
 from stages.data.json_list import JsonList
 from stages.data.json_values import DECODER, NOT_TEXT, flaw_of
-from stages.data.parquet import open_parquet
+from stages.data.parquet import as_row, open_parquet
 from stages.remote.pointers import is_pointer, size_bytes, without_pointer
 
 BEGINNING_CHARACTERS = 1024
@@ -272,14 +272,15 @@ def _read_parquet(part: Part) -> Iterator[Row | BadRow]:
 def _rows_of(batch: Any, name: str, num_before: int) -> Iterator[Row | BadRow]:
     """The rows of a pyarrow batch; one by one where Python has no value for what a row holds, to find that row."""
     try:
-        yield from (Row(Place(name, num_before + at, "row"), row) for at, row in enumerate(batch.to_pylist(), 1))
+        rows = map(as_row, batch.to_pylist())
+        yield from (Row(Place(name, num_before + at, "row"), row) for at, row in enumerate(rows, 1))
         return
     except NO_PYTHON_VALUE:
         pass
     for at in range(batch.num_rows):
         place = Place(name, num_before + at + 1, "row")
         try:
-            yield Row(place, batch.slice(at, 1).to_pylist()[0])
+            yield Row(place, as_row(batch.slice(at, 1).to_pylist()[0]))
         except NO_PYTHON_VALUE as error:
             yield BadRow(place, f"holds a value that Python cannot represent: {error}")
 

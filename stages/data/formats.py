@@ -64,6 +64,7 @@ SHAREGPT_ROLES = {
     "user": "user",
     "gpt": "assistant",
     "assistant": "assistant",
+    "tool": "tool",
 }
 
 
@@ -228,8 +229,8 @@ def _read_rejected(row: Columns, chosen: object, rejected: object) -> tuple[Docu
 
 
 def _read_sharegpt(row: Columns) -> tuple[Document, ...]:
-    messages = parse_messages(row["conversations"], "conversations", ("from", "value"), SHAREGPT_ROLES)
-    return (_conversation(row, messages, row["conversations"]),)
+    raw = with_tool_calls(row["conversations"], "from", "value")
+    return (_conversation(row, parse_messages(raw, "conversations", ("from", "value"), SHAREGPT_ROLES), raw),)
 
 
 def _conversation(row: Columns, messages: list[Message], marked: object, num_prompt_messages: int = 0) -> Conversation:

@@ -24,6 +24,7 @@ MESSAGE_FIELDS = (
     "from",
     "value",
     "loss",
+    "loss_scale",
     "weight",
     "train",
     *THOUGHTS,

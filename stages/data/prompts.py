@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from stages.data.agent_messages import RESULTS, with_tool_calls
 from stages.data.documents import Conversation, Document, PlainText
 from stages.data.formats import RowReader
 from stages.data.messages import (
@@ -84,7 +85,7 @@ def is_prompt_alone(row: dict[str, Any]) -> bool:
         return not {"completion", "chosen"} & row.keys()
     messages = row.get("messages")
     last = messages[-1] if isinstance(messages, list) and messages else None
-    return isinstance(last, dict) and last.get("role") in ("user", "tool")
+    return isinstance(last, dict) and last.get("role") in ("user", "tool", *RESULTS)
 
 
 def _prompt_alone(row: dict[str, Any]) -> Document:
@@ -93,7 +94,7 @@ def _prompt_alone(row: dict[str, Any]) -> Document:
     asked = decoded(row[column]) if not isinstance(row[column], str) else row[column]
     if isinstance(asked, str) and not any(row.get(name) for name in ("system", "tools", "chat_template_kwargs")):
         return PlainText(parse_text(asked, column), "")
-    messages = with_system(row, as_messages(asked, column, "user"))
+    messages = with_system(row, as_messages(with_tool_calls(asked), column, "user"))
     return Conversation(_ordered(messages), tools=parse_tools(row), variables=template_variables(row))
 
 

@@ -2,8 +2,8 @@
 
 | field                                        | what becomes of it                                                    |
 | -------------------------------------------- | --------------------------------------------------------------------- |
-| `loss`, `weight`, `train` of an assistant's  | false or 0: the turn is context, and not learned                      |
-| message                                      |                                                                       |
+| `loss`, `loss_scale`, `weight`, `train` of   | false or 0: the turn is context, and not learned                      |
+| an assistant's message                       |                                                                       |
 | the same of another role                     | false or 0: as it is anyway; else refused                             |
 | the same of a row                            | false or 0: refused                                                   |
 | `system` of a row                            | the system message                                                    |
@@ -36,7 +36,7 @@ from stages.data.messages import (
     parse_text,
 )
 
-LEARNED_MARKS = ("loss", "weight", "train")
+LEARNED_MARKS = ("loss", "loss_scale", "weight", "train")
 NOT_LEARNED = ("false", "0", "0.0")
 """As text, which is what CSV has."""
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")

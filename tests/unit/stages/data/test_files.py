@@ -115,6 +115,12 @@ def test_files_of_every_kind_give_the_same_rows_and_where_they_stand(tmp_path, n
     assert num_places(tmp_path / name) >= rows[-1].place.number
 
 
+def test_calls_of_different_tools_have_their_own_arguments_in_parquet_too(tmp_path):
+    rows = [{"calls": [{"name": name, "arguments": {name[0]: 1}}], "text": None} for name in ("add", "double")]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
+    assert [row.content for row in read_rows(tmp_path, [tmp_path / "train.parquet"])] == rows
+
+
 def test_a_malformed_line_is_named_with_its_column_and_the_others_are_read(tmp_path):
     (tmp_path / "train.jsonl").write_bytes(b'{"text": "one"}\n{"text" "two"}\n{"text": "\xff"}\n{"text": "four"}\n')
     rows = list(read_rows(tmp_path, [tmp_path / "train.jsonl"]))

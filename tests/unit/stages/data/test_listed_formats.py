@@ -78,9 +78,25 @@ def test_turns_of_one_object_and_of_query_and_history_are_turns():
     assert said(document)[1:] == [("user", "2 + 2?"), ("assistant", "4"), ("user", "3 + 3?"), ("assistant", "6")]
 
 
-def test_turns_without_loss_are_context():
-    (document,) = documents(row_of("ms-swift: loss of single turns"), "messages")
+@pytest.mark.parametrize("theirs", ["loss of single turns", "weight of single turns", "loss of single calls"])
+def test_turns_without_loss_are_context(theirs):
+    (document,) = documents(row_of(f"ms-swift: {theirs}"), "messages")
     assert document.unlearned == {1}
+
+
+def test_calls_of_one_turn_are_learned_together_or_not_at_all():
+    user, call, response, answer = row_of("ms-swift: loss of single calls")["messages"]
+    with pytest.raises(RowError, match="has a call in message 3 that is to be learned, unlike the text or the call"):
+        documents({"messages": [user, call, {**call, "loss": True}, response, response, answer]}, "messages")
+    with pytest.raises(RowError, match=r"has 0\.5 as `loss_scale` of message 4; expected true or false, 1 or 0"):
+        documents({"messages": [user, call, response, {**answer, "loss_scale": 0.5}]}, "messages")
+
+
+def test_calls_of_sharegpt_are_those_of_messages():
+    listed = row_of("ms-swift: loss of single calls")["messages"]
+    named = {"user": "human", "tool_call": "function_call", "tool_response": "observation", "assistant": "gpt"}
+    turns = [{"from": named[one["role"]], "value": one["content"], "loss": one.get("loss")} for one in listed]
+    assert documents({"conversations": turns}, "sharegpt") == documents({"messages": listed}, "messages")
 
 
 def test_calls_of_agents_are_calls_of_the_assistant_with_what_it_says_before_them():

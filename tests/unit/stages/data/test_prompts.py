@@ -86,3 +86,11 @@ def test_rows_that_ask_nothing(row: object, expected: str) -> None:
 def test_columns_of_no_format_are_listed() -> None:
     with pytest.raises(DataError, match="the first row has the columns `question`"):
         PromptReader(None).read({"question": "1 + 2?"})
+
+
+def test_what_a_tool_gave_may_be_the_last_that_is_asked() -> None:
+    call = {"role": "tool_call", "content": '{"name": "add", "arguments": {"a": 1, "b": 2}}'}
+    row = {"messages": [ASKED, call, {"role": "tool_response", "content": "3"}], "solution": "3"}
+    found = PromptReader(None).read(row)
+    assert isinstance(found.document, Conversation)
+    assert [message["role"] for message in found.document.messages] == ["user", "assistant", "tool"]
