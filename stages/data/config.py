@@ -90,6 +90,11 @@ class DataConfig(StrictModel):
         return self.dataset
 
     @property
+    def is_mixture(self) -> bool:
+        """Whether there are several datasets."""
+        return len(self.parts) > 1
+
+    @property
     def names(self) -> list[str]:
         """Of the datasets: their stages, and where a stage is there twice, the split as well."""
         parts = list(self.parts.values())

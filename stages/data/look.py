@@ -9,6 +9,7 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,9 +20,11 @@ from stages.data.check import LARGE_BYTES, Silent
 from stages.data.config import DataConfig, RowKind
 from stages.data.dataset import PackedDataset
 from stages.data.files import find_files
+from stages.data.mixed_formats import check_formats
 from stages.data.mixture import joined
 from stages.data.portion import portions
 from stages.data.prepare import CACHE_FOLDER, PIECES_FOLDER, prepare_portion
+from stages.data.prepare_mixture import check_together, saying_of
 from stages.data.preprocessing import BAD_ROWS, OutOfTimeError, Preprocessing
 from stages.data.seen_rows import check_held_out
 from stages.data.shown import Bar, DataLook, Dropped, Piece, ShownDocument, ShownPortion, ShownRow
@@ -41,11 +44,12 @@ NAMES: dict[RowKind, tuple[str, ...]] = {"examples": ("",), "pairs": ("chosen", 
 @dataclass(frozen=True)
 class Visits:
     """How a training goes through its rows. rows: of the first step. shares, epochs: of each dataset of a mixture, by
-    name, what part of all that is learned it is, and the passes through its rows."""
+    name, what part of all that is learned it is, and the passes through its rows. problems: why it will be refused."""
 
     rows: Sequence[int]
     shares: Mapping[str, float] = field(default_factory=dict)
     epochs: Mapping[str, float] = field(default_factory=dict)
+    problems: Sequence[str] = ()
 
 
 def look_at(
@@ -63,29 +67,31 @@ def look_at(
 
     Raises as `prepare` does.
     """
+    if config.is_mixture:
+        check_formats(inputs, config, rows)
     shown: list[ShownPortion] = []
     training: dict[str, PackedDataset] = {}
+    held_out: dict[str, PackedDataset] = {}
     warnings: list[str] = []
     for name, part in zip(config.names, config.parts.values(), strict=True):
         of = f" of {name}" if config.datasets else ""
-        opened: list[PackedDataset] = []
-        for portion in portions(part):
+        for portion, into in zip(portions(part), (training, held_out), strict=False):
             folder, so_far = inputs[part.dataset_stage] / "data", scratch / f"part-{portion.name}{of}"
-            files = find_files(folder, portion.split)
             pieces = cache / PIECES_FOLDER
-            task = Preprocessing(
-                portion, folder, files, part, tokenizer_folder, rows, Silent(), pieces, SECONDS, so_far
-            )
-            dataset, unread_after = _opened(task, cache / CACHE_FOLDER, scratch)
-            opened.append(dataset)
-            shown.append(_portion(f"{portion.name}{of}", dataset, part, unread_after))
-        training[name] = opened[0]
-        leak = check_held_out(opened[0].folder, opened[1].folder) if len(opened) > 1 else None
+            with saying_of(name) if config.is_mixture else nullcontext():
+                files = find_files(folder, portion.split)
+                task = Preprocessing(
+                    portion, folder, files, part, tokenizer_folder, rows, Silent(), pieces, SECONDS, so_far
+                )
+                into[name], unread_after = _opened(task, cache / CACHE_FOLDER, scratch)
+            shown.append(_portion(f"{portion.name}{of}", into[name], part, unread_after))
+        leak = check_held_out(training[name].folder, held_out[name].folder) if name in held_out else None
         warnings += [f"{name}: {leak}" if config.datasets else leak] if leak else []
     tokenizer = DocumentTokenizer(tokenizer_folder, config.chat_template, config.train_on)
     whole = joined(training)
     of_training = visits(whole)
     if not any(portion.unread_after for portion in shown):
+        warnings += [*check_together(training, held_out), *of_training.problems]
         shown = [_with_visits(portion, of_training) for portion in shown]
     return DataLook(
         what={"examples": "examples", "pairs": "preference pairs", "labelled": "labelled answers"}[rows],

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stages.core.errors import DataError
-from stages.data.cache import file_digest
 from stages.data.config import DataConfig, RowKind
+from stages.data.dataset import PackedDataset
 from stages.data.mixed_formats import check_formats
 from stages.data.mixture import joined
 from stages.data.prepare import PreparedData, prepare
 from stages.data.preprocessing import Report
-from stages.data.seen_rows import ROW_DIGESTS, check_held_out
+from stages.data.seen_rows import check_held_out, rows_in_any_order
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ def prepare_mixture(
     those of each dataset in a file of its name. Raises DataError also where no method learns from the rows of all
     together, and where all rows that one dataset holds out are learned from another one.
     """
-    names, is_mixture = config.names, len(config.parts) > 1
+    names, is_mixture = config.names, config.is_mixture
     if is_mixture:
         check_formats(inputs, config, rows)
     prepared: dict[str, PreparedData] = {}
     for name, part in zip(names, config.parts.values(), strict=True):
-        with _named(name) if is_mixture else nullcontext():
+        with saying_of(name) if is_mixture else nullcontext():
             prepared[name] = prepare(
                 inputs[part.dataset_stage] / "data",
                 part,
@@ -62,15 +62,15 @@ def prepare_mixture(
                 report=_NamedReport(report, name) if is_mixture else report,
                 bad_rows_file=work / (f"bad_rows.{name}.jsonl" if is_mixture else "bad_rows.jsonl"),
             )
-    _check_same_rows(prepared)
-    _check_held_out_of_others(prepared, report)
     held_out = {name: one.evaluation for name, one in prepared.items() if one.evaluation}
-    training = joined({name: one.training for name, one in prepared.items()})
-    return PreparedData(training, joined(held_out) if held_out else None)
+    training = {name: one.training for name, one in prepared.items()}
+    for warning in check_together(training, held_out):
+        report.warn(warning)
+    return PreparedData(joined(training), joined(held_out) if held_out else None)
 
 
 @contextmanager
-def _named(name: str) -> Iterator[None]:
+def saying_of(name: str) -> Iterator[None]:
     """Errors say of which dataset they are."""
     try:
         yield
@@ -78,26 +78,26 @@ def _named(name: str) -> Iterator[None]:
         raise DataError(f"{name}: {error}") from error
 
 
-def _check_same_rows(prepared: Mapping[str, PreparedData]) -> None:
-    """Raises DataError for a copy of another dataset, whatever its files are called."""
-    known: dict[str, str] = {}
-    for name, one in prepared.items():
-        first = known.setdefault(file_digest(one.training.folder / ROW_DIGESTS), name)
+def check_together(training: Mapping[str, PackedDataset], held_out: Mapping[str, PackedDataset]) -> list[str]:
+    """What to warn of, of the datasets of a mixture by name, all of whose rows are there.
+
+    Raises DataError for a copy of another dataset, in whatever order, and where all rows that one holds out are learned
+    from another one.
+    """
+    known: dict[tuple[int, ...], str] = {}
+    for name, one in training.items():
+        first = known.setdefault(rows_in_any_order(one.folder), name)
         if first != name:
             raise DataError(
                 f"{first} and {name} have the same rows, which would be there twice; name one of them, with the weight "
                 "of both"
             )
-
-
-def _check_held_out_of_others(prepared: Mapping[str, PreparedData], report: Report) -> None:
-    for name, one in prepared.items():
-        for other, another in prepared.items():
-            if other == name or not one.evaluation:
-                continue
+    warnings = []
+    for name, one in held_out.items():
+        for other in (other for other in training if other != name):
             try:
-                warning = check_held_out(another.training.folder, one.evaluation.folder)
+                warning = check_held_out(training[other].folder, one.folder)
             except DataError as error:
                 raise DataError(f"{name} holds out what is learned from {other}: {error}") from error
-            if warning:
-                report.warn(f"{name} holds out what is learned from {other}: {warning}")
+            warnings += [f"{name} holds out what is learned from {other}: {warning}"] if warning else []
+    return warnings

@@ -186,6 +186,13 @@ def check_held_out(training: Path, evaluation: Path) -> str | None:
     return f"{found}: the held-out loss is lower than it should be"
 
 
+def rows_in_any_order(folder: Path) -> tuple[int, ...]:
+    """The same for two folders of packed rows that have the same rows: how many, and sums of digests and squares."""
+    digests = _mapped(folder / ROW_DIGESTS)
+    blocks = [digests[begin : begin + SHARE_ROWS] for begin in range(0, len(digests), SHARE_ROWS)]
+    return len(digests), sum(int(one.sum()) for one in blocks), sum(int((one * one).sum()) for one in blocks)
+
+
 def _mapped(path: Path) -> NDArray[np.uint64]:
     """Numbers of a file, which take memory only while they are looked at."""
     return np.asarray(np.memmap(path, np.uint64, "r")) if path.stat().st_size else np.zeros(0, np.uint64)

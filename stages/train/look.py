@@ -10,7 +10,7 @@ from stages.data.dataset import PackedDataset
 from stages.data.look import Visits, look_at
 from stages.data.shown import DataLook
 from stages.train.config import TrainConfig
-from stages.train.mixture import seen, slots_of, steps_of_epochs
+from stages.train.mixture import repeated_too_often, seen, slots_of, steps_of_epochs
 from stages.train.start import data_with_template
 
 
@@ -28,7 +28,8 @@ def look(stage_input: StageInput, num_rows: int, scratch: Path) -> DataLook:
         num_slots = (config.steps or steps_of_epochs(config, training)) * config.global_batch_size
         metrics = seen(config.data, training, slots, num_slots)
         by_name = ({name: metrics[f"{what}.{name}"] for name in training.members} for what in ("share_seen", "epochs"))
-        return Visits(slots.rows(0, min(num_rows, len(training))), *by_name)
+        problems = [str(error) for _, error in repeated_too_often(config, training)]
+        return Visits(slots.rows(0, min(num_rows, len(training))), *by_name, problems)
 
     return look_at(
         stage_input.inputs,

@@ -1,8 +1,11 @@
 """A look at data shows the tokens that training will get, which of them are learned, and what became of all rows."""
 
+import json
+
 import numpy as np
 import pytest
 
+from stages.core.errors import DataError
 from stages.data import look as looking
 from stages.data.config import DataConfig
 from stages.data.dataset import row_order
@@ -107,6 +110,24 @@ def test_both_portions_are_counted_and_rows_in_both_are_warned_of(look, write_ro
     found = look(write_rows(CHATS), evaluation_split="test")
     assert [portion.name for portion in found.portions] == ["training", "evaluation"]
     assert "1 of 2 held-out rows are among the training rows too" in found.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "a and b cannot be mixed"),
+        ({"messages": []}, "^b: 40 of 40 rows cannot be learned from"),
+        (None, "a and b have the same rows"),
+    ],
+)
+def test_what_training_refuses_of_a_mixture_is_refused(row, message, tmp_path, tokenizer_folder):
+    for name, rows in (("a", CHATS), ("b", [row or chat for chat in CHATS[::-1]])):
+        (tmp_path / name / "data").mkdir(parents=True)
+        (tmp_path / name / "data" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = DataConfig(datasets=[{"dataset": "a"}, {"dataset": "b"}], sequence_length=64)
+    inputs, places = {name: tmp_path / name for name in "ab"}, {"cache": tmp_path / "cache", "scratch": tmp_path}
+    with pytest.raises(DataError, match=message):
+        look_at(inputs, config, tokenizer_folder, rows="examples", visits=lambda _: Visits([0]), **places)
 
 
 def test_what_is_long_is_cut_for_showing_and_counted(look, write_rows, monkeypatch):

@@ -254,9 +254,10 @@ def test_the_same_dataset_under_two_names_is_refused_and_other_splits_of_it_are_
 
 
 def test_a_copy_of_a_dataset_is_refused(prepared):
-    rows = {"new": {"train": texts("new", 9)}, "old": {"train": texts("new", 9)}}
-    with pytest.raises(DataError, match="new and old have the same rows, which would be there twice"):
-        prepared(rows, datasets=[{"dataset": "new"}, {"dataset": "old"}])
+    for copy in (texts("new", 9), texts("new", 9)[::-1]):
+        rows = {"new": {"train": texts("new", 9)}, "old": {"train": copy}}
+        with pytest.raises(DataError, match="new and old have the same rows, which would be there twice"):
+            prepared(rows, datasets=[{"dataset": "new"}, {"dataset": "old"}])
 
 
 def test_two_splits_of_a_dataset_have_names_of_their_own():
