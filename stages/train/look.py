@@ -27,9 +27,11 @@ def look(stage_input: StageInput, num_rows: int, scratch: Path) -> DataLook:
         slots = slots_of(config.data, training, config.seed)
         num_slots = (config.steps or steps_of_epochs(config, training)) * config.global_batch_size
         metrics = seen(config.data, training, slots, num_slots)
-        by_name = ({name: metrics[f"{what}.{name}"] for name in training.members} for what in ("share_seen", "epochs"))
+        shares, epochs = (
+            {name: metrics[f"{what}.{name}"] for name in training.members} for what in ("share_seen", "epochs")
+        )
         problems = [str(error) for _, error in repeated_too_often(config, training)]
-        return Visits(slots.rows(0, min(num_rows, len(training))), *by_name, problems)
+        return Visits(slots.rows(0, min(num_rows, len(training))), shares, epochs, problems)
 
     return look_at(
         stage_input.inputs,
