@@ -12,15 +12,23 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
 
-EMAIL = re.compile(r"(?<![\w.%+-])[\w.%+-]{1,64}+@(?:[A-Za-z0-9-]++\.){1,10}[A-Za-z]{2,24}\b")
-IP_ADDRESS = re.compile(
-    r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?!\w|\.\d)|(?<![\w:])(?:[0-9A-Fa-f]{0,4}:){2,7}[0-9A-Fa-f]{0,4}(?![\w:])"
+SPACED = r"[^\W\u3040-\u30ff\u3400-\u9fff]"
+"""A letter, digit or _ of a language with spaces between words: of Chinese and Japanese, an address may follow at
+once. For the same reason the others ask for ASCII around them only."""
+EMAIL = re.compile(
+    rf"(?<!{SPACED})(?<![.%+-])(?:{SPACED}|[.%+-]){{1,64}}+@(?:[\w-]++\.){{1,10}}"
+    rf"(?:[A-Za-z]{{2,24}}(?![A-Za-z0-9_])|[^\W\d_\u3040-\u30ff\u3400-\u9fff]{{2,24}}(?!{SPACED}))"
 )
-IBAN = re.compile(r"\b[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){2,7}(?: ?[A-Z0-9]{1,3})?\b")
+IP_ADDRESS = re.compile(
+    r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?!\w|\.\d)|(?<![\w:])(?:[0-9A-Fa-f]{0,4}:){2,7}[0-9A-Fa-f]{0,4}(?![\w:])",
+    re.ASCII,
+)
+IBAN = re.compile(r"\b[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){2,7}(?: ?[A-Z0-9]{1,3})?\b", re.ASCII)
 CREDIT_CARD = re.compile(r"(?<![\d.+-])[2-6]\d{3}(?:[ -]?\d){9,15}(?!\d)")
 PHONE = re.compile(
-    r"(?<![\w.+-])(?:\+\d{1,3}(?:[ .-]?\(?\d{1,5}\)?){2,6}|\(\d{3}\) ?\d{3}[ .-]\d{4}|\d{3}([.-])\d{3}\1\d{4})"
-    r"(?!\w|[.-]\d)"
+    r"(?<![\w.+-])(?:\+\d{1,3}(?:[ .-]?\(?\d{1,5}\)?){2,6}|(?:1[ .-])?(?:\(\d{3}\) ?\d{3}[ .-]\d{4}"
+    r"|\d{3}([.-])\d{3}\1\d{4}))(?!\w|[.-]\d)",
+    re.ASCII,
 )
 SHORTEST_IBAN = 15
 

@@ -14,6 +14,12 @@ from tests.unit.stages.curate.curating import curate, lines
 
 PERSONAL = {
     "Write to jane.doe+x@mail.example.co.uk.": "Write to [EMAIL].",
+    "请发邮件到abc@x.com谢谢": "请发邮件到[EMAIL]谢谢",
+    "메일은 abc@x.com으로": "메일은 [EMAIL]으로",
+    "taro@例え.jp и почта@пример.рф": "[EMAIL] и [EMAIL]",
+    "电话+8613812345678请，服务器192.168.0.17的": "电话[PHONE]请，服务器[IP_ADDRESS]的",
+    "账号DE89370400440532013000请": "账号[IBAN]请",
+    "Call 1-800-555-0199.": "Call [PHONE].",
     "From 192.168.0.17: or 2001:db8::8a2e:370:7334, ok": "From [IP_ADDRESS]: or [IP_ADDRESS], ok",
     "Pay DE89 3704 0044 0532 0130 00 NOW": "Pay [IBAN] NOW",
     "Pay BE68 5390 0754 7034 THIS WEEK or GB82WEST12345698765432.": "Pay [IBAN] THIS WEEK or [IBAN].",
