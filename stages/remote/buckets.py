@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 NUM_CONNECTIONS = 16
 RETRIED_FOR_S = 30.0
 """Google's library asks again for 15 minutes otherwise."""
+RETRIED_WITHOUT_CREDENTIALS_S = 5.0
+"""Where no credentials are named, only Google's own machines give some, at once; elsewhere nobody answers."""
 DENIED = re.compile(
     r"ACCESS_DENIED|INVALID_ACCESS_KEY|SIGNATURE_DOES_NOT_MATCH|EXPIRED_TOKEN|UNAUTHENTICATED|PERMISSION_DENIED"
     r"|UNAUTHORIZED|FORBIDDEN|\b40[13]\b|[Cc]redential|Authorization|AuthenticationException|Base64",
@@ -174,7 +176,8 @@ def _s3(bucket: str) -> FileSystem:
 def _gs(bucket: str) -> FileSystem:
     from pyarrow.fs import GcsFileSystem
 
-    return GcsFileSystem(retry_time_limit=timedelta(seconds=RETRIED_FOR_S))
+    limit_s = RETRIED_WITHOUT_CREDENTIALS_S if _missing_credentials("gs://") else RETRIED_FOR_S
+    return GcsFileSystem(retry_time_limit=timedelta(seconds=limit_s))
 
 
 def _az(container: str) -> FileSystem:

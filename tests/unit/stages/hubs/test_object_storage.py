@@ -11,6 +11,7 @@ from stages.core.errors import DataError, DownloadError, TransientError
 from stages.download.config import DownloadConfig
 from stages.hubs import object_storage
 from stages.hubs.registry import read_model_config
+from stages.remote import buckets
 from stages.remote.buckets import explained
 from tests.http_server import serving
 from tests.hub_repository import model_files
@@ -151,6 +152,13 @@ def test_credentials_that_cannot_be_used_at_all_are_named(
         DownloadError, match=rf"{source} may not be read: .*\({', '.join(variables)}\) are not accepted"
     ):
         revision(dataset=source)
+
+
+def test_google_s_library_is_given_up_soon_where_no_credentials_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
+    monkeypatch.setattr(buckets, "RETRIED_WITHOUT_CREDENTIALS_S", 0.1)
+    with pytest.raises(DownloadError, match="has no GOOGLE_APPLICATION_CREDENTIALS; set"):
+        revision(dataset="gs://lake/nights")
 
 
 NO_TOKEN = (
