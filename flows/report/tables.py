@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from flows.report.model import RefreshReport, Score, StageReport
@@ -28,6 +28,10 @@ COUNTED = re.compile(
 )
 NOT_DATA = ("data_wait_fraction", "communication_fraction", "pipeline_bubble_fraction", "num_files")
 DATA_KINDS = ("download", "curate", "generate", "train")
+
+
+PairedMetric = tuple[str, str, float, float]
+"""Stage, metric, and its value in either refresh."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,21 @@ def _bars(group: Sequence[Score]) -> list[Bar]:
         error = place(bottom), place(top)
         bars.append(Bar(one, place(0.0), ends[0], ends[1] - ends[0], error[0], error[1] - error[0]))
     return bars
+
+
+def paired_metrics(
+    stages: Iterable[tuple[str, Sequence[StageReport | None]]],
+) -> tuple[list[PairedMetric], list[PairedMetric]]:
+    """Of the stages that two refreshes have, the metrics that both have: those that differ, and those that do not."""
+    rows = [
+        (name, metric, value, new.metrics[metric])
+        for name, (old, new) in stages
+        if old and new
+        for metric, value in old.metrics.items()
+        if metric in new.metrics
+    ]
+    differing = [row for row in rows if row[2] != row[3]]
+    return differing, [row for row in rows if row[2] == row[3]]
 
 
 def final_metrics(report: RefreshReport) -> Iterator[tuple[StageReport, list[tuple[str, float]]]]:

@@ -128,6 +128,9 @@ def test_two_refreshes_stand_side_by_side(night, store, browser, tmp_path, shot)
         shot(shown, "compared")
         text = shown.inner_text("main")
         assert "learning_rate 0.001 → 0.002" in text
+        assert "No metric of a stage that both have differs." in text
+        shared = sum(map(len, METRICS.values()))
+        assert f"{shared} metrics that are equal" in text
         labels = shown.locator("fieldset label").all_inner_texts()
         assert labels == ["loss, nightly-2", "loss, nightly-1", "logarithmic"]
     assert seen.errors == []
