@@ -36,6 +36,8 @@ def _routed_share(config: Any) -> float:
 
 
 def _attention_work(config: Any) -> tuple[AttentionWork, ...]:
+    if not getattr(config, "num_attention_heads", None):  # Mamba keeps a state, whose operations are not counted
+        return ()
     num_layers = config.num_hidden_layers
     every_layer = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
     layer_types = getattr(config, "layer_types", None) or [every_layer] * num_layers

@@ -9,7 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, DeepseekV3Config, GPT2Config, MistralConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GPT2Config,
+    Mamba2Config,
+    MistralConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from stages.models.flops import AttentionWork, ModelFlops, attended_pairs, model_flops_utilization
 from stages.models.transformers_flops import model_flops
@@ -58,6 +66,14 @@ def test_equal_to_the_operations_that_are_run(kind: str) -> None:
     hidden_flops = 3 * sum(2 * work.width * hidden_pairs for work in flops.attention)
     counted = counter.get_total_flops() - hidden_flops
     assert flops.training([NUM_TOKENS], num_targets=NUM_TOKENS) == pytest.approx(counted, rel=0.01)
+
+
+def test_a_model_that_keeps_a_state_has_no_attention_to_count() -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 8, "n_groups": 1}
+    config = Mamba2Config(**sizes, num_heads=4, head_dim=16)
+    flops = model_flops(AutoModelForCausalLM.from_config(config))
+    assert flops.attention == ()
+    assert flops.layer_parameters > 0
 
 
 @given(st.integers(1, 60), st.integers(1, 80))
