@@ -16,6 +16,7 @@ import math
 import re
 import shutil
 from collections.abc import Collection, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,8 +87,8 @@ def read_adapter(folder: Path) -> Adapter:
     config, tensors = _read(folder)
     layers = {name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")}
     magnitudes = {f"{layer}{MAGNITUDE}" for layer in layers if config.get("use_dora")}
-    ends = config.get("modules_to_save") or ()
-    saved = {name for name in tensors if ".lora_" not in name and name.rpartition(".")[0].endswith(tuple(ends))}
+    ends = tuple(config.get("modules_to_save") or ())
+    saved = {name for name in tensors if ".lora_" not in name and any(one.endswith(ends) for one in _modules_of(name))}
     _check_names(folder, tensors, layers, magnitudes | saved)
     factors = {
         layer.removeprefix(PREFIX): (tensors[f"{layer}.lora_A.weight"], tensors[f"{layer}.lora_B.weight"])
@@ -114,6 +115,11 @@ def read_adapter(folder: Path) -> Adapter:
         parameters=parameters,
         scalings={layer: own for layer, (_, own) in sizes.items() if own != scaling},
     )
+
+
+def _modules_of(name: str) -> list[str]:
+    """Names of all modules that a weight is in, the outermost first."""
+    return list(accumulate(name.split(".")[:-1], "{}.{}".format))
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

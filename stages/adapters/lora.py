@@ -183,6 +183,12 @@ def _check(causal_lm: Any, config: AdapterConfig) -> None:
             f"adapter.target_modules is {config.target_modules!r}, which adapts {', '.join(odd[:NUM_NAMED])}: only "
             "linear layers between the embedding and the head can be adapted; leave these out with exclude_modules"
         )
+    if odd := [name for name, module in layers.items() if not _is_product(module.get_base_layer())]:
+        raise ModelError(
+            f"adapter.target_modules is {config.target_modules!r}, which adapts {', '.join(odd[:NUM_NAMED])}, of class "
+            f"{type(layers[odd[0]].get_base_layer()).__name__}, which gives something else than the product with its "
+            "weight; leave these out with exclude_modules"
+        )
     routers = {name for name, module in layers.items() if isinstance(module, ParamWrapper) and module.num_experts == 1}
     widths = {name: min(_weight_of(layer).shape[-2:]) for name, layer in layers.items() if name not in routers}
     if too_narrow := [f"{name} ({width})" for name, width in widths.items() if width < config.highest_rank]:
@@ -191,6 +197,15 @@ def _check(causal_lm: Any, config: AdapterConfig) -> None:
             f"adapter.rank is {config.rank}{times}, more than the width of {', '.join(too_narrow[:NUM_NAMED])}; lower "
             "it, or leave these layers out with exclude_modules"
         )
+
+
+def _is_product(layer: nn.Module) -> bool:
+    """Whether a layer gives numbers to which those of an adapter can be added: not those that the router of Llama 4,
+    which is a linear layer to Python and PEFT, makes of them."""
+    if not isinstance(layer, nn.Linear) or type(layer).forward is nn.Linear.forward:
+        return True
+    with torch.no_grad():
+        return isinstance(layer(layer.weight.new_zeros(1, layer.in_features)), Tensor)
 
 
 def _weight_of(layer: LoraLinear | ParamWrapper) -> Tensor:

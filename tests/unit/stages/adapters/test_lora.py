@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from pydantic import ValidationError
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, GPT2Config, Llama4TextConfig, Qwen3Config
 
 from flows.recipe.recipe import load_stages
 from stages.adapters.check import check_loadable
@@ -168,6 +169,32 @@ def test_tensors_that_peft_would_leave_out_or_miss_are_refused(tmp_path):
     write_adapter(tmp_path / "adapter", learned, other, tmp_path / "base", torch.float32)
     with pytest.raises(ModelError, match="PEFT, with the config beside it, would not load"):
         check_loadable(tmp_path / "adapter", tmp_path / "base", trust_remote_code=False)
+
+
+@pytest.mark.parametrize("saved", ["norm", "mlp", "layers.1.self_attn"])
+def test_a_module_that_learned_as_a_whole_is_merged_with_all_that_is_in_it_as_peft_loads_it(saved, tmp_path):
+    base, tokens = make_model(), torch.arange(8)[None]
+    base.save_pretrained(tmp_path / "base")
+    lora = add_adapter(base, AdapterConfig(rank=4, modules_to_save=(saved,)), seed=0)
+    learned = {name: one + 0.1 * torch.ones_like(one) for name, one in base.named_parameters() if one.requires_grad}
+    write_adapter(tmp_path / "adapter", learned, lora.to_dict(), tmp_path / "base", torch.float32)
+    check_loadable(tmp_path / "adapter", tmp_path / "base", trust_remote_code=False)
+    expected = PeftModel.from_pretrained(make_model(), str(tmp_path / "adapter")).eval()(tokens).logits
+
+    adapter, merged = read_adapter(tmp_path / "adapter"), make_model()
+    weights = merged.state_dict()
+    for name in adapter.weights:
+        weights[name].copy_(adapter.merged(name, weights[name]))
+    assert (merged(tokens).logits - expected).abs().max() < 1e-5
+
+
+def test_layers_that_give_something_else_than_numbers_are_refused_by_name():
+    sizes = {**SIZES, "num_key_value_heads": 1, "intermediate_size": 24, "intermediate_size_mlp": 24}
+    model = AutoModelForCausalLM.from_config(Llama4TextConfig(**sizes, num_local_experts=4))
+    with pytest.raises(
+        ModelError, match=r"adapts model\.layers\.0\.feed_forward\.router.*Llama4Router.*exclude_modules"
+    ):
+        add_adapter(model, AdapterConfig(rank=4), seed=0)
 
 
 def test_transposed_weights_are_changed_transposed(tmp_path):
