@@ -82,7 +82,17 @@ class PieceStore:
         self._folder = folder
 
     def __contains__(self, key: str) -> bool:
-        return self._path(key).exists()
+        """Whether all pieces of a part are there and can be read: of one that is cut off or damaged, none is."""
+        from safetensors import SafetensorError, safe_open
+
+        def num_earlier(name: str) -> int:
+            with safe_open(self._path(name), "np") as stored:
+                return PieceNotes.model_validate_json(stored.metadata()[NOTES]).num_earlier or 0
+
+        try:
+            return not any(num_earlier(f"{key}-{number}") for number in range(num_earlier(key)))
+        except (OSError, SafetensorError, ValueError):
+            return False
 
     def write(self, key: str, pieces: Iterator[Piece]) -> None:
         """Keep the pieces of a part, of which there is at least one. Those before it are there once the last one is."""

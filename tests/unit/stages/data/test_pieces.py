@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -151,6 +152,20 @@ def test_a_part_of_many_tokens_is_several_pieces(run, write_rows, tmp_path, monk
     monkeypatch.setattr(tokenizing, "PIECE_TOKENS", 100)
     assert content(run(folder).folder) == content(whole.folder)
     assert len(pieces(tmp_path)) == 4
+
+
+def test_of_a_part_whose_pieces_are_damaged_or_gone_all_are_made_again(run, write_rows, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizing, "PIECE_TOKENS", 100)
+    monkeypatch.setattr(tokenizing, "CHUNK_ROWS", 20)
+    folder = write_rows([chat(number) for number in range(50)])
+    whole = content(run(folder).folder)
+    kept = sorted((tmp_path / "cache" / "pieces").iterdir())
+    assert len(kept) > 1
+    for piece in (kept[0], kept[-1]):
+        for damaged in (b"", piece.read_bytes()[:-1], bytes(piece.stat().st_size), b"\xff" * 100, None):
+            shutil.rmtree(tmp_path / "cache" / "tokenized")
+            piece.unlink() if damaged is None else piece.write_bytes(damaged)
+            assert content(run(folder).folder) == whole
 
 
 def test_a_file_that_changes_while_it_is_read_is_named(run, write_rows, tmp_path):
