@@ -5,6 +5,8 @@ Of `task_folder` and `chat_template` only a hash is identity, and the files them
 
 from __future__ import annotations
 
+import csv
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from difflib import SequenceMatcher
@@ -94,11 +96,21 @@ def amount_of(file: Path) -> str:
 
 
 def rows_of(file: Path) -> int | None:
-    """Rows of a file that has some, and is not too large to count them. Raises OSError."""
+    """Rows of a file that has some, and can be read and counted soon. Raises OSError."""
+    if file.suffix == ".parquet":
+        import pyarrow.parquet
+
+        with suppress(ValueError):  # damaged: who reads its rows says so
+            return int(pyarrow.parquet.read_metadata(file).num_rows)
+        return None
     if file.suffix not in ROW_FILES or file.stat().st_size > MAX_COUNTED_BYTES:
         return None
+    if file.suffix == ".csv":
+        csv.field_size_limit(sys.maxsize)
+        with file.open(encoding="utf-8", errors="replace", newline="") as text:
+            return max(0, sum(map(bool, csv.reader(text))) - 1)
     with file.open("rb") as stream:
-        return sum(bool(line.strip()) for line in stream) - (file.suffix == ".csv")
+        return sum(bool(line.strip()) for line in stream)
 
 
 def _text(file: Path) -> str | None:

@@ -86,7 +86,7 @@ def _read_split(artifact: Artifact, split: str, context: str) -> ReadDataset:
     files = find_files(folder, split)
     here = () if any(map(is_pointer, files)) else files  # what lies elsewhere is not asked for
     first = next((row.content for row in read_rows(folder, list(here)) if isinstance(row, Row)), None)
-    counts = [_num_rows(file) for file in files]
+    counts = [rows_of(file) for file in files]
     sizes = {"num_files": len(files), "num_bytes": sum(map(size_bytes, files))}
     known = [count for count in counts if count is not None]
     source_type, source = _source(record)
@@ -99,15 +99,6 @@ def _read_split(artifact: Artifact, split: str, context: str) -> ReadDataset:
         columns=[*map(_column, first.items())] if isinstance(first, dict) else None,
         context=context,
     )
-
-
-def _num_rows(file: Path) -> int | None:
-    """None where it would take long to count them, or they lie elsewhere."""
-    if file.suffix == ".parquet":
-        import pyarrow.parquet
-
-        return int(pyarrow.parquet.read_metadata(file).num_rows)
-    return rows_of(file)
 
 
 def _column(named: tuple[str, object]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 
 from flows.planning.changes import with_changes
@@ -68,6 +69,26 @@ def test_what_was_kept_comes_back_and_what_is_damaged_is_as_if_it_were_not(tasks
 def test_a_long_file_is_not_kept_line_by_line(tasks: Path) -> None:
     (tasks / "sums.yaml").write_text("x" * 100_000)
     assert "x" * 100 not in CONTENTS.dump_json(contents_of(tasks)).decode()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "amount"),
+    [
+        ("a.csv", b'question,answer\n"two\nlines","""a"", b"\n\n1,2\n', "2 rows"),
+        ("a.csv", b"", "0 rows"),
+        ("a.csv", b"long\n" + b"x" * 200_000, "1 rows"),
+        ("a.jsonl", b"{}\n\n{}", "2 rows"),
+        ("a.parquet", None, "3 rows"),
+        ("a.parquet", b"PAR1 no more", "12 bytes"),
+    ],
+)
+def test_rows_are_counted_and_not_lines(tmp_path: Path, name: str, content: bytes | None, amount: str) -> None:
+    file = tmp_path / name
+    if content is None:
+        pyarrow.parquet.write_table(pyarrow.table({"text": ["a\nb", "c", "d"]}), file)
+    else:
+        file.write_bytes(content)
+    assert contents_of(tmp_path)[name].amount == amount
 
 
 def test_a_plan_names_the_line_instead_of_two_hashes(recipe, store, build, tmp_path: Path, tasks: Path) -> None:
