@@ -42,7 +42,6 @@ from stages.train.metrics import forget_peak_memory, peak_memory
 from stages.train.out_of_memory import explained_out_of_memory
 from stages.train.plot import plot_loss
 from stages.train.prediction import Prediction, predict_run
-from stages.train.rollouts.named_server import named_server_problems
 from stages.train.rows import RowData
 from stages.train.start import data_with_template
 from stages.train.watchdog import Watchdog
@@ -63,11 +62,13 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
     for unusual in [*check_model_folder(model_folder), *tokenizer_notes]:
         context.warn(unusual)
     shape = check_model(config, context, model_folder)
-    for problem in (
-        *check_teacher(config, context.inputs, model_folder),
-        *named_server_problems(config, model_folder, context),
-    ):
+    for problem in check_teacher(config, context.inputs, model_folder):
         raise problem
+    if config.sampling and config.sampling.server:
+        from stages.train.rollouts.named_server import named_server_problems  # and aiohttp
+
+        for problem in named_server_problems(config, model_folder, context):
+            raise problem
     data = _read_data(config, context, model_folder, shape)
     check_lengths(data.longest_document, context, model_folder)
     with joined_processes(collective_timeout(config.execution.hang_timeout_s)) as device:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -20,12 +20,14 @@ from stages.core.redaction import redact
 from stages.data.batch import Batch
 from stages.data.dataset import PackedDataset
 from stages.parallel.processes import gathered
-from stages.rollouts.asking import Answer, Request, ask_all
 from stages.serving.client import Client
 from stages.train.execution import TrainExecution
 from stages.train.methods.method import TeacherServer, TeacherTokens
 from stages.train.teacher_rows import OpenTeacher, ShareOf, said_record
 from stages.train.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from stages.rollouts.asking import Answer, Request
 
 PROBE = "In 2026, 3 × 14 = 42: naïve façade, 数 and\n\tdef f(x): return x ** 2  # “so”"
 """Text of several kinds, which two tokenizers are unlikely to cut alike."""
@@ -102,6 +104,8 @@ class ServedTeacher:
 
         Raises ServerError for a document that it refuses, TransientError when it is gone for good.
         """
+        from stages.rollouts.asking import ask_all  # and aiohttp, which no other training needs
+
         found: dict[int, NDArray[np.void]] = {}
 
         def keep(index: int, request: Request, answer: Answer) -> None:
