@@ -34,6 +34,9 @@ class Judge:
     url: str = ""
     asked: list[dict[str, Any]] = field(default_factory=list)
     statuses: list[int] = field(default_factory=list)
+    usage: dict[str, Any] | None = field(
+        default_factory=lambda: {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": COMPLETION_TOKENS}
+    )
 
 
 @contextmanager
@@ -56,7 +59,7 @@ def judge_server() -> Iterator[Judge]:
                 status = 401
             said = state.says(request["messages"][-1]["content"]) if status == 200 else ""
             answer: dict[str, Any] = {"choices": [{"index": 0, "message": {"role": "assistant", "content": said}}]}
-            answer["usage"] = {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": COMPLETION_TOKENS}
+            answer["usage"] = state.usage
             content = json.dumps(answer if status == 200 else {"error": f"not with {self.headers['Authorization']}"})
             self.send_response(status)
             self.send_header("Content-Length", str(len(content.encode())))

@@ -128,6 +128,15 @@ def test_a_busy_judge_is_asked_again(server: Judge, tmp_path: Path) -> None:
     assert judged(server, tmp_path, completion("x"), completion("xx")) == [1, 2]
 
 
+@pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens": None, "completion_tokens": None}])
+def test_a_judge_that_counts_no_tokens_judges_all_the_same(
+    server: Judge, tmp_path: Path, usage: dict[str, Any] | None
+) -> None:
+    server.usage = usage
+    assert judged(server, tmp_path, completion("xx")) == [2]
+    assert json.loads((tmp_path / "liked.jsonl").read_text())["tokens"] == {"prompt": 0, "completion": 0}
+
+
 def test_more_requests_than_the_recipe_says_are_refused_before_the_first(server: Judge, tmp_path: Path) -> None:
     texts = [completion("x" * size) for size in range(1, 6)]
     with pytest.raises(DataError, match=r"judging 5 completions takes 5 requests .* `max_requests` is 5: raise it"):
