@@ -209,7 +209,7 @@ class AskedJudge:
     def _said(self, response: httpx.Response) -> tuple[str, Usage]:
         try:
             content = response.json()
-            usage = {name: int((content.get("usage") or {}).get(f"{name}_tokens", 0)) for name in TOKENS}
+            usage = {name: int((content.get("usage") or {}).get(f"{name}_tokens") or 0) for name in TOKENS}
             return self._without_key(str(content["choices"][0]["message"]["content"] or "")), usage
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             said = self._without_key(response.text)[:200]
