@@ -14,10 +14,10 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from flows.recipe.text import shorten
 from flows.store.content import outside_files
 from stages.core.files import write_atomically
 from stages.core.hashing import sha256_of_files
+from stages.core.redaction import shortened
 from stages.core.strict import StrictModel
 
 ROW_FILES = (".jsonl", ".csv")
@@ -131,7 +131,7 @@ def _changed_lines(old: str, new: str) -> str | None:
     if not changed:
         return None  # other line ends
     gone, come, step = changed[0]
-    first = " → ".join(repr(shorten(lines[0].strip(), LONGEST_LINE)) for lines in (gone, come) if lines)
+    first = " → ".join(repr(shortened(lines[0].strip(), LONGEST_LINE)) for lines in (gone, come) if lines)
     what = "" if gone and come else " is gone" if gone else " is new"
     number = (step[1] if gone else step[3]) + 1
     num_more = sum(max(len(gone), len(come)) for gone, come, _ in changed) - 1

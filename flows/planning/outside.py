@@ -11,10 +11,10 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from flows.recipe.recipe import Recipe
-from flows.recipe.text import shorten
 from flows.store.content import hash_path, outside_files
 from stages.core.contract import StageConfig
 from stages.core.errors import EvaluationError, LifecycleError, RecipeError, TransientError
+from stages.core.redaction import shortened
 from stages.download.config import DownloadConfig
 from stages.evaluate.config import EvaluateConfig
 from stages.hubs.answers import PLANNING_ATTEMPT_S, PLANNING_LIMIT_S, Answers
@@ -70,7 +70,7 @@ def _problem(path: Path) -> str | None:
             return f"there is no file or folder {path}"
         special = next((file for file in outside_files(path).values() if _is_special(file)), None)
     except OSError as error:
-        return f"cannot read {shorten(str(path), 200)}: {error.strerror}"
+        return f"cannot read {shortened(str(path), 200)}: {error.strerror}"
     return f"{special} is no regular file; name a file, or a folder of files" if special else None
 
 

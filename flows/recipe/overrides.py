@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from flows.recipe.text import closest, parse_yaml, shorten, show
+from flows.recipe.text import closest, parse_yaml, show
 from stages.core.errors import RecipeError
-from stages.core.redaction import holds_url_password
+from stages.core.redaction import holds_url_password, shortened
 from stages.core.yaml_bounds import MAX_DEPTH
 
 ENVIRONMENT = ("execution", "environment")
@@ -83,4 +83,4 @@ def _put(tree: dict[str, Any], keys: Sequence[str], value: Any) -> str | None:
 
 
 def _shown(text: str) -> str:
-    return f"`{shorten(text, 100)}`"
+    return f"`{shortened(text, 100)}`"

@@ -19,10 +19,11 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError, create_mode
 
 from flows.recipe.overrides import apply_overrides
 from flows.recipe.problems import MAX_PROBLEMS, explain, models_in
-from flows.recipe.text import absolute, bad_numbers, closest, read_text, resolve_file_sources, shorten, show, tree_of
+from flows.recipe.text import absolute, bad_numbers, closest, read_text, resolve_file_sources, show, tree_of
 from stages.core.contract import StageConfig, StrictModel
 from stages.core.errors import LayoutError, RecipeError
 from stages.core.fields import Reference, find_marker
+from stages.core.redaction import shortened
 from stages.kinds import KINDS
 from stages.train.config import LAYOUT_PROBLEM
 
@@ -121,7 +122,7 @@ def load_stages(name: str, folder: Path, tree: Mapping[str, Any], problems: Sequ
 
 def _listed(problems: Sequence[str]) -> str:
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    shown = [f"  {shorten(problem, MAX_PROBLEM_CHARACTERS)}" for problem in problems[:MAX_PROBLEMS]]
+    shown = [f"  {shortened(problem, MAX_PROBLEM_CHARACTERS)}" for problem in problems[:MAX_PROBLEMS]]
     more = ["  …; mend these first"] if len(problems) > MAX_PROBLEMS else []
     return "\n".join([f"the recipe has {count}:", *shown, *more])
 

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from stages.core.errors import RecipeError
-from stages.core.redaction import REPLACEMENT, redact
+from stages.core.redaction import REPLACEMENT, redact, shortened
 from stages.core.yaml_bounds import MAX_BYTES, check_bounds
 
 BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -181,7 +181,7 @@ def bad_numbers(tree: Any, path: str) -> Iterator[str]:
     elif isinstance(tree, float) and not math.isfinite(tree):
         yield f"{path}: found {show(tree)}, expected a finite number"
     elif isinstance(tree, int) and abs(tree) > MAX_INTEGER:
-        yield f"{path}: found {shorten(str(tree), 40)}, expected at most {MAX_INTEGER}, which 64 bits hold"
+        yield f"{path}: found {shortened(str(tree), 40)}, expected at most {MAX_INTEGER}, which 64 bits hold"
 
 
 def closest(word: str, known: Iterable[str]) -> str:
@@ -201,9 +201,4 @@ def closest(word: str, known: Iterable[str]) -> str:
 
 def show(value: Any) -> str:
     """A value as YAML would have it, shortened."""
-    return shorten(json.dumps(value, ensure_ascii=False), 58)
-
-
-def shorten(text: str, num_characters: int) -> str:
-    """The text, or its beginning."""
-    return text if len(text) <= num_characters else f"{text[: num_characters - 1]}…"
+    return shortened(json.dumps(value, ensure_ascii=False), 58)

@@ -18,10 +18,11 @@ from pydantic import BaseModel
 from flows.ledger.refreshes import was_run_here
 from flows.recipe.overrides import apply_overrides
 from flows.recipe.problems import models_in
-from flows.recipe.text import absolute, read_tree, shorten
+from flows.recipe.text import absolute, read_tree
 from flows.running.request import RefreshRequest
 from stages.core.errors import RecipeError
 from stages.core.fields import OutsideInput, SourceText, find_marker
+from stages.core.redaction import shortened
 from stages.kinds import KINDS
 from stages.publish.config import PublishConfig
 
@@ -43,7 +44,7 @@ def check_recipe(recipe: str, deployment: str, registered: str | None) -> None:
         return
     allowed = f"runs {registered} alone" if registered is not None else "runs recipes that were run in this home"
     remedy = "give that one to `lifecycle schedule`, or run it on its machine with `lifecycle run`"
-    raise RecipeError(f"the deployment `{deployment}` {allowed}, found {shorten(recipe, 200)}; {remedy}")
+    raise RecipeError(f"the deployment `{deployment}` {allowed}, found {shortened(recipe, 200)}; {remedy}")
 
 
 def check_parameters(request: RefreshRequest) -> None:

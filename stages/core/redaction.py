@@ -38,6 +38,10 @@ _WEBHOOK = re.compile(r"(hooks\.slack\.com/(?:services|workflows)/|discord(?:app
 """An address that is a key: who knows it may post."""
 _JSON_STRING = re.compile(r'"[^"\\\n]*(?:\\.[^"\\\n]*)*(?:"|$)(\s*:)?', re.MULTILINE)
 """A string, and the colon that makes it a key; the last one of a line that a crash has torn may lack its end."""
+_WINDOW_CHARACTERS = 64 * 1024
+"""How much of a text is redacted before it is cut: a text from outside may have any length."""
+_CUT_URL_PASSWORD = re.compile(r"(:/{1,2}[^/\s:@]*:)[^/\s\"<>@]*$")
+"""A URL's password whose `@` may lie behind the window."""
 _TEXT_SUFFIXES = (".txt", ".log", ".json", ".jsonl")
 _JSON_SUFFIXES = (".json", ".jsonl")
 
@@ -65,6 +69,32 @@ def redact(text: str, secrets: Iterable[str] | None = None) -> str:
     A secret is found as it is, and as JSON, Python or a URL spell it.
     """
     return _without(text, _spellings(secrets_in(os.environ) if secrets is None else secrets))
+
+
+def shortened(text: str, max_characters: int) -> str:
+    """Return the redacted text, or its beginning and `…`: at most `max_characters`.
+
+    It is redacted before it is cut: the first half of a secret is not recognised, and would be shown.
+    """
+    spellings = _spellings(secrets_in(os.environ))
+    if len(text) <= _WINDOW_CHARACTERS:
+        redacted = _without(text, spellings)
+    else:
+        window = _without(text[:_WINDOW_CHARACTERS], spellings)
+        # A secret may lie across the end of the window, where only its first characters are left.
+        window = window[: len(window) - max(map(len, spellings), default=0)]
+        redacted = _CUT_URL_PASSWORD.sub(rf"\1{REPLACEMENT}", window) + "…"
+    return redacted if len(redacted) <= max_characters else f"{redacted[: max_characters - 1]}…"
+
+
+def quoted(value: object, max_characters: int) -> str:
+    """Return a value for a message: redacted, cut to `max_characters`, in quotes, with control characters escaped.
+
+    Bytes are read as UTF-8; a value that is no text is shown as JSON.
+    """
+    if isinstance(value, bytes):
+        value = value[: 4 * _WINDOW_CHARACTERS].decode(errors="replace")
+    return repr(shortened(value if isinstance(value, str) else json.dumps(value, default=str), max_characters))
 
 
 def redact_files(folder: Path, secrets: Iterable[str]) -> None:

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from stages.core.errors import DownloadError
-from stages.core.redaction import REPLACEMENT, redact, redact_files, secrets_in
+from stages.core.redaction import REPLACEMENT, quoted, redact, redact_files, secrets_in, shortened
 
 SECRETS = {"HF_TOKEN": "hf_abcdefgh", "VLLM_API_KEY": "sk-12345678", "DB_PASSWORD": "open sesame"}
 
@@ -157,3 +157,31 @@ def test_json_that_holds_a_short_secret_stays_json(tmp_path):
         {"message": "***", "n": [4321]},
     ]
     assert torn == '{"message": "torn at ***'
+
+
+@pytest.mark.parametrize("limit", [10, 40, 60, 200])
+def test_a_text_is_redacted_before_it_is_cut(limit, monkeypatch):
+    secret = "Vq8" + "s3cr3t" * 8
+    monkeypatch.setenv("JUDGE_API_KEY", secret)
+    assert secret[:6] not in shortened(f"answer {secret} was wrong", limit)
+    assert secret[:6] not in quoted({"answer": secret}, limit)
+    assert len(shortened(f"answer {secret} " * 50, limit)) <= limit
+
+
+def test_a_password_whose_end_lies_behind_the_cut_is_not_shown():
+    assert "hunter" not in shortened(f"postgresql://me:{'hunter2' * 20}@host/db", 60)
+    assert "hunter" not in shortened(f"postgresql://me:{'hunter2' * 20_000}@host/db", 60)
+
+
+def test_a_secret_across_the_end_of_the_window_is_not_shown(monkeypatch):
+    secret = "Vq8" + "s3cr3t" * 8
+    monkeypatch.setenv("JUDGE_API_KEY", secret)
+    beginning = f"{secret} " * ((65_536 - 20) // (len(secret) + 1))
+    text = beginning + "-" * (65_536 - 20 - len(beginning)) + secret
+    assert "s3cr3t" not in shortened(text + "tail" * 100, 60_000)
+
+
+def test_quoted_escapes_what_a_terminal_would_obey():
+    assert quoted("a\x1b[2Jb\u202ec", 40) == r"'a\x1b[2Jb\u202ec'"
+    assert quoted(b"\xff[1, 2]", 40) == "'\ufffd[1, 2]'"
+    assert quoted([1, "2"], 40) == "'[1, \"2\"]'"
