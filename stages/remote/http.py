@@ -5,6 +5,7 @@ from __future__ import annotations
 import httpx
 
 from stages.core.errors import DownloadError
+from stages.remote.http_answers import number_in
 from stages.remote.retry import busy_from_status
 
 
@@ -26,4 +27,4 @@ def promised_bytes(response: httpx.Response) -> int | None:
     """The size of the whole file, of which the answer may be a part; None where the server does not say it."""
     content_range = response.headers.get("content-range", "")
     promised = content_range.rpartition("/")[2] or response.headers.get("content-length", "")
-    return int(promised) if promised.isdigit() else None
+    return number_in(promised)

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Mapping
 
 from stages.core.errors import TransientError
+from stages.remote.http_answers import number_in
 
 NUM_ATTEMPTS = 5
 FIRST_WAIT_S = 0.5
@@ -54,8 +55,7 @@ def busy_from_status(status: int, headers: Mapping[str, str]) -> BusyError | Non
     """The error of an HTTP status that is worth another attempt."""
     if status not in _BUSY_STATUSES:
         return None
-    retry_after = headers.get("retry-after", "")
-    return BusyError(f"the server answered {status}", float(retry_after) if retry_after.isdigit() else None)
+    return BusyError(f"the server answered {status}", number_in(headers.get("retry-after", "")))
 
 
 def busy_from_transport(error: Exception) -> BusyError:

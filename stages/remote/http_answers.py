@@ -1,0 +1,334 @@
+"""Read the answers of HTTP servers that may lie: bounded in size, time and decompression, of checked types.
+
+In: an `Expected`, which says what may arrive, and a request of httpx, aiohttp or the standard library. Out: an
+`Answer`, whose JSON is checked against a pydantic type. No redirect is followed: a key would go to another host.
+Imports none of the HTTP libraries that it reads from.
+"""
+
+from __future__ import annotations
+
+import http.client
+import re
+import socket
+import threading
+import zlib
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import from_json
+
+from stages.core.errors import LifecycleError, ServerError
+from stages.core.redaction import quoted, redact
+
+if TYPE_CHECKING:
+    import aiohttp
+    import httpx
+
+QUOTED_CHARACTERS = 200
+"""Length of an answer's beginning in a message."""
+CHUNK_BYTES = 64 * 2**10
+REFUSAL_BYTES = 64 * 2**10
+"""How much is read of an answer that is an error."""
+ACCEPTED = {"Accept-Encoding": "gzip"}
+COMPRESSED = ("gzip", "x-gzip", "deflate")
+EVENT = b"data:"
+END_OF_EVENTS = b"[DONE]"
+
+_NUMBER = re.compile(r"[0-9]{1,18}")
+
+Shape = TypeVar("Shape")
+
+
+def number_in(header: str) -> int | None:
+    """Return the number that a header is, or None. `str.isdigit` is true of `²`, which `int` refuses."""
+    return int(header) if _NUMBER.fullmatch(header) else None
+
+
+class AnswerModel(BaseModel):
+    """An object in an answer: numbers are finite and no texts; fields that are not named are ignored."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, frozen=True)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Bounds of an answer, and how errors name its server.
+
+    server: such as `the judge at https://…`. max_bytes: of the body, decompressed. total_s: from the connection to the
+    last byte. error: class of what the server is to blame for. key: sent with the request, and never shown.
+    """
+
+    server: str
+    max_bytes: int
+    total_s: float
+    error: type[LifecycleError] = ServerError
+    key: str = field(default="", repr=False)
+
+    def wrong(self, found: str, body: bytes | None = None) -> LifecycleError:
+        """Return the error of an answer, with its beginning."""
+        shown = "" if body is None else f": {self.quoted(body)}"
+        return self.error(f"{self.server} {found}{shown}")
+
+    def quoted(self, body: bytes) -> str:
+        """Return the beginning of a body for a message, without the key."""
+        text = body.decode(errors="replace")
+        return quoted(redact(text, [self.key]) if self.key else text, QUOTED_CHARACTERS)
+
+    def parsed(self, body: bytes, shape: type[Shape] | TypeAdapter[Shape]) -> Shape:
+        """Return the JSON of a body as a type says it. Raises `error` for any other body."""
+        adapter: TypeAdapter[Shape] = shape if isinstance(shape, TypeAdapter) else TypeAdapter(shape)
+        try:
+            # Not the `json` module: it takes NaN, lone surrogates and any nesting that the stack has room for.
+            return adapter.validate_python(from_json(body, allow_inf_nan=False), strict=True)
+        except ValidationError as error:  # a ValueError too
+            first = error.errors(include_url=False, include_context=False)[0]
+            place = ".".join(map(str, first["loc"])) or "the answer"
+            place = quoted(place, QUOTED_CHARACTERS)  # keys of an object may be in it
+            raise self.wrong(f"answered with JSON of another form ({place}: {first['msg']})", body) from None
+        except ValueError as error:
+            raise self.wrong(f"answered with something else than JSON ({error})", body) from None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A whole answer. headers: names in lower case."""
+
+    expected: Expected
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def is_success(self) -> bool:
+        return 200 <= self.status < 300
+
+    def check(self) -> Self:
+        """Return the answer of a request that was granted. Raises the room's error for any other status."""
+        if self.is_success:
+            return self
+        if 300 <= self.status < 400:
+            target = quoted(self.headers.get("location", ""), QUOTED_CHARACTERS)
+            raise self.expected.wrong(
+                f"answered {self.status}, a redirect to {target}, which is not followed; name the address that it "
+                "leads to"
+            )
+        raise self.expected.wrong(f"answered {self.status}", self.body)
+
+    def parsed(self, shape: type[Shape] | TypeAdapter[Shape]) -> Shape:
+        """Return the JSON of a request that was granted. Raises the room's error."""
+        return self.expected.parsed(self.check().body, shape)
+
+
+class BodyReader:
+    """Decompresses a body part by part. Raises the room's error when it is larger than expected, or is no gzip."""
+
+    def __init__(self, expected: Expected, headers: Mapping[str, str]) -> None:
+        self._expected = expected
+        self._num_bytes = 0
+        self._encoding = headers.get("content-encoding", "").strip().lower()
+        self._inflate = zlib.decompressobj(zlib.MAX_WBITS | 32) if self._encoding in COMPRESSED else None
+
+    def add(self, chunk: bytes) -> bytes:
+        """Return the decompressed bytes of a part."""
+        if self._encoding not in (*COMPRESSED, "", "identity"):
+            shown = quoted(self._encoding, QUOTED_CHARACTERS)
+            raise self._expected.wrong(f"answered with the content encoding {shown}; gzip was accepted")
+        room = self._expected.max_bytes - self._num_bytes
+        if self._inflate:
+            try:
+                # One byte more than there is room for: a bomb is noticed before it is large.
+                chunk = self._inflate.decompress(chunk, room + 1)
+            except zlib.error as error:
+                raise self._expected.wrong(f"answered with broken gzip ({error})") from None
+            if self._inflate.unused_data:
+                raise self._expected.wrong("answered with broken gzip (more follows its end)")
+        if len(chunk) > room:
+            raise self._expected.wrong(f"answered with more than {self._expected.max_bytes} bytes", chunk)
+        self._num_bytes += len(chunk)
+        return chunk
+
+    def end(self) -> None:
+        """Raise the room's error for a body that was cut off."""
+        if self._inflate and self._num_bytes and not self._inflate.eof:
+            raise self._expected.wrong("answered with broken gzip (its end is missing)")
+
+
+class EventReader:
+    """Parses a stream of server-sent events part by part."""
+
+    def __init__(self, expected: Expected, headers: Mapping[str, str]) -> None:
+        self._expected = expected
+        self._body = BodyReader(expected, headers)
+        self._line = bytearray()
+
+    def add(self, chunk: bytes) -> Iterator[dict[str, Any]]:
+        """Yield the objects of the events that a part completes. Raises the room's error for one that is none."""
+        lines = self._body.add(chunk).split(b"\n")
+        for line in lines[:-1]:
+            event, self._line = bytes(self._line + line), bytearray()
+            content = event.removeprefix(EVENT).strip()
+            if event.startswith(EVENT) and content != END_OF_EVENTS:
+                yield self._expected.parsed(content, dict[str, Any])
+        self._line += lines[-1]
+
+
+class Deadline:
+    """Shuts down the sockets of a request when its time is over: a limit of each read never ends dribbled bytes.
+
+    As a context, it then raises TimeoutError: to some readers, a socket that is shut down is the end of the body.
+    """
+
+    def __init__(self, total_s: float) -> None:
+        self._total_s = total_s
+        self._timer = threading.Timer(total_s, self._end)
+        self._timer.daemon = True
+        self._lock = threading.Lock()
+        self._sockets: list[socket.socket] = []
+        self._is_over = False
+
+    def watch(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._sockets.append(connection)
+        if self._is_over:
+            self._end()
+
+    def trace(self, event: str, info: Mapping[str, Any]) -> None:
+        """Watch each connection that httpx makes (its request extension `trace`)."""
+        if event.endswith((".connect_tcp.complete", ".connect_unix_socket.complete", ".start_tls.complete")):
+            self.watch(info["return_value"].get_extra_info("socket"))
+
+    def _end(self) -> None:
+        self._is_over = True
+        with self._lock:
+            for connection in self._sockets:
+                with suppress(OSError):  # it may be closed
+                    # SSLSocket's own method takes the TLS state away from the thread that reads.
+                    socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+    def __enter__(self) -> Self:
+        self._timer.start()
+        return self
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+        self._timer.cancel()
+        if self._is_over and not isinstance(error, LifecycleError | GeneratorExit | KeyboardInterrupt):
+            raise TimeoutError(f"no whole answer within {self._total_s:g} s") from error
+
+
+class _Parts:
+    """Collects an answer, for readers with and without `await`."""
+
+    def __init__(self, expected: Expected, status: int, headers: Mapping[str, str]) -> None:
+        self._answer = Answer(expected, status, {name.lower(): value for name, value in headers.items()}, b"")
+        bounds = expected if self._answer.is_success else replace(expected, max_bytes=REFUSAL_BYTES)
+        self._reader = BodyReader(bounds, self._answer.headers)
+        self._body = bytearray()
+
+    def add(self, chunk: bytes) -> bool:
+        """Add a part; returns whether more is wanted. Of a body that explains an error, the beginning is enough."""
+        try:
+            self._body += self._reader.add(chunk)
+        except LifecycleError:
+            if self._answer.is_success:
+                raise
+            return False
+        return True
+
+    def answer(self) -> Answer:
+        if self._answer.is_success:
+            self._reader.end()
+        return replace(self._answer, body=bytes(self._body))
+
+
+def _read(expected: Expected, status: int, headers: Mapping[str, str], chunks: Iterable[bytes]) -> Answer:
+    parts = _Parts(expected, status, headers)
+    for chunk in chunks:
+        if not parts.add(chunk):
+            break
+    return parts.answer()
+
+
+@contextmanager
+def opened_directly(
+    expected: Expected, url: str, headers: Mapping[str, str], body: bytes | None = None, read_s: float | None = None
+) -> Iterator[http.client.HTTPResponse]:
+    """Open an answer by the standard library, without proxies: POST with a body, else GET. read_s: limit of each read.
+
+    Raises OSError and http.client.HTTPException for a server that does not answer.
+    """
+    parts = urlsplit(url)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(parts.hostname or "", parts.port, timeout=min(expected.total_s, read_s or expected.total_s))
+    with closing(connection), Deadline(expected.total_s) as deadline:
+        connection.connect()
+        deadline.watch(connection.sock)
+        target = f"{parts.path or '/'}{'?' if parts.query else ''}{parts.query}"
+        connection.request("GET" if body is None else "POST", target, body, {**ACCEPTED, **headers})
+        with connection.getresponse() as response:
+            yield response
+
+
+def ask_directly(expected: Expected, url: str, headers: Mapping[str, str], body: bytes | None = None) -> Answer:
+    """Ask by the standard library. Raises as `opened_directly` does, the room's error for an answer out of bounds."""
+    with opened_directly(expected, url, headers, body) as response:
+        return _read(expected, response.status, dict(response.getheaders()), direct_chunks(response))
+
+
+def direct_chunks(response: http.client.HTTPResponse) -> Iterator[bytes]:
+    """Yield a body as it arrives. Raises http.client.IncompleteRead for one that breaks off."""
+    while chunk := response.read1(CHUNK_BYTES):
+        yield chunk
+    if response.length:  # `read1` does not look
+        raise http.client.IncompleteRead(b"", response.length)
+
+
+def httpx_client(**options: Any) -> httpx.Client:
+    """Return a client for `ask_httpx`. Connections are not used again: of those, httpx shows no socket to watch."""
+    import httpx
+
+    return httpx.Client(limits=httpx.Limits(max_keepalive_connections=0), **options)
+
+
+def ask_httpx(client: httpx.Client, expected: Expected, method: str, url: str, **request: Any) -> Answer:
+    """Ask by httpx, which follows redirects only if its client does.
+
+    client: of `httpx_client`. Raises httpx.TransportError and TimeoutError for a server that does not answer, and the
+    room's error for an answer out of bounds.
+    """
+    headers = {**ACCEPTED, **request.pop("headers", {})}
+    with Deadline(expected.total_s) as deadline:
+        extensions = {"trace": deadline.trace}
+        with client.stream(method, url, headers=headers, extensions=extensions, **request) as response:
+            return _read(expected, response.status_code, response.headers, response.iter_raw())
+
+
+@asynccontextmanager
+async def opened_aiohttp(
+    session: aiohttp.ClientSession, expected: Expected, method: str, url: Any, **request: Any
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """Open an answer by aiohttp. Raises aiohttp.ClientError, OSError and TimeoutError for a server that does not
+    answer.
+    """
+    import aiohttp
+
+    options: Any = {"allow_redirects": False, "auto_decompress": False, "headers": ACCEPTED, **request}
+    timeout = aiohttp.ClientTimeout(total=expected.total_s)
+    async with session.request(method, url, timeout=timeout, **options) as response:
+        yield response
+
+
+async def ask_aiohttp(
+    session: aiohttp.ClientSession, expected: Expected, method: str, url: Any, **request: Any
+) -> Answer:
+    """Ask by aiohttp. Raises as `opened_aiohttp` does, and the room's error for an answer out of bounds."""
+    async with opened_aiohttp(session, expected, method, url, **request) as response:
+        parts = _Parts(expected, response.status, response.headers)
+        async for chunk in response.content.iter_any():
+            if not parts.add(chunk):
+                break
+        return parts.answer()
