@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
@@ -17,6 +19,8 @@ from flows.tracking.rows import acceptable
 from stages.core.contract import StrictModel
 from stages.core.errors import StoreError
 from stages.core.files import write_atomically
+from stages.core.redaction import quoted
+from stages.promote.config import MODEL_NAME
 
 TAG = "lifecycle."
 
@@ -47,7 +51,7 @@ class Registration(StrictModel):
 
 def note(registration: Registration) -> None:
     """Remember a registration; to be called before it is sent to MLflow."""
-    folder = home() / "registrations" / registration.name
+    folder = _folder(registration.name)
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / f"{registration.model.replace('/', '-')}.json", registration.model_dump_json(indent=1))
 
@@ -96,5 +100,17 @@ def registrations() -> list[Registration]:
 
 
 def only_one(name: str) -> FileLock:
-    """What to hold while a model of this name is promoted or rolled back: nobody else in this home does so then."""
-    return FileLock(home() / "registrations" / name / "lock", fallback_to_soft=False)
+    """Return the lock to hold while a model of this name is promoted or rolled back in this home.
+
+    Taking it makes a folder, so ask MLflow first whether there is such a model. Raises StoreError for a bad name.
+    """
+    return FileLock(_folder(name) / "lock", fallback_to_soft=False)
+
+
+def _folder(name: str) -> Path:
+    if not re.fullmatch(MODEL_NAME, name):
+        raise StoreError(
+            f"{quoted(name, 60)} is no name of a registered model; expected letters, digits, `.`, `_` and `-`, at most "
+            "128, with a letter or a digit first"
+        )
+    return home() / "registrations" / name

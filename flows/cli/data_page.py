@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flows.cli.data_text import document_heading, heading, left_out, span, summary, visible
+from flows.cli.data_text import document_heading, heading, left_out, span, summary
 from flows.ledger.home import home
 from stages.core.files import write_atomically
+from stages.core.lines import visible
 from stages.data.shown import DataLook
 
 TEMPLATE = Path(__file__).with_name("data_page.html.jinja")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
+import sys
 from collections.abc import Iterator
 
 from rich.console import Console
 from rich.text import Text
 
+from stages.core.lines import raw_stream, visible
 from stages.data.shown import Bar, DataLook, ShownDocument, ShownPortion, ShownRow
 
-UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-"""What a terminal or a browser would obey instead of showing: control characters, changes of the writing direction."""
 BEGIN, END = "⟦", "⟧"
 BAR_CHARACTERS = 40
 MAX_CHARACTERS = 3000
@@ -20,14 +19,9 @@ STYLES = {(True, False): "green", (True, True): "green dim", (False, True): "dim
 """By whether tokens are learned, and special."""
 
 
-def visible(text: str) -> str:
-    """The text with what would be obeyed written out, as in `\\x1b`."""
-    return UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
-
-
 def print_look(look: DataLook) -> None:
     """To the terminal, or without colours to wherever else the output goes."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(file=raw_stream(sys.stdout), highlight=False, soft_wrap=True)
     is_coloured = console.is_terminal and console.color_system is not None and not console.no_color
     for portion in look.portions:
         console.print("\n".join(portion_lines(portion)), markup=False)

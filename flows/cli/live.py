@@ -15,7 +15,7 @@ from flows.cli.feed import WARNING, StageFeed
 from flows.compare.metrics import first_line
 from flows.ledger.events import TrialEnded
 from flows.ledger.record import RefreshRecord, StageEntry
-from stages.core.lines import say
+from stages.core.lines import say, visible
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -150,7 +150,7 @@ class TerminalView(View):
         self._live.stop()
 
     def line(self, text: str) -> None:
-        self._console.print(text, style="dim", markup=False, highlight=False)
+        self._console.print(visible(text), style="dim", markup=False, highlight=False)
 
     def show(self, record: RefreshRecord) -> None:
         self._shown = record
@@ -187,9 +187,11 @@ def stage_table(
         state, progress = Text(entry.state, style=style), _progress(record, entry, feed)
         if is_wide:
             outcome_style = style if is_refused else ""
-            table.add_row(Text(name), entry.kind, state, Text(progress), Text(outcome, style=outcome_style))
+            table.add_row(
+                Text(name), entry.kind, state, Text(visible(progress)), Text(visible(outcome), style=outcome_style)
+            )
         else:
-            table.add_row(Text(name), state, Text(progress if feed else f"{progress}  {outcome}".strip()))
+            table.add_row(Text(name), state, Text(visible(progress if feed else f"{progress}  {outcome}".strip())))
     return table
 
 

@@ -11,6 +11,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from flows.cli.server_commands import doctor, down, status, up
 from flows.cli.store_commands import adopt, chat, gc, serve, show, verify
 from stages.core.errors import INTERNAL_ERROR, USAGE_ERROR, LifecycleError, RefreshStoppedError, error_classes
 from stages.core.garbage import collect_rarely
-from stages.core.lines import say
+from stages.core.lines import VisibleStream, say
 from stages.core.redaction import redact
 
 RECIPE = click.argument("recipe", type=click.Path(path_type=Path))
@@ -141,6 +142,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no process below leaves its memory, with keys in it, on a disk
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts background programs deaf to the first
         signal.signal(number, signal.default_int_handler)
+    with redirect_stdout(VisibleStream(sys.stdout)), redirect_stderr(VisibleStream(sys.stderr)):
+        code = _run_command(arguments)
+    sys.exit(code)
+
+
+def _run_command(arguments: Sequence[str]) -> int:
+    """Run a command and return its exit code."""
     try:
         code = cli.main(list(arguments), prog_name="lifecycle", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -154,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = _fail("RefreshStoppedError", "stopped", RefreshStoppedError.exit_code, arguments)
     except Exception as error:
         code = _fail_unexpectedly(error, arguments)
-    sys.exit(code or 0)
+    return code or 0
 
 
 def _fail_unexpectedly(error: Exception, arguments: Sequence[str]) -> int:

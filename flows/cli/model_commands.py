@@ -29,6 +29,7 @@ def rollback(name: str, as_json: bool) -> None:
     from flows.champion.registrations import only_one
 
     registry = champions.connect()
+    champions.find(registry, name, "champion")
     with only_one(name):
         restored = registry.rollback(name)
     _show(registry, restored, as_json)
@@ -57,6 +58,7 @@ def canary(name: str, version: int | None, promote: bool, withdraw: bool, as_jso
     elif withdraw:
         registry.withdraw_challenger(name)
     elif promote:
+        champions.find(registry, name, "challenger")
         with only_one(name):
             registry.promote_challenger(name)
     _show(registry, champions.find(registry, name, "champion"), as_json)

@@ -30,7 +30,7 @@ from stages.core.errors import (
     StoreError,
     error_classes,
 )
-from stages.core.lines import say
+from stages.core.lines import raw_stream, say
 
 PREFECT_SETTINGS = {
     # Milestones go to Prefect's server; on stdout and stderr, this process shows its own lines.
@@ -131,7 +131,7 @@ def view_of(run: RefreshRun, quiet: bool) -> View:
     if stream.isatty():
         from rich.console import Console
 
-        return TerminalView(lambda: run.record, Console(file=stream))
+        return TerminalView(lambda: run.record, Console(file=raw_stream(stream)))
     return PlainView(lambda: run.record, stream)
 
 

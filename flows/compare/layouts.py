@@ -17,14 +17,17 @@ from typing import Any
 from pydantic import ValidationError
 
 from flows.planning.layout_text import engine_and_fields, line_problems
-from flows.recipe.text import show
+from flows.recipe.text import read_text, show
 from stages.core.errors import RecipeError
+from stages.core.redaction import shortened
 from stages.models.shape import ModelShape
 from stages.parallel.layout import Layout, describe_layout
 from stages.parallel.legality import model_errors
 from stages.train.config import LAYOUT_PROBLEM, TrainConfig
 
 BATCH_FIELD = "global_batch_size"
+SHOWN_CHARACTERS = 200
+"""Of a line."""
 KEYS = (*Layout.model_fields, BATCH_FIELD)
 
 
@@ -57,7 +60,7 @@ def read_layouts(texts: Sequence[str], stage: TrainConfig) -> tuple[list[TrainCo
         except ValidationError as error:
             refused += _refused(stage, line, error)
             found = [] if _is_refusal(error) else [_sentence(details) for details in error.errors()]
-        problems += [f"{line}: {problem}" for problem in found]
+        problems += [f"{shortened(line, SHOWN_CHARACTERS)}: {problem}" for problem in found]
     problems += [] if problems else _repeated(configs)
     if not lines:
         raise RecipeError("there is no layout; expected such as `fsdp dp_shard=2`")
@@ -91,7 +94,7 @@ def without_misfits(
 
 
 def _bad_layouts(problems: Sequence[str], refused: Sequence[RefusedLayout]) -> RecipeError:
-    lines = [*problems, *(f"{one.text}: {one.reason}" for one in refused)]
+    lines = [*problems, *(f"{shortened(one.text, SHOWN_CHARACTERS)}: {one.reason}" for one in refused)]
     count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
     return RecipeError("\n".join([f"the layouts have {count}:", *(f"  {line}" for line in lines)]))
 
@@ -104,10 +107,14 @@ def text_of(config: TrainConfig, recipe_batch: int) -> str:
 
 
 def _lines(text: str) -> Iterator[str]:
-    if "=" in text or not Path(text).is_file():
+    try:
+        is_file = "=" not in text and Path(text).is_file()
+    except OSError:  # longer than a file's name may be
+        is_file = False
+    if not is_file:
         yield text.strip()
         return
-    for line in Path(text).read_text(encoding="utf-8").splitlines():
+    for line in read_text(Path(text), "the layouts").splitlines():
         layout = line.partition("#")[0].strip()
         if layout:
             yield layout

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from flows.ledger.events import CompareBegan, LayoutMeasured, TrialEnded
 from flows.ledger.record import RefreshRecord
 from stages.core.files import read_json_lines
+from stages.core.redaction import shortened
 from stages.train.journal import PER_STEP
 
 PROFILED = "communication_fraction"
@@ -128,5 +129,4 @@ def _median_of_medians(name: str, rounds: Sequence[Sequence[Mapping[str, float]]
 
 def first_line(message: str, most_characters: int = REASON_CHARACTERS) -> str:
     """The beginning of a message."""
-    text = message.partition("\n")[0]
-    return text if len(text) <= most_characters else f"{text[: most_characters - 1]}…"
+    return shortened(message.partition("\n")[0], most_characters)

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from flows.recipe.text import closest, parse_yaml
+from stages.core.redaction import shortened
 from stages.parallel.layout import EngineName
 from stages.parallel.legality import FIELDS_OF_ONE_ENGINE
 
@@ -25,7 +26,7 @@ def line_problems(line: str, keys: Collection[str]) -> Iterator[str]:
     words = _words(line)
     if not words or ("=" not in words[0] and words[0] not in (*ENGINES, *keys)):
         engine = words[0] if words else ""
-        yield f"found `{engine}`, which is no engine and no file{closest(engine, ENGINES)}"
+        yield f"found `{shortened(engine, 60)}`, which is no engine and no file{closest(engine, ENGINES)}"
         words = words[1:]
     pairs = [word for word in words if word not in ENGINES]
     if len(words) - len(pairs) > 1:
@@ -33,9 +34,9 @@ def line_problems(line: str, keys: Collection[str]) -> Iterator[str]:
     names = [pair.partition("=")[0] for pair in pairs]
     for pair, name in zip(pairs, names, strict=True):
         if name not in keys:
-            yield f"unknown key `{name}`{closest(name, keys)}"
+            yield f"unknown key `{shortened(name, 60)}`{closest(name, keys)}"
         elif not pair.partition("=")[2]:
-            yield f"found `{pair}`, expected KEY=VALUE, such as dp_shard=2"
+            yield f"found `{shortened(pair, 60)}`, expected KEY=VALUE, such as dp_shard=2"
     yield from (f"`{name}` is said twice" for name in keys if names.count(name) > 1)
 
 

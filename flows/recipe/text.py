@@ -82,12 +82,12 @@ def parse_yaml(text: str) -> Any:
         raise RecipeError(f"not a tree of YAML values: {error}") from error
 
 
-def read_text(path: Path) -> str:
-    """The recipe file's text. Raises `RecipeError` when it cannot be read."""
+def read_text(path: Path, what: str = "the recipe") -> str:
+    """Return the text of a file that a person wrote. Raises `RecipeError` when it cannot be read; `what` names it."""
     try:
         return _read_regular_file(path)
     except (OSError, ValueError) as error:
-        raise RecipeError(f"cannot read the recipe {path}: {error}") from error
+        raise RecipeError(f"cannot read {what} {shortened(str(path), 200)}: {error}") from error
     except RecipeError as error:
         raise RecipeError(f"{path}: {error}") from error
 
@@ -148,9 +148,9 @@ def _values(node: yaml.Node) -> Iterator[yaml.ScalarNode]:
 def _read_regular_file(path: Path) -> str:
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
-        raise RecipeError("it is no regular file; expected a file of YAML text")
+        raise RecipeError("it is no regular file; expected a file of text")
     if found.st_size > MAX_BYTES:
-        raise RecipeError(f"it is larger than {MAX_BYTES:,} bytes, which no recipe is")
+        raise RecipeError(f"it is larger than {MAX_BYTES:,} bytes")
     return path.read_text(encoding="utf-8")
 
 

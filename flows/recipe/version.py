@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from stages.core.contract import StageConfig
+from stages.core.redaction import shortened
 
 Identity = dict[str, JsonValue]
 """{"kind", "stage_version", "config": …, "upstream": {field path: version}, "outside": {field path: …}}"""
@@ -110,5 +111,4 @@ def _show(value: JsonValue) -> str:
         return "none"
     if isinstance(value, float):
         return f"{value:g}".replace("e-0", "e-").replace("e+0", "e+")
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 40 else f"{text[:37]}…"
+    return shortened(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), 40)

@@ -5,6 +5,7 @@ So it passes the checks of a download, and a recipe that names the same content 
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -34,7 +35,10 @@ def adopt(
     `RecipeError` for a bad name.
     """
     path = path.absolute()
-    if path.resolve().is_relative_to(store.root.resolve()):
+    real_path = Path(
+        os.path.realpath(path)
+    )  # unlike `resolve`, it lets a link to itself pass, which the download names
+    if real_path.is_relative_to(store.root.resolve()):
         raise StoreError(f"cannot adopt {path}: it lies in the store already")
     tree = {name: {"kind": "download", product: f"file://{path}"}}
     if base is None:

@@ -11,7 +11,7 @@ from uuid import UUID
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate
-from prefect.client.schemas.filters import FlowFilter, FlowFilterName
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName, FlowFilter, FlowFilterName
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
@@ -67,11 +67,15 @@ def deploy(client: SyncPrefectClient, name: str, **options: Any) -> UUID:
 
 
 def find_deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse | None:
-    """The deployment of the refresh flow that is called so."""
-    try:
-        return client.read_deployment_by_name(f"{refresh.name}/{name}")
-    except ObjectNotFound:
-        return None
+    """Return the deployment of the refresh flow that has this name, if any.
+
+    By a filter: Prefect's client refuses names with a slash in an address.
+    """
+    found = client.read_deployments(
+        flow_filter=FlowFilter(name=FlowFilterName(any_=[refresh.name])),
+        deployment_filter=DeploymentFilter(name=DeploymentFilterName(any_=[name])),
+    )
+    return found[0] if found else None
 
 
 def update_entrypoints() -> None:

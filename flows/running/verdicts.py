@@ -8,6 +8,7 @@ from pathlib import Path
 from flows.ledger.record import RefreshRecord
 from flows.report.warnings import warnings_of
 from flows.tracking.pages import page_of
+from stages.core.redaction import shortened
 from stages.promote.verdict import TABLE_FILE, VERDICT_FILE, Verdict
 
 SHOWN_SCORES = 3
@@ -26,7 +27,7 @@ def summary(record: RefreshRecord) -> str:
     lines += [_verdict_sentence(folder) for _, folder in _verdict_folders(record)]
     lines += _score_sentences(record)
     lines += [
-        f"{name}: {entry.error_class}: {(entry.error or '')[:SHOWN_CHARACTERS]}"
+        f"{name}: {entry.error_class}: {shortened(entry.error or '', SHOWN_CHARACTERS)}"
         for name, entry in record.stages.items()
         if entry.state == "failed"
     ]

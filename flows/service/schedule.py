@@ -40,6 +40,10 @@ from flows.running.request import RefreshRequest
 from stages.core.errors import RecipeError
 
 NUM_FIELDS = 5
+RANGE = re.compile(r"(?<!\w)(\w+)-(\w+)")
+MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
+DAYS = ("sun", "mon", "tue", "wed", "thu", "fri", "sat")
+NUMBERS = {name: number for number, name in enumerate(DAYS)} | {name: number for number, name in enumerate(MONTHS)}
 RANDOM = re.compile(r"(^|\s)R", re.IGNORECASE)
 SCHEDULE_TAG = "lifecycle-schedule"
 PLANNING_TIMEOUT_S = 20.0
@@ -125,6 +129,12 @@ def _cron_schedule(name: str, cron: str, timezone: str) -> CronSchedule:
     # Six fields, which Prefect takes, begin with a minute and end with a second; R is a time that it draws.
     if RANDOM.search(cron) or (len(cron.split()) != NUM_FIELDS and not cron.startswith("@")):
         raise RecipeError(f"scheduling {name}: `{cron}` is no cron expression; {expected}")
+    for first, last in RANGE.findall(cron):
+        if _runs_backwards(first.lower(), last.lower()):
+            remedy = "expected the lower end first; write `22-23,0-4` for 22 to 4 o'clock"
+            raise RecipeError(
+                f"scheduling {name}: `{cron}` has the range `{first}-{last}`, which runs backwards; {remedy}"
+            )
     try:
         found = CronSchedule(cron=cron, timezone=timezone)
     except ValidationError as error:
@@ -135,6 +145,14 @@ def _cron_schedule(name: str, cron: str, timezone: str) -> CronSchedule:
         remedy = "no year has such a day; change the day of month or the month"
         raise RecipeError(f"scheduling {name}: `{cron}` is never due: {remedy}") from error
     return found
+
+
+def _runs_backwards(first: str, last: str) -> bool:
+    """Return whether a range of a cron expression ends before it begins: Prefect takes `1-0` for every minute."""
+    numbers = [int(end) if end.isdecimal() else NUMBERS.get(end, -1) for end in (first, last)]
+    if last == "sun":
+        numbers[1] = 7  # Sunday is 0 and 7
+    return -1 not in numbers and numbers[1] < numbers[0]
 
 
 def _find_or_explain(client: SyncPrefectClient, name: str) -> DeploymentResponse:

@@ -53,7 +53,7 @@ from flows.tracking.writing import (
     log_params,
     set_tags,
 )
-from stages.core.redaction import redact
+from stages.core.redaction import redact, shortened
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -103,7 +103,7 @@ class Shipper:
     def note_trouble(self, error: Exception) -> None:
         """Leave word that MLflow is away, so that nobody waits for it; a run may have been created all the same."""
         self._recovering = True
-        self._save(trouble=redact(f"{type(error).__name__}: {error}")[:LONGEST_TROUBLE])
+        self._save(trouble=shortened(f"{type(error).__name__}: {error}", LONGEST_TROUBLE))
 
     def _save(self, **changes: object) -> None:
         self.shipped = self.shipped.model_copy(update=changes)
@@ -174,7 +174,7 @@ class Shipper:
             found = self.client.search_runs([experiment], f"tags.`lifecycle.{tag}` = '{identity}'", max_results=1)
             if found:
                 return str(found[0].info.run_id)
-        tags = {name: value[:LONGEST_VALUE] for name, value in tags.items()} | {f"lifecycle.{tag}": identity}
+        tags = {name: shortened(value, LONGEST_VALUE) for name, value in tags.items()} | {f"lifecycle.{tag}": identity}
         return str(self.client.create_run(experiment, start_time=started_ms, tags=tags, run_name=name).info.run_id)
 
     def _ship_metrics(self, attempt: AttemptRecord, known: ShippedAttempt) -> ShippedAttempt:

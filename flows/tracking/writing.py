@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from flows.tracking.datasets import ReadDataset
 from flows.tracking.rows import MetricRow
 from flows.tracking.tables import table_of
+from stages.core.redaction import shortened
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -25,7 +26,7 @@ def log_params(client: MlflowClient, run: str, params: Mapping[str, str]) -> Non
     """Log parameters; those that the run has must have the same values."""
     from mlflow.entities import Param
 
-    entities = [Param(name, value[:LONGEST_VALUE]) for name, value in params.items()]
+    entities = [Param(name, shortened(value, LONGEST_VALUE)) for name, value in params.items()]
     for start in range(0, len(entities), PARAMS_PER_BATCH):
         client.log_batch(run, params=entities[start : start + PARAMS_PER_BATCH])
 
@@ -81,4 +82,4 @@ def set_tags(client: MlflowClient, run: str, tags: Mapping[str, str]) -> None:
     """Set tags; one that the run has is replaced."""
     from mlflow.entities import RunTag
 
-    client.log_batch(run, tags=[RunTag(name, value[:LONGEST_VALUE]) for name, value in tags.items()])
+    client.log_batch(run, tags=[RunTag(name, shortened(value, LONGEST_VALUE)) for name, value in tags.items()])

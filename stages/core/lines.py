@@ -1,14 +1,49 @@
-"""Lines for people: at a terminal as they are; elsewhere, where they are read later, each begins with its time."""
+"""Lines for people: at a terminal as they are; elsewhere, where they are read later, each begins with its time.
+
+A text from outside (a row, a model's answer, a name on a hub) may hold control characters and marks that turn the
+writing direction. A terminal would obey them: they could hide or replace what stands beside them.
+"""
 
 from __future__ import annotations
 
+import re
 import time
-from typing import TextIO
+from typing import Any, TextIO
+
+UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters but tab and newline, marks of the writing direction, and lone surrogates, which have no UTF-8."""
+
+
+def visible(text: str) -> str:
+    """Return the text with each unsafe character as its escape, such as `\\x1b`."""
+    return UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def say(text: str, stream: TextIO) -> None:
     """Print a text of one or more lines at once."""
+    text = visible(text)
     if not stream.isatty():
         now = time.strftime("%H:%M:%S")
         text = "\n".join(f"{now} {line}" for line in text.splitlines())
     print(text, file=stream, flush=True)
+
+
+class VisibleStream:
+    """Text stream that writes every text as `visible` shows it; everything else is the raw stream's."""
+
+    def __init__(self, raw: TextIO) -> None:
+        self.raw = raw
+
+    def write(self, text: str) -> int:
+        """Write the text; returns the number of characters asked for."""
+        self.raw.write(visible(text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.raw, name)
+
+
+def raw_stream(stream: Any) -> TextIO:
+    """Return the stream below a `VisibleStream`, for programs that draw with control characters of their own."""
+    found: TextIO = stream.raw if isinstance(stream, VisibleStream) else stream
+    return found

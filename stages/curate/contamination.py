@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from stages.core.redaction import shortened
 from stages.curate.config import Decontaminate
 from stages.curate.words import Hashes, hashes_of, runs_of, words_of
 from stages.data.any_rows import ReadRow
@@ -72,12 +73,12 @@ class Benchmarks:
             items = table.found(runs_of(hashes, num_words))
             (at,) = np.nonzero(items >= 0)
             if len(at) >= (self._config.min_shared if num_words == self._config.words else 1):
-                shown = " ".join(words[at[0] : at[0] + num_words])[:SHOWN_CHARACTERS]
+                shown = shortened(" ".join(words[at[0] : at[0] + num_words]), SHOWN_CHARACTERS)
                 return f"shares {len(at)} runs of {num_words} words with {self._names[items[at[0]]]}: “{shown}”"
         for text in (*row.asked, " ".join(text for texts in row.parts for text in texts)):
             item = self._whole.get(_whole(text))
             if item is not None:
-                return f"asks what {self._names[item]} asks: “{' '.join(text.split())[:SHOWN_CHARACTERS]}”"
+                return f"asks what {self._names[item]} asks: “{shortened(' '.join(text.split()), SHOWN_CHARACTERS)}”"
         return None
 
     def _task(self, items: Sequence[TaskItem]) -> dict[int, tuple[Hashes, NDArray[np.int64]]]:

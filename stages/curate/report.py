@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, BinaryIO
 
 from stages.core.errors import DataError
+from stages.core.redaction import shortened
 from stages.curate.config import CurateConfig
 from stages.curate.spool import SourcePlace
 
@@ -64,7 +65,7 @@ class Report:
         row = {**place.columns(), "step": step, "reason": reason}
         self._stream.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
         if len(self._examples[step]) < NUM_EXAMPLES:
-            text = json.dumps(content, ensure_ascii=False, default=str)[:EXAMPLE_CHARACTERS]
+            text = shortened(json.dumps(content, ensure_ascii=False, default=str), EXAMPLE_CHARACTERS)
             self._examples[step].append({"row": str(place), "reason": reason, "content": text})
 
     def check(self, config: CurateConfig) -> None:

@@ -8,6 +8,7 @@ import regex
 
 from stages.core.contract import StageContext
 from stages.core.errors import DataError, EvaluationError
+from stages.core.redaction import quoted
 from stages.curate.config import CurateConfig, Decontaminate, Length, Patterns
 from stages.curate.contamination import SHORTEST_WHOLE, Benchmarks
 from stages.curate.language import LanguageFilter
@@ -84,7 +85,7 @@ def found_or_not(row: ReadRow, patterns: Patterns) -> str | None:
     text = "\n".join(text for texts in row.parts for text in texts)
     for pattern in patterns.exclude:
         if match := _searched(pattern, text):
-            return f"holds {match[0][:SHOWN_CHARACTERS]!r}, which the pattern {pattern!r} excludes"
+            return f"holds {quoted(match[0], SHOWN_CHARACTERS)}, which the pattern {pattern!r} excludes"
     for pattern in patterns.require:
         if not _searched(pattern, text):
             return f"holds nothing like {pattern!r}, which is required"

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from stages.core.redaction import quoted
 from stages.data.documents import Document, answers_of
 from stages.data.messages import INVISIBLE, RowError
 from stages.data.units import Unit
@@ -30,7 +31,8 @@ class AnswerCheck:
         for answer in (answer for document in documents for answer in answers_of(document)):
             if self._no_text.fullmatch(answer):
                 raise RowError(
-                    f"has the answer {answer[:40]!r}, nothing but special tokens or what cannot be seen; expected text"
+                    f"has the answer {quoted(answer, 40)}, nothing but special tokens or invisible characters; "
+                    "expected text"
                 )
 
     def check_tokens(self, unit: Unit) -> None:

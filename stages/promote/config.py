@@ -19,6 +19,9 @@ from stages.core.fields import AddedLater
 from stages.core.numbers import NatsPerToken
 from stages.rewards.judge import PairsConfig
 
+MODEL_NAME = r"^[A-Za-z0-9][\w.-]{0,127}$"
+"""Names of models in MLflow's registry."""
+
 
 class GatesConfig(StrictModel):
     """What a candidate must keep to become champion; what is left out is not asked."""
@@ -63,7 +66,7 @@ class PromoteConfig(StageConfig):
     STAGE_VERSION: ClassVar[int] = 1
 
     kind: Literal["promote"]
-    name: str = Field(pattern=r"^[A-Za-z0-9][\w.-]{0,127}$", description="Of the model in MLflow's registry.")
+    name: str = Field(pattern=MODEL_NAME, description="Of the model in MLflow's registry.")
     model: ModelOrAdapterReference
     evaluations: tuple[ScoresReference, ...] = Field(min_length=1, description="Evaluations of `model`.")
     baselines: tuple[ScoresReference, ...] = Field(

@@ -9,6 +9,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from stages.core.errors import ModelError
+from stages.core.redaction import quoted
 from stages.serving.config import ServeExecution, ServingConfig
 from stages.serving.llama_cpp.tokenize import tokenize
 from stages.serving.registry import new_launch_spec
@@ -40,6 +41,6 @@ def compare_token_ids(model: Path, samples: Sequence[Sequence[int]]) -> None:
         if ids != theirs:
             at = next((i for i, pair in enumerate(zip(ids, theirs, strict=False)) if pair[0] != pair[1]), len(ids))
             raise ModelError(
-                f"llama.cpp cuts a row into other tokens than the model's tokenizer: {text[:NUM_SHOWN]!r} is "
+                f"llama.cpp cuts a row into other tokens than the model's tokenizer: {quoted(text, NUM_SHOWN)} is "
                 f"{len(ids)} tokens, and {len(theirs)} there; they differ from token {at} on. Choose another method"
             )

@@ -1,7 +1,7 @@
 """A conversation with a served model in a terminal: questions from stdin, answers as they are made.
 
 An empty line is passed over, `/new` begins another conversation, and the end of the input (Ctrl-D) ends it. What a
-model says may hold control characters, which a terminal would obey: they are shown as �.
+model says may hold control characters, which a terminal would obey: they are shown as escapes.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import sys
 
 from stages.core.errors import ServerError
+from stages.core.lines import visible
 from stages.serving.client import Client
 
 NEW = "/new"
 PROMPT = "> "
-CONTROLS = {code: "�" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 def chat(client: Client) -> None:
@@ -49,6 +49,6 @@ def _answered(client: Client, messages: list[dict[str, str]]) -> str:
     parts = []
     for part in client.chat(messages):
         parts.append(part)
-        print(part.translate(CONTROLS), end="", flush=True)
+        print(visible(part), end="", flush=True)
     print(flush=True)
     return "".join(parts)

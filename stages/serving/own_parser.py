@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stages.core.files import write_atomically
+from stages.core.redaction import shortened
 
 TIMEOUT_S = 300.0
 REASON_CHARACTERS = 200
@@ -66,7 +67,7 @@ def parsed(command: tuple[str | Path, ...], asked: str) -> list[str] | NotAsked:
         return _unable(f"no answer within {TIMEOUT_S:g} s")
     if ended.returncode:
         said = [line.strip() for line in ended.stderr.splitlines() if line.strip()]
-        return _unable(said[-1][:REASON_CHARACTERS] if said else f"exit status {ended.returncode}")
+        return _unable(shortened(said[-1], REASON_CHARACTERS) if said else f"exit status {ended.returncode}")
     problems: list[str] = json.loads(ended.stdout.splitlines()[-1])
     return problems
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from types import MappingProxyType
+
+from stages.core.redaction import shortened
 
 EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Refused|NotFound)\b.*")
 MAX_CONTINUATION_LINES = 5
@@ -33,9 +34,9 @@ def root_cause(
     cause = next(chain(misused, _exceptions(lines, generic)), None)
     if cause is None:
         return None
-    shortened = textwrap.shorten(cause, MAX_CHARACTERS, placeholder=" …")
+    shown = shortened(" ".join(cause.split()), MAX_CHARACTERS)
     cure = next((cure for said, cure in cures.items() if said in cause), None)
-    return f"{shortened}: {cure}" if cure else shortened
+    return f"{shown}: {cure}" if cure else shown
 
 
 def _exceptions(lines: Sequence[str], generic: Collection[str]) -> Iterator[str]:

@@ -185,6 +185,16 @@ def test_who_has_no_champion_is_told_so(nights, first):
         assert "of nobody" in done.stderr or "nobody:" in done.stderr
 
 
+@pytest.mark.parametrize("name", ["nobody", "../../x", "/tmp/x", "a b"])
+def test_a_rollback_of_an_unknown_name_makes_no_folder(nights, first, name):
+    before = {folder.name for folder in nights.home.glob("registrations/*")}
+    for arguments in (["rollback", name], ["canary", name, "--promote"]):
+        done = nights.lifecycle(*arguments)
+        assert done.returncode == StoreError.exit_code, done.stderr
+    assert {folder.name for folder in nights.home.glob("registrations/*")} == before
+    assert not any((nights.home / path).exists() for path in ("../x", "registrations/../../x"))
+
+
 def test_without_mlflow_the_registry_is_told_to_be_away(nights, first):
     away = {**nights.environment, "MLFLOW_TRACKING_URI": NOWHERE}
     done = subprocess.run([LIFECYCLE, "champion", NAME], env=away, text=True, capture_output=True)

@@ -146,6 +146,10 @@ def test_schedules_are_paused_resumed_and_removed(worker_home):
     unknown = worker_home.lifecycle("schedules", "pause", "fleeting")
     assert unknown.returncode == 3
     assert "no recipe called `fleeting` is scheduled" in unknown.stderr
+    for name in ("a/b", "../x", "a?b#c", "%2F"):
+        unknown = worker_home.lifecycle("schedules", "pause", name)
+        assert unknown.returncode == 3, unknown.stderr
+        assert f"no recipe called `{name}` is scheduled" in unknown.stderr
 
 
 def test_a_second_recipe_of_the_same_name_is_refused(worker_home, nightly, tmp_path):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-import textwrap
+
+from stages.core.redaction import shortened
 
 ERROR = re.compile(r"^[\d.]+ E (.+)$", re.MULTILINE)
 """Such as `0.00.567.051 E llama_model_load: error loading model: tensor … not within the file bounds`."""
@@ -16,4 +17,4 @@ def find_root_cause(log: str) -> str | None:
     """None when the log does not say."""
     found = [" ".join(match.split()) for match in ERROR.findall(log)]
     found += [line for line in PYTHON.findall(log) if GENERIC not in line]
-    return textwrap.shorten(found[0], MAX_CHARACTERS, placeholder=" …") if found else None
+    return shortened(" ".join(found[0].split()), MAX_CHARACTERS) if found else None

@@ -51,6 +51,12 @@ def test_a_registered_model_is_named_with_its_alias():
             champions.parse(wrong)
 
 
+@pytest.mark.parametrize("name", ["../../x", "/x", "", "a/b", "a b", "x" * 129, "a\n"])
+def test_a_name_that_is_no_model_s_has_no_lock(name):
+    with pytest.raises(StoreError, match="is no name of a registered model"):
+        only_one(name)
+
+
 def test_promotions_of_one_name_wait_for_one_another():
     entered = threading.Event()
 

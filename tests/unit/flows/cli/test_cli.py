@@ -189,3 +189,25 @@ def test_a_shell_completes_commands_and_options(shell):
     asked |= {"COMP_WORDS": "lifecycle report --comp", "COMP_CWORD": "2"}
     done = subprocess.run([LIFECYCLE], env={**os.environ, **asked}, capture_output=True, text=True)
     assert "--compare" in done.stdout.replace(",", "\n").split("\n")
+
+
+def test_what_a_terminal_would_obey_is_written_out(lifecycle, recipe):
+    code, _, errors = lifecycle("show", "\x1b[2Jname\u202e\x07")
+    assert code == StoreError.exit_code
+    assert r"name\u202e\x07" in errors and not {"\x1b", "\x07", "\u202e"} & set(errors)
+
+
+def test_a_layout_of_any_length_is_refused_in_a_few_words(lifecycle, tmp_path):
+    recipe = Path("configs/quickstart.yaml").absolute()
+    code, _, errors = lifecycle("compare", recipe, "--stage", "sft", "--layouts", "x" * 5000)
+    assert code == RecipeError.exit_code and len(errors) < 1000, errors
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe fsdp")
+    code, _, errors = lifecycle("compare", recipe, "--stage", "sft", "--layouts", tmp_path / "bytes")
+    assert code == RecipeError.exit_code and "cannot read the layouts" in errors
+
+
+def test_a_link_to_itself_is_not_adopted(lifecycle, tmp_path):
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    code, _, errors = lifecycle("adopt", loop, "--kind", "model", "--name", "mine")
+    assert code not in (0, 70) and str(loop) in errors

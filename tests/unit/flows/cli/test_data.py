@@ -107,7 +107,9 @@ class Page(HTMLParser):
 
 def printed(monkeypatch, **options):
     stream = io.StringIO()
-    monkeypatch.setattr(data_text, "Console", lambda **given: Console(file=stream, width=200, **given, **options))
+    monkeypatch.setattr(
+        data_text, "Console", lambda **given: Console(width=200, **{**given, "file": stream}, **options)
+    )
     print_look(LOOK)
     return stream.getvalue()
 

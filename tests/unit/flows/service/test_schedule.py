@@ -38,7 +38,27 @@ def test_a_day_that_never_comes_is_said(recipe, cron):
         schedule_spec(recipe, cron, "UTC")
 
 
-@pytest.mark.parametrize("cron", ["0 3 29 2 *", "@daily", "*/15 8-18 * * MON-FRI", "0 3 31 * *"])
+@pytest.mark.parametrize(
+    "cron", ["1-0 * * * *", "0 22-4 * * *", "0 3 * 12-1 *", "0 3 * * fri-mon", "0 0,5-4/2 * * *", "0 3 * dec-JAN *"]
+)
+def test_a_range_that_runs_backwards_is_refused(recipe, cron):
+    with pytest.raises(RecipeError, match=r"which runs backwards; expected the lower end first; write `22-23"):
+        schedule_spec(recipe, cron, "UTC")
+
+
+@pytest.mark.parametrize(
+    "cron",
+    [
+        "0 3 * * sat-sun",
+        "0 3 * * mon-sun",
+        "0-0 3 * * *",
+        "0 3 * * 5-7",
+        "0 3 29 2 *",
+        "@daily",
+        "*/15 8-18 * * MON-FRI",
+        "0 3 31 * *",
+    ],
+)
 def test_days_that_come_in_some_years_or_months_are_taken(recipe, cron):
     assert schedule_spec(recipe, cron, "UTC").when.cron == cron
 

@@ -34,7 +34,7 @@ def test_a_conversation(tiny_engine: TinyEngine, model, tmp_path, monkeypatch, c
         chat(server.client)
 
     answers, refusals = capsys.readouterr()
-    assert answers.splitlines() == ["it is 42", "it is 85", "it is 172", "it is 3", "�[31m�it is 1"]
+    assert answers.splitlines() == ["it is 42", "it is 85", "it is 172", "it is 3", "\\x1b[31m\\x9bit is 1"]
     assert "answered 400" in refusals
 
 

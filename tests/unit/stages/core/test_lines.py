@@ -1,0 +1,32 @@
+"""Texts from outside reach a terminal as what they are, not as what it would do for them."""
+
+import io
+
+import pytest
+
+from stages.core.lines import VisibleStream, raw_stream, say, visible
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("red \x1b[31m", r"red \x1b[31m"),
+        ("\u202eevil\u2066", r"\u202eevil\u2066"),
+        ("bell\x07 back\x08 return\r", r"bell\x07 back\x08 return\x0d".replace("x0d", "r")),
+        ("half \ud83d", r"half \ud83d"),
+        ("tab\tand\nlines, żółć, 漢字, 👩‍👩‍👧", "tab\tand\nlines, żółć, 漢字, 👩‍👩‍👧"),
+    ],
+)
+def test_only_what_a_terminal_would_obey_is_escaped(text, shown):
+    assert visible(text) == shown
+    written = io.StringIO()
+    VisibleStream(written).write(text)
+    assert written.getvalue() == shown
+    said = io.StringIO()
+    say(text, said)
+    assert [line[9:] for line in said.getvalue().splitlines()] == shown.splitlines()
+
+
+def test_a_program_that_draws_gets_the_stream_itself():
+    stream = io.StringIO()
+    assert raw_stream(VisibleStream(stream)) is raw_stream(stream) is stream
