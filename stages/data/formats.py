@@ -5,8 +5,8 @@
 | `messages`          | `messages`: list of {role, content}                                                          |
 | `sharegpt`          | `conversations`: list of {from, value}                                                       |
 | `prompt_completion` | `prompt`, `completion`: two strings, taken as they are, or lists of messages                 |
-| `alpaca`            | `instruction`, `output`, maybe `input`: one turn each; maybe `history`: earlier questions    |
-|                     | and answers                                                                                  |
+| `alpaca`            | `instruction`, `output`: one turn each; maybe `input`, which follows the instruction in the  |
+|                     | next line; maybe `history`: earlier questions and answers                                    |
 | `query_response`    | `query`, `response`; maybe `history`, as above                                               |
 | `human_assistant`   | `conversation`: list of {human, assistant}, a question and its answer each                   |
 | `text`              | `text`: a string, taken as it is                                                             |
@@ -246,7 +246,7 @@ def _conversation(row: Columns, messages: list[Message], marked: object, num_pro
 def _read_alpaca(row: Columns) -> tuple[Document, ...]:
     question = parse_text(row["instruction"], "instruction")
     if row.get("input") not in (None, ""):
-        question += "\n\n" + parse_text(row["input"], "input")
+        question += "\n" + parse_text(row["input"], "input")  # one newline, as LLaMA-Factory and ms-swift
     return (_conversation(row, _turns([*_history(row), (question, parse_text(row["output"], "output"))]), None),)
 
 

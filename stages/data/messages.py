@@ -18,6 +18,9 @@ Tool = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
 THOUGHTS = ("reasoning_content", "thinking")
 TOOL_ANSWER_FIELDS = ("name", "tool_call_id")
+TOOL_FIELDS = ("type", "function")
+FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
+"""Fields of a tool's definition in OpenAI's API, in the order in which vLLM gives them to templates."""
 MESSAGE_FIELDS = (
     "role",
     "content",
@@ -83,14 +86,44 @@ def ordered(messages: list[Message]) -> list[Message]:
 
 
 def parse_tools(row: dict[str, Any]) -> tuple[Tool, ...]:
-    """The definitions in the column `tools`: a list of objects, or the same as JSON text. Raises RowError."""
+    """Return the definitions in the column `tools` as a server renders them. Raises RowError.
+
+    The column has a list of objects, or the same as JSON text: {type: function, function: {name, description,
+    parameters}}, or the inner object alone.
+    """
+    return tuple(_tool(tool, f"tool {number} of `tools`") for number, tool in enumerate(listed_tools(row), 1))
+
+
+def listed_tools(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the objects in the column `tools` as the row has them. Raises RowError."""
     tools = decoded(row.get("tools"))
     if tools is None or tools == "":
-        return ()
+        return []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RowError(f"has {kind_of(tools)} in `tools`; expected a list of objects that define functions")
     check_json(tools, "`tools`")
-    return tuple(tools)
+    return tools
+
+
+def _tool(tool: dict[str, Any], name: str) -> Tool:
+    """Wrap and order a definition as vLLM does with what a client sends: fields that it lacks are null, others go.
+
+    A template writes definitions as JSON: with another order of fields, or without the outer object, the model would
+    be asked with another prompt than it was trained with.
+    """
+    function = decoded(tool.get("function", tool))
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"].strip():
+        raise RowError(
+            f"has no function name in {name}; expected {{type: function, function: {{name, description, parameters}}}}"
+        )
+    description, parameters = function.get("description"), decoded(function.get("parameters"))
+    if not isinstance(description, str | None):
+        raise RowError(f"has {kind_of(description)} as `description` of {name}; expected a string")
+    if not isinstance(parameters, dict | None):
+        raise RowError(f"has {kind_of(parameters)} as `parameters` of {name}; expected an object, or it as JSON text")
+    strict = {} if function.get("strict") is None else {"strict": function["strict"]}
+    definition = {"name": function["name"], "description": description, "parameters": parameters, **strict}
+    return {"type": "function", "function": definition}
 
 
 def parse_text(value: object, column: str) -> str:

@@ -24,14 +24,17 @@ from typing import Any
 
 from stages.core.numbers import LARGEST
 from stages.data.messages import (
+    FUNCTION_FIELDS,
     MESSAGE_FIELDS,
     TOOL_ANSWER_FIELDS,
+    TOOL_FIELDS,
     Message,
     RowError,
     check_json,
     decoded,
     kind_of,
     listed,
+    listed_tools,
     make_message,
     parse_text,
 )
@@ -114,8 +117,8 @@ def template_variables(row: dict[str, Any]) -> dict[str, Any]:
 
 def check_no_conversation(row: dict[str, Any]) -> None:
     """Raises RowError for a row of plain text with what only a conversation has a place for."""
-    for column in ("system", "chat_template_kwargs"):
-        if says_something(row.get(column)):
+    for column in ("system", "tools", "chat_template_kwargs"):
+        if says_something(decoded(row.get(column))):
             raise RowError(f"has a column `{column}` beside plain text, which has no place for it; expected messages")
 
 
@@ -138,6 +141,8 @@ class Unread:
                 if name not in TOOL_ANSWER_FIELDS or message.get("role") != "tool"
             }
         )
+        if "tools" in read:
+            self.counts.update({f"tools[].{name}" for tool in listed_tools(row) for name in _unread_of_tool(tool)})
 
     def warning(self) -> str | None:
         """All of them, once."""
@@ -158,6 +163,15 @@ def _messages(row: dict[str, Any], columns: tuple[str, ...]) -> Iterator[tuple[s
         for number, item in enumerate(row[column] if isinstance(row.get(column), list) else [], 1):
             if isinstance(item, dict) and {"role", "from"} & item.keys():
                 yield column, number, item
+
+
+def _unread_of_tool(tool: dict[str, Any]) -> Iterator[str]:
+    """Yield the fields of a tool's definition that no server gives to a template."""
+    outer, inner = (tool, decoded(tool["function"])) if "function" in tool else ({}, tool)
+    assert isinstance(inner, dict), "the row was read"
+    known = (*FUNCTION_FIELDS, "type") if inner is tool else FUNCTION_FIELDS
+    yield from (name for name, value in outer.items() if name not in TOOL_FIELDS and says_something(value))
+    yield from (name for name, value in inner.items() if name not in known and says_something(value))
 
 
 def _check_fields(fields: dict[str, Any], where: str) -> None:

@@ -33,6 +33,9 @@ MISTAKES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError,
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
 """Variables that a template gets from the rest of the conversation, or from what is asked of it."""
 
+TOOL_TEMPLATES = "configs/templates/chatml-tools.jinja or turns-tools.jinja"
+"""Of this project, for models whose own template has no place for tools."""
+
 PROBES = (("system", "user", "assistant", "user", "assistant"), ("user", "assistant", "user", "assistant"))
 PROBE_CALL = {"id": "call00001", "type": "function", "function": {"name": "qprobe", "arguments": {"qkey": True}}}
 
@@ -210,6 +213,7 @@ class ChatTemplate:
             raise RowError(
                 f"has {listed(sorted(unknown))}, which {self._name} does not render; expected messages of text alone, "
                 "or a template (`chat_template`) that knows them"
+                + ("" if unknown <= set(THOUGHTS) else f", such as {TOOL_TEMPLATES}")
             )
         if known_thoughts:
             messages = [renamed(message, known_thoughts) for message in messages]

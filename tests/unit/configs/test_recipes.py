@@ -5,11 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from flows.planning.plan import plan
 from flows.recipe.recipe import load_recipe
 from flows.store.record import Index
 from stages.data.documents import Conversation
+from stages.data.formats import RowReader
 from stages.data.templates import ChatTemplate
 from stages.models.projections import Projection
 from stages.serving.vllm.servability import Heads, check_servable
@@ -100,3 +102,36 @@ def test_the_template_of_turns_marks_what_the_assistant_says_and_where_it_stops(
         template.render_text(Conversation(messages[:2]), add_generation_prompt=True)
         == rendered.text[: rendered.text.index("2<END>")]
     )
+
+
+@pytest.mark.parametrize(("name", "end"), [("chatml-tools", "<|im_end|>"), ("turns-tools", "<END>")])
+def test_templates_of_tools_show_definitions_calls_and_answers_and_mark_the_calls(name, end):
+    path = CONFIGS / f"templates/{name}.jinja"
+    template = ChatTemplate(path.read_text(), {"eos_token": "<END>"}, ["<END>", "<|im_end|>"], path.name)
+    tools = [{"name": "add", "description": "Adds <b>.", "parameters": {"type": "object", "properties": {"a": {}}}}]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "1 + 1 and 2 + 2?"},
+        {
+            "role": "assistant",
+            "content": "I add.",
+            "tool_calls": [{"name": "add", "arguments": {"a": [number] * 2}} for number in (1, 2)],
+        },
+        {"role": "tool", "content": "2"},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "2 and 4"},
+    ]
+    (conversation,) = RowReader("auto", "examples").read({"messages": messages, "tools": tools})
+    rendered = template.render(conversation)
+    calls = "".join(
+        f'\n<tool_call>\n{{"name": "add", "arguments": {{"a": [{number}, {number}]}}}}\n</tool_call>'
+        for number in (1, 2)
+    )
+    assert [rendered.text[begin:end] for begin, end in rendered.spans] == [f"I add.{calls}{end}", f"2 and 4{end}"]
+    (served,), _ = render_jinja_template(
+        [conversation.messages], list(conversation.tools), chat_template=path.read_text(), eos_token="<END>"
+    )
+    assert rendered.text == served
+    definition = '{"type": "function", "function": {"name": "add", "description": "Adds <b>.", "parameters": '
+    assert "Be brief.\n\nFunctions that may be called:\n" + definition in rendered.text
+    assert rendered.text.count("Be brief.") == rendered.text.count("Adds <b>.") == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from stages.core.errors import DataError
@@ -30,6 +32,10 @@ def read(row, rows="examples", wanted="auto"):
     return RowReader(wanted, rows).read(row)
 
 
+def tool(name):
+    return {"type": "function", "function": {"name": name, "description": None, "parameters": None}}
+
+
 CHAT = Conversation([user("a"), assistant("b")])
 
 
@@ -46,13 +52,13 @@ CHAT = Conversation([user("a"), assistant("b")])
         ),
         ({"instruction": "a", "output": "b"}, CHAT),
         ({"instruction": "a", "input": "", "output": "b"}, CHAT),
-        ({"instruction": "a", "input": "x", "output": "b"}, Conversation([user("a\n\nx"), assistant("b")])),
+        ({"instruction": "a", "input": "x", "output": "b"}, Conversation([user("a\nx"), assistant("b")])),
         (
             {
                 "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}],
                 "tools": '[{"name": "f"}]',
             },
-            Conversation([user("a"), assistant("b")], tools=({"name": "f"},)),
+            Conversation([user("a"), assistant("b")], tools=(tool("f"),)),
         ),
         (
             {"messages": [user("a"), assistant("b")], "chat_template_kwargs": '{"thinking": true}'},
@@ -169,6 +175,22 @@ def test_a_shared_history_belongs_to_the_prompt():
         ({"messages": [user("a"), {**assistant("b"), "thinking": 7}]}, "has a number as `thinking` of message 2"),
         ({"messages": [user("a"), assistant("b")], "tools": "add"}, "has a string in `tools`; expected a list"),
         (
+            {"messages": [user("a"), assistant("b")], "tools": [{"type": "web_search"}]},
+            "has no function name in tool 1 of `tools`; expected {type: function, function: {name, description,",
+        ),
+        (
+            {
+                "messages": [user("a"), assistant("b")],
+                "tools": [{"name": "f"}, {"function": {"name": "g", "parameters": [1]}}],
+            },
+            "has a list as `parameters` of tool 2 of `tools`; expected an object",
+        ),
+        (
+            {"messages": [user("a"), assistant("b")], "tools": [{"name": "f", "description": 1}]},
+            "has a number as `description` of tool 1 of `tools`; expected a string",
+        ),
+        ({"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}, "has a column `tools` beside plain text"),
+        (
             {"conversations": [{"from": "human", "value": "a"}, {"from": "it", "value": "b"}]},
             "has the unknown role 'it'",
         ),
@@ -268,4 +290,33 @@ def test_thoughts_and_tool_calls_are_kept_with_arguments_as_an_object():
         {"role": "tool", "content": "3", "name": "add", "tool_call_id": "1"},
         {**assistant("3"), "reasoning_content": "So it is 3."},
     ]
-    assert conversation.tools == ({"type": "function", "function": {"name": "add"}},)
+    assert conversation.tools == (tool("add"),)
+
+
+PARAMETERS = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"name": "add", "description": "Adds.", "parameters": PARAMETERS},
+        {"parameters": json.dumps(PARAMETERS), "description": "Adds.", "name": "add"},
+        {"function": {"parameters": PARAMETERS, "name": "add", "description": "Adds."}, "type": "function"},
+        {"function": {"name": "add", "description": "Adds.", "parameters": PARAMETERS}},
+        {"type": "function", "name": "add", "description": "Adds.", "parameters": PARAMETERS, "returns": "a number"},
+    ],
+    ids=["bare", "another order, JSON text", "wrapped in another order", "without type", "flat, with another field"],
+)
+def test_tools_are_rendered_as_vllm_does_however_a_row_writes_them(row):
+    reader = RowReader("auto", "examples")
+    (conversation,) = reader.read({"messages": [user("a"), assistant("b")], "tools": [row]})
+    served = {"name": "add", "description": "Adds.", "parameters": PARAMETERS}  # FunctionDefinition of vLLM, dumped
+    assert json.dumps(conversation.tools) == json.dumps([{"type": "function", "function": served}])
+    assert dict(reader.unread.counts) == ({"tools[].returns": 1} if "returns" in row else {})
+
+
+def test_what_a_definition_lacks_is_null_as_vllm_writes_it():
+    (conversation,) = read({"messages": [user("a"), assistant("b")], "tools": [{"name": "f", "strict": False}]})
+    assert json.dumps(conversation.tools[0]["function"]) == (
+        '{"name": "f", "description": null, "parameters": null, "strict": false}'
+    )

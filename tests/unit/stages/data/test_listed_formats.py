@@ -105,7 +105,7 @@ def test_calls_of_agents_are_calls_of_the_assistant_with_what_it_says_before_the
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
     assert [message["role"] for message in document.messages] == ["user", "assistant", "tool", "assistant"]
     assert document.messages[1]["tool_calls"] == [call]
-    assert document.tools == ({"name": "add"},)
+    assert [one["function"]["name"] for one in document.tools] == ["add"]
     user, one, response, answer = row["messages"]
     thought = {"role": "assistant", "content": "I add.", "loss": False}
     (document,) = documents({**row, "messages": [user, thought, one, one, response, response, answer]}, "messages")
