@@ -27,6 +27,9 @@ from stages.harnesses.scores import score_metrics, zero_scores
 from stages.models.trained_on import is_asked_as_chat, trained_on_conversations
 from stages.serving.endpoint import Endpoint, endpoint_for
 
+MISSING_FILE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+"""Errors that another attempt would find again, unlike other OSErrors: those of connections."""
+
 
 def run(config: EvaluateConfig, context: StageContext) -> StageResult:
     """Raises EvaluationError, ModelError or ResourceError for bad input before anything slow; ServerError when the
@@ -81,7 +84,7 @@ def _named_failures(harness: Harness, config: EvaluateConfig, endpoint: Endpoint
         traceback.print_exc()
         endpoint.raise_if_gone()
         status = getattr(error, "status", None)
-        if isinstance(error, OSError | TimeoutError) and status is None:
+        if isinstance(error, OSError) and not isinstance(error, MISSING_FILE) and status is None:
             raise TransientError(f"the evaluation was interrupted: {type(error).__name__}: {error}") from error
         raise EvaluationError(
             f"{harness.title} could not run {', '.join(config.tasks)}: {type(error).__name__}: {error}"

@@ -131,6 +131,14 @@ class Harness(Protocol):
         Raises EvaluationError, or ResourceError for what cannot be installed.
         """
 
+    def check(self, evaluation: Evaluation, cache: Path, model: Path | None) -> str | None:
+        """Find every mistake in the tasks that can be found without a server, before the model is made.
+
+        evaluation: asks as a chat if the model will be asked so. model: folder of that model, or of one with the same
+        tokenizer; None for a model that is not known yet.
+        Returns what could not be looked at, if anything. Raises as `prepare` does.
+        """
+
     def items(self, evaluation: Evaluation, context: StageContext) -> Iterator[TaskItem]:
         """All samples of the tasks, whatever `limit` says, task by task: what no training row should hold.
 

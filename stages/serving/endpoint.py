@@ -58,7 +58,9 @@ class Endpoint:
             self.context.log_metrics(0, agreement_metrics(agreements, name))
 
     def raise_if_gone(self) -> None:
-        """Raise TransientError when the server does not answer any more."""
+        """Raise TransientError when the server was up and does not answer any more."""
+        if self.server and not self.server.was_ready:  # ours is still starting: what failed has not asked it
+            return
         if self.client.is_healthy():
             return
         if self.server:

@@ -50,6 +50,8 @@ class Server:
     log_file: Path
     process: Supervised
     started_s: float
+    was_ready: bool = False
+    """Whether it has answered once."""
 
     @property
     def url(self) -> str:
@@ -80,6 +82,7 @@ class Server:
             if not self.alive():
                 raise self.failure("ended before it was ready")
             if self.client.is_healthy():
+                self.was_ready = True
                 return time.monotonic() - self.started_s
             if elapsed_s >= reported_s + REPORT_INTERVAL_S:
                 report(reported_s := elapsed_s)

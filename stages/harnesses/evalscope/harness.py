@@ -81,6 +81,10 @@ class EvalScope:
                 where = f"neither {folder} nor EvalScope has" if folder else "EvalScope does not have"
                 raise EvaluationError(f"{where} a task {task!r}; {meant}")
 
+    def check(self, evaluation: Evaluation, cache: Path, model: Path | None) -> str | None:
+        self.prepare(evaluation, cache)
+        return None
+
     def items(self, evaluation: Evaluation, context: StageContext) -> Iterator[TaskItem]:
         sets = question_sets(evaluation)
         if own := [task for task in evaluation.tasks if task not in sets]:

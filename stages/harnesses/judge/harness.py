@@ -64,6 +64,10 @@ class Judge:
                 raise EvaluationError(f"the task {task} has no questions")
         try_out(evaluation, cache)
 
+    def check(self, evaluation: Evaluation, cache: Path, model: Path | None) -> str | None:
+        self.prepare(evaluation, cache)
+        return None
+
     def items(self, evaluation: Evaluation, context: StageContext) -> Iterator[TaskItem]:
         return items_of(replace(evaluation, limit=None))
 

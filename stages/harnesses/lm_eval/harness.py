@@ -11,6 +11,7 @@ from types import MappingProxyType
 from pydantic import JsonValue
 
 from stages.core.contract import StageContext
+from stages.core.errors import TransientError
 from stages.harnesses.harness import Evaluation, Results, TaskItem
 from stages.harnesses.lm_eval.revisions import check_loaded, resolve_hub_datasets
 from stages.harnesses.lm_eval.score_names import log_likelihood_tasks, may_give
@@ -60,6 +61,17 @@ class LmEval:
         if selection.offline:
             os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
+    def check(self, evaluation: Evaluation, cache: Path, model: Path | None) -> str | None:
+        selection = _selection(evaluation)
+        os.environ.setdefault("HF_DATASETS_CACHE", str(cache / "datasets"))  # before `datasets` is imported
+        from stages.harnesses.lm_eval.rehearsal import rehearse
+
+        try:
+            rehearse(selection, evaluation, model)
+        except TransientError as error:  # it may answer when the evaluation's turn comes
+            return f"the tasks were not loaded: {error}"
+        return None
+
     def items(self, evaluation: Evaluation, context: StageContext) -> Iterator[TaskItem]:
         from stages.harnesses.lm_eval import scoring
         from stages.harnesses.lm_eval.items import items_of
@@ -78,7 +90,8 @@ class LmEval:
             if num_answered % PROGRESS_EVERY == 0 or num_answered == num_asked:
                 context.progress(num_answered, num_asked, "answers", "evaluating")
 
-        tasks = scoring.load_tasks(_selection(evaluation), evaluation)
+        with scoring.named_mistakes(evaluation.tasks):
+            tasks = scoring.load_tasks(_selection(evaluation), evaluation)
         check_loaded(tasks["tasks"].values(), context.outside)
         model = scoring.LmEvalModel(await_model(), evaluation)
         answers = context.scratch / f"answers-{context.version}"

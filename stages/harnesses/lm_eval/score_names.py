@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.harnesses.lm_eval import installed_tasks
-from stages.harnesses.lm_eval.task_file import members_of, names_of, read_task_file, strings_in
+from stages.harnesses.lm_eval.task_file import Function, members_of, names_of, read_task_file, strings_in
 from stages.harnesses.scores import NO_FILTER
 
 DEFAULT_METRICS = {
@@ -44,6 +44,20 @@ def log_likelihood_tasks(names: Iterable[str], folder: Path | None) -> list[str]
         if _with_includes(file, config, MAX_INCLUDES).get("output_type", GENERATES) != GENERATES
         for task in _titles(config)
     )
+
+
+def metrics_of_tasks(names: Iterable[str], folder: Path) -> dict[str, list[str]]:
+    """Return the metrics that each of the folder's own tasks among these asks lm-eval for, by name."""
+    local = {file for file, _ in _local_tasks(folder)}
+    found: dict[str, list[str]] = {}
+    for file, config in _defining(names, folder):
+        whole = _with_includes(file, config, MAX_INCLUDES)
+        listed = whole.get("metric_list")
+        if file in local and isinstance(listed, list) and "process_results" not in whole:
+            metrics = [entry.get("metric") for entry in listed if isinstance(entry, dict)]
+            named = [metric for metric in metrics if isinstance(metric, str) and not isinstance(metric, Function)]
+            found |= dict.fromkeys(_titles(config), named)
+    return found
 
 
 def _defining(names: Iterable[str], folder: Path | None) -> Iterator[tuple[Path, dict[str, Any]]]:

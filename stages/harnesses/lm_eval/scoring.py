@@ -6,23 +6,31 @@ Every answer goes into a sqlite file as it arrives, so an interrupted evaluation
 from __future__ import annotations
 
 import contextlib
+import os
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import datasets
+import httpx
 import jinja2
 import lm_eval.utils
 import numpy as np
+from huggingface_hub import constants
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from lm_eval.api.model import CacheHook, CachingLM
+from lm_eval.api.task import Task
 from lm_eval.defaults import DEFAULT_MAX_GEN_TOKS, DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.evaluator import evaluate
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 from lm_eval.tasks import TaskManager
 
-from stages.core.errors import EvaluationError
+from stages.core.errors import EvaluationError, LifecycleError, TransientError
+from stages.core.redaction import shortened
 from stages.data.config import DEFAULT_DATE
 from stages.data.documents import Conversation
 from stages.data.messages import RowError
@@ -34,10 +42,15 @@ from stages.models.trained_on import noted_date
 from stages.serving.asked import ServedModel
 
 MAX_TRIES = 3
+MAX_SHOWN = 400
+"""Characters of an error of lm-eval, and of the columns of a task's data, in a message."""
 END_MARK = "qprobetext "
 """Stands where the beginning of an answer ends; its space shows whether the template trims texts."""
 LM_EVAL_JINJA = lm_eval.utils.env
 """Renders every template of a task, with access to all of Python."""
+
+SPLITS = {f"{name}_docs": f"{name}_split" for name in ("training", "validation", "test", "fewshot")}
+"""Method of lm-eval's tasks → the field of a task's file that it reads."""
 
 Report = Callable[[int, int], None]
 
@@ -83,15 +96,7 @@ class LmEvalModel(LocalCompletionsAPI):
         Raises EvaluationError for messages that the template refuses, DataError for one that is bad or does not end.
         """
         shielded = self.content.shield(chat_history) if self.content else chat_history
-        try:
-            if add_generation_prompt:
-                return self.template.render_text(Conversation(shielded), add_generation_prompt=True)
-            *before, last = shielded  # the beginning of an answer, for the model to go on from
-            text = self.template.render_text(Conversation([*before, {**last, "content": last["content"] + END_MARK}]))
-        except RowError as error:
-            raise EvaluationError(f"a prompt for the model {error}; or say `apply_chat_template: false`") from error
-        begun, _, rest = text.rpartition(END_MARK.strip())
-        return begun if rest.startswith(" ") else begun.rstrip()
+        return render_prompt(self.template, shielded, add_generation_prompt=add_generation_prompt)
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -172,12 +177,75 @@ class _ReportingHook(CacheHook):
             self.report(self.num_answered, self.model.num_asked)
 
 
+@contextlib.contextmanager
+def named_mistakes(names: Iterable[str]) -> Iterator[None]:
+    """Turn what lm-eval raises about a task into an EvaluationError that names the task, and the field of its file.
+
+    names: of the tasks that are in question. A hub that does not answer becomes a TransientError.
+    """
+    try:
+        yield
+    except LifecycleError:
+        raise
+    except Exception as error:
+        if _is_of_connection(error):
+            raise TransientError(
+                f"loading the samples of {', '.join(names)}: their hub does not answer: {type(error).__name__}: "
+                f"{shortened(str(error), MAX_SHOWN)}"
+            ) from error
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        # lm-eval names neither: the innermost method of a task that was at work says both.
+        inside = [frame for frame in frames if isinstance(frame.f_locals.get("self"), Task)]
+        task = inside[-1].f_locals["self"] if inside else None
+        name = getattr(getattr(task, "config", None), "task", None)
+        method = inside[-1].f_code.co_name if inside else ""
+        field = SPLITS.get(method) or (method if method.startswith(("doc_to_", "process_")) else None)
+        where = f"the task {name}" if name else f"the tasks {', '.join(names)}"
+        where += f", in `{field}`" if field else ""
+        chain = [error, error.__cause__] if error.__cause__ else [error]
+        reasons = ": ".join(f"{type(reason).__name__}: {' '.join(str(reason).split())}" for reason in chain)
+        raise EvaluationError(f"{where}: {shortened(reasons, MAX_SHOWN)}{_samples_of(task)}; fix the task") from error
+
+
+def _is_of_connection(error: Exception) -> bool:
+    """Return whether a hub did not answer, or not now; one that says that there is no such dataset has answered."""
+    if isinstance(error, HfHubHTTPError):
+        return error.response is None or error.response.status_code in (408, 429, *range(500, 600))
+    return isinstance(error, ConnectionError | TimeoutError | httpx.TransportError | LocalEntryNotFoundError)
+
+
+def _samples_of(task: Any) -> str:
+    """Return what the samples of a task have, as far as they were read, as an addition to a message."""
+    splits = getattr(task, "dataset", None)
+    if not isinstance(splits, dict) or not splits:
+        return ""
+    columns = {str(name): getattr(split, "column_names", None) or [] for name, split in splits.items()}
+    shown = "; ".join(f"the split {name} with {', '.join(map(str, names))}" for name, names in columns.items())
+    return f" (its data have {shortened(shown, MAX_SHOWN)})"
+
+
+def render_prompt(template: ChatTemplate, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
+    """Render a prompt; without `add_generation_prompt`, the last message is the beginning of an answer.
+
+    Raises EvaluationError for messages that the template refuses, DataError for one that is bad or does not end.
+    """
+    try:
+        if add_generation_prompt:
+            return template.render_text(Conversation(messages), add_generation_prompt=True)
+        *before, last = messages  # the beginning of an answer, for the model to go on from
+        text = template.render_text(Conversation([*before, {**last, "content": last["content"] + END_MARK}]))
+    except RowError as error:
+        raise EvaluationError(f"a prompt for the model {error}; or say `apply_chat_template: false`") from error
+    begun, _, rest = text.rpartition(END_MARK.strip())
+    return begun if rest.startswith(" ") else begun.rstrip()
+
+
 def load_tasks(selection: TaskSelection, evaluation: Evaluation) -> dict[str, Any]:
-    """The tasks with their datasets, few-shot examples and seeds set up, as `evaluate` takes them."""
+    """Load the tasks with their datasets, few-shot examples and seeds, as `evaluate` takes them."""
     lm_eval.utils.env = LM_EVAL_JINJA if evaluation.trust_task_code else _sandboxed(LM_EVAL_JINJA)
     folder = selection.folder.path.resolve() if selection.folder else None
     # Task files name their data files relative to the task folder, and `datasets` relative to where we are.
-    with contextlib.chdir(folder or Path.cwd()):
+    with contextlib.chdir(folder or Path.cwd()), _hub_asked(asked=not selection.offline):
         manager = TaskManager(include_path=folder, include_defaults=selection.needs_builtin)
         loaded: dict[str, Any] = manager.load(list(selection.names))
     for task in loaded["tasks"].values():
@@ -187,6 +255,21 @@ def load_tasks(selection: TaskSelection, evaluation: Evaluation) -> dict[str, An
             task.set_config(key="num_fewshot", value=evaluation.num_fewshot or 0)
         task.set_fewshot_seed(seed=_seed(evaluation, DEFAULT_OTHER_SEED))
     return loaded
+
+
+@contextlib.contextmanager
+def _hub_asked(*, asked: bool) -> Iterator[None]:
+    """Have `datasets` ask the hub, unless the environment forbids it, or not.
+
+    It reads the environment once, at its import, but a check of inputs loads the tasks of several evaluations.
+    """
+    forbidden = os.environ.get("HF_HUB_OFFLINE", "").upper() in constants.ENV_VARS_TRUE_VALUES
+    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = forbidden or not asked
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
 
 
 def _sandboxed(environment: jinja2.Environment) -> ImmutableSandboxedEnvironment:

@@ -47,6 +47,10 @@ class ExactMatch:
             if not _file(evaluation, task).is_file():
                 raise EvaluationError(f"Exact does not have a task {task!r}")
 
+    def check(self, evaluation: Evaluation, cache: Path, model: Path | None) -> str | None:
+        self.prepare(evaluation, cache)
+        return None
+
     def items(self, evaluation: Evaluation, context: StageContext) -> Iterator[TaskItem]:
         for task in evaluation.tasks:
             for number, line in enumerate(_file(evaluation, task).read_text().splitlines()):

@@ -1,0 +1,136 @@
+"""A rehearsal of an evaluation without a server: tasks are loaded, their first samples rendered, answered with made-up
+answers, and scored. What would fail after hours of training fails here. Its imports take as long as those of `scoring`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import lm_eval.api.metrics  # noqa: F401 (fills the registry)
+from lm_eval.api.model import LM
+from lm_eval.api.registry import aggregation_registry, metric_registry
+from lm_eval.evaluator import evaluate
+
+from stages.core.errors import EvaluationError, ModelError
+from stages.core.redaction import quoted
+from stages.data.config import DEFAULT_DATE
+from stages.data.templates import ChatTemplate
+from stages.data.tokenizer import DocumentTokenizer
+from stages.harnesses.harness import Evaluation
+from stages.harnesses.lm_eval.score_names import metrics_of_tasks
+from stages.harnesses.lm_eval.scoring import MAX_SHOWN, load_tasks, named_mistakes, render_prompt
+from stages.harnesses.lm_eval.tasks import TaskSelection
+from stages.harnesses.scores import score_metrics
+from stages.models.trained_on import noted_date
+
+NUM_SAMPLES = 100
+"""Samples of each task, in their order. They take tenths of a second, also through a chat template."""
+MADE_UP_ANSWER = "0"
+"""Is a number and JSON, has a word and a letter: code that scores answers can do most with it."""
+MADE_UP_LOG_PROBABILITY = -1.0
+
+
+class MadeUpModel(LM):
+    """A model whose answers are always the same. It refuses requests that a served model could not be asked."""
+
+    tokenizer_name = "none"
+
+    def __init__(self, template: ChatTemplate | None) -> None:
+        """template: of the model that will be asked; None for one that is not known yet."""
+        super().__init__()
+        self._template = template
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        if self._template is None:
+            return "\n".join(message["content"] for message in chat_history)
+        return render_prompt(self._template, chat_history, add_generation_prompt=add_generation_prompt)
+
+    def loglikelihood(self, requests: list[Any], **options: Any) -> list[tuple[float, bool]]:
+        _check_texts((request.task_name, text) for request in requests for text in request.args[:2])
+        return [(MADE_UP_LOG_PROBABILITY, False)] * len(requests)
+
+    def loglikelihood_rolling(self, requests: list[Any], **options: Any) -> list[float]:
+        _check_texts((request.task_name, request.args[0]) for request in requests)
+        return [MADE_UP_LOG_PROBABILITY] * len(requests)
+
+    def generate_until(self, requests: list[Any], **options: Any) -> list[str]:
+        _check_texts((request.task_name, request.args[0]) for request in requests)
+        for request in requests:
+            _check_generation(request.task_name, request.args[1])
+        return [MADE_UP_ANSWER] * len(requests)
+
+
+def rehearse(selection: TaskSelection, evaluation: Evaluation, model: Path | None) -> None:
+    """Load the tasks, render and score their first samples.
+
+    model: folder of the model that will be asked, or of one with the same chat template; None for no such model.
+    Raises EvaluationError that names the task, TransientError for a hub that does not answer.
+    """
+    if selection.folder and not evaluation.trust_task_code:
+        # lm-eval would look for other metrics on the hub, as code.
+        for task, metrics in metrics_of_tasks(evaluation.tasks, selection.folder.path).items():
+            _check_known(task, [metric for metric in metrics if metric not in metric_registry])
+    with named_mistakes(selection.names):
+        loaded = load_tasks(selection, evaluation)
+        for name, task in loaded["tasks"].items():
+            if not task.get_config("process_results"):  # which needs no functions of metrics
+                functions = getattr(task, "_metric_fn_list", {})
+                _check_known(name, [metric for metric, function in functions.items() if function is None])
+            for metric, aggregation in getattr(task, "_aggregation_list", {}).items():
+                if aggregation is None:
+                    raise EvaluationError(
+                        f"the task {name}: the `aggregation` of its metric {metric} is not known; lm-eval has "
+                        f"{', '.join(sorted(aggregation_registry))}"
+                    )
+        results = evaluate(
+            lm=MadeUpModel(_template_of(model) if model and evaluation.apply_chat_template else None),
+            task_dict=loaded,
+            limit=min(NUM_SAMPLES, evaluation.limit or NUM_SAMPLES),
+            bootstrap_iters=0,
+            apply_chat_template=evaluation.apply_chat_template,
+            fewshot_as_multiturn=evaluation.apply_chat_template,
+        )
+    if not score_metrics(results["results"]):
+        raise EvaluationError(f"the tasks {', '.join(selection.names)} give no score; name metrics in `metric_list`")
+
+
+def _template_of(model: Path) -> ChatTemplate | None:
+    """Return the model's chat template; None for a tokenizer that comes with code, which only its server runs."""
+    try:
+        return DocumentTokenizer(model, None, "all", template_date=noted_date(model) or DEFAULT_DATE).template
+    except ModelError:
+        return None
+
+
+def _check_known(task: str, unknown: list[str]) -> None:
+    for metric in unknown:
+        close = difflib.get_close_matches(metric, metric_registry, n=1)
+        meant = f"did you mean {close[0]}?" if close else f"it has {', '.join(sorted(metric_registry))}"
+        found = quoted(metric, MAX_SHOWN)
+        raise EvaluationError(f"the task {task} names the metric {found}, which lm-eval does not have; {meant}")
+
+
+def _check_texts(texts: Iterable[tuple[str, object]]) -> None:
+    """Raise EvaluationError for what a server cannot be asked. texts: each with the name of its task."""
+    for task, text in texts:
+        if not isinstance(text, str):
+            raise EvaluationError(
+                f"the task {task} asks with {quoted(text, MAX_SHOWN)}, expected a text; write a number of the data as "
+                'a template, such as "{{answer}}"'
+            )
+
+
+def _check_generation(task: str, options: Mapping[str, Any]) -> None:
+    """Raise EvaluationError for `generation_kwargs` that every server refuses."""
+    where = f"the task {task}: generation_kwargs"
+    until = options.get("until") or []
+    if not (isinstance(until, str) or (isinstance(until, list) and all(isinstance(stop, str) for stop in until))):
+        raise EvaluationError(f"{where}.until: found {quoted(until, MAX_SHOWN)}, expected a list of texts")
+    for name, smallest in (("max_gen_toks", 1), ("temperature", 0), ("top_p", 0)):
+        value = options.get(name, smallest)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < smallest:
+            found = quoted(value, MAX_SHOWN)
+            raise EvaluationError(f"{where}.{name}: found {found}, expected a number from {smallest} on")
