@@ -39,6 +39,7 @@ from flows.recipe.recipe import load_recipe  # noqa: E402
 from stages.core.contract import Execution  # noqa: E402
 from stages.core.errors import error_classes  # noqa: E402
 from stages.core.fields import OutsideInput, Reference, find_marker  # noqa: E402
+from stages.data.formats import format_table  # noqa: E402
 from stages.kinds import KINDS  # noqa: E402
 from stages.rewards.registry import REWARDS  # noqa: E402
 from stages.rewards.reward import Reward  # noqa: E402
@@ -46,7 +47,7 @@ from stages.rewards.reward import Reward  # noqa: E402
 FOLDERS = ("configs", "flows", "stages", "deploy", "tests")
 PAGES = [ROOT / "README.md", *(page for folder in FOLDERS for page in sorted((ROOT / folder).rglob("README.md")))]
 SHOWN = re.compile(
-    r"^<!-- (?P<kind>fields|rewards|exit codes|names|graph|engines|run|measured) ?(?P<argument>.*?) ?-->\n"
+    r"^<!-- (?P<kind>fields|rewards|exit codes|names|graph|engines|formats|run|measured) ?(?P<argument>.*?) ?-->\n"
     r"(?P<body>```[\s\S]*?^```$|(?:^\|.*\n?)+)",
     re.MULTILINE,
 )
@@ -233,6 +234,7 @@ WRITERS = {
     "names": lambda _: markdown_table(),
     "graph": _graph,
     "engines": _engines,
+    "formats": lambda _: format_table(),
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from stages.data.config import RowKind
 from stages.data.documents import Document, PlainText
-from stages.data.formats import FORMATS, RowReader, choose_format
+from stages.data.formats import FORMATS, RowReader, choose_format, likeliest_format, rename_columns
 from stages.data.messages import THOUGHTS, Message, RowError, kind_of, listed
 from stages.data.prompts import PromptReader, is_prompt_alone
 
@@ -83,13 +83,14 @@ class AnyRowReader:
         return row
 
     def _choose(self, first_row: dict[str, Any]) -> None:
-        """Of the formats that fit, the one with the most columns says what the rows are for."""
+        """By the format with the most columns of those that fit."""
         if is_prompt_alone(first_row):
             self._prompts, self._columns = PromptReader(None), "prompts alone"
             return
-        fitting = [form for form in FORMATS.values() if all(column in first_row for column in form.columns)]
-        rows: RowKind = max(fitting, key=lambda form: len(form.columns)).rows if fitting else "examples"
-        self._columns = listed(choose_format("auto", first_row, rows).columns)
+        named = rename_columns(first_row, {})
+        likeliest = likeliest_format(named)
+        rows: RowKind = FORMATS[likeliest].rows if likeliest else "examples"
+        self._columns = listed(choose_format("auto", named, rows, {}).columns)
         self._answers = RowReader("auto", rows)
 
 

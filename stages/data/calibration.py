@@ -9,7 +9,7 @@ from typing import Literal
 
 from stages.core.errors import DataError
 from stages.data.files import BadRow, Place, find_files, read_rows
-from stages.data.formats import RowReader
+from stages.data.formats import FORMATS, RowReader, likeliest_format, rename_columns
 from stages.data.messages import RowError, kind_of
 from stages.data.templates import Rendered
 from stages.data.tokenizer import DocumentTokenizer, Tokens
@@ -49,8 +49,11 @@ def _texts(folder: Path, split: str, tokenizer: DocumentTokenizer, passed_over: 
         if isinstance(row, BadRow) or not isinstance(row.content, dict):
             passed_over[row.place] = row.reason if isinstance(row, BadRow) else f"is {kind_of(row.content)}, no row"
             continue
-        reader = reader or RowReader("auto", "pairs" if {"chosen", "rejected"} <= row.content.keys() else "examples")
         try:
+            if reader is None:
+                likeliest = likeliest_format(rename_columns(row.content, {}))
+                is_pairs = likeliest is not None and FORMATS[likeliest].rows == "pairs"
+                reader = RowReader("auto", "pairs" if is_pairs else "examples")
             yield tokenizer.render_units(reader.read(row.content)[:1])[-1][0]  # the longest text of a conversation
         except RowError as error:
             passed_over[row.place] = str(error)

@@ -48,6 +48,10 @@ class DataConfig(StrictModel):
     evaluation_split: SplitName | None = Field(None, description="Held-out split; see also `evaluation_fraction`.")
     evaluation_fraction: float = Field(0.0, ge=0, lt=1, description="Share of `split` held out when no split is named.")
     format: DataFormat = Field("auto", description="auto: by the columns of the first row.")
+    columns: Annotated[dict[str, str], AddedLater()] = Field(
+        {},
+        description="Name in the rows → name that formats have, where they differ: `{question: query}`.",
+    )
     chat_template: OutsidePath | None = Field(None, description="Jinja file; default: the model's own template.")
     template_date: Annotated[date, BeforeValidator(_as_date), AddedLater()] = Field(
         DEFAULT_DATE, description="What a template that writes the current date (`strftime_now`) takes for it."

@@ -21,7 +21,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stages.core.errors import DataError
-from stages.data.compression import data_stem, format_suffix, is_compressed, open_bytes, open_text, open_with_file
+from stages.core.redaction import quoted
+from stages.data.compression import (
+    COMPRESSIONS,
+    data_stem,
+    format_suffix,
+    is_compressed,
+    open_bytes,
+    open_text,
+    open_with_file,
+)
 from stages.data.json_list import JsonList
 from stages.data.json_values import DECODER, NOT_TEXT, flaw_of
 from stages.data.parquet import as_row, open_parquet
@@ -36,6 +45,7 @@ SAMPLED_BYTES_COMPRESSED = 16 * SAMPLED_BYTES
 SAMPLED_BYTES_ELSEWHERE = 1 << 20
 LONGEST_LINE_BYTES = 256 << 20
 """Of JSON Lines, a row each. What has longer ones is no such file, and would fill the memory."""
+JSON_LINES = (".jsonl", ".ndjson")
 METADATA = {"dataset_info.json", "dataset_infos.json", "state.json"}
 NUM_FILES_LISTED = 20
 NO_PYTHON_VALUE = (ValueError, OverflowError, LookupError)
@@ -128,8 +138,15 @@ def name_of(path: Path, folder: Path) -> str:
 
 def read_part(part: Part) -> Iterator[Row | BadRow]:
     """The rows of a file, or of a part of it, as `read_rows` gives them."""
+    suffix = format_suffix(part.path)
+    if suffix not in READERS:
+        found = f"ends in {quoted(suffix, 40)}" if suffix else "has no suffix"
+        raise DataError(
+            f"reading rows: the name of {quoted(part.name, 200)} {found}; expected {', '.join(READERS)}, and after it "
+            f"maybe {' or '.join(COMPRESSIONS)}: rename or convert it"
+        )
     try:
-        for row in READERS[format_suffix(part.path)](part):
+        for row in READERS[suffix](part):
             flaw = flaw_of(row.content) if isinstance(row, Row) else None
             yield BadRow(row.place, flaw) if flaw else row
     except UnicodeDecodeError as error:
@@ -294,6 +311,7 @@ def _check_columns(columns: list[str], name: str) -> None:
 
 READERS: dict[str, Callable[[Part], Iterator[Row | BadRow]]] = {
     ".jsonl": _read_json_lines,
+    ".ndjson": _read_json_lines,
     ".json": _read_json,
     ".csv": _read_csv,
     ".parquet": _read_parquet,

@@ -1,31 +1,13 @@
-"""A row of a dataset, in any of the formats that people have → the documents to learn from, or why it is a bad row.
+"""Rows of a dataset, in any of the formats that people have → the documents to learn from, or why a row is a bad one.
 
-| format              | columns                                                                                      |
-| ------------------- | -------------------------------------------------------------------------------------------- |
-| `messages`          | `messages`: list of {role, content}                                                          |
-| `sharegpt`          | `conversations`: list of {from, value}                                                       |
-| `prompt_completion` | `prompt`, `completion`: two strings, taken as they are, or lists of messages                 |
-| `alpaca`            | `instruction`, `output`: one turn each; maybe `input`, which follows the instruction in the  |
-|                     | next line; maybe `history`: earlier questions and answers                                    |
-| `query_response`    | `query`, `response`; maybe `history`, as above                                               |
-| `human_assistant`   | `conversation`: list of {human, assistant}, a question and its answer each                   |
-| `text`              | `text`: a string, taken as it is                                                             |
-| `preference`        | `chosen`, `rejected`: strings, taken as they are, or lists of messages; maybe `prompt`, which |
-|                     | may also be contained in both; of all pairs maybe `margin`: by how much the better answer is |
-|                     | better                                                                                       |
-| `rejected_response` | `messages`, and `rejected_response`: a worse answer than their last                          |
-| `rejected_messages` | `messages`, and `rejected_messages`: the same with a worse answer                            |
-| `labelled`          | `prompt`, `completion` as above, and `label`: true, it is a good answer, or false            |
-| `labelled_messages` | `messages`, and `label`: of their last answer                                                |
-
-Conversations of every format may have `system`, `tools`, what the assistant may call, and `chat_template_kwargs`,
-variables of the chat template.
-Where some of `prompt`, `completion`, `chosen`, `rejected` are lists and others strings, the strings are messages too.
+`FORMATS` is the one table of formats: rows are read by it, `lifecycle init` asks it, and the page on recipes shows
+it. Where some of `prompt`, `completion`, `chosen`, `rejected` are messages and others strings, the strings are messages
+too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +16,7 @@ from stages.data.agent_messages import with_tool_calls
 from stages.data.config import METHODS_FOR, DataFormat, RowKind
 from stages.data.documents import Conversation, Document, PlainText
 from stages.data.messages import (
+    SHAREGPT_ROLES,
     Message,
     RowError,
     as_messages,
@@ -51,22 +34,14 @@ from stages.data.row_fields import (
     Unread,
     check_no_conversation,
     check_row,
+    is_label,
     parse_label,
     parse_margin,
+    says_something,
     template_variables,
     unlearned_turns,
     with_system,
 )
-
-SHAREGPT_ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "tool": "tool",
-}
-
 
 WORDS_FOR: dict[RowKind, str] = {
     "examples": "examples",
@@ -74,27 +49,41 @@ WORDS_FOR: dict[RowKind, str] = {
     "labelled": "labelled answers",
     "prompts": "prompts",
 }
+LEARNERS: dict[RowKind, str] = {
+    "examples": "SFT, distill",
+    "pairs": "DPO, SimPO, ORPO, CPO, reward",
+    "labelled": "KTO",
+}
 OTHER_FORMATS = {
     frozenset({"prompt", "completions", "labels"}): "stepwise supervision (TRL), which no method here learns from",
     frozenset({"input_ids"}): "tokens; give the text, which is tokenized here",
     frozenset({"anchor", "positive"}): "embedding pairs, which no method here learns from",
 }
 """Columns of formats that are known by name, and not read."""
+LISTS = ("messages", "conversations", "conversation", "chosen_messages", "rejected_messages")
+"""Columns that are lists in every format; a table without lists (CSV) has them as JSON text."""
+OTHER_NAMES = {"kto_tag": "label"}
+"""Columns that other projects call otherwise (LLaMA-Factory)."""
 OF_CONVERSATIONS = ("system", "tools", "chat_template_kwargs")
 OF_PAIRS = ("margin", *OF_CONVERSATIONS)
 
 
 @dataclass(frozen=True)
 class Format:
-    """The columns that a row must and may have, and how it is read: one document, or chosen and rejected."""
+    """Columns that a row must and may have, and the function that reads them: one document, or chosen and rejected.
+
+    described: the columns, in the page's words. suits: a further condition on a row with these columns.
+    """
 
     columns: tuple[str, ...]
     read: Callable[[Columns], tuple[Document, ...]]
+    described: str
     optional: tuple[str, ...] = OF_CONVERSATIONS
     rows: RowKind = "examples"
+    suits: Callable[[Columns], bool] | None = None
 
 
-def choose_format(wanted: DataFormat, first_row: Columns, rows: RowKind) -> Format:
+def choose_format(wanted: DataFormat, first_row: Columns, rows: RowKind, columns: Mapping[str, str]) -> Format:
     """The format named by the recipe, or (`auto`) the one that fits the columns of the first row.
 
     Raises DataError when no format fits these columns, or the one that fits is not what the training method needs.
@@ -104,31 +93,73 @@ def choose_format(wanted: DataFormat, first_row: Columns, rows: RowKind) -> Form
         if wanted not in possible:
             raise DataError(f"format {wanted!r} does not suit the method; expected {_describe(possible)}")
         return possible[wanted]
-    for form in possible.values():
-        if all(column in first_row for column in form.columns):
-            return form
+    for name in fitting_formats(first_row):
+        if name in possible:
+            return possible[name]
+    renamed = f" (of which `columns` renames {listed(list(columns))})" if columns else ""
     raise DataError(
-        f"the first row has the columns {listed(first_row)}; expected {_describe(possible)}.{_hint(first_row)}"
+        f"the first row has the columns {listed(first_row)}{renamed}; expected {_describe(possible)}.{_hint(first_row)}"
     )
+
+
+def fitting_formats(row: Columns) -> list[str]:
+    """Names of the formats whose columns a row has, in the order in which `auto` tries them.
+
+    Tables have every column in every row: those that are null count only where no format fits without them.
+    """
+    for has in (lambda column: row.get(column) is not None, row.__contains__):
+        found = [
+            name
+            for name, form in FORMATS.items()
+            if all(map(has, form.columns)) and (not form.suits or form.suits(row))
+        ]
+        if found:
+            return found
+    return []
+
+
+def likeliest_format(row: Columns) -> str | None:
+    """Name of the fitting format with the most columns, which says what the rows are for; None where none fits.
+
+    A `label` that is neither true nor false is a class of something, and not of an answer.
+    """
+    names = [name for name in fitting_formats(row) if FORMATS[name].rows != "labelled" or is_label(row["label"])]
+    return max(names, key=lambda name: len(FORMATS[name].columns), default=None)
+
+
+def rename_columns(row: Columns, columns: Mapping[str, str]) -> Columns:
+    """The row with columns under the names that formats have, and lists instead of their JSON text. Raises RowError."""
+    names = {name: columns.get(name, OTHER_NAMES.get(name, name)) for name in row}
+    found: Columns = {}
+    for name, value in row.items():
+        own = names[name]
+        if says_something(found.get(own)) and says_something(value):
+            both = listed([other for other in row if names[other] == own])
+            raise RowError(f"has {both}, which are both read as `{own}`; expected one of them")
+        if own not in found or says_something(value):
+            found[own] = decoded(value) if own in LISTS else value
+    return found
 
 
 def _hint(first_row: Columns) -> str:
     """What rows of these columns are, or which method they are for; the format with the most columns says it."""
     if named := next((name for columns, name in OTHER_FORMATS.items() if columns <= first_row.keys()), None):
         return f" These look like {named}."
-    fitting = [form for form in FORMATS.values() if all(column in first_row for column in form.columns)]
-    if not fitting:
-        return ""
-    found = max(fitting, key=lambda form: len(form.columns)).rows
+    likeliest = likeliest_format(first_row)
+    if likeliest is None:
+        return " Columns of other names need `columns`, such as `columns: {question: query, answer: response}`."
+    found = FORMATS[likeliest].rows
     return f" These are {WORDS_FOR[found]}: {METHODS_FOR[found]}."
 
 
 class RowReader:
     """Reads the rows of one dataset, all in the same format, and all conversations or all plain text."""
 
-    def __init__(self, wanted: DataFormat, rows: RowKind) -> None:
+    def __init__(self, wanted: DataFormat, rows: RowKind, columns: Mapping[str, str] | None = None) -> None:
+        """columns: name in the rows → name that formats have."""
         self._wanted = wanted
         self._rows = rows
+        self._columns = columns or {}
         self._format: Format | None = None
         self.has_margins = False
         self._is_plain: bool | None = None
@@ -144,8 +175,9 @@ class RowReader:
         """
         if not isinstance(content, dict):
             raise RowError(f"is {kind_of(content)}; expected an object with named columns")
+        content = rename_columns(content, self._columns)
         if self._format is None:
-            self._format = choose_format(self._wanted, content, self._rows)
+            self._format = choose_format(self._wanted, content, self._rows, self._columns)
             self.has_margins = self._rows == "pairs" and content.get("margin") is not None
         missing = [column for column in self._format.columns if column not in content]
         if missing:
@@ -159,12 +191,12 @@ class RowReader:
 
     def label(self, content: Any) -> bool | None:
         """Of a labelled row that was read, whether its answer is a good one. Raises RowError."""
-        return parse_label(content["label"]) if self._rows == "labelled" else None
+        return parse_label(rename_columns(content, self._columns)["label"]) if self._rows == "labelled" else None
 
     def margin(self, content: Any) -> float | None:
         """Of a pair that was read, by how much the chosen answer is better, if the first row says it. Raises RowError
         where only some do."""
-        value = content.get("margin") if self._rows == "pairs" else None
+        value = rename_columns(content, self._columns).get("margin") if self._rows == "pairs" else None
         if (value is not None) != self.has_margins:
             raise RowError(
                 f"has {'a' if value is not None else 'no'} `margin`, unlike the first row; expected it in all"
@@ -193,13 +225,23 @@ def _read_messages(row: Columns) -> tuple[Document, ...]:
 
 def _read_labelled_messages(row: Columns) -> tuple[Document, ...]:
     """The last message is the answer that the label is of."""
-    raw = with_tool_calls(row["messages"])
-    messages = parse_messages(raw, "messages")
+    return _of_last_answer(row, with_tool_calls(row["messages"]), "messages", ("role", "content"), None)
+
+
+def _read_labelled_sharegpt(row: Columns) -> tuple[Document, ...]:
+    raw = with_tool_calls(row["conversations"], "from", "value")
+    return _of_last_answer(row, raw, "conversations", ("from", "value"), SHAREGPT_ROLES)
+
+
+def _of_last_answer(
+    row: Columns, raw: object, column: str, keys: tuple[str, str], roles: dict[str, str] | None
+) -> tuple[Document, ...]:
+    messages = parse_messages(raw, column, keys, roles)
     return (_conversation(row, messages, raw, len(messages) - 1),)
 
 
 def _read_human_assistant(row: Columns) -> tuple[Document, ...]:
-    turns = decoded(row["conversation"])
+    turns = row["conversation"]
     if not (isinstance(turns, list) and turns and all(isinstance(turn, dict) for turn in turns)):
         raise RowError(f"has {kind_of(turns)} in `conversation`; expected a list of {{human, assistant}}")
     pairs = [(parse_text(turn.get("human"), "human"), parse_text(turn.get("assistant"), "assistant")) for turn in turns]
@@ -221,11 +263,48 @@ def _read_rejected_messages(row: Columns) -> tuple[Document, ...]:
     return _read_rejected(row, *(with_tool_calls(row[column]) for column in ("messages", "rejected_messages")))
 
 
-def _read_rejected(row: Columns, chosen: object, rejected: object) -> tuple[Document, ...]:
-    for column, messages in (("messages", chosen), ("rejected_messages", rejected)):
+def _read_rejected(row: Columns, chosen: object, rejected: object, named: str = "messages") -> tuple[Document, ...]:
+    for column, messages in ((named, chosen), ("rejected_messages", rejected)):
         parse_messages(messages, column)
-    shared = {column: row[column] for column in OF_CONVERSATIONS if column in row}
-    return read_preference({**shared, "chosen": chosen, "rejected": rejected})
+    return read_preference({**_shared(row), "chosen": chosen, "rejected": rejected})
+
+
+def _read_chosen_messages(row: Columns) -> tuple[Document, ...]:
+    chosen, rejected = (with_tool_calls(row[column]) for column in ("chosen_messages", "rejected_messages"))
+    return _read_rejected(row, chosen, rejected, "chosen_messages")
+
+
+def _read_sharegpt_preference(row: Columns) -> tuple[Document, ...]:
+    return read_preference({**_shared(row), **_answers(row), "prompt": _not_text(row, "conversations")})
+
+
+def _has_answer_messages(row: Columns) -> bool:
+    """A list would be a whole conversation, beside which `messages` is a copy (UltraFeedback)."""
+    return isinstance(row["chosen"], dict)
+
+
+def _read_messages_preference(row: Columns) -> tuple[Document, ...]:
+    return read_preference({**_shared(row), **_answers(row), "prompt": _not_text(row, "messages")})
+
+
+def _read_alpaca_preference(row: Columns) -> tuple[Document, ...]:
+    asked = [*_turns(_history(row)), make_message("user", _alpaca_question(row))]
+    return read_preference({**_shared(row), **_answers(row), "prompt": asked})
+
+
+def _answers(row: Columns) -> Columns:
+    return {column: row[column] for column in ("chosen", "rejected")}
+
+
+def _not_text(row: Columns, column: str) -> object:
+    if isinstance(row[column], list):
+        return row[column]
+    raise RowError(f"has {kind_of(row[column])} in `{column}`; expected a list of messages")
+
+
+def _shared(row: Columns) -> Columns:
+    """What conversations of every format may have."""
+    return {column: row[column] for column in OF_CONVERSATIONS if column in row}
 
 
 def _read_sharegpt(row: Columns) -> tuple[Document, ...]:
@@ -244,10 +323,20 @@ def _conversation(row: Columns, messages: list[Message], marked: object, num_pro
 
 
 def _read_alpaca(row: Columns) -> tuple[Document, ...]:
+    last = _alpaca_question(row), parse_text(row["output"], "output")
+    return (_conversation(row, _turns([*_history(row), last]), None),)
+
+
+def _read_labelled_alpaca(row: Columns) -> tuple[Document, ...]:
+    messages = _turns([*_history(row), (_alpaca_question(row), parse_text(row["output"], "output"))])
+    return (_conversation(row, messages, None, len(messages) - 1),)
+
+
+def _alpaca_question(row: Columns) -> str:
     question = parse_text(row["instruction"], "instruction")
     if row.get("input") not in (None, ""):
         question += "\n" + parse_text(row["input"], "input")  # one newline, as LLaMA-Factory and ms-swift
-    return (_conversation(row, _turns([*_history(row), (question, parse_text(row["output"], "output"))]), None),)
+    return question
 
 
 def _turns(turns: list[tuple[str, str]]) -> list[Message]:
@@ -284,17 +373,123 @@ def _describe(formats: dict[str, Format]) -> str:
 
 
 FORMATS: dict[str, Format] = {
-    "messages": Format(("messages",), _read_messages),
-    "sharegpt": Format(("conversations",), _read_sharegpt),
-    "prompt_completion": Format(("prompt", "completion"), _read_prompt_completion),
-    "alpaca": Format(("instruction", "output"), _read_alpaca, ("input", "history", *OF_CONVERSATIONS)),
-    "query_response": Format(("query", "response"), _read_query_response, ("history", *OF_CONVERSATIONS)),
-    "human_assistant": Format(("conversation",), _read_human_assistant),
-    "text": Format(("text",), _read_text, ()),
-    "preference": Format(("chosen", "rejected"), read_preference, ("prompt", *OF_PAIRS), rows="pairs"),
-    "rejected_response": Format(("messages", "rejected_response"), _read_rejected_response, OF_PAIRS, rows="pairs"),
-    "rejected_messages": Format(("messages", "rejected_messages"), _read_rejected_messages, OF_PAIRS, rows="pairs"),
-    "labelled": Format(("prompt", "completion", "label"), _read_prompt_completion, rows="labelled"),
-    "labelled_messages": Format(("messages", "label"), _read_labelled_messages, rows="labelled"),
+    "messages": Format(
+        ("messages",),
+        _read_messages,
+        "`messages`: list of `{role, content}`; content may be a list of parts",
+    ),
+    "sharegpt": Format(
+        ("conversations",),
+        _read_sharegpt,
+        "`conversations`: list of `{from, value}`, of `human`, `gpt`, `system`; calls as `function_call`, what they "
+        "gave as `observation`",
+    ),
+    "prompt_completion": Format(
+        ("prompt", "completion"),
+        _read_prompt_completion,
+        "`prompt`, `completion`: strings, taken as they are, or lists of messages",
+    ),
+    "alpaca": Format(
+        ("instruction", "output"),
+        _read_alpaca,
+        "`instruction`, `output`, optionally `input`, joined to the instruction by one newline, and `history`: list of "
+        "`[question, answer]`, learned as well",
+        ("input", "history", *OF_CONVERSATIONS),
+    ),
+    "query_response": Format(
+        ("query", "response"),
+        _read_query_response,
+        "`query`, `response`, optionally `history`",
+        ("history", *OF_CONVERSATIONS),
+    ),
+    "human_assistant": Format(("conversation",), _read_human_assistant, "`conversation`: list of `{human, assistant}`"),
+    "text": Format(("text",), _read_text, "`text`: a string, taken as it is", ()),
+    "sharegpt_preference": Format(
+        ("conversations", "chosen", "rejected"),
+        _read_sharegpt_preference,
+        "`conversations` up to the question; `chosen`, `rejected`: a message `{from, value}` each",
+        OF_PAIRS,
+        "pairs",
+    ),
+    "messages_preference": Format(
+        ("messages", "chosen", "rejected"),
+        _read_messages_preference,
+        "`messages` up to the question; `chosen`, `rejected`: a message `{role, content}` each",
+        OF_PAIRS,
+        "pairs",
+        _has_answer_messages,
+    ),
+    "alpaca_preference": Format(
+        ("instruction", "chosen", "rejected"),
+        _read_alpaca_preference,
+        "`instruction`, optionally `input`, `history`; `chosen`, `rejected`: an answer each",
+        ("input", "history", *OF_PAIRS),
+        "pairs",
+    ),
+    "preference": Format(
+        ("chosen", "rejected"),
+        read_preference,
+        "`chosen`, `rejected`, optionally `prompt`: strings, or lists of messages; for `reward` optionally `margin`: "
+        "by how much the chosen one is better",
+        ("prompt", *OF_PAIRS),
+        "pairs",
+    ),
+    "rejected_response": Format(
+        ("messages", "rejected_response"),
+        _read_rejected_response,
+        "`messages`, and `rejected_response`: a worse answer than their last",
+        OF_PAIRS,
+        "pairs",
+    ),
+    "rejected_messages": Format(
+        ("messages", "rejected_messages"),
+        _read_rejected_messages,
+        "`messages`, and `rejected_messages`: the same with a worse answer",
+        OF_PAIRS,
+        "pairs",
+    ),
+    "chosen_messages": Format(
+        ("chosen_messages", "rejected_messages"),
+        _read_chosen_messages,
+        "`chosen_messages`, `rejected_messages`: a whole conversation each",
+        OF_PAIRS,
+        "pairs",
+    ),
+    "labelled": Format(
+        ("prompt", "completion", "label"),
+        _read_prompt_completion,
+        "`prompt`, `completion`: strings, or lists of messages; `label` (or `kto_tag`): true for a good answer, "
+        "or false",
+        rows="labelled",
+    ),
+    "labelled_messages": Format(
+        ("messages", "label"), _read_labelled_messages, "`messages`; `label` of their last answer", rows="labelled"
+    ),
+    "labelled_sharegpt": Format(
+        ("conversations", "label"),
+        _read_labelled_sharegpt,
+        "`conversations`; `label` of their last answer",
+        rows="labelled",
+    ),
+    "labelled_alpaca": Format(
+        ("instruction", "output", "label"),
+        _read_labelled_alpaca,
+        "`instruction`, `output`, optionally `input`, `history`; `label` of the output",
+        ("input", "history", *OF_CONVERSATIONS),
+        "labelled",
+    ),
 }
 """In the order in which `auto` tries them: a dataset with `messages` may have a `prompt` or a `text` column as well."""
+COLUMN_NAMES = frozenset(
+    {name for form in FORMATS.values() for name in form.columns + form.optional}
+    | {"answer", "solution", "ground_truth"}  # the right answer of a prompt alone
+)
+"""All that a column may be renamed to."""
+
+
+def format_table() -> str:
+    """The formats as a table in Markdown, as the page on recipes shows them."""
+    rows = ["| `format` | learned from by | columns |", "| --- | --- | --- |"]
+    for name, form in FORMATS.items():
+        rows.append(f"| `{name}` | {LEARNERS[form.rows]} | {form.described} |")
+    return "\n".join(rows)

@@ -11,7 +11,7 @@ from stages.data.cache import file_digest
 from stages.data.config import DataConfig, RowKind
 from stages.data.portion import Portion
 
-PREPARATION_VERSION = 9
+PREPARATION_VERSION = 10
 """Raised when the same input would give other tokens, masks or rows than before."""
 
 TOKENIZER_FILES = (
@@ -26,6 +26,7 @@ TOKENIZER_FILES = (
 TEMPLATE_FILES = ("chat_template*",)
 OPTIONS = {
     "format",
+    "columns",
     "template_date",
     "train_on",
     "turns",

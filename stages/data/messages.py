@@ -16,6 +16,14 @@ Message = dict[str, Any]
 Tool = dict[str, Any]
 
 ROLES = ("system", "user", "assistant", "tool")
+SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "tool": "tool",
+}
 THOUGHTS = ("reasoning_content", "thinking")
 TOOL_ANSWER_FIELDS = ("name", "tool_call_id")
 TOOL_FIELDS = ("type", "function")
@@ -28,6 +36,7 @@ MESSAGE_FIELDS = (
     "value",
     "loss",
     "loss_scale",
+    "loss_weight",
     "weight",
     "train",
     *THOUGHTS,
@@ -35,6 +44,8 @@ MESSAGE_FIELDS = (
     "tool_call_id",
 )
 """What is read of a message, of one role or another."""
+PART_TYPES = {"text", "reasoning", "tool_call"}
+"""Of a message's content, where it is a list of parts; the last two are LLaMA-Factory's."""
 INVISIBLE = "[\u00ad\u200b-\u200f\u2060-\u2064\ufeff]"
 """Characters without width, that no white space is; a pattern."""
 
@@ -201,6 +212,7 @@ def _next_roles(message: Message) -> tuple[str, ...]:
 
 def _checked(item: object, name: str, keys: tuple[str, str], roles: dict[str, str]) -> Message:
     role_key, content_key = keys
+    item = _without_parts(item, content_key, name)
     has_calls = isinstance(item, dict) and bool(item.get("tool_calls"))
     needed = {role_key} if has_calls else {role_key, content_key}
     if not isinstance(item, dict) or not needed <= item.keys():
@@ -212,8 +224,6 @@ def _checked(item: object, name: str, keys: tuple[str, str], roles: dict[str, st
     content = item.get(content_key)
     if has_calls and content is None:
         content = ""
-    if isinstance(content, list):
-        content = _text_of_parts(content, f"`{content_key}` of {name}")
     if not isinstance(content, str):
         raise RowError(f"has {kind_of(content)} as `{content_key}` of {name}; expected a string")
     may_be_empty = has_calls or roles[role] in ("system", "tool")
@@ -222,14 +232,33 @@ def _checked(item: object, name: str, keys: tuple[str, str], roles: dict[str, st
     return {**make_message(roles[role], content), **_extras(item, roles[role], name)}
 
 
-def _text_of_parts(parts: list[Any], name: str) -> str:
-    """Content as a list of {type: text, text}, one text. Raises RowError for parts that are pictures or sound."""
-    others = sorted({str(part.get("type")) for part in parts if isinstance(part, dict)} - {"text"})
-    if others:
-        raise RowError(f"has {', '.join(others)} in {name}, as multimodal data have; only text is learned")
-    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
-        raise RowError(f"has a list as {name}; expected a string, or a list of {{type: text, text}}")
-    return "".join(part["text"] for part in parts)
+def _without_parts(item: object, content_key: str, name: str) -> object:
+    """The message with its content as one text, where it is a list of {type: text, text}, or of LLaMA-Factory's
+    {type, value}: there thoughts and calls are parts as well. Raises RowError for parts that are pictures or sound.
+    """
+    parts = item.get(content_key) if isinstance(item, dict) else None
+    if not isinstance(item, dict) or not isinstance(parts, list):
+        return item
+    where = f"`{content_key}` of {name}"
+    types = {str(part.get("type")) for part in parts if isinstance(part, dict)}
+    if others := sorted(types - PART_TYPES):
+        raise RowError(
+            f"has {', '.join(others)} in {where}, as multimodal data have; they are not supported yet: only text is "
+            "learned"
+        )
+    texts: dict[str, list[str]] = {kind: [] for kind in PART_TYPES}
+    for part in parts:
+        text = next((part[key] for key in ("text", "value") if key in part), None) if isinstance(part, dict) else None
+        if not isinstance(text, str):
+            raise RowError(f"has a list as {where}; expected a string, or a list of {{type: text, text}}")
+        texts[part["type"]].append(text)
+    extras: Message = {}
+    if texts["reasoning"]:
+        extras["reasoning_content"] = "".join(texts["reasoning"])
+    if texts["tool_call"]:
+        calls = [decoded(call) for call in texts["tool_call"]]
+        extras["tool_calls"] = [one for call in calls for one in (call if isinstance(call, list) else [call])]
+    return {**item, content_key: "".join(texts["text"]), **extras}
 
 
 def _extras(item: dict[str, Any], role: str, name: str) -> Message:

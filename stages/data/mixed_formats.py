@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from stages.core.errors import DataError, DownloadError, TransientError
 from stages.data.config import METHODS_FOR, DataConfig, RowKind
 from stages.data.files import Row, find_files, read_rows
-from stages.data.formats import FORMATS, WORDS_FOR
+from stages.data.formats import FORMATS, WORDS_FOR, fitting_formats, likeliest_format, rename_columns
+from stages.data.messages import RowError
 
 
 def check_formats(inputs: Mapping[str, Path], config: DataConfig, rows: RowKind) -> None:
@@ -48,10 +48,11 @@ def _format_of(config: DataConfig, folder: Path, rows: RowKind) -> str | None:
         first = next((row.content for row in read_rows(folder, files) if isinstance(row, Row)), None)
     except (DataError, DownloadError, TransientError):
         return None
-    fitting = [name for name, form in FORMATS.items() if isinstance(first, dict) and _fits(form.columns, first)]
-    suitable = [name for name in fitting if FORMATS[name].rows == rows]
-    return next(iter(suitable), max(fitting, key=lambda name: len(FORMATS[name].columns), default=None))
-
-
-def _fits(columns: tuple[str, ...], row: dict[str, Any]) -> bool:
-    return all(column in row for column in columns)
+    if not isinstance(first, dict):
+        return None
+    try:
+        row = rename_columns(first, config.columns)
+    except RowError:
+        return None
+    suitable = [name for name in fitting_formats(row) if FORMATS[name].rows == rows]
+    return next(iter(suitable), likeliest_format(row))

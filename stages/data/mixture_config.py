@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from stages.core.contract import DatasetReference, OutsidePath, StageConfig, StrictModel
-from stages.core.fields import SplitName
+from stages.core.fields import AddedLater, SplitName
 from stages.core.numbers import PositiveFp32
 
 DataFormat = Literal[
@@ -20,11 +20,17 @@ DataFormat = Literal[
     "sharegpt",
     "human_assistant",
     "text",
+    "sharegpt_preference",
+    "messages_preference",
+    "alpaca_preference",
     "preference",
     "rejected_response",
     "rejected_messages",
+    "chosen_messages",
     "labelled",
     "labelled_messages",
+    "labelled_sharegpt",
+    "labelled_alpaca",
 ]
 
 OF_MIXTURE = ("weight", "max_epochs")
@@ -45,6 +51,7 @@ class MixturePart(StrictModel):
     evaluation_split: SplitName | None = Field(None, description="As in `data`.")
     evaluation_fraction: float | None = Field(None, ge=0, lt=1, description="As in `data`.")
     format: DataFormat | None = Field(None, description="As in `data`.")
+    columns: Annotated[dict[str, str] | None, AddedLater()] = Field(None, description="As in `data`.")
     chat_template: OutsidePath | None = Field(
         None, description="As in `data`; the trained model is used with that of `data`."
     )

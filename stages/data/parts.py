@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from stages.core.errors import DataError
 from stages.data.cache import content_key, file_digest
 from stages.data.compression import format_suffix, is_compressed
-from stages.data.files import LONGEST_LINE_BYTES, Part
+from stages.data.files import JSON_LINES, LONGEST_LINE_BYTES, Part
 from stages.data.parquet import open_parquet
 from stages.remote.pointers import is_pointer, size_bytes
 
@@ -64,7 +64,7 @@ class DataPart:
 
 def parts_of(path: Path, name: str) -> Iterator[DataPart]:
     """The parts of a file in order, each hashed when it is asked for; at least one."""
-    if format_suffix(path) == ".jsonl" and not is_compressed(path):
+    if format_suffix(path) in JSON_LINES and not is_compressed(path):
         yield from _of_bytes(path, name) if is_pointer(path) else _of_lines(path, name)
     elif format_suffix(path) == ".parquet":
         yield from _of_row_groups(path, name)

@@ -6,8 +6,19 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from stages.data.agent_messages import with_tool_calls
 from stages.data.documents import Conversation, Document, PlainText
-from stages.data.messages import INVISIBLE, Message, RowError, as_messages, ordered, parse_text, parse_tools
+from stages.data.messages import (
+    INVISIBLE,
+    SHAREGPT_ROLES,
+    Message,
+    RowError,
+    as_messages,
+    ordered,
+    parse_messages,
+    parse_text,
+    parse_tools,
+)
 from stages.data.row_fields import check_no_conversation, template_variables, unlearned_turns, with_system
 
 Columns = dict[str, Any]
@@ -19,7 +30,7 @@ def read_preference(row: Columns) -> tuple[Document, ...]:
     """Chosen and rejected. Raises RowError."""
     if row["chosen"] == row["rejected"]:
         raise RowError("has the same `chosen` and `rejected`; expected two different answers")
-    if any(isinstance(row.get(column), list) for column in ("prompt", "chosen", "rejected")):
+    if any(isinstance(row.get(column), list | dict) for column in ("prompt", "chosen", "rejected")):
         return _read_conversations(row)
     check_no_conversation(row)
     return _read_plain(row)
@@ -63,7 +74,8 @@ def _begins_with(answer: str, prompt: str) -> bool:
 
 
 def _read_conversations(row: Columns) -> tuple[Document, ...]:
-    prompt = [] if row.get("prompt") is None else as_messages(row["prompt"], "prompt", "user")
+    row = {**row, **{column: _listed(row[column]) for column in ("prompt", "chosen", "rejected") if column in row}}
+    prompt = [] if row.get("prompt") is None else _messages(row["prompt"], "prompt", "user")
     chosen, rejected = (_answered(row, prompt, column) for column in ("chosen", "rejected"))
     num_shared = _num_shared(chosen, rejected)
     if num_shared in (len(chosen), len(rejected)):
@@ -79,10 +91,26 @@ def _read_conversations(row: Columns) -> tuple[Document, ...]:
     return tuple(Conversation(messages, num_shared, tools, variables=variables) for messages in (chosen, rejected))
 
 
+def _listed(value: object) -> Any:
+    """A list of messages: of one message, or with calls where agents' data have messages of their own for them."""
+    messages = [value] if isinstance(value, dict) else value
+    return with_tool_calls(messages, *(("from", "value") if _is_sharegpt(messages) else ()))
+
+
+def _is_sharegpt(messages: object) -> bool:
+    return isinstance(messages, list) and any(isinstance(one, dict) and "from" in one for one in messages)
+
+
+def _messages(value: object, column: str, role: str) -> list[Message]:
+    if _is_sharegpt(value):
+        return parse_messages(value, column, ("from", "value"), SHAREGPT_ROLES)
+    return as_messages(value, column, role)
+
+
 def _answered(row: Columns, prompt: list[Message], column: str) -> list[Message]:
     """The whole conversation: the answer after the prompt, unless the answer holds the prompt already."""
     answer = row[column]
-    messages = as_messages(answer, column, "assistant")
+    messages = _messages(answer, column, "assistant")
     roles = [message["role"] == "assistant" for message in messages]
     if isinstance(answer, list) and len(roles) - 1 in unlearned_turns(answer, roles):
         raise RowError(f"has an answer in `{column}` that is marked not to be learned; expected two to compare")

@@ -86,7 +86,7 @@ class _Run:
         self._config = config
         self._bad_rows = bad_rows
         self._writer = writer
-        reader = RowReader(config.format, task.rows)
+        reader = RowReader(config.format, task.rows, config.columns)
         tokenizing = Tokenizing(task.portion, config, task.tokenizer_folder, task.rows, reader)
         self._source = PieceSource(tokenizing, task.folder, task.files, task.pieces, task.report, task.time_limit_s)
         self._tokenizer = self._source.tokenizer.tokenizer

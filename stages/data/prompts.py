@@ -12,12 +12,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from stages.data.agent_messages import RESULTS, with_tool_calls
 from stages.data.documents import Conversation, Document, PlainText
-from stages.data.formats import RowReader
+from stages.data.formats import FORMATS, RowReader, likeliest_format, rename_columns
 from stages.data.messages import (
     Message,
     RowError,
@@ -46,10 +47,16 @@ class Prompt:
 class PromptReader:
     """Reads the prompts of one dataset, whose rows are all of one format."""
 
-    def __init__(self, reference_column: str | None, named_in: str = "prompts.reference") -> None:
+    def __init__(
+        self,
+        reference_column: str | None,
+        named_in: str = "prompts.reference",
+        columns: Mapping[str, str] | None = None,
+    ) -> None:
         """reference_column: where the right answer stands, as the recipe's field `named_in` says; None for the usual
-        places."""
+        places. columns: name in the rows → name that formats have."""
         self._column = reference_column
+        self._columns = columns or {}
         self._named_in = named_in
         self._answered: RowReader | None = None
         self._pairs: RowReader | None = None
@@ -58,9 +65,11 @@ class PromptReader:
         """Raises RowError for a bad row, DataError when the first one is of no known format."""
         if not isinstance(row, dict):
             raise RowError(f"is {kind_of(row)}; expected an object with named columns")
+        row = rename_columns(row, self._columns)
         if is_prompt_alone(row):
             return Prompt(_prompt_alone(row), self._reference(row, None), row)
-        if {"chosen", "rejected"} <= row.keys():
+        likeliest = likeliest_format(row)
+        if likeliest and FORMATS[likeliest].rows == "pairs":
             self._pairs = self._pairs or RowReader("auto", "pairs")
             document = self._pairs.read(row)[0]
         else:

@@ -2,8 +2,8 @@
 
 | field                                        | what becomes of it                                                    |
 | -------------------------------------------- | --------------------------------------------------------------------- |
-| `loss`, `loss_scale`, `weight`, `train` of   | false or 0: the turn is context, and not learned                      |
-| an assistant's message                       |                                                                       |
+| `loss`, `loss_scale`, `loss_weight`,         | false or 0: the turn is context, and not learned                      |
+| `weight`, `train` of an assistant's message  |                                                                       |
 | the same of another role                     | false or 0: as it is anyway; else refused                             |
 | the same of a row                            | false or 0: refused                                                   |
 | `system` of a row                            | the system message                                                    |
@@ -39,7 +39,7 @@ from stages.data.messages import (
     parse_text,
 )
 
-LEARNED_MARKS = ("loss", "loss_scale", "weight", "train")
+LEARNED_MARKS = ("loss", "loss_scale", "loss_weight", "weight", "train")
 NOT_LEARNED = ("false", "0", "0.0")
 """As text, which is what CSV has."""
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
@@ -177,15 +177,27 @@ def _unread_of_tool(tool: dict[str, Any]) -> Iterator[str]:
 def _check_fields(fields: dict[str, Any], where: str) -> None:
     media = [name for name in MEDIA if says_something(fields.get(name))]
     if media:
-        raise RowError(f"has {listed(media)}{where}; only text is learned, which means something else without it")
+        raise RowError(
+            f"has {listed(media)}{where}, which are not supported yet: only text is learned, and it means something "
+            "else without them"
+        )
     for name, reason in REFUSED.items():
         if says_something(fields.get(name)):
             raise RowError(f"has {kind_of(fields[name])} as `{name}`{where}, {reason}")
 
 
+LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+"""As text: CSV has no other."""
+
+
+def is_label(value: object) -> bool:
+    """Return whether a value says that an answer is good or bad."""
+    return str(value).lower() in LABELS
+
+
 def parse_label(value: object) -> bool:
-    """CSV has text where JSON has words."""
-    found = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}.get(str(value).lower())
+    """Return whether an answer is a good one. Raises RowError for a value that does not say it."""
+    found = LABELS.get(str(value).lower())
     if found is None:
         raise RowError(f"has {value!r} as `label`; expected true, for a good answer, or false")
     return found

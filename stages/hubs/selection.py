@@ -14,7 +14,7 @@ from stages.hubs.hub import Request
 from stages.hubs.source import Source
 from stages.models.model_folder import PICKLE_SUFFIXES
 
-_TEXT_DATA = (".jsonl", ".json", ".csv")
+_TEXT_DATA = (".jsonl", ".ndjson", ".json", ".csv")
 _DATA_SUFFIXES = (".parquet", *(f"{suffix}{packed}" for suffix in _TEXT_DATA for packed in ("", ".gz", ".zst")))
 _MODEL_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".md")
 _DOCUMENTS = ("README.md", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE")

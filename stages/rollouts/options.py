@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 
@@ -15,7 +15,8 @@ class PromptOptions:
     """Which rows are asked, and how. Fields that are None: as the row and the model's folder have it.
 
     limit: rows from the first on. reference: column of the right answer, which a recipe names in `reference_field`.
-    system: of chats that have none. rewards: some need the right answer.
+    system: of chats that have none. rewards: some need the right answer. columns: name in the rows → name that formats
+    have.
     """
 
     split: str
@@ -27,6 +28,7 @@ class PromptOptions:
     rewards: Mapping[str, Reward]
     chat_template: Path | None = None
     template_date: date | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ class _Rows:
         self._options = options
         self._tokenizer = tokenizer
         self._as_chat = as_chat
-        self._reader = PromptReader(options.reference, options.reference_field)
+        self._reader = PromptReader(options.reference, options.reference_field, options.columns)
 
     def asked(self, place: Place, row: object) -> AskedPrompt:
         """Raises RowError."""

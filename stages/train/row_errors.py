@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
+from stages.core.redaction import quoted
 from stages.data.config import METHODS_FOR, DataConfig
-from stages.data.formats import FORMATS
+from stages.data.formats import COLUMN_NAMES, FORMATS
 from stages.data.mixed_formats import not_to_be_mixed
 from stages.train.methods.method import Method
 
@@ -28,6 +30,14 @@ def _errors(method: Method, data: DataConfig, place: str) -> Iterator[str]:
         yield f"`{place}train_on: all` does not go with `method: {method.name}`, which compares answers; remove it"
     if method.rows != "examples" and data.packing == "cut":
         yield f"`data.packing: cut` does not go with `method: {method.name}`; remove it, or learn texts (`method: sft`)"
+    for theirs, ours in data.columns.items():
+        if ours not in COLUMN_NAMES:
+            yield (
+                f"`data.{place}columns`: {theirs} is to be read as {quoted(ours, 100)}, which no format has; expected "
+                f"{', '.join(sorted(COLUMN_NAMES))}"
+            )
+    if twice := [ours for ours, count in Counter(data.columns.values()).items() if count > 1]:
+        yield f"`data.{place}columns` reads several columns as {', '.join(twice)}; expected one each"
     suitable = [name for name, form in FORMATS.items() if form.rows == method.rows]
     if method.rows != "prompts" and data.format not in ("auto", *suitable):
         yield (

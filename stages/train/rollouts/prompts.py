@@ -31,6 +31,7 @@ def checked_prompts(
         apply_chat_template=options.apply_chat_template,
         rewards=options.rewards,
         chat_template=data.chat_template,
+        columns=data.columns,
         template_date=None if data.template_date == DEFAULT_DATE else data.template_date,
     )
     prompts = read_prompts(folder, asked, model_folder)

@@ -213,10 +213,13 @@ MEANING = {
         lines(chat({"role": "user", "content": "a", "loss": True}, "b")),
         "has `loss: True` in message 1, which is not the assistant's",
     ),
-    "images": (lines(chat("<image>what?", "b", images=[IMAGE])), "has `images`; only text is learned"),
+    "images": (
+        lines(chat("<image>what?", "b", images=[IMAGE])),
+        "has `images`, which are not supported yet: only text is learned",
+    ),
     "an image in a message": (
         lines(chat({"role": "user", "content": "a", "image": IMAGE}, "b")),
-        "has `image` of message 1 of `messages`; only text is learned",
+        "has `image` of message 1 of `messages`, which are not supported yet: only text",
     ),
     "options that the template never reads": (
         lines(chat("a", "b", chat_template_kwargs={"thinking": True})),

@@ -13,6 +13,7 @@ import pytest
 from stages.core.errors import DataError
 from stages.data import files
 from stages.data.files import BadRow, Place, Row, find_files, num_places, read_rows
+from stages.data.parts import parts_of
 
 ROWS = [{"text": "one"}, {"text": "two\nlines, and a comma"}, {"text": "drei 😀"}]
 
@@ -212,3 +213,21 @@ def test_the_lines_of_a_large_file_are_told_from_its_beginning(tmp_path, monkeyp
     (tmp_path / "train.jsonl").write_text('{"a": 1}\n' * 100)
     assert 95 <= num_places(tmp_path / "train.jsonl") <= 105
     assert num_places(compress(tmp_path / "train.jsonl", "gzip")) == 101
+
+
+def test_a_file_of_no_known_suffix_is_refused_with_those_that_are_known(tmp_path):
+    for name, found in (
+        ("rows.txt", "ends in '.txt'"),
+        ("rows", "has no suffix"),
+        ("rows.arrow.gz", "ends in '.arrow'"),
+    ):
+        (tmp_path / name).write_text('{"text": "a"}\n')
+        with pytest.raises(DataError, match=rf"{found}; expected .jsonl, .ndjson, .json, .csv, .parquet"):
+            list(read_rows(tmp_path, [tmp_path / name]))
+
+
+def test_ndjson_is_json_lines(tmp_path):
+    (tmp_path / "train.ndjson").write_text('{"text": "a"}\n{"text": "b"}\n')
+    (path,) = find_files(tmp_path, "train")
+    assert [row.content["text"] for row in read_rows(tmp_path, [path])] == ["a", "b"]
+    assert [part.part.end for part in parts_of(path, path.name)] == [path.stat().st_size]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from typing import get_args
 
 import pytest
 
 from stages.core.errors import DataError
 from stages.data.documents import Conversation, PlainText
-from stages.data.formats import RowReader
+from stages.data.formats import FORMATS, RowReader, likeliest_format
 from stages.data.messages import RowError
+from stages.data.mixture_config import DataFormat
 
 
 def user(content):
@@ -252,7 +254,7 @@ def test_unknown_columns_are_an_error_that_lists_them_and_every_format():
 def test_the_wrong_method_for_the_data_is_an_error_that_names_the_right_one():
     with pytest.raises(DataError, match="`method: dpo` learns from them"):
         read({"chosen": "a", "rejected": "b"})
-    with pytest.raises(DataError, match=r"expected preference \(`chosen`, `rejected`\)"):
+    with pytest.raises(DataError, match=r"expected .*; preference \(`chosen`, `rejected`\); "):
         read({"text": "a"}, rows="pairs")
     with pytest.raises(DataError, match="These are labelled answers: `method: kto` learns from them"):
         read({"prompt": "a", "completion": "b", "label": True}, rows="pairs")
@@ -320,3 +322,113 @@ def test_what_a_definition_lacks_is_null_as_vllm_writes_it():
     assert json.dumps(conversation.tools[0]["function"]) == (
         '{"name": "f", "description": null, "parameters": null, "strict": false}'
     )
+
+
+def test_columns_of_other_names_are_read_as_those_of_formats():
+    row = {"question": "2 + 2?", "answer": "4", "label": None}
+    assert RowReader("auto", "examples", {"question": "query", "answer": "response"}).read(row) == (
+        Conversation([user("2 + 2?"), assistant("4")]),
+    )
+    assert RowReader("auto", "examples", {"question": "prompt", "answer": "completion"}).read(row) == (
+        PlainText("2 + 2?", "4"),
+    )
+    judged = RowReader("auto", "labelled", {"q": "query", "question": "prompt", "answer": "completion", "ok": "label"})
+    for is_good in (True, False):
+        content = {**row, "ok": is_good}
+        assert judged.read(content) == (PlainText("2 + 2?", "4"),)
+        assert judged.label(content) is is_good
+    scored = RowReader("auto", "pairs", {"better": "chosen", "worse": "rejected", "by": "margin"})
+    pair = {"prompt": "2 + 2?", "better": "4", "worse": "5", "by": 2}
+    assert len(scored.read(pair)) == 2 and scored.margin(pair) == 2
+    swapped = RowReader("auto", "examples", {"prompt": "completion", "completion": "prompt"})
+    assert swapped.read({"prompt": "4", "completion": "2 + 2?"}) == (PlainText("2 + 2?", "4"),)
+
+
+def test_two_columns_are_not_read_as_one_and_no_column_is_an_error_with_a_way_out():
+    reader = RowReader("auto", "examples", {"question": "prompt"})
+    with pytest.raises(RowError, match="has `prompt`, `question`, which are both read as `prompt`; expected one"):
+        reader.read({"prompt": "a", "question": "b", "completion": "c"})
+    assert reader.read({"prompt": None, "question": "b", "completion": "c"}) == (PlainText("b", "c"),)
+    with pytest.raises(DataError, match=r"such as `columns: \{question: query, answer: response\}`"):
+        read({"question": "2 + 2?", "answer": "4"})
+
+
+def test_a_table_has_every_column_in_every_row_and_lists_as_text_where_it_has_no_lists():
+    table = {"messages": [user("a"), assistant("b")], "rejected_response": None, "chosen": None, "rejected": None}
+    assert likeliest_format(table) == "messages"
+    assert likeliest_format({**table, "rejected_response": "c"}) == "rejected_response"
+    assert likeliest_format({**table, "label": False}) == "labelled_messages"
+    assert likeliest_format({**table, "label": "science"}) == "messages"
+    assert likeliest_format(dict.fromkeys(table)) is not None
+    text = {name: json.dumps(value) if value else value for name, value in table.items()}
+    assert read(text) == (CHAT,)
+
+
+def test_messages_beside_whole_conversations_are_no_prompt():
+    chosen, rejected = ([user("a"), assistant(answer)] for answer in "bc")
+    row = {"prompt": "a", "messages": chosen, "chosen": chosen, "rejected": rejected}
+    assert likeliest_format(row) == "preference"
+    assert read(row, rows="pairs") == (Conversation(chosen, 1), Conversation(rejected, 1))
+
+
+@pytest.mark.parametrize(
+    ("asked", "first", "second"),
+    [
+        (
+            {"conversations": [{"from": "human", "value": "a"}]},
+            {"from": "gpt", "value": "b"},
+            {"from": "gpt", "value": "c"},
+        ),
+        ({"messages": [user("a")]}, assistant("b"), assistant("c")),
+        ({"prompt": [user("a")]}, assistant("b"), assistant("c")),
+        ({"prompt": "a"}, {"from": "gpt", "value": "b"}, [{"from": "gpt", "value": "c"}]),
+        ({"instruction": "a"}, "b", "c"),
+    ],
+)
+def test_answers_may_be_single_messages_under_both_names(asked, first, second):
+    row = {**asked, "system": "s", "chosen": first, "rejected": second}
+    system = {"role": "system", "content": "s"}
+    assert FORMATS[likeliest_format(row)].rows == "pairs"
+    assert read(row, rows="pairs") == tuple(
+        Conversation([system, user("a"), assistant(answer)], 2) for answer in ("b", "c")
+    )
+
+
+def test_parts_of_content_are_text_thoughts_and_calls_and_their_weights_count():
+    def part(kind, value):
+        return {"type": kind, "value": value}
+
+    row = {
+        "messages": [
+            {"role": "user", "content": [part("text", "1 + "), part("text", "2?")], "loss_weight": 0.0},
+            {
+                "role": "assistant",
+                "content": [part("reasoning", "I add."), part("tool_call", '{"name": "add", "arguments": {"a": 1}}')],
+                "loss_weight": 0.0,
+            },
+            {"role": "tool", "content": [part("text", "3")], "loss_weight": 0.0},
+            {"role": "assistant", "content": [part("text", "3")], "loss_weight": 1.0},
+        ]
+    }
+    (conversation,) = read(row)
+    assert conversation.messages == [
+        user("1 + 2?"),
+        {**assistant(""), "reasoning_content": "I add.", "tool_calls": [call("add", {"a": 1})]},
+        {"role": "tool", "content": "3"},
+        assistant("3"),
+    ]
+    assert conversation.unlearned == {1}
+    with pytest.raises(RowError, match=r"has image_url in `content` of message 1 of `messages`.* not supported yet"):
+        read({"messages": [{"role": "user", "content": [part("image_url", "x")]}, assistant("b")]})
+
+
+def test_a_bad_answer_is_not_imitated_whatever_its_mark_is_called():
+    row = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "kto_tag": False}
+    with pytest.raises(RowError, match="`method: kto` learns from both"):
+        read(row)
+    reader = RowReader("auto", "labelled")
+    assert (reader.read(row), reader.label(row)) == ((Conversation([user("a"), assistant("b")], 1),), False)
+
+
+def test_every_format_that_a_recipe_may_name_is_in_the_table():
+    assert {"auto", *FORMATS} == set(get_args(DataFormat))
