@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from stages.core.lines import raw_stream, visible
+from stages.core.numbers import counted
 from stages.data.shown import Bar, DataLook, ShownDocument, ShownPortion, ShownRow
 
 BEGIN, END = "⟦", "⟧"
@@ -57,11 +58,12 @@ def span(bar: Bar) -> str:
 def summary(portion: ShownPortion) -> str:
     """How much there is, and how much of it is learned."""
     if portion.sequence_length is None:
-        return f"{portion.num_source_rows:,} rows, {portion.num_tokens:,} tokens"
+        return f"{counted(portion.num_source_rows, 'row')}, {portion.num_tokens:,} tokens"
     visited = "" if portion.share is None else f"; {portion.share:.1%} of what is learned, {portion.epochs:.3g} epochs"
     return (
-        f"{portion.num_source_rows:,} rows read → {portion.num_documents:,} documents in {portion.num_rows:,} packed "
-        f"rows of {portion.sequence_length:,} tokens ({portion.padding_fraction:.1%} padding); "
+        f"{counted(portion.num_source_rows, 'row')} read → {counted(portion.num_documents, 'document')} in "
+        f"{counted(portion.num_rows, 'packed row')} of {portion.sequence_length:,} tokens "
+        f"({portion.padding_fraction:.1%} padding); "
         f"{portion.num_tokens:,} tokens, {portion.num_target_tokens:,} of them ({portion.target_fraction:.1%}) learned"
         f"{visited}"
     )
@@ -88,8 +90,7 @@ def _row(row: ShownRow, *, coloured: bool) -> Iterator[Text]:
 def heading(row: ShownRow) -> str:
     """Name of a row, and what it holds."""
     padding = f", {row.num_padding_tokens:,} tokens of padding" if row.num_padding_tokens is not None else ""
-    documents = "1 document" if len(row.documents) == 1 else f"{len(row.documents)} documents"
-    return f"{visible(row.name)}: {documents}{padding}"
+    return f"{visible(row.name)}: {counted(len(row.documents), 'document')}{padding}"
 
 
 def document_heading(document: ShownDocument) -> str:

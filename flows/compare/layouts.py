@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from flows.planning.layout_text import engine_and_fields, line_problems
 from flows.recipe.text import read_text, show
 from stages.core.errors import RecipeError
+from stages.core.numbers import counted
 from stages.core.redaction import shortened
 from stages.models.shape import ModelShape
 from stages.parallel.layout import Layout, describe_layout
@@ -95,8 +96,8 @@ def without_misfits(
 
 def _bad_layouts(problems: Sequence[str], refused: Sequence[RefusedLayout]) -> RecipeError:
     lines = [*problems, *(f"{shortened(one.text, SHOWN_CHARACTERS)}: {one.reason}" for one in refused)]
-    count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
-    return RecipeError("\n".join([f"the layouts have {count}:", *(f"  {line}" for line in lines)]))
+    title = f"the layouts have {counted(len(lines), 'problem')}:"
+    return RecipeError("\n".join([title, *(f"  {line}" for line in lines)]))
 
 
 def text_of(config: TrainConfig, recipe_batch: int) -> str:

@@ -24,7 +24,7 @@ def contamination_warnings(identity: Identity, upstream: Mapping[str, UpstreamEn
     """
     if identity["kind"] != "evaluate":
         return
-    tasks = _tasks_of(identity, "")
+    tasks = _tasks_of(identity, identity["config"], "")
     learned = {(stage, dataset.version): dataset for stage, dataset in _learned(upstream, find)}
     for (stage, _), dataset in learned.items():
         if missing := sorted(name for name, _, _ in tasks - _compared_with(dataset, find)):
@@ -53,17 +53,14 @@ def _compared_with(dataset: UpstreamEntry, find: Find) -> set[Task]:
         return set()
     config: Any = record.identity["config"]
     own: set[Task] = set()
-    for name in (config.get("decontaminate") or {}).get("benchmarks", {}):
-        own |= _tasks_of(record.identity, f"decontaminate.benchmarks.{name}.")
+    for name, block in (config.get("decontaminate") or {}).get("benchmarks", {}).items():
+        own |= _tasks_of(record.identity, block, f"decontaminate.benchmarks.{name}.")
     made_of = [entry for entry in record.upstream.values() if _is_dataset(entry, find)]
     return own.union(set.intersection(*(_compared_with(entry, find) for entry in made_of)) if made_of else ())
 
 
-def _tasks_of(identity: Identity, path: str) -> set[Task]:
-    """The tasks that the block at a dotted path names."""
-    block: Any = identity["config"]
-    for name in path.split(".")[:-1]:
-        block = block[name]
+def _tasks_of(identity: Identity, block: Any, path: str) -> set[Task]:
+    """Return the tasks that a block of the identity's config names. path: the beginning of its fields' dotted paths."""
     outside: Any = identity["outside"]
     harness = block.get("harness", DEFAULT_HARNESS)
     return {(task, harness, outside.get(f"{path}task_folder")) for task in block["tasks"]}

@@ -20,9 +20,10 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError, create_mode
 from flows.recipe.overrides import apply_overrides
 from flows.recipe.problems import MAX_PROBLEMS, explain, models_in
 from flows.recipe.text import absolute, bad_numbers, closest, read_text, resolve_file_sources, show, tree_of
-from stages.core.contract import StageConfig, StrictModel
+from stages.core.contract import MAKE_ABSOLUTE, StageConfig, StrictModel
 from stages.core.errors import LayoutError, RecipeError
 from stages.core.fields import Reference, find_marker
+from stages.core.numbers import counted
 from stages.core.redaction import shortened
 from stages.kinds import KINDS
 from stages.train.config import LAYOUT_PROBLEM
@@ -121,10 +122,9 @@ def load_stages(name: str, folder: Path, tree: Mapping[str, Any], problems: Sequ
 
 
 def _listed(problems: Sequence[str]) -> str:
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     shown = [f"  {shortened(problem, MAX_PROBLEM_CHARACTERS)}" for problem in problems[:MAX_PROBLEMS]]
     more = ["  …; mend these first"] if len(problems) > MAX_PROBLEMS else []
-    return "\n".join([f"the recipe has {count}:", *shown, *more])
+    return "\n".join([f"the recipe has {counted(len(problems), 'problem')}:", *shown, *more])
 
 
 def json_schema() -> dict[str, Any]:
@@ -146,15 +146,13 @@ def _stage_adapter() -> TypeAdapter[StageConfig]:
 
 
 def _read_stage(tree: Any, folder: Path) -> StageConfig:
-    """Validate strictly (`"3"` is no number), as JSON, in which a list may stand for a tuple, a string for a path."""
-    config = _stage_adapter().validate_json(json.dumps(tree), strict=True)
-    outside = config.outside_paths()
-    if not outside:
-        return config
-    for field, path in outside.items():
-        *parents, last = field.split(".")
-        functools.reduce(operator.getitem, parents, tree)[last] = str(absolute(path, folder))
-    return _stage_adapter().validate_json(json.dumps(tree), strict=True)
+    """Validate strictly (`"3"` is no number), as JSON, in which a list may stand for a tuple, a string for a path.
+
+    Paths outside the store become absolute; in the recipe they start at its folder.
+    """
+    return _stage_adapter().validate_json(
+        json.dumps(tree), strict=True, context={MAKE_ABSOLUTE: lambda path: absolute(path, folder)}
+    )
 
 
 def _top_level_problems(tree: Mapping[str, Any]) -> Iterator[str]:
@@ -222,6 +220,12 @@ def _reference_problem(
     if target not in tree:
         return f"there is no stage `{target}`{closest(target, tree)}"
     if target in stages and stages[target].product not in reference.products:
+        block = type(stages[target]).model_fields.get("adapter")
+        if reference.products == ("adapter",) and block and models_in(block.annotation):
+            return (
+                f"{target} has no `adapter:` block, so it trains the whole model; expected an adapter: give it such a "
+                "block, or name a stage that has one"
+            )
         product, expected = stages[target].product, " or ".join(reference.products)
         found, expected = (f"an {text}" if text[0] == "a" else f"a {text}" for text in (product, expected))
         hint = "; a stage of `kind: merge` makes a model of it" if product == "adapter" else ""

@@ -21,13 +21,13 @@ import json
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import Field, JsonValue, PositiveInt, field_validator
+from pydantic import AfterValidator, Field, JsonValue, PositiveInt, ValidationInfo, field_validator
 
 from stages.core.clusters import KubernetesOptions, SlurmOptions
 from stages.core.fields import (
@@ -53,7 +53,16 @@ ScoresReference = Annotated[str, Reference(("scores",))]
 NetworkInterface = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,14}$")]
 """As Linux names them."""
 T = TypeVar("T")
-OutsidePath = Annotated[Path, OutsideInput()]
+MAKE_ABSOLUTE = "make_absolute"
+"""Key in the context of a validation: the function that makes a relative path absolute, when a recipe is read."""
+
+
+def _made_absolute(path: Path, info: ValidationInfo) -> Path:
+    make_absolute: Callable[[Path], Path] | None = (info.context or {}).get(MAKE_ABSOLUTE)
+    return make_absolute(path) if make_absolute else path
+
+
+OutsidePath = Annotated[Path, OutsideInput(), AfterValidator(_made_absolute)]
 
 
 class Execution(StrictModel):

@@ -34,3 +34,8 @@ lets everything pass.
 
 Seconds = Annotated[float, Field(gt=0, le=1e8, allow_inf_nan=False)]
 """Three years at most: system calls take no length of time."""
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: `1 document`, `2,000 documents`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

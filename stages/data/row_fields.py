@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from stages.core.numbers import LARGEST
+from stages.core.numbers import LARGEST, counted
 from stages.data.messages import (
     FUNCTION_FIELDS,
     MESSAGE_FIELDS,
@@ -148,7 +148,7 @@ class Unread:
         """All of them, once."""
         if not self.counts:
             return None
-        fields = ", ".join(f"`{name}` ({count} rows)" for name, count in sorted(self.counts.items()))
+        fields = ", ".join(f"`{name}` ({counted(count, 'row')})" for name, count in sorted(self.counts.items()))
         return f"fields that are not read, and teach nothing: {fields}"
 
 

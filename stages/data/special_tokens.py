@@ -15,6 +15,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from stages.core.numbers import counted
 from stages.data.config import SpecialTokensPolicy
 from stages.data.messages import RowError, listed
 from stages.data.sandbox import Span
@@ -74,7 +75,7 @@ class SpecialTokens:
         """What was found, in how many documents, and what became of it."""
         if not counts:
             return None
-        found = ", ".join(f"`{token}` ({count} documents)" for token, count in sorted(counts.items()))
+        found = ", ".join(f"`{token}` ({counted(count, 'document')})" for token, count in sorted(counts.items()))
         if self._policy == "allow":
             return f"special tokens within texts: {found}; taken as such (`special_tokens_in_content: allow`)"
         return (

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from stages.core.contract import Lease, StageContext, StageResult
+from stages.core.numbers import counted
 from stages.serve.config import ServeConfig
 from stages.serving.adapters import adapter_folders
 from stages.serving.agreement import agreement_metrics, compare_with_records
@@ -71,7 +72,7 @@ def _bring_up(server: Server, config: ServeConfig, context: StageContext) -> dic
     for name, one in agreements.items():
         context.milestone(
             f"{name} differs from what training recorded by {one.from_training.most:.2g} nats per token at most "
-            f"({one.num_documents} documents)"
+            f"({counted(one.num_documents, 'document')})"
         )
     metrics = {"time_to_ready_s": time_to_ready_s, **agreement_metrics(agreements, config.model)}
     if config.benchmark:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stages.core.errors import ServerError
+from stages.core.numbers import counted
 from stages.models.recorded import RECORD, Differences, Predicted, RecordedDocument, differences, read_record
 from stages.serving.client import Client
 from stages.serving.engine import Engine
@@ -85,8 +86,8 @@ def _compare(
     from_base = sum(apart) / sum(one.num_targets for one in documents)
     if from_base <= found.mean:
         raise ServerError(
-            f"the adapter {name} does nothing where it is served: over {len(documents)} recorded documents its "
-            f"log-probabilities are {from_base:.3g} nats per token from those of its base {spec.own_name}, and "
+            f"the adapter {name} does nothing where it is served: over {counted(len(documents), 'recorded document')} "
+            f"its log-probabilities are {from_base:.3g} nats per token from those of its base {spec.own_name}, and "
             f"{found.mean:.3g} from those that training recorded; see the server's log for layers that it left out, or "
             "serve what a stage of `kind: merge` makes of it"
         )

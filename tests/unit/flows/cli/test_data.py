@@ -169,7 +169,7 @@ def lifecycle(capsys, tmp_path, monkeypatch):
 def test_rows_of_a_local_file_are_shown_before_anything_was_run(lifecycle, tmp_path):
     code, output, errors = lifecycle("data", tmp_path / "small.yaml", "--stage", "sft")
     assert (code, errors) == (0, "")
-    assert "training: 2 rows read → 1 documents in 1 packed rows of 512 tokens" in output
+    assert "training: 2 rows read → 1 document in 1 packed row of 512 tokens" in output
     assert "1 × has an empty list in `messages`; expected messages (first: rows.jsonl:2)" in output
     assert "⟦fine<|im_end|>⟧" in output
     page = tmp_path / "home" / "data" / "small-sft.html"

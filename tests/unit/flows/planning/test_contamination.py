@@ -14,6 +14,7 @@ from tests.unit.flows.conftest import TREE
 
 SCORES = {"kind": "evaluate", "model": "small", "serving": {}, "tasks": ["one", "two"], "task_folder": "tasks"}
 ONE = {"tasks": ["one"], "task_folder": "tasks"}
+ODD_NAMES = {"a.b": ONE, "a": ONE, "a/b c": ONE, "": ONE, "ä": ONE}
 OTHER = {"kind": "download", "dataset": "builtin/addition-preferences"}
 
 
@@ -77,6 +78,7 @@ def test_training_rows_that_nobody_compared_are_named_with_stage_and_tasks(warni
             ["two"],
         ),
         ({"clean": curated("problems", decontaminate={"benchmarks": {"a": {"tasks": ["one", "two"]}}})}, ["one, two"]),
+        ({"clean": curated("problems", decontaminate={"benchmarks": ODD_NAMES})}, ["two"]),
     ],
 )
 def test_curated_rows_are_good_for_the_tasks_that_all_of_them_were_compared_with(warnings, clean, expected):

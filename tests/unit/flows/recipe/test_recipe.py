@@ -83,6 +83,14 @@ def test_outside_paths_start_at_the_recipe_folder(load, tmp_path):
     assert load(text).stages["base"].model == f"file://{tmp_path}/mine"
 
 
+def test_a_name_of_a_person_s_own_may_hold_a_dot_and_its_paths_still_start_at_the_recipe_folder(load, tmp_path):
+    names = ["own.v1", "own", "a/b c", "", "ä"]
+    listed = ", ".join(f'"{name}": {{tasks: [addition], task_folder: tasks}}' for name in names)
+    clean = f"  clean: {{kind: curate, datasets: [problems], decontaminate: {{benchmarks: {{{listed}}}}}}}\n"
+    benchmarks = load(RECIPE + clean).stages["clean"].decontaminate.benchmarks
+    assert {name: one.task_folder for name, one in benchmarks.items()} == dict.fromkeys(names, tmp_path / "tasks")
+
+
 def test_a_file_source_without_a_path_is_not_the_folder_of_the_recipe(load):
     with pytest.raises(RecipeError, match="file:// needs a path"):
         load(RECIPE.replace("builtin/qwen3-1m", "file://"))
@@ -122,6 +130,11 @@ def test_an_override_changes_one_place_of_an_aliased_value(load):
         ),
         ("model: served, tasks", "model: problems, tasks", "produces a dataset; expected a model or adapter or server"),
         ("dataset: problems}\n    global", "dataset: base}\n    global", "stages.tuned.data.dataset: refers to base"),
+        (
+            "{kind: serve, model: quantized}",
+            "{kind: merge, model: base, adapter: tuned}",
+            "tuned has no `adapter:` block",
+        ),
         ("model: base", "model: quantized", "tuned → quantized → tuned"),
         ("model: base", "model: tuned", "tuned → tuned"),
         ("model: served,", "model: served, serving: {dtype: auto},", "stages.scores.serving: served is a server"),

@@ -337,7 +337,7 @@ COUNTED = {
     ),
     "fields that are not read": (
         lines({**GOOD, "id": 1}, chat({"role": "user", "content": "c", "name": "Ann"}, "d", id=1, source="web")),
-        "`id` (2 rows), `messages[].name` (1 rows), `source` (1 rows)",
+        "`id` (2 rows), `messages[].name` (1 row), `source` (1 row)",
     ),
 }
 

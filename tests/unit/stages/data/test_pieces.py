@@ -100,7 +100,7 @@ def test_what_repeats_and_what_is_bad_is_named_by_its_place_over_all_parts(run, 
     assert [warning.removeprefix("training data: ") for warning in run.reports.warnings] == [
         "1 of 60 rows cannot be learned from and were dropped: train.jsonl:41 has an empty list in `messages`; "
         "expected messages",
-        "fields that are not read, and teach nothing: `more` (1 rows)",
+        "fields that are not read, and teach nothing: `more` (1 row)",
         "1 of 59 rows repeat an earlier one, and are learned as often as they are there: train.jsonl:51 is "
         "train.jsonl:4 again",
     ]

@@ -59,7 +59,7 @@ def test_plain_text_is_text(tokenizer, read_ids):
     assert len(tokens) == len("a <|im_start|>b<|im_end|> c") + 1
     assert read_ids(tokens.ids) == "a <|im_start|>b<|im_end|> c</s>"
     assert next(mine.warnings(mine.take_notes())).startswith(
-        "special tokens within texts: `<|im_end|>` (1 documents), `<|im_start|>` (1 documents); encoded as text."
+        "special tokens within texts: `<|im_end|>` (1 document), `<|im_start|>` (1 document); encoded as text."
     )
 
 
