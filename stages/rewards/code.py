@@ -21,7 +21,7 @@ from pydantic import Field
 
 from stages.core.errors import ResourceError
 from stages.core.numbers import Seconds
-from stages.rewards.environment import bare_environment
+from stages.core.program import bare_environment
 from stages.rewards.reward import Completion, CompletionReward, RewardContext, Scores
 
 BLOCK = re.compile(r"^```[ \t]*(?:python|py)?[0-9.]*[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL | re.IGNORECASE)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from stages.core.errors import DataError
 from stages.core.numbers import Seconds
-from stages.rewards.programs import Program, ProgramEndedError
-from stages.rewards.reward import Completion, CompletionReward, RewardContext, Scores
+from stages.core.program import Program, ProgramEndedError, ProgramError
+from stages.core.redaction import quoted
+from stages.rewards.reward import Completion, CompletionReward, RewardContext, RowCheck, Scores, scored_in_time
 
-START_TIMEOUT_S = 300.0
+GRACE_S = 1.0
+"""Beyond the program's own limit, for a step that it cannot interrupt."""
+MAX_ENDLESS_ROWS = 5
+"""More of them, and each would be waited for."""
 
 
 class MathReward(CompletionReward):
@@ -29,56 +32,64 @@ class MathReward(CompletionReward):
     timeout_s: Seconds = Field(5.0, description="Of one comparison; one that takes longer counts as wrong.")
 
     def row_problem(self, reference: str | None, row: Mapping[str, Any]) -> str | None:
-        if reference is None or importlib.import_module("stages.rewards.math_program").reference_in(reference):
-            return None
-        return f"has the right answer {reference[:60]!r}, which is no number and no formula"
+        with self.row_checks() as check:
+            return check(reference, row)
+
+    @contextmanager
+    def row_checks(self) -> Iterator[RowCheck]:
+        """Raises DataError at the row after `MAX_ENDLESS_ROWS` that cannot be read in time."""
+        num_endless = 0
+
+        def check(reference: str | None, row: Mapping[str, Any]) -> str | None:
+            nonlocal num_endless
+            if reference is None:
+                return None
+            answer = f"has the right answer {quoted(reference, 60)}, which"
+            try:
+                is_mathematics = self._asked(program, reference=reference)
+            except TimeoutError:
+                num_endless += 1
+                if num_endless > MAX_ENDLESS_ROWS:
+                    raise DataError(
+                        f"{num_endless} rows have right answers that the reward `math` cannot read within timeout_s, "
+                        f"{self.timeout_s:g} s, or within its memory, such as {quoted(reference, 60)}; write their "
+                        "values, or leave these rows out"
+                    ) from None
+                return f"{answer} cannot be read within {self.timeout_s:g} s, or within the memory that it may have"
+            return None if is_mathematics else f"{answer} is no number and no formula"
+
+        with self._program() as program:
+            yield check
 
     def score(self, completion: Completion) -> float:
-        with Program("stages.rewards.math_program") as program:
-            program.answer(START_TIMEOUT_S)
-            return self._value(self._found(program, completion))
+        with self._program() as program:
+            try:
+                return self._score(program, completion)
+            except TimeoutError:
+                return 0.0
 
     @contextmanager
     def opened(self, name: str, context: RewardContext) -> Iterator[Scores]:
-        programs = [_started()]
+        with self._program() as program:
+            program.start()
+            yield scored_in_time(lambda one: self._score(program, one), name, context, self.timeout_s)
 
-        def scores(completions: Sequence[Completion]) -> Iterator[float]:
-            counted: Counter[str] = Counter()
-            for completion in completions:
-                found = self._found(programs[0], completion)
-                if found == "timeout":
-                    programs[0].close()
-                    programs[0] = _started()
-                counted[found] += 1
-                yield self._value(found)
-            if counted["timeout"]:
-                context.warn(
-                    f"the reward {name}: {counted['timeout']} of {counted.total()} comparisons took over "
-                    f"{self.timeout_s:g} s, or all memory that they may have; they count as wrong"
-                )
+    def _program(self) -> Program:
+        return Program("stages.rewards.math_program", str(self.timeout_s))
 
+    def _score(self, program: Program, completion: Completion) -> float:
+        """Raises TimeoutError."""
+        outcome = self._asked(program, text=completion.text, reference=completion.reference)
+        return {"right": 1.0, "no answer": self.no_answer}.get(outcome, 0.0)
+
+    def _asked(self, program: Program, **question: str | None) -> Any:
+        """Return the program's answer. Raises TimeoutError where time or memory, the recursion's as well, is spent."""
+        program.start()
         try:
-            yield scores
-        finally:
-            programs[0].close()
-
-    def _found(self, program: Program, completion: Completion) -> str:
-        """`right`, `wrong`, `no answer` or `timeout`."""
-        try:
-            asked = {"text": completion.text, "reference": completion.reference}
-            return str(program.ask(asked, self.timeout_s)["found"])
-        except (TimeoutError, ProgramEndedError):
-            return "timeout"
-
-    def _value(self, found: str) -> float:
-        return {"right": 1.0, "no answer": self.no_answer}.get(found, 0.0)
-
-
-def _started() -> Program:
-    program = Program("stages.rewards.math_program")
-    try:
-        program.answer(START_TIMEOUT_S)
-    except BaseException:
-        program.close()
-        raise
-    return program
+            return program.ask(question, self.timeout_s + GRACE_S)
+        except ProgramEndedError as error:
+            raise TimeoutError from error
+        except ProgramError as error:
+            if error.kind in ("MemoryError", "RecursionError"):
+                raise TimeoutError from error
+            raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, Self
 
@@ -13,8 +14,9 @@ from pydantic import Field, PositiveFloat, model_validator
 from stages.core.contract import OutsidePath
 from stages.core.errors import DataError
 from stages.core.fields import AddedLater
+from stages.core.program import Program, ProgramEndedError, ProgramError
+from stages.core.redaction import shortened
 from stages.rewards import landlock
-from stages.rewards.programs import Program, ProgramEndedError
 from stages.rewards.reward import Completion, CompletionReward, RewardContext, Scores
 
 
@@ -33,7 +35,7 @@ class PythonReward(CompletionReward):
     )
 
     def score(self, completion: Completion) -> float:
-        with self._running() as program:
+        with self._program() as program:
             return self._asked(program, completion)
 
     @contextlib.contextmanager
@@ -44,8 +46,9 @@ class PythonReward(CompletionReward):
                 f"the reward {name} runs {self.custom_code()}, which can read the stage's environment on this machine: "
                 "its kernel has no Landlock (Linux 5.13 and later)"
             )
-        with self._running() as program:
-            yield lambda completions: (self._asked(program, one) for one in completions)
+        with self._program() as program:
+            self._answer(lambda: program.start(self.timeout_s))
+            yield lambda completions: (self._asked(program, completion) for completion in completions)
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -61,29 +64,30 @@ class PythonReward(CompletionReward):
             raise ValueError(f"`minimum` is {self.minimum:g}; expected less than `maximum`, {self.maximum:g}")
         return self
 
-    @contextlib.contextmanager
-    def _running(self) -> Iterator[Program]:
-        """The program that runs the function, when it has imported the file."""
-        with Program("stages.rewards.python_program", str(self.file), self.function) as program:
-            self._answer(lambda: program.answer(self.timeout_s))
-            yield program
+    def _program(self) -> Program:
+        return Program("stages.rewards.python_program", str(self.file), self.function)
 
     def _asked(self, program: Program, completion: Completion) -> float:
+        self._answer(lambda: program.start(self.timeout_s))
         asked = {name: getattr(completion, name) for name in ("prompt", "text", "reference", "row")}
-        score = self._answer(lambda: program.ask(asked, self.timeout_s))["score"]
-        if isinstance(score, bool | int | float):
-            return float(score)
-        raise DataError(f"{self.custom_code()} gave {json.dumps(score)[:60]}; expected a number")
-
-    def _answer(self, answered: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What the program answers. Raises DataError for an error, for none in time, and for none."""
+        score = self._answer(lambda: program.ask(asked, self.timeout_s))
+        if not isinstance(score, bool | int | float):
+            raise DataError(f"{self.custom_code()} gave {shortened(json.dumps(score), 60)}; expected a number")
         try:
-            answer = answered()
+            return float(score)
+        except OverflowError as error:
+            most = f"{sys.float_info.max:.3g}"
+            raise DataError(
+                f"{self.custom_code()} gave {shortened(str(score), 60)}; expected a number from -{most} to {most}"
+            ) from error
+
+    def _answer(self, answered: Callable[[], Any]) -> Any:
+        """Return the program's answer. Raises DataError for an error, and for none in time."""
+        try:
+            return answered()
         except TimeoutError as error:
-            said = f"gave no answer within timeout_s, {self.timeout_s:g} s"
-            raise DataError(f"{self.custom_code()} {said}") from error
+            raise DataError(f"{self.custom_code()} gave no answer within timeout_s, {self.timeout_s:g} s") from error
+        except ProgramError as error:
+            raise DataError(f"{self.custom_code()}: {shortened(str(error), 500)}") from error
         except ProgramEndedError as error:
             raise DataError(f"{self.custom_code()} {error}") from error
-        if "error" in answer:
-            raise DataError(f"{self.custom_code()}: {answer['error']}")
-        return answer

@@ -1,61 +1,49 @@
 """Runs a function of a person's file for each completion: `python -m stages.rewards.python_program FILE FUNCTION`.
 
-A completion is a line of JSON on the standard input; its answer, {"score": number} or {"error": text}, is one on what
-was the standard output. What the function prints goes to the standard error. The first answer is of the import.
-Neither the environment nor the memory of the stage, which has keys of servers, is within the function's reach.
+A question is a completion; its answer is the score, whatever the function returned. Neither the environment nor the
+memory of the stage, which has keys of servers, is within the function's reach.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-import json
-import os
 import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from stages.core.program_loop import RefusedError, answer_questions
 from stages.rewards import landlock
 
 ARGUMENTS = ("prompt", "completion", "reference", "row")
 
 
-def main(file: str, function: str) -> None:
-    """Answers until the standard input ends."""
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
-        os.dup2(2, 1)
+def begin(file: str, function: str) -> Callable[[dict[str, Any]], Any]:
+    """Import the file. Raises RefusedError for one that has no such function."""
+    with contextlib.suppress(OSError):  # without Landlock, which the stage warns of
+        landlock.hide_other_processes()
+    sys.path.insert(0, str(Path(file).parent))  # for what the file imports from beside it
+    try:
+        names = runpy.run_path(file)
+    except BaseException as error:  # SystemExit as well: a script that does its work when it is run
+        raise RefusedError(f"cannot be imported: {type(error).__name__}: {error}") from error
+    if function not in names:
+        raise RefusedError(f"has no function {function!r}")
+    score: Callable[..., Any] = names[function]
+    if problem := _unlike_a_score(score):
+        raise RefusedError(problem)
 
-        def answer(content: dict[str, Any]) -> None:
-            print(json.dumps(content), file=answers, flush=True)
+    def scored(completion: dict[str, Any]) -> Any:
+        value = score(completion["prompt"], completion["text"], completion["reference"], completion["row"])
+        return value.item() if hasattr(value, "item") else value
 
-        with contextlib.suppress(OSError):  # without Landlock, which the stage warns of
-            landlock.hide_other_processes()
-        sys.path.insert(0, str(Path(file).parent))  # for what the file imports from beside it
-        try:
-            score: Callable[..., Any] = runpy.run_path(file)[function]
-        except KeyError as error:
-            answer({"error": f"has no function {error}"})
-            return
-        except BaseException as error:  # SystemExit as well: a script that does its work when it is run
-            answer({"error": f"cannot be imported: {type(error).__name__}: {error}"})
-            return
-        if problem := _unlike_a_score(score):
-            answer({"error": problem})
-            return
-        answer({"score": 0})
-        for line in sys.stdin:
-            asked = json.loads(line)
-            try:
-                found = score(asked["prompt"], asked["text"], asked["reference"], asked["row"])
-                answer({"score": found.item() if hasattr(found, "item") else found})
-            except Exception as error:
-                answer({"error": f"{type(error).__name__}: {error}"})
+    return scored
 
 
 def _unlike_a_score(score: object) -> str | None:
-    """Why it cannot be called as it will be, as far as its signature tells."""
+    """Return why it cannot be called as it will be, as far as its signature tells."""
     if not callable(score):
         return f"is {type(score).__name__}; expected a function"
     with contextlib.suppress(ValueError):  # some of C have no signature
@@ -67,4 +55,5 @@ def _unlike_a_score(score: object) -> str | None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    file, function = sys.argv[1:]
+    answer_questions(lambda: begin(file, function))

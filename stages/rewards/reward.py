@@ -36,6 +36,9 @@ class Completion:
 Scores = Callable[[Sequence[Completion]], Iterator[float]]
 """A number for each completion, in their order. Raises DataError at the one that cannot be judged."""
 
+RowCheck = Callable[[str | None, Mapping[str, Any]], str | None]
+"""From a row's right answer and the row to why no completion of its prompt could be judged; None where it could."""
+
 
 @dataclass(frozen=True)
 class RewardContext:
@@ -72,8 +75,13 @@ class Reward(StrictModel, ABC):
         return -math.inf, math.inf
 
     def row_problem(self, reference: str | None, row: Mapping[str, Any]) -> str | None:
-        """Why it could judge no completion of a row's prompt, such as `has no tests`; None where it could."""
+        """Return why it could judge no completion of a row's prompt, such as `has no tests`; None where it could."""
         return None
+
+    @contextlib.contextmanager
+    def row_checks(self) -> Iterator[RowCheck]:
+        """Yield `row_problem` for many rows, with whatever it needs for that."""
+        yield self.row_problem
 
     def custom_code(self) -> str | None:
         """Code of the recipe's that it runs, such as `rewards.py:score`."""
@@ -96,3 +104,23 @@ class CompletionReward(Reward):
     @contextlib.contextmanager
     def opened(self, name: str, context: RewardContext) -> Iterator[Scores]:
         yield lambda completions: map(self.score, completions)
+
+
+def scored_in_time(score: Callable[[Completion], float], name: str, context: RewardContext, limit_s: float) -> Scores:
+    """Return what scores many completions: 0 and a warning for those at which `score` raises TimeoutError."""
+
+    def scores(completions: Sequence[Completion]) -> Iterator[float]:
+        num_late = 0
+        for completion in completions:
+            try:
+                yield score(completion)
+            except TimeoutError:
+                num_late += 1
+                yield 0.0
+        if num_late:
+            context.warn(
+                f"the reward {name}: {num_late} of {len(completions)} comparisons took over {limit_s:g} s, or all "
+                "memory that they may have; they count as wrong"
+            )
+
+    return scores

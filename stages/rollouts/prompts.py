@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -15,7 +16,7 @@ from stages.data.messages import RowError, make_message
 from stages.data.prompts import Prompt, PromptReader
 from stages.data.tokenizer import DocumentTokenizer
 from stages.models.trained_on import is_asked_as_chat, noted_date
-from stages.rewards.reward import Completion
+from stages.rewards.reward import Completion, RowCheck
 from stages.rollouts.options import PromptOptions
 
 NUM_NAMED = 10
@@ -45,17 +46,19 @@ def read_prompts(folder: Path, options: PromptOptions, tokenizer_folder: Path) -
     own_date = options.template_date or noted_date(tokenizer_folder) or DEFAULT_DATE
     tokenizer = DocumentTokenizer(tokenizer_folder, options.chat_template, "assistant", template_date=own_date)
     as_chat = options.apply_chat_template
-    rows = _Rows(options, tokenizer, is_asked_as_chat(tokenizer_folder) if as_chat is None else as_chat)
     files = find_files(folder, options.split)
     found: list[AskedPrompt] = []
     bad: list[str] = []
-    for row in islice(read_rows(folder, files), options.limit):
-        try:
-            if isinstance(row, BadRow):
-                raise RowError(row.reason)
-            found.append(rows.asked(row.place, row.content))
-        except RowError as error:
-            bad.append(f"{row.place} {error}")
+    with ExitStack() as stack:
+        checks = {name: stack.enter_context(reward.row_checks()) for name, reward in options.rewards.items()}
+        rows = _Rows(options, tokenizer, is_asked_as_chat(tokenizer_folder) if as_chat is None else as_chat, checks)
+        for row in islice(read_rows(folder, files), options.limit):
+            try:
+                if isinstance(row, BadRow):
+                    raise RowError(row.reason)
+                found.append(rows.asked(row.place, row.content))
+            except RowError as error:
+                bad.append(f"{row.place} {error}")
     if bad:
         named = "\n".join(f"  {one}" for one in bad[:NUM_NAMED])
         more = f"\n  … and {len(bad) - NUM_NAMED} more" if len(bad) > NUM_NAMED else ""
@@ -80,8 +83,12 @@ def check_room(prompts: Sequence[AskedPrompt], context_tokens: int, max_tokens: 
 class _Rows:
     """Makes prompts of rows."""
 
-    def __init__(self, options: PromptOptions, tokenizer: DocumentTokenizer, as_chat: bool) -> None:
+    def __init__(
+        self, options: PromptOptions, tokenizer: DocumentTokenizer, as_chat: bool, checks: Mapping[str, RowCheck]
+    ) -> None:
+        """checks: by the names of the rewards."""
         self._options = options
+        self._checks = checks
         self._tokenizer = tokenizer
         self._as_chat = as_chat
         self._reader = PromptReader(options.reference, options.reference_field, options.columns)
@@ -95,7 +102,7 @@ class _Rows:
                     f"has no right answer, which the reward {name} compares with; expected an answer, or a column that "
                     f"`{self._options.reference_field}` names"
                 )
-            if problem := reward.row_problem(prompt.reference, prompt.row):
+            if problem := self._checks[name](prompt.reference, prompt.row):
                 raise RowError(f"{problem}, which the reward {name} cannot do without")
         prompt = replace(prompt, document=self._as_asked(prompt.document))
         text, token_ids = self._tokenizer.encode_prompt(prompt.document)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from stages.core.errors import DataError
 from stages.data.documents import PlainText
 from stages.rewards.math import MathReward
 from stages.rewards.reward import Completion, RewardContext
@@ -67,3 +68,20 @@ def test_a_right_answer_that_is_no_mathematics_is_found_before_anything_is_asked
 ) -> None:
     found = MathReward(type="math").row_problem(reference, {})
     assert found is None if expected is None else found.startswith(expected)
+
+
+@pytest.mark.parametrize("reference", [r"$\binom{1000000000}{500000000}$", ENDLESS, "$10^{10^{10}}!$"])
+def test_a_right_answer_that_takes_for_ever_is_a_problem_of_its_row(reference: str) -> None:
+    began_s = time.monotonic()
+    problem = MathReward(type="math", timeout_s=0.5).row_problem(reference, {})
+    assert problem
+    assert "cannot be read within 0.5 s" in problem
+    assert time.monotonic() - began_s < 60
+
+
+def test_rows_that_take_for_ever_are_not_all_waited_for() -> None:
+    with MathReward(type="math", timeout_s=0.01).row_checks() as check:
+        found = [check(ENDLESS, {}) for _ in range(5)]
+        assert all(found)
+        with pytest.raises(DataError, match=r"6 rows have right answers .* cannot read within timeout_s, 0.01 s"):
+            check(ENDLESS, {})

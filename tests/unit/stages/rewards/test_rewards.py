@@ -155,6 +155,11 @@ def test_a_file_of_ones_own_judges_in_a_process_of_its_own(tmp_path: Path) -> No
         ("def score(*_): return None", "gave null; expected a number"),
         ("def score(*_): return object()", "TypeError: Object of type object is not JSON serializable"),
         ("import os\ndef score(*_): os._exit(7)", "ended its process with exit code 7"),
+        (
+            "def score(*_): return 10**400",
+            "gave 1000000000000000000000000000000000000000000000000000000000…; expected a nu",
+        ),
+        ("def score(*_): return -10**5000", "ValueError: Exceeds the limit"),
         ("def score(*_): return float('nan')", "the reward own is nan; expected a finite number"),
     ],
 )
@@ -165,13 +170,37 @@ def test_what_a_file_does_wrong_is_named_with_the_completion(tmp_path: Path, cod
     assert expected in str(caught.value)
 
 
-def test_a_function_that_does_not_end_is_ended(tmp_path: Path) -> None:
-    own = python(tmp_path, "def score(*_):\n    while True: pass", timeout_s=3)
+HALF_A_LINE = """
+import os, time
+
+def score(*_):
+    for descriptor in range(3, 20):  # also the one that answers are written to
+        try:
+            os.write(descriptor, b'{"answer": ')
+        except OSError:
+            pass
+    time.sleep(1000)
+"""
+LEAVES_A_CHILD = """
+import subprocess, time
+
+def score(*_):
+    subprocess.Popen(["sleep", "123456"], start_new_session=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("code", ["def score(*_):\n    while True: pass", HALF_A_LINE, LEAVES_A_CHILD])
+def test_a_function_that_does_not_end_is_ended(tmp_path: Path, code: str) -> None:
+    own = python(tmp_path, code, timeout_s=3)
     started_s = time.monotonic()
     with pytest.raises(DataError, match="gave no answer within timeout_s, 3 s"):
         own.score(completion("a"))
     assert time.monotonic() - started_s < 60
     assert not programs()
+    assert not [
+        process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ["sleep", "123456"]
+    ]
 
 
 def test_the_sum_is_weighted() -> None:

@@ -1,0 +1,210 @@
+"""Start a program of ours in a process of its own and ask it, within limits: for work on what others wrote.
+
+Code, patterns, formulas and templates from outside may take any time and any memory. They are worked on by a *program*:
+a module that calls `program_loop.answer_questions`. This is the asking side:
+
+    with Program("stages.rewards.math_program", "5") as program:
+        found = program.ask({"text": "$1$", "reference": "1"}, timeout_s=6)
+
+A question and its answer are JSON, of any size: one question with many rows costs less than many with one (some 30 µs
+each). The program has a bare environment (no keys), an empty folder as its home, and a session of its own; it ends with
+this process, however that ends. What it starts ends with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from pathlib import Path
+from typing import Any, Self
+
+from stages.core.program_loop import LIFELINE
+from stages.core.supervisor import TOKEN_VARIABLE, end_processes, marked_processes
+
+START_TIMEOUT_S = 300.0
+"""For what a program imports, on a busy machine."""
+GRACE_S = 5.0
+MAX_ANSWER_BYTES = 256 << 20
+PIECE_BYTES = 1 << 16
+"""What a pipe holds."""
+LONGEST_POLL_S = 1000.0
+
+PASSED_ON = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "OMP_NUM_THREADS")
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=str)
+
+
+class ProgramError(Exception):
+    """An error that a program's function raised for a question; the program can be asked again.
+
+    kind: name of its class, such as `MemoryError`.
+    """
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text if kind == "RefusedError" else f"{kind}: {text}")
+        self.kind = kind
+
+
+class ProgramEndedError(Exception):
+    """The program ended, or was ended because it wrote no answer that can be read."""
+
+
+class Program:
+    """A program that runs when it is needed; ended by `close`, with the block that it is used in, or with the object.
+
+    For one thread at a time.
+    """
+
+    def __init__(self, module: str, *arguments: str) -> None:
+        """Does not start it yet."""
+        self._command = [sys.executable, "-m", module, *arguments]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._end: weakref.finalize[Any, Any] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Start it, and wait until it can be asked; where it runs, do nothing. Raises as `ask`."""
+        if self._process is None:
+            self._launch()
+            try:
+                self._answer(b"", timeout_s)
+            except BaseException:
+                self.close()
+                raise
+
+    def ask(self, question: Any, timeout_s: float) -> Any:
+        """Return its answer; start the program where it does not run.
+
+        timeout_s: from here to the answer's last byte. Raises TimeoutError when that is over, or the program's own
+        limit of CPU time is; ProgramError for an error of its function; ProgramEndedError. It is ended where it may
+        still be at work on the question; the next one then starts it again.
+        """
+        line = _ENCODER.encode(question).encode("utf-8", "surrogatepass") + b"\n"
+        self.start()
+        return self._answer(line, timeout_s)
+
+    def close(self) -> None:
+        """End it and what it has started, at once. May be called again, and the program asked again."""
+        if self._end is not None:
+            self._end()
+        self._process = self._end = None
+
+    def _launch(self) -> None:
+        home = tempfile.TemporaryDirectory(prefix="program-", ignore_cleanup_errors=True)
+        token = os.urandom(16).hex()
+        lifeline, held = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=bare_environment(Path(home.name)) | {TOKEN_VARIABLE: token, LIFELINE: str(lifeline)},
+                pass_fds=(lifeline,),
+                start_new_session=True,
+                bufsize=0,
+            )
+        except BaseException:
+            os.close(held)
+            home.cleanup()
+            raise
+        finally:
+            os.close(lifeline)
+        self._end = weakref.finalize(self, _end, self._process, held, token, home)
+        assert self._process.stdin and self._process.stdout
+        os.set_blocking(self._process.stdin.fileno(), False)
+        os.set_blocking(self._process.stdout.fileno(), False)
+
+    def _answer(self, question: bytes, timeout_s: float) -> Any:
+        try:
+            outcome, content = _decoded(self._exchanged(question, time.monotonic() + timeout_s))
+        except BaseException:  # an interrupt as well: the next question must not get this one's answer
+            self.close()
+            raise
+        if outcome == "answer":
+            return content
+        kind, text = content
+        if kind == "TimeLimitError":
+            raise TimeoutError
+        raise ProgramError(kind, text)
+
+    def _exchanged(self, question: bytes, deadline_s: float) -> bytes:
+        """Send a line, and return the one that comes back.
+
+        Both pipes are served at once, and neither is waited for beyond the deadline: a program may stop to read in the
+        middle of a question, or to write in the middle of an answer.
+        """
+        assert self._process and self._process.stdin and self._process.stdout
+        questions, answers = self._process.stdin.fileno(), self._process.stdout.fileno()
+        left, answer = memoryview(question), bytearray()
+        while not answer.endswith(b"\n"):
+            try:
+                left = left[os.write(questions, left) :] if left else left
+            except BlockingIOError:  # the pipe is full
+                pass
+            except BrokenPipeError:  # its answer, or that there is none, says why
+                left = left[:0]
+            if (remaining_s := deadline_s - time.monotonic()) <= 0:
+                raise TimeoutError
+            poll = select.poll()
+            poll.register(answers, select.POLLIN)
+            if left:
+                poll.register(questions, select.POLLOUT)
+            poll.poll(min(remaining_s, LONGEST_POLL_S) * 1000)
+            with contextlib.suppress(BlockingIOError):
+                if not (piece := os.read(answers, PIECE_BYTES)):
+                    raise ProgramEndedError(self._ending())
+                answer += piece
+            if len(answer) > MAX_ANSWER_BYTES:
+                raise ProgramEndedError(f"answered with more than {MAX_ANSWER_BYTES >> 20} MiB")
+        if left:
+            raise ProgramEndedError("answered before it had read the question")
+        return bytes(answer)
+
+    def _ending(self) -> str:
+        """Return how it ended, after it closed its output."""
+        assert self._process
+        try:
+            return f"ended its process with exit code {self._process.wait(GRACE_S)}"
+        except subprocess.TimeoutExpired:
+            return "closed its output"
+
+
+def bare_environment(home: Path) -> dict[str, str]:
+    """Return the environment of code that must see no secrets: PATH, PYTHONPATH, the locale and an empty HOME."""
+    passed_on = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    ours = str(Path(__file__).parents[2])
+    python_path = os.pathsep.join(filter(None, [ours, os.environ.get("PYTHONPATH")]))
+    return {**passed_on, "PYTHONPATH": python_path, "HOME": str(home), "TMPDIR": str(home)}
+
+
+def _decoded(line: bytes) -> tuple[str, Any]:
+    """Return `answer` or `error`, and what it is. Raises ProgramEndedError for another line: some code wrote it."""
+    try:
+        ((outcome, content),) = json.loads(line).items()
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ProgramEndedError(f"wrote a line that is no answer ({type(error).__name__})") from error
+    return outcome, content
+
+
+def _end(process: subprocess.Popen[bytes], lifeline: int, token: str, home: tempfile.TemporaryDirectory[str]) -> None:
+    """Kill a program's group, and what it has started in others; then remove its home."""
+    if process.returncode is None:  # its number is its own as long as its end has not been asked for
+        os.killpg(process.pid, signal.SIGKILL)
+    with process:  # closes the pipes, and waits
+        pass
+    os.close(lifeline)
+    end_processes(lambda: marked_processes(token, session=process.pid))
+    home.cleanup()

@@ -1,0 +1,133 @@
+"""Answers questions of another process within limits: what a program of ours runs, `program.py` starts and asks.
+
+A program is a module with a main function that calls `answer_questions`. Standard library only, and little of it, so
+that a program is started in some 20 ms and has the memory that it may take for its own work.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+LIFELINE = "PROGRAM_LIFELINE"
+"""Variable with the number of the read end of a pipe, whose other end only the asking process holds."""
+AGAIN_S = 0.1
+"""CPU seconds between the signals that follow the first one: what caught it in passing is interrupted again."""
+
+Answered = TypeVar("Answered")
+
+# Surrogates are kept as they are; `\uXXXX` for every character that is not ASCII would be three times as long.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
+
+class TimeLimitError(BaseException):
+    """The CPU time of a piece of work is spent. No `Exception`: libraries catch those, and go on."""
+
+
+class RefusedError(Exception):
+    """An answer that is a refusal: its text goes to the asking process as it is, without the name of a class."""
+
+
+def within(cpu_s: float, work: Callable[..., Answered], *arguments: Any) -> Answered:
+    """Return `work(*arguments)`. Raises TimeLimitError when it has taken `cpu_s` of CPU time.
+
+    Only Python's own steps are interrupted: a product of huge integers is not, and neither is a wait. The deadline of
+    the asking process ends these. Takes some 2 µs, for one row of a question with many. Not to be nested.
+    """
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_PROF, cpu_s, AGAIN_S)
+            return work(*arguments)
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+    except TimeLimitError:
+        signal.setitimer(signal.ITIMER_PROF, 0)  # where the signal came before the line above
+        raise
+
+
+def answer_questions(
+    begin: Callable[[], Callable[[Any], Any]], *, memory_bytes: int | None = None, cpu_s: float | None = None
+) -> None:
+    """Answer each line of JSON on the standard input with one, until the input or the asking process ends.
+
+    begin: imports what is needed, and returns the function from a question to its answer, both of which are JSON. Its
+    own end, or its error, is the first answer. memory_bytes: address space that this process may have from then on.
+    cpu_s: CPU time for a question. An error, MemoryError and RecursionError as well, is answered with its class and
+    its text; this process lives on. What is printed goes to the standard error.
+    """
+    _end_with_asking_process()
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    signal.signal(signal.SIGPROF, _interrupt)
+    function = None
+
+    def begun(_: bytes) -> None:
+        nonlocal function
+        function = begin()
+
+    def answered(line: bytes) -> Any:
+        assert function
+        return function(json.loads(line))
+
+    _write(answers, _answer(begun, b"", None))
+    if function is None:
+        return
+    if memory_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    for line in sys.stdin.buffer:
+        _write(answers, _answer(answered, line, cpu_s))
+
+
+def _answer(answered: Callable[[bytes], Any], line: bytes, cpu_s: float | None) -> bytes:
+    """Return the answer to a line, or the error on the way to it, as a line."""
+
+    def encoded() -> bytes:
+        return _encoded({"answer": answered(line)})
+
+    try:
+        return encoded() if cpu_s is None else within(cpu_s, encoded)
+    except TimeLimitError:
+        return _encoded({"error": ["TimeLimitError", ""]})
+    except RefusedError as error:
+        return _encoded({"error": ["RefusedError", str(error)]})
+    except Exception as error:
+        return _encoded({"error": [type(error).__name__, _text_of(error)]})
+
+
+def _text_of(error: Exception) -> str:
+    try:
+        return str(error)
+    except Exception:  # a class from outside may have any `__str__`
+        return ""
+
+
+def _encoded(content: dict[str, Any]) -> bytes:
+    return _ENCODER.encode(content).encode("utf-8", "surrogatepass") + b"\n"
+
+
+def _write(descriptor: int, line: bytes) -> None:
+    left = memoryview(line)
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
+def _interrupt(*_: object) -> None:
+    raise TimeLimitError
+
+
+def _end_with_asking_process() -> None:
+    """Have the kernel kill this process and its group when the other end of the lifeline is closed.
+
+    A parent-death signal would come when the *thread* that started this process ends, and a thread that waits here for
+    the end of a pipe would not get its turn while a step of C holds the interpreter.
+    """
+    lifeline = int(os.environ.pop(LIFELINE))
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
