@@ -12,14 +12,20 @@ from typing import Any
 from stages.core.errors import ModelError, RecipeError, ServerError
 from stages.models.projections import Projection
 from stages.models.recorded import Predicted
+from stages.remote.http_answers import AnswerModel
 from stages.serving.backend import EngineAddress
 from stages.serving.client import Client
+from stages.serving.completions import Models
 from stages.serving.config import BenchmarkConfig
 from stages.serving.engine import Capabilities, LoadResult
 from stages.serving.launch import LaunchSpec
 from stages.serving.quantization import Quantization
 
 PROGRAM = Path(__file__).with_name("tiny_openai_server.py")
+
+
+class Listed(AnswerModel):
+    context: int
 
 
 @dataclass(frozen=True)
@@ -58,10 +64,10 @@ class TinyEngine:
         return next((line for line in log.splitlines() if line.startswith("tiny: ")), None)
 
     def context_tokens(self, client: Client, spec: LaunchSpec) -> int:
-        return int(client.models()[0]["context"])
+        return client.answer("/v1/models", Models[Listed]).data[0].context
 
     def smoke_log_probabilities(self, client: Client) -> list[float]:
-        return client.complete("What is 1 + 2?")["logprobs"]["token_logprobs"][-2:]
+        return client.complete("What is 1 + 2?").reported(client.url).token_logprobs[-2:]
 
     def predictions(self, client: Client, rows: list[list[int]]) -> list[Predicted]:
         raise ServerError("Tiny tells no log-probabilities of prompts")

@@ -94,6 +94,7 @@ def _compared(
         difference=2 * rate - 1,
         standard_error=2 * statistics.stdev(wins) / math.sqrt(len(wins)),
         higher_is_better=True,
+        largest=1.0,
     )
 
 

@@ -38,7 +38,10 @@ class Scores:
 
 @dataclass(frozen=True)
 class Difference:
-    """Candidate − reference over `num_samples` documents that both answered; `num_unpaired` only one of them did."""
+    """Candidate − reference over `num_samples` documents that both answered; `num_unpaired` only one of them did.
+
+    largest: of a win rate's difference, 1; None for other scores.
+    """
 
     name: str
     num_samples: int
@@ -48,12 +51,18 @@ class Difference:
     difference: float
     standard_error: float
     higher_is_better: bool
+    largest: float | None = None
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95%, normal approximation."""
-        margin = QUANTILE_95 * self.standard_error
-        return self.difference - margin, self.difference + margin
+        """95%: of a win rate by Student's t, within what is possible; of another score by the normal approximation."""
+        if self.largest is None:
+            margin = QUANTILE_95 * self.standard_error
+            return self.difference - margin, self.difference + margin
+        from scipy.special import stdtrit  # takes 0.1 s
+
+        margin = float(stdtrit(self.num_samples - 1, 0.975)) * self.standard_error
+        return max(-self.largest, self.difference - margin), min(self.largest, self.difference + margin)
 
     @property
     def regression_standard_errors(self) -> float:

@@ -7,7 +7,6 @@ Imports none of the HTTP libraries that it reads from.
 
 from __future__ import annotations
 
-import http.client
 import re
 import socket
 import threading
@@ -16,7 +15,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
@@ -26,6 +25,8 @@ from stages.core.errors import LifecycleError, ServerError
 from stages.core.redaction import quoted, redact
 
 if TYPE_CHECKING:
+    import http.client  # with ssl and email, which a plan needs nowhere
+
     import aiohttp
     import httpx
 
@@ -111,13 +112,16 @@ class Answer:
         """Return the answer of a request that was granted. Raises the room's error for any other status."""
         if self.is_success:
             return self
-        if 300 <= self.status < 400:
-            target = quoted(self.headers.get("location", ""), QUOTED_CHARACTERS)
-            raise self.expected.wrong(
-                f"answered {self.status}, a redirect to {target}, which is not followed; name the address that it "
-                "leads to"
-            )
-        raise self.expected.wrong(f"answered {self.status}", self.body)
+        raise self.refusal()
+
+    def refusal(self) -> LifecycleError:
+        """Return the room's error of a request that was not granted."""
+        if not 300 <= self.status < 400:
+            return self.expected.wrong(f"answered {self.status}", self.body)
+        target = quoted(self.headers.get("location", ""), QUOTED_CHARACTERS)
+        return self.expected.wrong(
+            f"answered {self.status}, a redirect to {target}, which is not followed; name the address that it leads to"
+        )
 
     def parsed(self, shape: type[Shape] | TypeAdapter[Shape]) -> Shape:
         """Return the JSON of a request that was granted. Raises the room's error."""
@@ -158,23 +162,31 @@ class BodyReader:
             raise self._expected.wrong("answered with broken gzip (its end is missing)")
 
 
-class EventReader:
-    """Parses a stream of server-sent events part by part."""
+class EventReader(Generic[Shape]):
+    """Parses a stream of server-sent events, each a JSON object, part by part."""
 
-    def __init__(self, expected: Expected, headers: Mapping[str, str]) -> None:
+    def __init__(self, expected: Expected, headers: Mapping[str, str], shape: type[Shape]) -> None:
         self._expected = expected
-        self._body = BodyReader(expected, headers)
+        self._body = BodyReader(expected, {name.lower(): value for name, value in headers.items()})
+        self._shape = shape
         self._line = bytearray()
+        self._is_over = False
 
-    def add(self, chunk: bytes) -> Iterator[dict[str, Any]]:
-        """Yield the objects of the events that a part completes. Raises the room's error for one that is none."""
+    def add(self, chunk: bytes) -> Iterator[Shape]:
+        """Yield the events that a part completes. Raises the room's error for one of another form."""
         lines = self._body.add(chunk).split(b"\n")
         for line in lines[:-1]:
             event, self._line = bytes(self._line + line), bytearray()
             content = event.removeprefix(EVENT).strip()
+            self._is_over |= content == END_OF_EVENTS
             if event.startswith(EVENT) and content != END_OF_EVENTS:
-                yield self._expected.parsed(content, dict[str, Any])
+                yield self._expected.parsed(content, self._shape)
         self._line += lines[-1]
+
+    def end(self) -> None:
+        """Raise the room's error for a stream that was cut off."""
+        if not self._is_over:
+            raise self._expected.wrong(f"broke its answer off (without `{END_OF_EVENTS.decode()}`)")
 
 
 class Deadline:
@@ -261,6 +273,8 @@ def opened_directly(
 
     Raises OSError and http.client.HTTPException for a server that does not answer.
     """
+    import http.client
+
     parts = urlsplit(url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = kind(parts.hostname or "", parts.port, timeout=min(expected.total_s, read_s or expected.total_s))
@@ -276,7 +290,12 @@ def opened_directly(
 def ask_directly(expected: Expected, url: str, headers: Mapping[str, str], body: bytes | None = None) -> Answer:
     """Ask by the standard library. Raises as `opened_directly` does, the room's error for an answer out of bounds."""
     with opened_directly(expected, url, headers, body) as response:
-        return _read(expected, response.status, dict(response.getheaders()), direct_chunks(response))
+        return read_directly(expected, response)
+
+
+def read_directly(expected: Expected, response: http.client.HTTPResponse) -> Answer:
+    """Read an answer of `opened_directly`. Raises as `ask_directly` does."""
+    return _read(expected, response.status, dict(response.getheaders()), direct_chunks(response))
 
 
 def direct_chunks(response: http.client.HTTPResponse) -> Iterator[bytes]:
@@ -284,6 +303,8 @@ def direct_chunks(response: http.client.HTTPResponse) -> Iterator[bytes]:
     while chunk := response.read1(CHUNK_BYTES):
         yield chunk
     if response.length:  # `read1` does not look
+        import http.client
+
         raise http.client.IncompleteRead(b"", response.length)
 
 
@@ -309,15 +330,21 @@ def ask_httpx(client: httpx.Client, expected: Expected, method: str, url: str, *
 
 @asynccontextmanager
 async def opened_aiohttp(
-    session: aiohttp.ClientSession, expected: Expected, method: str, url: Any, **request: Any
+    session: aiohttp.ClientSession,
+    expected: Expected,
+    method: str,
+    url: Any,
+    read_s: float | None = None,
+    **request: Any,
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    """Open an answer by aiohttp. Raises aiohttp.ClientError, OSError and TimeoutError for a server that does not
-    answer.
+    """Open an answer by aiohttp. read_s: limit of each read.
+
+    Raises aiohttp.ClientError, OSError and TimeoutError for a server that does not answer.
     """
     import aiohttp
 
     options: Any = {"allow_redirects": False, "auto_decompress": False, "headers": ACCEPTED, **request}
-    timeout = aiohttp.ClientTimeout(total=expected.total_s)
+    timeout = aiohttp.ClientTimeout(total=expected.total_s, sock_connect=read_s, sock_read=read_s)
     async with session.request(method, url, timeout=timeout, **options) as response:
         yield response
 
@@ -327,8 +354,13 @@ async def ask_aiohttp(
 ) -> Answer:
     """Ask by aiohttp. Raises as `opened_aiohttp` does, and the room's error for an answer out of bounds."""
     async with opened_aiohttp(session, expected, method, url, **request) as response:
-        parts = _Parts(expected, response.status, response.headers)
-        async for chunk in response.content.iter_any():
-            if not parts.add(chunk):
-                break
-        return parts.answer()
+        return await read_aiohttp(expected, response)
+
+
+async def read_aiohttp(expected: Expected, response: aiohttp.ClientResponse) -> Answer:
+    """Read an answer that nothing has decompressed. Raises as `ask_aiohttp` does."""
+    parts = _Parts(expected, response.status, response.headers)
+    async for chunk in response.content.iter_any():
+        if not parts.add(chunk):
+            break
+    return parts.answer()

@@ -17,25 +17,34 @@ from typing import Any, Self
 
 import httpx
 
-from stages.core.errors import DataError, ServerError
+from stages.core.errors import DataError
 from stages.core.files import read_json_lines, remove_cut_off_line
 from stages.core.keys import key_in
-from stages.core.redaction import redact
+from stages.core.redaction import quoted, redact
 from stages.data.documents import PlainText
+from stages.remote.http_answers import Expected, ask_httpx, httpx_client
 from stages.remote.retry import RetryBackoff, busy_from_status, busy_from_transport
 from stages.rewards.judge import PLACE, JudgeConfig
 from stages.rewards.reward import Completion
+from stages.serving.completions import ChatChoice, Choices, Usage, answer_bytes
 
 CONCURRENT_REQUESTS = 8
 NUM_TRIES = 3
 """Of a judge that answers with prose, and is asked for a number again."""
-RATING = re.compile(r"rating\W{0,5}(-?\d+(?:\.\d+)?)", re.IGNORECASE)
-BETTER = re.compile(r"better\W{0,5}\b(A|B|equal)\b", re.IGNORECASE)
+RATING = re.compile(r"\brating(?:\s*\([^)\n]{0,40}\))?[^\w\n]{0,5}[:：=]\W{0,5}?([-−]?\d+(?:\.\d+)?)", re.IGNORECASE)
+BETTER = re.compile(
+    r"(?:^[^\w\n]*|(\b))better[^\w\n]{0,5}[:：=]\W{0,8}(?:answer\s+)?\b(A|B|equal)\b"
+    r"(?(1)[^\w\n]*$|(?=[^\w\n/&?]*$|[*_\"'`)\]]*\s?[.,;:!(–—-]))",
+    re.IGNORECASE | re.MULTILINE,
+)
+"""Both want the colon: "Answer B is better. A is wrong." is no verdict for A. At the beginning of a line a remark may
+follow the verdict; within a line it must be the end.
+"""
 TRIAL = Completion("What is 1 + 2?", "3", 1, "three", {}, PlainText("What is 1 + 2?", ""))
 TOKENS = ("prompt", "completion")
 """What usage is counted in, as the API calls it."""
 Messages = list[dict[str, str]]
-Usage = dict[str, int]
+Tokens = dict[str, int]
 """Tokens by `TOKENS`; 0 where the server does not say."""
 
 
@@ -75,7 +84,7 @@ class AskedJudge:
         key = key_in(config.key_variable, "key_variable")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         pool = ThreadPoolExecutor(CONCURRENT_REQUESTS)
-        with httpx.Client(base_url=config.url, headers=headers, timeout=config.timeout_s) as http:
+        with httpx_client(base_url=config.url, headers=headers, timeout=config.timeout_s) as http:
             try:
                 kept = kept_lines(file)
                 yield cls(config, http, pool, file, key, _answered(kept), len(kept))
@@ -146,7 +155,7 @@ class AskedJudge:
         if answer.number is None:
             raise DataError(
                 f"{self.config.served_model} at {self.config.url} answers with prose, {NUM_TRIES} times "
-                f"({answer.text[-200:]!r}); expected {self._expected}; take another model or `template`, or raise "
+                f"({_end_of(answer.text)}); expected {self._expected}; take another model or `template`, or raise "
                 "`max_tokens`"
             )
         return answer.number
@@ -158,7 +167,7 @@ class AskedJudge:
             return known
         for _ in range(NUM_TRIES):
             text, usage = self._answer(asked)
-            answer = JudgeAnswer(text, self._read_number(text))
+            answer = JudgeAnswer(text, self.read_number(text))
             if keep:
                 self._keep(question, answer, usage)
             if answer.number is not None:
@@ -174,15 +183,15 @@ class AskedJudge:
         least, largest = self.config.scale
         return f'a line "Rating: " and a number from {least:g} to {largest:g}'
 
-    def _read_number(self, answer: str) -> float | None:
+    def read_number(self, answer: str) -> float | None:
         if self.config.scale is None:
-            said = BETTER.findall(answer)
-            return {"a": 1.0, "b": 0.0, "equal": 0.5}[said[-1].lower()] if said else None
-        ratings = [float(number) for number in RATING.findall(answer)]
+            verdicts = [match[2].lower() for match in BETTER.finditer(answer)]
+            return {"a": 1.0, "b": 0.0, "equal": 0.5}[verdicts[-1]] if verdicts else None
+        ratings = [float(number.replace("−", "-")) for number in RATING.findall(answer)]
         least, largest = self.config.scale
         return ratings[-1] if ratings and least <= ratings[-1] <= largest else None
 
-    def _answer(self, messages: Messages) -> tuple[str, Usage]:
+    def _answer(self, messages: Messages) -> tuple[str, Tokens]:
         """Raises ServerError for a refusal, TransientError when it is gone for good, DataError for one request more
         than `max_requests`.
         """
@@ -190,37 +199,27 @@ class AskedJudge:
             self.num_requests += 1
             if self.num_requests > self.config.max_requests:
                 raise DataError(f"the judge was asked `max_requests` times, {self.config.max_requests}; raise it")
-        request = {"model": self.config.served_model, "messages": messages, "max_tokens": self.config.max_tokens}
-        backoff = RetryBackoff(f"asking the judge at {self.config.url}")
+        options = {"max_tokens": self.config.max_tokens, "temperature": 0}
+        request = {"model": self.config.served_model, "messages": messages, **options}
+        server = f"the judge at {self.config.url}"
+        expected = Expected(server, answer_bytes(request), self.config.timeout_s, key=self.key)
+        backoff = RetryBackoff(f"asking {server}")
         while True:
             try:
-                response = self.http.post("chat/completions", json={**request, "temperature": 0})
-            except httpx.TransportError as error:
-                backoff.wait(busy_from_transport(error))
-                continue
-            if response.is_success:
-                return self._said(response)
-            busy = busy_from_status(response.status_code, response.headers)
-            if busy is None:
-                said = self._without_key(response.text)[:500]
-                raise ServerError(f"the judge at {self.config.url} answered {response.status_code}: {said!r}")
+                answer = ask_httpx(self.http, expected, "POST", "chat/completions", json=request)
+                busy = busy_from_status(answer.status, answer.headers)
+                if busy is None:
+                    return self._read(answer.parsed(Choices[ChatChoice]))
+            except (httpx.TransportError, TimeoutError) as error:
+                busy = busy_from_transport(error)
             backoff.wait(busy)
 
-    def _said(self, response: httpx.Response) -> tuple[str, Usage]:
-        try:
-            content = response.json()
-            usage = {name: int((content.get("usage") or {}).get(f"{name}_tokens") or 0) for name in TOKENS}
-            return self._without_key(str(content["choices"][0]["message"]["content"] or "")), usage
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            said = self._without_key(response.text)[:200]
-            raise ServerError(
-                f"the judge at {self.config.url} answered {said!r}; expected a chat completion as of OpenAI's API"
-            ) from error
+    def _read(self, answer: Choices[ChatChoice]) -> tuple[str, Tokens]:
+        used = answer.usage or Usage()
+        usage = {"prompt": used.prompt_tokens or 0, "completion": used.completion_tokens or 0}
+        return redact(answer.choices[0].message.content or "", [self.key] if self.key else []), usage
 
-    def _without_key(self, text: str) -> str:
-        return redact(text, [self.key] if self.key else [])
-
-    def _keep(self, question: str, answer: JudgeAnswer, usage: Usage) -> None:
+    def _keep(self, question: str, answer: JudgeAnswer, usage: Tokens) -> None:
         """Every answer, also one of prose: it has cost what it says."""
         with self.lock:
             if question in self.answered:
@@ -241,7 +240,7 @@ def bounded(judge: AskedJudge, completions: Sequence[Completion], what: str, max
         if len(unjudged) > max_fraction * len(completions):
             raise DataError(
                 f"judging {what}: {judge.config.served_model} at {judge.config.url} gave no number for {len(unjudged)} "
-                f"of {len(completions)}, such as {unjudged[-1].answers[-1][-200:]!r}; `max_unjudged_fraction` is "
+                f"of {len(completions)}, such as {_end_of(unjudged[-1].answers[-1])}; `max_unjudged_fraction` is "
                 f"{max_fraction:g}: take another model or `template`, or raise `max_tokens`"
             )
         yield opinion
@@ -252,6 +251,11 @@ def cost_metrics(file: Path) -> dict[str, float]:
     lines = kept_lines(file)
     tokens = {f"judge_{name}_tokens": float(sum(line["tokens"][name] for line in lines)) for name in TOKENS}
     return {"judge_requests": float(len(lines)), **tokens}
+
+
+def _end_of(answer: str) -> str:
+    """Return the last line, which should have been a number or a verdict, for a message."""
+    return quoted(answer.strip().rpartition("\n")[2], 200)
 
 
 def _filled(template: str, values: dict[str, str]) -> str:

@@ -6,19 +6,20 @@ By aiohttp: on the cores that a server on a CPU needs, a request costs a tenth o
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import aiohttp
 
-from stages.core.errors import ServerError, TransientError
+from stages.core.errors import TransientError
+from stages.remote.http_answers import Expected, ask_aiohttp
 from stages.remote.retry import RetryBackoff, busy_from_status, busy_from_transport
-from stages.serving.client import Client
+from stages.serving.client import COMPLETIONS, Client
+from stages.serving.completions import Choice, Choices, answer_bytes
 
 Request = dict[str, Any]
 """Of `/v1/completions`."""
-Answer = dict[str, Any]
+Answer = Choices[Choice]
 Job = TypeVar("Job")
 
 
@@ -47,14 +48,14 @@ async def _ask_all(
     remaining = iter(requests)
     num_answers = 0
     headers = {"Authorization": f"Bearer {client.api_key}"}
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=client.timeout_s, sock_read=client.timeout_s)
     connections = aiohttp.TCPConnector(limit=concurrent)
-    async with aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connections) as http:
+    async with aiohttp.ClientSession(headers=headers, connector=connections) as http:
 
         async def work() -> None:
             nonlocal num_answers
             for job, request in remaining:
-                keep(job, request, await _answer(http, f"{client.url}/v1/completions", request))
+                expected = client.expected(COMPLETIONS, answer_bytes(request))
+                keep(job, request, await _answer(http, expected, client.url + COMPLETIONS, request))
                 num_answers += 1
 
         workers = [asyncio.create_task(work()) for _ in range(concurrent)]
@@ -73,20 +74,15 @@ async def _ask_all(
             await asyncio.gather(*workers, return_exceptions=True)
 
 
-async def _answer(http: aiohttp.ClientSession, url: str, request: Request) -> Answer:
+async def _answer(http: aiohttp.ClientSession, expected: Expected, url: str, request: Request) -> Answer:
     """A server that is busy, or does not answer, is asked again a few times."""
     backoff = RetryBackoff("asking for a completion")
     while True:
         try:
-            async with http.post(url, json=request) as response:
-                if response.ok:
-                    answer: Answer = json.loads(await response.read())
-                    return answer
-                found = busy_from_status(response.status, response.headers)
-                if found is None:
-                    text = await response.text(errors="replace")
-                    raise ServerError(f"{response.url.origin()} answered {response.status}: {text[:500]!r}")
-                busy = found
+            answer = await ask_aiohttp(http, expected, "POST", url, json=request)
+            busy = busy_from_status(answer.status, answer.headers)
+            if busy is None:
+                return answer.parsed(Choices[Choice])
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
             busy = busy_from_transport(error)
         await asyncio.to_thread(backoff.wait, busy)

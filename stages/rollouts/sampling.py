@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import ValidationError
 
+from stages.core.errors import ServerError
 from stages.core.files import remove_cut_off_line
 from stages.core.strict import StrictModel
 from stages.rollouts.asking import Answer, Request, ask_all
@@ -67,14 +68,16 @@ def seed_of(options: SamplingOptions, prompt: int, sample: int) -> int:
 
 
 def _sample(job: Job, request: Request, answer: Answer) -> Sample:
-    choice = answer["choices"][0]
+    choice = answer.choices[0]
+    if answer.usage is None or answer.usage.completion_tokens is None:
+        raise ServerError("the server does not say how many tokens its completion has (`usage.completion_tokens`)")
     return Sample(
         prompt=job[0],
         sample=job[1],
         seed=request["seed"],
-        text=choice["text"],
-        num_tokens=int(answer["usage"]["completion_tokens"]),
-        truncated=choice.get("finish_reason") == "length",
+        text=choice.written("the server"),
+        num_tokens=answer.usage.completion_tokens,
+        truncated=choice.finish_reason == "length",
     )
 
 

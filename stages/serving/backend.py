@@ -6,8 +6,10 @@ another later. Without knowing anything of them, the proxy cannot do better than
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import aiohttp
 from aiohttp import web
 from yarl import URL
 
+from stages.remote.http_answers import Answer, Expected, ask_aiohttp
 from stages.serving.tally import ServedVersion
 
 SESSION_HEADER = "X-Session-Id"
@@ -39,6 +42,23 @@ class EngineAddress:
     @property
     def url(self) -> URL:
         return URL(self.named or (f"http://127.0.0.1:{self.port}" if self.port else "http://engine"))
+
+
+def post_to_engine(
+    address: EngineAddress, expected: Expected, route: str, bodies: Iterable[dict[str, Any]]
+) -> list[Answer]:
+    """Post to an engine where it listens, with the key of `expected`; returns the answers in order.
+
+    Raises as `ask_aiohttp` does.
+    """
+
+    async def post() -> list[Answer]:
+        headers = {"Authorization": f"Bearer {expected.key}"}
+        async with aiohttp.ClientSession(connector=address.connector(), headers=headers) as session:
+            url = address.url / route
+            return [await ask_aiohttp(session, expected, "POST", url, json=body) for body in bodies]
+
+    return asyncio.run(post())
 
 
 @dataclass(frozen=True)

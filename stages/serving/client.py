@@ -5,18 +5,43 @@ from __future__ import annotations
 import http.client
 import json
 import math
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from stages.core.errors import ServerError, TransientError
+from stages.core.redaction import quoted, shortened
 from stages.models.recorded import Predicted
+from stages.remote.http_answers import (
+    QUOTED_CHARACTERS,
+    Answer,
+    EventReader,
+    Expected,
+    direct_chunks,
+    opened_directly,
+    read_directly,
+)
+from stages.serving.completions import (
+    BASE_BYTES,
+    ChatEvent,
+    Choice,
+    Choices,
+    ListedModel,
+    Models,
+    TokenLogProbs,
+    answer_bytes,
+    token_number,
+)
 
-EVENT = b"data:"
-END_OF_EVENTS = b"[DONE]"
+HEALTH_TIMEOUT_S = 5.0
+STREAM_TIMEOUT_S = 3600.0
+"""Of a whole streamed answer."""
+METRICS_BYTES = 32 * 2**20
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+
+Shape = TypeVar("Shape")
 
 
 @dataclass(frozen=True)
@@ -28,36 +53,48 @@ class Client:
     model: str
     timeout_s: float = 120.0
 
+    def expected(self, path: str, max_bytes: int, total_s: float | None = None) -> Expected:
+        """Bounds of an answer of this server."""
+        return Expected(f"{self.url}{path}", max_bytes, total_s or self.timeout_s, key=self.api_key)
+
     def is_healthy(self) -> bool:
         """Whether the server answers and its engine is alive."""
         try:
-            self._request("/health", timeout_s=5.0)
+            self._asked("/health", BASE_BYTES, total_s=HEALTH_TIMEOUT_S).check()
         except (ServerError, TransientError):
             return False
         return True
 
     def model_names(self) -> list[str]:
         """What the server serves; needs the right key."""
-        return [model["id"] for model in self.models()]
+        return [model.id for model in self.models()]
 
-    def models(self) -> list[dict[str, Any]]:
+    def models(self) -> list[ListedModel]:
         """What the server says of each model that it serves."""
-        models: list[dict[str, Any]] = self._json("/v1/models")["data"]
-        return models
+        return self.answer("/v1/models", Models[ListedModel]).data
 
-    def described(self, path: str) -> Any:
-        """What it answers to a GET."""
-        return self._json(path)
+    def check_lists_model(self, server: str, advice: str = "") -> None:
+        """Raise ServerError unless the server has our model. server: what it is, in the message."""
+        if self.model not in (names := self.model_names()):
+            serves = shortened(", ".join(names), QUOTED_CHARACTERS)
+            raise ServerError(f"{server} at {self.url} serves {serves}, not {self.model}{advice}")
 
-    def complete(self, prompt: str | list[int], **options: Any) -> dict[str, Any]:
+    def context_tokens(self) -> int:
+        """Tokens that a prompt and its answer may have together, as the first model of the list says it."""
+        listed = self.models()
+        if not listed or listed[0].max_model_len is None:
+            raise ServerError(f"{self.url}/v1/models lists no model with a `max_model_len`")
+        return listed[0].max_model_len
+
+    def complete(self, prompt: str | list[int], **options: Any) -> Choice:
         """The first choice of a greedy completion; `options` as in the OpenAI API."""
         request = {"model": self.model, "prompt": prompt, "temperature": 0, **options}
-        choice: dict[str, Any] = self.answer("/v1/completions", request)["choices"][0]
-        return choice
+        return self.answer(COMPLETIONS, Choices[Choice], request).choices[0]
 
-    def answer(self, path: str, request: dict[str, Any]) -> Any:
-        """What it answers to a POST."""
-        return self._json(path, request)
+    def answer(self, path: str, shape: type[Shape], request: dict[str, Any] | None = None) -> Shape:
+        """What it answers to a POST of a request, or to a GET; shape: the form of the JSON."""
+        max_bytes = BASE_BYTES if request is None else answer_bytes(request)
+        return self._asked(path, max_bytes, request).parsed(shape)
 
     def log_probabilities(self, token_ids: list[int]) -> list[float]:
         """ln p(token | those before it) of every token but the first: `len(token_ids) - 1` floats."""
@@ -65,67 +102,61 @@ class Client:
 
     def predictions(self, rows: list[list[int]]) -> list[Predicted]:
         """The same of several rows of tokens, and the likeliest token in the place of each, in one request."""
-        return [_predicted(one, len(row)) for one, row in zip(self.echoed(rows), rows, strict=True)]
+        return [self._predicted(echoed, len(row)) for echoed, row in zip(self.echoed(rows), rows, strict=True)]
 
-    def echoed(self, rows: list[list[int]]) -> list[dict[str, Any]]:
+    def echoed(self, rows: list[list[int]]) -> list[TokenLogProbs]:
         """What the server reports of each row's tokens: the `logprobs` of a completion that echoes its prompt."""
         request = {"model": self.model, "prompt": rows, "temperature": 0, "max_tokens": 1, "echo": True, "logprobs": 1}
-        answer = self._json("/v1/completions", {**request, "return_tokens_as_token_ids": True})
-        choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
-        return [choice["logprobs"] for choice in choices]
+        answer = self.answer(COMPLETIONS, Choices[Choice], {**request, "return_tokens_as_token_ids": True})
+        choices = sorted(answer.choices, key=lambda choice: choice.index)
+        if len(choices) != len(rows):
+            raise ServerError(f"{self.url} answered to {len(choices)} of {len(rows)} prompts")
+        return [choice.reported(self.url) for choice in choices]
 
     def chat(self, messages: list[dict[str, str]]) -> Iterator[str]:
         """The answer to a conversation, in parts as the model makes them."""
-        body = {"model": self.model, "messages": messages, "stream": True}
-        with self._opened("/v1/chat/completions", body) as answer:
-            for line in answer:
-                event = line.removeprefix(EVENT).strip()
-                if not line.startswith(EVENT) or event == END_OF_EVENTS:
-                    continue
-                content = json.loads(event)
-                if "error" in content:
-                    raise ServerError(f"{self.url} broke its answer off: {content['error']}")
-                yield from (part for choice in content["choices"] if (part := choice["delta"].get("content")))
+        request = {"model": self.model, "messages": messages, "stream": True}
+        expected = self.expected(CHAT, answer_bytes(request), STREAM_TIMEOUT_S)
+        with self._opened(CHAT, expected, request) as response:
+            if response.status != http.client.OK:
+                raise read_directly(expected, response).refusal()
+            events = EventReader(expected, dict(response.getheaders()), ChatEvent)
+            for chunk in direct_chunks(response):
+                for event in events.add(chunk):
+                    if event.error is not None:
+                        raise ServerError(f"{self.url} broke its answer off: {quoted(event.error, QUOTED_CHARACTERS)}")
+                    yield from (choice.delta.content for choice in event.choices if choice.delta.content)
+            events.end()
 
     def counter(self, name: str) -> float:
         """Sum over the samples of a counter in `/metrics`, such as `vllm:request_success_total`."""
-        lines = self._request("/metrics").decode().splitlines()
+        lines = self._asked("/metrics", METRICS_BYTES).check().body.decode(errors="replace").splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
 
-    def _json(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        answer = self._request(path, body)
-        try:
-            return json.loads(answer)
-        except ValueError as error:
-            raise ServerError(f"{self.url}{path} answered with something else than JSON: {answer[:200]!r}") from error
+    def _predicted(self, logprobs: TokenLogProbs, num_tokens: int) -> Predicted:
+        """Of all tokens of a prompt but the first."""
+        likeliest = [max(top, key=lambda name: top[name]) for top in logprobs.likeliest_of_prompt(num_tokens, self.url)]
+        return Predicted(logprobs.of_prompt(num_tokens, self.url), [token_number(name, self.url) for name in likeliest])
 
-    def _request(self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None) -> bytes:
-        with self._opened(path, body, timeout_s) as response:
-            content: bytes = response.read()
-            return content
+    def _asked(
+        self, path: str, max_bytes: int, request: dict[str, Any] | None = None, total_s: float | None = None
+    ) -> Answer:
+        expected = self.expected(path, max_bytes, total_s)
+        with self._opened(path, expected, request) as response:
+            return read_directly(expected, response)
 
     @contextmanager
-    def _opened(self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None) -> Iterator[Any]:
+    def _opened(
+        self, path: str, expected: Expected, request: dict[str, Any] | None
+    ) -> Iterator[http.client.HTTPResponse]:
         """The response, to be read."""
         headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, headers)  # noqa: S310 (our own http:// address)
+        body = None if request is None else json.dumps(request).encode()
         try:
-            with urllib.request.urlopen(request, timeout=timeout_s or self.timeout_s) as response:  # noqa: S310
+            with opened_directly(expected, self.url + path, headers, body, self.timeout_s) as response:
                 yield response
-        except urllib.error.HTTPError as error:
-            raise ServerError(f"{self.url}{path} answered {error.code}: {error.read()[:500]!r}") from error
         except (OSError, http.client.HTTPException) as error:
             raise TransientError(f"{self.url}{path} does not answer: {error}") from error
-
-
-def _predicted(logprobs: dict[str, Any], num_tokens: int) -> Predicted:
-    """Of all tokens of a prompt but the first; each is called `token_id:NUMBER`."""
-    likeliest = [max(top, key=lambda token: float(top[token])) for top in logprobs["top_logprobs"][1:num_tokens]]
-    return Predicted(
-        [float(value) for value in logprobs["token_logprobs"][1:num_tokens]],
-        [int(token.removeprefix("token_id:")) for token in likeliest],
-    )
 
 
 def check_server(client: Client, smoke_log_probabilities: Callable[[Client], list[float]]) -> None:
@@ -133,12 +164,12 @@ def check_server(client: Client, smoke_log_probabilities: Callable[[Client], lis
 
     smoke_log_probabilities: that of the server's engine.
     """
-    names = client.model_names()
-    if client.model not in names:
-        raise ServerError(f"the server at {client.url} serves {', '.join(names)}, not {client.model}")
-    values = smoke_log_probabilities(client)
-    if not all(math.isfinite(value) and value <= 0 for value in values):
-        raise ServerError(
-            f"{client.model} gives log-probabilities {values} for its own answer; expected finite numbers ≤ 0: "
-            "the weights hold NaN or inf, or the dtype is too narrow for them"
-        )
+    client.check_lists_model("the server")
+    expected = "expected finite numbers ≤ 0: the weights hold NaN or inf, or the dtype is too narrow for them"
+    try:
+        values = smoke_log_probabilities(client)
+    except ServerError as error:
+        raise ServerError(f"{error}; if these are log-probabilities, {expected}") from error
+    if not values or not all(math.isfinite(value) and value <= 0 for value in values):
+        shown = shortened(str(values), QUOTED_CHARACTERS)
+        raise ServerError(f"{client.model} gives log-probabilities {shown} for its own answer; {expected}")

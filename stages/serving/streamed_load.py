@@ -14,7 +14,10 @@ from typing import Any
 
 import aiohttp
 
-from stages.serving.client import END_OF_EVENTS, EVENT, Client
+from stages.core.errors import ServerError
+from stages.remote.http_answers import EventReader, opened_aiohttp
+from stages.serving.client import STREAM_TIMEOUT_S, Client
+from stages.serving.completions import ChatEvent, answer_bytes
 from stages.serving.config import BenchmarkConfig
 from stages.serving.engine import LoadResult
 
@@ -68,16 +71,15 @@ async def _under_load(
     count = benchmark.requests_per_concurrency * concurrency
     requests = [request(numbers) for _ in range(count + 1)]
     headers = {"Authorization": f"Bearer {client.api_key}"}
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=client.timeout_s, sock_read=client.timeout_s)
     timings: list[Timing | None] = []
-    async with aiohttp.ClientSession(client.url, headers=headers, timeout=timeout) as http:
-        await _timed(http, path, requests.pop())  # warms it up
+    async with aiohttp.ClientSession(headers=headers) as http:
+        await _timed(http, client, path, requests.pop())  # warms it up
         remaining = iter(requests)
         started_s = time.monotonic()
 
         async def ask() -> None:
             for one in remaining:
-                timings.append(await _timed(http, path, one))
+                timings.append(await _timed(http, client, path, one))
 
         await asyncio.gather(*(ask() for _ in range(concurrency)))
         elapsed_s = time.monotonic() - started_s
@@ -94,20 +96,22 @@ async def _under_load(
     )
 
 
-async def _timed(http: aiohttp.ClientSession, path: str, request: Request) -> Timing | None:
+async def _timed(http: aiohttp.ClientSession, client: Client, path: str, request: Request) -> Timing | None:
     """None for a request that failed."""
     started_s, first_s, used = time.monotonic(), None, 0
+    expected = client.expected(path, answer_bytes(request), STREAM_TIMEOUT_S)
     try:
-        async with http.post(path, json=request) as answer:
-            if not answer.ok:
+        url = client.url + path
+        async with opened_aiohttp(http, expected, "POST", url, client.timeout_s, json=request) as answer:
+            if answer.status != 200:
                 return None
-            async for line in answer.content:
-                event = line.removeprefix(EVENT).strip()
-                if not line.startswith(EVENT) or event == END_OF_EVENTS:
-                    continue
-                first_s = first_s or time.monotonic() - started_s
-                used = (json.loads(event).get("usage") or {}).get("completion_tokens", used)
-    except (aiohttp.ClientError, TimeoutError, ValueError):
+            events = EventReader(expected, answer.headers, ChatEvent)
+            async for chunk in answer.content.iter_any():
+                for event in events.add(chunk):
+                    first_s = first_s or time.monotonic() - started_s
+                    used = (event.usage and event.usage.completion_tokens) or used
+            events.end()
+    except (aiohttp.ClientError, TimeoutError, ServerError):
         return None
     return Timing(first_s, time.monotonic() - started_s, used) if first_s and used else None
 

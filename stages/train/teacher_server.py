@@ -16,11 +16,12 @@ from pydantic import JsonValue
 from stages.core.contract import StageContext, is_main_process
 from stages.core.errors import ModelError, ServerError, TransientError
 from stages.core.keys import key_in
-from stages.core.redaction import redact
+from stages.core.redaction import redact, shortened
 from stages.data.batch import Batch
 from stages.data.dataset import PackedDataset
 from stages.parallel.processes import gathered
 from stages.serving.client import Client
+from stages.serving.completions import token_number
 from stages.train.execution import TrainExecution
 from stages.train.methods.method import TeacherServer, TeacherTokens
 from stages.train.teacher_rows import OpenTeacher, ShareOf, said_record
@@ -33,7 +34,6 @@ PROBE = "In 2026, 3 × 14 = 42: naïve façade, 数 and\n\tdef f(x): return x **
 """Text of several kinds, which two tokenizers are unlikely to cut alike."""
 CHECK_TIMEOUT_S = 60.0
 ROWS_TOGETHER = 64
-NUMBERED = "token_id:"
 Document = Sequence[int]
 
 
@@ -73,14 +73,10 @@ class ServedTeacher:
 
     def _check_model(self, model_folder: Path, trust_remote_code: bool) -> None:
         client = replace(self.client, timeout_s=CHECK_TIMEOUT_S)
-        if client.model not in (names := client.model_names()):
-            raise ServerError(
-                f"the teacher's server at {self.client.url} serves {', '.join(names)}, not {self.client.model}; name "
-                "one of these (`teacher_server.served_model`)"
-            )
+        client.check_lists_model("the teacher's server", "; name one of these (`teacher_server.served_model`)")
         own = self._own_tokens(model_folder, trust_remote_code)
         choice = client.complete(PROBE, max_tokens=1, add_special_tokens=False, return_token_ids=True)
-        its = choice.get("prompt_token_ids")
+        its = choice.prompt_token_ids
         if its is None:
             raise ServerError(
                 f"the teacher's server at {self.client.url} does not say which tokens it read (`prompt_token_ids`), as "
@@ -89,7 +85,8 @@ class ServedTeacher:
         if its != own:
             raise ModelError(
                 f"the teacher that {self.client.url} serves has another tokenizer than the model in {model_folder}: "
-                f"{PROBE!r} is {its} there, and {own} here; take a teacher of the same family, or learn from what it "
+                f"{PROBE!r} is {shortened(str(its), 500)} there, "
+                f"and {own} here; take a teacher of the same family, or learn from what it "
                 "writes (`kind: generate`, and `method: sft`)"
             )
         self.likeliest([own])
@@ -140,13 +137,14 @@ class ServedTeacher:
         }
 
     def _read(self, answer: Answer, document: Document) -> NDArray[np.void]:
-        of_tokens: list[dict[str, Any]] = answer["choices"][0]["logprobs"]["top_logprobs"][1 : len(document)]
+        report = answer.choices[0].reported(self.client.url)
+        of_tokens = report.likeliest_of_prompt(len(document), self.client.url)
         found = np.zeros(len(of_tokens), said_record(self.number))
         for place, top in enumerate(of_tokens):
             likeliest = sorted(top.items(), key=lambda item: -item[1])[: self.number]
             if len(likeliest) < self.number:
                 raise ServerError(f"it gave {len(likeliest)} at token {place + 1}")
-            found["tokens"][place] = [int(token.removeprefix(NUMBERED)) for token, _ in likeliest]
+            found["tokens"][place] = [token_number(token, self.client.url) for token, _ in likeliest]
             found["log_probabilities"][place] = [value for _, value in likeliest]
         return found
 

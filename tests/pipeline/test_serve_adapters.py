@@ -94,8 +94,8 @@ def references(root: Path) -> dict[str, Any]:
 
 def answer(client: Client, name: str, tokens: list[int]) -> list[int]:
     choice = replace(client, model=name).complete(tokens, max_tokens=NUM_TOKENS, ignore_eos=True, return_token_ids=True)
-    answered: list[int] = choice["token_ids"]
-    return answered
+    assert choice.token_ids
+    return choice.token_ids
 
 
 def test_each_is_a_model_name_and_answers_as_peft_does(client: Client, references: dict[str, Any]) -> None:

@@ -53,7 +53,9 @@ class LlamaCpp(FixedWeights):
         return find_root_cause(log)
 
     def context_tokens(self, client: Client, spec: LaunchSpec) -> int:
-        return int(client.models()[0]["meta"]["n_ctx"])
+        from stages.serving.llama_cpp.predictions import meta_of
+
+        return meta_of(client).n_ctx
 
     def predictions(self, client: Client, rows: list[list[int]]) -> list[Predicted]:
         from stages.serving.llama_cpp.predictions import predictions
@@ -66,9 +68,10 @@ class LlamaCpp(FixedWeights):
     def generate_load(
         self, client: Client, spec: LaunchSpec, benchmark: BenchmarkConfig, folder: Path
     ) -> list[LoadResult]:
+        from stages.serving.llama_cpp.predictions import meta_of
         from stages.serving.streamed_load import generate_load
 
-        return generate_load(client, int(client.models()[0]["meta"]["n_vocab"]), benchmark, folder)
+        return generate_load(client, meta_of(client).n_vocab, benchmark, folder)
 
     def check_loadable(
         self, model_config: dict[str, Any], projections: list[Projection], quantization: Quantization

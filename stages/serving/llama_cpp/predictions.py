@@ -6,17 +6,56 @@ without the bias, and so is the likeliest token. What was asked before is in the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from stages.core.errors import ServerError
 from stages.models.recorded import Predicted
+from stages.remote.http_answers import AnswerModel
+from stages.serving.completions import Choices, Count, Models
 
 if TYPE_CHECKING:
     from stages.serving.client import Client  # its HTTP imports would slow every plan
 
 CERTAIN = 1e4
 """Added to a logit: more than they differ by."""
-Entry = dict[str, Any]
+
+
+class Meta(AnswerModel):
+    """Facts of the served model. n_ctx: tokens that a prompt and its answer may have together."""
+
+    n_ctx: Count
+    n_vocab: Count
+
+
+class _Listed(AnswerModel):
+    meta: Meta
+
+
+class _Token(AnswerModel):
+    id: Count
+    logprob: float
+
+
+class _Entry(_Token):
+    """The report of a sampled token."""
+
+    top_logprobs: list[_Token]
+
+
+class _LogProbs(AnswerModel):
+    content: list[_Entry]
+
+
+class _Choice(AnswerModel):
+    logprobs: _LogProbs | None = None
+
+
+def meta_of(client: Client) -> Meta:
+    """Return the facts of the model that the server lists first."""
+    listed = client.answer("/v1/models", Models[_Listed]).data
+    if not listed:
+        raise ServerError(f"{client.url}/v1/models lists no model")
+    return listed[0].meta
 
 
 def predictions(client: Client, rows: list[list[int]]) -> list[Predicted]:
@@ -32,10 +71,12 @@ def _of_row(client: Client, row: list[int]) -> Predicted:
     values, greedy = [], []
     for place, entry in enumerate(entries, 1):
         if entry:
-            values.append(float(entry["logprob"]))
-            greedy.append(int(entry["top_logprobs"][0]["id"]))
+            values.append(entry.logprob)
+            greedy.append(entry.top_logprobs[0].id)
         else:
             others = _all(client, row[:place], whole)
+            if row[place] not in others:
+                raise ServerError(f"{client.url} gave no log-probability of token {row[place]}")
             values.append(others[row[place]])
             greedy.append(max(others, key=lambda token: others[token]))
     return Predicted(values, greedy)
@@ -43,22 +84,24 @@ def _of_row(client: Client, row: list[int]) -> Predicted:
 
 def _all(client: Client, prompt: list[int], whole: int | None) -> dict[int, float]:
     """Token → its log-probability, of the whole vocabulary."""
-    vocabulary = int(client.models()[0]["meta"]["n_vocab"])
-    entry = None if whole is None else _sampled(client, prompt, whole, vocabulary)
+    entry = None if whole is None else _sampled(client, prompt, whole, meta_of(client).n_vocab)
     if entry is None:
         raise ServerError(
             f"{client.url} tells no log-probability after {len(prompt)} tokens: it reports whole characters"
         )
-    return {int(other["id"]): float(other["logprob"]) for other in entry["top_logprobs"]}
+    return {other.id: other.logprob for other in entry.top_logprobs}
 
 
-def _sampled(client: Client, prompt: list[int], token: int, num_likeliest: int) -> Entry | None:
+def _sampled(client: Client, prompt: list[int], token: int, num_likeliest: int) -> _Entry | None:
     """The report of one token; None where the server tells none."""
-    choice = client.complete(prompt, max_tokens=1, logprobs=num_likeliest, logit_bias=[[token, CERTAIN]])
-    reported = choice["logprobs"]
-    entry: Entry | None = reported["content"][0] if reported else None
-    if entry and entry["id"] != token:
-        raise ServerError(
-            f"{client.url} was made to say token {token}, and said {entry['id']}: it ignores `logit_bias`"
-        )
+    options = {"max_tokens": 1, "temperature": 0, "logprobs": num_likeliest, "logit_bias": [[token, CERTAIN]]}
+    request = {"model": client.model, "prompt": prompt, **options}
+    reported = client.answer("/v1/completions", Choices[_Choice], request).choices[0].logprobs
+    if reported is None or not reported.content:
+        return None
+    entry = reported.content[0]
+    if entry.id != token:
+        raise ServerError(f"{client.url} was made to say token {token}, and said {entry.id}: it ignores `logit_bias`")
+    if not entry.top_logprobs:
+        raise ServerError(f"{client.url} gave no likeliest token, which it was asked for")
     return entry

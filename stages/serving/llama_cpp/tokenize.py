@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 import aiohttp
 
-from stages.core.errors import ServerError, TransientError
-from stages.serving.backend import EngineAddress
+from stages.core.errors import TransientError
+from stages.remote.http_answers import AnswerModel, Expected
+from stages.serving.backend import EngineAddress, post_to_engine
+from stages.serving.completions import Count
 
 TIMEOUT_S = 600.0
+TOKEN_BYTES = 16
+
+
+class _Tokenized(AnswerModel):
+    tokens: list[Count]
 
 
 def tokenize(address: EngineAddress, api_key: str, texts: Sequence[str], *, add_special: bool) -> list[list[int]]:
@@ -18,20 +24,10 @@ def tokenize(address: EngineAddress, api_key: str, texts: Sequence[str], *, add_
 
     Raises ServerError when it refuses, TransientError when it does not answer.
     """
-    return asyncio.run(_tokenized(address, api_key, texts, add_special))
-
-
-async def _tokenized(address: EngineAddress, api_key: str, texts: Sequence[str], add_special: bool) -> list[list[int]]:
-    timeout, headers = aiohttp.ClientTimeout(total=TIMEOUT_S), {"Authorization": f"Bearer {api_key}"}
-    found: list[list[int]] = []
+    longest = max((len(text.encode()) for text in texts), default=0)
+    expected = Expected("asking llama.cpp for token ids: it", 2**16 + longest * TOKEN_BYTES, TIMEOUT_S, key=api_key)
+    bodies = [{"content": text, "add_special": add_special, "parse_special": True} for text in texts]
     try:
-        async with aiohttp.ClientSession(connector=address.connector(), timeout=timeout, headers=headers) as session:
-            for text in texts:
-                body = {"content": text, "add_special": add_special, "parse_special": True}
-                async with session.post(address.url / "tokenize", json=body) as answer:
-                    if answer.status != 200:
-                        raise ServerError(f"asking llama.cpp for token ids: it answered {answer.status}")
-                    found.append((await answer.json())["tokens"])
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        return [answer.parsed(_Tokenized).tokens for answer in post_to_engine(address, expected, "tokenize", bodies)]
+    except (OSError, aiohttp.ClientError) as error:
         raise TransientError(f"asking llama.cpp for token ids: {type(error).__name__}: {error}") from error
-    return found

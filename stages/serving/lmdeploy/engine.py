@@ -66,12 +66,14 @@ class Lmdeploy(FixedWeights):
 
     def smoke_log_probabilities(self, client: Client) -> list[float]:
         """By a chat of token ids, which needs no chat template."""
-        request = {"model": client.model, **_asked_by_ids(SMOKE_PROMPT), "temperature": 0, "max_tokens": 2}
-        choice = client.answer(CHAT, {**request, "ignore_eos": True, "logprobs": True})["choices"][0]
-        told = (choice.get("logprobs") or {}).get("content")
-        if not told:
+        from stages.serving.completions import ChatChoice, Choices
+
+        options = {"temperature": 0, "max_tokens": 2, "ignore_eos": True, "logprobs": True}
+        request = {"model": client.model, **_asked_by_ids(SMOKE_PROMPT), **options}
+        choice = client.answer(CHAT, Choices[ChatChoice], request).choices[0]
+        if not (choice.logprobs and choice.logprobs.content):
             raise ServerError(f"{client.url} gives no log-probabilities of what it generated")
-        return [float(one["logprob"]) for one in told]
+        return [token.logprob for token in choice.logprobs.content]
 
     def predictions(self, client: Client, rows: list[list[int]]) -> list[Predicted]:
         raise ServerError(f"{self.title} predicts no given tokens")

@@ -5,9 +5,10 @@ What was not seen to work is not promised: it puts no adapters on a model, and g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import JsonValue
 
@@ -53,15 +54,16 @@ class Sglang(FixedWeights):
         return find_root_cause(log)
 
     def context_tokens(self, client: Client, spec: LaunchSpec) -> int:
-        return int(client.models()[0]["max_model_len"])
+        return client.context_tokens()
 
     def smoke_log_probabilities(self, client: Client) -> list[float]:
         choice = client.complete(SMOKE_PROMPT, max_tokens=2, ignore_eos=True, logprobs=1)
-        return [float("nan" if one is None else one) for one in choice["logprobs"]["token_logprobs"]]
+        return [math.nan if value is None else value for value in choice.reported(client.url).token_logprobs]
 
     def predictions(self, client: Client, rows: list[list[int]]) -> list[Predicted]:
         """It names tokens by their texts, of which several may have the same: the likeliest have no ids."""
-        return [Predicted(one, ()) for one in map(_log_probabilities, rows, client.echoed(rows))]
+        reports = zip(rows, client.echoed(rows), strict=True)
+        return [Predicted(report.of_prompt(len(row), client.url), ()) for row, report in reports]
 
     def generate_load(
         self, client: Client, spec: LaunchSpec, benchmark: BenchmarkConfig, folder: Path
@@ -69,7 +71,3 @@ class Sglang(FixedWeights):
         from stages.serving.streamed_load import generate_load
 
         return generate_load(client, int(read_config(spec.model)["vocab_size"]), benchmark, folder)
-
-
-def _log_probabilities(row: list[int], echoed: dict[str, Any]) -> list[float]:
-    return [float(value) for value in echoed["token_logprobs"][1 : len(row)]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,11 +59,12 @@ class Vllm:
         return find_root_cause(log)
 
     def context_tokens(self, client: Client, spec: LaunchSpec) -> int:
-        return int(client.models()[0]["max_model_len"])
+        return client.context_tokens()
 
     def smoke_log_probabilities(self, client: Client) -> list[float]:
         choice = client.complete(SMOKE_PROMPT, max_tokens=SMOKE_TOKENS, ignore_eos=True, echo=True, logprobs=1)
-        return [float("nan" if one is None else one) for one in choice["logprobs"]["token_logprobs"][-SMOKE_TOKENS:]]
+        values = choice.reported(client.url).token_logprobs[-SMOKE_TOKENS:]
+        return [math.nan if value is None else value for value in values]
 
     def predictions(self, client: Client, rows: list[list[int]]) -> list[Predicted]:
         return client.predictions(rows)

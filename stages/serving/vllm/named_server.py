@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+
+from pydantic import Field
 
 from stages.core.errors import ServerError
+from stages.core.redaction import shortened
+from stages.remote.http_answers import AnswerModel
 from stages.serving.backend import EngineAddress
 from stages.serving.client import Client
+from stages.serving.completions import Count
 from stages.serving.vllm.swap import post
 
 START = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --generation-config vllm --logprobs-mode processed_logprobs"
@@ -21,17 +25,33 @@ SAMPLED_AS_ASKED = {"generation_config": "vllm", "logprobs_mode": "processed_log
 was sampled from."""
 
 
+class _Settings(AnswerModel):
+    dtype: str
+    max_model_len: Count
+    generation_config: str | None
+    logprobs_mode: str | None
+
+
+class _Device(AnswerModel):
+    device: str
+
+
+class _Configured(AnswerModel):
+    settings: _Settings = Field(alias="model_config")  # the name belongs to pydantic
+    device_config: _Device
+
+
+class _ServerInfo(AnswerModel):
+    vllm_config: _Configured
+
+
 def check_takes_weights(client: Client, num_tokens: int, dtype: str) -> None:
     """Raise ServerError unless it can be given weights and learned from; TransientError when it does not answer.
 
     num_tokens: of a prompt and its answer. dtype: `float32` or `bfloat16`.
     """
-    if client.model not in (names := client.model_names()):
-        raise ServerError(
-            f"the server at {client.url} serves {', '.join(names)}, not {client.model}; name one of these "
-            "(`served_model`)"
-        )
-    if problems := "; ".join(_problems(_configured(client)["model_config"], num_tokens, dtype)):
+    client.check_lists_model("the server", "; name one of these (`served_model`)")
+    if problems := "; ".join(_problems(_configured(client).settings, num_tokens, dtype)):
         raise ServerError(f"the server at {client.url}: {problems}")
 
 
@@ -55,33 +75,32 @@ def check_reads(address: EngineAddress, api_key: str, folder: Path, timeout_s: f
 
 def runs_on_cpu(client: Client) -> bool:
     """Raises as `check_takes_weights` does."""
-    return bool(_configured(client)["device_config"]["device"] == "cpu")
+    return _configured(client).device_config.device == "cpu"
 
 
-def _configured(client: Client) -> dict[str, Any]:
+def _configured(client: Client) -> _Configured:
     """What it says of its settings."""
     try:
-        found: dict[str, Any] = client.described(SAID_OF_ITSELF)["vllm_config"]
-    except (ServerError, KeyError, TypeError) as error:
+        return client.answer(SAID_OF_ITSELF, _ServerInfo).vllm_config
+    except ServerError as error:
         raise ServerError(
             f"the server at {client.url} has no development routes, by which a vLLM (0.32) is given weights "
             f"({error}); start it with `{START}`, where none but trusted programs reach it: they run any method of it"
         ) from error
-    return found
 
 
-def _problems(configured: dict[str, Any], num_tokens: int, dtype: str) -> Iterator[str]:
-    for name, wanted in SAMPLED_AS_ASKED.items():
-        if (found := configured[name]) != wanted:
+def _problems(its: _Settings, num_tokens: int, dtype: str) -> Iterator[str]:
+    for name, needed in SAMPLED_AS_ASKED.items():
+        if (value := getattr(its, name)) != needed:
             option = name.replace("_", "-")
-            yield f"its {option} is {found}; start it with `--{option} {wanted}`"
-    if (its := configured["dtype"].removeprefix("torch.")) != dtype:
+            yield f"its {option} is {shortened(str(value), 50)}; start it with `--{option} {needed}`"
+    if (its_dtype := shortened(its.dtype.removeprefix("torch."), 50)) != dtype:
         yield (
-            f"it computes in {its}, where {dtype} is asked for; start it with `--dtype {dtype}`, or say "
-            f"`serving.dtype: {its}`"
+            f"it computes in {its_dtype}, where {dtype} is asked for; start it with `--dtype {dtype}`, or say "
+            f"`serving.dtype: {its_dtype}`"
         )
-    if (most := configured["max_model_len"]) < num_tokens:
+    if its.max_model_len < num_tokens:
         yield (
-            f"it takes {most} tokens of prompt and completion together, where there may be {num_tokens}; start it with "
-            f"`--max-model-len {num_tokens}`, or say `serving.max_model_len: {most}`"
+            f"it takes {its.max_model_len} tokens of prompt and completion together, where there may be {num_tokens}; "
+            f"start it with `--max-model-len {num_tokens}`, or say `serving.max_model_len: {its.max_model_len}`"
         )

@@ -7,19 +7,20 @@ those that it has.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from stages.core.errors import ModelError, ServerError, TransientError
+from stages.core.errors import ModelError, TransientError
 from stages.core.files import write_atomically
-from stages.serving.backend import EngineAddress
+from stages.remote.http_answers import Expected
+from stages.serving.backend import EngineAddress, post_to_engine
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 HEAD_FILE = "head.safetensors"
+ANSWER_BYTES = 2**20
 
 
 def load_adapter(address: EngineAddress, api_key: str, name: str, folder: Path, timeout_s: float) -> None:
@@ -76,20 +77,9 @@ def prepare_reloads(folder: Path) -> None:
 
 def post(address: EngineAddress, api_key: str, route: str, body: dict[str, Any], what: str, timeout_s: float) -> None:
     """Ask vLLM for what a route does; what: with it, in messages. Raises as `load_adapter` does."""
-    asyncio.run(_posted(address, api_key, route, body, f"{route.rpartition('/')[2]}{what}", timeout_s))
-
-
-async def _posted(
-    address: EngineAddress, api_key: str, route: str, body: dict[str, Any], asked: str, timeout_s: float
-) -> None:
-    timeout, headers = aiohttp.ClientTimeout(total=timeout_s), {"Authorization": f"Bearer {api_key}"}
+    doing = f"{route.rpartition('/')[2]}{what}"
+    expected = Expected(f"asking vLLM to {doing}: it", ANSWER_BYTES, timeout_s, key=api_key)
     try:
-        async with (
-            aiohttp.ClientSession(connector=address.connector(), timeout=timeout, headers=headers) as session,
-            session.post(address.url / route, json=body) as answer,
-        ):
-            said = await answer.text()
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise TransientError(f"asking vLLM to {asked}: {type(error).__name__}: {error}") from error
-    if answer.status != 200:
-        raise ServerError(f"asking vLLM to {asked}: it answered {answer.status}: {said[:500]}")
+        post_to_engine(address, expected, route, [body])[0].check()
+    except (OSError, aiohttp.ClientError) as error:
+        raise TransientError(f"asking vLLM to {doing}: {type(error).__name__}: {error}") from error

@@ -26,6 +26,7 @@ from stages.data.dataset import PackedDataset
 from stages.data.tokenizer import DocumentTokenizer
 from stages.engines.engine import Engine
 from stages.rollouts.asking import Answer, Request
+from stages.serving.completions import Choice
 from stages.train.batches import BatchSource, RowBatches
 from stages.train.config import TrainConfig
 from stages.train.methods.method import OnPolicySteps, TeacherTokens
@@ -33,7 +34,7 @@ from stages.train.methods.rollouts import SamplingOptions
 from stages.train.rollouts.documents import AnsweredPrompt, Packing
 from stages.train.rollouts.prompts import completion_packing
 from stages.train.rollouts.sample_file import COMPLETIONS_FILE, NUM_SHOWN, SampleFile
-from stages.train.rollouts.sampling import CUT_OFF, Choice, completion_request
+from stages.train.rollouts.sampling import CUT_OFF, SERVER, completion_request
 from stages.train.rollouts.synced import SyncedServer
 from stages.train.teacher import Taught
 from stages.train.teacher_rows import with_candidates
@@ -120,9 +121,8 @@ class OnPolicyBatches:
         found: dict[int, tuple[AnsweredPrompt, Choice]] = {}
 
         def keep(position: int, request: Request, answer: Answer) -> None:
-            choice = answer["choices"][0]
-            values = choice["logprobs"]["token_logprobs"]
-            found[position] = AnsweredPrompt(request["prompt"], choice["token_ids"], values, 0.0), choice
+            choice = answer.choices[0]
+            found[position] = AnsweredPrompt(request["prompt"], *choice.sampled(SERVER), 0.0), choice
 
         self.server.server.ask(requests, keep)
         assert self.samples
@@ -151,9 +151,9 @@ class OnPolicyBatches:
             yield {
                 "step": step,
                 "prompt": self.decode(document.prompt),
-                "text": choice["text"],
+                "text": choice.written(SERVER),
                 "num_tokens": len(document.completion),
-                "truncated": choice["finish_reason"] == CUT_OFF,
+                "truncated": choice.finish_reason == CUT_OFF,
             }
 
 

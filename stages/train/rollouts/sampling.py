@@ -7,17 +7,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from stages.core.errors import ServerError
 from stages.rewards.judging import Judge, Judgement, Named
 from stages.rollouts.asking import Answer, Request
 from stages.rollouts.prompts import AskedPrompt
+from stages.serving.completions import Choice
 from stages.train.methods.rollouts import RolloutOptions, SamplingOptions
 from stages.train.rollouts.rounds import Completion, Group, Round, RoundPlan
 from stages.train.rollouts.server import RolloutServer
 
-Choice = dict[str, Any]
-"""One of the completions in an answer."""
+SERVER = "the server that samples"
 CUT_OFF = "length"
 EVERY_TOKEN = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """What vLLM might otherwise take from the model's own settings."""
@@ -68,6 +68,13 @@ class Sampler:
         options = self.options
 
         def keep(position: int, _: Request, answer: Answer) -> None:
+            if len(answer.choices) != options.num_generations:
+                raise ServerError(
+                    f"{SERVER} answered with {len(answer.choices)} completions, where {options.num_generations} were "
+                    "asked for"
+                )
+            for choice in answer.choices:
+                choice.sampled(SERVER)  # checked before anything is judged
             found[position] = answer
 
         requests = [
@@ -78,7 +85,7 @@ class Sampler:
         return [found[position] for position in range(len(asked))]
 
     def _groups(self, asked: Sequence[int], answers: Sequence[Answer]) -> Iterator[Group]:
-        choices = [sorted(answer["choices"], key=lambda choice: int(choice["index"])) for answer in answers]
+        choices = [sorted(answer.choices, key=lambda choice: choice.index) for answer in answers]
         named = [
             self._named(self.prompts[prompt], number, choice)
             for prompt, group in zip(asked, choices, strict=True)
@@ -89,16 +96,17 @@ class Sampler:
             yield Group(prompt, [_completion(choice, next(judgements)) for choice in group])
 
     def _named(self, prompt: AskedPrompt, number: int, choice: Choice) -> Named:
-        completion = prompt.completion(choice["text"], len(choice["token_ids"]))
+        completion = prompt.completion(choice.written(SERVER), len(choice.token_ids or ()))
         return f"completion {number} of the prompt in {prompt.place}", completion
 
 
 def _completion(choice: Choice, judgement: Judgement) -> Completion:
+    token_ids, log_probabilities = choice.sampled(SERVER)
     return Completion(
-        token_ids=choice["token_ids"],
-        log_probabilities=choice["logprobs"]["token_logprobs"],
-        text=choice["text"],
-        truncated=choice["finish_reason"] == CUT_OFF,
+        token_ids=token_ids,
+        log_probabilities=log_probabilities,
+        text=choice.written(SERVER),
+        truncated=choice.finish_reason == CUT_OFF,
         rewards=dict(judgement.rewards),
         reward=judgement.total,
     )

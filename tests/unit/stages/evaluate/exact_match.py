@@ -83,7 +83,7 @@ def _file(evaluation: Evaluation, task: str) -> Path:
 
 
 def _sample(number: int, row: dict[str, str], model: ServedModel) -> dict[str, object]:
-    answer = model.client.complete(row["question"], max_tokens=model.context_tokens // 2)["text"]
+    answer = model.client.complete(row["question"], max_tokens=model.context_tokens // 2).text
     hashes = {
         f"{what}_hash": hashlib.sha256(text.encode()).hexdigest()
         for what, text in (("doc", json.dumps(row)), ("prompt", row["question"]), ("target", row["answer"]))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scipy import stats
 
 from flows.recipe.recipe import load_stages
 from stages.core.contract import StageContext
@@ -116,13 +117,19 @@ def test_a_win_rate_comes_with_its_interval_and_is_a_gate(promote, server: Judge
     assert result.metrics["helpful.win_rate_stderr"] == pytest.approx(error)
     win_rate = verdict.differences[-1]
     assert (win_rate.name, win_rate.candidate, win_rate.reference) == ("helpful.win_rate", 0.75, 0.25)
-    assert win_rate.interval == pytest.approx((0.5 - 1.96 * 2 * error, 0.5 + 1.96 * 2 * error), rel=1e-3)
+    low, high = stats.t.interval(0.95, NUM_QUESTIONS - 1, 0.75, error)
+    assert win_rate.interval == pytest.approx((2 * low - 1, 2 * high - 1))
     assert verdict.outcome == "not promoted"
     assert verdict.missed == ("helpful.win_rate 0.75 < 0.8, missed by 0.05",)
     kept = [json.loads(line) for line in (work / "judge.jsonl").read_text().splitlines()]
     assert len(kept) == result.metrics["judge_requests"] == 2 * NUM_QUESTIONS
     assert "| helpful.win_rate | 20 | 0 | 0.7500 | 0.2500 | +0.5000 |" in (work / "verdict.md").read_text()
     assert KEY not in "".join(file.read_text(errors="ignore") for file in work.rglob("*") if file.is_file())
+
+
+def test_the_interval_of_a_win_rate_ends_where_rates_do(promote) -> None:
+    _, verdict, _ = promote(answers(*[5] * 7, 1), answers(*[3] * 8))
+    assert verdict.differences[-1].interval == (pytest.approx(0.75 - 2.36462 * 0.25, abs=1e-5), 1.0)
 
 
 def test_a_candidate_that_loses_falls_behind_like_with_any_other_score(promote) -> None:

@@ -173,15 +173,23 @@ def test_an_answer_that_breaks_off_is_no_answer(ask: Ask) -> None:
 
 
 def test_events_are_read_however_they_arrive() -> None:
-    reader = EventReader(expected("x"), {})
+    reader = EventReader(expected("x"), {}, dict[str, int])
     stream = b': hello\r\ndata: {"a": 1}\r\n\r\ndata:{"a": 2}\n\nevent: end\ndata: [DONE]\n\n'
     assert [event for byte in stream for event in reader.add(bytes([byte]))] == [{"a": 1}, {"a": 2}]
+    reader.end()
 
 
 @pytest.mark.parametrize("sent", [b"data: []\n", b"data: <html>\n", b"data: " + b"x" * 100_000])
 def test_events_that_are_none_are_errors_of_the_server(sent: bytes) -> None:
     with pytest.raises(ServerError, match="the server at x answered with "):
-        list(EventReader(expected("x"), {}).add(sent))
+        list(EventReader(expected("x"), {}, dict[str, int]).add(sent))
+
+
+def test_events_that_break_off_are_an_error_of_the_server() -> None:
+    reader = EventReader(expected("x"), {}, dict[str, int])
+    assert list(reader.add(b'data: {"a": 1}\n\ndata: {"a"')) == [{"a": 1}]
+    with pytest.raises(ServerError, match="the server at x broke its answer off"):
+        reader.end()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,10 @@
 """A judge behind a real HTTP server that speaks OpenAI's API: what it says counts, is kept, and costs what it may."""
 
+import gzip
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,12 @@ from pydantic import ValidationError
 from stages.core.errors import DataError, LifecycleError, RecipeError, ServerError, TransientError
 from stages.data.documents import PlainText
 from stages.remote import retry
+from stages.rewards.asked_judge import AskedJudge
 from stages.rewards.judge import JudgeReward
 from stages.rewards.judging import judging
 from stages.rewards.reward import Completion, RewardContext
 from tests.judge_server import KEY, MODEL, Judge, judge_server
+from tests.lying_server import head, lying_server, whole
 
 
 @pytest.fixture
@@ -135,6 +140,103 @@ def test_a_judge_that_counts_no_tokens_judges_all_the_same(
     server.usage = usage
     assert judged(server, tmp_path, completion("xx")) == [2]
     assert json.loads((tmp_path / "liked.jsonl").read_text())["tokens"] == {"prompt": 0, "completion": 0}
+
+
+def chat(content: str, usage: str = '{"prompt_tokens": 1, "completion_tokens": 1}') -> bytes:
+    return f'{{"choices": [{{"message": {{"content": {json.dumps(content)}}}}}], "usage": {usage}}}'.encode()
+
+
+@pytest.mark.parametrize(
+    ("sent", "error", "message"),
+    [
+        (head() + b"x" * (4 * 2**20), ServerError, "answered with more than"),
+        (whole(gzip.compress(bytes(50 * 2**20)), Content_Encoding="gzip"), ServerError, "answered with more than"),
+        (whole(b"no gzip", Content_Encoding="gzip"), ServerError, "broken gzip"),
+        (whole(chat("Rating: 4", '{"prompt_tokens": Infinity}')), ServerError, "something else than JSON"),
+        (whole(chat("Rating: 4", '{"prompt_tokens": 1e999}')), ServerError, r"usage\.prompt_tokens"),
+        (whole(chat("Rating: 4", '{"prompt_tokens": -1}')), ServerError, r"usage\.prompt_tokens"),
+        (whole(b"[]"), ServerError, "JSON of another form"),
+        (whole(b"{}"), ServerError, "'choices': Field required"),
+        (whole(b'{"choices": []}'), ServerError, "'choices': List should have at least 1 item"),
+        (whole(b"<html>"), ServerError, "something else than JSON .*: '<html>'"),
+        (whole(b"", "307 Moved", Location="http://127.0.0.1:9/v1"), ServerError, "answered 307, a redirect to"),
+        (whole(b"", "503 Busy", Retry_After="²"), TransientError, "the server answered 503"),
+        (whole(b"", "503 Busy", Retry_After="9" * 400), TransientError, "the server answered 503"),
+    ],
+)
+def test_a_judge_that_lies_is_named_before_there_is_anything_to_judge(
+    server: Judge, tmp_path: Path, sent: bytes, error: type[LifecycleError], message: str
+) -> None:
+    with lying_server(lambda send, _: send(sent)) as liar, pytest.raises(error, match=message) as caught:
+        judged(replace(server, url=f"{liar.url}/v1"), tmp_path, completion("x"))
+    assert f"the judge at {liar.url}/v1" in str(caught.value)
+
+
+def test_a_judge_that_dribbles_is_given_up_in_time(server: Judge, tmp_path: Path) -> None:
+    def answer(send: Callable[[bytes], None], _: bytes) -> None:
+        send(head())
+        while True:
+            send(b" ")
+            time.sleep(0.01)
+
+    with lying_server(answer) as liar, pytest.raises(TransientError, match=r"no whole answer within 0\.1 s"):
+        judged(replace(server, url=f"{liar.url}/v1"), tmp_path, completion("x"), timeout_s=0.1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        ("Better: A", 1),
+        ("Good.\n**Better:** B", 0),
+        ("**Better: Equal**", 0.5),
+        ("> better: b", 0),
+        ('"Better: A".', 1),
+        ("Better: Answer B", 0),
+        ("Better:\n\n**A**", 1),
+        ("Better: B. A is wrong.", 0),
+        ("Better: A (slightly)", 1),
+        ("Better: A\nNo, on second thought:\nBetter: B", 0),
+        ("So my verdict is Better: A.", 1),
+        ("更好的是 Better：B", 0),
+        ("Answer B is better. A is wrong.", None),
+        ("Answer B is better - A is wrong.", None),
+        ("Answer B is better (A is wrong).", None),
+        ("B is better\nA is worse", None),
+        ("Which answer is better: A or B? Hard to say.", None),
+        ("Better: A or B", None),
+        ("Better: a matter of taste", None),
+        ("Better: A/B", None),
+        ("", None),
+    ],
+)
+def test_the_verdict_of_a_comparison_is_the_line_that_was_asked_for(
+    server: Judge, tmp_path: Path, answer: str, score: float | None
+) -> None:
+    config = JudgeReward.model_validate({"type": "judge", **SERVER, "compare": True})
+    with AskedJudge.opened(config, tmp_path / "kept") as judge:
+        assert judge.read_number(answer) == score
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        ("Rating: 7", 7),
+        ("**Rating:** -5", -5),
+        ("Rating: −5", -5),
+        ("Rating (-9 to 9): 8", 8),
+        ("Rating: 7.5/10", 7.5),
+        ("Rating: 3\nRating: 4", 4),
+        ("It has my highest rating. 3 reasons:", None),
+        ("Rating: 11", None),
+        ("Rating: " + "9" * 400, None),
+    ],
+)
+def test_the_rating_is_the_number_behind_its_colon(
+    server: Judge, tmp_path: Path, answer: str, score: float | None
+) -> None:
+    config = JudgeReward.model_validate({"type": "judge", **SERVER, "least": -10})
+    with AskedJudge.opened(config, tmp_path / "kept") as judge:
+        assert judge.read_number(answer) == score
 
 
 def test_more_requests_than_the_recipe_says_are_refused_before_the_first(server: Judge, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_it_is_started_checked_measured_leased_and_ended(tiny_engine: TinyEngine
     result = next(stage)
 
     client = Client(result.lease.url, KEY, "sft")
-    assert client.complete("What is 20 + 22?")["text"] == "42"
+    assert client.complete("What is 20 + 22?").text == "42"
     assert result.tags == {"tiny_version": "1.2"}
     assert {"time_to_ready_s", "ttft_ms_concurrency_1", "output_tokens_per_s_concurrency_2"} <= result.metrics.keys()
     spec = LaunchSpec.model_validate_json((context.work / LAUNCH_FILE).read_text())
