@@ -15,11 +15,12 @@ PIP_WHEELS := $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.
 export UV_FIND_LINKS ?= $(subst $(space),$(comma),$(strip $(PIP_WHEELS)))
 TORCH_BACKEND ?= $(if $(UV_FIND_LINKS),,--torch-backend=$(if $(filter cpu,$(DEVICE)),cpu,auto))
 
-# Pins only bind: CUDA's libraries, several GiB, are installed where the build of torch wants them.
+# Pins only bind: CUDA's libraries, several GiB, are installed where the build of torch wants them. uv verifies the hashes
+# that pins have, also those of constraints, and ends where a registry or a folder of wheels has another file.
 PINNED = --constraints $(PINS)/$(1).txt --requirement $(PINS)/$(1).in
 INSTALL := $(UV) pip install --quiet --compile-bytecode $(TORCH_BACKEND)
 COMPILE := $(UV) pip compile --quiet --python-version 3.11 --no-header --no-emit-index-url --no-emit-find-links \
-	--annotation-style line
+	--annotation-style line --generate-hashes
 
 .PHONY: demo evalscope llama-cpp test check unit faults docs environments benchmarks gpu-kit lock clean
 
@@ -69,8 +70,7 @@ GPU_PLATFORMS := $(foreach tag,2_28 2_27 2_24 2_17 2_12 2014 1,--platform manyli
 gpu-kit:
 	rm -rf $(GPU_KIT)
 	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
-		$(GPU_PLATFORMS) --constraint $(PINS)/pipeline.txt --constraint $(PINS)/test.txt \
-		--requirement $(PINS)/gpu-kit.in --dest $(GPU_KIT)
+		$(GPU_PLATFORMS) --require-hashes --requirement $(PINS)/gpu-kit.txt --dest $(GPU_KIT)
 	@du -sh $(GPU_KIT)
 	@echo "Take this folder and the checkout along, and run there, as often as you like, it goes on where it was:"
 	@echo "    deploy/gpu-kit.sh --limit-s 570"
@@ -119,7 +119,11 @@ llama-cpp: .venv-llama-cpp/.ready
 SERVE_cpu := -r $(PINS)/serve-cpu.txt --overrides $(PINS)/serve-cpu-overrides.txt ./deploy/vllm-metadata
 SERVE_cuda := -r $(PINS)/serve-cuda.txt
 
-# The pins name neither registries nor the CPU build of torch, so that the same files serve every machine.
+# The pins name neither registries nor the CPU build of torch, so that the same files serve every machine. For the same
+# reason packages that PyTorch's own registry has builds of, one for each device, have no hashes: uv takes them from
+# there (--torch-backend), or from a folder of wheels, and those files are none of PyPI's.
+BUILT_FOR_A_DEVICE := torch|torchvision|torchaudio|torchcodec|torchao|triton|xformers
+
 lock: .venv/bin/uv
 	$(COMPILE) $(PINS)/pipeline.in -o $(PINS)/pipeline.txt
 	$(COMPILE) $(PINS)/test.in -o $(PINS)/test.txt
@@ -127,7 +131,9 @@ lock: .venv/bin/uv
 	$(COMPILE) --override $(PINS)/serve-cpu-overrides.txt $(PINS)/serve-cpu.in -o $(PINS)/serve-cpu.txt
 	$(COMPILE) $(PINS)/llama-cpp.in -o $(PINS)/llama-cpp.txt
 	env -u UV_FIND_LINKS $(COMPILE) --python-platform x86_64-manylinux_2_28 $(PINS)/serve-cuda.in -o $(PINS)/serve-cuda.txt
-	sed -i 's/^\(torch==[0-9.]*\)+cpu/\1/' $(PINS)/*.txt
+	sed -i -E '/^($(BUILT_FOR_A_DEVICE))==/,/^    # via/ { s/^(torch==[0-9.]*)\+cpu/\1/; s/ \\$$//; /--hash=/d }' $(PINS)/*.txt
+	$(subst 3.11,3.12,$(COMPILE)) --no-deps $(addprefix --constraint $(PINS)/,pipeline.txt test.txt) \
+		$(PINS)/gpu-kit.in -o $(PINS)/gpu-kit.txt
 
 clean:
 	rm -rf .venv .venv-serve .venv-llama-cpp .venv-evalscope

@@ -2,7 +2,11 @@
 #   docker build --file deploy/docker/pipeline.Dockerfile --build-arg TORCH_BACKEND=cpu --tag llm-lifecycle-pipeline .
 # TORCH_BACKEND: cpu, or a build of torch for CUDA (cu130, …), which brings CUDA's libraries along; the host needs the
 # driver and the NVIDIA container toolkit.
-FROM python:3.11-slim-bookworm AS build
+# PYTHON_DIGEST: of Python's image (sha256:…), for builds that start from the same bytes every time; without it, from what
+# the tag means on that day.
+ARG PYTHON_DIGEST=
+
+FROM python:3.11-slim-bookworm${PYTHON_DIGEST:+@${PYTHON_DIGEST}} AS build
 ARG TORCH_BACKEND=cpu
 RUN pip install --no-cache-dir uv==0.13.8
 WORKDIR /build
@@ -19,7 +23,7 @@ COPY flows flows
 COPY stages stages
 RUN uv pip install --no-cache --compile-bytecode --no-deps --python /opt/pipeline/bin/python .
 
-FROM python:3.11-slim-bookworm
+FROM python:3.11-slim-bookworm${PYTHON_DIGEST:+@${PYTHON_DIGEST}}
 COPY --from=build /opt/pipeline /opt/pipeline
 COPY configs /opt/configs
 ENV PATH=/opt/pipeline/bin:$PATH LIFECYCLE_HOME=/lifecycle \

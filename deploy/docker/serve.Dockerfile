@@ -1,9 +1,12 @@
 # vLLM, for a Deployment that `lifecycle render` prints, or for a host of its own.
 #   docker build --file deploy/docker/serve.Dockerfile --build-arg DEVICE=cpu --tag llm-lifecycle-serve .
 # DEVICE: cpu or cuda. The API key comes as VLLM_API_KEY, the model as a volume.
+# PYTHON_DIGEST: of Python's image (sha256:…), for builds that start from the same bytes every time; without it, from what
+# the tag means on that day.
 ARG DEVICE=cpu
+ARG PYTHON_DIGEST=
 
-FROM python:3.11-slim-bookworm AS base
+FROM python:3.11-slim-bookworm${PYTHON_DIGEST:+@${PYTHON_DIGEST}} AS base
 RUN pip install --no-cache-dir uv==0.13.8 && uv venv /opt/serve
 WORKDIR /build
 COPY deploy/requirements deploy/requirements
@@ -20,7 +23,7 @@ RUN uv pip install --no-cache --compile-bytecode --torch-backend=cu130 --python 
 
 FROM ${DEVICE} AS built
 
-FROM python:3.11-slim-bookworm
+FROM python:3.11-slim-bookworm${PYTHON_DIGEST:+@${PYTHON_DIGEST}}
 # vLLM compiles kernels at the first start.
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ libnuma1 && rm -rf /var/lib/apt/lists/*
 COPY --from=built /opt/serve /opt/serve

@@ -63,3 +63,14 @@ def test_nothing_runs_as_root(image):
 @pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.stem)
 def test_uv_is_the_one_of_the_makefile(image):
     assert UV.findall(image.read_text()) == UV.findall((ROOT / "Makefile").read_text())
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.stem)
+def test_what_an_image_starts_from_takes_a_digest(image):
+    steps = instructions(image)
+    first = next(number for number, (name, _) in enumerate(steps) if name == "FROM")
+    assert ("ARG", ["PYTHON_DIGEST="]) in steps[:first]
+    own = {words[-1] for name, words in steps if name == "FROM" and "AS" in words}
+    outside = [words[0] for name, words in steps if name == "FROM" and words[0] not in own | {"${DEVICE}"}]
+    assert outside
+    assert all(name.endswith(":3.11-slim-bookworm${PYTHON_DIGEST:+@${PYTHON_DIGEST}}") for name in outside)
