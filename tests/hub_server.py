@@ -187,7 +187,7 @@ class _Handler(ModelScopeUploads, BaseHTTPRequestHandler):
             return self._file(name, revision, file, fault, about)
         about |= {"X-Linked-Size": str(len(content)), "X-Linked-ETag": f'"{hashlib.sha256(content).hexdigest()}"'}
         cdn = f"http://localhost:{self.server_state.port}/cdn/{name}/{commit}/{file}"
-        return self._send(302, b"", {**about, "Location": cdn})
+        return self._send(302, b"", _changed({**about, "Location": cdn}, fault))
 
     def _allowed_repository(self, name: str) -> Repository | None:
         repository = self.server_state.repositories.get(name)
@@ -243,15 +243,16 @@ class _Handler(ModelScopeUploads, BaseHTTPRequestHandler):
         body = content[start:]
         short = fault is not None and fault.break_after_bytes is not None and fault.how == "short"
         self.send_response(206 if start else 200)
+        headers = dict(about)
         if short:  # Without a length, the end of the connection is the end of the body.
-            self.send_header("Connection", "close")
+            headers["Connection"] = "close"
             self.close_connection = True
         else:
-            self.send_header("Content-Length", str(len(body)))
-        for name, value in about.items():
-            self.send_header(name, value)
+            headers["Content-Length"] = str(len(body))
         if start:
-            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+        for name, value in _changed(headers, fault).items():
+            self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
             self._write_body(file, body, fault)
@@ -291,3 +292,9 @@ class _Handler(ModelScopeUploads, BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing."""
+
+
+def _changed(headers: dict[str, str], fault: Fault | None) -> dict[str, str]:
+    """Return the headers of an answer, with those of a fault instead."""
+    changed = {**headers, **(fault.headers if fault else {})}
+    return {name: value for name, value in changed.items() if value is not None}

@@ -8,7 +8,7 @@ import json
 import re
 import socket
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -37,6 +37,8 @@ class Fault:
     """`reset` the connection, `close` it early, or send a `short` body that claims to be whole."""
     send_instead: bytes | None = None
     ignore_range: bool = False
+    headers: dict[str, str | None] = field(default_factory=dict)
+    """Sent with a file instead of the true ones; None leaves one out."""
     bytes_per_s: int | None = None
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Literal
 
 from stages.core.errors import TransientError
 from stages.core.lines import say
@@ -27,6 +28,13 @@ SETTLED_S = 2
 THREADS = 4
 REPORT_INTERVAL_S = 5
 GIB = 1 << 30
+
+
+def content_hasher(algorithm: Literal["sha256", "git-blob-sha1"], size_bytes: int) -> hashlib._Hash:
+    """Return a hasher of a file's content. Git hashes blobs with a header that holds their size."""
+    if algorithm == "sha256":
+        return hashlib.sha256()
+    return hashlib.sha1(f"blob {size_bytes}\0".encode(), usedforsecurity=False)
 
 
 def sha256_of_files(files: Mapping[str, Path], limit_s: float | None = None) -> dict[str, str]:

@@ -1,17 +1,22 @@
-"""What every delivery needs: room on the disk, and progress in bytes, at a rate that a person can read."""
+"""What every delivery needs: a folder for what arrives, room on the disk, and progress in bytes per second."""
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import threading
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from stages.core.contract import StageContext
-from stages.core.errors import ResourceError
+from stages.core.errors import DownloadError, ResourceError
+from stages.core.redaction import quoted
 
 INTERVAL_S = 0.5
 MIB, GIB = 1 << 20, 1 << 30
+SMALL_FILE_BYTES = 16 * MIB
+"""Largest file that is read whole into memory, such as a model's config."""
 
 
 class Progress:
@@ -35,6 +40,33 @@ class Progress:
                 self._context.progress(self._done_bytes, self._total_bytes, "B", f"{rate:.1f} MiB/s")
 
 
+def arrivals_folder(context: StageContext, revision: str) -> Path:
+    """Return the folder in which the files of a revision gather: those of a branch that moved on must not mix.
+
+    Its name is a hash: a revision is the hub's own word, and may be a path.
+    """
+    folder = context.scratch / hashlib.sha256(revision.encode(errors="surrogatepass")).hexdigest()
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def hand_over(arrivals: Path, names: Collection[str], folder: Path) -> None:
+    """Rename the folder of arrivals to `folder`, without what an earlier attempt left that is none of these files."""
+    for path in arrivals.rglob("*"):
+        if (path.is_symlink() or not path.is_dir()) and path.relative_to(arrivals).as_posix() not in names:
+            path.unlink()
+    arrivals.replace(folder)
+
+
+def check_small(num_bytes: int, name: str, source: object) -> None:
+    """Raise DownloadError for a file that is too large to be read whole into memory."""
+    if num_bytes > SMALL_FILE_BYTES:
+        raise DownloadError(
+            f"reading {quoted(name, 200)} of {source}: it has {num_bytes:,} bytes; expected at most "
+            f"{SMALL_FILE_BYTES:,} of such a file. Check the source"
+        )
+
+
 def check_disk(folder: Path, needed_bytes: int) -> None:
     """Raise ResourceError when the disk of `folder` has less room."""
     free_bytes = shutil.disk_usage(folder).free
@@ -46,5 +78,5 @@ def check_disk(folder: Path, needed_bytes: int) -> None:
 
 
 def size_bytes(folder: Path) -> int:
-    """Of all files below `folder`."""
+    """Return the size of all files below `folder`."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -16,12 +16,15 @@ from pathlib import Path
 import httpx
 
 from stages.core.errors import DownloadError, full_disk_named
+from stages.core.redaction import shortened
+from stages.hubs.listing import PARTIAL_SUFFIX, path_in
 from stages.hubs.verification import Digest, digest_of
-from stages.remote.http import check_status, promised_bytes
+from stages.remote.http import check_part, check_status
 from stages.remote.retry import BusyError, RetryBackoff, busy_from_transport
 
 NUM_CONNECTIONS = 4
-PARTIAL_SUFFIX = ".partial"
+MAX_SHOWN_CHARACTERS = 200
+"""Of a file's name in a message."""
 _TIMEOUT = httpx.Timeout(30.0, connect=10.0)
 
 
@@ -84,9 +87,9 @@ class Fetcher:
                 raise
 
     def _fetch_file(self, file: RemoteFile) -> None:
-        target = self._folder / file.name
+        target = path_in(self._folder, file.name, self._snapshot.source)
+        partial = path_in(self._folder, file.name + PARTIAL_SUFFIX, self._snapshot.source)
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(target.name + PARTIAL_SUFFIX)
         if target.exists():
             target.replace(partial)  # Verified again: a machine that died may have lost its last bytes.
         if partial.exists():
@@ -113,7 +116,7 @@ class Fetcher:
         while True:
             try:
                 return self._receive(file, partial, backoff)
-            except (httpx.UnsupportedProtocol, httpx.TooManyRedirects) as error:
+            except (httpx.UnsupportedProtocol, httpx.TooManyRedirects, httpx.InvalidURL) as error:
                 raise DownloadError(f"{self._about(file)}: {error}; check the hub's address") from error
             except httpx.TransportError as error:
                 backoff.wait(busy_from_transport(error))
@@ -130,10 +133,12 @@ class Fetcher:
             num_there = 0
         headers = {"Range": f"bytes={num_there}-"} if num_there else {}
         with self._client.stream("GET", file.url, headers=headers) as response:
-            check_status(response, self._about(file), self._snapshot.token_variable)
+            check_status(response.status_code, response.headers, self._about(file), self._snapshot.token_variable)
             if num_there and response.status_code != httpx.codes.PARTIAL_CONTENT:
                 self._discard(partial)  # A server may ignore the range and send everything.
-            self._check_size(response, file)
+                num_there = 0
+            # Before anything is written: a server that sends more than the hub lists could fill the disk.
+            check_part(response, num_there, file.size_bytes, self._about(file))
             self._write(response, file, partial, backoff)
 
     def _write(self, response: httpx.Response, file: RemoteFile, partial: Path, backoff: RetryBackoff) -> None:
@@ -142,7 +147,10 @@ class Fetcher:
                 if self._stop.is_set():
                     raise StoppedError
                 if stream.tell() + len(chunk) > file.size_bytes:
-                    raise self._wrong_size(file, "more")
+                    raise DownloadError(
+                        f"{self._about(file)}: the hub lists {file.size_bytes} bytes, but the server sends more; the "
+                        "hub, a mirror or a proxy is wrong"
+                    )
                 stream.write(chunk)
                 self._report(len(chunk))
                 backoff.progressed()
@@ -150,21 +158,9 @@ class Fetcher:
         if num_there < file.size_bytes:
             raise BusyError(f"the server stopped after {num_there} of {file.size_bytes} bytes")
 
-    def _check_size(self, response: httpx.Response, file: RemoteFile) -> None:
-        """Before anything is written: a server that sends more than the hub lists could fill the disk."""
-        promised = promised_bytes(response)
-        if promised not in (None, file.size_bytes):
-            raise self._wrong_size(file, str(promised))
-
-    def _wrong_size(self, file: RemoteFile, sent: str) -> DownloadError:
-        return DownloadError(
-            f"{self._about(file)}: the hub lists {file.size_bytes} bytes, but the server sends {sent}; "
-            "the hub, a mirror or a proxy is wrong"
-        )
-
     def _discard(self, partial: Path) -> None:
         self._report(-partial.stat().st_size)
         partial.unlink()
 
     def _about(self, file: RemoteFile) -> str:
-        return f"downloading {file.name} of {self._snapshot.source}"
+        return f"downloading {shortened(file.name, MAX_SHOWN_CHARACTERS)} of {self._snapshot.source}"

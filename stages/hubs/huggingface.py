@@ -1,6 +1,7 @@
 """The Hugging Face hub (`hf://`): a repository's commit, and its files with sizes, digests and addresses.
 
-Respects HF_ENDPOINT (a mirror) and HF_TOKEN; a token that `hf auth login` left on disk is not used.
+Respects HF_ENDPOINT (a mirror) and HF_TOKEN; a token that `hf auth login` left on disk is not used. The hub is asked
+by our own reader, which bounds and types its answers; huggingface_hub knows what a refusal means.
 """
 
 from __future__ import annotations
@@ -8,33 +9,71 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
+from urllib.parse import quote
 
 import httpx
-from huggingface_hub import HfApi, hf_hub_url
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import HfApi, constants, hf_hub_url
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.utils import hf_raise_for_status
+from pydantic import Field
 
 from stages.core.errors import DownloadError, LifecycleError
+from stages.core.redaction import quoted, shortened
 from stages.hubs.fetch import RemoteFile, Snapshot
 from stages.hubs.hub import Request
-from stages.hubs.repository import RepositoryHub
+from stages.hubs.listing import FileSize, Sha1, Sha256
+from stages.hubs.repository import RepositoryHub, ask_hub
 from stages.hubs.source import Source
 from stages.hubs.verification import Digest
+from stages.remote.http_answers import Answer, AnswerModel
 from stages.remote.hub_file import TOKEN_VARIABLE, authorization, endpoint
 from stages.remote.pointers import Pointer
-from stages.remote.retry import NUM_ATTEMPTS, RetryBackoff, busy_from_status, busy_from_transport
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_TIMEOUT_S = 30.0
+NUM_NAMED = 10
 
-Answer = TypeVar("Answer")
+Shape = TypeVar("Shape")
+
+
+class _Lfs(AnswerModel):
+    """Where the content of a large file is: in the hub's storage, by its hash."""
+
+    sha256: Sha256
+
+
+class _File(AnswerModel):
+    """A file of a repository. blobId: git's, of a small file's content."""
+
+    rfilename: str
+    size: FileSize | None = None
+    blobId: Sha1 | None = None  # noqa: N815 - the hub's name
+    lfs: _Lfs | None = None
+
+
+class _Commit(AnswerModel):
+    """The commit that a revision points to."""
+
+    sha: Sha1
+
+
+class _Listing(_Commit):
+    """A commit with its files."""
+
+    siblings: list[_File]
+
+
+class _Reference(AnswerModel):
+    """A branch or a tag."""
+
+    name: str
+
+
+class _References(AnswerModel):
+    """The branches and tags of a repository."""
+
+    branches: list[_Reference] = Field(default_factory=list)
+    tags: list[_Reference] = Field(default_factory=list)
 
 
 class HuggingFace(RepositoryHub):
@@ -44,11 +83,17 @@ class HuggingFace(RepositoryHub):
         source = request.source
         if source.revision and _COMMIT.fullmatch(source.revision):
             return source.revision
-        return str(_repository_info(source, source.revision, files_metadata=False, limit_s=request.limit_s).sha)
+        where = f"/revision/{quote(source.revision, safe='')}" if source.revision else ""
+        return _asked(source, where, _Commit, request.limit_s).sha
 
     def list_snapshot(self, source: Source, revision: str) -> Snapshot:
-        info = _repository_info(source, revision, files_metadata=True)
-        files = tuple(_remote_file(source, revision, sibling) for sibling in info.siblings or ())
+        listing = _asked(source, f"/revision/{quote(revision, safe='')}?blobs=true", _Listing)
+        if listing.sha != revision:
+            raise DownloadError(
+                f"asking {endpoint()} for {source}: the hub lists the files of commit {listing.sha}, where those of "
+                f"{quoted(revision, 40)} were asked for; a mirror or a proxy is wrong"
+            )
+        files = tuple(_remote_file(source, revision, file) for file in listing.siblings)
         return Snapshot(str(source), revision, files, TOKEN_VARIABLE, authorization())
 
     def pointers(self, request: Request, revision: str) -> dict[str, Pointer]:
@@ -62,83 +107,69 @@ class HuggingFace(RepositoryHub):
 HUB = HuggingFace()
 
 
-def _remote_file(source: Source, revision: str, sibling: Any) -> RemoteFile:
+def _remote_file(source: Source, revision: str, file: _File) -> RemoteFile:
     """Large files carry a sha256, small ones the id of their git blob."""
-    if sibling.size is None or not (sibling.lfs or sibling.blob_id):
-        raise DownloadError(f"{source}: the hub lists {sibling.rfilename} without size or digest; use another mirror")
-    digest = Digest("sha256", sibling.lfs.sha256) if sibling.lfs else Digest("git-blob-sha1", sibling.blob_id)
-    url = hf_hub_url(source.name, sibling.rfilename, repo_type=source.product, revision=revision, endpoint=endpoint())
-    return RemoteFile(sibling.rfilename, sibling.size, digest, url)
-
-
-def _repository_info(
-    source: Source, revision: str | None, *, files_metadata: bool, limit_s: float | None = None
-) -> Any:
-    api = hub_api()
-
-    def ask() -> Any:
-        return api.repo_info(
-            source.name,
-            revision=revision,
-            repo_type=source.product,
-            files_metadata=files_metadata,
-            timeout=limit_s or _TIMEOUT_S,
+    if file.lfs:
+        digest = Digest("sha256", file.lfs.sha256)
+    elif file.blobId:
+        digest = Digest("git-blob-sha1", file.blobId)
+    if file.size is None or not (file.lfs or file.blobId):
+        raise DownloadError(
+            f"{source}: the hub lists {quoted(file.rfilename, 200)} without size or digest; use another mirror"
         )
-
-    return _ask(source, ask, NUM_ATTEMPTS if limit_s is None else 1)
-
-
-def _ask(source: Source, ask: Callable[[], Answer], num_attempts: int) -> Answer:
-    """Ask the hub until it answers, or there is no use in it."""
-    backoff = RetryBackoff(f"asking {endpoint()} for {source}", num_attempts=num_attempts)
-    while True:
-        try:
-            return ask()
-        except HfHubHTTPError as error:
-            busy = busy_from_status(error.response.status_code, error.response.headers)
-            if busy is None:
-                raise _explained(
-                    source, error
-                ) from None  # its text has the address that it was led to, password and all
-            backoff.wait(busy)
-        except OfflineModeIsEnabled as error:
-            raise DownloadError(
-                f"{source} must be asked for at the hub, but HF_HUB_OFFLINE is set; unset it"
-            ) from error
-        except (httpx.UnsupportedProtocol, httpx.TooManyRedirects) as error:
-            raise DownloadError(f"asking {endpoint()} for {source}: {error}; check HF_ENDPOINT") from error
-        except httpx.TransportError as error:
-            backoff.wait(busy_from_transport(error))
-        except ValueError as error:
-            raise DownloadError(f"asking {endpoint()} for {source}: it does not answer like a hub ({error})") from error
+    url = hf_hub_url(source.name, file.rfilename, repo_type=source.product, revision=revision, endpoint=endpoint())
+    return RemoteFile(file.rfilename, file.size, digest, url)
 
 
-def _explained(source: Source, error: HfHubHTTPError) -> LifecycleError:
-    """What to do about a refusal. The hub answers 401 for what does not exist, too, without a token."""
+def _asked(source: Source, where: str, shape: type[Shape], limit_s: float | None = None) -> Shape:
+    """Ask the hub's API about a repository. where: the end of the path, with the query."""
+    doing = f"asking {endpoint()} for {source}"
+    if constants.HF_HUB_OFFLINE:
+        raise DownloadError(f"{source} must be asked for at the hub, but HF_HUB_OFFLINE is set; unset it")
+    url = f"{endpoint()}/api/{source.product}s/{source.name}{where}"
+    answer = ask_hub(doing, url, authorization(), "HF_ENDPOINT", limit_s)
+    if not answer.is_success:
+        raise _explained(source, answer, url, doing)
+    try:
+        return answer.parsed(shape)
+    except DownloadError as error:
+        raise DownloadError(f"{endpoint()} does not answer like a hub: {error}") from None
+
+
+def _explained(source: Source, answer: Answer, url: str, doing: str) -> LifecycleError:
+    """Return what to do about a refusal. The hub answers 401 for what does not exist, too, without a token."""
     address = f"{endpoint()}/{'datasets/' if source.product == 'dataset' else ''}{source.name}"
-    if isinstance(error, GatedRepoError):
+    headers = {name: answer.headers[name] for name in ("x-error-code", "x-error-message") if name in answer.headers}
+    response = httpx.Response(answer.status, headers=headers, request=httpx.Request("GET", url))
+    try:
+        hf_raise_for_status(response)
+    except GatedRepoError:
         return DownloadError(f"{source} is gated: accept its terms at {address}, then set {TOKEN_VARIABLE}")
-    if isinstance(error, RevisionNotFoundError):
+    except RevisionNotFoundError:
         return DownloadError(f"{source}: the repository has no revision {source.revision!r}{_closest_revision(source)}")
-    if isinstance(error, RepositoryNotFoundError):
+    except RepositoryNotFoundError:
         hint = "your token may not read it" if os.environ.get(TOKEN_VARIABLE) else f"private ones need {TOKEN_VARIABLE}"
         return DownloadError(f"{source}: {endpoint()} has no such {source.product}; check the name ({hint})")
-    status = error.response.status_code
-    if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-        return DownloadError(f"{source}: the hub answered {status}; set {TOKEN_VARIABLE} to a token that may read it")
-    return DownloadError(f"{source}: the hub answered {status}: {error.server_message or 'no reason given'}")
+    except HfHubHTTPError:
+        if answer.status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            advice = f"set {TOKEN_VARIABLE} to a token that may read it"
+            return DownloadError(f"{source}: the hub answered {answer.status}; {advice}")
+    reason = answer.expected.quoted(answer.body) if answer.body else "no reason given"
+    return DownloadError(f"{doing}: the hub answered {answer.status}: {reason}; check the name and HF_ENDPOINT")
 
 
 def _closest_revision(source: Source) -> str:
     try:
-        refs = hub_api().list_repo_refs(source.name, repo_type=source.product)
-    except (HfHubHTTPError, httpx.HTTPError):  # Only a hint: what is missing is known without it.
+        references = _asked(source, "/refs", _References)
+    except LifecycleError:  # only a hint: what is missing is known without it
         return ""
-    names = [ref.name for ref in [*refs.branches, *refs.tags]]
+    names = [reference.name for reference in [*references.branches, *references.tags]]
     closest = difflib.get_close_matches(source.revision or "", names, n=1)
-    return f"; did you mean {closest[0]!r}?" if closest else f"; it has: {', '.join(names[:10])}"
+    if closest:
+        return f"; did you mean {quoted(closest[0], 200)}?"
+    return f"; it has: {shortened(', '.join(names[:NUM_NAMED]), 500)}"
 
 
 def hub_api() -> HfApi:
-    """The hub's own client, with the token of the environment or none."""
+    """Return the hub's own client, with the token of the environment or none."""
     return HfApi(endpoint=endpoint(), token=os.environ.get(TOKEN_VARIABLE) or False)

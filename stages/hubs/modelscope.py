@@ -8,36 +8,59 @@ from __future__ import annotations
 
 import os
 import re
+from http import HTTPStatus
+from urllib.parse import urlencode
 
-from modelscope_hub import FileInfo, HubApi, HubConfig
-from modelscope_hub.errors import (
-    APIError,
-    AuthenticationError,
-    HubError,
-    NetworkError,
-    NotExistError,
-    PermissionDeniedError,
-    RateLimitError,
-    ServerError,
-)
+from modelscope_hub import HubApi, HubConfig
+from modelscope_hub.constants import REPO_FILES_TRUNCATION_LIMIT
+from pydantic import Field
 
-from stages.core.errors import DownloadError, LifecycleError, TransientError
+from stages.core.errors import DownloadError, TransientError
+from stages.core.redaction import quoted
 from stages.hubs.fetch import RemoteFile, Snapshot
 from stages.hubs.hub import Request
-from stages.hubs.repository import RepositoryHub
+from stages.hubs.listing import FileSize
+from stages.hubs.repository import LISTING_BYTES, RepositoryHub, ask_hub
 from stages.hubs.source import Source
 from stages.hubs.verification import Digest, content_hash
+from stages.remote.http_answers import AnswerModel
 
 TOKEN_VARIABLE = "MODELSCOPE_API_TOKEN"  # noqa: S105 - the name of a variable
 DEFAULT_REVISION = "master"
+FOLDER = "tree"
+PAGE_FILES = 200
+"""Of a dataset, which is listed page by page."""
+MAX_REQUESTS = 5000
+"""For one list: a hub could have pages without end."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class _Entry(AnswerModel):
+    """A file or a folder."""
+
+    path: str = Field(alias="Path")
+    kind: str = Field("blob", alias="Type")
+    size: FileSize | None = Field(None, alias="Size")
+    sha256: str | None = Field(None, alias="Sha256")
+
+
+class _Files(AnswerModel):
+    """A list of files. None for an empty one."""
+
+    files: list[_Entry] | None = Field(alias="Files")
+
+
+class _Listing(AnswerModel):
+    """The hub's answer."""
+
+    data: _Files = Field(alias="Data")
 
 
 class ModelScope(RepositoryHub):
     """A revision is a hash over the contents that the source's branch or tag holds."""
 
     def resolve_revision(self, request: Request) -> str:
-        return _list_now(request.source).revision
+        return _list_now(request.source, request.limit_s).revision
 
     def list_snapshot(self, source: Source, revision: str) -> Snapshot:
         snapshot = _list_now(source)
@@ -49,40 +72,97 @@ class ModelScope(RepositoryHub):
 HUB = ModelScope()
 
 
-def _list_now(source: Source) -> Snapshot:
-    """The files of the source's branch or tag as it is now."""
-    # An empty token keeps the library from looking for one that a login left on disk.
+def _list_now(source: Source, limit_s: float | None = None) -> Snapshot:
+    """Return the files of the source's branch or tag as it is now."""
     token = os.environ.get(TOKEN_VARIABLE, "")
+    headers = {"Authorization": f"Bearer {token}", "Cookie": f"m_session_id={token}"} if token else {}
+    # An empty token keeps the library from looking for one that a login left on disk.
     api = HubApi(HubConfig(token=token))
     branch = source.revision or DEFAULT_REVISION
-    try:
-        listed = api.list_repo_files(source.name, source.product, revision=branch)
-    except HubError as error:
-        raise _explained(source, branch, error) from error
-    except ValueError as error:
-        raise DownloadError(f"{source}: {api.legacy.endpoint} does not answer like a hub ({error})") from error
-    files = tuple(_remote_file(source, api, branch, file) for file in listed if file.type != "tree")
+    listed = _Lister(source, api.legacy.endpoint, branch, headers, limit_s).files()
+    files = tuple(_remote_file(source, api, branch, entry) for entry in listed if entry.kind != FOLDER)
     if not files:
         raise DownloadError(f"{source}: ModelScope lists no files at revision {branch!r}")
     content = content_hash((file.name, file.digest.hex) for file in files)
-    headers = {"Authorization": f"Bearer {token}", "Cookie": f"m_session_id={token}"} if token else {}
     return Snapshot(str(source), content, files, TOKEN_VARIABLE, headers)
 
 
-def _remote_file(source: Source, api: HubApi, branch: str, file: FileInfo) -> RemoteFile:
-    if not file.sha256 or not _SHA256.fullmatch(file.sha256):
-        raise DownloadError(f"{source}: the hub lists {file.path} without a sha256, so it cannot be verified")
-    url = api.legacy.get_download_url(source.name, source.product, file.path, revision=branch)
-    return RemoteFile(file.path, file.size, Digest("sha256", file.sha256), url)
+class _Lister:
+    """Asks for the list of files, in as many requests as the hub needs for it."""
+
+    def __init__(
+        self, source: Source, endpoint: str, branch: str, headers: dict[str, str], limit_s: float | None
+    ) -> None:
+        self._source = source
+        self._endpoint = endpoint
+        self._branch = branch
+        self._headers = headers
+        self._limit_s = limit_s
+        self._num_requests = 0
+        self._left_bytes = LISTING_BYTES
+
+    def files(self) -> list[_Entry]:
+        return self._paged() if self._source.product == "dataset" else self._below("")
+
+    def _paged(self) -> list[_Entry]:
+        entries: list[_Entry] = []
+        while True:
+            number = len(entries) // PAGE_FILES + 1
+            page = self._asked("tree", Recursive="True", PageNumber=str(number), PageSize=str(PAGE_FILES))
+            entries += page
+            if len(page) < PAGE_FILES:
+                return entries
+
+    def _below(self, folder: str) -> list[_Entry]:
+        """List a model's files: where the hub cuts a list off, folder by folder."""
+        root = {"Root": folder} if folder else {}
+        entries = self._asked("files", Recursive="True", **root)
+        if len(entries) < REPO_FILES_TRUNCATION_LIMIT:
+            return entries
+        entries = self._asked("files", Recursive="False", **root)
+        if len(entries) >= REPO_FILES_TRUNCATION_LIMIT:
+            raise DownloadError(
+                f"{self._source}: ModelScope lists no more than {REPO_FILES_TRUNCATION_LIMIT} files of the folder "
+                f"{quoted(folder or '/', 200)}, which has more; what is missing cannot be known"
+            )
+        inner = [entry.path for entry in entries if entry.kind == FOLDER]
+        return [*entries, *(entry for path in inner for entry in self._below(path))]
+
+    def _asked(self, listing: str, **query: str) -> list[_Entry]:
+        self._num_requests += 1
+        if self._num_requests > MAX_REQUESTS:
+            raise DownloadError(f"{self._source}: ModelScope's list of files did not end after {MAX_REQUESTS} requests")
+        url = (
+            f"{self._endpoint}/api/v1/{self._source.product}s/{self._source.name}/repo/{listing}?"
+            f"{urlencode({'Revision': self._branch, **query})}"
+        )
+        doing = f"asking {self._endpoint} for {self._source}"
+        answer = ask_hub(doing, url, self._headers, "MODELSCOPE_ENDPOINT", self._limit_s, self._left_bytes)
+        self._left_bytes -= len(answer.body)
+        if answer.status == HTTPStatus.NOT_FOUND:
+            raise DownloadError(
+                f"{self._source}: ModelScope has no such {self._source.product}, or no revision {self._branch!r} of it"
+            )
+        reason = answer.expected.quoted(answer.body)
+        if answer.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+            raise DownloadError(
+                f"{self._source} may not be read; set {TOKEN_VARIABLE} to a token that may (ModelScope answered "
+                f"{answer.status}: {reason})"
+            )
+        if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise TransientError(f"{doing}: ModelScope answered {answer.status}: {reason}; try again later")
+        if not answer.is_success:
+            raise DownloadError(f"{doing}: ModelScope answered {answer.status}: {reason}; check the name")
+        try:
+            return answer.parsed(_Listing).data.files or []
+        except DownloadError as error:
+            raise DownloadError(f"{self._endpoint} does not answer like a hub: {error}") from None
 
 
-def _explained(source: Source, branch: str, error: HubError) -> LifecycleError:
-    status = f" {error.status_code}" if isinstance(error, APIError) and error.status_code else ""
-    answer = f"ModelScope answered{status}: {error.message}"
-    if isinstance(error, NotExistError):
-        return DownloadError(f"{source}: ModelScope has no such {source.product}, or no revision {branch!r} of it")
-    if isinstance(error, AuthenticationError | PermissionDeniedError):
-        return DownloadError(f"{source} may not be read; set {TOKEN_VARIABLE} to a token that may ({answer})")
-    if isinstance(error, NetworkError | ServerError | RateLimitError):
-        return TransientError(f"asking for {source}: {answer}; check the network, or try again later")
-    return DownloadError(f"{source}: {answer}")
+def _remote_file(source: Source, api: HubApi, branch: str, entry: _Entry) -> RemoteFile:
+    if entry.size is None or not entry.sha256 or not _SHA256.fullmatch(entry.sha256):
+        raise DownloadError(
+            f"{source}: the hub lists {quoted(entry.path, 200)} without a sha256 or a size, so it cannot be verified"
+        )
+    url = api.legacy.get_download_url(source.name, source.product, entry.path, revision=branch)
+    return RemoteFile(entry.path, entry.size, Digest("sha256", entry.sha256), url)

@@ -9,9 +9,19 @@ from threading import Event
 
 from stages.core.contract import StageContext
 from stages.core.errors import DownloadError, full_disk_named
-from stages.hubs.delivery import GIB, Progress, check_disk, size_bytes
+from stages.hubs.delivery import (
+    GIB,
+    SMALL_FILE_BYTES,
+    Progress,
+    arrivals_folder,
+    check_disk,
+    check_small,
+    hand_over,
+    size_bytes,
+)
 from stages.hubs.hub import Request
-from stages.hubs.selection import check_names, select_files
+from stages.hubs.listing import path_in
+from stages.hubs.selection import select_files
 from stages.hubs.source import Source
 from stages.hubs.verification import content_hash
 from stages.remote.buckets import Bucket, StoredObject, check_listening, explained
@@ -35,13 +45,12 @@ class ObjectStorage:
         objects = _requested(request, bucket)
         _check_unchanged(request, objects, revision)
         total_bytes = sum(one.size_bytes for one in objects.values())
-        arrivals = context.scratch / revision  # what an earlier attempt copied of other contents lies elsewhere
-        arrivals.mkdir(exist_ok=True)
+        arrivals = arrivals_folder(context, revision)
         check_disk(context.work, total_bytes - size_bytes(arrivals))
         context.milestone(f"downloading {len(objects)} objects, {total_bytes / GIB:.3f} GiB")
         _copy_all(bucket, objects, arrivals, Progress(context, total_bytes))
         _check_unchanged(request, _requested(request, bucket), revision)
-        arrivals.replace(folder)
+        hand_over(arrivals, objects.keys(), folder)
 
     def pointers(self, request: Request, revision: str) -> dict[str, Pointer]:
         objects = _requested(request, Bucket(str(request.source)))
@@ -53,11 +62,12 @@ class ObjectStorage:
 
     def read_file(self, source: Source, revision: str, name: str) -> str | None:
         bucket = Bucket(str(source))
-        found = bucket.objects().get(name)
-        if found is None:
+        listed = bucket.objects().get(name)
+        if listed is None:
             return None
-        with explained(bucket.address), bucket.filesystem.open_input_file(found.path) as stream:
-            return bytes(stream.read()).decode()
+        check_small(listed.size_bytes, name, source)
+        with explained(bucket.address), bucket.filesystem.open_input_file(listed.path) as stream:
+            return bytes(stream.read(SMALL_FILE_BYTES)).decode()
 
 
 HUB = ObjectStorage()
@@ -65,7 +75,6 @@ HUB = ObjectStorage()
 
 def _requested(request: Request, bucket: Bucket) -> dict[str, StoredObject]:
     objects = bucket.objects()
-    check_names(list(objects), str(request.source))
     return {name: objects[name] for name in select_files(request, list(objects))}
 
 
@@ -84,7 +93,7 @@ def _copy_all(bucket: Bucket, objects: dict[str, StoredObject], folder: Path, pr
 
     def copy(name: str) -> None:
         try:
-            _copy(bucket, objects[name], folder / name, progress, stop)
+            _copy(bucket, objects[name], path_in(folder, name, bucket.address), progress, stop)
         except BaseException:
             stop.set()
             raise

@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 
 from stages.core.errors import DataError, DownloadError, ModelError
 from stages.hubs.hub import Request
+from stages.hubs.listing import check_fit, check_names
 from stages.hubs.source import Source
 from stages.models.model_folder import PICKLE_SUFFIXES
 
@@ -22,13 +23,16 @@ _DATASET_DESCRIPTIONS = ("dataset_infos.json", "dataset_info.json", "dataset_dic
 
 
 def select_files(request: Request, names: list[str]) -> list[str]:
-    """The requested files of those that there are, sorted.
+    """Return the requested files of those that there are, sorted.
 
-    Raises ModelError or DataError when nothing usable is there, DownloadError when a pattern matches nothing.
+    Raises ModelError or DataError when nothing usable is there, DownloadError when a pattern matches nothing or when
+    the hub lists what cannot be written below a folder.
     """
-    if request.source.product == "model":
-        return _select_model_files(request, names)
-    return _select_dataset_files(request, names)
+    check_names(names, request.source)
+    is_model = request.source.product == "model"
+    selected = _select_model_files(request, names) if is_model else _select_dataset_files(request, names)
+    check_fit(selected, request.source)
+    return selected
 
 
 def _select_model_files(request: Request, names: list[str]) -> list[str]:
@@ -87,11 +91,3 @@ def _matching(names: list[str], patterns: tuple[str, ...], source: Source) -> li
                 f"{source} has no file to take that matches {pattern!r}; there are: {', '.join(sorted(names)[:10])}"
             )
     return sorted(name for name in names if any(fnmatch(name, pattern) for pattern in patterns))
-
-
-def check_names(names: list[str], source: str) -> None:
-    """Raise DownloadError when a name would lead out of the folder that it is written to."""
-    for name in names:
-        path = PurePosixPath(name)
-        if not name or path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name:
-            raise DownloadError(f"{source} lists a file {name!r} that leads out of its folder; nothing was downloaded")

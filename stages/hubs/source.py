@@ -11,7 +11,8 @@ from typing import Literal
 
 Product = Literal["model", "dataset"]
 
-_REPOSITORY = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
+_PART = r"(?!\.+(?:[/@]|$))[\w.-]+"  # `..` is a path
+_REPOSITORY = re.compile(rf"(?P<name>{_PART}/{_PART})(?:@(?P<revision>[\w./-]+))?")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from stages.core.hashing import content_hasher
+
 
 @dataclass(frozen=True)
 class Digest:
@@ -17,12 +19,16 @@ class Digest:
     hex: str
 
 
+def digest_of_bytes(content: bytes, algorithm: Literal["sha256", "git-blob-sha1"]) -> Digest:
+    """Hash the content of a file."""
+    hasher = content_hasher(algorithm, len(content))
+    hasher.update(content)
+    return Digest(algorithm, hasher.hexdigest())
+
+
 def digest_of(path: Path, algorithm: Literal["sha256", "git-blob-sha1"] = "sha256") -> Digest:
     """Hash a file."""
-    if algorithm == "sha256":
-        hasher = hashlib.sha256()
-    else:
-        hasher = hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)
+    hasher = content_hasher(algorithm, path.stat().st_size)
     with path.open("rb") as stream:
         return Digest(algorithm, hashlib.file_digest(stream, lambda: hasher).hexdigest())
 

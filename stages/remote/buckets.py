@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from stages.core.errors import DownloadError, TransientError
+from stages.core.redaction import quoted
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -75,8 +76,7 @@ class Bucket:
                 files = {found.base_name: found.path}
             else:
                 below = self.filesystem.get_file_info(FileSelector(self.path, recursive=True))
-                start = len(self.path) + 1
-                files = {one.path[start:]: one.path for one in below if one.type == FileType.File}
+                files = {self._name(one.path): one.path for one in below if one.type == FileType.File}
             files = {name: path for name, path in files.items() if not any(map(_is_hidden, name.split("/")))}
             if not files:
                 raise DownloadError(f"{self.address} holds nothing; check the name of the bucket and the prefix")
@@ -84,9 +84,26 @@ class Bucket:
                 return dict(sorted(zip(files, pool.map(self.look_at, files.values()), strict=True)))
 
     def look_at(self, path: str) -> StoredObject:
-        """An object as it is now. Raises what pyarrow does."""
+        """Return an object as it is now. Raises what pyarrow does, DownloadError for an answer that cannot be meant."""
         with self.filesystem.open_input_file(path) as stream:
-            return StoredObject(path, stream.size(), _tag(stream.metadata()))
+            num_bytes, tag = stream.size(), _tag(stream.metadata())
+        if num_bytes < 0 or not tag:
+            raise DownloadError(
+                f"asking for {self.address}: the server says of {quoted(path, 200)} that it has {num_bytes} bytes, and "
+                f"{f'the ETag {quoted(tag, 100)}' if tag else 'no ETag'}; expected both of an object. Check the server "
+                "(AWS_ENDPOINT_URL)"
+            )
+        return StoredObject(path, num_bytes, tag)
+
+    def _name(self, path: str) -> str:
+        """Return the name below the prefix of an object that the server lists there."""
+        name = path.removeprefix(f"{self.path}/")
+        if name == path:
+            raise DownloadError(
+                f"asking for {self.address}: the server lists {quoted(path, 200)}, which lies somewhere else; check "
+                "the server (AWS_ENDPOINT_URL)"
+            )
+        return name
 
 
 def check_listening(address: str, limit_s: float) -> None:
@@ -111,15 +128,16 @@ def _is_hidden(name: str) -> bool:
 
 
 def _tag(metadata: Mapping[str | bytes, Any]) -> str:
-    """The provider's word for the content: an ETag, or the number of a generation."""
-    said = {_text(name).lower(): _text(value) for name, value in metadata.items()}
-    tag = said.get("etag") or said.get("generation") or said.get("last-modified")
-    assert tag, f"no ETag among {sorted(said)}"
-    return tag.strip('"')
+    """Return what the provider calls the content: an ETag, or the number of a generation; empty where it is missing.
+
+    The time of the last change is no such thing: two contents within a second have the same.
+    """
+    values = {_text(name).lower(): _text(value).strip('"') for name, value in metadata.items()}
+    return values.get("etag") or values.get("generation") or ""
 
 
 def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
+    return value.decode(errors="backslashreplace") if isinstance(value, bytes) else str(value)
 
 
 @contextmanager

@@ -1,30 +1,51 @@
-"""What a server's answer to a request for a file means."""
+"""Checks of a server's answer to a request for a file, or for the rest of it."""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from http import HTTPStatus
 
 import httpx
 
 from stages.core.errors import DownloadError
+from stages.core.redaction import quoted
 from stages.remote.http_answers import number_in
 from stages.remote.retry import busy_from_status
 
+QUOTED_CHARACTERS = 100
+_PART = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
 
-def check_status(response: httpx.Response, doing: str, token_variable: str) -> None:
+
+def check_status(status: int, headers: Mapping[str, str], doing: str, token_variable: str) -> None:
     """Raise BusyError for what is worth another attempt, DownloadError for a refusal."""
-    if response.is_success:
+    if 200 <= status < 300:
         return
-    status = response.status_code
-    if busy := busy_from_status(status, response.headers):
+    if busy := busy_from_status(status, headers):
         raise busy
-    if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+    if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         advice = f"set {token_variable} to a token that may read it"
     else:
         advice = "check that the repository still has this revision"
     raise DownloadError(f"{doing}: the server answered {status}; {advice}")
 
 
-def promised_bytes(response: httpx.Response) -> int | None:
-    """The size of the whole file, of which the answer may be a part; None where the server does not say it."""
-    content_range = response.headers.get("content-range", "")
-    promised = content_range.rpartition("/")[2] or response.headers.get("content-length", "")
-    return number_in(promised)
+def check_part(response: httpx.Response, start: int, size_bytes: int, doing: str) -> None:
+    """Check, before anything is read, that an answer is a file of `size_bytes` from byte `start` on.
+
+    A whole file may come without a length; whoever reads it counts. Raises DownloadError.
+    """
+    if response.status_code == HTTPStatus.PARTIAL_CONTENT:
+        content_range = response.headers.get("content-range", "")
+        part = _PART.fullmatch(content_range)
+        is_right = part is not None and (int(part[1]), int(part[3])) == (start, size_bytes)
+        sent = f"a part with the Content-Range {quoted(content_range, QUOTED_CHARACTERS)}"
+    else:
+        length = response.headers.get("content-length")
+        is_right = start == 0 and (length is None or number_in(length) == size_bytes)
+        sent = f"{quoted(length or 'all', QUOTED_CHARACTERS)[1:-1]} bytes from the beginning"
+    if not is_right:
+        raise DownloadError(
+            f"{doing}: the hub listed {size_bytes} bytes, of which those from byte {start} on were asked for, but the "
+            f"server sends {sent}; the hub, a mirror or a proxy is wrong"
+        )

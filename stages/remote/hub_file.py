@@ -2,6 +2,9 @@
 
 Not huggingface_hub's filesystem: that asks for each block by itself, which the hub counts against its limit of
 requests, and does not look whether a mirror sends something else than the hub lists.
+
+Every byte that is read is vouched for: by the digest that the hub listed, where a file is read from its beginning to
+its end, or by the digest that an answer names. A file of which neither can be said is refused.
 """
 
 from __future__ import annotations
@@ -11,18 +14,23 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 
 from stages.core.errors import DownloadError
-from stages.remote.http import check_status, promised_bytes
+from stages.core.hashing import content_hasher
+from stages.core.redaction import quoted
+from stages.remote.http import check_part, check_status
 from stages.remote.pointers import Pointer
 from stages.remote.retry import BusyError, RetryBackoff, busy_from_transport
 
 TOKEN_VARIABLE = "HF_TOKEN"  # noqa: S105 - the name of a variable
 DEFAULT_ENDPOINT = "https://huggingface.co"
 TIMEOUT = httpx.Timeout(30.0, connect=10.0)
+SHA256_DIGITS = 64
+"""A tag of so many hex digits is a sha256, a shorter one the id of a git blob."""
+QUOTED_CHARACTERS = 100
 ADDRESS = re.compile(r"hf://datasets/(?P<name>[^/]+/[^/@]+)@(?P<commit>[^/]+)/(?P<file>.+)")
 
 
@@ -43,14 +51,23 @@ def opened(pointer: Pointer) -> Iterator[io.RawIOBase]:
     from huggingface_hub import hf_hub_url
 
     named = ADDRESS.fullmatch(pointer.address)
-    assert named, pointer
+    if not named:
+        raise DownloadError(
+            f"reading {quoted(pointer.address, QUOTED_CHARACTERS)}: that is no address of a file of the hub; expected "
+            "hf://datasets/org/name@COMMIT/PATH. Download the dataset again"
+        )
     url = hf_hub_url(named["name"], named["file"], repo_type="dataset", revision=named["commit"], endpoint=endpoint())
     headers = {**authorization(), "Accept-Encoding": "identity"}
     with (
         httpx.Client(headers=headers, timeout=TIMEOUT, follow_redirects=True) as client,
         closing(_HubFile(client, url, pointer)) as file,
     ):
-        yield file
+        try:
+            yield file
+        except GeneratorExit:  # a reader of rows that was left before its end
+            file.check_vouched()
+            raise
+        file.check_vouched()
 
 
 class _HubFile(io.RawIOBase):
@@ -66,6 +83,8 @@ class _HubFile(io.RawIOBase):
         self._response: httpx.Response | None = None
         self._chunks: Iterator[bytes] = iter(())
         self._rest = b""
+        self._begin_pass()
+        self._is_vouched = True
 
     def readable(self) -> bool:
         return True
@@ -78,6 +97,8 @@ class _HubFile(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._pointer.size_bytes}[whence]
+        if start + offset < 0:
+            raise ValueError(f"{self._doing}: there is no byte {start + offset}")
         if start + offset != self._position:
             self._leave()
             self._position = start + offset
@@ -96,17 +117,35 @@ class _HubFile(io.RawIOBase):
         self._leave()
         super().close()
 
+    def check_vouched(self) -> None:
+        """Raise DownloadError if something was read that neither a digest of the whole nor an answer vouches for."""
+        if not self._is_vouched:
+            raise DownloadError(
+                f"{self._doing}: the server sends no x-linked-etag, and the file was not read from its beginning to "
+                "its end, so what was read cannot be compared with the digest that the hub lists; download the "
+                "dataset without `stream: true`"
+            )
+
+    def _begin_pass(self) -> None:
+        """Begin to hash the file from its first byte on."""
+        algorithm: Literal["sha256", "git-blob-sha1"] = "git-blob-sha1"
+        if len(self._pointer.tag) == SHA256_DIGITS:
+            algorithm = "sha256"
+        self._hasher = content_hasher(algorithm, self._pointer.size_bytes)
+        self._num_hashed = 0
+
     def _received(self) -> bytes:
-        """What comes next, at least a byte. Raises DownloadError, TransientError."""
+        """Return what comes next, at least a byte. Raises DownloadError, TransientError."""
         while True:
             try:
                 if self._response is None:
                     self._ask()
                 if chunk := next(self._chunks, b""):
                     self._backoff.progressed()
+                    self._check_content(chunk)
                     return chunk
                 raise BusyError(f"the server stopped after {self._position} of {self._pointer.size_bytes} bytes")
-            except (httpx.UnsupportedProtocol, httpx.TooManyRedirects) as error:
+            except (httpx.UnsupportedProtocol, httpx.TooManyRedirects, httpx.InvalidURL) as error:
                 raise DownloadError(f"{self._doing}: {error}; check HF_ENDPOINT") from error
             except httpx.TransportError as error:
                 busy = busy_from_transport(error)
@@ -118,30 +157,61 @@ class _HubFile(io.RawIOBase):
     def _ask(self) -> None:
         headers = {"Range": f"bytes={self._position}-"} if self._position else {}
         request = self._client.build_request("GET", self._url, headers=headers)
-        self._response = self._client.send(request, stream=True)
-        check_status(self._response, self._doing, TOKEN_VARIABLE)
-        self._check_content(self._response)
-        if self._position and self._response.status_code != httpx.codes.PARTIAL_CONTENT:
+        self._response = response = self._client.send(request, stream=True)
+        check_status(response.status_code, response.headers, self._doing, TOKEN_VARIABLE)
+        if self._position and response.status_code != httpx.codes.PARTIAL_CONTENT:
             raise DownloadError(
                 f"{self._doing}: the server sends whole files only, where a part was asked for; download the dataset "
                 "without `stream: true`"
             )
-        self._chunks = self._response.iter_raw()
+        check_part(response, self._position, self._pointer.size_bytes, self._doing)
+        if self._position == 0:
+            self._begin_pass()
+        if not self._names_digest(response):
+            self._is_vouched = False
+            if self._position != self._num_hashed:  # the digest of the whole will not be known
+                self.check_vouched()
+        self._chunks = response.iter_raw()
 
-    def _check_content(self, response: httpx.Response) -> None:
-        """Raises DownloadError where a mirror or a proxy has something else than the hub lists."""
-        size_bytes = promised_bytes(response)
-        headers = [one.headers for one in (*response.history, response)]
-        digests = [one["x-linked-etag"].removeprefix("W/").strip('"') for one in headers if "x-linked-etag" in one]
-        if size_bytes in (None, self._pointer.size_bytes) and set(digests) <= {self._pointer.tag}:
-            return
+    def _names_digest(self, response: httpx.Response) -> bool:
+        """Return whether an answer, or the redirect to it, names the digest that the hub listed.
+
+        The hub itself names a small file's, which is not in its storage, as ETag. Raises DownloadError for another one.
+        """
+        headers = [answer.headers for answer in (*response.history, response)]
+        digests = [one["x-linked-etag"] for one in headers if "x-linked-etag" in one]
+        if not digests and len(self._pointer.tag) != SHA256_DIGITS:
+            digests = [one["etag"] for one in headers[:1] if "etag" in one]
+        named = {digest.removeprefix("W/").strip('"') for digest in digests}
+        if named <= {self._pointer.tag}:
+            return bool(named)
         raise DownloadError(
-            f"{self._doing}: the hub listed {self._pointer.size_bytes} bytes of the digest {self._pointer.tag}, but "
-            f"the server sends {size_bytes} ({', '.join(digests) or 'no digest'}); a mirror or a proxy is wrong"
+            f"{self._doing}: the hub listed the digest {self._pointer.tag}, but the server's file has "
+            f"{quoted(', '.join(sorted(named)), QUOTED_CHARACTERS)}; a mirror or a proxy is wrong"
         )
 
+    def _check_content(self, chunk: bytes) -> None:
+        """Count and hash what arrived at the present position, before it is read. Raises DownloadError."""
+        end = self._position + len(chunk)
+        is_end = end == self._pointer.size_bytes
+        if end > self._pointer.size_bytes or (is_end and next(self._chunks, b"")):
+            raise DownloadError(
+                f"{self._doing}: the hub listed {self._pointer.size_bytes} bytes, but the server sends more; a mirror "
+                "or a proxy is wrong"
+            )
+        if self._position != self._num_hashed:
+            return
+        self._hasher.update(chunk)
+        self._num_hashed = end
+        if is_end and self._hasher.hexdigest() != self._pointer.tag:
+            raise DownloadError(
+                f"{self._doing}: the content does not hash to {self._pointer.tag}, which the hub listed; the hub, a "
+                "mirror or a proxy sends something else. Nothing that was made of it may be used"
+            )
+        self._is_vouched = self._is_vouched or is_end
+
     def _leave(self) -> None:
-        """The answer at hand, which is of another place than what is wanted next."""
+        """Leave the answer at hand, which is of another place than what is wanted next."""
         self._chunks, self._rest = iter(()), b""
         if self._response is not None:
             self._response.close()

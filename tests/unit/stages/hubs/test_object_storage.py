@@ -1,5 +1,6 @@
 """`s3://` against a real server: pinned to what the objects hold, copied, resumed; refusals name what is missing."""
 
+import hashlib
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -69,7 +70,8 @@ def test_what_an_earlier_attempt_left_is_gone_on_with_but_for_its_last_piece(
     s3: S3Server, download: Download, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(object_storage, "CHUNK_BYTES", 1000)
-    arrived = tmp_path / "scratch" / revision(dataset="s3://lake/nights") / "train.jsonl"
+    named = hashlib.sha256(revision(dataset="s3://lake/nights").encode()).hexdigest()
+    arrived = tmp_path / "scratch" / named / "train.jsonl"
     arrived.parent.mkdir(parents=True)
     arrived.write_bytes(b"X" * 2500)  # of which no more than the first 1500 need have reached the disk
     download(dataset="s3://lake/nights")

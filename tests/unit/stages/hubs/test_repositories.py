@@ -1,5 +1,6 @@
 """Downloads from a real HTTP server that speaks both hubs' APIs: what is taken, verified, retried and refused."""
 
+import hashlib
 import json
 import traceback
 from http.server import BaseHTTPRequestHandler
@@ -116,7 +117,7 @@ def test_what_an_earlier_attempt_left_is_not_fetched_again_but_verified(
 ) -> None:
     hub.faults += [Fault("cdn.*model.safetensors", times=99, break_after_bytes=0, how="close")]
     refusal(download, TransientError, model="hf://org/tiny")
-    arrivals = tmp_path / "scratch" / repository.refs["main"]
+    arrivals = tmp_path / "scratch" / hashlib.sha256(repository.refs["main"].encode()).hexdigest()
     (arrivals / "config.json").write_bytes(b"damaged since")
     (arrivals / "model.safetensors.partial").write_bytes(b"wrong" * 1000)
     hub.faults.clear()
