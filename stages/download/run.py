@@ -16,6 +16,7 @@ from stages.core.errors import DataError
 from stages.data.shards import missing_shards
 from stages.download.config import DownloadConfig
 from stages.hubs.delivery import GIB, size_bytes
+from stages.hubs.listing import path_in
 from stages.hubs.registry import hub_of, streaming_hub_of
 from stages.models.model_folder import check_model_folder
 from stages.remote.pointers import write_pointer
@@ -60,7 +61,7 @@ def _point(config: DownloadConfig, revision: str, folder: Path, context: StageCo
     """Put pointers to the files into `folder`; how many bytes they have together."""
     pointers = streaming_hub_of(config.source).pointers(config.request, revision)
     for name, pointer in pointers.items():
-        write_pointer(folder / name, pointer)
+        write_pointer(path_in(folder, name, config.source), pointer)
     total_bytes = sum(pointer.size_bytes for pointer in pointers.values())
     context.milestone(f"{len(pointers)} files, {total_bytes / GIB:.3f} GiB, stay at {config.source}")
     return total_bytes

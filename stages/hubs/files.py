@@ -12,8 +12,10 @@ from pathlib import Path
 from stages.core.contract import StageContext
 from stages.core.errors import DownloadError
 from stages.core.hashing import sha256_of_files
+from stages.core.redaction import shortened
 from stages.hubs.delivery import Progress, check_disk
 from stages.hubs.hub import Request
+from stages.hubs.listing import path_in
 from stages.hubs.selection import select_files
 from stages.hubs.source import Source
 from stages.hubs.verification import content_hash, digest_of
@@ -75,7 +77,7 @@ def _exists(path: Path) -> bool:
     try:
         return path.exists()
     except OSError as error:
-        raise DownloadError(f"file://{str(path)[:200]} cannot be read: {error.strerror}") from error
+        raise DownloadError(f"file://{shortened(str(path), 200)} cannot be read: {error.strerror}") from error
 
 
 def _walk(folder: Path) -> dict[str, Path]:
@@ -123,7 +125,7 @@ def hash_files(files: dict[str, Path]) -> str:
 def copy_files(files: Mapping[str, Path], folder: Path, report: Callable[[int], None]) -> None:
     """Copy files under their names into `folder`; `report` is called with the bytes of each."""
     for name, path in files.items():
-        target = folder / name
+        target = path_in(folder, name, f"file://{path}")
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)
         report(target.stat().st_size)

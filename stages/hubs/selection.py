@@ -10,11 +10,13 @@ from fnmatch import fnmatch
 from pathlib import PurePosixPath
 
 from stages.core.errors import DataError, DownloadError, ModelError
+from stages.core.redaction import shortened
 from stages.hubs.hub import Request
 from stages.hubs.listing import check_fit, check_names
 from stages.hubs.source import Source
 from stages.models.model_folder import PICKLE_SUFFIXES
 
+MAX_SHOWN_CHARACTERS = 500
 _TEXT_DATA = (".jsonl", ".ndjson", ".json", ".csv")
 _DATA_SUFFIXES = (".parquet", *(f"{suffix}{packed}" for suffix in _TEXT_DATA for packed in ("", ".gz", ".zst")))
 _MODEL_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".md")
@@ -49,8 +51,9 @@ def _refuse_pickles_only(names: list[str], source: Source) -> None:
         return
     pickles = sorted(name for name in names if name.endswith(PICKLE_SUFFIXES))
     if pickles:
+        shown = shortened(", ".join(pickles[:3]), MAX_SHOWN_CHARACTERS)
         raise ModelError(
-            f"{source} has pickled weights only ({', '.join(pickles[:3])}), and loading those can run any code; "
+            f"{source} has pickled weights only ({shown}), and loading those can run any code; "
             "take a revision or a repository with safetensors"
         )
     raise ModelError(f"{source} has no weights: none of its {len(names)} files ends in .safetensors")
@@ -74,7 +77,7 @@ def _select_dataset_files(request: Request, names: list[str]) -> list[str]:
         if name.endswith(_DATA_SUFFIXES) and PurePosixPath(name).name not in _DATASET_DESCRIPTIONS
     ]
     if not data:
-        found = ", ".join(sorted(names)[:5]) or "no files"
+        found = shortened(", ".join(sorted(names)[:5]), MAX_SHOWN_CHARACTERS) or "no files"
         raise DataError(
             f"{request.source} has no data files, only {found}; expected {', '.join(_TEXT_DATA)} (also with .gz or "
             ".zst) or .parquet. Loading scripts are never run and archives are not unpacked: convert or unpack the data"
@@ -87,7 +90,6 @@ def _select_dataset_files(request: Request, names: list[str]) -> list[str]:
 def _matching(names: list[str], patterns: tuple[str, ...], source: Source) -> list[str]:
     for pattern in patterns:
         if not any(fnmatch(name, pattern) for name in names):
-            raise DownloadError(
-                f"{source} has no file to take that matches {pattern!r}; there are: {', '.join(sorted(names)[:10])}"
-            )
+            there = shortened(", ".join(sorted(names)[:10]), MAX_SHOWN_CHARACTERS)
+            raise DownloadError(f"{source} has no file to take that matches {pattern!r}; there are: {there}")
     return sorted(name for name in names if any(fnmatch(name, pattern) for pattern in patterns))

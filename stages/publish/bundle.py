@@ -10,6 +10,7 @@ from stages.adapters.headers import CONFIG_FILE as ADAPTER_CONFIG_FILE
 from stages.core.errors import ModelError
 from stages.core.files import write_atomically
 from stages.core.hashing import sha256_of_files
+from stages.core.redaction import shortened
 from stages.models.json_object import read_json_object
 from stages.publish.card import CARD_FILE, model_card, repository_of
 from stages.publish.licences import licence_files
@@ -57,8 +58,9 @@ def _check_undamaged(promoted: Promoted, sums: Mapping[str, str]) -> None:
     files = made.record.files.items()
     recorded = {name.removeprefix(prefix): entry.sha256 for name, entry in files if name.startswith(prefix)}
     if differing := sorted({name for name, _ in recorded.items() ^ sums.items()}):
+        shown = shortened(", ".join(differing[:3]), 300)
         raise ModelError(
-            f"publishing {made.folder}: {', '.join(differing[:3])} is not what was recorded when it was built; "
+            f"publishing {made.folder}: {shown} is not what was recorded when it was built; "
             f"run again with `--force {made.record.stage}` to build it again"
         )
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from stages.core.contract import StageInput
 from stages.core.errors import LifecycleError, TransientError
 from stages.publish.config import PublishConfig
+from stages.publish.targets.folder import check_outside
 from stages.publish.targets.registry import parse_address, target_of
+
+
+def check_stores(config: PublishConfig, inputs: Mapping[str, Path]) -> None:
+    """Raise PublishError for a folder of a store that the inputs, `STORE/KIND/ARTIFACT`, lie in."""
+    address = parse_address(config.to)
+    if address.scheme == "file":
+        for store in {folder.parent.parent for folder in inputs.values()}:
+            check_outside(Path(address.place), store)
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]:
@@ -16,6 +26,7 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]
     if config.dry_run:
         return
     try:
+        check_stores(config, stage_input.inputs)
         target_of(parse_address(config.to), private=config.private).check()
     except TransientError as error:
         yield "to", str(error)

@@ -19,6 +19,7 @@ from stages.core.strict import StrictModel
 from stages.hubs.delivery import MIB, Progress
 from stages.hubs.verification import Digest, digest_of
 from stages.publish.bundle import SUMS_FILE, names_in, write_bundle
+from stages.publish.check import check_stores
 from stages.publish.config import PublishConfig
 from stages.publish.licences import stated_licence
 from stages.publish.records import read_promoted
@@ -66,6 +67,7 @@ def run(config: PublishConfig, context: StageContext) -> StageResult:
         context.milestone(f"a dry run: {len(bundle)} files would go to {config.to}, nothing was sent")
         return _result(publication, context, started_s)
     target = target_of(parse_address(config.to), private=config.private)
+    check_stores(config, context.inputs)
     target.check()
     licence = stated_licence(promoted, config.license)
     target.prepare(licence.name if licence else None)

@@ -149,15 +149,16 @@ def explained(address: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, ArrowException) as error:  # the last: what pyarrow has no name for
         said = " ".join(str(error).split()).partition(" error_info=")[0]  # in which Google's repeats itself
+        shown = quoted(said, 600)[1:-1]
         if _is_denied(said, address):
-            raise DownloadError(f"{address} may not be read: {_credentials(address)} ({said})") from None
+            raise DownloadError(f"{address} may not be read: {_credentials(address)} ({shown})") from None
         if isinstance(error, FileNotFoundError) or MISSING.search(said):
             raise DownloadError(
-                f"{address} does not exist ({said}); check the name of the bucket and the path"
+                f"{address} does not exist ({shown}); check the name of the bucket and the path"
             ) from None
         if not isinstance(error, OSError):
-            raise DownloadError(f"{address} cannot be asked for: {said}") from None
-        raise TransientError(f"asking for {address}: {said}; check the network, or try again later") from None
+            raise DownloadError(f"{address} cannot be asked for: {shown}") from None
+        raise TransientError(f"asking for {address}: {shown}; check the network, or try again later") from None
 
 
 def _is_denied(said: str, address: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from stages.core.errors import PublishError, full_disk_named
@@ -15,16 +15,39 @@ from stages.publish.targets.address import Address
 from stages.publish.targets.target import Held, LocalFiles, Names, Sent
 
 PARTIAL_SUFFIX = ".partial"
+CHUNK_BYTES = 8 << 20
+
+
+def check_outside(folder: Path, store: Path) -> None:
+    """Raise PublishError for a folder of the store, and for one that holds it: artifacts would be overwritten.
+
+    Links and mounts that lead there are followed.
+    """
+    folder, store = folder.resolve(), store.resolve()
+    is_inside = any(path == store or _is_same(path, store) for path in (folder, *folder.parents))
+    if is_inside or store.is_relative_to(folder):
+        how = "lies in" if is_inside else "holds"
+        raise PublishError(
+            f"publishing to file://{folder}: that folder {how} the store ({store}), whose artifacts nothing may "
+            "change; name a folder outside it"
+        )
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    with suppress(OSError):  # one of them does not exist
+        return path.samefile(other)
+    return False
 
 
 class Folder:
-    """What is there is hashed again each time it is asked for."""
+    """A folder whose files are hashed again each time they are asked for."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def check(self) -> None:
-        nearest = next(path for path in (self._folder, *self._folder.parents) if path.exists())
+        with self._explained():
+            nearest = next(path for path in (self._folder, *self._folder.parents) if path.exists())
         if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
             raise PublishError(
                 f"publishing to file://{self._folder}: {nearest} is no folder that can be written to; "
@@ -46,7 +69,8 @@ class Folder:
         return Held({name: Digest("sha256", sums[name]) if name in sums else None for name in files})
 
     def read_text(self, name: str) -> str | None:
-        return (self._folder / name).read_text(encoding="utf-8", errors="replace")
+        with self._explained():
+            return (self._folder / name).read_text(encoding="utf-8", errors="replace")
 
     def send(self, files: LocalFiles, missing: Names, stale: Names, sent: Sent) -> None:
         with self._explained():
@@ -57,9 +81,17 @@ class Folder:
                 (self._folder / name).unlink(missing_ok=True)
 
     def _copy(self, source: Path, target: Path) -> None:
+        if not target.parent.resolve().is_relative_to(self._folder.resolve()):
+            raise PublishError(
+                f"publishing to file://{self._folder}: {target.parent} leads out of that folder by a link; remove the "
+                "link, or name another folder"
+            )
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}{PARTIAL_SUFFIX}")
-        shutil.copyfile(source, partial)
+        # Others may write there: a link of that name is removed, and none that is made meanwhile is followed ("x").
+        partial.unlink(missing_ok=True)
+        with source.open("rb") as content, partial.open("xb") as copy:
+            shutil.copyfileobj(content, copy, CHUNK_BYTES)
         partial.replace(target)
 
     @contextmanager

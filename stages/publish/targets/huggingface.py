@@ -102,7 +102,7 @@ class HuggingFaceRepository:
             if isinstance(error.__cause__, httpx.TransportError):
                 raise self._silent(error.__cause__) from None
             raise
-        except ValueError as error:
+        except (ValueError, TypeError, LookupError, AttributeError) as error:  # of JSON of another form
             raise PublishError(
                 f"publishing to {self._source}: {endpoint()} does not answer like a hub ({error})"
             ) from None

@@ -14,14 +14,16 @@ import re
 from collections.abc import Collection, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urljoin
 
 import httpx
+from pydantic import Field
 
 from stages.core.errors import PublishError, TransientError
+from stages.core.redaction import quoted
 from stages.hubs.verification import Digest
 from stages.publish.targets.address import Address
 from stages.publish.targets.target import Held, LocalFile, LocalFiles, Names, Sent
+from stages.remote.http_answers import AnswerModel, Expected
 from stages.remote.retry import busy_from_status
 
 USER_VARIABLE, PASSWORD_VARIABLE = "OCI_USERNAME", "OCI_PASSWORD"
@@ -35,6 +37,29 @@ LOOPBACK = re.compile(r"(localhost|127\.\d+\.\d+\.\d+|\[::1\])(:\d+)?")
 CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
 CHUNK_BYTES = 1 << 20
 TIMEOUT = httpx.Timeout(60.0, connect=10.0)
+MAX_MANIFEST_BYTES = 4 << 20
+"""The specification's own limit."""
+MAX_SHOWN_CHARACTERS = 200
+
+
+class _Token(AnswerModel):
+    """What a registry's other server gives for a password."""
+
+    token: str | None = None
+    access_token: str | None = None
+
+
+class _Layer(AnswerModel):
+    """A file of a manifest. annotations: its name among them."""
+
+    digest: str = Field(pattern=r"^sha256:[0-9a-f]{64}$")
+    annotations: dict[str, str] = Field(default_factory=dict)
+
+
+class _Manifest(AnswerModel):
+    """The files that a tag stands for."""
+
+    layers: list[_Layer] = Field(default_factory=list)
 
 
 class OciRegistry:
@@ -47,12 +72,15 @@ class OciRegistry:
         scheme = "http" if LOOPBACK.fullmatch(match["host"]) else "https"
         self._root = f"{scheme}://{match['host']}/v2/{match['name']}"
         self._tag = match["tag"]
-        self._client = httpx.Client(timeout=TIMEOUT, auth=_Auth(match["name"], httpx.URL(self._root)))
+        self._expected = Expected(
+            f"publishing to {address}: the registry", MAX_MANIFEST_BYTES, TIMEOUT.read or 0, PublishError
+        )
+        auth = _Auth(match["name"], httpx.URL(self._root), self._expected)
+        self._client = httpx.Client(timeout=TIMEOUT, auth=auth)
 
     def check(self) -> None:
         """Begins an upload, which registries allow to those who may write, and gives it up."""
-        answer = self._ask("POST", f"{self._root}/blobs/uploads/", accepted=(202,))
-        self._ask("DELETE", urljoin(str(answer.url), answer.headers["Location"]), accepted=(202, 204, 404, 405))
+        self._ask("DELETE", str(self._begin_upload()), accepted=(202, 204, 404, 405))
 
     def prepare(self, licence: str | None) -> None:
         """A repository is there once something is in it."""
@@ -63,12 +91,14 @@ class OciRegistry:
         )
         if answer.status_code == httpx.codes.NOT_FOUND:
             return Held({})
-        found: dict[str, Digest | None] = {}
-        for layer in answer.json().get("layers", ()):
-            title = layer.get("annotations", {}).get(TITLE)
-            if title and self._has(layer["digest"]):
-                found[title] = Digest("sha256", layer["digest"].removeprefix("sha256:"))
-        return Held(found, f"sha256:{hashlib.sha256(answer.content).hexdigest()}")
+        manifest = self._expected.parsed(answer.content, _Manifest)
+        digests = {layer.annotations.get(TITLE): layer.digest for layer in manifest.layers}
+        held: dict[str, Digest | None] = {
+            title: Digest("sha256", digest.removeprefix("sha256:"))
+            for title, digest in digests.items()
+            if title and self._has(digest)
+        }
+        return Held(held, f"sha256:{hashlib.sha256(answer.content).hexdigest()}")
 
     def read_text(self, name: str) -> str | None:
         """None: a manifest names all files again, so none of an earlier one is left."""
@@ -109,10 +139,18 @@ class OciRegistry:
     def _has(self, digest: str) -> bool:
         return self._ask("HEAD", f"{self._root}/blobs/{digest}", accepted=(200, 404)).status_code == httpx.codes.OK
 
+    def _begin_upload(self) -> httpx.URL:
+        """Return the address that a blob is sent to."""
+        begun = self._ask("POST", f"{self._root}/blobs/uploads/", accepted=(202,))
+        try:
+            return begun.url.join(begun.headers["Location"])
+        except (KeyError, httpx.InvalidURL):
+            location = quoted(begun.headers.get("Location", ""), MAX_SHOWN_CHARACTERS)
+            raise self._expected.wrong(f"began an upload at {location}; expected an address") from None
+
     def _put_blob(self, digest: str, size_bytes: int, content: Iterator[bytes]) -> None:
         """In one request; the registry compares the content with its digest."""
-        begun = self._ask("POST", f"{self._root}/blobs/uploads/", accepted=(202,))
-        url = httpx.URL(urljoin(str(begun.url), begun.headers["Location"])).copy_merge_params({"digest": digest})
+        url = self._begin_upload().copy_merge_params({"digest": digest})
         headers = {"Content-Type": LAYER_TYPE, "Content-Length": str(size_bytes)}
         self._ask("PUT", str(url), accepted=(201,), headers=headers, content=content)
 
@@ -129,12 +167,14 @@ class OciRegistry:
             raise PublishError(
                 f"{doing}; set {USER_VARIABLE} and {PASSWORD_VARIABLE} to those of one who may write there"
             )
-        raise PublishError(f"{doing}: {' '.join(answer.text.split())[:200]}")
+        raise PublishError(f"{doing}: {self._expected.quoted(answer.content)}")
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
         try:
             yield
+        except (httpx.TooManyRedirects, httpx.InvalidURL) as error:
+            raise self._expected.wrong(f"sends its clients elsewhere, and that is no address ({error})") from None
         except httpx.TransportError as error:
             raise TransientError(
                 f"publishing to {self._address}: the connection failed ({type(error).__name__}: {error}); check the "
@@ -149,7 +189,8 @@ class _Auth(httpx.Auth):
 
     requires_response_body = True
 
-    def __init__(self, name: str, registry: httpx.URL) -> None:
+    def __init__(self, name: str, registry: httpx.URL, expected: Expected) -> None:
+        self._expected = expected
         self._registry = registry.scheme, registry.netloc
         self._scope = f"repository:{name}:pull,push"
         user, password = (os.environ.get(variable, "") for variable in (USER_VARIABLE, PASSWORD_VARIABLE))
@@ -176,8 +217,11 @@ class _Auth(httpx.Auth):
             asked = {"service": said.get("service", ""), "scope": self._scope}
             headers = {"Authorization": self._basic} if self._basic else {}
             answer = yield httpx.Request("GET", realm, params=asked, headers=headers)
-            fields = answer.json() if answer.status_code == httpx.codes.OK else {}
-            self._header = f"Bearer {fields.get('token') or fields.get('access_token')}" if fields else ""
+            if answer.status_code == httpx.codes.OK:
+                given = self._expected.parsed(answer.content, _Token)
+                self._header = f"Bearer {given.token or given.access_token}"
+            else:
+                self._header = ""
         if self._header:
             request.headers["Authorization"] = self._header
             yield request

@@ -9,8 +9,11 @@ import importlib
 import re
 from dataclasses import dataclass
 
+from stages.core.redaction import quoted
 from stages.publish.targets.address import Address
 from stages.publish.targets.target import Target
+
+MAX_SHOWN_CHARACTERS = 300
 
 
 @dataclass(frozen=True)
@@ -24,16 +27,18 @@ class TargetEntry:
     is_hub: bool = False
 
 
-_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
-_PREFIX = re.compile(r"[a-z0-9][a-z0-9.-]*(/[^/\s]+)+")
+_REPOSITORY = re.compile(r"(?!\.+/)[\w.-]+/(?!\.+$)[\w.-]+")
+_PREFIX = re.compile(r"[a-z0-9][a-z0-9.-]*(/(?!\.{1,2}(/|$))[^/\s]+)+")
+_LARGEST_PORT = 65535
+_IMAGE = re.compile(r"[\w.-]+(:(?P<port>[0-9]+))?/[a-z0-9._/-]+:\w[\w.-]{0,127}")
 TARGETS: dict[str, TargetEntry] = {
     "hf": TargetEntry("owner/name", _REPOSITORY, "huggingface", "HF_TOKEN", is_hub=True),
     "modelscope": TargetEntry("owner/name", _REPOSITORY, "modelscope", "MODELSCOPE_API_TOKEN", is_hub=True),
-    "file": TargetEntry("/PATH", re.compile(r"/.*[^/]"), "folder"),
+    "file": TargetEntry("/PATH", re.compile(r"/[^\0-\x1f\x7f]*[^/\0-\x1f\x7f]"), "folder"),
     "s3": TargetEntry("bucket/prefix", _PREFIX, "bucket"),
     "gs": TargetEntry("bucket/prefix", _PREFIX, "bucket"),
     "az": TargetEntry("container/prefix", _PREFIX, "bucket"),
-    "oci": TargetEntry("host/name:tag", re.compile(r"[\w.-]+(:\d+)?/[a-z0-9._/-]+:\w[\w.-]{0,127}"), "oci"),
+    "oci": TargetEntry("host/name:tag", _IMAGE, "oci"),
 }
 
 
@@ -41,8 +46,14 @@ def parse_address(text: str) -> Address:
     """The address that a recipe's `to` names. Raises ValueError with what is allowed."""
     scheme, separator, place = text.partition("://")
     entry = TARGETS.get(scheme) if separator else None
-    if entry is None or not entry.pattern.fullmatch(place):
-        raise ValueError(f"{text!r} is no place to publish to; write {forms()}")
+    match = entry.pattern.fullmatch(place) if entry else None
+    if entry is None or match is None:
+        raise ValueError(f"{quoted(text, MAX_SHOWN_CHARACTERS)} is no place to publish to; write {forms()}")
+    port = match.groupdict().get("port")
+    if port and not (len(port) <= len(str(_LARGEST_PORT)) and 0 < int(port) <= _LARGEST_PORT):
+        raise ValueError(
+            f"{quoted(text, MAX_SHOWN_CHARACTERS)} is no place to publish to: a port is 1 to {_LARGEST_PORT}"
+        )
     return Address(scheme, place, entry.is_hub)
 
 

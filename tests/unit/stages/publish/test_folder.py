@@ -6,6 +6,8 @@ import subprocess
 import pytest
 
 from stages.core.errors import ModelError, PublishError
+from stages.publish.targets.folder import Folder
+from stages.publish.targets.target import LocalFile
 from tests.published import RIGHT
 
 
@@ -104,3 +106,38 @@ def test_a_place_that_is_a_file_is_refused_before_anything_is_written(promoted, 
     (tmp_path / "file").write_text("here already")
     with pytest.raises(PublishError, match="no folder that can be written to"):
         promoted(f"file://{tmp_path / 'file' / 'adder'}").publish()
+
+
+@pytest.mark.parametrize("planted", ["config.json", "model.safetensors"])
+def test_a_planted_link_is_not_followed(promoted, tmp_path, planted):
+    precious = tmp_path / "precious"
+    precious.write_text("the user's")
+    target = tmp_path / "there"
+    target.mkdir()
+    (target / f".{planted}.partial").symlink_to(precious)
+    (target / planted).symlink_to(precious)
+    promoted(f"file://{target}").publish()
+    assert precious.read_text() == "the user's"
+    assert not (target / planted).is_symlink()
+    assert {path.name for path in target.glob(".*")} == set()
+
+
+def test_a_link_in_place_of_a_folder_is_not_followed(tmp_path):
+    outside, target = tmp_path / "outside", tmp_path / "there"
+    for folder in (outside, target):
+        folder.mkdir()
+    (target / "sub").symlink_to(outside)
+    (tmp_path / "config.json").write_text("{}")
+    file = LocalFile(tmp_path / "config.json", 2, hashlib.sha256(b"{}").hexdigest())
+    with pytest.raises(PublishError, match="leads out of that folder by a link"):
+        Folder(target).send({"sub/config.json": file}, ["sub/config.json"], [], lambda _: None)
+    assert list(outside.iterdir()) == []
+
+
+def test_the_artifacts_of_the_store_are_not_overwritten(promoted, tmp_path):
+    """Also where a cluster's store is another one than that of the machine that planned."""
+    champion = tmp_path / "refresh-1" / "store" / "quantize"
+    refresh = promoted(f"file://{champion}/awq-0123456789ab/model")
+    with pytest.raises(PublishError, match="lies in the store"):
+        refresh.publish()
+    assert [path.name for path in champion.iterdir()] == [refresh.built["awq"].artifact.name]
