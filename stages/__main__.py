@@ -59,7 +59,8 @@ def run_stage(work: Path) -> None:
     outcome = run(config, context)
     for result in (outcome,) if isinstance(outcome, StageResult) else outcome:
         if is_main_process():
-            write_atomically(work / "result.json", result.model_dump_json(indent=2))
+            refused = result.refused_for(context.findings)
+            write_atomically(work / "result.json", refused.model_dump_json(indent=2))
 
 
 def fail(work: Path, error: Exception, exit_code: int) -> NoReturn:

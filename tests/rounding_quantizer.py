@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from stages.core.errors import ModelError
 from stages.models.projections import read_projections
 from stages.serving.quantization import Quantization
 
@@ -20,7 +21,7 @@ def quantize(
     seed: int,
     trust_remote_code: bool,
     report: Callable[[int, int], None],
-) -> None:
+) -> list[ModelError]:
     layers = {f"{layer.name}.weight" for layer in quantization.layers(read_projections(source))}
     shutil.copytree(source, target)
     weights = load_file(target / "model.safetensors")
@@ -30,3 +31,4 @@ def quantize(
         weights[name] = (weights[name] / scale).round() * scale
     halved = {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}
     save_file(halved, target / "model.safetensors", metadata={"format": "pt"})
+    return []

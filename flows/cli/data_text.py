@@ -60,10 +60,14 @@ def summary(portion: ShownPortion) -> str:
     if portion.sequence_length is None:
         return f"{counted(portion.num_source_rows, 'row')}, {portion.num_tokens:,} tokens"
     visited = "" if portion.share is None else f"; {portion.share:.1%} of what is learned, {portion.epochs:.3g} epochs"
+    rows = (
+        f"{counted(portion.num_rows, 'row')} of {portion.sequence_length:,} tokens at most, not packed"
+        if portion.padding_fraction is None
+        else f"{counted(portion.num_rows, 'packed row')} of {portion.sequence_length:,} tokens "
+        f"({portion.padding_fraction:.1%} padding)"
+    )
     return (
-        f"{counted(portion.num_source_rows, 'row')} read → {counted(portion.num_documents, 'document')} in "
-        f"{counted(portion.num_rows, 'packed row')} of {portion.sequence_length:,} tokens "
-        f"({portion.padding_fraction:.1%} padding); "
+        f"{counted(portion.num_source_rows, 'row')} read → {counted(portion.num_documents, 'document')} in {rows}; "
         f"{portion.num_tokens:,} tokens, {portion.num_target_tokens:,} of them ({portion.target_fraction:.1%}) learned"
         f"{visited}"
     )

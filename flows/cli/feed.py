@@ -8,7 +8,7 @@ from pathlib import Path
 from flows.running.stage_observer import Tail
 
 WARNING = "warning: "
-SHOWN = ("loss", "tokens_per_s", "mfu")
+SHOWN = ("loss", "real_tokens_per_s", "mfu")
 
 
 class StageFeed:

@@ -16,8 +16,11 @@ from flows.recipe.version import Difference, Identity, differences, identity_of,
 from flows.store.record import Artifact, Index
 from stages.core.contract import StageConfig, nearest_base
 from stages.core.errors import RecipeError
+from stages.core.redaction import shortened
 
 Action = Literal["run", "cached"]
+FINDING_CHARACTERS = 300
+"""Of a refused artifact's finding, in the reason that a plan shows."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +171,9 @@ def _decide_built(
         return Decision("run", f"upstream {references[stale]} was rebuilt with other content")
     if found.pending:
         return Decision("run", "judged, but its verdict has yet to reach MLflow's registry")
-    return Decision("cached", f"built {found.record.finished:%Y-%m-%d %H:%M} UTC")
+    finding = found.record.finding
+    refusal = f", and refused since then: {shortened(str(finding), FINDING_CHARACTERS)}" if finding else ""
+    return Decision("cached", f"built {found.record.finished:%Y-%m-%d %H:%M} UTC{refusal}")
 
 
 def _check_names(recipe: Recipe, names: Collection[str]) -> None:

@@ -10,7 +10,7 @@ from flows.report.model import RefreshReport, Score, StageReport
 
 MARGIN_95 = 1.96
 TRAINING = {
-    "tokens_per_s": "tokens/s",
+    "real_tokens_per_s": "tokens/s",
     "mfu": "MFU",
     "step_time_s": "s/step",
     "predicted_step_time_s": "predicted s/step",

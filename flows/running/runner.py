@@ -114,15 +114,19 @@ def run_stage(
     folder at its first attempt only.
     stop: when set (from another thread), the stage is stopped and `RefreshStoppedError` raised.
 
-    Raises the stage's own error class, `StageCrashError`, `StageTimeoutError`, `StoreError` (also for a damaged
-    artifact: only a forced stage replaces it), `ResourceError` for a full disk.
+    Raises the stage's own error class, also for an artifact that its stage refuses (`StageContext.refuse`), be it newly
+    committed, cached, or one that the stage stands on; further `StageCrashError`, `StageTimeoutError`, `StoreError`
+    (also for a damaged artifact: only a forced stage replaces it), `ResourceError` for a full disk.
     """
     started_s = time.monotonic()
     stop = stop or threading.Event()
+    for name in planned.ancestors:
+        raise_finding(upstream[name])
     resolved_inputs = _resolve_inputs(planned, upstream)
     work = store.work_folder(planned.kind, planned.name, planned.resume_key)
     built = _find_cached(planned, resolved_inputs, store, started_s)
     if built and not is_pending(built.artifact) and not _has_leftover(planned, work):
+        raise_finding(built)
         return built
     with store.lock(planned.kind, planned.resume_key, _Waiting(planned, observer, stop)):
         started_s = time.monotonic()
@@ -130,12 +134,29 @@ def run_stage(
         if built := _find_cached(planned, resolved_inputs, store, started_s):
             if not is_pending(built.artifact):
                 store.remove(work)  # of a forced attempt that was killed
+                raise_finding(built)
                 return built
             with suppress(OutdatedVerdictError):
                 return _complete(Attempt(planned, work, attempt, False, upstream), built, store, observer, stop)
         resumed = prepare(store, planned, resolved_inputs, fresh=planned.forced and attempt == 1)
         trial = Attempt(planned, work, attempt, resumed, upstream)
-        return _build(trial, resolved_inputs, store, observer, stop, launch)
+        built = _build(trial, resolved_inputs, store, observer, stop, launch)
+    raise_finding(built)
+    return built
+
+
+def raise_finding(built: Built) -> None:
+    """Raise the finding of an artifact that its own stage refuses, with where it is kept and what to do."""
+    finding = built.record.finding
+    if finding is None:
+        return
+    if built.server:
+        built.server.stop()
+    raise type(finding)(
+        f"{finding}\nWhat {built.name} made is kept in {built.artifact}, but nothing is built on it: every run refuses "
+        f"it again, without building it again. Change what the message names, or build the same again with "
+        f"`--force {built.name}`"
+    )
 
 
 def _build(

@@ -13,7 +13,8 @@ from pydantic import ConfigDict
 
 from flows.recipe.version import Identity, differences
 from flows.store.content import FileEntry
-from stages.core.contract import StrictModel, nearest_base
+from stages.core.contract import StrictModel, finding_of, nearest_base
+from stages.core.errors import LifecycleError
 from stages.core.fields import Product
 
 
@@ -55,6 +56,11 @@ class Record(StrictModel):
     seconds: float
     packages: dict[str, str]
     git_commit: str | None
+
+    @property
+    def finding(self) -> LifecycleError | None:
+        """Why the stage that made the artifact refuses it: then nothing is built on it."""
+        return finding_of(self.tags)
 
     def stale_field(self, digests: Mapping[str, str]) -> str | None:
         """A field whose upstream artifact now has other content than this one was built from.

@@ -40,8 +40,8 @@ def model_without_weights(folder: Path, *, trust_remote_code: bool) -> Any:
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
 
-def check_loadable(folder: Path, base: Path, *, trust_remote_code: bool) -> None:
-    """Raise ModelError unless PEFT, putting the adapter in `folder` on the model in `base`, finds a place for each of
+def loading_problem(folder: Path, base: Path, *, trust_remote_code: bool) -> ModelError | None:
+    """Return an error unless PEFT, putting the adapter in `folder` on the model in `base`, finds a place for each of
     its tensors and a tensor for each place: it leaves out the others without an error."""
     causal_lm = model_without_weights(base, trust_remote_code=trust_remote_code)
     tensors = load_file(folder / WEIGHTS_FILE)
@@ -51,13 +51,14 @@ def check_loadable(folder: Path, base: Path, *, trust_remote_code: bool) -> None
             name: one.shape for name, one in get_peft_model_state_dict(model, save_embedding_layers=False).items()
         }
     except ValueError as error:
-        raise ModelError(f"writing the adapter in {folder}: PEFT cannot put it on {base}: {error}") from error
+        return ModelError(f"writing the adapter in {folder}: PEFT cannot put it on {base}: {error}")
     odd = set(places) ^ set(tensors) | {
         name for name in set(places) & set(tensors) if places[name] != tensors[name].shape
     }
     if odd:
-        raise ModelError(
+        return ModelError(
             f"writing the adapter in {folder}: PEFT, with the config beside it, would not load "
             f"{', '.join(sorted(odd)[:NUM_NAMED])} ({len(odd)} in all), or would miss it; it is of another model "
             f"than {base}"
         )
+    return None

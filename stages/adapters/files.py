@@ -5,8 +5,8 @@ of rows are `.lora_magnitude_vector`, modules that learned as a whole have the n
 parameters of a module have its name, with a `.base_layer` for each that is wrapped around them: the config lists these
 parameters by their whole names, inmost first. A of experts is [experts × rank, in], B [out, rank × experts].
 
-A file is refused when it is written with a B that is all 0 (that layer would have learned nothing) or with numbers that
-are not finite, and when it is read with such numbers, or with anything that `merge` would leave out.
+A file is not written with numbers that are not finite, and is refused when it is read with such numbers, or with
+anything that `merge` would leave out.
 """
 
 from __future__ import annotations
@@ -48,24 +48,33 @@ def write_adapter(
     dtype: Any,
     initial: Mapping[str, Tensor] | None = None,
     merged: Adapter | None = None,
-    *,
-    is_trained: bool = True,
-) -> None:
+) -> list[ModelError]:
     """Write the adapter's parameters (`LAYER.lora_A.default.weight` → tensor on the CPU) beside the base's tokenizer.
 
     base: the model folder that it was trained on. initial: the factors that were taken out of the base at the start;
     merged: an adapter that was merged into it. What is written is one adapter of the base as it is in the folder, of
-    the sum of the ranks. Raises ModelError when a number is not finite and, if it `is_trained`, when a layer has
-    learned nothing, or nothing that is left of it in `dtype`.
+    the sum of the ranks. Numbers too large for `dtype` are written in fp32, and that is returned as an error. Raises
+    ModelError when a number is not finite.
     """
+    import torch
     from safetensors.torch import save_file
 
-    _check_learned(parameters, initial or {}, is_trained=is_trained)
+    if broken := _not_finite(parameters):
+        raise ModelError(f"writing the adapter: {_named(broken)} holds numbers that are not finite; train it again")
     config = {**peft_config, "base_model_name_or_path": base.parent.name, "inference_mode": True}
     if initial or merged:
         parameters, config = of_unchanged_base(parameters, config, initial or {}, merged)
     rounded = {name: weight.to(dtype).contiguous() for name, weight in parameters.items()}
-    _check_learned(rounded, {}, is_trained=is_trained)
+    problems = []
+    if too_large := _not_finite(rounded):
+        rounded = {name: weight.to(torch.float32).contiguous() for name, weight in parameters.items()}
+        problems.append(
+            ModelError(
+                f"writing the adapter: {_named(too_large)} holds numbers that are too large for "
+                f"{str(dtype).removeprefix('torch.')}, so it was written in float32; set export_dtype to float32 or "
+                "bfloat16"
+            )
+        )
     written = {f"{PREFIX}{_in_file(name)}": weight for name, weight in rounded.items()}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(written, folder / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -73,6 +82,7 @@ def write_adapter(
     ordered = {name: sorted(value) if isinstance(value, set) else value for name, value in sorted(config.items())}
     write_atomically(folder / CONFIG_FILE, json.dumps(ordered, indent=2) + "\n")
     copy_companions(base, folder)
+    return problems
 
 
 def copy_companions(source: Path, folder: Path) -> None:
@@ -138,10 +148,10 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"the adapter in {folder} is a {config.get('peft_type')}{' with ' * bool(odd)}{', '.join(odd)}; expected a "
             "LoRA of linear layers"
         )
-    if broken := sorted(name for name, one in tensors.items() if not one.isfinite().all()):
+    if broken := _not_finite(tensors):
         raise ModelError(
-            f"{folder / WEIGHTS_FILE}: {', '.join(broken[:NUM_NAMED])} ({len(broken)} in all) holds numbers that are "
-            "not finite, so that every answer would be lost; train it again"
+            f"{folder / WEIGHTS_FILE}: {_named(broken)} holds numbers that are not finite, so that every answer would "
+            "be lost; train it again"
         )
     return config, tensors
 
@@ -240,18 +250,9 @@ def _in_file(parameter: str) -> str:
     return parameter.replace(f"{MAGNITUDE}.default.weight", MAGNITUDE).replace(".default.", ".")
 
 
-def _check_learned(parameters: Mapping[str, Tensor], initial: Mapping[str, Tensor], *, is_trained: bool) -> None:
-    changes = {
-        name: weight - initial[name] if name in initial else weight
-        for name, weight in parameters.items()
-        if ".lora_B." in name
-    }
-    broken = [name for name, weight in parameters.items() if not weight.isfinite().all()]
-    zero = [name for name, change in changes.items() if is_trained and not change.any()]
-    if broken or zero:
-        raise ModelError(
-            f"writing the adapter: of {len(changes)} factors B {len(zero)} have not changed "
-            f"({', '.join(zero[:NUM_NAMED])}), and {len(broken)} weights are not finite "
-            f"({', '.join(broken[:NUM_NAMED])}): these layers have learned nothing; raise the learning rate or the "
-            "steps, or leave them out of adapter.target_modules"
-        )
+def _not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    return sorted(name for name, tensor in tensors.items() if not tensor.isfinite().all())
+
+
+def _named(names: list[str]) -> str:
+    return f"{', '.join(names[:NUM_NAMED])} ({len(names)} in all)"

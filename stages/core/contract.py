@@ -7,7 +7,7 @@ only) and has a function `run(config, context) -> StageResult` (in `stages/<kind
     config.json     in   the stage's config, the artifacts it builds on, where its caches are (`StageInput`)
     metrics.jsonl   out  one JSON object a line: "step", "time_ms" and numbers by metric name
     events.jsonl    out  one JSON object a line: progress, milestones, warnings (`StageEvent`)
-    result.json     out  the final metrics (`StageResult`), written last
+    result.json     out  the final metrics (`StageResult`), written last; names what the stage refuses its artifact for
     error.json      out  the error class and message of a failed stage (`StageFailure`)
     scratch/             kept across retries (checkpoints), removed when the artifact is committed
 
@@ -21,7 +21,7 @@ import json
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from pathlib import Path
@@ -30,6 +30,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from pydantic import AfterValidator, Field, JsonValue, PositiveInt, ValidationInfo, field_validator
 
 from stages.core.clusters import KubernetesOptions, SlurmOptions
+from stages.core.errors import LifecycleError, error_classes
 from stages.core.fields import (
     OutsideInput,
     Product,
@@ -63,6 +64,8 @@ def _made_absolute(path: Path, info: ValidationInfo) -> Path:
 
 
 OutsidePath = Annotated[Path, OutsideInput(), AfterValidator(_made_absolute)]
+FINDING = "finding"
+"""Tag of an artifact that its own stage refuses: `ERROR_CLASS: MESSAGE`."""
 
 
 class Execution(StrictModel):
@@ -243,6 +246,21 @@ class StageResult(StrictModel):
     files: list[str] = Field(default_factory=list)
     lease: Lease | None = None
 
+    def refused_for(self, findings: Sequence[LifecycleError]) -> Self:
+        """Return the result with these findings, if any, as a tag; the first one's class stands for all."""
+        if not findings:
+            return self
+        messages = "\n".join(dict.fromkeys(map(str, findings)))
+        return self.model_copy(update={"tags": {**self.tags, FINDING: f"{type(findings[0]).__name__}: {messages}"}})
+
+
+def finding_of(tags: Mapping[str, str]) -> LifecycleError | None:
+    """Return why the stage that made an artifact refuses it, by the artifact's tags; None for a good artifact."""
+    if FINDING not in tags:
+        return None
+    name, _, message = tags[FINDING].partition(": ")
+    return error_classes().get(name, LifecycleError)(message)
+
 
 class StageFailure(StrictModel):
     """`error.json`."""
@@ -263,6 +281,7 @@ class StageContext:
     cache: Path
     outside: dict[str, JsonValue] = dataclass_field(default_factory=dict)
     trial: Trial | None = None
+    findings: list[LifecycleError] = dataclass_field(default_factory=list)
 
     @property
     def scratch(self) -> Path:
@@ -290,6 +309,17 @@ class StageContext:
     def warn(self, message: str) -> None:
         """Tell what is not an error, but should be looked at."""
         self._event("warning", message)
+
+    def refuse(self, finding: LifecycleError) -> None:
+        """Keep what the stage made, but let nothing be built on it.
+
+        For checks at the end of slow work, whose result would be lost by raising: the artifact is committed with the
+        finding as a tag, the refresh fails with it, and later runs repeat that instead of the work. To be called by
+        rank 0, or by all ranks, with what lies whole in the work folder.
+        """
+        self.findings.append(finding)
+        if is_main_process():
+            print(f"finding: {finding}", flush=True)
 
     def _event(self, event: Literal["progress", "milestone", "warning"], message: str, **amounts: Any) -> None:
         now_ms = time.time_ns() // 1_000_000

@@ -50,7 +50,9 @@ class LeftOut:
 
 
 def run(config: CurateConfig, context: StageContext) -> StageResult:
-    """Raises DataError for rows that cannot be read, formats that cannot be one dataset, and when nothing is left."""
+    """Raises DataError for rows that cannot be read, and formats that cannot be one dataset. A dataset of which nothing
+    is left, or nothing to hold out, is refused.
+    """
     folder = context.scratch / "rows"
     with (
         full_disk_named("curating", context.work),
@@ -67,7 +69,10 @@ def run(config: CurateConfig, context: StageContext) -> StageResult:
         held_out = _held_out(config, context, spool, comparison, kept) if kept.any() else ~kept
         report.num_held_out = int(held_out.sum()) if config.held_out else None
         _write(spool, left_out, held_out, context, report)
-        report.check(config)
+        try:
+            report.check(config)
+        except DataError as error:
+            context.refuse(error)
     (context.work / REPORT_FILE).write_text(json.dumps(report.document(), indent=2, ensure_ascii=False))
     context.milestone(report.sentence())
     return StageResult(metrics=report.metrics(), files=[REPORT_FILE, DROPPED_FILE])
@@ -152,7 +157,7 @@ def _left_out(
 def _held_out(
     config: CurateConfig, context: StageContext, spool: Spool, comparison: Comparison | None, kept: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
-    """[rows]: those to evaluate on, groups of near-duplicates together. Raises DataError when a side is empty."""
+    """[rows]: those to evaluate on, groups of near-duplicates together. A dataset with an empty side is refused."""
     if not (comparison and config.held_out):
         return np.zeros(len(spool), np.bool_)
     groups = comparison.groups(kept, _progress(context, "grouping"))
@@ -160,9 +165,11 @@ def _held_out(
     found = kept & below(numbers[groups], config.held_out.fraction)
     if not found.any() or not (kept & ~found).any():
         side = "trained on" if found.any() else "held out"
-        raise DataError(
-            f"`held_out`: a fraction of {config.held_out.fraction:g} of {len(np.unique(groups[kept]))} groups of "
-            f"near-duplicates leaves no row to be {side}; change `fraction` or `seed`, or add rows"
+        context.refuse(
+            DataError(
+                f"`held_out`: a fraction of {config.held_out.fraction:g} of {len(np.unique(groups[kept]))} groups of "
+                f"near-duplicates leaves no row to be {side}; change `fraction` or `seed`, or add rows"
+            )
         )
     return found
 

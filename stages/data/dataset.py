@@ -147,13 +147,14 @@ class PackedDataset:
         return self.about.num_target_tokens
 
     @property
-    def padding_fraction(self) -> float:
-        """Share of a full pass over the rows, each `sequence_length` wide, that is padding; 0 without packing.
+    def padding_fraction(self) -> float | None:
+        """Share of a full pass over the rows, each `sequence_length` wide, that is padding; None without packing.
 
-        Without packing a batch is only as wide as its longest row, so the share depends on which rows meet.
+        Without packing a batch is only as wide as its longest row, so the share depends on which rows meet: training
+        measures it.
         """
         if not self.about.packing:
-            return 0.0
+            return None
         return 1 - self.num_tokens / (len(self) * self.about.sequence_length)
 
     def row_documents(self, row_indices: Sequence[int]) -> NDArray[np.int64]:

@@ -64,7 +64,7 @@ class ShownPortion(StrictModel):
     num_tokens: int
     num_target_tokens: int
     sequence_length: int | None
-    padding_fraction: float
+    padding_fraction: float | None
     over_long: str
     num_over_long: int
     num_bad_rows: int

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from stages.core.errors import ModelError
 from stages.data.batch import Batch
 from stages.engines.loss import Loss
 from stages.models.flops import ModelFlops
@@ -92,10 +93,11 @@ class Engine(Protocol):
     def checkpoint_bytes(self) -> int:
         """Size of what `save` writes, over all processes."""
 
-    def export(self, folder: Path, dtype: torch.dtype, *, is_trained: bool = True) -> None:
+    def export(self, folder: Path, dtype: torch.dtype) -> list[ModelError]:
         """Write the model as a Hugging Face folder, or the adapter as PEFT has it; see `stages.engines.export`.
 
-        is_trained: the training is over, so an adapter of which a layer has learned nothing is a ModelError."""
+        Returns, on rank 0, what is wrong with an adapter that was written whole. Raises ModelError for a model that
+        would lack what was trained: its checkpoint has that still."""
 
     def close(self) -> None:
         """Free what it holds of the model; nothing more may be asked of it, and another one may be made."""

@@ -46,10 +46,11 @@ def run(config: EvaluateConfig, context: StageContext) -> StageResult:
     files = _write(context.work, results)
     metrics = score_metrics(results.scores["results"])
     if not metrics:
-        raise EvaluationError(
-            f"{harness.title} gave no scores for {', '.join(config.tasks)}; see {context.work / files[0]}"
+        context.refuse(
+            EvaluationError(f"{harness.title} gave no scores for {', '.join(config.tasks)}; read {files[0]} there")
         )
-    context.milestone(", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+    else:
+        context.milestone(", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
     for name in zero_scores(results.scores):
         context.warn(zero_score_warning(name))
     tags = {**endpoint.spec.version_tag, f"{harness.name}_version": harness.version()}

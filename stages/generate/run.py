@@ -44,8 +44,9 @@ class Answered:
 
 
 def run(config: GenerateConfig, context: StageContext) -> StageResult:
-    """Raises DataError for prompts that cannot be asked, completions that cannot be judged, and when nothing is kept;
-    ModelError, ResourceError or ServerError for a server that does not come up; TransientError when it goes away.
+    """Generate, judge, keep. Raises DataError for prompts that cannot be asked and completions that cannot be judged;
+    ModelError, ResourceError or ServerError for a server that does not come up; TransientError when it goes away. A
+    dataset without rows is refused.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     kept = context.scratch / f"rewards-{context.version}"
@@ -103,7 +104,7 @@ def _chosen(
 
 
 def _write(answered: Sequence[Answered], config: GenerateConfig, context: StageContext) -> int:
-    """Returns the number of rows. Raises DataError when there is none."""
+    """Write rows and completions; returns the number of rows. A dataset without rows is refused."""
     rows = [row for one in answered for row in one.choice.rows]
     (context.work / "data").mkdir(exist_ok=True)
     with full_disk_named("writing completions", context.work):
@@ -112,9 +113,11 @@ def _write(answered: Sequence[Answered], config: GenerateConfig, context: StageC
     if not rows:
         dropped = Counter(outcome for one in answered for outcome in one.choice.outcomes)
         reasons = ", ".join(f"{count} {outcome}" for outcome, count in dropped.most_common(NUM_NAMED))
-        raise DataError(
-            f"`keep: {config.keep}` leaves nothing of {dropped.total()} completions: {reasons}; raise num_samples or "
-            f"the temperature, or mend the rewards (see {context.work / COMPLETIONS_FILE})"
+        context.refuse(
+            DataError(
+                f"`keep: {config.keep}` leaves nothing of {dropped.total()} completions: {reasons}; read them in "
+                f"{COMPLETIONS_FILE}, and raise num_samples or the temperature, or fix the rewards"
+            )
         )
     return len(rows)
 

@@ -26,7 +26,7 @@ from stages.core.files import write_atomically
 from stages.models.gguf_file import GGUF_FILE
 from stages.models.model_config import read_config
 from stages.models.projections import matches
-from stages.quantize.gguf_rows import compare_token_ids
+from stages.quantize.gguf_rows import problem_of_token_ids
 from stages.quantize.gguf_tokenizer import write_tokenizer
 from stages.quantize.k_quants import KQuantizer, k_quantizer, type_of
 from stages.quantize.written import copy_companions
@@ -63,7 +63,7 @@ def quantize(
     seed: int,
     trust_remote_code: bool,
     report: Callable[[int, int], None],
-) -> None:
+) -> list[ModelError]:
     """As the protocol `Quantizer` says; the samples are rows whose token ids are compared."""
     config = read_config(source)
     architecture: str = config["model_type"]
@@ -89,8 +89,8 @@ def quantize(
     copy_companions(source, target)
     described = {**config, "quantization_config": {"quant_method": "gguf", "type": quantization.weights}}
     write_atomically(target / "config.json", json.dumps(described, indent=2))
-    _check_read_back(target / GGUF_FILE, tensors)
-    compare_token_ids(target, samples)
+    problems = [_problem_of_tensors(target / GGUF_FILE, tensors), problem_of_token_ids(target, samples)]
+    return [problem for problem in problems if problem]
 
 
 def _sources(source: Path, config: dict[str, Any], architecture: str, quantization: Quantization) -> Iterator[Source]:
@@ -186,12 +186,13 @@ def _head_dim(config: dict[str, Any]) -> int:
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
-def _check_read_back(path: Path, expected: list[Source]) -> None:
-    """Raise ModelError unless the file holds just these tensors. Their values are judged by the KL."""
+def _problem_of_tensors(path: Path, expected: list[Source]) -> ModelError | None:
+    """Return an error unless the file holds just these tensors. Their values are judged by the KL."""
     found = {one.name: (tuple(map(int, reversed(one.shape))), one.tensor_type) for one in gguf.GGUFReader(path).tensors}
     wanted = {one.target: (one.shape, one.stored_as) for one in expected}
     if wrong := sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name)):
-        raise ModelError(
+        return ModelError(
             f"{path} holds {len(found)} tensors, expected {len(wanted)}; missing or of another shape or type: "
             f"{', '.join(wrong[:NUM_NAMED])}; please report it"
         )
+    return None

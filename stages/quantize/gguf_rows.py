@@ -20,8 +20,8 @@ MAX_MODEL_LEN = 512
 NUM_SHOWN = 60
 
 
-def compare_token_ids(model: Path, samples: Sequence[Sequence[int]]) -> None:
-    """Raise ModelError for the first row whose token ids differ.
+def problem_of_token_ids(model: Path, samples: Sequence[Sequence[int]]) -> ModelError | None:
+    """Return an error for the first row whose token ids differ.
 
     model: a folder with a GGUF file and the tokenizer that it was made of. samples: token ids, a list a row.
     """
@@ -40,7 +40,8 @@ def compare_token_ids(model: Path, samples: Sequence[Sequence[int]]) -> None:
     for text, ids, theirs in zip([*texts, texts[0]], [*expected, begun], [*found, found_begun], strict=True):
         if ids != theirs:
             at = next((i for i, pair in enumerate(zip(ids, theirs, strict=False)) if pair[0] != pair[1]), len(ids))
-            raise ModelError(
+            return ModelError(
                 f"llama.cpp cuts a row into other tokens than the model's tokenizer: {quoted(text, NUM_SHOWN)} is "
                 f"{len(ids)} tokens, and {len(theirs)} there; they differ from token {at} on. Choose another method"
             )
+    return None

@@ -35,7 +35,7 @@ from stages.quantize.layers import linear_layers, name_experts_as_stored, quanti
 from stages.quantize.modifiers import make_modifiers
 from stages.quantize.samples import batches_of_one_length
 from stages.quantize.scaling import Scaling, find_scalings
-from stages.quantize.written import check_written, copy_companions
+from stages.quantize.written import copy_companions, problems_of_written
 from stages.serving.quantization import Quantization
 
 CALIBRATION_BATCH_TOKENS = 8192
@@ -50,7 +50,7 @@ def quantize(
     seed: int,
     trust_remote_code: bool,
     report: Callable[[int, int], None],
-) -> None:
+) -> list[ModelError]:
     """As the protocol `Quantizer` says; `target` is in compressed-tensors' format."""
     torch.manual_seed(seed)
     # On a CPU in float32: bfloat16 products of small matrices took eight times as long there, and AWQ needs thousands.
@@ -69,7 +69,7 @@ def quantize(
     with _report_layers(model, report), _without_pinned_memory(), _experts_as_they_are():
         oneshot(model=model, recipe=modifiers, dataset=DataLoader(batches, batch_size=None))
     _save(model, source, target, {*ignored, *ignored.values()})
-    check_written(target, {layer.name for layer in quantized.values()})
+    return list(problems_of_written(target, {layer.name for layer in quantized.values()}))
 
 
 def _scalings(

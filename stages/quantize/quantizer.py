@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from stages.core.errors import ModelError
 from stages.serving.quantization import Quantization
 
 
@@ -22,9 +23,10 @@ class Quantizer(Protocol):
         seed: int,
         trust_remote_code: bool,
         report: Callable[[int, int], None],
-    ) -> None:
+    ) -> Sequence[ModelError]:
         """Write the quantized model of folder `source` to `target`, with everything else that `source` holds.
 
+        Returns what is wrong with what was written; raises ModelError for what cannot be written.
         samples: token ids, a list a row. `report(done, total)` counts the layers that were calibrated. The same folder,
         samples and seed give the same weights, bit for bit, on the same machine.
         """

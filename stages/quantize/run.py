@@ -31,7 +31,7 @@ MIB = 2**20
 
 
 def run(config: QuantizeConfig, context: StageContext) -> StageResult:
-    """Check, quantize, reload, compare. Raises GateError when the KL exceeds `max_kl`; the metrics are logged first."""
+    """Check, quantize, reload, compare. A quantized model that is wrong or differs by more than `max_kl` is refused."""
     # Before tqdm is imported, which reads this once: bars would fill the log, and progress is reported by events.
     os.environ["TQDM_DISABLE"] = "1"
     source, target = context.inputs[config.model] / "model", context.work / "model"
@@ -48,7 +48,7 @@ def run(config: QuantizeConfig, context: StageContext) -> StageResult:
         f"they hold {layers.fraction_of_weights:.0%} of the weights"
     )
     with _library_errors_explained(f"quantizing {layers.model_class} with {config.method}"):
-        quantizer_of(config.method)(
+        problems = quantizer_of(config.method)(
             source,
             target,
             config.quantization,
@@ -57,17 +57,17 @@ def run(config: QuantizeConfig, context: StageContext) -> StageResult:
             trust_remote_code=config.trust_remote_code,
             report=lambda done, total: context.progress(done, total, "layers", "calibrating"),
         )
+    for problem in problems:
+        context.refuse(problem)
     before, after = _mebibytes(source), _mebibytes(target)
     context.milestone(f"wrote the quantized model: {before:.1f} → {after:.1f} MiB")
     types = _told_types(target / GGUF_FILE, config, context) if (target / GGUF_FILE).is_file() else {}
-    with _library_errors_explained(f"reading the quantized {layers.model_class} back with Transformers"):
-        divergence = _compare(source, target, samples, config, context)
+    metrics = _judged(source, target, samples, config, context, layers.model_class)
     if (source.parent / RECORD).is_file():
         shutil.copyfile(source.parent / RECORD, context.work / RECORD)
     sizes = {"size_before_mib": before, "size_after_mib": after, "compression": before / after}
-    metrics = {**divergence.metrics(), **sizes, **types}
+    metrics |= {**sizes, **types}
     context.log_metrics(0, metrics)
-    _judge(metrics["kl_nats_per_token"], config.max_kl, divergence.worst_in_words(source))
     groups = {"group_size": str(config.group_size)} if config.quantization.weights == "int4" else {}
     return StageResult(metrics=metrics, tags={"method": config.method, **groups})
 
@@ -117,12 +117,28 @@ def _mebibytes(folder: Path) -> float:
     return sum(path.stat().st_size for path in files_with_weights(folder)) / MIB
 
 
-def _judge(kl_nats: float, max_kl: float | None, worst: str) -> None:
+def _judged(
+    source: Path, target: Path, samples: Samples, config: QuantizeConfig, context: StageContext, model_class: str
+) -> dict[str, float]:
+    """Return the metrics of the comparison; a model that cannot be compared, or differs too much, is refused."""
+    try:
+        with _library_errors_explained(f"reading the quantized {model_class} back with Transformers"):
+            divergence = _compare(source, target, samples, config, context)
+    except ModelError as error:
+        context.refuse(error)
+        return {}
+    metrics = divergence.metrics()
+    kl_nats = metrics["kl_nats_per_token"]
     if not math.isfinite(kl_nats):
-        raise ModelError("the quantized model predicts no finite probabilities; try another method or calibration rows")
-    if max_kl is not None and kl_nats > max_kl:
-        raise GateError(
-            f"the quantized model is {kl_nats:.4f} nats per token from the unquantized one, and max_kl is {max_kl}; "
-            f"it differs most before {worst}; a smaller group_size, more calibration rows like those it is used for, "
-            "or method int8 or fp8 lose less"
+        context.refuse(
+            ModelError("the quantized model predicts no finite probabilities; try another method or calibration rows")
         )
+    elif config.max_kl is not None and kl_nats > config.max_kl:
+        context.refuse(
+            GateError(
+                f"the quantized model is {kl_nats:.4f} nats per token from the unquantized one, and max_kl is "
+                f"{config.max_kl}; it differs most before {divergence.worst_in_words(source)}; a smaller group_size, "
+                "more calibration rows like those it is used for, or method int8 or fp8 lose less"
+            )
+        )
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}  # JSON has no others

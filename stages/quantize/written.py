@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors import safe_open
@@ -31,21 +32,21 @@ def quantized_in_files(folder: Path) -> set[str]:
     }
 
 
-def check_written(folder: Path, expected: set[str]) -> None:
-    """Raise ModelError unless just these layers (names in files) are quantized, and the config says that they are."""
+def problems_of_written(folder: Path, expected: set[str]) -> Iterator[ModelError]:
+    """Yield an error unless just these layers (names in files) are quantized, and the config says that they are."""
     found = quantized_in_files(folder)
     if missing := sorted(expected - found):
-        raise ModelError(
+        yield ModelError(
             f"the quantizer wrote {len(found & expected)} of {len(expected)} layers quantized; it left out "
             f"{', '.join(missing[:NUM_NAMED])}; add them to `ignore`, or choose another method"
         )
     if unexpected := sorted(found - expected):
-        raise ModelError(
+        yield ModelError(
             f"the quantizer wrote {len(unexpected)} layers quantized that were to be left alone: "
             f"{', '.join(unexpected[:NUM_NAMED])}; choose another method"
         )
     if not json.loads((folder / "config.json").read_text()).get("quantization_config", {}).get("quant_method"):
-        raise ModelError(
+        yield ModelError(
             f"the quantizer wrote no `quantization_config` into {folder / 'config.json'}: no server can read it"
         )
 

@@ -78,7 +78,7 @@ class Batches(Protocol):
 
     def recorded(self) -> tuple[Batch, torch.Tensor | None]:
         """A few documents, to be kept with what the trained model gives them, the same on every process; and float32
-        [num_documents], what the untrained one gave them, if that is known."""
+        [targets], log-probabilities that the untrained one gave to their targets, if that is known."""
 
     def close(self) -> None:
         """End what makes them."""
@@ -123,7 +123,7 @@ class RowBatches:
     held_out: BatchSource | None
     data: DataConfig
     untrained: torch.Tensor | None = None
-    """float32: what the documents of `recorded` had before training."""
+    """float32 [targets]: log-probabilities of the targets of `recorded` before training."""
 
     def micro_batches(self, step: int) -> list[Batch]:
         return [self.training.batch(rows) for rows in self.order.micro_batches(step)]

@@ -92,7 +92,7 @@ class Journal:
         return {**latest, **medians}
 
     def _rate(self) -> str:
-        return f", {self._attempt[-1]['tokens_per_s']:,.0f} tokens/s" if self._attempt else ""
+        return f", {self._attempt[-1]['real_tokens_per_s']:,.0f} tokens/s" if self._attempt else ""
 
 
 def read_metrics(work: Path) -> list[Metrics]:

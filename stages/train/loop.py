@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Generator
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from stages.train.config import TrainConfig
 from stages.train.divergence import with_divergence
 from stages.train.held_out import evaluate_held_out
 from stages.train.journal import Journal
-from stages.train.metrics import Share, communication_fraction, measure_share, throughput
+from stages.train.metrics import Positions, Share, communication_fraction, measure_share, throughput
 from stages.train.schedule import learning_rate
 from stages.train.watchdog import Watchdog
 
@@ -53,6 +53,7 @@ class TrainingRun:
     peak: Peak | None
     watchdog: Watchdog
     trial: Trial | None = None
+    positions: Positions = field(default_factory=Positions)
 
     def close(self) -> None:
         """End what makes batches."""
@@ -105,6 +106,7 @@ def _train_one_step(run: TrainingRun, step: int, next_share: Callable[[], Share]
     start_s = time.perf_counter()
     share = next_share()
     wait_s = time.perf_counter() - start_s
+    run.positions.add(share)
     rate = learning_rate(run.config, step, run.num_steps)
     torch.manual_seed(_step_seed(run, step))
     outcome, update_s, communication = _update(run, share, rate, is_profiled)

@@ -52,6 +52,25 @@ def measure_share(micro_batches: Sequence[Batch], flops: ModelFlops) -> Share:
     return Share(micro_batches, num_tokens, sum(lengths), flops.training(lengths, num_targets) + forward_only)
 
 
+@dataclass
+class Positions:
+    """Positions that this process's batches had in all steps of an attempt, and how many of them were no padding."""
+
+    num_tokens: int = 0
+    num_real_tokens: int = 0
+
+    def add(self, share: Share) -> None:
+        """Count the batches of one step."""
+        self.num_tokens += share.num_tokens
+        self.num_real_tokens += share.num_real_tokens
+
+    def metrics(self, engine: Engine) -> dict[str, float]:
+        """Return the share of padding, over all processes; nothing before the first step. Collective."""
+        counts = torch.tensor([self.num_tokens, self.num_real_tokens], dtype=torch.float64)
+        num_tokens, num_real_tokens = engine.sum_over_data(counts).tolist()
+        return {"padding_fraction": 1 - num_real_tokens / num_tokens} if num_tokens else {}
+
+
 def real_document_lengths(batch: Batch) -> list[int]:
     """Tokens of every document that is not padding."""
     lengths = torch.bincount(batch.document_ids.flatten(), minlength=batch.num_documents)

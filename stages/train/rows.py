@@ -69,7 +69,7 @@ class RowData:
             "num_documents": float(training.num_documents),
             "num_tokens": float(training.num_tokens),
             "num_target_tokens": float(training.num_target_tokens),
-            "padding_fraction": training.padding_fraction,
+            **({} if training.padding_fraction is None else {"padding_fraction": training.padding_fraction}),
             **self._counts_by_dataset,
         }
 
@@ -139,7 +139,9 @@ class RowData:
             data=config.data,
         )
         if config.adapter and not context.trial:
-            batches = replace(batches, untrained=engine.document_log_probabilities(batches.recorded()[0]))
+            recorded, _ = batches.recorded()
+            untrained = engine.target_log_probabilities(recorded)[recorded.has_target]
+            batches = replace(batches, untrained=untrained)
         if config.on_policy is None:
             return batches
         from stages.train.rollouts.on_policy import on_policy_batches

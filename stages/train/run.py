@@ -10,8 +10,11 @@ from pathlib import Path
 
 import torch
 
-from stages.adapters.experts import idle_experts
-from stages.adapters.files import read_adapter
+from stages.adapters.adapter import Adapter
+from stages.adapters.effect import Changing, changing, has_effect, idle_layers
+from stages.adapters.experts import ChangedParameters, idle_experts
+from stages.adapters.files import NUM_NAMED, read_adapter
+from stages.adapters.headers import ADAPTER_FOLDER
 from stages.core.contract import StageContext, StageResult, is_main_process
 from stages.core.errors import LayoutError, ModelError, ResourceError
 from stages.core.files import write_atomically
@@ -90,16 +93,16 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
             forget_peak_memory(device)
             with closing(_assemble(config, context, engine, data, watchdog)) as training_run:
                 evaluation = train(training_run)
-                peak_memory_metrics = peak_memory(engine.device, every_rank=True)
+                measured_at_end = peak_memory(engine.device, every_rank=True) | training_run.positions.metrics(engine)
                 if context.trial is None:
                     watchdog.begins("writing the model")
-                    _write(training_run, context)
+                    measured_at_end |= _write(training_run, context, model_folder)
     if is_main_process() and context.trial is None:
         _note_use(config, data, context.work / config.product)
         plot_loss(training_run.journal.rows, context.work / LOSS_PLOT)
         if data.lengths:
             write_atomically(context.work / LENGTHS_FILE, data.lengths.model_dump_json())
-    return _result(training_run, data, evaluation, peak_memory_metrics, prediction)
+    return _result(training_run, data, evaluation, measured_at_end, prediction)
 
 
 def _check_machine(config: TrainConfig) -> None:
@@ -204,20 +207,56 @@ def _peak(engine: Engine, config: TrainConfig) -> Peak | None:
     return device_peak(engine.device, engine.compute_dtype)
 
 
-def _write(training_run: TrainingRun, context: StageContext) -> None:
-    """What was trained, and what it gives to a few documents."""
+def _write(training_run: TrainingRun, context: StageContext, base: Path) -> dict[str, float]:
+    """Write what was trained, and what it gives to a few documents; returns metrics of what training changed of that.
+
+    base: the model folder that an adapter is of. An adapter that is written, but of no use, is refused.
+    """
     config, engine = training_run.config, training_run.engine
-    engine.export(context.work / config.product, getattr(torch, config.export_dtype))
-    _warn_of_idle_experts(config, context)
+    for problem in engine.export(context.work / config.product, getattr(torch, config.export_dtype)):
+        context.refuse(problem)
+    change: dict[str, float] = {}
     if not config.learning.needs_score_head:
-        record_log_probabilities(engine, *training_run.batches.recorded(), context.work)
-
-
-def _warn_of_idle_experts(config: TrainConfig, context: StageContext) -> None:
+        change = record_log_probabilities(engine, *training_run.batches.recorded(), context.work)
     if config.adapter and is_main_process():
-        unusual = idle_experts(read_adapter(context.work / config.product))
-        if unusual:
-            context.warn(unusual)
+        try:
+            _judge_adapter(config, context, base)
+        except ModelError as error:
+            context.refuse(error)
+    return change
+
+
+def _judge_adapter(config: TrainConfig, context: StageContext, base: Path) -> None:
+    """Refuse an adapter of which nothing is left once it is merged; warn of layers and experts that learned nothing."""
+    start = read_adapter(context.inputs[config.model] / ADAPTER_FOLDER) if config.base else None
+    adapter = read_adapter(context.work / config.product)
+    if idle := idle_layers(adapter):
+        context.warn(
+            f"{len(idle)} of {len(adapter.layers)} adapted layers have learned nothing, their B is 0 "
+            f"({', '.join(idle[:NUM_NAMED])}); leave them out of adapter.target_modules, or raise learning_rate or the "
+            "steps"
+        )
+    if unusual := idle_experts(adapter):
+        context.warn(unusual)
+    changes = _changing(adapter, config, base)
+    before = "with the adapter that training started from" if start else "without the adapter"
+    if not has_effect(changes, _changing(start, config, base) if start else {}, base):
+        context.refuse(
+            ModelError(
+                f"the adapter does nothing: once it is merged into {base.parent.name}, no element of {len(changes)} "
+                f"weights is another number, in the dtype of its file, than {before}; raise learning_rate, the steps "
+                "or adapter.alpha"
+            )
+        )
+
+
+def _changing(adapter: Adapter, config: TrainConfig, base: Path) -> Changing:
+    if not adapter.parameters:
+        return changing(adapter, None)
+    from stages.adapters.check import model_without_weights  # and PEFT, which this process has loaded for experts
+
+    causal_lm = model_without_weights(base, trust_remote_code=config.trust_remote_code)
+    return changing(adapter, ChangedParameters(adapter, causal_lm))
 
 
 def _note_use(config: TrainConfig, data: TrainingData, folder: Path) -> None:
@@ -232,7 +271,7 @@ def _result(
     training_run: TrainingRun,
     data: TrainingData,
     evaluation: LossMeans | None,
-    peak_memory_metrics: dict[str, float],
+    measured_at_end: dict[str, float],
     prediction: Prediction,
 ) -> StageResult:
     config, engine, peak = training_run.config, training_run.engine, training_run.peak
@@ -248,12 +287,12 @@ def _result(
             "device_name": peak.device_name,
             "peak": f"{peak.flops_per_s / 1e12:.3g} TFLOP/s a device, {peak.source}",
         }
-    metrics = {**training_run.journal.summary(), **peak_memory_metrics, **prediction.metrics, **held_out, **data.counts}
+    metrics = {**training_run.journal.summary(), **measured_at_end, **prediction.metrics, **held_out, **data.counts}
     headline = (
         "evaluation_loss",
         *(f"evaluation_{name}" for name in config.learning.headline),
         "reward",
-        "tokens_per_s",
+        "real_tokens_per_s",
         "mfu",
     )
     first = {name: metrics[name] for name in headline if name in metrics}

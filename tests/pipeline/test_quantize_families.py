@@ -51,7 +51,7 @@ def quantize_family(source, target, method, ignore=("lm_head",)):
     """As the stage does, whether or not this machine's vLLM would serve it. Returns the KL in nats per token."""
     quantization, rows = make_quantization(method, ignore), counting_rows(24)
     check_quantizable(build_without_weights(source, trust_remote_code=False), quantization, ignore)
-    quantize(
+    assert not quantize(
         source, target, quantization, rows[:16], seed=0, trust_remote_code=False, report=lambda *_: None
     )  # fmt: skip
     everything = [[True] * len(row) for row in rows[16:]]

@@ -19,12 +19,13 @@ from peft import LoraConfig
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from stages.adapters.check import check_loadable
+from stages.adapters.check import loading_problem
 from stages.adapters.config import AdapterConfig
 from stages.adapters.files import check_mergeable, write_adapter
 from stages.adapters.lora import add_adapter, changed_weights, factors_of, store_base
 from stages.adapters.start import go_on_with, merge_into, read_start
 from stages.core.contract import is_main_process
+from stages.core.errors import ModelError
 from stages.data.batch import Batch
 from stages.engines.balance import METRIC, num_tokens
 from stages.engines.engine import LossMeans, StepOutcome, free_memory
@@ -186,17 +187,17 @@ class FsdpEngine:
             for parameter in group["params"]
         )
 
-    def export(self, folder: Path, dtype: torch.dtype, *, is_trained: bool = True) -> None:
+    def export(self, folder: Path, dtype: torch.dtype) -> list[ModelError]:
         """One weight at a time is gathered; rank 0 writes."""
         if self._adapter:
             parameters = self._model.causal_lm.named_parameters()
             learned = {name: _full_tensor(one.detach()).cpu() for name, one in parameters if one.requires_grad}
-            if is_main_process():
-                config = self._adapter.to_dict()
-                start = self._taken_out, self._merged
-                write_adapter(folder, learned, config, self._folder, dtype, *start, is_trained=is_trained)
-                check_loadable(folder, self._folder, trust_remote_code=self._trust_remote_code)
-            return
+            if not is_main_process():
+                return []
+            start = self._taken_out, self._merged
+            problems = write_adapter(folder, learned, self._adapter.to_dict(), self._folder, dtype, *start)
+            unloadable = loading_problem(folder, self._folder, trust_remote_code=self._trust_remote_code)
+            return [*problems, *([unloadable] if unloadable else [])]
         named_weights = ((name, _full_tensor(value)) for name, value in self._model.causal_lm.state_dict().items())
         export_model(
             self._model.causal_lm,
@@ -206,6 +207,7 @@ class FsdpEngine:
             dtype=dtype,
             score=self._score_head,
         )
+        return []
 
     def close(self) -> None:
         """Weights and gradients; a process group holds nothing of a model."""

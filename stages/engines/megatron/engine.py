@@ -20,9 +20,10 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from stages.adapters.check import check_loadable
+from stages.adapters.check import loading_problem
 from stages.adapters.files import write_adapter
 from stages.core.contract import is_main_process
+from stages.core.errors import ModelError
 from stages.data.batch import Batch
 from stages.engines.balance import METRIC, num_tokens
 from stages.engines.engine import LossMeans, StepOutcome, free_memory
@@ -171,16 +172,18 @@ class MegatronEngine:
         learning = self._adapter.num_parameters if self._adapter else self._shape.num_parameters
         return (3 * 4 + half) * learning
 
-    def export(self, folder: Path, dtype: torch.dtype, *, is_trained: bool = True) -> None:
+    def export(self, folder: Path, dtype: torch.dtype) -> list[ModelError]:
         """One weight at a time is put together on rank 0, which writes."""
         self._adam.settle()
         if self._adapter:
             factors = learned_factors(self._chunks, self._shape)
-            if is_main_process():
-                write_adapter(folder, factors, self._adapter.config, self._folder, dtype, is_trained=is_trained)
-                check_loadable(folder, self._folder, trust_remote_code=False)
-            return
+            if not is_main_process():
+                return []
+            problems = write_adapter(folder, factors, self._adapter.config, self._folder, dtype)
+            unloadable = loading_problem(folder, self._folder, trust_remote_code=False)
+            return [*problems, *([unloadable] if unloadable else [])]
         export_weights(self._chunks, self._shape, source=self._folder, folder=folder, dtype=dtype)
+        return []
 
     def close(self) -> None:
         """Weights, gradients and Megatron's groups."""

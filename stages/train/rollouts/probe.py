@@ -27,10 +27,11 @@ some 0.01 in bf16; weights that are a few steps older by 0.05 and more."""
 
 @dataclass(frozen=True)
 class Probe:
-    """untrained: float32 [documents], what the model gave to their completions before training."""
+    """untrained: float32 [targets], log-probabilities of the completions' tokens before training; None where an earlier
+    version took the probe."""
 
     documents: list[AnsweredPrompt]
-    untrained: torch.Tensor
+    untrained: torch.Tensor | None
     batch: Batch
 
     @classmethod
@@ -41,17 +42,20 @@ class Probe:
             if sum(map(len, chosen)) + len(one) <= packing.sequence_length and len(one) < packing.most_tokens:
                 chosen.append(one)
         batch = _untempered(packing).batch([chosen])
-        return cls(chosen, engine.document_log_probabilities(batch), batch)
+        return cls(chosen, engine.target_log_probabilities(batch)[batch.has_target], batch)
 
     def write(self, path: Path) -> None:
-        content = {"documents": [asdict(one) for one in self.documents], "untrained": self.untrained.tolist()}
+        untrained = None if self.untrained is None else self.untrained.tolist()
+        content = {"documents": [asdict(one) for one in self.documents], "untrained_tokens": untrained}
         write_atomically(path, json.dumps(content))
 
     @classmethod
     def read(cls, path: Path, packing: Packing) -> Probe:
         content = json.loads(path.read_text(encoding="utf-8"))
         documents = [AnsweredPrompt(**one) for one in content["documents"]]
-        return cls(documents, torch.tensor(content["untrained"]), _untempered(packing).batch([documents]))
+        untrained = content.get("untrained_tokens")
+        batch = _untempered(packing).batch([documents])
+        return cls(documents, None if untrained is None else torch.tensor(untrained), batch)
 
     def check(self, of_engine: torch.Tensor, server: RolloutServer, dtype: str, step: int) -> float:
         """Mean |Δ log-probability| of the completions' tokens, in nats. of_engine: float32 [rows, sequence], its own.

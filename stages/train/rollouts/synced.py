@@ -67,7 +67,8 @@ class SyncedServer:
         began_s = time.perf_counter()
         self._watchdog.begins(f"giving the server the weights for step {step}")
         folder = self._weights / f"step-{step}"
-        self._engine.export(folder, getattr(torch, self._dtype), is_trained=False)
+        for problem in self._engine.export(folder, getattr(torch, self._dtype)):
+            raise problem
         if is_main_process():
             self.server.take(folder)
         self.check(step)

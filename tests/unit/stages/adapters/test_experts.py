@@ -1,5 +1,7 @@
 """Adapters on the experts of a mixture: where PEFT puts them, what is refused, files that PEFT loads, and merging."""
 
+import re
+
 import peft
 import pytest
 import torch
@@ -7,7 +9,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen3MoeConfig
 
-from stages.adapters.check import check_loadable
+from stages.adapters.check import loading_problem
 from stages.adapters.config import AdapterConfig
 from stages.adapters.experts import ChangedParameters, idle_experts
 from stages.adapters.files import check_mergeable, read_adapter, write_adapter
@@ -96,7 +98,7 @@ def test_what_is_left_out_is_left_out_of_parameters_too():
 
 def test_peft_loads_the_files_and_gives_the_same(trained):
     folder, model = trained
-    check_loadable(folder / "adapter", folder / "base", trust_remote_code=False)
+    assert loading_problem(folder / "adapter", folder / "base", trust_remote_code=False) is None
     loaded = peft.PeftModel.from_pretrained(load_base(folder), folder / "adapter").eval()
     assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
     assert (load_base(folder)(TOKENS).logits - model(TOKENS).logits).abs().max().item() > 1e-3
@@ -108,8 +110,8 @@ def test_what_peft_would_leave_out_of_experts_or_miss_there_is_named(trained):
     tensors = load_file(file)
     lost = next(name for name in tensors if ".experts." in name and ".lora_B." in name)
     save_file({name: one for name, one in tensors.items() if name != lost}, file)
-    with pytest.raises(ModelError, match=rf"PEFT, .*, would not load {lost} \(1 in all\), or would miss it"):
-        check_loadable(folder / "adapter", folder / "base", trust_remote_code=False)
+    problem = loading_problem(folder / "adapter", folder / "base", trust_remote_code=False)
+    assert re.search(rf"PEFT, .*, would not load {lost} \(1 in all\), or would miss it", str(problem))
 
 
 def test_merged_into_the_files_it_gives_the_same(trained):
@@ -154,12 +156,6 @@ def test_experts_that_no_token_came_to_are_counted(tmp_path):
             parameter.unflatten(1, (3, 4))[:, :, 2] = 0  # the third expert's
     write_adapter(tmp_path / "adapter", learning(model), lora.to_dict(), tmp_path, torch.float32)
     assert str(idle_experts(read_adapter(tmp_path / "adapter"))).startswith("2 of 8 adapters of experts have learned")
-
-    for name, parameter in learning(model).items():
-        if ".1." in name and ".lora_B." in name:
-            parameter.zero_()
-    with pytest.raises(ModelError, match=r"of 2 factors B 1 have not changed \(model.layers.1.mlp.experts.lora_B"):
-        write_adapter(tmp_path / "bad", learning(model), lora.to_dict(), tmp_path, torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Where an adapter goes, and what is refused, with the names that there are."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GPT2Config, Llama4TextConfig, Qwen3Config
 
 from flows.recipe.recipe import load_stages
-from stages.adapters.check import check_loadable
+from stages.adapters.check import loading_problem
 from stages.adapters.config import AdapterConfig
+from stages.adapters.effect import changing, has_effect, idle_layers
 from stages.adapters.files import check_mergeable, read_adapter, write_adapter
 from stages.adapters.lora import adapted_layers, add_adapter, changed_weights, factors_of, store_base
 from stages.core.errors import ModelError
@@ -126,27 +128,60 @@ def test_what_cannot_be_adapted_is_refused_by_name(fields, message):
         add_adapter(make_model(tie_word_embeddings=True), AdapterConfig(**{"rank": 4, **fields}), seed=0)
 
 
-@pytest.mark.parametrize("value", [0.0, math.nan])
-def test_an_adapter_that_learned_nothing_is_not_written(tmp_path, value):
+def test_an_adapter_with_numbers_that_are_not_finite_is_not_written(tmp_path):
     model = adapted(target_modules=("q_proj", "v_proj"))
     factors = {name: torch.ones_like(one) for name, one in model.named_parameters() if one.requires_grad}
     write_adapter(tmp_path / "good", factors, model.peft_config["default"].to_dict(), tmp_path, torch.float32)
     assert len(read_adapter(tmp_path / "good").factors) == 4
 
     broken = next(name for name in factors if ".lora_B." in name)
-    factors[broken] = torch.full_like(factors[broken], value)
-    with pytest.raises(ModelError, match=r"of 4 factors B .*layers\.0\.self_attn\.q_proj\.lora_B"):
+    factors[broken] = torch.full_like(factors[broken], math.nan)
+    with pytest.raises(ModelError, match=r"layers\.0\.self_attn\.q_proj\.lora_B.* numbers that are not finite"):
         write_adapter(tmp_path / "bad", factors, model.peft_config["default"].to_dict(), tmp_path, torch.float32)
     assert not (tmp_path / "bad").exists()
 
 
-def test_what_is_nothing_in_the_precision_of_the_file_is_not_written(tmp_path):
+def test_what_the_precision_of_the_file_cannot_hold_is_kept_in_fp32_and_named(tmp_path):
+    model = adapted(target_modules=("q_proj",))
+    factors = {name: torch.full_like(one, 1e5) for name, one in model.named_parameters() if one.requires_grad}
+    config = model.peft_config["default"].to_dict()
+    assert not write_adapter(tmp_path / "bfloat16", factors, config, tmp_path, torch.bfloat16)
+    (problem,) = write_adapter(tmp_path / "float16", factors, config, tmp_path, torch.float16)
+    assert "numbers that are too large for float16, so it was written in float32" in str(problem)
+    a, b = read_adapter(tmp_path / "float16").factors["model.layers.0.self_attn.q_proj"]
+    assert (a == 1e5).all() and (b == 1e5).all()
+
+
+def test_layers_that_have_learned_nothing_in_the_precision_of_the_file_are_named(tmp_path):
     model = adapted(target_modules=("q_proj",))
     factors = {name: torch.full_like(one, 1e-9) for name, one in model.named_parameters() if one.requires_grad}
     config = model.peft_config["default"].to_dict()
     write_adapter(tmp_path / "bfloat16", factors, config, tmp_path, torch.bfloat16)
-    with pytest.raises(ModelError, match="of 2 factors B 2 have not changed"):
-        write_adapter(tmp_path / "float16", factors, config, tmp_path, torch.float16)
+    write_adapter(tmp_path / "float16", factors, config, tmp_path, torch.float16)
+    assert idle_layers(read_adapter(tmp_path / "bfloat16")) == []
+    layers = [f"model.layers.{number}.self_attn.q_proj" for number in (0, 1)]
+    assert idle_layers(read_adapter(tmp_path / "float16")) == layers
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_adapter_has_an_effect_if_one_element_of_one_weight_changes_in_its_dtype(tmp_path, dtype):
+    """Everything else is far below what the dtype resolves."""
+    base = make_model().to(dtype)
+    base.save_pretrained(tmp_path / "base")
+    model = adapted(target_modules=("q_proj",))
+    config = model.peft_config["default"].to_dict()
+    factors = {name: torch.full_like(one, 1e-25) for name, one in model.named_parameters() if one.requires_grad}
+
+    def effect(start=None):
+        write_adapter(tmp_path / "adapter", factors, config, tmp_path, torch.float32)
+        return has_effect(changing(read_adapter(tmp_path / "adapter"), None), start or {}, tmp_path / "base")
+
+    assert not effect()
+    name = "model.layers.1.self_attn.q_proj.lora_{}.default.weight"
+    factors[name.format("A")][0, 3], factors[name.format("B")][2, 0] = 1.0, 0.01
+    assert effect()
+    start = changing(read_adapter(tmp_path / "adapter"), None)
+    assert not effect(start), "it went on from an adapter, and changed nothing"
 
 
 def test_tensors_that_peft_would_leave_out_or_miss_are_refused(tmp_path):
@@ -156,19 +191,19 @@ def test_tensors_that_peft_would_leave_out_or_miss_are_refused(tmp_path):
     lora = add_adapter(base, AdapterConfig(rank=4, modules_to_save=("norm",), use_dora=True), seed=0)
     learned = {name: torch.ones_like(one) for name, one in base.named_parameters() if one.requires_grad}
     write_adapter(tmp_path / "adapter", learned, lora.to_dict(), tmp_path / "base", torch.float32)
-    check_loadable(tmp_path / "adapter", tmp_path / "base", trust_remote_code=False)
-    with pytest.raises(ModelError, match=r"would not load .*layers\.1\.mlp\.down_proj\.lora_A\.weight"):
-        check_loadable(tmp_path / "adapter", tmp_path / "smaller", trust_remote_code=False)
+    assert loading_problem(tmp_path / "adapter", tmp_path / "base", trust_remote_code=False) is None
+    problem = loading_problem(tmp_path / "adapter", tmp_path / "smaller", trust_remote_code=False)
+    assert re.search(r"would not load .*layers\.1\.mlp\.down_proj\.lora_A\.weight", str(problem))
 
     less = {name: one for name, one in learned.items() if "layers.1.mlp.up_proj.lora_B" not in name}
     write_adapter(tmp_path / "adapter", less, lora.to_dict(), tmp_path / "base", torch.float32)
-    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj\.lora_B\.weight \(1 in all\), or would miss it"):
-        check_loadable(tmp_path / "adapter", tmp_path / "base", trust_remote_code=False)
+    problem = loading_problem(tmp_path / "adapter", tmp_path / "base", trust_remote_code=False)
+    assert re.search(r"layers\.1\.mlp\.up_proj\.lora_B\.weight \(1 in all\), or would miss it", str(problem))
 
     other = {**lora.to_dict(), "r": 2}
     write_adapter(tmp_path / "adapter", learned, other, tmp_path / "base", torch.float32)
-    with pytest.raises(ModelError, match="PEFT, with the config beside it, would not load"):
-        check_loadable(tmp_path / "adapter", tmp_path / "base", trust_remote_code=False)
+    problem = loading_problem(tmp_path / "adapter", tmp_path / "base", trust_remote_code=False)
+    assert re.search("PEFT, with the config beside it, would not load", str(problem))
 
 
 @pytest.mark.parametrize("saved", ["norm", "mlp", "layers.1.self_attn"])
@@ -178,7 +213,7 @@ def test_a_module_that_learned_as_a_whole_is_merged_with_all_that_is_in_it_as_pe
     lora = add_adapter(base, AdapterConfig(rank=4, modules_to_save=(saved,)), seed=0)
     learned = {name: one + 0.1 * torch.ones_like(one) for name, one in base.named_parameters() if one.requires_grad}
     write_adapter(tmp_path / "adapter", learned, lora.to_dict(), tmp_path / "base", torch.float32)
-    check_loadable(tmp_path / "adapter", tmp_path / "base", trust_remote_code=False)
+    assert loading_problem(tmp_path / "adapter", tmp_path / "base", trust_remote_code=False) is None
     expected = PeftModel.from_pretrained(make_model(), str(tmp_path / "adapter")).eval()(tokens).logits
 
     adapter, merged = read_adapter(tmp_path / "adapter"), make_model()
@@ -235,12 +270,13 @@ def test_processes_without_weights_do_not_decompose_them():
     assert all(one.isfinite().all() for one in factors.values())
 
 
-def test_an_adapter_that_went_back_to_its_start_is_not_written(tmp_path):
+def test_an_adapter_that_went_back_to_its_start_has_no_effect(tmp_path):
+    make_model().to(torch.bfloat16).save_pretrained(tmp_path / "base")
     model = adapted(target_modules=("q_proj",), init="pissa")
     start = factors_of(model)
     config = model.peft_config["default"].to_dict()
-    with pytest.raises(ModelError, match="of 2 factors B 2 have not changed"):
-        write_adapter(tmp_path / "adapter", start, config, tmp_path, torch.float32, start)
+    write_adapter(tmp_path / "adapter", start, config, tmp_path, torch.float32, start)
+    assert not has_effect(changing(read_adapter(tmp_path / "adapter"), None), {}, tmp_path / "base")
 
 
 def test_little_that_was_learned_from_large_factors_survives_rounding(tmp_path):

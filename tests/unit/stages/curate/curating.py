@@ -7,6 +7,7 @@ from pathlib import Path
 from stages.core.contract import StageContext, StageResult
 from stages.curate.config import CurateConfig
 from stages.curate.run import run
+from tests.findings import raise_findings
 
 
 @dataclass(frozen=True)
@@ -44,5 +45,7 @@ def curate(folder, rows, outside=None, **fields):
     work.mkdir(exist_ok=True)
     config = CurateConfig.model_validate({"kind": "curate", "datasets": list(datasets), **fields})
     inputs = {name: folder / name for name in datasets}
-    result = run(config, StageContext(work, "curated", "0" * 12, inputs, {}, folder / "cache", outside or {}))
+    context = StageContext(work, "curated", "0" * 12, inputs, {}, folder / "cache", outside or {})
+    result = run(config, context)
+    raise_findings(context)
     return Curated(work, result)

@@ -19,6 +19,7 @@ from stages.core.contract import StageContext
 from stages.core.errors import GateError, ModelError
 from stages.merge.config import MergeConfig
 from stages.merge.run import run
+from tests.findings import raise_findings
 from tests.mergeable import BASE, make_adapter, make_base, note_base, write_record
 
 SIZES = {
@@ -57,7 +58,10 @@ def artifacts(tmp_path_factory):
 def merge(inputs, work, **fields):
     work.mkdir()
     config = MergeConfig.model_validate({"kind": "merge", "model": "base", **fields})
-    return run(config, StageContext(work, "merged", "0" * 12, inputs, {}, work))
+    context = StageContext(work, "merged", "0" * 12, inputs, {}, work)
+    result = run(config, context)
+    raise_findings(context)
+    return result
 
 
 def seed_before_first(monkeypatch, seed):
@@ -172,6 +176,28 @@ def test_in_bf16_the_rounding_is_measured(artifacts, tmp_path):
     assert 1e-9 < result.metrics["kl_nats_per_token"] < 1e-3
     with pytest.raises(GateError, match="more than max_difference"):
         merge({**artifacts, "base": half}, tmp_path / "again", adapter="one", max_difference=1e-6)
+    kept, good = (tmp_path / name / "model" / "model.safetensors" for name in ("again", "work"))
+    assert kept.read_bytes() == good.read_bytes(), "what was merged is kept, and refused"
+
+
+def test_a_layer_that_rounding_takes_away_is_warned_of_and_an_adapter_that_it_takes_away_is_refused(
+    artifacts, tmp_path
+):
+    half = shutil.copytree(artifacts["base"], tmp_path / BASE)
+    file = half / "model" / "model.safetensors"
+    save_file({name: one.bfloat16() for name, one in load_file(file).items()}, file, metadata={"format": "pt"})
+    small = shutil.copytree(artifacts["one"], tmp_path / "one-1")
+    factors = small / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(factors)
+    lost = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
+    save_file({**tensors, lost: 1e-9 * tensors[lost]}, factors)
+    merge({**artifacts, "base": half, "one": small}, tmp_path / "work", adapter="one")
+    events = (tmp_path / "work" / "events.jsonl").read_text()
+    assert "1 of 14 adapted weights are as they were after rounding (model.layers.1.self_attn.v_proj.weight)" in events
+
+    save_file({name: 1e-9 * one if "lora_B" in name else one for name, one in tensors.items()}, factors)
+    with pytest.raises(ModelError, match="14 of 14 adapted weights are as they were after rounding"):
+        merge({**artifacts, "base": half, "one": small}, tmp_path / "again", adapter="one", max_difference=1)
 
 
 @pytest.mark.parametrize(

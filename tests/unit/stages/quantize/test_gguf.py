@@ -112,7 +112,8 @@ def config(gguf_type: str = "f16", **fields) -> QuantizeConfig:
 def write(source: Path, gguf_type: str, samples: list[list[int]] = ROWS, **fields) -> Path:
     target = source.with_name(f"{source.name}-{gguf_type}")
     options = config(gguf_type, **fields).quantization
-    quantize(source, target, options, samples, seed=0, trust_remote_code=False, report=lambda *_: None)
+    for problem in quantize(source, target, options, samples, seed=0, trust_remote_code=False, report=lambda *_: None):
+        raise problem
     return target
 
 
