@@ -15,7 +15,7 @@ from flows.recipe.recipe import Recipe
 from flows.recipe.version import identity_of, version_of
 from flows.store.record import Index
 from stages.core.errors import LayoutError, LifecycleError, RecipeError
-from stages.data.template_file import read_template
+from stages.data.templates import read_template
 from stages.download.config import DownloadConfig
 from stages.engines.megatron.families import check_supported
 from stages.hubs.registry import read_model_config

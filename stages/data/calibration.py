@@ -11,7 +11,7 @@ from stages.core.errors import DataError
 from stages.data.files import BadRow, Place, find_files, read_rows
 from stages.data.formats import FORMATS, RowReader, likeliest_format, rename_columns
 from stages.data.messages import RowError, kind_of
-from stages.data.templates import Rendered
+from stages.data.templates import Rendered, TemplateLimitError
 from stages.data.tokenizer import DocumentTokenizer, Tokens
 
 
@@ -57,3 +57,5 @@ def _texts(folder: Path, split: str, tokenizer: DocumentTokenizer, passed_over: 
             yield tokenizer.render_units(reader.read(row.content)[:1])[-1][0]  # the longest text of a conversation
         except RowError as error:
             passed_over[row.place] = str(error)
+        except TemplateLimitError as error:
+            raise DataError(f"{row.place}: {error}") from error

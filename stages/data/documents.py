@@ -8,6 +8,9 @@ from typing import Any
 
 from stages.data.messages import Message, Tool
 
+Span = tuple[int, int]
+"""Begin and end, in characters of a text."""
+
 
 @dataclass(frozen=True)
 class Conversation:

@@ -118,8 +118,9 @@ class PieceSource:
         """The same rows, as long as there is time."""
         for row in rows:
             yield row
-            self._ends_s = min(self._ends_s, time.process_time() + limit_s)
-            if time.process_time() > self._ends_s:
+            cpu_s = time.process_time() + self.tokenizer.tokenizer.template_cpu_s
+            self._ends_s = min(self._ends_s, cpu_s + limit_s)
+            if cpu_s > self._ends_s:
                 self.last_in_time = row.place
                 return
 

@@ -1,43 +1,48 @@
-"""A conversation → its text under a chat template, and which characters of it the assistant said.
+"""Chat templates, which come with models and are code of others: each is asked in a process of its own, within limits.
 
-Templates that mark the assistant's part with `{% generation %}` are believed, all others are asked turn by turn
-(`turns`). Before the first conversation is learned from, one with known words proves that a template's masks hold what
-the assistant says and nothing that others say.
+There (`template_program`) a conversation becomes its text, and which characters of it the assistant said is proved
+(`proved_template`). One process answers for all templates of this one, many conversations at a time.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-import jinja2
-
 from stages.core.errors import DataError
+from stages.core.program import Program, ProgramEndedError
+from stages.core.redaction import quoted
 from stages.data.config import DEFAULT_DATE
-from stages.data.documents import Conversation
-from stages.data.messages import THOUGHTS, Message, RowError, Tool, listed, make_message, renamed, with_calls_as
-from stages.data.renderings import Write
-from stages.data.sandbox import Sandbox, Span, TemplateLimitError
-from stages.data.template_file import read_template
-from stages.data.turns import Document, Turns, UnclearTurnsError, check_shown, split_thoughts
+from stages.data.documents import Conversation, Span
+from stages.data.messages import Message, RowError
 
-GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-MISTAKES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""What Jinja lets through when a template does what its messages do not allow."""
+MAX_CPU_SECONDS = 10.0
+"""For one conversation of a few messages. CPU time: a busy machine decides nothing."""
+MEMORY_BYTES = 512 << 20
+"""For one conversation, beside what its own length needs."""
+ANSWER_TIMEOUT_S = 1800.0
+"""For a process that gets no processor, or whose end the kernel does not see to."""
+QUESTION_CONVERSATIONS = 64
+MAX_BYTES = 1 << 20
+"""Of a file; the longest published templates have some 20 KiB."""
+MAX_QUOTED = 200
+"""Characters of a template's or a row's own words in an error."""
 
-GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
-"""Variables that a template gets from the rest of the conversation, or from what is asked of it."""
+Work = Literal["together", "separately", "text", "prompt"]
+"""What is made of a conversation: the texts to learn from, its earlier turns in the same text where the template only
+drops their thoughts, or each in its own; all of it as one text; the same, up to where the next answer begins."""
 
-TOOL_TEMPLATES = "configs/templates/chatml-tools.jinja or turns-tools.jinja"
-"""Of this project, for models whose own template has no place for tools."""
 
-PROBES = (("system", "user", "assistant", "user", "assistant"), ("user", "assistant", "user", "assistant"))
-PROBE_CALL = {"id": "call00001", "type": "function", "function": {"name": "qprobe", "arguments": {"qkey": True}}}
+class TemplateLimitError(DataError):
+    """Raised for a template that takes too long, or too much memory, on one conversation."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +55,6 @@ class Rendered:
     """Without a template: the tokenizer's own special tokens go around it."""
     is_shielded: bool = False
     """What people wrote has special tokens, which `SpecialTokens` shields in `text`."""
-
-
-class _RefusalError(RowError):
-    """The template itself refuses the messages, or cannot render them."""
 
 
 class ChatTemplate:
@@ -71,46 +72,66 @@ class ChatTemplate:
         `name` is what errors call the template, `today` what it takes for the date. Raises DataError for a template
         that is not Jinja.
         """
-        self._variables = special_tokens
-        self._markers = tuple(markers)
         self._name = name
-        self._words = frozenset(re.findall(r"\w+", source))
-        self._writes_think = "</think>" in source or "<think>" in source
-        self._has_generation_marks = bool(GENERATION_MARK.search(source))
+        self._markers = tuple(markers)
+        self._source = {
+            "source": source,
+            "special_tokens": special_tokens,
+            "markers": self._markers,
+            "name": name,
+            "today": today.isoformat(),
+        }
+        self._key = hashlib.sha256(json.dumps(self._source).encode()).hexdigest()
         self.num_dropped_thoughts = 0
         """Turns learned so far without the thoughts that the data have for them."""
-        try:
-            self._sandbox = Sandbox(source, today)
-        except jinja2.TemplateSyntaxError as error:
-            raise DataError(f"{name} is not a Jinja template: {error.message} in line {error.lineno}") from error
+        self.wrote_date = False
+        """Whether a text so far has the date in it."""
+        self.cpu_s = 0.0
+        """CPU time of the process that renders, so far."""
+        for answer in self._answers([]):
+            self._check(answer)
 
     def forget(self) -> None:
         """Count from here on."""
         self.num_dropped_thoughts = 0
-        self._sandbox.wrote_date = False
+        self.wrote_date = False
 
-    @property
-    def wrote_date(self) -> bool:
-        """Whether a text so far has the date in it."""
-        return self._sandbox.wrote_date
+    def rendered(self, conversations: Sequence[tuple[Work, Conversation]]) -> Iterator[tuple[Rendered, ...] | RowError]:
+        """Yield the texts of each; several where the template rewrites earlier turns, the whole one last.
+
+        RowError: the template refuses the messages, leaves a part of them out or does not show the assistant's turns.
+        Raises DataError when it never shows them, TemplateLimitError at a conversation that takes too long.
+        """
+        for answer in self._answers(conversations):
+            try:
+                self._check(answer)
+            except RowError as error:
+                yield error
+                continue
+            self.num_dropped_thoughts += sum(num_dropped for *_, num_dropped in answer["texts"])
+            self.wrote_date |= answer["date"]
+            yield tuple(Rendered(text, tuple(map(tuple, spans))) for text, spans, _ in answer["texts"])
 
     def documents(
         self, conversation: Conversation, turns: Literal["together", "separately"] = "together"
     ) -> tuple[Rendered, ...]:
-        """The texts to learn from, with loss on what the assistant says after the prompt; the whole one last.
+        """Return the texts to learn from, with loss on what the assistant says after the prompt; the whole one last.
 
-        More than one where the template rewrites earlier turns, each turn being learned once. `turns: separately`: also
-        where it only drops their thoughts. Raises RowError when the template refuses the messages, leaves a part of
-        them out or does not show the assistant's turns, DataError when it never does that or runs out of its limits.
+        Raises RowError and what `rendered` does.
         """
-        _ = self._proof
-        documents = self._documents(conversation, together=turns == "together")
-        self.num_dropped_thoughts += sum(document.num_dropped_thoughts for document in documents)
-        return tuple(Rendered(document.text, document.spans) for document in documents)
+        return self._of_one(turns, conversation)
 
     def render(self, conversation: Conversation) -> Rendered:
-        """The one text to learn from. Raises as `documents` does, and RowError when there are several."""
-        *others, whole = self.documents(conversation)
+        """Return the one text to learn from. Raises as `documents` does, and RowError when there are several."""
+        return self.as_one(self.documents(conversation))
+
+    def render_text(self, conversation: Conversation, *, add_generation_prompt: bool = False) -> str:
+        """Return the text alone. Raises RowError when the template refuses the messages, and TemplateLimitError."""
+        return self._of_one("prompt" if add_generation_prompt else "text", conversation)[0].text
+
+    def as_one(self, documents: tuple[Rendered, ...]) -> Rendered:
+        """Return the one text of a conversation. Raises RowError when there are several."""
+        *others, whole = documents
         if others:
             raise RowError(
                 f"has earlier turns after the prompt that {self._name} writes otherwise once others follow; expected "
@@ -118,166 +139,60 @@ class ChatTemplate:
             )
         return whole
 
-    def render_text(self, conversation: Conversation, *, add_generation_prompt: bool = False) -> str:
-        """The text alone. Raises RowError when the template refuses the messages."""
-        messages, write = self._known(conversation), self._write(conversation)
-        text = write(messages, add_generation_prompt=add_generation_prompt)
-        check_shown(write, messages, text, self._name)
-        return text
-
     def ends_turns(self, rendered: Rendered) -> bool:
-        """Whether what is learned of each turn ends with a special token, so that a model learns to stop."""
+        """Return whether what is learned of each turn ends with a special token, so that a model learns to stop."""
         return all(rendered.text[begin:end].rstrip().endswith(self._markers) for begin, end in rendered.spans)
 
-    @cached_property
-    def _proof(self) -> None:
-        """Raises DataError for a template whose masks are wrong already for messages of plain words."""
-        for roles in PROBES:
-            words = [f"q{role}{number}" for number, role in enumerate(roles)]
-            probe = Conversation([make_message(role, word) for role, word in zip(roles, words, strict=True)])
+    def _of_one(self, work: Work, conversation: Conversation) -> tuple[Rendered, ...]:
+        (outcome,) = self.rendered([(work, conversation)])
+        if isinstance(outcome, RowError):
+            raise outcome
+        return outcome
+
+    def _answers(self, conversations: Sequence[tuple[Work, Conversation]]) -> Iterator[dict[str, Any]]:
+        """Yield the program's answer to each; to none, what is wrong with the template, if anything."""
+        left = [(work, *_as_json(conversation)) for work, conversation in conversations]
+        size = QUESTION_CONVERSATIONS
+        while True:
             try:
-                documents = self._documents(probe, together=True)
-            except _RefusalError:
-                continue
-            except UnclearTurnsError as error:
-                if "system" in roles:
-                    continue  # rows that have one are refused one by one
-                raise DataError(error.cause) from error
-            learned = "\n".join(document.text[begin:end] for document in documents for begin, end in document.spans)
-            if wrong := [word for word in words if learned.count(word) != word.startswith("qassistant")]:
-                raise DataError(
-                    f"the mask of {self._name} is wrong in {', '.join(wrong)}: of a conversation of "
-                    f"{', '.join(words)} it learns {learned!r}. Mend it, or give another one (`chat_template`)."
-                )
+                answers = self._asked(left[:size])
+            except (ProgramEndedError, TimeoutError) as error:
+                if size > 1:  # each alone, to find the one that ended it
+                    size = 1
+                    continue
+                limits = f"{MAX_CPU_SECONDS:g} s of the processor and {MEMORY_BYTES >> 20} MiB of memory"
+                answers = [{"limit": f"takes more than a short conversation may, {limits}: its process {error}"}]
+            yield from answers
+            left = left[len(answers) :]
+            if not left:
+                return
 
-    def _documents(self, conversation: Conversation, *, together: bool) -> list[Document]:
-        messages, write = self._known(conversation), self._write(conversation)
-        learned = _learned_turns(conversation)
-        if self._has_generation_marks:
-            documents = self._marked(messages, conversation, together=together)
-        else:
-            turns = Turns(
-                write, messages, self._markers, self._name, together=together, writes_think=self._writes_think
-            )
-            documents = turns.documents(learned)
-            messages = messages[: learned[-1] + 1] if learned else messages
-        check_shown(write, messages, documents[-1].text, self._name)
-        return documents
+    def _asked(self, conversations: Sequence[Any]) -> list[dict[str, Any]]:
+        question: dict[str, Any] = {"key": self._key, "conversations": conversations}
+        question |= {"cpu_s": MAX_CPU_SECONDS, "memory_bytes": MEMORY_BYTES}
+        program, lock = _program(os.getpid())
+        with lock:
+            outcome = program.ask(question, ANSWER_TIMEOUT_S)
+            if outcome is None:
+                outcome = program.ask({**question, "source": self._source}, ANSWER_TIMEOUT_S)
+        self.cpu_s += outcome["cpu_s"]
+        answers: list[dict[str, Any]] = outcome["answers"]
+        return answers
 
-    def _marked(self, messages: list[Message], conversation: Conversation, *, together: bool) -> list[Document]:
-        """As the marks say. Not together: turns whose thoughts the whole text drops, each at the end of a text."""
-        text, spans = self._marked_spans(messages, conversation)
-        found: list[Document] = []
-        whole: list[Span] = []
-        num_dropped = 0
-        for number in _learned_turns(conversation):
-            span = spans[number]
-            thoughts, _ = split_thoughts(messages[number])
-            is_dropped = thoughts.strip() not in text[slice(*span)]
-            if is_dropped and not together:
-                own_text, own_spans = self._marked_spans(messages[: number + 1], conversation)
-                found.append(Document(own_text, (own_spans[number],), 0))
-            else:
-                whole.append(span)
-                num_dropped += is_dropped
-        return [*found, Document(text, tuple(whole), num_dropped)] if whole or not found else found
-
-    def _marked_spans(self, messages: list[Message], conversation: Conversation) -> tuple[str, dict[int, Span]]:
-        """The text, and where each of the assistant's messages lies in it, by its position."""
-        text, marked = self._run(messages, conversation.tools, **conversation.variables)
-        spans: list[Span] = []
-        for begin, end in marked:
-            if spans and spans[-1][1] == begin:
-                begin = spans.pop()[0]  # two blocks of one turn
-            spans.append((begin, end))
-        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        if len(spans) != len(turns):
-            raise UnclearTurnsError(
-                f"{self._name} marks {len(spans)} assistant turns with {{% generation %}} in a conversation that has "
-                f"{len(turns)}; mend the template, or remove the marks"
-            )
-        return text, dict(zip(turns, spans, strict=True))
-
-    def _known(self, conversation: Conversation) -> list[Message]:
-        """The messages as this template takes them. Raises RowError for parts that it would leave out in silence."""
-        self._check_variables(conversation)
-        messages = conversation.messages
-        parts = {field for message in messages for field in (*THOUGHTS, "tool_calls") if field in message}
-        parts |= {"tools"} if conversation.tools else set()
-        parts |= {"tool"} if any(message["role"] == "tool" for message in messages) else set()
-        unknown = parts - self._words
-        known_thoughts = [field for field in THOUGHTS if field in self._words]
-        if known_thoughts or self._writes_think:
-            unknown -= set(THOUGHTS)
-        if unknown:
-            raise RowError(
-                f"has {listed(sorted(unknown))}, which {self._name} does not render; expected messages of text alone, "
-                "or a template (`chat_template`) that knows them"
-                + ("" if unknown <= set(THOUGHTS) else f", such as {TOOL_TEMPLATES}")
-            )
-        if known_thoughts:
-            messages = [renamed(message, known_thoughts) for message in messages]
-        return [self._call_form(message) for message in messages] if "tool_calls" in parts else messages
-
-    def _check_variables(self, conversation: Conversation) -> None:
-        """Raises RowError for what a row sets, but the template never reads, or gets from elsewhere."""
-        settable = self._sandbox.read_variables - GIVEN - self._variables.keys()
-        if unread := sorted(conversation.variables.keys() - settable):
-            raise RowError(
-                f"sets {listed(unread)} in `chat_template_kwargs`, which {self._name} does not take from there; "
-                f"expected {listed(sorted(settable)) if settable else 'none'}"
-            )
-
-    def _call_form(self, message: Message) -> Message:
-        return with_calls_as(message, *self._form) if "tool_calls" in message else message
-
-    @cached_property
-    def _form(self) -> tuple[bool, bool]:
-        """Whether this template wants arguments of calls as JSON text, and null where a call comes without text.
-
-        Found by trying, on a call of its own: some put the arguments into a string and fail, or write Python.
-        """
-        question, call = (
-            make_message("user", "qprobe"),
-            {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]},
-        )
-        for form in ((False, False), (True, False), (False, True), (True, True)):
-            try:
-                text, _ = self._run([question, with_calls_as(call, *form)], ())
-            except RowError:
-                continue
-            if text.count("qprobe") > 1 and "qkey" in text and "{'qkey'" not in text and '\\"qkey' not in text:
-                return form
-        return False, False
-
-    def _write(self, conversation: Conversation) -> Write:
-        """Writes messages with the conversation's tools, and with its variables whatever else is asked for."""
-
-        def write(messages: list[Message], **options: bool) -> str:
-            return self._run(messages, conversation.tools, **{**options, **conversation.variables})[0]
-
-        return write
-
-    def _run(self, messages: list[Message], tools: tuple[Tool, ...], **options: Any) -> tuple[str, list[Span]]:
-        variables: dict[str, Any] = {"messages": messages, "tools": list(tools) or None, "documents": None}
-        variables |= {"add_generation_prompt": False, **options, **self._variables}
-        try:
-            return self._sandbox.run(variables)
-        except TemplateLimitError as error:
-            raise DataError(f"{self._name} {error}; mend it, or give another one (`chat_template`)") from error
-        except jinja2.TemplateError as error:
-            raise _RefusalError(f"is refused by {self._name}: {error}; expected messages that it can render") from error
-        except MISTAKES as error:
-            raise _RefusalError(
-                f"cannot be rendered by {self._name}: {type(error).__name__}: {error}; expected messages that it can "
-                "render"
-            ) from error
+    def _check(self, answer: dict[str, Any]) -> None:
+        """Raise RowError, DataError or TemplateLimitError for an answer that is none of texts."""
+        if "row" in answer:
+            raise RowError(_joined(answer["row"]))
+        if "template" in answer:
+            raise DataError(_joined(answer["template"]))
+        if "limit" in answer:
+            raise TemplateLimitError(f"{self._name} {answer['limit']}; fix it, or give another one (`chat_template`)")
 
 
 def load_chat_template(
     tokenizer: Any, tokenizer_folder: Path, recipe_template: Path | None, today: date = DEFAULT_DATE
 ) -> ChatTemplate:
-    """The recipe's template, or the tokenizer's own. Raises DataError when there is none."""
+    """Return the recipe's template, or the tokenizer's own. Raises DataError when there is none."""
     special_tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     markers = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     source, name = tokenizer.chat_template, "the model's chat template"
@@ -293,12 +208,36 @@ def load_chat_template(
     return ChatTemplate(source, special_tokens, markers, name, today)
 
 
-def _learned_turns(conversation: Conversation) -> list[int]:
-    """Positions of the messages that carry loss."""
-    return [
-        number
-        for number, message in enumerate(conversation.messages)
-        if message["role"] == "assistant"
-        and number >= conversation.num_prompt_messages
-        and number not in conversation.unlearned
-    ]
+def read_template(path: Path) -> str:
+    """Return the text of the Jinja file that a recipe names. Raises DataError unless it is a template that compiles."""
+    if not path.is_file():
+        raise DataError(f"there is no chat template {path}; `chat_template` names a Jinja file")
+    if path.stat().st_size > MAX_BYTES:
+        raise DataError(f"the chat template {path} is longer than {MAX_BYTES:,} bytes; name a Jinja file")
+    try:
+        source = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"the chat template {path} is not UTF-8 text: {error.reason}; name a Jinja file") from error
+    if not source.strip():
+        raise DataError(f"the chat template {path} is empty; write one, or leave out `chat_template`")
+    ChatTemplate(source, {}, (), f"the chat template {path}")
+    return source
+
+
+@cache
+def _program(_process: int) -> tuple[Program, threading.Lock]:
+    """Return the program of a process: another one after a fork."""
+    return Program("stages.data.template_program"), threading.Lock()
+
+
+def _as_json(conversation: Conversation) -> tuple[list[Message], dict[str, Any]]:
+    """Return the messages, and whatever else the conversation has: most have nothing."""
+    others = {name: value for name, value in vars(conversation).items() if value and name != "messages"}
+    if "unlearned" in others:
+        others["unlearned"] = sorted(others["unlearned"])
+    return conversation.messages, others
+
+
+def _joined(parts: list[str]) -> str:
+    """Return an error's text, of our words and those of a template or a row in turn."""
+    return "".join(quoted(part, MAX_QUOTED) if number % 2 else part for number, part in enumerate(parts))

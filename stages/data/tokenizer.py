@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,11 +19,11 @@ from pydantic import Field
 from stages.core.errors import DataError
 from stages.core.strict import StrictModel
 from stages.data.config import DEFAULT_DATE, SpecialTokensPolicy
-from stages.data.documents import Conversation, Document, PlainText
+from stages.data.documents import Conversation, Document, PlainText, Span
 from stages.data.loaded_tokenizer import load_tokenizer
 from stages.data.messages import RowError
 from stages.data.special_tokens import SpecialTokens
-from stages.data.templates import ChatTemplate, Rendered, Span, load_chat_template
+from stages.data.templates import ChatTemplate, Rendered, Work, load_chat_template
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,15 @@ class TokenizerNotes(StrictModel):
         )
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """A conversation as the template gets it."""
+
+    work: Work
+    conversation: Conversation
+    is_shielded: bool
+
+
 class DocumentTokenizer:
     """Renders and tokenizes documents; conversations need a chat template, the recipe's or the tokenizer's."""
 
@@ -91,7 +101,7 @@ class DocumentTokenizer:
         """Whether the assistant's turns end with a special token; None before the first conversation was rendered."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """For another process, which compiles the template again."""
+        """For another process, which has its template from the folder again."""
         return {name: value for name, value in vars(self).items() if name != "template"}
 
     @property
@@ -119,34 +129,47 @@ class DocumentTokenizer:
         """Raises DataError when there is none."""
         return load_chat_template(self._tokenizer, self._folder, self._chat_template, self._template_date)
 
-    def render_units(self, documents: Sequence[Document]) -> list[tuple[Rendered, ...]]:
-        """The texts of a row, those of a unit together: a preference pair is one, of a conversation each text is one.
+    @property
+    def template_cpu_s(self) -> float:
+        """CPU time of the process that renders conversations, so far."""
+        template = self.__dict__.get("template")
+        return template.cpu_s if template else 0.0
 
-        Raises as `render` does.
+    def render_rows(self, rows: Sequence[Sequence[Document]]) -> Iterator[list[tuple[Rendered, ...]] | RowError]:
+        """Yield the texts of each row, those of a unit together: a preference pair is one, of a conversation each text.
+
+        RowError: what is wrong with a row. Raises DataError for a missing or unsuitable chat template, at the row where
+        it shows.
         """
-        if len(documents) > 1:
-            return [tuple(self.render(document) for document in documents)]
-        (document,) = documents
-        if isinstance(document, PlainText) or self._train_on == "all":
-            return [(self.render(document),)]
-        shielded = self._shielded(document)
-        texts = self.template.documents(shielded, self._turns)
-        return [(self._noted(text, is_shielded=shielded is not document),) for text in texts]
+        outcomes = self._rendered([(document, len(row) > 1) for row in rows for document in row])
+        for row in rows:
+            texts = []
+            error: RowError | None = None
+            for outcome in islice(outcomes, len(row)):
+                if isinstance(outcome, RowError):
+                    error = error or outcome
+                else:
+                    texts.append(outcome)
+            if error:
+                yield error
+            else:
+                yield [tuple(text for (text,) in texts)] if len(row) > 1 else [(text,) for text in texts[0]]
+
+    def render_units(self, documents: Sequence[Document]) -> list[tuple[Rendered, ...]]:
+        """Return the texts of one row, as `render_rows` does. Raises RowError and DataError."""
+        (units,) = self.render_rows([documents])
+        if isinstance(units, RowError):
+            raise units
+        return units
 
     def render(self, document: Document) -> Rendered:
-        """The document as one text. Raises RowError, also when what is learned of it takes several, and DataError for a
-        missing or unsuitable chat template.
+        """Return the document as one text. Raises RowError, also when what is learned of it takes several, and
+        DataError for a missing or unsuitable chat template.
         """
-        if isinstance(document, PlainText):
-            return self._render_plain(self._unframed(document))
-        shielded = self._shielded(document)
-        is_shielded = shielded is not document
-        if self._train_on == "assistant":
-            return self._noted(self.template.render(shielded), is_shielded=is_shielded)
-        if shielded.unlearned:
-            raise RowError("has a turn that is not to be learned, but `train_on: all` learns everything")
-        text = self.template.render_text(shielded)
-        return self._noted(Rendered(text, ((0, len(text)),)), is_shielded=is_shielded)
+        (outcome,) = self._rendered([(document, True)])
+        if isinstance(outcome, RowError):
+            raise outcome
+        return outcome[0]
 
     def take_notes(self) -> TokenizerNotes:
         """What was seen in the documents since the last time."""
@@ -205,10 +228,43 @@ class DocumentTokenizer:
         """Of the text as people wrote it, in UTF-8."""
         return len(self._content.unshielded(text.text).encode())
 
+    def _rendered(self, documents: Sequence[tuple[Document, bool]]) -> Iterator[tuple[Rendered, ...] | RowError]:
+        """Yield the texts of each document, or what is wrong with it; of one that is marked so, one text."""
+        prepared = [self._prepared(document, as_one) for document, as_one in documents]
+        asked = [ready for ready in prepared if isinstance(ready, _Asked)]
+        answers = self.template.rendered([(ready.work, ready.conversation) for ready in asked]) if asked else iter(())
+        for ready, (_, as_one) in zip(prepared, documents, strict=True):
+            if not isinstance(ready, _Asked):
+                yield ready
+                continue
+            outcome = next(answers)
+            try:
+                if not isinstance(outcome, RowError) and as_one:
+                    outcome = (self.template.as_one(outcome),)
+            except RowError as error:
+                outcome = error
+            if isinstance(outcome, RowError):
+                yield outcome
+            else:
+                yield tuple(self._noted(text, is_shielded=ready.is_shielded) for text in outcome)
+
+    def _prepared(self, document: Document, as_one: bool) -> _Asked | tuple[Rendered] | RowError:
+        """Return what to ask the template; the text itself of a plain one; or what is wrong."""
+        try:
+            if isinstance(document, PlainText):
+                return (self._render_plain(self._unframed(document)),)
+            shielded = self._shielded(document)
+        except RowError as error:
+            return error
+        if self._train_on == "all" and shielded.unlearned:
+            return RowError("has a turn that is not to be learned, but `train_on: all` learns everything")
+        work: Work = "text" if self._train_on == "all" else "together" if as_one else self._turns
+        return _Asked(work, shielded, is_shielded=shielded is not document)
+
     def _noted(self, rendered: Rendered, *, is_shielded: bool) -> Rendered:
         if self.teaches_to_stop is None:
             self.teaches_to_stop = self.template.ends_turns(rendered)
-        return replace(rendered, is_shielded=is_shielded)
+        return replace(rendered, is_shielded=True) if is_shielded else rendered
 
     def _shielded(self, conversation: Conversation) -> Conversation:
         """The conversation itself when nothing in it needs a shield."""

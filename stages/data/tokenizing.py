@@ -6,14 +6,16 @@ Every step is a generator over the one before it, so that memory does not grow w
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
+from stages.core.errors import DataError
 from stages.core.redaction import redact
 from stages.data.answers import AnswerCheck, vocabulary_size
 from stages.data.config import DataConfig, RowKind
+from stages.data.documents import Document
 from stages.data.files import BadRow, Part, Place, Row
 from stages.data.formats import RowReader
 from stages.data.messages import RowError
@@ -21,12 +23,14 @@ from stages.data.pieces import Piece, PieceNotes
 from stages.data.portion import Portion
 from stages.data.row_fields import Unread
 from stages.data.seen_rows import RowDigests
-from stages.data.templates import Rendered
+from stages.data.templates import Rendered, TemplateLimitError
 from stages.data.tokenizer import DocumentTokenizer
 from stages.data.unit_arrays import Units
 from stages.data.units import OverLong, Unit, check_learnable
 
 CHUNK_ROWS = 1024
+RENDERED_ROWS = 64
+"""Asked of the template's process at once: what a question costs by itself is spread over them."""
 PIECE_TOKENS = 1 << 22
 """From which on a piece ends, and another one begins."""
 
@@ -105,20 +109,37 @@ class PartTokenizer:
 
     def _rendered(self, part: Part, rows: Iterable[Row | BadRow]) -> Iterator[RenderedRow]:
         """Where each good row stands, and its units as text."""
-        for row in self._task.portion.select(rows):
-            self._found.num_source_rows += 1
-            if isinstance(row, BadRow):
-                self._found.bad_rows.append((row.place, row.reason))
-                continue
-            try:
-                documents = self._reader.read(row.content)
-                self._answers.check_text(documents)
-                rendered = self.tokenizer.render_units(documents)
-                is_good, margin = self._reader.label(row.content), self._reader.margin(row.content)
-                self._found.rows.add(row.place.number - part.num_before, documents)
-                yield row.place, rendered, is_good, margin
-            except RowError as error:
-                self._found.bad_rows.append((row.place, str(error)))
+        selected = iter(self._task.portion.select(rows))
+        while batch := list(islice(selected, RENDERED_ROWS)):
+            read = [self._read(row) for row in batch]
+            rendered = self.tokenizer.render_rows([outcome for outcome in read if not isinstance(outcome, RowError)])
+            for row, documents in zip(batch, read, strict=True):
+                self._found.num_source_rows += 1
+                try:
+                    if isinstance(documents, RowError):
+                        raise documents
+                    assert isinstance(row, Row)
+                    units = next(rendered)
+                    if isinstance(units, RowError):
+                        raise units
+                    is_good, margin = self._reader.label(row.content), self._reader.margin(row.content)
+                    self._found.rows.add(row.place.number - part.num_before, documents)
+                    yield row.place, units, is_good, margin
+                except RowError as error:
+                    self._found.bad_rows.append((row.place, str(error)))
+                except TemplateLimitError as error:
+                    raise DataError(f"{row.place}: {error}") from error
+
+    def _read(self, row: Row | BadRow) -> Sequence[Document] | RowError:
+        """Return the documents of a row, or what is wrong with it."""
+        if isinstance(row, BadRow):
+            return RowError(row.reason)
+        try:
+            documents = self._reader.read(row.content)
+            self._answers.check_text(documents)
+        except RowError as error:
+            return error
+        return documents
 
     def _fit(self, units: list[Unit], place: Place) -> None:
         """Keep what is left of a row's units. One that teaches nothing makes the row a bad one."""

@@ -82,6 +82,8 @@ def tokenize(
             "is kept (`execution: {threads: 1}` takes the least memory)"
         ) from error
     finally:
+        if not waiting:
+            pool.shutdown()  # each process ends by itself, and what it has started for its templates with it
         for process in set(multiprocessing.active_children()) - others:
             process.kill()  # which has nothing to do any more, or works for nobody
         pool.shutdown(wait=True, cancel_futures=True)

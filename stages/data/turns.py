@@ -11,10 +11,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
+from stages.data.documents import Span
 from stages.data.messages import THOUGHTS, Message, RowError, listed
 from stages.data.renderings import Renderings, Write
-from stages.data.sandbox import Span
 
 OPENED_THOUGHTS = re.compile(r"<think>(\s*)\Z")
 CLOSED_THOUGHTS = re.compile(r"</think>\s*\Z")
@@ -27,14 +28,26 @@ SWITCHES = ("enable_thinking", "thinking")
 """What templates call the variable that asks for thoughts, or for none."""
 
 
-class UnclearTurnsError(RowError):
-    """It cannot be proved which tokens the assistant says, or what somebody says is not there. `cause` is a sentence of
-    its own.
+class QuotingError(RowError):
+    """A row's fault, described with texts that the template or the row wrote, of any length.
+
+    parts: our words and such texts in turn. They are cut by the process that asks, which alone knows the secrets that
+    must not be shown in part.
     """
 
-    def __init__(self, cause: str) -> None:
-        super().__init__(f"cannot be learned from: {cause}")
-        self.cause = cause
+    def __init__(self, *parts: str) -> None:
+        super().__init__("".join(parts))
+        self.parts = parts
+
+
+class UnclearTurnsError(QuotingError):
+    """It cannot be proved which tokens the assistant says, or what a message says is not there. `cause` is a sentence
+    of its own, in parts.
+    """
+
+    def __init__(self, begin: str, *parts: str) -> None:
+        super().__init__(f"cannot be learned from: {begin}", *parts)
+        self.cause = (begin, *parts)
 
 
 @dataclass(frozen=True)
@@ -79,7 +92,7 @@ class Turns:
         self._name = name
         self._together = together
         self._writes_think = writes_think
-        self._only_markers = re.compile(rf"(?:\s|{'|'.join(map(re.escape, markers)) or '(?!)'})*\Z")
+        self._only_markers = _only(markers)
 
     def documents(self, learned_turns: Sequence[int]) -> list[Document]:
         """Each of the messages at `learned_turns`, all the assistant's, is learned in exactly one of the documents.
@@ -217,10 +230,19 @@ class Turns:
         shared = next((i for i, pair in enumerate(zip(before, text, strict=False)) if pair[0] != pair[1]), len(text))
         return UnclearTurnsError(
             f"{self._name} does not show which tokens the assistant says: rendered up to message {len(messages)}, "
-            f"the prompt reads …{before[shared : shared + 60]!r} where the conversation reads "
-            f"…{text[shared : shared + 60]!r}. Give a template (`chat_template`) that puts the assistant's part into "
-            "{% generation %} … {% endgeneration %}, or learn everything (`train_on: all`)."
+            "the prompt reads …",
+            before[shared:],
+            " where the conversation reads …",
+            text[shared:],
+            ". Give a template (`chat_template`) that puts the assistant's part into {% generation %} … "
+            "{% endgeneration %}, or learn everything (`train_on: all`).",
         )
+
+
+@cache
+def _only(markers: tuple[str, ...]) -> re.Pattern[str]:
+    """Return a pattern of white space and these special tokens alone, up to the end; a model may have thousands."""
+    return re.compile(rf"(?:\s|{'|'.join(map(re.escape, markers)) or '(?!)'})*\Z")
 
 
 def check_shown(write: Write, messages: Sequence[Message], text: str, name: str) -> None:

@@ -16,6 +16,7 @@ from stages.core.errors import DataError, ModelError
 from stages.data.config import DEFAULT_DATE
 from stages.data.documents import Document, PlainText
 from stages.data.messages import RowError, make_message
+from stages.data.templates import TemplateLimitError
 from stages.data.tokenizer import DocumentTokenizer
 from stages.models.trained_on import noted_date
 from stages.rewards.reward import Completion
@@ -58,6 +59,8 @@ class Scorer:
             (tokens,) = self._tokenizer.encode([self._tokenizer.render(_answered(completion))])
         except RowError as error:
             return DataError(f"the prompt {error} (as the chat template of the reward model has it)")
+        except TemplateLimitError as error:
+            return error
         if self._longest and len(tokens) > self._longest:
             return DataError(f"has {len(tokens)} tokens; the reward model reads {self._longest} at most")
         return [int(token) for token in tokens.ids]

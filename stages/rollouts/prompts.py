@@ -14,6 +14,7 @@ from stages.data.documents import Conversation, PlainText
 from stages.data.files import BadRow, Place, find_files, read_rows
 from stages.data.messages import RowError, make_message
 from stages.data.prompts import Prompt, PromptReader
+from stages.data.templates import TemplateLimitError
 from stages.data.tokenizer import DocumentTokenizer
 from stages.models.trained_on import is_asked_as_chat, noted_date
 from stages.rewards.reward import Completion, RowCheck
@@ -59,6 +60,8 @@ def read_prompts(folder: Path, options: PromptOptions, tokenizer_folder: Path) -
                 found.append(rows.asked(row.place, row.content))
             except RowError as error:
                 bad.append(f"{row.place} {error}")
+            except TemplateLimitError as error:
+                raise DataError(f"{row.place}: {error}") from error
     if bad:
         named = "\n".join(f"  {one}" for one in bad[:NUM_NAMED])
         more = f"\n  … and {len(bad) - NUM_NAMED} more" if len(bad) > NUM_NAMED else ""

@@ -11,6 +11,7 @@ from stages.data.batch import IGNORED
 from stages.data.config import DataConfig
 from stages.data.prepare import prepare
 from stages.hubs.builtin import addition, addition_preferences, qwen3
+from tests.unit.stages.data.conftest import CHATML
 from tests.unit.stages.data.reports import Reports
 
 
@@ -301,3 +302,15 @@ def test_another_config_of_the_model_is_another_entry(run, write_rows, make_toke
     first = run(folder, tokenizer=tokenizer).training.key
     (tokenizer / "config.json").write_text('{"model_type": "llama"}')
     assert run(folder, tokenizer=tokenizer).training.key != first
+
+
+@pytest.mark.parametrize("bad", [2, 100])
+def test_the_row_that_a_template_does_not_end_with_is_named(run, write_rows, make_tokenizer, monkeypatch, bad):
+    monkeypatch.setattr("stages.data.templates.MAX_CPU_SECONDS", 0.2)
+    endless = (
+        "{% if messages[0].content == 'ask bad' %}"
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
+    )
+    rows = [chat("ask bad" if number == bad else f"ask{number}", f"say{number}") for number in range(1, 130)]
+    with pytest.raises(DataError, match=rf"train\.jsonl:{bad}: the model's chat template does not end"):
+        run(write_rows(rows), tokenizer=make_tokenizer(endless + CHATML))

@@ -11,8 +11,10 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from stages.data import renderings
+from stages.data.config import DEFAULT_DATE
 from stages.data.formats import Conversation
 from stages.data.messages import RowError
+from stages.data.proved_template import ProvedTemplate
 from stages.data.templates import ChatTemplate
 from tests.unit.stages.data.chat_templates import MARKERS, published, trl_template
 
@@ -81,6 +83,12 @@ CONVERSATIONS = {
 
 def chat_template(template):
     return ChatTemplate(template.source, dict(template.special_tokens), MARKERS, "the template")
+
+
+def proved_template(name):
+    """In this process, where what it does can be counted."""
+    template = TEMPLATES[name]
+    return ProvedTemplate(template.source, dict(template.special_tokens), MARKERS, "the template", DEFAULT_DATE)
 
 
 def learn(template, conversation, turns="together"):
@@ -203,30 +211,30 @@ def test_the_row_decides_not_the_thoughts():
 def num_rendered_messages(chat, num_turns, turns, monkeypatch):
     """Of one conversation, in all renderings."""
     messages = [message for number in range(num_turns) for message in (user(number), says(number, thinks=True))]
-    chat.documents(Conversation(messages[:2]))  # what is found out of the template once
+    chat.documents(Conversation(messages[:2]), together=True)  # what is found out of the template once
     rendered = []
     run = chat._sandbox.run
     with monkeypatch.context() as counting:
         counting.setattr(chat._sandbox, "run", lambda given: rendered.append(len(given["messages"])) or run(given))
-        chat.documents(Conversation(messages), turns)
+        chat.documents(Conversation(messages), together=turns == "together")
     return sum(rendered)
 
 
 @pytest.mark.parametrize("turns", ["together", "separately"])
 def test_work_grows_with_the_square_of_the_turns_and_no_faster(monkeypatch, turns):
     """Every turn is rendered with all before it; not once more for each document that it might be learned in."""
-    few, many = (num_rendered_messages(chat_template(TEMPLATES["qwen3"]), num, turns, monkeypatch) for num in (15, 60))
+    few, many = (num_rendered_messages(proved_template("qwen3"), num, turns, monkeypatch) for num in (15, 60))
     assert many / few < 5 * 4
 
 
 @pytest.mark.parametrize("name", ["chatml", "qwen3"])
 def test_a_conversation_of_thousands_of_turns_is_refused_by_name_before_it_is_rendered(monkeypatch, name):
-    chat = chat_template(TEMPLATES[name])
+    chat = proved_template(name)
     messages = [message for number in range(3000) for message in (user(number), says(number))]
-    chat.documents(Conversation(messages[:2]))
+    chat.documents(Conversation(messages[:2]), together=True)
     monkeypatch.setattr(chat._sandbox, "run", lambda _: pytest.fail("rendered"))
     with pytest.raises(RowError, match=r"has 6,000 messages: .* split the conversation"):
-        chat.documents(Conversation(messages))
+        chat.documents(Conversation(messages), together=True)
 
 
 def test_what_turns_out_to_be_too_much_is_refused_on_the_way(monkeypatch):
@@ -234,14 +242,14 @@ def test_what_turns_out_to_be_too_much_is_refused_on_the_way(monkeypatch):
     monkeypatch.setattr(renderings, "MAX_MESSAGES", 500)
     messages = [message for number in range(20) for message in (user(number), says(number, thinks=True))]
     with pytest.raises(RowError, match=r"has 40 messages: .* more than 500 would be in all"):
-        chat_template(TEMPLATES["qwen3"]).documents(Conversation(messages), "separately")
+        proved_template("qwen3").documents(Conversation(messages), together=False)
 
 
 def test_one_rendering_is_enough_where_everything_is_learned(monkeypatch):
-    chat = chat_template(TEMPLATES["chatml"])
+    chat = proved_template("chatml")
     messages = [message for number in range(3000) for message in (user(number), says(number))]
     rendered = []
     run = chat._sandbox.run
     monkeypatch.setattr(chat._sandbox, "run", lambda given: rendered.append(1) or run(given))
-    chat.render_text(Conversation(messages))
+    chat.text(Conversation(messages))
     assert len(rendered) == 1

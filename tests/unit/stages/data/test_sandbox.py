@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+import os
 from datetime import date
+from pathlib import Path
 
 import jinja2
 import pytest
 
 from stages.core.errors import DataError
-from stages.data import sandbox
+from stages.data import templates
 from stages.data.documents import Conversation
 from stages.data.messages import RowError
-from stages.data.sandbox import Sandbox, TemplateLimitError
-from stages.data.templates import ChatTemplate
+from stages.data.sandbox import Sandbox
+from stages.data.templates import ChatTemplate, TemplateLimitError, read_template
+from tests.unit.stages.data.conftest import CHATML
 
-DOUBLES = "{{% set ns = namespace(text='xx') %}}{{% for _ in range(99) %}}{}{{% endfor %}}"
+DOUBLES = "{{% set ns = namespace(text='x\\t') %}}{{% for _ in range(99) %}}{}{{% endfor %}}"
+SHARED = (
+    "{{% set ns = namespace(a=['x' * 99], b=['x' * 99]) %}}{{% for _ in range(40) %}}{{% set ns.a = [ns.a, ns.a] %}}"
+    "{{% set ns.b = [ns.b, ns.b] %}}{{% endfor %}}{}"
+)
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+QUESTION = Conversation([{"role": "user", "content": "a"}])
 
 
 def run(source, **variables):
     return Sandbox(source, date(2025, 3, 9)).run(variables)[0]
+
+
+def render(source):
+    return ChatTemplate(source, {}, [], "the model's chat template").render_text(QUESTION)
+
+
+@pytest.fixture
+def small_limits(monkeypatch):
+    monkeypatch.setattr(templates, "MAX_CPU_SECONDS", 0.2)
+    monkeypatch.setattr(templates, "MEMORY_BYTES", 32 << 20)
 
 
 @pytest.mark.parametrize(
@@ -29,40 +47,86 @@ def run(source, **variables):
         "{% macro twice(n) %}{% if n %}{{ twice(n - 1) }}{{ twice(n - 1) }}{% endif %}{% endmacro %}{{ twice(60) }}",
     ],
 )
-def test_what_does_not_end_is_ended(source, monkeypatch):
-    monkeypatch.setattr(sandbox, "MAX_CPU_SECONDS", 0.1)
-    with pytest.raises(TemplateLimitError, match=r"does not end: it ran for 0\.1 s"):
-        run(source)
+def test_what_does_not_end_is_ended(source, small_limits):
+    with pytest.raises(TemplateLimitError, match=r"the model's chat template does not end: it ran for 0\.2 s"):
+        render(source)
 
 
 @pytest.mark.parametrize(
     "source",
     [
         "{{ 'x' * 10 ** 10 }}",
-        "{{ 10 ** (10 ** 9) }}",
         "{{ 'x' | center(10 ** 9) }}",
         "{{ 'x'.ljust(10 ** 9) }}",
         "{{ '%999999999d' % 1 }}",
         "{{ '{:999999999}'.format(1) }}",
         "{% for _ in range(99999) %}{{ 'x' * 100000 }}{% endfor %}",
+        "{{ messages | slice(9999999) | list }}",
         DOUBLES.format("{% set ns.text = ns.text ~ ns.text %}"),
         DOUBLES.format("{% set ns.text = ns.text + ns.text %}"),
         DOUBLES.format("{% set ns.text %}{{ ns.text }}{{ ns.text }}{% endset %}"),
         DOUBLES.format("{% set ns.text = [ns.text, ns.text] | join %}"),
-        DOUBLES.format("{% set ns.text = ns.text.replace('x', 'xx') %}"),
+        DOUBLES.format("{% set ns.text = ns.text.join(ns.text) %}"),
+        DOUBLES.format("{% set ns.text = ns.text.replace('x', 'x' * 999) %}"),
+        DOUBLES.format("{% set ns.text = ns.text.translate({120: 'x' * 999}) %}"),
+        DOUBLES.format("{% set ns.text = (ns.text * 9).expandtabs(9999) %}"),
+        DOUBLES.format("{% set ns.text = ns.text | indent(9999999, true) %}"),
     ],
 )
-def test_what_grows_without_end_is_ended(source, monkeypatch):
-    monkeypatch.setattr(sandbox, "MAX_CHARACTERS", 1 << 20)
+def test_what_grows_without_end_is_ended(source, small_limits):
+    with pytest.raises(TemplateLimitError, match="takes more than 32 MiB of memory"):
+        render(source)
+
+
+@pytest.mark.parametrize("shown", ["{{ ns.a | tojson }}", "{{ ns.a | pprint }}", "{{ ns.a | string }}", "{{ ns.a }}"])
+def test_lists_that_share_lists_are_ended(shown, small_limits):
     with pytest.raises(TemplateLimitError):
-        run(source)
+        render(SHARED.format(shown))
 
 
-def test_the_error_names_the_template(monkeypatch):
-    monkeypatch.setattr(sandbox, "MAX_CPU_SECONDS", 0.1)
+def test_a_long_text_of_a_short_conversation_is_refused():
+    with pytest.raises(TemplateLimitError, match="writes more than 262,160 characters for one conversation"):
+        render("{{ messages[0].content * 300000 }}")
+
+
+def test_a_row_that_ends_the_process_is_named_and_others_are_rendered_after_it(small_limits):
+    """A comparison is one step of C, which no signal's handler interrupts."""
+    compares = SHARED.format("{{ ns.a == ns.b }}")
+    template = ChatTemplate(f"{{% if 'bad' in messages[0].content %}}{compares}{{% endif %}}{CHATML}", {}, [], "it")
+    rows = [("text", Conversation([{"role": "user", "content": text}])) for text in ("good", "good", "bad", "good")]
+    rendered = template.rendered(rows)
+    assert [next(rendered)[0].text for _ in range(2)] == ["<|im_start|>user\ngood<|im_end|>\n"] * 2
+    with pytest.raises(TemplateLimitError, match=r"it takes more than a short conversation may, .* exit code"):
+        next(rendered)
+    assert template.render_text(rows[0][1])
+
+
+def test_each_conversation_has_limits_of_its_own(small_limits):
+    """A hundred that take half of the memory each, and together much more than the time."""
+    template = ChatTemplate("{% set text = messages[0].content * 16000000 %}" + CHATML, {}, [], "it")
+    assert len(list(template.rendered([("text", QUESTION)] * 100))) == 100
+
+
+def test_the_process_has_neither_secrets_nor_other_libraries(monkeypatch):
+    monkeypatch.setenv("SOME_TOKEN", "a secret")
+    templates._program(os.getpid())[0].close()
+    render(CHATML)
+    process = Path(f"/proc/{templates._program(os.getpid())[0]._process.pid}")
+    assert b"SOME_TOKEN" not in (process / "environ").read_bytes()
+    mapped = (process / "maps").read_text()
+    assert not any(library in mapped for library in ("torch", "numpy", "tokenizers", "pydantic"))
+
+
+def test_the_error_names_the_template(small_limits):
     template = ChatTemplate(ENDLESS, {}, [], "the chat template loop.jinja")
     with pytest.raises(DataError, match=r"the chat template loop\.jinja does not end: it ran for"):
-        template.render_text(Conversation([{"role": "user", "content": "a"}]))
+        template.render_text(QUESTION)
+
+
+def test_a_template_that_cannot_be_compiled_in_its_limits_is_refused_when_it_is_read(small_limits, tmp_path):
+    (tmp_path / "long.jinja").write_text("{% if a %}{% endif %}" * 40_000)
+    with pytest.raises(DataError, match=r"the chat template .*long\.jinja does not end"):
+        read_template(tmp_path / "long.jinja")
 
 
 @pytest.mark.parametrize("source", ["{{ messages.append(1) }}", "{{ ''.__class__.__mro__[1] }}"])
@@ -73,9 +137,16 @@ def test_nothing_is_changed_and_nothing_outside_is_reached(source):
 
 @pytest.mark.parametrize("source", ["{{ 'a' + 1 }}", "{{ 1 // 0 }}", "{{ range(10 ** 6) }}", "{{ messages[0].x.y }}"])
 def test_a_mistake_of_the_template_is_an_error_that_names_it(source):
-    template = ChatTemplate(source, {}, [], "the model's chat template")
     with pytest.raises(RowError, match="by the model's chat template"):
-        template.render_text(Conversation([{"role": "user", "content": "a"}]))
+        render(source)
+
+
+def test_what_a_template_refuses_is_redacted_before_it_is_cut(monkeypatch):
+    monkeypatch.setenv("SOME_TOKEN", secret := "s3cr3t" * 20)
+    template = ChatTemplate("{{ raise_exception('x' * 150 + messages[0].content) }}", {}, [], "it")
+    with pytest.raises(RowError) as error:
+        template.render_text(Conversation([{"role": "user", "content": secret}]))
+    assert "s3cr3t" not in str(error.value)
 
 
 def test_today_is_the_same_day_in_every_run():

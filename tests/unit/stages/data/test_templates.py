@@ -125,7 +125,7 @@ def test_marks_that_leave_out_a_turn_are_an_error(tokenize_with):
 
 def test_what_the_template_refuses_is_a_bad_row(tokenize_with):
     refuses = "{{ raise_exception('System prompts are not supported') }}"
-    with pytest.raises(RowError, match="is refused by the model's chat template: System prompts are not supported"):
+    with pytest.raises(RowError, match="is refused by the model's chat template: 'System prompts are not supported'"):
         tokenize_with(chat("a", "b"), refuses)
 
 

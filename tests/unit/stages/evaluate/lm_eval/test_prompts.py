@@ -116,18 +116,18 @@ def test_a_prompt_has_the_date_that_was_trained_with(with_template) -> None:
             DataError,
             "the model's chat template does not end: it ran for 0.2 s on one conversation",
         ),
-        ("{{ 'x' * 99999999 }}", DataError, "the model's chat template asks for more than"),
+        ("{{ 'x' * 9999999999 }}", DataError, "the model's chat template takes more than 512 MiB of memory"),
         (
             "{{ raise_exception('no system here') }}",
             EvaluationError,
-            "is refused by the model's chat template: no system",
+            "is refused by the model's chat template: 'no system",
         ),
         ("{{ messages.__class__.__mro__ }}", EvaluationError, "access to attribute '__class__'"),
         ("{{ messages[1].content }}", EvaluationError, "leaves out what `system` says in message 1"),
     ],
 )
 def test_a_chat_template_is_held_to_its_limits(with_template, monkeypatch, template, error, words) -> None:
-    monkeypatch.setattr("stages.data.sandbox.MAX_CPU_SECONDS", 0.2)
+    monkeypatch.setattr("stages.data.templates.MAX_CPU_SECONDS", 0.2)
     ours = asking(with_template(template))
     with pytest.raises(error, match=words):
         ours.apply_chat_template(CHAT)

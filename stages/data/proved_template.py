@@ -1,0 +1,251 @@
+"""A conversation → its text under a chat template, and which characters of it the assistant said.
+
+Templates that mark the assistant's part with `{% generation %}` are believed, all others are asked turn by turn
+(`turns`). Before the first conversation is learned from, one with known words proves that a template's masks hold what
+the assistant says and nothing that others say.
+
+Runs in the process of `template_program`; everything else asks `templates`. Imports Jinja and little else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from datetime import date
+from functools import cached_property
+from typing import Any
+
+import jinja2
+
+from stages.data.documents import Conversation, Span
+from stages.data.messages import THOUGHTS, Message, RowError, Tool, listed, make_message, renamed, with_calls_as
+from stages.data.renderings import Write
+from stages.data.sandbox import Sandbox
+from stages.data.turns import Document, QuotingError, Turns, UnclearTurnsError, check_shown, split_thoughts
+
+GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
+"""Variables that a template gets from the rest of the conversation, or from what is asked of it."""
+
+TOOL_TEMPLATES = "configs/templates/chatml-tools.jinja or turns-tools.jinja"
+"""Of this project, for models whose own template has no place for tools."""
+
+PROBES = (("system", "user", "assistant", "user", "assistant"), ("user", "assistant", "user", "assistant"))
+PROBE_CALL = {"id": "call00001", "type": "function", "function": {"name": "qprobe", "arguments": {"qkey": True}}}
+
+
+class _RefusalError(QuotingError):
+    """The template itself refuses the messages, or cannot render them."""
+
+
+class UnprovedError(Exception):
+    """The template's masks are wrong for every conversation. parts: as in `QuotingError`."""
+
+    def __init__(self, *parts: str) -> None:
+        super().__init__("".join(parts))
+        self.parts = parts
+
+
+class ProvedTemplate:
+    """Renders conversations with one Jinja template."""
+
+    def __init__(
+        self, source: str, special_tokens: dict[str, str], markers: Sequence[str], name: str, today: date
+    ) -> None:
+        """`special_tokens` are the template's variables (`bos_token`, …), `markers` the strings of all special tokens,
+        `name` is what errors call the template, `today` what it takes for the date. Raises jinja2.TemplateSyntaxError.
+        """
+        self._variables = special_tokens
+        self._markers = tuple(markers)
+        self._name = name
+        self._words = frozenset(re.findall(r"\w+", source))
+        self._writes_think = "</think>" in source or "<think>" in source
+        self._has_generation_marks = bool(GENERATION_MARK.search(source))
+        self._sandbox = Sandbox(source, today)
+
+    def forget_date(self) -> None:
+        """Note from here on whether the date is written."""
+        self._sandbox.wrote_date = False
+
+    @property
+    def wrote_date(self) -> bool:
+        """Whether a text so far has the date in it."""
+        return self._sandbox.wrote_date
+
+    def documents(self, conversation: Conversation, *, together: bool) -> list[Document]:
+        """Return the texts to learn from, with loss on what the assistant says after the prompt; the whole one last.
+
+        More than one where the template rewrites earlier turns, each turn being learned once. Not `together`: also
+        where it only drops their thoughts. Raises RowError when the template refuses the messages, leaves a part of
+        them out or does not show the assistant's turns, UnprovedError when it never does that.
+        """
+        _ = self._proof
+        return self._documents(conversation, together=together)
+
+    def text(self, conversation: Conversation, *, add_generation_prompt: bool = False) -> str:
+        """Return the text alone. Raises RowError when the template refuses the messages."""
+        messages, write = self._known(conversation), self._write(conversation)
+        text = write(messages, add_generation_prompt=add_generation_prompt)
+        check_shown(write, messages, text, self._name)
+        return text
+
+    @cached_property
+    def _proof(self) -> None:
+        """Raises UnprovedError for a template whose masks are wrong already for messages of plain words."""
+        for roles in PROBES:
+            words = [f"q{role}{number}" for number, role in enumerate(roles)]
+            probe = Conversation([make_message(role, word) for role, word in zip(roles, words, strict=True)])
+            try:
+                documents = self._documents(probe, together=True)
+            except _RefusalError:
+                continue
+            except UnclearTurnsError as error:
+                if "system" in roles:
+                    continue  # rows that have one are refused one by one
+                raise UnprovedError(*error.cause) from error
+            learned = "\n".join(document.text[begin:end] for document in documents for begin, end in document.spans)
+            if wrong := [word for word in words if learned.count(word) != word.startswith("qassistant")]:
+                raise UnprovedError(
+                    f"the mask of {self._name} is wrong in {', '.join(wrong)}: of a conversation of "
+                    f"{', '.join(words)} it learns ",
+                    learned,
+                    ". Fix it, or give another one (`chat_template`).",
+                )
+
+    def _documents(self, conversation: Conversation, *, together: bool) -> list[Document]:
+        messages, write = self._known(conversation), self._write(conversation)
+        learned = _learned_turns(conversation)
+        if self._has_generation_marks:
+            documents = self._marked(messages, conversation, together=together)
+        else:
+            turns = Turns(
+                write, messages, self._markers, self._name, together=together, writes_think=self._writes_think
+            )
+            documents = turns.documents(learned)
+            messages = messages[: learned[-1] + 1] if learned else messages
+        check_shown(write, messages, documents[-1].text, self._name)
+        return documents
+
+    def _marked(self, messages: list[Message], conversation: Conversation, *, together: bool) -> list[Document]:
+        """As the marks say. Not together: turns whose thoughts the whole text drops, each at the end of a text."""
+        text, spans = self._marked_spans(messages, conversation)
+        found: list[Document] = []
+        whole: list[Span] = []
+        num_dropped = 0
+        for number in _learned_turns(conversation):
+            span = spans[number]
+            thoughts, _ = split_thoughts(messages[number])
+            is_dropped = thoughts.strip() not in text[slice(*span)]
+            if is_dropped and not together:
+                own_text, own_spans = self._marked_spans(messages[: number + 1], conversation)
+                found.append(Document(own_text, (own_spans[number],), 0))
+            else:
+                whole.append(span)
+                num_dropped += is_dropped
+        return [*found, Document(text, tuple(whole), num_dropped)] if whole or not found else found
+
+    def _marked_spans(self, messages: list[Message], conversation: Conversation) -> tuple[str, dict[int, Span]]:
+        """The text, and where each of the assistant's messages lies in it, by its position."""
+        text, marked = self._run(messages, conversation.tools, **conversation.variables)
+        spans: list[Span] = []
+        for begin, end in marked:
+            if spans and spans[-1][1] == begin:
+                begin = spans.pop()[0]  # two blocks of one turn
+            spans.append((begin, end))
+        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        if len(spans) != len(turns):
+            raise UnclearTurnsError(
+                f"{self._name} marks {len(spans)} assistant turns with {{% generation %}} in a conversation that has "
+                f"{len(turns)}; fix the template, or remove the marks"
+            )
+        return text, dict(zip(turns, spans, strict=True))
+
+    def _known(self, conversation: Conversation) -> list[Message]:
+        """The messages as this template takes them. Raises RowError for parts that it would leave out in silence."""
+        self._check_variables(conversation)
+        messages = conversation.messages
+        parts = {field for message in messages for field in (*THOUGHTS, "tool_calls") if field in message}
+        parts |= {"tools"} if conversation.tools else set()
+        parts |= {"tool"} if any(message["role"] == "tool" for message in messages) else set()
+        unknown = parts - self._words
+        known_thoughts = [field for field in THOUGHTS if field in self._words]
+        if known_thoughts or self._writes_think:
+            unknown -= set(THOUGHTS)
+        if unknown:
+            raise RowError(
+                f"has {listed(sorted(unknown))}, which {self._name} does not render; expected messages of text alone, "
+                "or a template (`chat_template`) that knows them"
+                + ("" if unknown <= set(THOUGHTS) else f", such as {TOOL_TEMPLATES}")
+            )
+        if known_thoughts:
+            messages = [renamed(message, known_thoughts) for message in messages]
+        return [self._call_form(message) for message in messages] if "tool_calls" in parts else messages
+
+    def _check_variables(self, conversation: Conversation) -> None:
+        """Raises RowError for what a row sets, but the template never reads, or gets from elsewhere."""
+        settable = self._sandbox.read_variables - GIVEN - self._variables.keys()
+        if unread := sorted(conversation.variables.keys() - settable):
+            raise RowError(
+                f"sets {listed(unread)} in `chat_template_kwargs`, which {self._name} does not take from there; "
+                f"expected {listed(sorted(settable)) if settable else 'none'}"
+            )
+
+    def _call_form(self, message: Message) -> Message:
+        return with_calls_as(message, *self._form) if "tool_calls" in message else message
+
+    @cached_property
+    def _form(self) -> tuple[bool, bool]:
+        """Whether this template wants arguments of calls as JSON text, and null where a call comes without text.
+
+        Found by trying, on a call of its own: some put the arguments into a string and fail, or write Python.
+        """
+        question, call = (
+            make_message("user", "qprobe"),
+            {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]},
+        )
+        for form in ((False, False), (True, False), (False, True), (True, True)):
+            try:
+                text, _ = self._run([question, with_calls_as(call, *form)], ())
+            except RowError:
+                continue
+            if text.count("qprobe") > 1 and "qkey" in text and "{'qkey'" not in text and '\\"qkey' not in text:
+                return form
+        return False, False
+
+    def _write(self, conversation: Conversation) -> Write:
+        """Writes messages with the conversation's tools, and with its variables whatever else is asked for."""
+
+        def write(messages: list[Message], **options: bool) -> str:
+            return self._run(messages, conversation.tools, **{**options, **conversation.variables})[0]
+
+        return write
+
+    def _run(self, messages: list[Message], tools: tuple[Tool, ...], **options: Any) -> tuple[str, list[Span]]:
+        variables: dict[str, Any] = {"messages": messages, "tools": list(tools) or None, "documents": None}
+        variables |= {"add_generation_prompt": False, **options, **self._variables}
+        try:
+            return self._sandbox.run(variables)
+        except jinja2.TemplateError as error:
+            raise _RefusalError(
+                f"is refused by {self._name}: ", str(error), "; expected messages that it can render"
+            ) from error
+        except MemoryError:
+            raise
+        except Exception as error:  # whatever Jinja lets through when a template does what its messages do not allow
+            raise _RefusalError(
+                f"cannot be rendered by {self._name}: {type(error).__name__}: ",
+                str(error),
+                "; expected messages that it can render",
+            ) from error
+
+
+def _learned_turns(conversation: Conversation) -> list[int]:
+    """Positions of the messages that carry loss."""
+    return [
+        number
+        for number, message in enumerate(conversation.messages)
+        if message["role"] == "assistant"
+        and number >= conversation.num_prompt_messages
+        and number not in conversation.unlearned
+    ]

@@ -1,0 +1,164 @@
+"""Renders conversations with chat templates from outside: a program with Jinja alone, asked by `templates`.
+
+A question has many conversations; each has limits of its own. Where one is beyond them in Python, its answer says so.
+One that is beyond them within a single step of C (`tojson` of lists that share lists, a power of huge integers) ends
+the process, which is then asked for each conversation alone.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Callable
+from datetime import date
+from typing import Any, TypeVar
+
+import jinja2
+
+from stages.core.program_loop import TimeLimitError, answer_questions, within
+from stages.data.documents import Conversation
+from stages.data.messages import RowError
+from stages.data.proved_template import ProvedTemplate, UnprovedError
+from stages.data.renderings import MAX_MESSAGES
+from stages.data.turns import QuotingError
+
+MAX_TEMPLATES = 16
+ANSWER_CHARACTERS = 1 << 22
+ANSWER_CPU_S = 5.0
+"""A question is answered in part once its answer is that long, or has taken that long; the rest is asked for again."""
+QUOTED_CHARACTERS = 1 << 17
+"""Longest text of others within an error: more than is searched for secrets before a message is cut."""
+BYTES_PER_CHARACTER = 64
+"""Memory beside what any conversation may take: four bytes a character in the messages, in several renderings and the
+pieces that these are joined from, and in the answer."""
+TEXT_CHARACTERS = 1 << 18
+CHARACTERS_PER_CHARACTER = 16
+"""Longest text of a conversation: what templates write by themselves has some 20 KiB, and JSON with an indent and
+escapes is several times as long as what it holds."""
+CPU_S_PER_MESSAGE = 3e-5
+"""Of those that `renderings` counts, on a slow core: work that grows with the square of the turns is no fault."""
+GRACE_CPU_S = 1
+"""Between the limit that Python's own steps notice and the one that ends the process, for steps of C."""
+UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+
+Answered = TypeVar("Answered")
+
+
+class _LimitError(Exception):
+    """Goes on from "the model's chat template "."""
+
+
+class _Templates:
+    """The compiled templates, by their keys."""
+
+    def __init__(self) -> None:
+        self._compiled: dict[str, ProvedTemplate] = {}
+        self._memory = os.open("/proc/self/statm", os.O_RDONLY)
+        self._page_bytes = os.sysconf("SC_PAGE_SIZE")
+
+    def answer(self, question: dict[str, Any]) -> Any:
+        """Return `answers` to the first conversations, at least one, and the `cpu_s` that they took.
+
+        Null for a template that is not here, and is to be given as well.
+
+        An answer has `texts`, each with spans and dropped thoughts, and `date`; or `row`: what is wrong with it, or
+        `template`: what is wrong with every row, each as parts (`QuotingError`); or `limit`.
+        """
+        begin_s = time.process_time()
+        answers = self._answers(question)
+        return None if answers is None else {"answers": answers, "cpu_s": time.process_time() - begin_s}
+
+    def _answers(self, question: dict[str, Any]) -> list[dict[str, Any]] | None:
+        key, cpu_s, memory_bytes = question["key"], question["cpu_s"], question["memory_bytes"]
+        if key not in self._compiled:
+            if "source" not in question:
+                return None
+            name = question["source"]["name"]
+            while len(self._compiled) >= MAX_TEMPLATES:
+                del self._compiled[next(iter(self._compiled))]
+            try:
+                self._compiled[key] = self._limited(cpu_s, memory_bytes, _compiled, question["source"])
+            except _LimitError as error:
+                return [{"limit": str(error)}]
+            except jinja2.TemplateSyntaxError as error:
+                return [
+                    {"template": [f"{name} is not a Jinja template: ", error.message or "", f" in line {error.lineno}"]}
+                ]
+            except RecursionError:
+                return [{"template": [f"{name} is nested too deeply to be read; write it otherwise"]}]
+        answers: list[dict[str, Any]] = []
+        num_characters, ends_s = 0, time.process_time() + ANSWER_CPU_S
+        for work, messages, others in question["conversations"]:
+            conversation = Conversation(messages, **others)
+            num_messages = len(messages)
+            row_cpu_s = cpu_s + CPU_S_PER_MESSAGE * min(num_messages * num_messages, MAX_MESSAGES)
+            num_given = _num_characters(conversation)
+            row_bytes = memory_bytes + BYTES_PER_CHARACTER * num_given
+            try:
+                answer = self._limited(row_cpu_s, row_bytes, _rendered, self._compiled[key], work, conversation)
+                _check_lengths(answer, TEXT_CHARACTERS + CHARACTERS_PER_CHARACTER * num_given)
+            except _LimitError as error:
+                answer = {"limit": str(error)}
+            answers.append(answer)
+            num_characters += sum(len(text) for text, *_ in answer.get("texts", ()))
+            if num_characters > ANSWER_CHARACTERS or time.process_time() > ends_s:
+                break
+        return answers
+
+    def _limited(self, cpu_s: float, memory_bytes: int, work: Callable[..., Answered], *arguments: Any) -> Answered:
+        """Return `work(*arguments)`. Raises _LimitError when it takes more of the processor or the memory."""
+        num_pages = int(os.pread(self._memory, 32, 0).split(maxsplit=1)[0])
+        resource.setrlimit(resource.RLIMIT_AS, (num_pages * self._page_bytes + memory_bytes, resource.RLIM_INFINITY))
+        end_s = int(time.process_time() + cpu_s) + GRACE_CPU_S
+        resource.setrlimit(resource.RLIMIT_CPU, (end_s, resource.RLIM_INFINITY))
+        try:
+            return within(cpu_s, work, *arguments)
+        except TimeLimitError:
+            raise _LimitError(f"does not end: it ran for {cpu_s:.3g} s on one conversation") from None
+        except MemoryError:
+            raise _LimitError(f"takes more than {memory_bytes >> 20} MiB of memory") from None
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, UNLIMITED)
+            resource.setrlimit(resource.RLIMIT_CPU, UNLIMITED)
+
+
+def _compiled(source: dict[str, Any]) -> ProvedTemplate:
+    return ProvedTemplate(**{**source, "today": date.fromisoformat(source["today"])})
+
+
+def _rendered(template: ProvedTemplate, work: str, conversation: Conversation) -> dict[str, Any]:
+    template.forget_date()
+    try:
+        if work in ("together", "separately"):
+            documents = template.documents(conversation, together=work == "together")
+            texts = [(one.text, one.spans, one.num_dropped_thoughts) for one in documents]
+        else:
+            text = template.text(conversation, add_generation_prompt=work == "prompt")
+            texts = [(text, ((0, len(text)),), 0)]
+    except UnprovedError as error:
+        return {"template": _cut(error.parts)}
+    except QuotingError as error:
+        return {"row": _cut(error.parts)}
+    except RowError as error:
+        return {"row": [str(error)]}
+    return {"texts": texts, "date": template.wrote_date}
+
+
+def _check_lengths(answer: dict[str, Any], max_characters: int) -> None:
+    if any(len(text) > max_characters for text, *_ in answer.get("texts", ())):
+        raise _LimitError(f"writes more than {max_characters:,} characters for one conversation")
+
+
+def _cut(parts: tuple[str, ...]) -> list[str]:
+    return [part[:QUOTED_CHARACTERS] for part in parts]
+
+
+def _num_characters(conversation: Conversation) -> int:
+    messages, others = conversation.messages, (conversation.tools, conversation.variables)
+    num_characters = sum(len(str(other)) for other in others if other)
+    return num_characters + sum(len(one["content"] or "") if len(one) == 2 else len(str(one)) for one in messages)
+
+
+if __name__ == "__main__":
+    answer_questions(lambda: _Templates().answer)
