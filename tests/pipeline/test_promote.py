@@ -187,12 +187,12 @@ def test_who_has_no_champion_is_told_so(nights, first):
 
 @pytest.mark.parametrize("name", ["nobody", "../../x", "/tmp/x", "a b"])
 def test_a_rollback_of_an_unknown_name_makes_no_folder(nights, first, name):
-    before = {folder.name for folder in nights.home.glob("registrations/*")}
+    before = {folder.name for folder in nights.folder.glob("registrations/*")}
     for arguments in (["rollback", name], ["canary", name, "--promote"]):
         done = nights.lifecycle(*arguments)
         assert done.returncode == StoreError.exit_code, done.stderr
-    assert {folder.name for folder in nights.home.glob("registrations/*")} == before
-    assert not any((nights.home / path).exists() for path in ("../x", "registrations/../../x"))
+    assert {folder.name for folder in nights.folder.glob("registrations/*")} == before
+    assert not any((nights.folder / path).exists() for path in ("../x", "registrations/../../x"))
 
 
 def test_without_mlflow_the_registry_is_told_to_be_away(nights, first):
