@@ -47,17 +47,22 @@ def choose_layouts(
     stages: Collection[str],
     configs: ModelConfigs,
     unreachable: MutableMapping[str, str] | None = None,
+    failed: Collection[str] = (),
 ) -> tuple[Recipe, list[LayoutChoice]]:
     """The recipe with every `auto` of these stages replaced, and what was chosen from.
 
     unreachable: where given, a stage whose model's hub does not answer keeps its `auto`, and is noted with the reason.
+    failed: stages with an error of their own; trainings of their models keep their `auto`.
     Raises LayoutError when no layout is legal or fits, ResourceError for a GPU without a description.
     """
     chosen, choices = dict(recipe.stages), []
     for name, config in recipe.stages.items():
         if name in stages and isinstance(config, TrainConfig) and isinstance(config.layout, AutoLayout):
+            download = download_of(recipe, name)
+            if download in failed:
+                continue
             try:
-                shape = configs.shape_of(download_of(recipe, name))
+                shape = configs.shape_of(download)
             except TransientError as error:
                 if unreachable is None:
                     raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,41 +26,57 @@ Outside = dict[str, Resolved]
 
 
 def resolve_outside(
-    recipe: Recipe, stages: Collection[str] | None = None, unreachable: MutableMapping[str, str] | None = None
+    recipe: Recipe,
+    stages: Collection[str] | None = None,
+    unreachable: MutableMapping[str, str] | None = None,
+    failed: MutableMapping[str, LifecycleError] | None = None,
 ) -> Outside:
     """Resolve the outside inputs of the named stages (default: all). May ask the network.
 
     unreachable: where given, there is only a plan to be made: each source is asked once, all get `PLANNING_LIMIT_S`,
         and a stage whose source does not answer by then is noted there with the reason, and has no inputs.
+    failed: where given, takes the error of each stage that has one, instead of the first being raised; such a stage,
+        and one that is noted there already, has no inputs.
     Raises `RecipeError` when a path does not exist, and what the stages' own `resolve_outside` raise.
     """
     chosen = {name: config for name, config in recipe.stages.items() if stages is None or name in stages}
-    paths = {(name, field): path for name, config in chosen.items() for field, path in config.outside_paths().items()}
-    problems = {f"stages.{name}.{field}": _problem(path) for (name, field), path in paths.items()}
-    if any(problems.values()):
-        raise RecipeError("\n".join(f"{field}: {problem}" for field, problem in problems.items() if problem))
+    known = {} if failed is None else failed
+    known.update(_unreadable_paths(chosen))
+    if failed is None and known:
+        raise RecipeError("\n".join(map(str, known.values())))
+    sound = {name: config for name, config in chosen.items() if name not in known}
     limit_s, one_attempt_s = (None, None) if unreachable is None else (PLANNING_LIMIT_S, PLANNING_ATTEMPT_S)
     hashes, sources, others = Answers[str](limit_s), Answers[Resolved](limit_s), Answers[Resolved](None)
-    for name, config in sorted(chosen.items(), key=lambda one: _lies_here(one[1])):  # meanwhile hubs answer
+    for name, config in sorted(sound.items(), key=lambda one: _lies_here(one[1])):  # meanwhile hubs answer
         answers = sources if isinstance(config, DownloadConfig) else others
         answers.ask(name, partial(config.resolve_outside, one_attempt_s), here=_lies_here(config))
-    for path in set(paths.values()):
+    for path in {path for config in sound.values() for path in config.outside_paths().values()}:
         hashes.ask(str(path), partial(hash_path, path, one_attempt_s), here=True)
-    outside: Outside = {}
-    for name, config in chosen.items():
-        outside[name] = {}
+    outside: Outside = {name: {} for name in chosen}
+    for name, config in sound.items():
         try:
             with _about(recipe, name):
-                outside[name] = {**(sources if name in sources else others).of(name)}
+                resolved = {**(sources if name in sources else others).of(name)}
             for field, path in config.outside_paths().items():
                 with _about(recipe, name, field):
-                    outside[name][field] = hashes.of(str(path))
-        except TransientError as error:
-            if unreachable is None:
+                    resolved[field] = hashes.of(str(path))
+            outside[name] = resolved
+        except LifecycleError as error:
+            if unreachable is not None and isinstance(error, TransientError):
+                unreachable[name] = str(error)
+            elif failed is not None:
+                failed[name] = error
+            else:
                 raise
-            unreachable[name] = str(error)
-            outside[name] = {}
     return outside
+
+
+def _unreadable_paths(stages: Mapping[str, StageConfig]) -> Iterator[tuple[str, LifecycleError]]:
+    """Yield the stages whose paths do not exist, or cannot be read to their end, with an error that lists them."""
+    for name, config in stages.items():
+        problems = {field: _problem(path) for field, path in config.outside_paths().items()}
+        if lines := [f"stages.{name}.{field}: {problem}" for field, problem in problems.items() if problem]:
+            yield name, RecipeError("\n".join(lines))
 
 
 def _problem(path: Path) -> str | None:

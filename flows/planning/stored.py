@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, MutableMapping
 from dataclasses import replace
 
 from flows.recipe.recipe import Recipe
@@ -26,9 +26,12 @@ CHAMPION_PROGRAM = "flows.champion.key"
 """Known by name, as that of the promotion: it lies above this, and imports mlflow, which takes seconds."""
 
 
-def find_stored(recipe: Recipe, chosen: Collection[str], index: Index) -> tuple[Recipe, list[str]]:
-    """The recipe with folders of the store in place of such sources of these stages, and a sentence for each.
+def find_stored(
+    recipe: Recipe, chosen: Collection[str], index: Index, failed: MutableMapping[str, LifecycleError] | None = None
+) -> tuple[Recipe, list[str]]:
+    """Return the recipe with folders of the store instead of such sources of these stages, and a sentence for each.
 
+    failed: where given, takes the error of each stage that has one; other stages are found.
     Raises `RecipeError` for what is not in the store, and what asking for the champion raises, with stage and field.
     """
     stages, notes = dict(recipe.stages), []
@@ -39,7 +42,11 @@ def find_stored(recipe: Recipe, chosen: Collection[str], index: Index) -> tuple[
         try:
             artifact = _find(config.source, config.product, index)
         except LifecycleError as error:
-            raise type(error)(f"stages.{name}.{config.product}: {error}") from error
+            named = type(error)(f"stages.{name}.{config.product}: {error}")
+            if failed is None:
+                raise named from error
+            failed[name] = named
+            continue
         folder = artifact.folder / CONTENT_FOLDERS[config.product]
         stages[name] = config.model_copy(update={config.product: f"file://{folder}"})
         notes.append(

@@ -13,11 +13,13 @@ from flows.planning.devices import check_devices, device_notes
 from flows.planning.gates import check_gates
 from flows.planning.harnesses import installation_notes
 from flows.planning.idle import check_idle
+from flows.planning.input_check import check_first_inputs
 from flows.planning.layout_choice import choose_layouts
 from flows.planning.model_check import check_models
 from flows.planning.model_shape import ModelConfigs
 from flows.planning.outside import resolve_outside
 from flows.planning.plan import Plan, chosen_stages, plan
+from flows.planning.problems import Problems
 from flows.planning.publishing import check_publishing
 from flows.planning.quantizing import check_quantizing
 from flows.planning.serving import check_serving
@@ -79,23 +81,45 @@ def make_plan(request: RefreshRequest, *, may_be_unreachable: bool = False) -> P
 
 
 def _plan_of(recipe: Recipe, request: RefreshRequest, *, may_be_unreachable: bool) -> PlannedRefresh:
+    """Plan the recipe. Raises one error that lists what all checks have found."""
     store = Store(store_root())
     unreachable: dict[str, str] | None = {} if may_be_unreachable else None
     chosen = chosen_stages(recipe, request.until)
-    idle = check_idle(recipe, chosen)
     index = store.index()
-    recipe, notes = find_stored(recipe, chosen, index)
-    outside = resolve_outside(recipe, chosen, unreachable)
-    check_gates(recipe, chosen)
+    problems = Problems()
+    failed: dict[str, LifecycleError] = {}
+    recipe, notes = find_stored(recipe, chosen, index, failed)
+    with problems.noted():
+        notes += check_idle(recipe, chosen)
+    with problems.noted():
+        check_gates(recipe, chosen)
+    outside = resolve_outside(recipe, chosen, unreachable, failed)
+    for error in failed.values():
+        problems.add(error)
     configs = ModelConfigs(recipe, outside, index, PLANNING_LIMIT_S if may_be_unreachable else None)
-    check_quantizing(recipe, chosen, configs)
-    unasked = check_serving(recipe, chosen, configs, at_once=may_be_unreachable)
-    recipe, choices = choose_layouts(recipe, chosen, configs, unreachable)
-    unusual = check_models(recipe, outside, index)
+    with problems.noted():
+        check_quantizing(recipe, chosen, configs)
+    unasked: list[str] = []
+    with problems.noted():
+        unasked = check_serving(recipe, chosen, configs, at_once=may_be_unreachable)
+    with problems.noted():
+        recipe, choices = choose_layouts(recipe, chosen, configs, unreachable, failed)
+        notes += map(str, choices)
+    unusual: list[str] = []
+    with problems.noted():
+        unusual = check_models(recipe, outside, index)
     planned = plan(recipe, outside, index, force=request.force, until=request.until, unreachable=unreachable or {})
-    check_devices(planned)
-    check_publishing(planned)
+    will_run = [name for name, stage in planned.stages.items() if stage.action == "run"]
+    with problems.noted():
+        check_first_inputs(recipe, will_run, outside, index)
+    with problems.noted():
+        check_devices(planned)
+    with problems.noted():
+        check_publishing(planned)
+    notes += device_notes(recipe, chosen)
+    with problems.noted():
+        notes += installation_notes(planned)
+    problems.check()
     planned = with_changes(planned, index, store.cache_folder(CONTENTS_CACHE))
-    own = (*device_notes(recipe, chosen), *installation_notes(planned))
-    said = (*notes, *idle, *map(str, choices), *own, *unusual, *unasked)
+    said = (*notes, *unusual, *unasked)
     return PlannedRefresh(request, planned, store, said, recipe_text=without_secrets(recipe.text))

@@ -11,6 +11,7 @@ from stages.core.errors import DataError
 from stages.core.redaction import shortened
 from stages.curate.config import CurateConfig
 from stages.curate.spool import SourcePlace
+from stages.data.bad_rows import needed_fraction
 
 BAD_ROWS, HELD_OUT = "bad_rows", "held_out"
 NUM_EXAMPLES = 5
@@ -93,14 +94,16 @@ class Report:
             return
         if num_bad:
             named = "\n".join(f"  {one['row']} {one['reason']}" for one in self._examples[BAD_ROWS])
+            needed = needed_fraction(num_bad, self.num_read)
+            fraction = f" and `max_bad_row_fraction: {needed:g}`" if needed > allowed else ""
             remedy = (
-                f"raise max_bad_row_fraction, {allowed:g}"
+                f"raise max_bad_row_fraction, {allowed:g}, to {needed:g}"
                 if config.on_bad_rows == "drop"
-                else "say `on_bad_rows: drop`"
+                else f"set `on_bad_rows: drop`{fraction} to skip them"
             )
             raise DataError(
-                f"{num_bad} of {self.num_read} rows cannot be read:\n{named}\nMend them (all are in dropped.jsonl), or "
-                f"{remedy}"
+                f"{num_bad} of {self.num_read} rows cannot be read:\n{named}\nFix these rows (all are in "
+                f"dropped.jsonl), or {remedy}"
             )
 
     def document(self) -> dict[str, Any]:

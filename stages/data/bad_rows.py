@@ -30,17 +30,27 @@ class BadRows:
         row = {"file": place.file, place.counts: place.number, "reason": bad.reason}
         self._stream.write(json.dumps(row, ensure_ascii=False) + "\n")
 
-    def check(self, policy: Literal["fail", "drop"], max_fraction: float, num_source_rows: int) -> str | None:
-        """What to warn of, once all rows were seen. Raises DataError when there are more than the recipe allows."""
+    def check(
+        self, policy: Literal["fail", "drop"], max_fraction: float, num_source_rows: int, *, is_whole: bool = True
+    ) -> str | None:
+        """Return what to warn of. Raises DataError when there are more bad rows than the recipe allows.
+
+        is_whole: all rows were seen, and not only the first.
+        """
         if not self.num_rows:
             return None
-        found = f"{self.num_rows} of {num_source_rows} rows cannot be learned from"
+        found = f"{self.num_rows} of {'' if is_whole else 'the first '}{num_source_rows} rows cannot be learned from"
         if policy == "fail":
-            raise DataError(f"{found}:\n{self._named()}\nMend them, or say `on_bad_rows: drop`.")
+            needed = needed_fraction(self.num_rows, num_source_rows)
+            fraction = f" and `max_bad_row_fraction: {needed:g}`" if needed > max_fraction else ""
+            raise DataError(
+                f"{found}:\n{self._named()}\nFix these rows, or set `on_bad_rows: drop`{fraction} to skip them."
+            )
         if self.num_rows > max_fraction * num_source_rows:
             raise DataError(
                 f"{found}, more than max_bad_row_fraction {max_fraction} allows to drop:\n{self._named()}\n"
-                "Mend them, or raise `max_bad_row_fraction`."
+                "Fix these rows, or raise `max_bad_row_fraction` to "
+                f"{needed_fraction(self.num_rows, num_source_rows):g}."
             )
         return f"{found} and were dropped: {self._first[0].place} {self._first[0].reason}"
 
@@ -49,6 +59,14 @@ class BadRows:
         if self.num_rows > len(lines):
             lines.append(f"  … and {self.num_rows - len(lines)} more")
         return "\n".join(lines)
+
+
+def needed_fraction(num_bad: int, num_rows: int) -> float:
+    """Return the smallest `max_bad_row_fraction` of four digits that allows so many bad rows to be dropped."""
+    ten_thousandths = -(-10_000 * num_bad // num_rows)
+    if num_bad > ten_thousandths / 10_000 * num_rows:  # 29 of 100: 0.29 * 100 is less than 29
+        ten_thousandths += 1
+    return ten_thousandths / 10_000
 
 
 def write_list(path: Path, lists: list[Path]) -> None:

@@ -157,7 +157,8 @@ class _Run:
     def _check_so_far(self) -> None:
         """Raises DataError for what rows that follow cannot make good."""
         if self._config.on_bad_rows == "fail":
-            self._bad_rows.check("fail", 0.0, self._num_source_rows)
+            allowed = self._config.max_bad_row_fraction
+            self._bad_rows.check("fail", allowed, self._num_source_rows, is_whole=False)
         if self._config.over_long == "fail":
             self._over_long.check(self._num_tokenized_rows)
 

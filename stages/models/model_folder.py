@@ -15,7 +15,7 @@ from stages.core.errors import ModelError
 from stages.models.config_check import check_config, check_generation_config, is_quantized, other_architecture
 from stages.models.gguf_file import GGUF_FILE, check_gguf, holds_gguf
 from stages.models.json_object import read_json_object
-from stages.models.tokenizer_files import check_tokenizer_files
+from stages.models.tokenizer_files import check_tokenizer_files, other_end
 from stages.models.weight_files import WEIGHTS_FILE, WEIGHTS_INDEX, check_index, check_values, read_tensors
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -30,7 +30,8 @@ def check_model_folder(folder: Path) -> list[str]:
         raise ModelError(f"there is no model folder {folder}; expected a folder with config.json and {WEIGHTS_FILE}")
     config = _check_config(folder)
     unusual = filter(None, [other_architecture(config)])
-    return [*unusual, *_check_weights(folder, config), *check_tokenizer_files(folder, config)]
+    checked = [*unusual, *_check_weights(folder, config), *check_tokenizer_files(folder, config)]
+    return [*checked, *other_end(folder, config)]
 
 
 def follow_file_mask(path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.core.errors import ModelError
+from stages.core.redaction import quoted
 from stages.models.config_check import vocabulary_size
 from stages.models.json_object import read_json_object
 
@@ -43,6 +44,29 @@ def check_tokenizer_files(folder: Path, config: Mapping[str, Any]) -> Iterator[s
             f"the tokenizer has {len(beyond)} added tokens beyond the model's vocabulary of {size} ({_named(beyond)}): "
             "no text may hold them"
         )
+
+
+def other_end(folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
+    """Warn of a tokenizer whose end of a text is not one that generation stops at, by the files of both."""
+    files = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+    tokenizer, about, generation = (
+        read_json_object(folder / name) if (folder / name).is_file() else {} for name in files
+    )
+    token = _text(about.get("eos_token"))
+    added = {entry["content"]: entry["id"] for entry in tokenizer.get("added_tokens") or () if _is_token(entry)}
+    number = {**_vocabulary(tokenizer), **added}.get(token) if isinstance(token, str) else None
+    where = "generation_config.json" if generation.get("eos_token_id") is not None else "config.json"
+    ends = (generation if where == "generation_config.json" else config).get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [ends]
+    if number is None or ends == [None] or number in ends:
+        return
+    names = {id_: text for text, id_ in {**_vocabulary(tokenizer), **added}.items() if id_ in ends}
+    stops = ", ".join(f"{quoted(names[end], 40)} ({end})" if end in names else str(end) for end in ends)
+    yield (
+        f"the tokenizer ends texts with {quoted(token, 40)} ({number}; `eos_token` in tokenizer_config.json), and "
+        f"generation stops at {stops} (`eos_token_id` in {where}): a model that learns plain texts learns an end at "
+        "which no server stops; correct the file that is wrong"
+    )
 
 
 def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:

@@ -164,7 +164,7 @@ def test_bad_rows_fail_with_every_place_and_reason(run, write_rows):
         "  train.jsonl:2 has an empty list in `messages`; expected messages\n"
         "  train.jsonl:3 is a string; expected an object with named columns\n"
         "  train.jsonl:4 has an empty `content` in message 2 of `messages`; expected text\n"
-        "Mend them, or say `on_bad_rows: drop`."
+        "Fix these rows, or set `on_bad_rows: drop` and `max_bad_row_fraction: 0.6` to skip them."
     )
 
 

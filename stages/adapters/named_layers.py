@@ -1,0 +1,60 @@
+"""What an adapter names and a model lacks, by the headers of the model's files: milliseconds, without torch.
+
+Only of dense models whose files name modules as Transformers does; of all others the check of inputs builds the model.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from stages.adapters.config import AdapterConfig
+from stages.core.errors import ModelError
+from stages.core.redaction import quoted
+from stages.models.linear_layers import linear_layers
+from stages.models.model_config import shape_of_config
+from stages.models.projections import read_projections
+
+NUM_NAMED = 3
+
+
+def missing_layers(adapter: AdapterConfig, model_config: Mapping[str, Any], folder: Path) -> Iterator[str]:
+    """Yield a sentence for each field of the adapter that names what the model in `folder` does not have."""
+    try:
+        shape = shape_of_config(dict(model_config))
+    except ModelError:
+        return
+    widths = {layer.name: min(layer.output_size, layer.input_size) for layer in read_projections(folder)}
+    known = {layer.name for number in range(shape.num_layers) for layer in linear_layers(shape, number)}
+    if shape.num_mixture_layers or not known <= widths.keys() or model_config.get("auto_map"):
+        return
+    layers = adapter.layers_to_transform or ()
+    if beyond := [str(number) for number in layers if number >= shape.num_layers]:
+        last = shape.num_layers - 1
+        yield f"adapter.layers_to_transform names {', '.join(beyond)}; the model's layers are 0 to {last}"
+    if isinstance(adapter.target_modules, tuple):
+        modules = {".".join(name.split(".")[: depth + 1]) for name in widths for depth in range(name.count(".") + 1)}
+        ends = sorted({name.rpartition(".")[2] for name in known})
+        for target in adapter.target_modules:
+            if not _is_named(target, modules):
+                close = difflib.get_close_matches(target, ends, n=1)
+                meant = f"; did you mean {close[0]}? Its" if close else "; its"
+                yield (
+                    f"adapter.target_modules names {quoted(target, 100)}, which the model does not have{meant} "
+                    f"linear layers are called {', '.join(ends)}"
+                )
+    learning = known if adapter.target_modules == "all-linear" else set()
+    if isinstance(adapter.target_modules, tuple):
+        learning = {name for name in known for target in adapter.target_modules if _is_named(target, {name})}
+    left_out = {name for name in learning for end in adapter.exclude_modules if _is_named(end, {name})}
+    narrow = sorted(name for name in learning - left_out if widths[name] < adapter.highest_rank)
+    if narrow:
+        named = ", ".join(f"{name} ({widths[name]})" for name in narrow[:NUM_NAMED])
+        yield f"adapter.rank is {adapter.highest_rank}, more than the width of {named}; lower it"
+
+
+def _is_named(end: str, modules: set[str]) -> bool:
+    """Return whether a module has this name, or ends with it after a dot: PEFT's rule for names."""
+    return any(name == end or name.endswith(f".{end}") for name in modules)
