@@ -28,6 +28,8 @@ BLOCK = re.compile(r"^```[ \t]*(?:python|py)?[0-9.]*[ \t]*\n(.*?)^```[ \t]*$", r
 MIB, GIB = 1 << 20, 1 << 30
 FILE_BYTES = 16 * MIB
 FOLDER_BYTES = 64 * MIB
+WRITTEN_BYTES = 256 * MIB
+"""To files that are deleted by now as well, to pipes, and to what is thrown away."""
 NUM_FILES = 1000
 LOOK_EVERY_S = 0.05
 ANSWER_BYTES = 4096
@@ -35,17 +37,23 @@ PROGRAM = ("-m", "stages.rewards.code_program")
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 """NumPy starts none then; it would fail, where none may be started."""
 PROBE = """
-import os, socket
+import fcntl, mmap, os, signal, socket
 
+pipe, parent = os.pipe()[0], os.getppid()
+open("within", "w").close()
+within = os.open("within", os.O_RDWR)
 for refused, *arguments in (
-    (socket.socket,), (os.fork,), (os.listdir, ".."), (open, "../new", "w"), (open, f"/proc/{os.getppid()}/environ")
+    (socket.socket,), (os.fork,), (os.listdir, ".."), (open, "../new", "w"), (open, f"/proc/{parent}/environ"),
+    (os.kill, parent, 0), (fcntl.fcntl, pipe, fcntl.F_SETOWN, parent),
+    (fcntl.fcntl, pipe, fcntl.F_SETSIG, signal.SIGKILL), (fcntl.fcntl, pipe, fcntl.F_SETFL, os.O_ASYNC),
+    (fcntl.ioctl, pipe, 0x8901, parent.to_bytes(4, "little")), (os.posix_fallocate, within, 0, 1),
+    (os.open, ".", os.O_TMPFILE | os.O_RDWR), (os.memfd_create, "x"),
 ):
     try:
         refused(*arguments)
     except PermissionError:
         continue
     raise AssertionError("this was not refused")
-open("within", "w").close()
 """
 
 
@@ -72,6 +80,8 @@ class CodeReward(CompletionReward):
                 compile(test, self.tests, "exec")
             except (SyntaxError, ValueError) as error:
                 return f"has a test in `{self.tests}` that is no Python ({error})"
+            except (MemoryError, RecursionError):  # nested too deeply for the parser: it is Python, and a failed test
+                continue
         return None
 
     def score(self, completion: Completion) -> float:
@@ -129,7 +139,7 @@ class CodeReward(CompletionReward):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(LOOK_EVERY_S)
                 return True
-            if not _is_small(folder):
+            if not _is_small(folder) or _num_written(process.pid) > WRITTEN_BYTES:
                 return False
         return False
 
@@ -149,3 +159,12 @@ def _is_small(folder: Path) -> bool:
         if num_files > NUM_FILES or num_bytes > FOLDER_BYTES:
             return False
     return True
+
+
+def _num_written(pid: int) -> int:
+    """Return the bytes that a process has written to whatever it has open; 0 where it has ended."""
+    try:
+        fields = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return int(fields["wchar"])

@@ -25,6 +25,10 @@ MAKE_DEVICE = 1 << 11
 READING = EXECUTE | READ_FILE | READ_FOLDER
 NUM_RIGHTS = (0, 13, 14, 15, 15, 16)
 """Of files, by Landlock's version; later ones have as many as the last."""
+NETWORK_VERSION, SCOPE_VERSION = 4, 6
+"""The first with rights of the network, and with scopes."""
+BIND_AND_CONNECT = 0b11
+ABSTRACT_SOCKETS_AND_SIGNALS = 0b11
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -39,23 +43,28 @@ def hide_other_processes() -> None:
 
     Raises OSError where there is no Landlock.
     """
-    _restrict(MAKE_DEVICE, {})  # any rule makes a domain, which sees no process outside it
+    _restrict(struct.pack("Q", MAKE_DEVICE), {})  # any rule makes a domain, which sees no process outside it
     _drop_capabilities(CAP_SYS_ADMIN, CAP_PERFMON)  # with which root would see them all the same
 
 
 def restrict_files(readable: Iterable[Path], writable: Iterable[Path]) -> None:
     """Let files be opened beneath these paths alone, of which those that are missing do not count.
 
-    Owners, modes and times of files, and on Linux before 6.2 their length, are not Landlock's: system calls that change
-    these must be refused besides. Raises OSError where there is no Landlock.
+    Where the kernel can, no TCP port is opened either, and no signal sent to a process that was not restricted with
+    this one. Owners, modes and times of files, and on Linux before 6.2 their length, are not Landlock's: system calls
+    that change these must be refused besides. Raises OSError where there is no Landlock.
     """
-    every_right = (1 << NUM_RIGHTS[min(version(), len(NUM_RIGHTS) - 1)]) - 1
+    known = version()
+    every_right = (1 << NUM_RIGHTS[min(known, len(NUM_RIGHTS) - 1)]) - 1
+    attributes = struct.pack("Q", every_right)
+    attributes += struct.pack("Q", BIND_AND_CONNECT) if known >= NETWORK_VERSION else b""
+    attributes += struct.pack("Q", ABSTRACT_SOCKETS_AND_SIGNALS) if known >= SCOPE_VERSION else b""
     allowed = dict.fromkeys(readable, READING) | dict.fromkeys(writable, every_right & ~EXECUTE)
-    _restrict(every_right, {path: rights for path, rights in allowed.items() if path.exists()})
+    _restrict(attributes, {path: rights for path, rights in allowed.items() if path.exists()})
 
 
-def _restrict(handled: int, allowed: dict[Path, int]) -> None:
-    attributes = struct.pack("Q", handled)
+def _restrict(attributes: bytes, allowed: dict[Path, int]) -> None:
+    """attributes: `struct landlock_ruleset_attr`, as much of it as the kernel knows."""
     rules = _checked(_libc.syscall(CREATE_RULESET, attributes, len(attributes), 0))
     for path, rights in allowed.items():
         opened = os.open(path, os.O_PATH)

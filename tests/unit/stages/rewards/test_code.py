@@ -42,6 +42,9 @@ def score(text: str, tests: Any = TESTS, **config: Any) -> float:
         ("import os\nos._exit(0)", 0),
         (ADDS + "print('x' * 1_000_000)\nopen('a.txt', 'w').write('3')\nassert open('a.txt').read() == '3'", 1),
         ("import numpy, threading, tempfile, decimal, asyncio\n" + ADDS, 1),
+        (ADDS + "import fcntl, os\nos.set_blocking(os.dup(1), False)\nfcntl.lockf(open('a', 'w'), fcntl.LOCK_EX)", 1),
+        (ADDS + "import fcntl, os\nfcntl.fcntl(os.pipe()[0], fcntl.F_SETFL, os.O_NONBLOCK)", 1),
+        (ADDS + "import mmap, tempfile\nmmap.mmap(-1, 4096)[:3] = b'abc'\ntempfile.TemporaryFile().write(b'x')", 1),
         (ADDS + "import atexit, time\natexit.register(time.sleep, 1000)", 1),
     ],
 )
@@ -54,6 +57,15 @@ def test_tests_may_be_one_text_and_see_what_the_code_left() -> None:
     assert score(ADDS, "def check(f):\n    assert f(1, 2) == 4\n\ncheck(add)") == 0
 
 
+KILLS_BY_PIPE = """
+import fcntl, os
+
+read, write = os.pipe()
+fcntl.fcntl(read, fcntl.F_SETOWN, OWNER)
+fcntl.fcntl(read, fcntl.F_SETSIG, 9)
+fcntl.fcntl(read, fcntl.F_SETFL, os.O_ASYNC)
+os.write(write, b"x")
+"""
 ATTACKS = {
     "opens a connection": "import socket\nsocket.create_connection(('127.0.0.1', {port}), timeout=5)",
     "makes a socket": "import socket\nsocket.socket(socket.AF_UNIX)",
@@ -73,6 +85,29 @@ ATTACKS = {
     "reads its own memory's map": "open('/proc/self/maps').read()",
     "finds a key": "import os\nassert 'planted' in repr(os.environ)",
     "kills its parent": "import os\nos.kill(os.getppid(), 9)",
+    "signals its parent": "import os\nos.kill(os.getppid(), 0)",
+    "has a pipe kill its parent": KILLS_BY_PIPE.replace("OWNER", "os.getppid()"),
+    "has a pipe kill a group": KILLS_BY_PIPE.replace("OWNER", "-os.getpgid(os.getppid())"),
+    "has a pipe signal its parent": "import fcntl, os\nfcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, os.getppid())",
+    "names an owner of another kind": "import fcntl, os, struct\n"
+    "fcntl.fcntl(os.pipe()[0], 15, struct.pack('ii', 1, os.getppid()))",
+    "names an owner by ioctl": "import fcntl, os, struct\n"
+    "fcntl.ioctl(os.pipe()[0], 0x8901, struct.pack('i', os.getppid()))",
+    "has a pipe signal": "import fcntl, os, signal\nfcntl.fcntl(os.pipe()[0], fcntl.F_SETSIG, 9)",
+    "waits for a signal of a pipe": "import fcntl, os\nfcntl.fcntl(os.pipe()[0], fcntl.F_SETFL, os.O_ASYNC)",
+    "watches a folder": "import fcntl, os\nfcntl.fcntl(os.open('.', 0), fcntl.F_NOTIFY, fcntl.DN_CREATE)",
+    "leases a file": "import fcntl\nfcntl.fcntl(open('a', 'w'), fcntl.F_SETLEASE, fcntl.F_WRLCK)",
+    "fcntl with more bits": "import ctypes, os\n"
+    "assert ctypes.CDLL(None).syscall(72, os.pipe()[0], ctypes.c_long(8 + (1 << 32)), os.getppid()) == 0",
+    "becomes the owner of a terminal": "import os\nos.setsid()",
+    "has a timer signal": "import ctypes\n"
+    "assert ctypes.CDLL(None).timer_create(0, None, ctypes.byref(ctypes.c_long())) == 0",
+    "signals by another call": "import ctypes, os\nassert ctypes.CDLL(None).syscall(200, os.getppid(), 0) == 0",
+    "opens a process": "import os\nos.pidfd_open(os.getppid())",
+    "makes a file without a name": "import os\nos.open('.', os.O_TMPFILE | os.O_RDWR)",
+    "reserves a file": "import os\nos.posix_fallocate(os.open('a', os.O_RDWR | os.O_CREAT), 0, 1)",
+    "shares a file": "import mmap, os\n"
+    "file = os.open('a', os.O_RDWR | os.O_CREAT)\nos.truncate(file, 4096)\nmmap.mmap(file, 4096)",
     "kills all": "import os\nos.kill(-1, 9)",
     "raises its limits": "import resource\nresource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
     "lowers its parent's": "import os, resource\nresource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (9, 9))",
@@ -99,6 +134,18 @@ def test_what_is_no_computing_fails(attack: str, tmp_path: Path, monkeypatch: py
     assert (tmp_path / "file").read_text() == "what is in it"
     assert (tmp_path / "file").stat().st_mode == mode
     assert psutil.Process().rlimit(psutil.RLIMIT_NOFILE) == limits
+
+
+DELETES_WHAT_IT_WRITES = """
+import os
+
+held = []
+while True:
+    held.append(open("a", "wb", buffering=0))
+    os.unlink("a")
+    held[-1].write(bytes(15 << 20))
+    del held[:-20]
+"""
 
 
 @pytest.mark.parametrize(
@@ -178,3 +225,19 @@ def test_where_code_cannot_be_kept_within_limits_none_is_run(monkeypatch: pytest
 def test_rows_without_tests_are_found_before_anything_is_asked(row: dict[str, Any], expected: str | None) -> None:
     found = CodeReward(type="code").row_problem(None, row)
     assert found is None if expected is None else found.startswith(expected)
+
+
+@pytest.mark.parametrize("test", ["-" * 200_000 + "1", "held = bytearray(2 << 30)"])
+def test_a_test_that_takes_all_memory_has_failed(test: str) -> None:
+    assert score(ADDS, test) == 0
+    assert CodeReward(type="code").row_problem(None, {"tests": test}) is None
+
+
+def test_what_code_writes_is_counted_where_it_is_deleted_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long before its time is over."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    began_s = time.monotonic()
+    assert score(DELETES_WHAT_IT_WRITES, timeout_s=300) == 0
+    assert time.monotonic() - began_s < 100
