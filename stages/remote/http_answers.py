@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 QUOTED_CHARACTERS = 200
 """Length of an answer's beginning in a message."""
 CHUNK_BYTES = 64 * 2**10
+EVENT_BYTES = 2**20
+"""Of one event of a stream: a token or some."""
 REFUSAL_BYTES = 64 * 2**10
 """How much is read of an answer that is an error."""
 ACCEPTED = {"Accept-Encoding": "gzip"}
@@ -182,6 +184,8 @@ class EventReader(Generic[Shape]):
             if event.startswith(EVENT) and content != END_OF_EVENTS:
                 yield self._expected.parsed(content, self._shape)
         self._line += lines[-1]
+        if len(self._line) > EVENT_BYTES:
+            raise self._expected.wrong(f"answered with an event of more than {EVENT_BYTES} bytes", bytes(self._line))
 
     def end(self) -> None:
         """Raise the room's error for a stream that was cut off."""

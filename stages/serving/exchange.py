@@ -13,10 +13,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic_core import from_json
+
 MAX_ANSWER_BYTES = 32 * 2**20
 """A longer answer, or event of a stream, passes unread."""
 CLIENT_CLOSED = 499
 """As nginx calls the status of a request whose client went away."""
+MAX_COUNT = 2**53
+END_BYTES = 3
+"""Of an event's end, without its last."""
 END_OF_EVENT = re.compile(rb"\r?\n\r?\n")
 DATA = b"data:"
 
@@ -105,8 +110,9 @@ class Exchange:
         """Read some bytes of the answer; returns those that the client gets now."""
         if not self._is_read:
             return chunk
+        start = max(0, len(self._held) - END_BYTES)  # the end of an event may have begun before this chunk
         self._held += chunk
-        out = b"".join(self._events()) if self._reads_events else chunk
+        out = b"".join(self._events(start)) if self._reads_events else chunk
         if len(self._held) > MAX_ANSWER_BYTES:
             out += self._unread()
             self._is_read = False
@@ -124,8 +130,10 @@ class Exchange:
         held, self._held = bytes(self._held), bytearray()
         return held if self._reads_events else b""
 
-    def _events(self) -> Iterator[bytes]:
-        while end := END_OF_EVENT.search(self._held):
+    def _events(self, start: int) -> Iterator[bytes]:
+        """Take the whole events from what is held; none ends before `start`."""
+        while end := END_OF_EVENT.search(self._held, start):
+            start = 0
             event = bytes(self._held[: end.end()])
             del self._held[: end.end()]
             content = _object(event.removeprefix(DATA)) if event.startswith(DATA) else {}
@@ -136,23 +144,29 @@ class Exchange:
 
     def _read(self, content: dict[str, Any]) -> None:
         """An answer, or an event of one. One that is not as expected teaches nothing, and passes all the same."""
-        with suppress(TypeError, ValueError, AttributeError):
+        with suppress(TypeError, ValueError, AttributeError, OverflowError):
             usage = content.get("usage") or {}
-            self.prompt_tokens = int(usage.get("prompt_tokens") or self.prompt_tokens)
-            self.completion_tokens = int(usage.get("completion_tokens") or self.completion_tokens)
+            self.prompt_tokens = _count(usage.get("prompt_tokens")) or self.prompt_tokens
+            self.completion_tokens = _count(usage.get("completion_tokens")) or self.completion_tokens
             for one in content.get("choices") or ():
                 choice = self.choices.setdefault(int(one.get("index", 0)), Choice())
-                choice.finish_reason = one.get("finish_reason") or choice.finish_reason
+                reason = one.get("finish_reason")
+                choice.finish_reason = reason if reason and isinstance(reason, str) else choice.finish_reason
                 choice.add(one.get("delta") or one.get("message") or {})
 
 
+def _count(value: object) -> int:
+    """Return a number of tokens; 0 for what is none, which the sums could not hold."""
+    return value if type(value) is int and 0 <= value <= MAX_COUNT else 0
+
+
 def json_object(body: bytes) -> dict[str, Any] | None:
-    """None where it is none."""
+    """None where it is none, or holds what cannot be written again: NaN, lone surrogates, more than 200 levels."""
     try:
-        found = json.loads(body)
-    except (ValueError, RecursionError):
+        content = from_json(body, allow_inf_nan=False)
+    except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return content if isinstance(content, dict) else None
 
 
 def _object(body: bytes) -> dict[str, Any]:

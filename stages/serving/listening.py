@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
+from stages.serving.http_messages import error
 from stages.serving.proxy import Proxy
 
 MAX_CONNECTIONS = 2048
@@ -67,8 +69,29 @@ async def _answer_until(
         await proxy.close()
 
 
+class _Connection(web.RequestHandler):
+    """Refuses what is no HTTP without its text: a malformed line may hold a key, and aiohttp logs it."""
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if not isinstance(exc, HttpProcessingError):
+            return super().handle_error(request, status, exc, message)
+        self.logger.warning("refused a request from %s that is no HTTP (%s)", request.remote, type(exc).__name__)
+        response = error(400, "the request is no HTTP/1.1")
+        response.force_close()
+        return response
+
+
 class _BoundedServer(web.Server):
     """Closes connections that are too many. Not before they are made: of many at once, none would count yet."""
+
+    def __call__(self) -> web.RequestHandler:
+        return _Connection(self, loop=self._loop, **self._kwargs)
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         if len(self.connections) >= MAX_CONNECTIONS:

@@ -6,8 +6,8 @@ on every path, passes on the routes of `ROUTES` alone, and bounds the size, the 
 Answers pass as they are made. The engine behind it may be exchanged while requests are under way, or the model in it:
 people go on asking by the same name (`Naming`). A share of the requests may go to another one, a canary.
 
-It and its neighbours import nothing but their HTTP libraries and Prometheus' client: in Kubernetes it runs in the
-engine's image (`proxy_program.py`).
+It and its neighbours import nothing but their HTTP libraries, pydantic and Prometheus' client: in Kubernetes it runs
+in the engine's image (`proxy_program.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ import aiohttp
 from aiohttp import web
 from yarl import URL
 
+from stages.core.errors import ServerError
+from stages.remote.http_answers import Expected, read_aiohttp
 from stages.serving.backend import Backend, Canary, EngineAddress, Naming, sticky_key
+from stages.serving.completions import Models
 from stages.serving.exchange import Exchange, json_object
 from stages.serving.http_messages import body_of, error, passed
 from stages.serving.tally import ServedVersion, Tallies, labelled
@@ -52,6 +55,7 @@ REQUEST_TIMEOUT_S = 3600.0
 CONNECT_TIMEOUT_S = 10.0
 METRICS_TIMEOUT_S = 5.0
 VERSION_HEADER = "X-Lifecycle-Version"
+OF_ENGINE = Expected("the model server", 32 * 2**20, METRICS_TIMEOUT_S)
 TEXT_FORMAT = "text/plain; version=0.0.4"
 """Of Prometheus; engines would answer to some in another."""
 
@@ -222,8 +226,8 @@ class Proxy:
                     exchange.begin(answer.status, answer.content_type, answer.headers.get("Content-Encoding"))
                 if answer.status >= 500 and backend is not self._backend:
                     raise EngineGoneError(f"it answered {answer.status}")
-                if backend.naming and url.path == MODELS:
-                    return web.json_response(_listed(await answer.json(), backend.naming), status=answer.status)
+                if backend.naming and url.path == MODELS and answer.status == 200:
+                    return await _models(answer, backend.naming)
                 response = _begun(answer, backend.version)
                 await response.prepare(request)
                 async for chunk in answer.content.iter_any():
@@ -263,8 +267,8 @@ class Proxy:
             url = backend.address.url.join(URL(METRICS))
             async with self._session(backend).get(url, headers=headers, timeout=timeout) as answer:
                 is_up = answer.status == 200
-                text = await answer.text() if is_up else ""
-        except (aiohttp.ClientError, TimeoutError, OSError):
+                text = (await read_aiohttp(OF_ENGINE, answer)).body.decode(errors="replace") if is_up else ""
+        except (aiohttp.ClientError, TimeoutError, OSError, ServerError):
             pass  # what is away has no metrics but this one
         about = "# HELP lifecycle_engine_up Whether the engine gave its metrics.\n# TYPE lifecycle_engine_up gauge\n"
         return f"{about}lifecycle_engine_up {int(is_up)}\n{text}"
@@ -293,7 +297,11 @@ def _begun(answer: aiohttp.ClientResponse, version: ServedVersion | None) -> web
     return response
 
 
-def _listed(models: dict[str, Any], naming: Naming) -> dict[str, Any]:
+async def _models(answer: aiohttp.ClientResponse, naming: Naming) -> web.Response:
     """The list of models as people may know it."""
-    known = [{**one, "id": naming.public} for one in models.get("data", []) if one["id"] == naming.inside]
-    return {**models, "data": known}
+    try:
+        listed = (await read_aiohttp(OF_ENGINE, answer)).parsed(Models[dict[str, Any]]).data
+    except ServerError as wrong:
+        return error(502, str(wrong))
+    known = [{**model, "id": naming.public} for model in listed if model.get("id") == naming.inside]
+    return web.json_response({"object": "list", "data": known})

@@ -23,6 +23,7 @@ from stages.serving import proxy as proxy_module
 from stages.serving.backend import Backend, EngineAddress, Naming
 from stages.serving.listening import listening
 from stages.serving.proxy import ROUTES, Proxy
+from stages.serving.tally import ServedVersion
 
 PATIENCE_S = 30.0
 KEY = "key"
@@ -126,6 +127,54 @@ def in_front_of_two(tmp_path) -> Callable[[Trial], None]:
 async def eventually(condition: Callable[[], bool]) -> None:
     while not condition():
         await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"Authorization Bearer SECRET",
+        b"Authorization : Bearer SECRET",
+        b"Authorization: Bearer SECRET\0",
+        b" Authorization: Bearer SECRET",
+        b"Authorization: Bearer SECRET" + b"x" * 10_000,
+        b"Content-Length: SECRET",
+        b"Authorization: Bearer SECRET\r\nTransfer-Encoding: chunked\r\n\r\nSECRET",
+    ],
+)
+def test_a_malformed_line_is_refused_and_its_key_stays_out_of_the_log(
+    line: bytes, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+):
+    caplog.set_level("DEBUG")
+    public = socket.create_server(("127.0.0.1", 0))
+    address = public.getsockname()
+    with (
+        listening(Proxy(Backend(EngineAddress(port=9)), "SECRET"), public),
+        socket.create_connection(address) as client,
+    ):
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + line + b"\r\n\r\n")
+        answer = client.recv(65536)
+    assert answer.startswith(b"HTTP/1.1 400 ") or answer.startswith(b"HTTP/1.0 400 ")
+    assert "SECRET" not in answer.decode() + caplog.text + "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("depth", [150, 250, 982, 5000])
+def test_a_nesting_is_no_error_of_the_server(tmp_path, depth):
+    """vLLM reads what the proxy cannot; under a name of its own, the proxy must read it."""
+    nested = b'{"model": "adder", "prompt": ' + b"[" * depth + b"]" * depth + b"}"
+
+    async def ask(naming: Naming | None) -> tuple[int, object]:
+        async with engine_on(tmp_path / "engine", Model("old")) as behind:
+            public = socket.create_server(("127.0.0.1", 0))
+            url = f"http://127.0.0.1:{public.getsockname()[1]}"
+            with listening(Proxy(Backend(behind, naming, ServedVersion("adder", "1")), KEY), public):
+                async with httpx.AsyncClient(base_url=url, headers={"authorization": f"Bearer {KEY}"}) as client:
+                    answer = await client.post(COMPLETIONS, content=nested)
+                    return answer.status_code, answer.json()
+
+    for naming, refused in ((None, False), (Naming("adder", "adder"), depth > 199)):
+        (tmp_path / "engine").unlink(missing_ok=True)
+        status, content = asyncio.run(ask(naming))
+        assert status == (404 if refused else 418), content
 
 
 def test_requests_and_answers_pass_unchanged(in_front_of_two):
