@@ -20,7 +20,7 @@ from stages.core.hashing import sha256_of_files
 from stages.core.redaction import shortened
 from stages.core.strict import StrictModel
 
-ROW_FILES = (".jsonl", ".csv")
+ROW_FILES = (".jsonl", ".ndjson", ".csv")
 MAX_COUNTED_BYTES = 1 << 28
 """Of a file whose rows are counted: about a second. Of a larger one, its size says enough."""
 MAX_KEPT_BYTES = 1 << 16

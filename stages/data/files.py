@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import stat
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -186,12 +187,34 @@ def _matching(there: list[Path], folder: Path, split: str) -> list[Path]:
 
 
 def _all_files(folder: Path) -> list[Path]:
-    """Every file that is not hidden, nor in a hidden folder. Raises DataError for a name that is not UTF-8."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    for path in files:
+    """Return every file that is not hidden, nor in a hidden folder.
+
+    Raises DataError for a name that is not UTF-8, and for what is named like data and is no file: a link that leads
+    nowhere or to a folder, a FIFO.
+    """
+    paths = [
+        path
+        for path in folder.rglob("*")
+        if path.is_symlink() or not path.is_dir()
+        if not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    ]
+    for path in paths:
         if NOT_TEXT.search(str(path)):
             raise DataError(f"the name of the file {os.fsencode(path)!r} is not UTF-8; rename it")
-    return sorted(path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts))
+        if not path.is_file() and (format_suffix(path) in READERS or path.is_dir()):
+            raise DataError(
+                f"looking for data in {folder}, {name_of(path, folder)} is {_kind_of(path)}; expected a file; remove "
+                "it, or put a copy of the file there"
+            )
+    return sorted(path for path in paths if path.is_file())
+
+
+def _kind_of(path: Path) -> str:
+    """Name what is at a path and is no file."""
+    if path.is_symlink():
+        return f"a link {'to a folder' if path.is_dir() else 'that leads nowhere, or to itself'}"
+    kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+    return kinds.get(stat.S_IFMT(path.stat().st_mode), "no regular file")
 
 
 def _listing(folder: Path) -> str:
@@ -253,7 +276,10 @@ def _read_csv(part: Part) -> Iterator[Row | BadRow]:
     csv.field_size_limit(sys.maxsize)  # Python's default of 128 KiB is less than a long document
     with open_text(part.path, name) as stream:
         reader = csv.reader(stream, strict=True)
-        columns = next(reader, [])
+        try:
+            columns = next(reader, [])
+        except csv.Error as error:
+            raise DataError(f"the header of {name} is not valid CSV: {error}; expected names of columns") from error
         _check_columns(columns, name)
         while True:
             place = Place(name, reader.line_num + 1)

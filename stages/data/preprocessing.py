@@ -69,7 +69,8 @@ class Preprocessing:
             (target / BAD_ROWS).open("w", encoding="utf-8") as stream,
             closing(DatasetWriter(target, is_labelled=self.rows == "labelled")) as writer,
         ):
-            run = _Run(self, BadRows(stream), writer, SeenRows(target))
+            seen = SeenRows(target, is_labelled=self.rows == "labelled")
+            run = _Run(self, BadRows(stream), writer, seen)
             run.write()
         if run.last_in_time:
             assert self.part

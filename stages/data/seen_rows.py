@@ -1,7 +1,7 @@
-"""What only all rows together show: repeated rows, pairs that contradict each other, rows that are held out as well.
+"""What only all rows together show: repeated rows, rows that contradict each other, rows that are held out as well.
 
-Of each row, 16 bytes are kept, of a pair 24: on disk, and compared by shares that fit in memory, however many there
-are.
+Of each row, 16 bytes are kept, of a pair or a labelled answer 24: on disk, and compared by shares that fit in memory,
+however many there are.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ SHARE_ROWS = 1 << 22
 """Compared at a time: 160 MiB."""
 REMARKABLE = {"control": CONTROL_CHARACTER, "media": MEDIA}
 SHOWN = {"control": "{} (\\{})", "media": "{} ({})"}
+LABEL = 1
+"""The bit of a labelled answer's digest that is its label."""
+CONTRADICTING_PAIRS = "pairs contradict another, in which the rejected answer is the chosen one"
+CONTRADICTING_LABELS = "labelled answers contradict another, which gives the same answer the other label"
 CONTROL_CHARACTERS_FOUND = "control characters, which are learned as they are"
 MEDIA_FOUND = "what stands for pictures or sound, which is learned as text"
 
@@ -45,18 +49,22 @@ class RowDigests:
     def __init__(self) -> None:
         self.digests = array("Q")
         self.swapped = array("Q")
-        """Of pairs, as they would be the other way round."""
+        """Digests of what would contradict each row: a pair the other way round, an answer with the other label."""
         self.numbers = array("Q")
         self.remarkable: dict[str, tuple[int, int, str]] = {}
         """What some rows hold → how many of them, number of the first, what it has."""
 
-    def add(self, number: int, documents: Sequence[Document]) -> None:
-        """Note a row."""
+    def add(self, number: int, documents: Sequence[Document], is_good: bool | None = None) -> None:
+        """Note a row. is_good: the label of a labelled answer, which the last bit of its digest holds."""
         texts = [json.dumps(vars(document), sort_keys=True, default=sorted) for document in documents]
         self.numbers.append(number)
-        self.digests.append(_digest(texts))
-        if len(texts) > 1:
+        digest = _digest(texts)
+        if is_good is not None:
+            digest = digest & ~LABEL | is_good
+            self.swapped.append(digest ^ LABEL)
+        elif len(texts) > 1:
             self.swapped.append(_digest(texts[::-1]))
+        self.digests.append(digest)
         whole = "".join(texts)
         for name, pattern in REMARKABLE.items():
             if found := pattern.search(whole):
@@ -67,8 +75,9 @@ class RowDigests:
 class SeenRows:
     """The rows of all parts together."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, is_labelled: bool = False) -> None:
         """folder: of packed rows; it keeps the digests."""
+        self._contradiction = CONTRADICTING_LABELS if is_labelled else CONTRADICTING_PAIRS
         self._digests = folder / ROW_DIGESTS
         self._swapped = folder / "swapped.bin"
         self._numbers = folder / "numbers.bin"
@@ -109,8 +118,8 @@ class SeenRows:
             )
         if contradicting.count:
             yield (
-                f"{contradicting.count} of {len(digests)} pairs contradict another, in which the rejected answer is "
-                f"the chosen one: {self._place(contradicting.first)}"
+                f"{contradicting.count} of {len(digests)} {self._contradiction}: "
+                f"{self._place(contradicting.first)} and {self._place(contradicting.earlier)}"
             )
         for name, sentence in (("control", CONTROL_CHARACTERS_FOUND), ("media", MEDIA_FOUND)):
             if name in self._remarkable:
@@ -129,7 +138,7 @@ class SeenRows:
 
 @dataclass
 class _Found:
-    """Rows of one kind: how many, the number of the first, and of the earlier row that it repeats."""
+    """Rows of one kind: how many, the number of the first, and of the row that it repeats or contradicts."""
 
     count: int = 0
     first: int = sys.maxsize
@@ -137,7 +146,7 @@ class _Found:
 
 
 def _compared(digests: NDArray[np.uint64], swapped: NDArray[np.uint64]) -> tuple[_Found, _Found]:
-    """Rows that repeat an earlier one; pairs that are another one swapped. uint64 [rows] each, or no `swapped`."""
+    """Find rows that repeat an earlier one, and rows that contradict another. uint64 [rows] each, or no `swapped`."""
     repeated, contradicting = _Found(), _Found()
     for share in range(num_shares := -(-len(digests) // SHARE_ROWS)):
         rows, values = _share(digests, share, num_shares)
@@ -153,7 +162,9 @@ def _compared(digests: NDArray[np.uint64], swapped: NDArray[np.uint64]) -> tuple
         found = swapped_rows[np.isin(swapped_values, values)]
         if len(found):
             contradicting.count += len(found)
-            contradicting.first = min(contradicting.first, int(found[0]))
+            if found[0] < contradicting.first:
+                contradicting.first = int(found[0])
+                contradicting.earlier = int(rows[(values == swapped[contradicting.first]).argmax()])
     return repeated, contradicting
 
 
@@ -176,7 +187,7 @@ def check_held_out(training: Path, evaluation: Path) -> str | None:
     learned, held_out = (_mapped(folder / ROW_DIGESTS) for folder in (training, evaluation))
     is_learned = np.zeros(len(held_out), bool)
     for begin in range(0, len(learned), SHARE_ROWS):
-        is_learned |= np.isin(held_out, learned[begin : begin + SHARE_ROWS])
+        is_learned |= np.isin(held_out | LABEL, learned[begin : begin + SHARE_ROWS] | LABEL)  # whatever its label says
     num_learned = int(is_learned.sum())
     if not num_learned:
         return None

@@ -123,7 +123,7 @@ class PartTokenizer:
                     if isinstance(units, RowError):
                         raise units
                     is_good, margin = self._reader.label(row.content), self._reader.margin(row.content)
-                    self._found.rows.add(row.place.number - part.num_before, documents)
+                    self._found.rows.add(row.place.number - part.num_before, documents, is_good)
                     yield row.place, units, is_good, margin
                 except RowError as error:
                     self._found.bad_rows.append((row.place, str(error)))

@@ -199,7 +199,7 @@ MEANING = {
         {"train.csv": "text,loss\na b,False\nc d,True\n"},
         "train.csv:2 has `loss` 'False': it is not to be learned",
     ),
-    "an answer that cannot be seen": (lines(chat("a", "\u200b\ufeff")), "special tokens or what cannot be seen"),
+    "an answer that cannot be seen": (lines(chat("a", "\u200b\ufeff")), "special tokens or invisible characters"),
     "a number that is none in a call": (
         {"train.jsonl": json.dumps({"messages": [USER, calling({"x": float("nan")})]})},
         "has what is no JSON in `arguments` of tool call 1 of message 2",
@@ -350,7 +350,28 @@ def test_what_is_learned_all_the_same_is_counted(outcome, files, warning):
 def test_pairs_that_contradict_each_other_are_counted(outcome):
     swapped = {**PREFERRED, "chosen": "bad", "rejected": "good"}
     found = outcome(lines(PREFERRED, swapped, {**PREFERRED, "prompt": "r "}), "pairs")
-    assert "2 of 3 pairs contradict another, in which the rejected answer is the chosen one: train.jsonl:1" in found
+    assert "2 of 3 pairs contradict another, in which the rejected answer is the chosen one: train.jsonl:1 and" in found
+
+
+def test_answers_with_both_labels_are_contradictions_and_no_repetitions(outcome):
+    good, bad = ({"prompt": "q ", "completion": "a", "label": label} for label in (True, False))
+    found = outcome(lines(good, {**good, "prompt": "r "}, bad), "labelled")
+    assert "2 of 3 labelled answers contradict another, which gives the same answer the other label" in found
+    assert found.endswith("train.jsonl:1 and train.jsonl:3")
+    assert "repeat" not in found
+
+
+def test_an_answer_that_is_labelled_twice_alike_is_a_repetition(outcome):
+    good, bad = ({"prompt": f"{label} ", "completion": "a", "label": label} for label in (True, False))
+    found = outcome(lines(good, bad, good), "labelled")
+    assert "1 of 3 rows repeat an earlier one" in found and "contradict" not in found
+
+
+def test_a_held_out_answer_that_is_learned_with_the_other_label_is_counted(outcome):
+    good, bad = ({"prompt": "q ", "completion": "a", "label": label} for label in (True, False))
+    held_out = {"validation.jsonl": "\n".join(map(json.dumps, [bad, {**bad, "prompt": "s "}]))}
+    found = outcome(lines(good, {**bad, "prompt": "r "}) | held_out, "labelled", evaluation_split="validation")
+    assert "1 of 2 held-out rows are among the training rows too" in found
 
 
 def test_held_out_rows_that_are_learned_are_counted(outcome):

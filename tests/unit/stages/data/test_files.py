@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import random
 
 import pyarrow
@@ -49,6 +50,7 @@ def found(folder, split):
         ([".cache/train.jsonl", "train.csv"], "train", ["train.csv"]),
         (["train-00000-of-00001.jsonl.zst", "test.jsonl.gz"], "train", ["train-00000-of-00001.jsonl.zst"]),
         (["validation.json.gz", "train.json"], "validation", ["validation.json.gz"]),
+        (["train.ndjson", "test.ndjson.gz", "more.txt"], "test", ["test.ndjson.gz"]),
     ],
 )
 def test_the_files_of_a_split_are_found_by_name(tmp_path, names, split, expected):
@@ -168,7 +170,8 @@ def compress(path, codec):
 
 @pytest.mark.parametrize("codec", ["gzip", "zstd"])
 @pytest.mark.parametrize(
-    ("name", "write"), [("train.jsonl", write_jsonl), ("train.json", write_json), ("train.csv", write_csv)]
+    ("name", "write"),
+    [("train.jsonl", write_jsonl), ("train.ndjson", write_jsonl), ("train.json", write_json), ("train.csv", write_csv)],
 )
 def test_a_compressed_file_gives_the_rows_and_lines_of_what_is_in_it(tmp_path, name, write, codec):
     write(tmp_path / name)
@@ -231,3 +234,31 @@ def test_ndjson_is_json_lines(tmp_path):
     (path,) = find_files(tmp_path, "train")
     assert [row.content["text"] for row in read_rows(tmp_path, [path])] == ["a", "b"]
     assert [part.part.end for part in parts_of(path, path.name)] == [path.stat().st_size]
+
+
+@pytest.mark.parametrize("text", ['"', '"text', '\ufeff"', '"text"x\none'])
+def test_a_csv_without_a_header_that_can_be_read_is_refused(tmp_path, text):
+    (tmp_path / "train.csv").write_text(text)
+    with pytest.raises(DataError, match=r"the header of train.csv is not valid CSV: .*; expected names of columns"):
+        list(read_rows(tmp_path, find_files(tmp_path, "train")))
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train/more.json.gz", "test.csv"])
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda path: path.symlink_to("nowhere.jsonl"), "a link that leads nowhere, or to itself"),
+        (lambda path: path.symlink_to(path.name), "a link that leads nowhere, or to itself"),
+        (lambda path: path.symlink_to("/"), "a link to a folder"),
+        (os.mkfifo, "a FIFO"),
+    ],
+    ids=["dangling link", "link to itself", "link to a folder", "FIFO"],
+)
+def test_what_is_named_like_data_and_is_no_file_is_refused_by_name(tmp_path, name, make, kind):
+    make_files(tmp_path, "train/a.jsonl", ".cache/a.jsonl", "README.md")
+    os.mkfifo(tmp_path / ".cache/train.jsonl")
+    os.mkfifo(tmp_path / "notes")
+    assert found(tmp_path, "train") == ["train/a.jsonl"]
+    make(tmp_path / name)
+    with pytest.raises(DataError, match=rf"{name} is {kind}; expected a file"):
+        find_files(tmp_path, "train")

@@ -31,7 +31,7 @@ def test_repeated_and_contradicting_rows_are_counted_with_the_first(tmp_path, mo
     assert repeated.startswith("3 of 200 rows repeat an earlier one")
     assert repeated.endswith("train.jsonl:91 is train.jsonl:61 again")
     assert contradicting.startswith("2 of 200 pairs contradict another")
-    assert contradicting.endswith(": train.jsonl:12")
+    assert contradicting.endswith(": train.jsonl:12 and train.jsonl:100")
     seen.close()
     assert [path.name for path in tmp_path.iterdir()] == [ROW_DIGESTS]
 
