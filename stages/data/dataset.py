@@ -21,6 +21,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from stages.core.contract import StrictModel
 from stages.data.batch import IGNORED, Batch
+from stages.data.tool_prompt import ToolPrompt
 
 ABOUT = "about.json"
 ARRAYS: dict[str, type[np.generic]] = {
@@ -39,7 +40,8 @@ class Description(StrictModel):
     """`about.json`: what a folder of packed documents holds, and what was left out of it.
 
     conversations: whether they were rendered by a chat template. num_good: of labelled answers. bytes_per_token: of
-    texts that were cut into rows, in UTF-8; tokens that end a text are counted, and have no bytes.
+    texts that were cut into rows, in UTF-8; tokens that end a text are counted, and have no bytes. tool_prompts: one,
+    where rows have tools; of a mixture, one of each such dataset.
     """
 
     sequence_length: PositiveInt
@@ -57,6 +59,7 @@ class Description(StrictModel):
     num_good: NonNegativeInt | None = None
     has_margins: bool = False
     bytes_per_token: PositiveFloat | None = None
+    tool_prompts: tuple[ToolPrompt, ...] = ()
 
 
 Row = tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stages.data.messages import Message, Tool
@@ -25,6 +25,19 @@ class Conversation:
     unlearned: frozenset[int] = frozenset()
     variables: dict[str, Any] = field(default_factory=dict)
     """Of the chat template, such as {"enable_thinking": false}: the row says so."""
+
+    @property
+    def learned_turns(self) -> list[int]:
+        """Positions of the messages that carry loss."""
+        return [
+            number
+            for number, message in enumerate(self.messages)
+            if message["role"] == "assistant" and number >= self.num_prompt_messages and number not in self.unlearned
+        ]
+
+    def before(self, number: int) -> Conversation:
+        """The messages before a position, none of which is learned: what a model is asked there."""
+        return replace(self, messages=self.messages[:number], num_prompt_messages=0, unlearned=frozenset())
 
 
 @dataclass(frozen=True)

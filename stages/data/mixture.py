@@ -93,6 +93,7 @@ def _joined(abouts: Sequence[Description]) -> Description:
             "conversations": any(one.conversations for one in abouts),
             "bytes_per_token": sum(num_bytes) / num_tokens if len(num_bytes) == len(abouts) else None,
             "warnings": tuple(warning for one in abouts for warning in one.warnings),
+            "tool_prompts": tuple(prompt for one in abouts for prompt in one.tool_prompts),
         }
     )
 

@@ -17,6 +17,7 @@ from stages.core.strict import StrictModel
 from stages.data.files import BadRow, Part
 from stages.data.seen_rows import RowDigests
 from stages.data.tokenizer import TokenizerNotes
+from stages.data.tool_prompt import ToolPrompt
 from stages.data.unit_arrays import Units
 from stages.data.units import OverLong
 
@@ -32,6 +33,7 @@ class PieceNotes(StrictModel):
     num_earlier: pieces of the same part before this one, which is the last. num_source_rows: of the portion, bad ones
     included. num_tokenized_rows: which `over_long` looked at. num_text_tokens,
     num_text_bytes: of texts that are cut into rows. unread: columns and fields → rows that have them.
+    tool_prompt: of the first row with tools that a server can be asked with.
     """
 
     num_earlier: int | None = None
@@ -47,6 +49,7 @@ class PieceNotes(StrictModel):
     unread: dict[str, int]
     remarkable: dict[str, tuple[int, int, str]]
     tokenizer: TokenizerNotes
+    tool_prompt: ToolPrompt | None = None
 
 
 @dataclass(frozen=True)

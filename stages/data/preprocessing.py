@@ -28,6 +28,7 @@ from stages.data.row_fields import Unread
 from stages.data.seen_rows import SeenRows
 from stages.data.tokenizer import TokenizerNotes
 from stages.data.tokenizing import Tokenizing, over_long_of
+from stages.data.tool_prompt import ToolPrompt
 from stages.data.unit_arrays import Units
 from stages.data.writer import DatasetWriter
 
@@ -99,6 +100,7 @@ class _Run:
         self._num_text_bytes = 0
         self._num_source_rows = 0
         self._num_tokenized_rows = 0
+        self._tool_prompts: tuple[ToolPrompt, ...] = ()
 
     def write(self) -> None:
         units = (piece.units for piece in self._counted())
@@ -126,6 +128,7 @@ class _Run:
                 has_margins=self._writer.has_margins,
                 bytes_per_token=self._num_text_bytes / self._num_text_tokens if self._config.packing == "cut" else None,
                 warnings=warnings,
+                tool_prompts=self._tool_prompts,
             )
         )
 
@@ -148,6 +151,7 @@ class _Run:
             self._seen.add(part, piece.digests, piece.swapped, piece.numbers, notes.remarkable)
             self._unread.counts += Counter(notes.unread)
             self._notes = self._notes.then(notes.tokenizer)
+            self._tool_prompts = self._tool_prompts or ((notes.tool_prompt,) if notes.tool_prompt else ())
             yield piece
 
     @property

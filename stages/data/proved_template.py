@@ -115,7 +115,7 @@ class ProvedTemplate:
 
     def _documents(self, conversation: Conversation, *, together: bool) -> list[Document]:
         messages, write = self._known(conversation), self._write(conversation)
-        learned = _learned_turns(conversation)
+        learned = conversation.learned_turns
         if self._has_generation_marks:
             documents = self._marked(messages, conversation, together=together)
         else:
@@ -133,7 +133,7 @@ class ProvedTemplate:
         found: list[Document] = []
         whole: list[Span] = []
         num_dropped = 0
-        for number in _learned_turns(conversation):
+        for number in conversation.learned_turns:
             span = spans[number]
             thoughts, _ = split_thoughts(messages[number])
             is_dropped = thoughts.strip() not in text[slice(*span)]
@@ -238,14 +238,3 @@ class ProvedTemplate:
                 str(error),
                 "; expected messages that it can render",
             ) from error
-
-
-def _learned_turns(conversation: Conversation) -> list[int]:
-    """Positions of the messages that carry loss."""
-    return [
-        number
-        for number, message in enumerate(conversation.messages)
-        if message["role"] == "assistant"
-        and number >= conversation.num_prompt_messages
-        and number not in conversation.unlearned
-    ]

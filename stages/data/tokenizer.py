@@ -24,6 +24,7 @@ from stages.data.loaded_tokenizer import load_tokenizer
 from stages.data.messages import RowError
 from stages.data.special_tokens import SpecialTokens
 from stages.data.templates import ChatTemplate, Rendered, Work, load_chat_template
+from stages.data.tool_prompt import ToolPrompt
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,25 @@ class DocumentTokenizer:
             text = self.template.render_text(self._shielded(document), add_generation_prompt=True)
             begin = ()
         return self._content.unshielded(text), [*begin, *self._content.encode(text)[0]]
+
+    def tool_prompt(self, question: Conversation, learned: Sequence[int]) -> ToolPrompt | None:
+        """Return a question about tools with the tokens that it is learned as: the first of `learned`.
+
+        None for what no server renders to the same tokens: special tokens within texts, and today's date. Raises as
+        `render`.
+        """
+        if self._shielded(question) is not question:
+            return None
+        text = self.template.render_text(question, add_generation_prompt=True)
+        if self.template.wrote_date:
+            return None
+        num_tokens = len(self._content.encode(text)[0])
+        return ToolPrompt(
+            messages=question.messages,
+            tools=list(question.tools),
+            variables=question.variables,
+            token_ids=[int(token) for token in learned[:num_tokens]],
+        )
 
     def encode(self, documents: Sequence[Rendered]) -> list[Tokens]:
         """Tokenize many at once (in parallel threads). Raises DataError for plain text without an end-of-text token."""

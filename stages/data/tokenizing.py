@@ -15,7 +15,7 @@ from stages.core.errors import DataError
 from stages.core.redaction import redact
 from stages.data.answers import AnswerCheck, vocabulary_size
 from stages.data.config import DataConfig, RowKind
-from stages.data.documents import Document
+from stages.data.documents import Conversation, Document
 from stages.data.files import BadRow, Part, Place, Row
 from stages.data.formats import RowReader
 from stages.data.messages import RowError
@@ -25,6 +25,7 @@ from stages.data.row_fields import Unread
 from stages.data.seen_rows import RowDigests
 from stages.data.templates import Rendered, TemplateLimitError
 from stages.data.tokenizer import DocumentTokenizer
+from stages.data.tool_prompt import ToolPrompt
 from stages.data.unit_arrays import Units
 from stages.data.units import OverLong, Unit, check_learnable
 
@@ -62,6 +63,7 @@ class _Found:
     num_tokenized_rows: int = 0
     num_text_tokens: int = 0
     num_text_bytes: int = 0
+    tool_prompt: ToolPrompt | None = None
 
 
 class PartTokenizer:
@@ -123,6 +125,7 @@ class PartTokenizer:
                     if isinstance(units, RowError):
                         raise units
                     is_good, margin = self._reader.label(row.content), self._reader.margin(row.content)
+                    self._found.tool_prompt = self._found.tool_prompt or self._tool_prompt(documents[0], units[-1][0])
                     self._found.rows.add(row.place.number - part.num_before, documents, is_good)
                     yield row.place, units, is_good, margin
                 except RowError as error:
@@ -140,6 +143,14 @@ class PartTokenizer:
         except RowError as error:
             return error
         return documents
+
+    def _tool_prompt(self, document: Document, rendered: Rendered) -> ToolPrompt | None:
+        """Return what a server is asked where `document` is learned last; None of one without tools."""
+        if not isinstance(document, Conversation) or not document.tools or rendered.is_shielded:
+            return None
+        turns = document.learned_turns
+        (learned,) = self.tokenizer.encode([rendered])
+        return self.tokenizer.tool_prompt(document.before(turns[-1]), learned.ids.tolist()) if turns else None
 
     def _fit(self, units: list[Unit], place: Place) -> None:
         """Keep what is left of a row's units. One that teaches nothing makes the row a bad one."""
@@ -174,6 +185,7 @@ class PartTokenizer:
             unread=dict(self._reader.unread.counts),
             remarkable=found.rows.remarkable,
             tokenizer=self.tokenizer.take_notes(),
+            tool_prompt=found.tool_prompt,
         )
         is_labelled = self._task.rows == "labelled"
         units = Units.of(found.units, is_labelled=is_labelled, has_margins=self._reader.has_margins)

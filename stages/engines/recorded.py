@@ -8,6 +8,7 @@ that no one knows elsewhere.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,13 +19,18 @@ from stages.models.recorded import RecordedDocument, write_record
 
 if TYPE_CHECKING:
     from stages.data.batch import Batch
+    from stages.data.tool_prompt import ToolPrompt
     from stages.engines.engine import Engine
 
 MOST_DOCUMENTS = 16
 
 
 def record_log_probabilities(
-    engine: Engine, batch: Batch, before: torch.Tensor | None, folder: Path
+    engine: Engine,
+    batch: Batch,
+    before: torch.Tensor | None,
+    folder: Path,
+    tool_prompts: Sequence[ToolPrompt] = (),
 ) -> dict[str, float]:
     """Write what the engine gives to the first documents of `batch`; returns metrics of how far training moved them.
 
@@ -47,7 +53,7 @@ def record_log_probabilities(
                     greedy[of_targets].tolist(),
                 )
             )
-        write_record(folder, documents, str(engine.compute_dtype).removeprefix("torch."))
+        write_record(folder, documents, str(engine.compute_dtype).removeprefix("torch."), tool_prompts)
     if before is None:
         return {}
     changes = (log_probabilities[batch.has_target] - before).abs()

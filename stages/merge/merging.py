@@ -27,7 +27,7 @@ from stages.engines.streamed import StreamedModel
 from stages.merge.compare import Comparison, compare
 from stages.merge.config import MergeConfig
 from stages.models.model_folder import check_model_folder
-from stages.models.recorded import RECORD, differences, read_record, write_record
+from stages.models.recorded import RECORD, differences, read_record, read_tool_prompts, write_record
 from stages.models.weight_files import WEIGHTS_INDEX, read_tensors, weight_paths
 
 NUM_NAMED = 5
@@ -143,7 +143,7 @@ def _judged(found: Comparison, config: MergeConfig, trained: Path, context: Stag
         shutil.copyfile(trained / RECORD, context.work / RECORD)
     else:
         documents = found.expected_documents
-        write_record(context.work, documents, "float32")
+        write_record(context.work, documents, "float32", read_tool_prompts(trained))
     return {**differences(found.given, documents).metrics(), **found.metrics()}
 
 

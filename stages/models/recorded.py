@@ -1,7 +1,8 @@
 """Documents with what training predicted last: whatever is made of the model must predict the same.
 
 A train stage leaves them in `log_probabilities.json`: token ids and targets (below 0: none), their log-probabilities in
-nats, and the likeliest token in the place of each target.
+nats, and the likeliest token in the place of each target; and of each dataset with tools a prompt, which servers have
+to render to the same tokens.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from stages.core.errors import ModelError
 from stages.core.files import write_atomically
+from stages.data.tool_prompt import ToolPrompt
 
 RECORD = "log_probabilities.json"
 RESOLUTION_NATS = 1e-6
@@ -76,9 +78,28 @@ def read_record(artifact: Path) -> list[RecordedDocument]:
         raise ModelError(f"reading {artifact / RECORD}: {error}; train the stage again with --force") from error
 
 
-def write_record(artifact: Path, documents: Sequence[RecordedDocument], compute_dtype: str) -> None:
+def read_tool_prompts(artifact: Path) -> list[ToolPrompt]:
+    """Return the prompts with tools in an artifact's record; none in one from before they were kept. Raises ModelError
+    for a damaged record."""
+    try:
+        prompts = json.loads((artifact / RECORD).read_text(encoding="utf-8")).get("tool_prompts", [])
+        return [ToolPrompt.model_validate(one) for one in prompts]
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise ModelError(f"reading {artifact / RECORD}: {error}; train the stage again with --force") from error
+
+
+def write_record(
+    artifact: Path,
+    documents: Sequence[RecordedDocument],
+    compute_dtype: str,
+    tool_prompts: Sequence[ToolPrompt] = (),
+) -> None:
     """compute_dtype: what the log-probabilities were computed in, such as float32."""
-    content = {"compute_dtype": compute_dtype, "documents": [asdict(one) for one in documents]}
+    content = {
+        "compute_dtype": compute_dtype,
+        "documents": [asdict(one) for one in documents],
+        "tool_prompts": [one.model_dump(mode="json") for one in tool_prompts],
+    }
     write_atomically(artifact / RECORD, json.dumps(content) + "\n")
 
 

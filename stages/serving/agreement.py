@@ -1,9 +1,12 @@
-"""Whether what is served is what was trained: predictions of recorded documents, asked of the running server.
+"""Compare what is served with what was trained: predictions of recorded documents, and prompts with tools.
 
 An adapter can be lost on its way in silence: loaded but of no effect, left out by name, or another in its slot. So
 each is also compared with its base in the same server: one that is nearer to its base than to what training recorded
 does nothing, and that is an error. How far a whole model may be from its record depends on its precision; that is
 measured, and a gate of the promotion bounds it.
+
+A prompt with tools is written by the server's own rendering of the chat template. Where its tokens are others than
+those that were learned, the model is asked what it has not seen: that is a warning, and a metric.
 """
 
 from __future__ import annotations
@@ -11,24 +14,47 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from stages.core.errors import ServerError
 from stages.core.numbers import counted
-from stages.models.recorded import RECORD, Differences, Predicted, RecordedDocument, differences, read_record
+from stages.core.redaction import quoted
+from stages.data.messages import THOUGHTS, with_calls_as
+from stages.data.tool_prompt import ToolPrompt
+from stages.models.recorded import (
+    RECORD,
+    Differences,
+    Predicted,
+    RecordedDocument,
+    differences,
+    read_record,
+    read_tool_prompts,
+)
 from stages.serving.client import Client
 from stages.serving.engine import Engine
 from stages.serving.launch import LaunchSpec
 from stages.serving.registry import engine_of
 
+SHOWN_TOKENS, SHOWN_CHARACTERS = 24, 100
+
 
 @dataclass(frozen=True)
 class Agreement:
     """Of one served model. from_base: of an adapter, by how many nats per target token the log-probabilities of its
-    documents are from those of its base."""
+    documents are from those of its base. differing_tool_prompts: how many prompts with tools the server renders to
+    other tokens than training did; None where none was compared."""
 
     num_documents: int
     from_training: Differences
     from_base: float | None = None
+    differing_tool_prompts: int | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """Return what is measured, by the names that it has in MLflow."""
+        differing = self.differing_tool_prompts
+        prompts = {} if differing is None else {"differing_tool_prompts": float(differing)}
+        return {**self.from_training.metrics(), **prompts}
 
 
 def compare_with_records(
@@ -60,7 +86,11 @@ def compare_with_records(
     for name in recorded:
         records = read_record(spec.folders[name].parent)
         documents = [one for one in records if one.num_targets and len(one.tokens) < context_tokens]
-        found |= {name: _compare(client, spec, name, documents, base_name or spec.own_name)} if documents else {}
+        if documents:
+            agreement = _compare(client, spec, name, documents, base_name or spec.own_name)
+            prompts = read_tool_prompts(spec.folders[name].parent)
+            differing = _differing_tool_prompts(client, spec, name, prompts, context_tokens, warn)
+            found[name] = replace(agreement, differing_tool_prompts=differing)
     return found
 
 
@@ -69,7 +99,7 @@ def agreement_metrics(agreements: Mapping[str, Agreement], served_name: str) -> 
     metrics: dict[str, float] = {}
     for name, one in sorted(agreements.items(), key=lambda item: item[0] != served_name):
         end = "" if name == served_name else f"_{name}"
-        metrics |= {f"{metric}{end}": value for metric, value in one.from_training.metrics().items()}
+        metrics |= {f"{metric}{end}": value for metric, value in one.metrics().items()}
     return metrics
 
 
@@ -92,6 +122,82 @@ def _compare(
             "serve what a stage of `kind: merge` makes of it"
         )
     return Agreement(len(documents), found, from_base)
+
+
+def _differing_tool_prompts(
+    client: Client,
+    spec: LaunchSpec,
+    name: str,
+    prompts: Sequence[ToolPrompt],
+    context_tokens: int,
+    warn: Callable[[str], None],
+) -> int | None:
+    """Count the recorded prompts that the server renders otherwise, and warn of each; None where none is compared."""
+    engine, compared = engine_of(spec.engine), [one for one in prompts if len(one.token_ids) < context_tokens]
+    if not compared or not engine.capabilities.prompt_token_ids:
+        if prompts:
+            cause = (
+                f"they do not fit into its {context_tokens} tokens" if not compared else "it tells no tokens of them"
+            )
+            warn(f"{name}: {engine.title} was not asked how it renders prompts with tools, since {cause}")
+        return None
+    problems = [problem for one in compared if (problem := _rendered_otherwise(replace(client, model=name), spec, one))]
+    for problem in problems:
+        warn(f"{name}: {engine.title} {problem}")
+    return len(problems)
+
+
+def _rendered_otherwise(client: Client, spec: LaunchSpec, prompt: ToolPrompt) -> str | None:
+    """Say how the server renders a prompt to other tokens than training did; None where they are the same."""
+    try:
+        served = client.prompt_tokens(
+            _as_client_sends(prompt.messages),
+            tools=prompt.tools,
+            tool_choice="none",
+            chat_template_kwargs=prompt.variables,
+        )
+    except ServerError as error:
+        return f"refuses a prompt with tools that it was trained with: {error}"
+    if served == prompt.token_ids:
+        return None
+    return (
+        "renders a prompt with tools to other tokens than it was trained with: "
+        f"{_first_difference(spec.model, prompt.token_ids, served)}. It is asked what it has not learned; compare the "
+        "chat template that is served, and its arguments, with the one of the training"
+    )
+
+
+def _as_client_sends(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Turn messages of a template into those of a request: arguments of calls as JSON text, thoughts as `reasoning`.
+
+    Calls that have no id get one, which requests need, and tools' answers that of their call.
+    """
+    sent, unanswered = [], []
+    for number, message in enumerate(messages):
+        fields = {"reasoning" if field in THOUGHTS else field: value for field, value in message.items()}
+        if "tool_calls" in message:
+            fields = with_calls_as(fields, True, False)
+            fields["tool_calls"] = [
+                {"id": f"call-{number}-{place}", **call} for place, call in enumerate(fields["tool_calls"])
+            ]
+            unanswered = [call["id"] for call in fields["tool_calls"]]
+        elif message["role"] == "tool" and unanswered:
+            fields.setdefault("tool_call_id", unanswered.pop(0))
+        sent.append(fields)
+    return sent
+
+
+def _first_difference(model_folder: Path, learned: list[int], served: list[int]) -> str:
+    """Show where two prompts begin to differ, as text."""
+    from stages.data.tokenizer import DocumentTokenizer  # and Transformers, in over a second
+
+    tokenizer = DocumentTokenizer(model_folder, None, "assistant")
+    pairs = enumerate(zip(learned, served, strict=False))
+    first = next((place for place, (one, other) in pairs if one != other), min(len(learned), len(served)))
+    texts = [
+        quoted(tokenizer.decode(tokens[first : first + SHOWN_TOKENS]), SHOWN_CHARACTERS) for tokens in (learned, served)
+    ]
+    return f"from token {first + 1} on it learned {texts[0]}, and is asked {texts[1]}"
 
 
 def _predictions(engine: Engine, client: Client, documents: Sequence[RecordedDocument]) -> list[Predicted]:

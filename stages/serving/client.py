@@ -25,6 +25,7 @@ from stages.remote.http_answers import (
 from stages.serving.completions import (
     BASE_BYTES,
     ChatEvent,
+    ChatPrompt,
     Choice,
     Choices,
     ListedModel,
@@ -127,6 +128,11 @@ class Client:
                         raise ServerError(f"{self.url} broke its answer off: {quoted(event.error, QUOTED_CHARACTERS)}")
                     yield from (choice.delta.content for choice in event.choices if choice.delta.content)
             events.end()
+
+    def prompt_tokens(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+        """Return the tokens that the server makes of a conversation with the beginning of an answer."""
+        request = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": 1, **options}
+        return self.answer(CHAT, ChatPrompt, {**request, "return_token_ids": True}).prompt_token_ids
 
     def counter(self, name: str) -> float:
         """Sum over the samples of a counter in `/metrics`, such as `vllm:request_success_total`."""

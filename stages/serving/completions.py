@@ -109,6 +109,12 @@ class ChatChoice(AnswerModel):
     logprobs: ChatLogProbs | None = None
 
 
+class ChatPrompt(AnswerModel):
+    """The prompt of a chat as the server made it; vLLM's, asked for by `return_token_ids`."""
+
+    prompt_token_ids: list[Count]
+
+
 class EventChoice(AnswerModel):
     """What an event adds to an answer."""
 

@@ -36,7 +36,8 @@ class Capabilities:
     `echo`, as tasks that compare log-likelihoods ask. adapters: whether it puts them on a model. new_weights: whether a
     running server takes others, as methods that learn from completions need. token_prompts: whether `/v1/completions`
     takes prompts as token ids; others are asked in texts, and compared with no record of training. stop_texts: whether
-    any text may end an answer. dtypes: that it computes in. idle_fields: of `serving`, those that it has no use for.
+    any text may end an answer. prompt_token_ids: whether `/v1/chat/completions` tells the tokens of the prompt that it
+    made. dtypes: that it computes in. idle_fields: of `serving`, those that it has no use for.
     """
 
     weights: WeightFiles
@@ -45,6 +46,7 @@ class Capabilities:
     new_weights: bool = False
     token_prompts: bool = True
     stop_texts: bool = True
+    prompt_token_ids: bool = False
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     idle_fields: tuple[str, ...] = ()
 

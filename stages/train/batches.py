@@ -17,6 +17,7 @@ from stages.data.batch import Batch
 from stages.data.config import DataConfig
 from stages.data.dataset import PackedDataset
 from stages.data.lengths import Lengths
+from stages.data.tool_prompt import ToolPrompt
 from stages.engines.engine import Engine
 from stages.train.methods.method import BatchChange
 from stages.train.mixture import seen
@@ -33,12 +34,15 @@ MOST_BATCHES, BATCH_TARGETS = 16, 1024
 
 class TrainingData(Protocol):
     """What a run learns from. counts: metrics. conversations: whether chats, by a template. steps_of_epochs: optimizer
-    steps of the epochs that the recipe wants. lengths: of its documents; None where the model itself makes them."""
+    steps of the epochs that the recipe wants. tool_prompts: one of each dataset with tools. lengths: of its documents;
+    None where the model itself makes them."""
 
     @property
     def longest_document(self) -> int: ...
     @property
     def conversations(self) -> bool: ...
+    @property
+    def tool_prompts(self) -> Sequence[ToolPrompt]: ...
     @property
     def counts(self) -> dict[str, float]: ...
     @property

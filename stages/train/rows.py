@@ -14,6 +14,7 @@ from stages.data.dataset import PackedDataset
 from stages.data.lengths import Lengths, count_lengths
 from stages.data.prepare import PreparedData
 from stages.data.prepare_mixture import prepare_mixture
+from stages.data.tool_prompt import ToolPrompt
 from stages.engines.engine import Engine
 from stages.train.batches import Batches, BatchSource, RowBatches, first_batches
 from stages.train.config import TrainConfig
@@ -60,6 +61,10 @@ class RowData:
     @property
     def conversations(self) -> bool:
         return self.prepared.training.about.conversations
+
+    @property
+    def tool_prompts(self) -> tuple[ToolPrompt, ...]:
+        return self.prepared.training.about.tool_prompts
 
     @property
     def counts(self) -> dict[str, float]:

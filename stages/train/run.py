@@ -96,7 +96,7 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
                 measured_at_end = peak_memory(engine.device, every_rank=True) | training_run.positions.metrics(engine)
                 if context.trial is None:
                     watchdog.begins("writing the model")
-                    measured_at_end |= _write(training_run, context, model_folder)
+                    measured_at_end |= _write(training_run, data, context, model_folder)
     if is_main_process() and context.trial is None:
         _note_use(config, data, context.work / config.product)
         plot_loss(training_run.journal.rows, context.work / LOSS_PLOT)
@@ -207,7 +207,7 @@ def _peak(engine: Engine, config: TrainConfig) -> Peak | None:
     return device_peak(engine.device, engine.compute_dtype)
 
 
-def _write(training_run: TrainingRun, context: StageContext, base: Path) -> dict[str, float]:
+def _write(training_run: TrainingRun, data: TrainingData, context: StageContext, base: Path) -> dict[str, float]:
     """Write what was trained, and what it gives to a few documents; returns metrics of what training changed of that.
 
     base: the model folder that an adapter is of. An adapter that is written, but of no use, is refused.
@@ -217,7 +217,7 @@ def _write(training_run: TrainingRun, context: StageContext, base: Path) -> dict
         context.refuse(problem)
     change: dict[str, float] = {}
     if not config.learning.needs_score_head:
-        change = record_log_probabilities(engine, *training_run.batches.recorded(), context.work)
+        change = record_log_probabilities(engine, *training_run.batches.recorded(), context.work, data.tool_prompts)
     if config.adapter and is_main_process():
         try:
             _judge_adapter(config, context, base)

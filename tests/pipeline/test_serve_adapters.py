@@ -18,9 +18,12 @@ from transformers import AutoTokenizer
 
 from stages.core.contract import StageContext, StageResult
 from stages.core.errors import ServerError
+from stages.data.check import Silent
+from stages.data.config import DataConfig
+from stages.data.prepare import prepare
 from stages.download.config import DownloadConfig
 from stages.download.run import run as run_download
-from stages.models.recorded import Predicted
+from stages.models.recorded import RECORD, Predicted
 from stages.promote.config import PromoteConfig
 from stages.promote.run import run as run_promotion
 from stages.promote.verdict import CHAMPION_FILE, VERDICT_FILE, Standing, Verdict
@@ -41,6 +44,12 @@ from tests.serving import (
 
 NUM_TOKENS = 12
 NAMES = ("sft", "wide", "narrow")
+TOOL_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}{% for call in message.tool_calls or [] %}"
+    "{{ call.function.name + call.function.arguments | tojson }}{% endfor %}\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
 CONFIG = {"model": "sft", "adapters": ["wide", "narrow"], "serving": SERVING, "benchmark": None}
 
 
@@ -49,12 +58,40 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("adapters")
     base = root / "sft" / "model"
     make_model(base)
+    (base / "chat_template.jinja").write_text(TOOL_TEMPLATE)
     write_record(load(base), root / "sft")
+    record_tool_prompt(root / "sft", root / "rows")
     make_adapter(base, root / "wide", rank=12)  # no size of vLLM's
     make_adapter(base, root / "elsewhere", "q_proj", "v_proj", rank=3, seed=1)
     adopt(root / "elsewhere" / "adapter", root / "sft", root / "narrow")
     write_tasks(root / "tasks")
     return root
+
+
+def record_tool_prompt(artifact: Path, folder: Path) -> None:
+    """Beside the record of a model, as training does: what it learns of a row with bare tools, fields in any order."""
+    call = {"name": "f", "arguments": {"b": 1, "a": "<"}}
+    messages = [
+        {"role": "user", "content": "f?"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "3"},
+    ]
+    row = {"messages": messages, "tools": [{"parameters": {"b": {}, "a": {}}, "name": "f"}]}
+    folder.mkdir()
+    (folder / "train.jsonl").write_text(json.dumps(row) + "\n")
+    prepared = prepare(
+        folder,
+        DataConfig(dataset="rows", sequence_length=256),
+        artifact / "model",
+        rows="examples",
+        cache=folder / "cache",
+        report=Silent(),
+        bad_rows_file=folder / "bad_rows.jsonl",
+    )
+    content = json.loads((artifact / RECORD).read_text())
+    content["tool_prompts"] = [one.model_dump() for one in prepared.training.about.tool_prompts]
+    (artifact / RECORD).write_text(json.dumps(content))
 
 
 def adopt(folder: Path, base: Path, work: Path) -> None:
@@ -117,6 +154,30 @@ def test_the_stage_logs_how_far_each_is_from_what_training_recorded(result: Stag
         assert result.metrics[f"kl_from_training_nats_per_token{end}"] < 1e-6
         assert result.metrics[f"same_greedy_fraction{end}"] == 1
     assert "wide differs from what training recorded by" in (root / "serve" / "log.txt").read_text()
+
+
+def test_a_prompt_with_tools_is_served_as_it_was_learned_or_a_warning_shows_where_it_is_not(
+    client: Client, result: StageResult, root: Path, tmp_path: Path
+) -> None:
+    assert result.metrics["differing_tool_prompts"] == 0
+    assert "differing_tool_prompts_wide" not in result.metrics
+    spec = LaunchSpec.model_validate_json((root / "serve" / "launch.json").read_bytes())
+    shutil.copytree(root / "sft", tmp_path / "sft")
+    content = json.loads((tmp_path / "sft" / RECORD).read_text())
+    (prompt,) = content["tool_prompts"]
+    tokenizer = AutoTokenizer.from_pretrained(root / "sft" / "model")
+    learned = tokenizer.decode(prompt["token_ids"])
+    assert learned.startswith('{"type": "function", "function": {"name": "f", "description": null, "parameters": {"b"')
+    assert learned.endswith("tool: 3assistant: ")
+    prompt["token_ids"] = tokenizer.encode(learned.replace('"description": null, ', ""))
+    (tmp_path / "sft" / RECORD).write_text(json.dumps(content))
+    warnings: list[str] = []
+    moved = spec.model_copy(update={"model": tmp_path / "sft" / "model"})
+    found = compare_with_records(client, moved, ["sft"], 256, warnings.append)["sft"]
+    assert found.metrics()["differing_tool_prompts"] == 1
+    assert "learned 'parameters" in warnings[0] and "is asked 'description\": null" in warnings[0], warnings
+    compare_with_records(client, moved, ["sft"], 100, warnings.append)
+    assert "was not asked how it renders prompts with tools, since they do not fit into its 100 tokens" in warnings[1]
 
 
 def test_log_probabilities_of_prompts_in_one_batch_do_not_end_the_engine(client: Client) -> None:

@@ -43,7 +43,9 @@ class Vllm:
     settings = SETTINGS
     waiting_requests_metric = "vllm:num_requests_waiting"
     listens_on_sockets = True
-    capabilities = Capabilities("safetensors", prompt_log_probabilities=True, adapters=True, new_weights=True)
+    capabilities = Capabilities(
+        "safetensors", prompt_log_probabilities=True, adapters=True, new_weights=True, prompt_token_ids=True
+    )
 
     def find_program(self) -> VllmProgram:
         return find_vllm()

@@ -6,12 +6,15 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
 
 from stages.core.contract import StageContext
 from stages.data.documents import Conversation
+from stages.data.tokenizer import DocumentTokenizer
+from stages.data.tool_prompt import ToolPrompt
 from stages.engines.engine import Engine
 from stages.rollouts.prompts import AskedPrompt
 from stages.train.config import TrainConfig
@@ -56,6 +59,16 @@ class RolloutData:
     @property
     def conversations(self) -> bool:
         return isinstance(self.prompts[0].prompt.document, Conversation)
+
+    @property
+    def tool_prompts(self) -> tuple[ToolPrompt, ...]:
+        documents = [(one.prompt.document, one.token_ids) for one in self.prompts]
+        asked = [(one, ids) for one, ids in documents if isinstance(one, Conversation) and one.tools]
+        if not asked:
+            return ()
+        tokenizer = DocumentTokenizer(self.model_folder, self.config.data.chat_template, "assistant")
+        prompts = (tokenizer.tool_prompt(one, ids) for one, ids in asked)
+        return tuple(islice(filter(None, prompts), 1))
 
     @property
     def counts(self) -> dict[str, float]:

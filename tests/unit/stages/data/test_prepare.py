@@ -57,6 +57,38 @@ def documents(dataset, read_ids):
     return found
 
 
+TOOLS = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for message in messages %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(("rows", "train_on"), [("examples", "assistant"), ("examples", "all"), ("pairs", "assistant")])
+def test_a_prompt_with_tools_is_kept_as_it_is_learned_for_servers_to_compare(
+    run, write_rows, make_tokenizer, read_ids, rows, train_on
+):
+    tools, tokenizer = {"tools": [{"name": "f"}]}, make_tokenizer(TOOLS)
+    asked = [*chat("q1", "a1")["messages"], {"role": "user", "content": "q2"}]
+    good, bad = ([{"role": "assistant", "content": text}] for text in ("a2", "no"))
+    special = {**chat("<|im_end|>", "a"), **tools}  # a server would take it for the token
+    folder = write_rows(
+        [pair([asked[0]], good, bad), {**pair(asked, good, bad), **tools}]
+        if rows == "pairs"
+        else [chat("q", "a"), special, {"messages": asked + good, **tools}]
+    )
+    training = run(folder, rows, tokenizer, train_on=train_on, sequence_length=1024).training
+    (prompt,) = training.about.tool_prompts
+    function = {"name": "f", "description": None, "parameters": None}
+    assert (prompt.messages, prompt.tools) == (asked, [{"type": "function", "function": function}])
+    text = read_ids(prompt.token_ids)
+    assert text.startswith('{"type": "function"') and text.endswith("q2<|im_end|>\n<|im_start|>assistant\n")
+    learned = [tokens.tolist() for row in range(len(training)) for tokens, _ in training.documents(row)]
+    assert any(tokens[: len(prompt.token_ids)] == prompt.token_ids for tokens in learned)
+    again = run(folder, rows, tokenizer, train_on=train_on, sequence_length=1024, packing=False).training
+    assert again.about.tool_prompts == (prompt,)
+
+
 @pytest.mark.parametrize("packing", [True, False])
 def test_every_row_becomes_one_document_with_its_answer_to_learn(run, write_rows, read_ids, packing):
     data = run(write_rows(CHATS), packing=packing)

@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from stages.core.errors import ModelError
-from stages.models.recorded import RECORD, Predicted, RecordedDocument, differences, read_record, write_record
+from stages.data.tool_prompt import ToolPrompt
+from stages.models.recorded import (
+    RECORD,
+    Predicted,
+    RecordedDocument,
+    differences,
+    read_record,
+    read_tool_prompts,
+    write_record,
+)
 
 TARGETS = [-100, 3, 1, 4]
 
@@ -63,10 +72,14 @@ def test_certain_tokens_give_no_infinite_kl(logits):
 
 
 def test_a_record_is_read_as_it_was_written_and_one_of_before_tells_less(tmp_path, logits):
-    write_record(tmp_path, [recorded(logits)], "float32")
+    asked = [{"role": "user", "content": "1 + 2?"}]
+    prompt = ToolPrompt(messages=asked, tools=[{"type": "function"}], variables={"a": 1}, token_ids=[3, 1])
+    write_record(tmp_path, [recorded(logits)], "float32", [prompt])
     assert read_record(tmp_path) == [recorded(logits)]
+    assert read_tool_prompts(tmp_path) == [prompt]
 
     content = json.loads((tmp_path / RECORD).read_text())
+    del content["tool_prompts"]
     for name in ("greedy", "log_probabilities"):
         del content["documents"][0][name]
     (tmp_path / RECORD).write_text(json.dumps(content))
