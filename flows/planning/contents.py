@@ -1,11 +1,13 @@
 """What files of this machine held that a recipe names: kept by their hash, so that a later plan can say what changed.
 
-Of `task_folder` and `chat_template` only a hash is identity, and the files themselves are in no artifact.
+Of `task_folder` and `chat_template` only a hash is identity, and the files themselves are in no artifact. Lines are
+kept of tasks and templates alone, without what may be a key. Of code, which people write keys into, only the hash is.
 """
 
 from __future__ import annotations
 
 import csv
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,10 +19,12 @@ from pydantic import TypeAdapter
 from flows.store.content import outside_files
 from stages.core.files import write_atomically
 from stages.core.hashing import sha256_of_files
-from stages.core.redaction import shortened
+from stages.core.redaction import REPLACEMENT, is_secret_name, redact, shortened
 from stages.core.strict import StrictModel
 
 ROW_FILES = (".jsonl", ".ndjson", ".csv")
+TEXT_FILES = (".yaml", ".yml", ".jinja", ".jinja2", ".j2", ".json", ".txt", ".md")
+"""Files whose lines are kept."""
 MAX_COUNTED_BYTES = 1 << 28
 """Of a file whose rows are counted: about a second. Of a larger one, its size says enough."""
 MAX_KEPT_BYTES = 1 << 16
@@ -29,8 +33,13 @@ MAX_COMPARED_LINES = 500
 LONGEST_LINE = 60
 
 
+_WORD = re.compile(r"[\w-]+")
+_LIKE_A_KEY = re.compile(r"(?=[\w+/=-]*[0-9])(?=[\w+/=-]*[A-Za-z])[\w+/=-]{20,}")
+"""A long word of letters and digits. No shorter one is a secret that is worth the name."""
+
+
 class Content(StrictModel):
-    """Of one file. amount: in words. text: None of rows, which are counted, and of what is no short text."""
+    """What a file held. amount: in words. text: its lines without keys; None of rows, which are counted, and code."""
 
     sha256: str
     amount: str
@@ -45,12 +54,19 @@ CONTENTS = TypeAdapter(Contents)
 def keep_contents(folder: Path, digest: str, path: Path) -> None:
     """Note in `folder` what is at `path`, whose hash is `digest`. A home that cannot be written keeps nothing."""
     note = folder / f"{digest}.json"
+    before = kept_contents(folder, digest)
     with suppress(OSError):
-        if note.is_file():
+        if before is None:
+            now = contents_of(path)
+        else:  # earlier versions of this program kept keys too
+            now = {
+                name: content.model_copy(update={"text": _kept(name, content.text)}) for name, content in before.items()
+            }
+        if now == before:
             note.touch()  # so that the collector leaves it
         else:
             folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(note, CONTENTS.dump_json(contents_of(path)).decode())
+            write_atomically(note, CONTENTS.dump_json(now).decode())
 
 
 def kept_contents(folder: Path, digest: str) -> Contents | None:
@@ -114,11 +130,31 @@ def rows_of(file: Path) -> int | None:
 
 
 def _text(file: Path) -> str | None:
-    if file.suffix in ROW_FILES or file.stat().st_size > MAX_KEPT_BYTES:
+    if file.suffix not in TEXT_FILES or file.stat().st_size > MAX_KEPT_BYTES:
         return None
     with suppress(UnicodeDecodeError):
-        return file.read_bytes().decode()
+        return _kept(file.name, file.read_bytes().decode())
     return None
+
+
+def _kept(name: str, text: str | None) -> str | None:
+    """Return the lines of a file that may be kept, with `***` in place of keys."""
+    if text is None or not name.endswith(TEXT_FILES):
+        return None
+    return _LIKE_A_KEY.sub(REPLACEMENT, redact("".join(_without_named_secrets(text))))
+
+
+def _without_named_secrets(text: str) -> Iterator[str]:
+    """Yield the lines, `***` instead of those that name a key or a password, and of what is indented below them."""
+    hidden_below = None
+    for line in text.splitlines(keepends=True):
+        content = line.lstrip()
+        indent = len(line) - len(content)
+        if hidden_below is not None and content and indent <= hidden_below:
+            hidden_below = None
+        if hidden_below is None and any(map(is_secret_name, _WORD.findall(line))):
+            hidden_below = indent
+        yield f"{REPLACEMENT}\n" if content and hidden_below is not None else line
 
 
 def _changed_lines(old: str, new: str) -> str | None:

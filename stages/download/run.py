@@ -19,6 +19,7 @@ from stages.hubs.delivery import GIB, size_bytes
 from stages.hubs.listing import path_in
 from stages.hubs.registry import hub_of, streaming_hub_of
 from stages.models.model_folder import check_model_folder
+from stages.models.trained_on import TRAINED_ON_FILE
 from stages.remote.pointers import write_pointer
 
 FOLDERS = {"model": "model", "adapter": "adapter", "dataset": "data"}
@@ -40,6 +41,7 @@ def run(config: DownloadConfig, context: StageContext) -> StageResult:
     else:
         hub_of(config.source).deliver(config.request, revision, folder, context)
     if config.product == "model":
+        _drop_foreign_note(config, context, folder)
         for unusual in check_model_folder(folder):
             context.warn(f"{config.source}: {unusual}")
         _warn_of_missing_code(config, context, folder)
@@ -65,6 +67,16 @@ def _point(config: DownloadConfig, revision: str, folder: Path, context: StageCo
     total_bytes = sum(pointer.size_bytes for pointer in pointers.values())
     context.milestone(f"{len(pointers)} files, {total_bytes / GIB:.3f} GiB, stay at {config.source}")
     return total_bytes
+
+
+def _drop_foreign_note(config: DownloadConfig, context: StageContext, folder: Path) -> None:
+    """Remove a note about a training that was not this store's: models are asked as it says, and on the date in it."""
+    work, source = context.work.resolve(), Path(config.source.name).resolve()
+    is_ours = config.source.hub == "file" and work.parents[1].name == ".work" and source.is_relative_to(work.parents[2])
+    note = folder / TRAINED_ON_FILE
+    if not is_ours and note.exists():
+        note.unlink()
+        context.milestone(f"{TRAINED_ON_FILE} of {config.source} is left out: only trainings of this store write it")
 
 
 def _warn_of_missing_code(config: DownloadConfig, context: StageContext, folder: Path) -> None:

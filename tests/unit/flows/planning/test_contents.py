@@ -119,3 +119,53 @@ def test_what_nobody_kept_is_told_by_its_hash(recipe, store, build, tmp_path: Pa
     template.write_text("other")
     made = with_changes(plan(small, resolve_outside(small), store.index()), store.index(), tmp_path / "kept")
     assert "content of data.chat_template" in made.stages["sft"].reason
+
+
+KEYS = ("hf_" + "a1B2" * 8, "8f3e2a" * 6, "correct-horse", "opensesame7", "Zm9vYmFy" * 5 + "9==")
+TASK_WITH_KEYS = """task: sums
+api_key: correct-horse
+headers: {"X-Auth": 8f3e2a8f3e2a8f3e2a8f3e2a8f3e2a8f3e2a, "secret": "opensesame7"}
+password: >
+  opensesame7
+
+  opensesame7
+url: https://me:opensesame7@host/
+note: hf_a1B2a1B2a1B2a1B2a1B2a1B2a1B2a1B2 Zm9vYmFyZm9vYmFyZm9vYmFyZm9vYmFyZm9vYmFy9==
+num_fewshot: 0
+"""
+
+
+@pytest.mark.parametrize("name", ["reward.py", "task.yaml", "template.jinja", "schema.json", "run.sh", "key"])
+def test_no_key_is_copied(tmp_path: Path, name: str) -> None:
+    file, kept = tmp_path / name, tmp_path / "kept"
+    file.write_text(TASK_WITH_KEYS)
+    keep_contents(kept, "0" * 64, file)
+    noted = (kept / f"{'0' * 64}.json").read_text()
+    assert [key for key in KEYS if key in noted] == []
+    assert "8f3e2a" not in noted
+    assert ("num_fewshot" in noted) == name.endswith((".yaml", ".jinja", ".json"))
+
+
+def test_a_line_beside_a_key_is_still_told(tmp_path: Path) -> None:
+    file = tmp_path / "task.yaml"
+    file.write_text(TASK_WITH_KEYS)
+    before = contents_of(file)
+    file.write_text(TASK_WITH_KEYS.replace("num_fewshot: 0", "num_fewshot: 3"))
+    assert list(content_changes(before, contents_of(file))) == [
+        "task.yaml line 10: 'num_fewshot: 0' → 'num_fewshot: 3'"
+    ]
+    file.write_text(TASK_WITH_KEYS.replace("correct-horse", "wrong-horse"))
+    (change,) = content_changes(before, contents_of(file))
+    assert change == f"task.yaml {len(TASK_WITH_KEYS)} → {len(TASK_WITH_KEYS) - 2} bytes"
+
+
+def test_keys_that_an_earlier_version_kept_are_removed(tmp_path: Path) -> None:
+    old = {
+        "reward.py": {"sha256": "0" * 64, "amount": "9 bytes", "text": "KEY = 'correct-horse'"},
+        "task.yaml": {"sha256": "0" * 64, "amount": "9 bytes", "text": TASK_WITH_KEYS},
+    }
+    note = tmp_path / "digest.json"
+    note.write_bytes(CONTENTS.dump_json(CONTENTS.validate_python(old)))
+    keep_contents(tmp_path, "digest", tmp_path)
+    assert [key for key in KEYS if key in note.read_text()] == []
+    assert "num_fewshot: 0" in note.read_text()

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from stages.core.contract import StageResult
+from stages.core.contract import StageContext, StageResult
 from stages.core.errors import DataError, DownloadError, LifecycleError, ModelError, ResourceError, TransientError
 from stages.download.config import DownloadConfig
+from stages.download.run import run
+from stages.models.trained_on import is_asked_as_chat, trained_on_conversations
 from tests.http_server import serving
 from tests.hub_repository import model_files
 from tests.hub_server import Fault, HubServer
@@ -47,6 +49,31 @@ def test_takes_the_files_of_a_safe_model_with_their_bytes(source: str, repositor
     assert result.metrics["bytes"] == sum(len(model_files()[name]) for name in TAKEN)
     assert result.metrics["num_files"] == 4
     assert result.tags["source"] == source
+
+
+@BOTH
+def test_a_stranger_s_note_of_a_training_is_not_taken_for_ours(
+    source: str, hub: HubServer, repository, download: Download, tmp_path: Path
+) -> None:
+    """It decides how the model is asked, and may be no JSON at all."""
+    repository.commit({**model_files(), "trained_on.json": b"5", "tokenizer_config.json": b'{"chat_template": "x"}'})
+    download(model=source)
+    assert "trained_on.json" not in names(tmp_path / "model")
+    assert is_asked_as_chat(tmp_path / "model")
+    assert "trained_on.json of" in (tmp_path / "events.jsonl").read_text()
+
+
+def test_a_note_of_our_own_training_comes_along(tmp_path: Path) -> None:
+    for place, is_kept in (("store/train/sft-0123456789ab/model", True), ("downloads/sft/model", False)):
+        for name, content in {**model_files(1000), "trained_on.json": b'{"conversations": false}'}.items():
+            if "/" not in name:
+                (tmp_path / place).mkdir(parents=True, exist_ok=True)
+                (tmp_path / place / name).write_bytes(content)
+        config = DownloadConfig.model_validate({"kind": "download", "model": f"file://{tmp_path / place}"})
+        work = tmp_path / "store" / ".work" / "download" / f"base-{is_kept}"
+        work.mkdir(parents=True)
+        run(config, StageContext(work, "base", "0" * 12, {}, {}, tmp_path / "cache", config.resolve_outside()))
+        assert trained_on_conversations(work / "model") is (False if is_kept else None)
 
 
 def test_code_is_kept_only_when_the_recipe_trusts_it(repository, download: Download, tmp_path: Path) -> None:
