@@ -19,6 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -135,6 +137,10 @@ def _flash_attention(query: Tensor, key: Tensor, value: Tensor, documents: Packe
     """Tensors are [tokens, heads, head_width]."""
     boundaries, longest = documents.boundaries, documents.longest
     tokens_before = -1 if scoring.window_tokens is None else scoring.window_tokens - 1
+    grouped: dict[str, Any] = {"enable_gqa": True}
+    if not _takes_grouped_queries(varlen_attn):  # torch before 2.13: a copy of keys and values for each query's head
+        grouped = {}
+        key, value = (states.repeat_interleave(query.shape[1] // states.shape[1], 1) for states in (key, value))
     return varlen_attn(
         query,
         key,
@@ -145,8 +151,13 @@ def _flash_attention(query: Tensor, key: Tensor, value: Tensor, documents: Packe
         longest,
         scale=scoring.scaling,
         window_size=(tokens_before, 0),
-        enable_gqa=True,
+        **grouped,
     )
+
+
+@cache
+def _takes_grouped_queries(attention: Callable[..., Any]) -> bool:
+    return "enable_gqa" in signature(attention).parameters
 
 
 def _bucketed_attention(

@@ -1,21 +1,80 @@
-"""Whether a checkpoint holds what is to be loaded from it, by its index alone."""
+"""Reading of checkpoints: their index, which must hold what is to be loaded, and a reader that runs no code of it.
+
+torch.distributed.checkpoint keeps the index, `.metadata`, as a pickle, and unpickles it without restriction. It is the
+only pickle that is read here; tensors are read by `torch.load(weights_only=True)`, and objects are not loaded.
+"""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from stages.core.errors import ModelError
+from stages.core.redaction import quoted
 
 NUM_NAMED = 3
+INDEX_FILE = ".metadata"
+NAME_CHARACTERS = 100
+NAMED_IN_INDEX = {
+    ("pathlib", "PosixPath"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            *("BytesStorageMetadata", "ChunkStorageMetadata", "TensorStorageMetadata"),
+            *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+        )
+    ),
+}
+"""Classes and functions in the indexes that both engines write, besides torch's dtypes."""
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Makes of an index nothing but what indexes consist of: descriptions of tensors and files."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in NAMED_IN_INDEX:
+            return super().find_class(module, name)
+        dtype = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        raise pickle.UnpicklingError(f"it names {quoted(f'{module}.{name}', NAME_CHARACTERS)}")
+
+
+class CheckpointReader(FileSystemReader):
+    """A reader of a checkpoint's folder that makes nothing of its index but descriptions of tensors."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Raises ModelError for an index that is damaged, or names what no index of ours does."""
+        index = Path(self.path) / INDEX_FILE
+        try:
+            with index.open("rb") as file:
+                metadata = _IndexUnpickler(file).load()
+            if not isinstance(metadata, Metadata):
+                raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
+        except Exception as error:  # a damaged pickle raises whatever the objects in it raise
+            raise ModelError(
+                f"reading the checkpoint in {index.parent}: its index is not one that was written here: "
+                f"{type(error).__name__}: {error}; expected descriptions of tensors. Remove {index.parent} to go on "
+                "from an earlier checkpoint"
+            ) from error
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Key → shape of every tensor."""
-    found = FileSystemReader(folder).read_metadata().state_dict_metadata
+    found = CheckpointReader(folder).read_metadata().state_dict_metadata
     return {key: tuple(entry.size) for key, entry in found.items() if hasattr(entry, "size")}
 
 

@@ -119,8 +119,12 @@ def check_free_disk(folder: Path, needed_bytes: int, purpose: str) -> None:
 
 
 def _is_whole(folder: Path) -> bool:
+    """Return whether the folder, which must be no link to another place, has the files of its manifest."""
     manifest = folder / MANIFEST
-    if not manifest.is_file():
+    if folder.is_symlink() or not manifest.is_file():
         return False
     sizes = json.loads(manifest.read_text(encoding="utf-8"))
-    return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in sizes.items())
+    return all(
+        (path := folder / name).is_file() and not path.is_symlink() and path.stat().st_size == size
+        for name, size in sizes.items()
+    )

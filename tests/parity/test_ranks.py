@@ -7,6 +7,11 @@ from tests.parity.ranks import started_ranks
 PROGRAM = "tests.parity.rank_program"
 
 
+def test_experts_that_a_process_does_not_use_are_reduced_also_without_the_method_of_torch_2_13(tmp_path):
+    with started_ranks() as ranks:
+        ranks.run("tests.parity.unused_program", 2, log=tmp_path / "log")
+
+
 @pytest.mark.parametrize(("processes", "places"), [(1, {"hello alone"}), (2, {"hello 0", "hello 1"})])
 def test_every_rank_knows_its_place(tmp_path, processes, places):
     with started_ranks() as ranks:

@@ -40,7 +40,11 @@ def test_no_module_that_unpickles_is_imported(trees):
         if isinstance(node, ast.Import | ast.ImportFrom)
         for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""])
     }
-    assert not {(file, name) for file, name in imported if name in PICKLES}
+    assert {(file, name) for file, name in imported if name in PICKLES} == {
+        ("stages/models/stored_tensors.py", "pickle")
+    }
+    used = {name for name, _ in calls(trees["stages/models/stored_tensors.py"]) if name.startswith("pickle.")}
+    assert used == {"pickle.UnpicklingError"}, "the index of a checkpoint is read by a restricted unpickler alone"
 
 
 def test_torch_load_is_called_for_tensors_alone_and_numpy_without_pickles(trees):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -98,7 +99,33 @@ def apply_fsdp(
         module.set_force_sum_reduction_for_comms(True)
         if mesh.device_type == "cpu":
             module.set_custom_reduce_scatter(AllToAllReduceScatter())
-    _as_fsdp(model).set_reduce_scatter_unused_params(True)  # experts that no token of this process was routed to
+    reduce_unused(model)
+
+
+def reduce_unused(model: nn.Module) -> None:
+    """Have every process reduce the gradients of all weights that learn: 0 for experts that none of its tokens reached.
+
+    Without it, processes would reduce different weights, and their collectives would not meet.
+    """
+    if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        _as_fsdp(model).set_reduce_scatter_unused_params(True)
+        return
+    # torch 2.11 and 2.12 have no method for it, and one group of parameters a module.
+    for module in fsdp_modules(model):
+        state = module._get_fsdp_state()
+        for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
+            group.post_backward = partial(_post_backward_of_all, group, group.post_backward)
+
+
+def _post_backward_of_all(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
+    """Give weights that have no gradient one of 0 before FSDP2 collects the gradients of its group."""
+    for weight in group.fsdp_params if group.reduce_grads else ():
+        if not hasattr(weight, "_unsharded_param") or weight.unsharded_accumulated_grad is not None:
+            continue
+        parameter = weight.unsharded_param
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    post_backward(*unused)
 
 
 def apply_prefetch(model: nn.Module, layers: list[nn.Module], num_layers: int) -> None:

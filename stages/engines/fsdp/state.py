@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from stages.adapters.experts import of_each_expert
 from stages.adapters.lora import num_experts_of_factors
-from stages.models.stored_tensors import check_stored
+from stages.models.stored_tensors import CheckpointReader, check_stored
 
 
 class TrainingState:
@@ -53,7 +53,7 @@ class TrainingState:
             "optimizer": {"state": self._moments_by_expert(state["optimizer"]["state"])},
         }
         check_stored(folder, {key: tuple(tensor.shape) for key, tensor in flatten_state_dict(wanted)[0].items()})
-        dcp.load(wanted, checkpoint_id=folder, process_group=self._group)
+        dcp.load(wanted, storage_reader=CheckpointReader(folder), process_group=self._group)
         set_state_dict(
             self._model,
             self._optimizer,

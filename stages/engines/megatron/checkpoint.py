@@ -25,7 +25,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 
 from stages.engines.megatron.shards import Block, Shard, local_shards, make_moments, real_optimizers
 from stages.models.shape import ModelShape
-from stages.models.stored_tensors import check_stored
+from stages.models.stored_tensors import CheckpointReader, check_stored
 
 Identity = tuple[object, ...]
 
@@ -67,7 +67,7 @@ class MegatronState:
         check_stored(folder, {key: found[0].global_shape for key, found in tensors.items()})
         planner = DefaultLoadPlanner(flatten_state_dict=False)
         state = mcore_to_pyt_state_dict(tensors, is_loading=True)
-        dcp.load(state, checkpoint_id=folder, process_group=self._group, planner=planner)
+        dcp.load(state, storage_reader=CheckpointReader(folder), process_group=self._group, planner=planner)
         self._take_over(steps)
 
     def _write(self, folder: Path, tensors: dict[str, list[ShardedTensor]]) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -25,6 +27,7 @@ from transformers import (
 
 from stages.core.errors import ModelError
 from stages.data.batch import IGNORED, Batch
+from stages.engines import attention
 from stages.engines.attention import PACKED_DOCUMENTS, hidden_states, packed_attention, prepare_attention
 from stages.engines.documents import PackedDocuments
 from stages.engines.fsdp.model import decoder_of
@@ -151,3 +154,27 @@ def test_recomputed_layers_see_the_same_documents() -> None:
         gradients_of(model, hidden_states(model.base_model, batch)) for model in (expected, found)
     )
     torch.testing.assert_close(found_gradients, expected_gradients, atol=0, rtol=0)
+
+
+def test_flash_attention_of_torch_2_11_gets_a_key_for_each_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel, which only GPUs have, is computed here for each document by itself, with the signature of 2.11."""
+
+    def varlen_attn(query, key, value, starts, _, longest, __, *, return_aux=None, scale=None, window_size=(-1, -1)):
+        assert query.shape == key.shape == value.shape
+        assert window_size == (-1, 0) and longest == 5
+        documents = [
+            functional.scaled_dot_product_attention(
+                *(states[start:end].transpose(0, 1) for states in (query, key, value)), is_causal=True, scale=scale
+            ).transpose(0, 1)
+            for start, end in pairwise(starts.tolist())
+        ]
+        return torch.cat(documents)
+
+    monkeypatch.setattr(attention, "varlen_attn", varlen_attn)
+    documents = PackedDocuments([3, 5], CPU)
+    torch.manual_seed(0)
+    query, key, value = torch.randn(8, 4, 8), torch.randn(8, 2, 8), torch.randn(8, 2, 8)
+    scoring = attention.Scoring(8**-0.5, 0.0, None, None, None)
+    given = attention._flash_attention(query, key, value, documents, scoring)
+    expected = attention._bucketed_attention(query, key, value, documents, scoring)
+    assert (given - expected).abs().max().item() < 1e-6
