@@ -12,11 +12,13 @@ import httpx
 from flows.champion import champions
 from flows.champion.registrations import TAG
 from flows.champion.registry import ABSENT, CHAMPION, PREVIOUS
-from stages.core.errors import LifecycleError
+from stages.core.errors import LifecycleError, ServerError
+from stages.remote.http_answers import Expected, ask_httpx, httpx_client
 
 ALIAS_ROUTE = "/api/2.0/mlflow/registered-models/alias"
 """Of MLflow's REST API."""
 TIMEOUT_S = 10
+ANSWER_BYTES = 2**20
 
 
 def main(uri: str) -> int:
@@ -40,20 +42,17 @@ def _asked(name: str, alias: str) -> str | None:
     """
     address = os.environ["MLFLOW_TRACKING_URI"].rstrip("/") + ALIAS_ROUTE
     user, password = (os.environ.get(f"MLFLOW_TRACKING_{part}", "") for part in ("USERNAME", "PASSWORD"))
+    expected = Expected("MLflow", ANSWER_BYTES, TIMEOUT_S)
     try:
-        answer = httpx.get(
-            address,
-            params={"name": name, "alias": alias},
-            auth=(user, password) if user else None,
-            timeout=TIMEOUT_S,
-        )
-        said: dict[str, Any] = answer.json()
+        with httpx_client(auth=(user, password) if user else None, timeout=TIMEOUT_S) as client:
+            answer = ask_httpx(client, expected, "GET", address, params={"name": name, "alias": alias})
+        said = expected.parsed(answer.body, dict[str, Any])
         if said.get("error_code") in ABSENT:
             raise champions.absent(name, alias)
         version = said["model_version"]
         tags = {tag["key"]: tag["value"] for tag in version.get("tags", ())}
         return None if {CHAMPION, PREVIOUS} <= {*version["aliases"]} else tags.get(f"{TAG}model")
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError, AttributeError):
+    except (httpx.HTTPError, httpx.InvalidURL, OSError, ServerError, LookupError, TypeError, AttributeError):
         return None
 
 
