@@ -82,12 +82,11 @@ class Expected:
         text = body.decode(errors="replace")
         return quoted(redact(text, [self.key]) if self.key else text, QUOTED_CHARACTERS)
 
-    def parsed(self, body: bytes, shape: type[Shape] | TypeAdapter[Shape]) -> Shape:
+    def parsed(self, body: bytes, shape: type[Shape]) -> Shape:
         """Return the JSON of a body as a type says it. Raises `error` for any other body."""
-        adapter: TypeAdapter[Shape] = shape if isinstance(shape, TypeAdapter) else TypeAdapter(shape)
         try:
             # Not the `json` module: it takes NaN, lone surrogates and any nesting that the stack has room for.
-            return adapter.validate_python(from_json(body, allow_inf_nan=False), strict=True)
+            return TypeAdapter(shape).validate_python(from_json(body, allow_inf_nan=False), strict=True)
         except ValidationError as error:  # a ValueError too
             first = error.errors(include_url=False, include_context=False)[0]
             place = ".".join(map(str, first["loc"])) or "the answer"
@@ -125,7 +124,7 @@ class Answer:
             f"answered {self.status}, a redirect to {target}, which is not followed; name the address that it leads to"
         )
 
-    def parsed(self, shape: type[Shape] | TypeAdapter[Shape]) -> Shape:
+    def parsed(self, shape: type[Shape]) -> Shape:
         """Return the JSON of a request that was granted. Raises the room's error."""
         return self.expected.parsed(self.check().body, shape)
 

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Mapping
 
 from stages.core.errors import TransientError
+from stages.core.redaction import shortened
 from stages.remote.http_answers import number_in
 
 NUM_ATTEMPTS = 5
@@ -60,4 +61,5 @@ def busy_from_status(status: int, headers: Mapping[str, str]) -> BusyError | Non
 
 def busy_from_transport(error: Exception) -> BusyError:
     """The error of a connection that failed or broke."""
-    return BusyError(f"the connection failed ({type(error).__name__}: {error})")
+    cause = shortened(str(error), 200)  # it may quote what the server sent
+    return BusyError(f"the connection failed ({type(error).__name__}: {cause})")

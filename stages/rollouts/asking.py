@@ -83,6 +83,6 @@ async def _answer(http: aiohttp.ClientSession, expected: Expected, url: str, req
             busy = busy_from_status(answer.status, answer.headers)
             if busy is None:
                 return answer.parsed(Choices[Choice])
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
+        except (aiohttp.ClientError, OSError) as error:
             busy = busy_from_transport(error)
         await asyncio.to_thread(backoff.wait, busy)

@@ -162,7 +162,8 @@ class Client:
             with opened_directly(expected, self.url + path, headers, body, self.timeout_s) as response:
                 yield response
         except (OSError, http.client.HTTPException) as error:
-            raise TransientError(f"{self.url}{path} does not answer: {error}") from error
+            cause = shortened(str(error), QUOTED_CHARACTERS)  # it may quote what the server sent
+            raise TransientError(f"{self.url}{path} does not answer: {cause}") from error
 
 
 def check_server(client: Client, smoke_log_probabilities: Callable[[Client], list[float]]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import aiohttp
 
 from stages.core.errors import TransientError
+from stages.core.redaction import shortened
 from stages.remote.http_answers import AnswerModel, Expected
 from stages.serving.backend import EngineAddress, post_to_engine
 from stages.serving.completions import Count
@@ -30,4 +31,5 @@ def tokenize(address: EngineAddress, api_key: str, texts: Sequence[str], *, add_
     try:
         return [answer.parsed(_Tokenized).tokens for answer in post_to_engine(address, expected, "tokenize", bodies)]
     except (OSError, aiohttp.ClientError) as error:
-        raise TransientError(f"asking llama.cpp for token ids: {type(error).__name__}: {error}") from error
+        cause = shortened(str(error), 200)
+        raise TransientError(f"asking llama.cpp for token ids: {type(error).__name__}: {cause}") from error

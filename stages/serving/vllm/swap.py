@@ -15,6 +15,7 @@ import aiohttp
 
 from stages.core.errors import ModelError, TransientError
 from stages.core.files import write_atomically
+from stages.core.redaction import shortened
 from stages.remote.http_answers import Expected
 from stages.serving.backend import EngineAddress, post_to_engine
 
@@ -82,4 +83,5 @@ def post(address: EngineAddress, api_key: str, route: str, body: dict[str, Any],
     try:
         post_to_engine(address, expected, route, [body])[0].check()
     except (OSError, aiohttp.ClientError) as error:
-        raise TransientError(f"asking vLLM to {doing}: {type(error).__name__}: {error}") from error
+        cause = shortened(str(error), 200)
+        raise TransientError(f"asking vLLM to {doing}: {type(error).__name__}: {cause}") from error

@@ -160,6 +160,7 @@ def chat(content: str, usage: str = '{"prompt_tokens": 1, "completion_tokens": 1
         (whole(b'{"choices": []}'), ServerError, "'choices': List should have at least 1 item"),
         (whole(b"<html>"), ServerError, "something else than JSON .*: '<html>'"),
         (whole(b"", "307 Moved", Location="http://127.0.0.1:9/v1"), ServerError, "answered 307, a redirect to"),
+        (b"\xff" * 999, TransientError, "the connection failed"),
         (whole(b"", "503 Busy", Retry_After="²"), TransientError, "the server answered 503"),
         (whole(b"", "503 Busy", Retry_After="9" * 400), TransientError, "the server answered 503"),
     ],

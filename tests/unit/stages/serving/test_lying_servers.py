@@ -112,6 +112,15 @@ def test_an_error_shows_what_the_server_says_without_the_key(name: str) -> None:
     assert len(message) < 900
 
 
+@pytest.mark.parametrize("name", [*ASKED, "reload"])
+@pytest.mark.parametrize("sent", [b"", b"\xff\0" * 9999, b"HTTP/1.1 abc\r\n\r\n", head(Content_Length="-5") + b"{}"])
+def test_what_is_no_http_is_no_answer(name: str, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "FIRST_WAIT_S", 0.01)
+    with lying_server(lambda send, _: send(sent)) as server, pytest.raises((TransientError, ServerError)) as caught:
+        {**ASKED, "reload": loaded}[name](Client(server.url, KEY, "m", timeout_s=5.0))
+    assert len(str(caught.value)) < 900
+
+
 @pytest.mark.parametrize("name", ["models", "completions", "tokens"])
 def test_a_server_that_dribbles_is_given_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(send: Callable[[bytes], None], _: bytes) -> None:
