@@ -96,6 +96,21 @@ class Program:
         self.start()
         return self._answer(line, timeout_s)
 
+    def ask_hostile(self, question: Any, timeout_s: float) -> Any:
+        """As `ask`, for a question that may be made to exhaust the program: each way to that is a TimeoutError.
+
+        Which of time, memory, the stack or the process itself is gone first depends on the machine.
+        """
+        self.start()
+        try:
+            return self.ask(question, timeout_s)
+        except ProgramEndedError as error:
+            raise TimeoutError from error
+        except ProgramError as error:
+            if error.kind in ("MemoryError", "RecursionError"):
+                raise TimeoutError from error
+            raise
+
     def close(self) -> None:
         """End it and what it has started, at once. May be called again, and the program asked again."""
         if self._end is not None:
@@ -136,7 +151,7 @@ class Program:
         if outcome == "answer":
             return content
         kind, text = content
-        if kind == "TimeLimitError":
+        if kind in ("TimeLimitError", "TimeoutError"):
             raise TimeoutError
         raise ProgramError(kind, text)
 

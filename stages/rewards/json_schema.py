@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from pydantic import Field, JsonValue, field_validator
 
-from stages.rewards.reward import Completion, CompletionReward
+from stages.core.program import Program
+from stages.rewards.reward import Completion, CompletionReward, RewardContext, Scores, scored_in_time
+
+LIMIT_S = 2.0
+"""CPU time of one comparison."""
+GRACE_S = 2.0
 
 
 class JsonSchemaReward(CompletionReward):
@@ -30,11 +36,26 @@ class JsonSchemaReward(CompletionReward):
         return schema
 
     def score(self, completion: Completion) -> float:
-        try:
-            found = json.loads(completion.text)
-        except (ValueError, RecursionError):
-            return 0.0
-        return float(_validator(self.json_schema)(self.json_schema).is_valid(found))
+        with _program() as program:
+            try:
+                return self._score(program, completion)
+            except TimeoutError:
+                return 0.0
+
+    @contextmanager
+    def opened(self, name: str, context: RewardContext) -> Iterator[Scores]:
+        with _program() as program:
+            program.start()
+            yield scored_in_time(lambda completion: self._score(program, completion), name, context, LIMIT_S)
+
+    def _score(self, program: Program, completion: Completion) -> float:
+        """Raises TimeoutError."""
+        question = {"schema": self.json_schema, "text": completion.text}
+        return float(program.ask_hostile(question, LIMIT_S + GRACE_S))
+
+
+def _program() -> Program:
+    return Program("stages.rewards.json_schema_program", str(LIMIT_S))
 
 
 def _validator(schema: dict[str, Any]) -> Any:

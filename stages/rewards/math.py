@@ -10,7 +10,7 @@ from pydantic import Field
 
 from stages.core.errors import DataError
 from stages.core.numbers import Seconds
-from stages.core.program import Program, ProgramEndedError, ProgramError
+from stages.core.program import Program
 from stages.core.redaction import quoted
 from stages.rewards.reward import Completion, CompletionReward, RewardContext, RowCheck, Scores, scored_in_time
 
@@ -83,13 +83,5 @@ class MathReward(CompletionReward):
         return {"right": 1.0, "no answer": self.no_answer}.get(outcome, 0.0)
 
     def _asked(self, program: Program, **question: str | None) -> Any:
-        """Return the program's answer. Raises TimeoutError where time or memory, the recursion's as well, is spent."""
-        program.start()
-        try:
-            return program.ask(question, self.timeout_s + GRACE_S)
-        except ProgramEndedError as error:
-            raise TimeoutError from error
-        except ProgramError as error:
-            if error.kind in ("MemoryError", "RecursionError"):
-                raise TimeoutError from error
-            raise
+        """Return the program's answer. Raises TimeoutError."""
+        return program.ask_hostile(question, self.timeout_s + GRACE_S)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
-import regex
 from pydantic import Field, field_validator
 
-from stages.core.errors import DataError
-from stages.rewards.reward import Completion, CompletionReward
-
-TIMEOUT_S = 2.0
-"""Of one search: some patterns take time that grows exponentially with the text."""
+from stages.core.patterns import LIMIT_S, Patterns, pattern_problem
+from stages.rewards.reward import Completion, CompletionReward, RewardContext, Scores, scored_in_time
 
 
 class RegexReward(CompletionReward):
@@ -23,17 +21,23 @@ class RegexReward(CompletionReward):
     @field_validator("pattern")
     @classmethod
     def _is_pattern(cls, pattern: str) -> str:
-        try:
-            regex.compile(pattern)
-        except regex.error as error:
-            raise ValueError(f"is no regular expression: {error}") from error
+        if problem := pattern_problem(pattern):
+            raise ValueError(problem)
         return pattern
 
     def score(self, completion: Completion) -> float:
-        try:
-            return float(regex.search(self.pattern, completion.text, timeout=TIMEOUT_S) is not None)
-        except TimeoutError as error:
-            raise DataError(
-                f"the search for {self.pattern!r} takes over {TIMEOUT_S:g} s in a text of {len(completion.text)} "
-                "characters; write a pattern without repetitions of repetitions"
-            ) from error
+        with Patterns() as patterns:
+            try:
+                return self._score(patterns, completion)
+            except TimeoutError:
+                return 0.0
+
+    @contextmanager
+    def opened(self, name: str, context: RewardContext) -> Iterator[Scores]:
+        with Patterns() as patterns:
+            patterns.start()
+            yield scored_in_time(lambda completion: self._score(patterns, completion), name, context, LIMIT_S)
+
+    def _score(self, patterns: Patterns, completion: Completion) -> float:
+        """Raises TimeoutError."""
+        return float(patterns.first_matches([self.pattern], [completion.text], "search") == [0])

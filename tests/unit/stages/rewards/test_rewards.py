@@ -13,9 +13,10 @@ import psutil
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from stages.core import patterns
 from stages.core.errors import DataError
 from stages.data.documents import PlainText
-from stages.rewards import regex as regex_reward
+from stages.rewards import json_schema, regex
 from stages.rewards.judging import Judgement, Named, judging
 from stages.rewards.registry import AnyReward
 from stages.rewards.reward import Completion, Reward, RewardContext
@@ -81,16 +82,42 @@ def test_a_long_completion_is_punished_the_more_the_longer_it_is(num_tokens: int
     assert reward(type="length", max_tokens=100).score(completion("a", num_tokens=100)) == 0
 
 
-def test_a_pattern_that_takes_for_ever_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regex_reward, "TIMEOUT_S", 0.1)
-    with pytest.raises(DataError, match=r"takes over 0\.1 s in a text of 61 characters"):
-        reward(type="regex", pattern=r"(?:a|aa)+$").score(completion("a" * 60 + "!"))
+LOOPS = {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "string"}]}}, "$ref": "#/$defs/a"}
+DOUBLES = {f"a{number}": {"allOf": [{"$ref": f"#/$defs/a{number + 1}"}] * 2} for number in range(40)}
+ENDLESS: list[tuple[dict[str, Any], str]] = [
+    ({"type": "regex", "pattern": r"(?:a|aa)+$"}, "a" * 60 + "!"),
+    *(
+        ({"type": "json_schema", "json_schema": schema}, json.dumps(content))
+        for schema, content in (
+            ({"pattern": "^(a+)+$"}, "a" * 60 + "!"),
+            ({"patternProperties": {"^(a+)+$": {}}}, {"a" * 60 + "!": 1}),
+            ({"patternProperties": {"^(a+)+$": {}}, "additionalProperties": False}, {"a" * 60 + "!": 1}),
+            ({"$defs": {**DOUBLES, "a40": {}}, "$ref": "#/$defs/a0"}, 1),
+            (LOOPS, 1),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "text"), ENDLESS)
+def test_a_comparison_that_takes_for_ever_counts_as_wrong_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], text: str
+) -> None:
+    for module in (patterns, regex, json_schema):
+        monkeypatch.setattr(module, "LIMIT_S", 0.3)
+    warnings: list[str] = []
+    with reward(**config).opened("own", RewardContext({}, Path("/nowhere"), warnings.append)) as scores:
+        assert list(scores([completion(text), completion('"aa"'), completion(text)]))[::2] == [0, 0]
+    assert len(warnings) == 1
+    assert "the reward own: 2 of 3 comparisons took over 0.3 s" in warnings[0] or "3 of 3" in warnings[0]
+    assert reward(**config).score(completion(text)) == 0
 
 
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"type": "regex", "pattern": "("}, "is no regular expression"),
+        ({"type": "regex", "pattern": "("}, "is no regular expression: missing"),
+        ({"type": "regex", "pattern": "(?:(?:(?:(?:a{999}){999}){999}){999}){999}"}, "or too much memory, to be read"),
         ({"type": "json_schema", "json_schema": {"type": 5}}, "is no JSON Schema"),
         (
             {"type": "json_schema", "json_schema": {"$ref": "https://example.org/x"}},

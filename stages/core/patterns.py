@@ -1,0 +1,61 @@
+"""Try regular expressions from outside (a recipe, an adapter) on texts, within limits of time and memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Literal, Self
+
+from stages.core.program import Program, ProgramError
+
+LIMIT_S = 2.0
+"""CPU time of one call: some patterns take time that grows exponentially with the text."""
+GRACE_S = 2.0
+
+
+class PatternError(ValueError):
+    """A text that is no regular expression; says why."""
+
+
+class Patterns:
+    """A process that tries patterns; started when the first one is tried, ended with the block that it is used in."""
+
+    def __init__(self) -> None:
+        self._program = Program("stages.core.pattern_program", str(LIMIT_S))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._program.close()
+
+    def start(self) -> None:
+        """Start the process before it is needed."""
+        self._program.start()
+
+    def first_matches(
+        self, patterns: Sequence[str], texts: Sequence[str], how: Literal["search", "match", "fullmatch"]
+    ) -> list[int | None]:
+        """Return, for each text, the index of the first pattern that is found in it, as Python's `re` has it.
+
+        Raises PatternError, and TimeoutError where all of this takes over `LIMIT_S`, or too much memory.
+        """
+        question = {"patterns": patterns, "texts": texts, "how": how}
+        try:
+            found: list[int | None] = self._program.ask_hostile(question, LIMIT_S + GRACE_S)
+        except ProgramError as error:
+            raise PatternError(str(error)) from error
+        return found
+
+
+@functools.cache
+def pattern_problem(pattern: str) -> str | None:
+    """Return why a text is no regular expression that can be searched for; None for one that can."""
+    with Patterns() as patterns:
+        try:
+            patterns.first_matches([pattern], [""], "search")
+        except PatternError as error:
+            return f"is no regular expression: {error}"
+        except TimeoutError:
+            return f"takes over {LIMIT_S:g} s, or too much memory, to be read as a regular expression"
+    return None

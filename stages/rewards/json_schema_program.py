@@ -1,0 +1,35 @@
+"""Compares texts with a JSON Schema: `python -m stages.rewards.json_schema_program CPU_SECONDS`.
+
+A question has `schema` and `text`; its answer is whether the text is JSON that the schema describes. Patterns of a
+schema, its references to itself, and long lists of unique items may take any time.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from stages.core.program_loop import answer_questions
+
+MEMORY_BYTES = 2 << 30
+
+
+def begin() -> Callable[[dict[str, Any]], bool]:
+    """Import the library."""
+    from jsonschema.validators import validator_for
+
+    def is_described(question: dict[str, Any]) -> bool:
+        try:
+            content = json.loads(question["text"])
+        except (ValueError, RecursionError):
+            return False
+        validator: Any = validator_for(question["schema"])
+        return bool(validator(question["schema"]).is_valid(content))
+
+    return is_described
+
+
+if __name__ == "__main__":
+    answer_questions(begin, memory_bytes=MEMORY_BYTES, cpu_s=float(sys.argv[1]))
