@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 from collections.abc import Collection, Mapping
 from itertools import accumulate
@@ -25,6 +24,8 @@ from stages.adapters.headers import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from stages.adapters.sums import of_unchanged_base
 from stages.core.errors import ModelError
 from stages.core.files import write_atomically
+from stages.core.patterns import PatternError, Patterns
+from stages.core.redaction import shortened
 from stages.models.model_folder import follow_file_mask
 from stages.models.weight_files import weight_paths
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 MAGNITUDE = ".lora_magnitude_vector"
 NUM_NAMED = 5
+PATTERNS_LIMIT_S = 20.0
+"""For all patterns of an adapter and all its layers: EVA writes a pattern for each layer."""
 INNER = ".base_layer"
 """What PEFT puts behind the name of a module for all but the outmost adapter on its parameters."""
 COMPANIONS = ("tokenizer", "chat_template", "special_tokens", "added_tokens", "vocab", "merges", "trained_on")
@@ -105,7 +108,8 @@ def read_adapter(folder: Path) -> Adapter:
         for layer in layers
     }
     parameters = _parameters(set(factors), config, folder)
-    sizes = {layer: _rank_and_scaling(parameters.get(layer, layer), config) for layer in factors}
+    named = _ranks_and_scalings({"", *(parameters.get(layer, layer) for layer in factors)}, config, folder)
+    sizes = {layer: named[parameters.get(layer, layer)] for layer in factors}
     plain = {layer: len(factors[layer][0]) for layer in set(factors) - set(parameters)}
     if odd := [f"{layer} ({rank})" for layer, rank in plain.items() if rank != sizes[layer][0]]:
         raise ModelError(
@@ -114,7 +118,7 @@ def read_adapter(folder: Path) -> Adapter:
         )
     for layer in parameters:
         factors[layer] = _each_expert(*factors[layer], sizes[layer][0])
-    _, scaling = _rank_and_scaling("", config)
+    _, scaling = named[""]
     return Adapter(
         base=config.get("base_model_name_or_path") or "",
         factors=factors,
@@ -228,15 +232,31 @@ def _parameters(layers: set[str], config: Mapping[str, Any], folder: Path) -> di
     return found
 
 
-def _rank_and_scaling(name: str, config: Mapping[str, Any]) -> tuple[int, float]:
-    """Of a layer or parameter: a pattern may give it others than the rest has."""
+def _ranks_and_scalings(
+    names: Collection[str], config: Mapping[str, Any], folder: Path
+) -> dict[str, tuple[int, float]]:
+    """Return rank and scaling of layers or parameters: a pattern may give some others than the rest has."""
+    ordered = sorted(names)
+    with Patterns(PATTERNS_LIMIT_S) as patterns:
 
-    def own(field: str, default: Any) -> Any:
-        patterns = (config.get(field) or {}).items()
-        return next((value for pattern, value in patterns if re.match(rf"(.*\.)?({pattern})$", name)), default)
+        def own(field: str, default: Any) -> list[Any]:
+            values = config.get(field) or {}
+            if not values:
+                return [default] * len(ordered)
+            try:
+                # As PEFT has it, which would try a pattern that takes for ever.
+                numbers = patterns.first_matches([rf"(.*\.)?({key})$" for key in values], ordered, "match")
+            except (PatternError, TimeoutError) as error:
+                reason = str(error) or f"takes over {PATTERNS_LIMIT_S:g} s, or too much memory"
+                raise ModelError(
+                    f"{folder / CONFIG_FILE}: a pattern of {field} cannot be compared with the names of layers: "
+                    f"{shortened(reason, 200)}; expected names of layers, or short regular expressions"
+                ) from error
+            return [default if number is None else [*values.values()][number] for number in numbers]
 
-    rank, alpha = own("rank_pattern", config["r"]), own("alpha_pattern", config["lora_alpha"])
-    return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        ranks, alphas = own("rank_pattern", config["r"]), own("alpha_pattern", config["lora_alpha"])
+    root = math.sqrt if config.get("use_rslora") else float
+    return {name: (rank, alpha / root(rank)) for name, rank, alpha in zip(ordered, ranks, alphas, strict=True)}
 
 
 def _each_expert(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:

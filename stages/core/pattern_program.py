@@ -17,7 +17,7 @@ MEMORY_BYTES = 1 << 30
 
 
 def begin(cpu_s: float) -> Callable[[dict[str, Any]], list[int | None]]:
-    """Import the library. A question has `patterns`, `texts`, and `how` they are compared: search, match or fullmatch."""
+    """Import the library. A question has `patterns`, `texts`, and `how` to compare them: search, match or fullmatch."""
     import regex
 
     compiled = functools.lru_cache(regex.compile)

@@ -9,7 +9,7 @@ from typing import Literal, Self
 from stages.core.program import Program, ProgramError
 
 LIMIT_S = 2.0
-"""CPU time of one call: some patterns take time that grows exponentially with the text."""
+"""Some patterns take time that grows exponentially with the text."""
 GRACE_S = 2.0
 
 
@@ -20,8 +20,10 @@ class PatternError(ValueError):
 class Patterns:
     """A process that tries patterns; started when the first one is tried, ended with the block that it is used in."""
 
-    def __init__(self) -> None:
-        self._program = Program("stages.core.pattern_program", str(LIMIT_S))
+    def __init__(self, limit_s: float) -> None:
+        """limit_s: CPU time of one call."""
+        self._limit_s = limit_s
+        self._program = Program("stages.core.pattern_program", str(limit_s))
 
     def __enter__(self) -> Self:
         return self
@@ -38,11 +40,11 @@ class Patterns:
     ) -> list[int | None]:
         """Return, for each text, the index of the first pattern that is found in it, as Python's `re` has it.
 
-        Raises PatternError, and TimeoutError where all of this takes over `LIMIT_S`, or too much memory.
+        Raises PatternError, and TimeoutError where all of this takes over the limit, or too much memory.
         """
         question = {"patterns": patterns, "texts": texts, "how": how}
         try:
-            found: list[int | None] = self._program.ask_hostile(question, LIMIT_S + GRACE_S)
+            found: list[int | None] = self._program.ask_hostile(question, self._limit_s + GRACE_S)
         except ProgramError as error:
             raise PatternError(str(error)) from error
         return found
@@ -51,7 +53,7 @@ class Patterns:
 @functools.cache
 def pattern_problem(pattern: str) -> str | None:
     """Return why a text is no regular expression that can be searched for; None for one that can."""
-    with Patterns() as patterns:
+    with Patterns(LIMIT_S) as patterns:
         try:
             patterns.first_matches([pattern], [""], "search")
         except PatternError as error:

@@ -26,7 +26,7 @@ class RegexReward(CompletionReward):
         return pattern
 
     def score(self, completion: Completion) -> float:
-        with Patterns() as patterns:
+        with Patterns(LIMIT_S) as patterns:
             try:
                 return self._score(patterns, completion)
             except TimeoutError:
@@ -34,7 +34,7 @@ class RegexReward(CompletionReward):
 
     @contextmanager
     def opened(self, name: str, context: RewardContext) -> Iterator[Scores]:
-        with Patterns() as patterns:
+        with Patterns(LIMIT_S) as patterns:
             patterns.start()
             yield scored_in_time(lambda completion: self._score(patterns, completion), name, context, LIMIT_S)
 

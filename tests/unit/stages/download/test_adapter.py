@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from stages.adapters import files
 from stages.adapters.config import AdapterConfig
 from stages.adapters.lora import add_adapter
 from stages.adapters.start import go_on_with, read_start
@@ -174,6 +175,9 @@ def not_a_number(name, tensor):
     return torch.full_like(tensor, torch.nan) if "layers.1.mlp.up_proj.lora_A" in name else tensor
 
 
+ENDLESS = r"(?:[a-z._\d]|[a-z._\d]{2})+[A-Z]"
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -189,13 +193,20 @@ def not_a_number(name, tensor):
         (with_config(init_lora_weights="pissa_niter_16"), "pissa_niter_16, which has changed its base"),
         (with_config(base_model_name_or_path="sft-00000000dead"), "was trained on sft-00000000dead, not on base-01"),
         (with_config(rank_pattern={"q_proj": 2}), r"q_proj \(4\).* has another rank than adapter_config.json gives it"),
+        (
+            with_config(rank_pattern={ENDLESS: 2}),
+            "a pattern of rank_pattern cannot be compared .*: takes over 0.3 s",
+        ),
+        (with_config(alpha_pattern={ENDLESS: 2}), "a pattern of alpha_pattern cannot be compared .*: takes over 0.3 s"),
+        (with_config(rank_pattern={"q_(": 2}), r"a pattern of rank_pattern .*: missing \)"),
         (with_config(alora_invocation_tokens=[1, 2]), "with alora_invocation_tokens: "),
         (with_config(something_new=True), "with something_new: True"),
         (with_config(peft_type="IA3"), "is a IA3"),
         (with_config(bias="all"), "with bias: all"),
     ],
 )
-def test_what_is_no_adapter_of_its_base_is_refused_by_name(base, original, tmp_path, damage, said):
+def test_what_is_no_adapter_of_its_base_is_refused_by_name(base, original, tmp_path, monkeypatch, damage, said):
+    monkeypatch.setattr(files, "PATTERNS_LIMIT_S", 0.3)
     damaged = shutil.copytree(original, tmp_path / "damaged")
     damage(damaged)
     with pytest.raises((ModelError, DownloadError), match=said):
