@@ -11,6 +11,10 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from stages.core.errors import ModelError
+from stages.data.growth import Growth, check_tokenizer_file
+
+EXAMPLES = "a0."
+"""Any text shows what is put around it; the first of these that the normalizer does not make huge."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
     """Of a model artifact's `model/`. Raises ModelError when there is no usable tokenizer."""
     from transformers import AutoTokenizer
 
+    check_tokenizer_file(folder)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises nothing more special, and Transformers anything
@@ -47,7 +52,11 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
         )
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
-    example = tokenizer("a", return_special_tokens_mask=True)
+    growth = Growth.of(tokenizer.backend_tokenizer)
+    letter = next((letter for letter in EXAMPLES if growth.problem(letter) is None), None)
+    if letter is None:
+        raise ModelError(f"the tokenizer in {folder} {growth.problem(EXAMPLES[0])}")
+    example = tokenizer(letter, return_special_tokens_mask=True)
     special = zip(example["input_ids"], example["special_tokens_mask"], strict=True)
     return LoadedTokenizer(
         tokenizer.backend_tokenizer,

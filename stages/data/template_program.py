@@ -40,7 +40,6 @@ CPU_S_PER_MESSAGE = 3e-5
 """Of those that `renderings` counts, on a slow core: work that grows with the square of the turns is no fault."""
 GRACE_CPU_S = 1
 """Between the limit that Python's own steps notice and the one that ends the process, for steps of C."""
-UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 
 Answered = TypeVar("Answered")
 
@@ -56,6 +55,7 @@ class _Templates:
         self._compiled: dict[str, ProvedTemplate] = {}
         self._memory = os.open("/proc/self/statm", os.O_RDONLY)
         self._page_bytes = os.sysconf("SC_PAGE_SIZE")
+        self._outer = {limit: resource.getrlimit(limit) for limit in (resource.RLIMIT_AS, resource.RLIMIT_CPU)}
 
     def answer(self, question: dict[str, Any]) -> Any:
         """Return `answers` to the first conversations, at least one, and the `cpu_s` that they took.
@@ -109,9 +109,8 @@ class _Templates:
     def _limited(self, cpu_s: float, memory_bytes: int, work: Callable[..., Answered], *arguments: Any) -> Answered:
         """Return `work(*arguments)`. Raises _LimitError when it takes more of the processor or the memory."""
         num_pages = int(os.pread(self._memory, 32, 0).split(maxsplit=1)[0])
-        resource.setrlimit(resource.RLIMIT_AS, (num_pages * self._page_bytes + memory_bytes, resource.RLIM_INFINITY))
-        end_s = int(time.process_time() + cpu_s) + GRACE_CPU_S
-        resource.setrlimit(resource.RLIMIT_CPU, (end_s, resource.RLIM_INFINITY))
+        self._lower(resource.RLIMIT_AS, num_pages * self._page_bytes + memory_bytes)
+        self._lower(resource.RLIMIT_CPU, int(time.process_time() + cpu_s) + GRACE_CPU_S)
         try:
             return within(cpu_s, work, *arguments)
         except TimeLimitError:
@@ -119,8 +118,13 @@ class _Templates:
         except MemoryError:
             raise _LimitError(f"takes more than {memory_bytes >> 20} MiB of memory") from None
         finally:
-            resource.setrlimit(resource.RLIMIT_AS, UNLIMITED)
-            resource.setrlimit(resource.RLIMIT_CPU, UNLIMITED)
+            for limit, outer in self._outer.items():
+                resource.setrlimit(limit, outer)
+
+    def _lower(self, limit: int, value: int) -> None:
+        """Set a limit for now; one that this process was started with holds where it is lower."""
+        soft, hard = self._outer[limit]
+        resource.setrlimit(limit, (value if soft == resource.RLIM_INFINITY else min(value, soft), hard))
 
 
 def _compiled(source: dict[str, Any]) -> ProvedTemplate:

@@ -17,14 +17,19 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from stages.core.errors import DataError
+from stages.core.redaction import quoted
 from stages.core.strict import StrictModel
 from stages.data.config import DEFAULT_DATE, SpecialTokensPolicy
 from stages.data.documents import Conversation, Document, PlainText, Span
+from stages.data.growth import Growth
 from stages.data.loaded_tokenizer import load_tokenizer
 from stages.data.messages import RowError
 from stages.data.special_tokens import SpecialTokens
 from stages.data.templates import ChatTemplate, Rendered, Work, load_chat_template
 from stages.data.tool_prompt import ToolPrompt
+
+BATCH_CHARACTERS = 1 << 20
+"""Of texts that are tokenized together: each token takes some 100 bytes until its id and its place are copied."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,10 @@ class TokenizerNotes(StrictModel):
         )
 
 
+class TokenizerError(DataError):
+    """Raised where a tokenizer fails on one of the texts that it is given."""
+
+
 @dataclass(frozen=True)
 class _Asked:
     """A conversation as the template gets it."""
@@ -98,6 +107,7 @@ class DocumentTokenizer:
         self._tokenizer = load_tokenizer(folder)
         self._backend = self._tokenizer.backend_tokenizer
         self._content = SpecialTokens(self._backend, special_tokens_in_content)
+        self._growth = Growth.of(self._backend)
         self.teaches_to_stop: bool | None = None
         """Whether the assistant's turns end with a special token; None before the first conversation was rendered."""
 
@@ -212,6 +222,7 @@ class DocumentTokenizer:
         else:
             text = self.template.render_text(self._shielded(document), add_generation_prompt=True)
             begin = ()
+        self._check_growth(text)
         return self._content.unshielded(text), [*begin, *self._content.encode(text)[0]]
 
     def tool_prompt(self, question: Conversation, learned: Sequence[int]) -> ToolPrompt | None:
@@ -234,15 +245,35 @@ class DocumentTokenizer:
         )
 
     def encode(self, documents: Sequence[Rendered]) -> list[Tokens]:
-        """Tokenize many at once (in parallel threads). Raises DataError for plain text without an end-of-text token."""
+        """Tokenize many at once (in parallel threads).
+
+        Raises DataError for plain text without an end-of-text token, and where the tokenizer fails.
+        """
+        tokens: list[Tokens] = []
+        begin = num_characters = 0
+        for end, document in enumerate(documents, 1):
+            num_characters += len(document.text)
+            if num_characters > BATCH_CHARACTERS or end == len(documents):
+                tokens += self._encoded(documents[begin:end])
+                begin, num_characters = end, 0
+        return tokens
+
+    def _encoded(self, documents: Sequence[Rendered]) -> list[Tokens]:
         texts = ["" if document.is_shielded else document.text for document in documents]
-        encodings = self._backend.encode_batch(texts, add_special_tokens=False)
-        return [
-            self._tokens(*self._content.encode(document.text), document)
-            if document.is_shielded
-            else self._tokens(encoding.ids, encoding.offsets, document)
-            for encoding, document in zip(encodings, documents, strict=True)
-        ]
+        try:
+            encodings = self._backend.encode_batch(texts, add_special_tokens=False)
+            return [
+                self._tokens(*self._content.encode(document.text), document)
+                if document.is_shielded
+                else self._tokens(encoding.ids, encoding.offsets, document)
+                for encoding, document in zip(encodings, documents, strict=True)
+            ]
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of the library, for a pattern that takes too many steps
+                raise
+            raise TokenizerError(
+                f"the tokenizer in {self._folder} fails on a text: {quoted(str(error), 200)}; use another tokenizer"
+            ) from error
 
     def num_bytes(self, text: Rendered) -> int:
         """Of the text as people wrote it, in UTF-8."""
@@ -254,19 +285,18 @@ class DocumentTokenizer:
         asked = [ready for ready in prepared if isinstance(ready, _Asked)]
         answers = self.template.rendered([(ready.work, ready.conversation) for ready in asked]) if asked else iter(())
         for ready, (_, as_one) in zip(prepared, documents, strict=True):
-            if not isinstance(ready, _Asked):
-                yield ready
-                continue
-            outcome = next(answers)
+            outcome = next(answers) if isinstance(ready, _Asked) else ready
             try:
-                if not isinstance(outcome, RowError) and as_one:
-                    outcome = (self.template.as_one(outcome),)
+                if isinstance(outcome, RowError):
+                    raise outcome
+                if isinstance(ready, _Asked):
+                    texts = (self.template.as_one(outcome),) if as_one else outcome
+                    outcome = tuple(self._noted(text, is_shielded=ready.is_shielded) for text in texts)
+                for rendered in outcome:
+                    self._check_growth(rendered.text)
             except RowError as error:
                 outcome = error
-            if isinstance(outcome, RowError):
-                yield outcome
-            else:
-                yield tuple(self._noted(text, is_shielded=ready.is_shielded) for text in outcome)
+            yield outcome
 
     def _prepared(self, document: Document, as_one: bool) -> _Asked | tuple[Rendered] | RowError:
         """Return what to ask the template; the text itself of a plain one; or what is wrong."""
@@ -280,6 +310,11 @@ class DocumentTokenizer:
             return RowError("has a turn that is not to be learned, but `train_on: all` learns everything")
         work: Work = "text" if self._train_on == "all" else "together" if as_one else self._turns
         return _Asked(work, shielded, is_shielded=shielded is not document)
+
+    def _check_growth(self, text: str) -> None:
+        """Raise RowError for a text that the tokenizer would make too long."""
+        if problem := self._growth.problem(text):
+            raise RowError(f"cannot be tokenized: the model's tokenizer {problem}")
 
     def _noted(self, rendered: Rendered, *, is_shielded: bool) -> Rendered:
         if self.teaches_to_stop is None:

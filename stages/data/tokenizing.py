@@ -24,7 +24,7 @@ from stages.data.portion import Portion
 from stages.data.row_fields import Unread
 from stages.data.seen_rows import RowDigests
 from stages.data.templates import Rendered, TemplateLimitError
-from stages.data.tokenizer import DocumentTokenizer
+from stages.data.tokenizer import DocumentTokenizer, TokenizerError, Tokens
 from stages.data.tool_prompt import ToolPrompt
 from stages.data.unit_arrays import Units
 from stages.data.units import OverLong, Unit, check_learnable
@@ -92,7 +92,7 @@ class PartTokenizer:
             if self._found.bad_rows and self._task.config.on_bad_rows == "fail":
                 continue  # it will fail: only look for further bad rows, which is much faster
             texts = [document for _, units, _, _ in chunk for unit in units for document in unit]
-            encoded = self.tokenizer.encode(texts)
+            encoded = self._encoded(chunk, texts)
             if self._task.config.packing == "cut":
                 self._found.num_text_tokens += sum(map(len, encoded))
                 self._found.num_text_bytes += sum(map(self.tokenizer.num_bytes, texts))
@@ -103,6 +103,18 @@ class PartTokenizer:
                 yield self._finished(part, None)
                 num_earlier += 1
         yield self._finished(part, num_earlier)
+
+    def _encoded(self, chunk: list[RenderedRow], texts: list[Rendered]) -> list[Tokens]:
+        """Return the tokens of a chunk's texts. Raises DataError that names a row where the tokenizer fails."""
+        try:
+            return self.tokenizer.encode(texts)
+        except TokenizerError:
+            for place, units, _, _ in chunk:
+                try:
+                    self.tokenizer.encode([document for unit in units for document in unit])
+                except TokenizerError as error:
+                    raise DataError(f"{place}: {error}") from error
+            raise
 
     def _begin(self) -> None:
         self._found = _Found(over_long_of(self._task.config))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.core.errors import ModelError
+from stages.data.growth import check_tokenizer_file
 from stages.models.config_check import vocabulary_size
 
 SENTENCE = "The sum of 27 and 15 is 42, she said. "
@@ -22,6 +23,7 @@ def check_tokenizer(folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
     """
     from transformers import AutoTokenizer
 
+    check_tokenizer_file(folder, SENTENCE * REPETITIONS)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         once = tokenizer(SENTENCE, add_special_tokens=False)["input_ids"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from datetime import date
 from pathlib import Path
 
@@ -115,6 +117,18 @@ def test_the_process_has_neither_secrets_nor_other_libraries(monkeypatch):
     assert b"SOME_TOKEN" not in (process / "environ").read_bytes()
     mapped = (process / "maps").read_text()
     assert not any(library in mapped for library in ("torch", "numpy", "tokenizers", "pydantic"))
+
+
+def test_limits_that_a_user_has_set_are_kept():
+    """Here a hard limit of memory, which no process may raise."""
+    program = (
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))\n"
+        "from stages.data.documents import Conversation\nfrom stages.data.templates import ChatTemplate\n"
+        "template = ChatTemplate('{{ messages[0].content }}', {}, [], 'it')\n"
+        "print([template.render_text(Conversation([{'role': 'user', 'content': text}])) for text in 'ab'])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "['a', 'b']\n"
 
 
 def test_the_error_names_the_template(small_limits):

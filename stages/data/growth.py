@@ -1,0 +1,154 @@
+"""How long a tokenizer makes texts, found out before it does: it comes with a model, and is data of others.
+
+Forty steps of a normalizer that double a letter fill any memory. What a step can do at most follows from its kind.
+Where all steps together could do too much, short slices of a text go through them one by one, and are measured.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, models
+
+from stages.core.errors import ModelError
+
+MAX_GROWTH = 16
+SPARE_BYTES = 1 << 16
+"""A text may become `MAX_GROWTH` times as long as it is in UTF-8, and this longer. Compatibility forms (NFKC) make one
+character 11 times as long."""
+MAX_CHAIN_GROWTH = 64
+"""Of pre-tokenizers and of decoders, which take all of a text and are not measured."""
+SLICE_CHARACTERS = 1 << 10
+MAX_SLICE_BYTES = 1 << 20
+
+FACTORS = {
+    "NFC": 3.0,
+    "NFD": 3.0,
+    "NFKC": 11.0,
+    "NFKD": 11.0,
+    "Lowercase": 1.5,
+    "BertNormalizer": 3.0,
+    "ByteLevel": 2.0,
+    "Metaspace": 4.0,
+}
+"""How many times as long a step makes a text at most, in bytes; 1 where its kind is not here."""
+CHAINS = ("normalizers", "pretokenizers", "decoders")
+
+Step = Mapping[str, Any]
+
+
+class Growth:
+    """The steps of one normalizer."""
+
+    def __init__(self, normalizer: Step | None) -> None:
+        """normalizer: as in a `tokenizer.json`."""
+        self._steps = [(step, _factor(step)) for step in _steps(normalizer)]
+        self._factor = math.prod(factor for _, factor in self._steps)
+
+    @classmethod
+    def of(cls, backend: Tokenizer) -> Growth:
+        """Return that of a loaded tokenizer."""
+        return cls(_state(backend.normalizer))
+
+    def problem(self, text: str) -> str | None:
+        """Return what is wrong with a text that would become too long, to go on from "the tokenizer "; or None."""
+        if self._factor <= MAX_GROWTH or len(text) * 4 * self._factor <= SPARE_BYTES:
+            return None
+        num_bytes = len(text.encode())
+        left: float = SPARE_BYTES + MAX_GROWTH * num_bytes
+        if num_bytes * self._factor <= left:
+            return None
+        if any(step["type"] == "Prepend" for step, _ in self._steps):
+            # It stands before each part of a text that ends with a special token, of at least one letter.
+            left -= len(text) // 2 * self._normalized_bytes("a")
+        for begin in range(0, len(text), SLICE_CHARACTERS):
+            left -= self._normalized_bytes(text[begin : begin + SLICE_CHARACTERS])
+            if left < 0:
+                return (
+                    f"makes more than {MAX_GROWTH} times as many bytes of a text as its {num_bytes:,} (its normalizer "
+                    f"has {len(self._steps)} steps), which could fill the memory; use another tokenizer"
+                )
+        return None
+
+    def _normalized_bytes(self, text: str) -> float:
+        """Return how long a slice becomes, in bytes; infinity as soon as a step could make it too long."""
+        for built, (step, factor) in zip(self._built, self._steps, strict=True):
+            num_bytes = len(text.encode())
+            if step["type"] == "Prepend":
+                most = num_bytes + factor
+            elif old := step.get("pattern", {}).get("String"):  # its factor is that of a text of nothing else
+                most = num_bytes + text.count(old) * len(step["content"].encode())
+            else:
+                most = num_bytes * factor
+            if most > MAX_SLICE_BYTES:
+                return math.inf
+            text = built.normalize_str(text)
+        return len(text.encode())
+
+    @cached_property
+    def _built(self) -> list[Any]:
+        """Each step alone, as the library runs it."""
+        empty = json.loads(Tokenizer(models.BPE()).to_str())
+        return [Tokenizer.from_str(json.dumps({**empty, "normalizer": step})).normalizer for step, _ in self._steps]
+
+
+def check_tokenizer_file(folder: Path, *texts: str) -> None:
+    """Raise ModelError where loading a model's `tokenizer.json`, or encoding one of `texts`, could fill the memory.
+
+    What the file is besides is for who loads it to find out. Loading normalizes the tokens that are added.
+    """
+    try:
+        content = json.loads((folder / "tokenizer.json").read_bytes())
+        growth = Growth(content.get("normalizer"))
+        added = [token["content"] for token in content.get("added_tokens") or () if token.get("normalized")]
+        for part in ("pre_tokenizer", "decoder"):
+            if (factor := _product(_steps(content.get(part)))) > MAX_CHAIN_GROWTH:
+                raise ModelError(
+                    f"the `{part}` of the tokenizer in {folder} could make a text {factor:,.0f} times as long; "
+                    f"expected at most {MAX_CHAIN_GROWTH}; use another tokenizer"
+                )
+        problems = [problem for text in (*added, *texts) if (problem := growth.problem(text))]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return
+    if problems:
+        raise ModelError(f"the tokenizer in {folder} {problems[0]}")
+
+
+def _state(part: Any) -> Step | None:
+    return None if part is None else json.loads(part.__getstate__())
+
+
+def _steps(part: Step | None) -> Iterator[Step]:
+    """Yield the steps of a normalizer, or of another part, in order."""
+    if part is None:
+        return
+    chain = next((part[name] for name in CHAINS if name in part), None)
+    if chain is None:
+        yield part
+    for step in chain or ():
+        yield from _steps(step)
+
+
+def _product(steps: Iterable[Step]) -> float:
+    return math.prod(map(_factor, steps))
+
+
+def _factor(step: Step) -> float:
+    """Return how many times as long a step makes a text at most, in bytes."""
+    kind = step["type"]
+    if kind == "Prepend":
+        return 1.0 + len(step["prepend"].encode())
+    if kind == "Replace":
+        new, old = len(step["content"].encode()), len(step["pattern"].get("String", "").encode())
+        return max(1.0, new / old) if old else 1.0 + new  # a pattern may match nothing, before every character
+    if kind == "Precompiled":
+        charsmap = base64.b64decode(step["precompiled_charsmap"])
+        begin = 4 + int.from_bytes(charsmap[:4], "little")  # behind a trie: what characters are replaced by
+        return float(max(1, *map(len, charsmap[begin:].split(b"\0"))))
+    return FACTORS.get(kind, 1.0)
