@@ -142,7 +142,7 @@ class PartTokenizer:
                     yield row.place, units, is_good, margin
                 except RowError as error:
                     self._found.bad_rows.append((row.place, str(error)))
-                except TemplateLimitError as error:
+                except (TemplateLimitError, TokenizerError) as error:
                     raise DataError(f"{row.place}: {error}") from error
 
     def _read(self, row: Row | BadRow) -> Sequence[Document] | RowError:
