@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from flows.planning.model_shape import download_of
+from flows.planning.model_shape import download_of, read_known_config
 from flows.planning.outside import Outside
 from flows.recipe.recipe import Recipe
 from flows.recipe.version import identity_of, version_of
@@ -18,7 +18,6 @@ from stages.core.errors import LayoutError, LifecycleError, RecipeError
 from stages.data.templates import read_template
 from stages.download.config import DownloadConfig
 from stages.engines.megatron.families import check_supported
-from stages.hubs.registry import read_model_config
 from stages.models.config_check import check_config, check_unquantized, code_not_run
 from stages.models.model_config import CONFIG_FILE, max_positions, read_config
 from stages.models.model_folder import check_model_folder
@@ -55,7 +54,9 @@ def _check(recipe: Recipe, name: str, config: TrainConfig, outside: Outside, ind
     download = download_of(recipe, name)
     source = recipe.stages[download]
     assert isinstance(source, DownloadConfig)
-    model_config = _local_config(source, outside.get(download, {}), index)
+    if download not in outside:
+        return
+    model_config = _local_config(source, outside[download], index)
     if model_config is None:
         return
     check_config(model_config, f"the config of {source.source}")
@@ -82,6 +83,4 @@ def _local_config(source: DownloadConfig, outside: dict[str, Any], index: Index)
     artifact = index.find(source.kind, version_of(identity_of(source, {}, outside)))
     if artifact and not artifact.damage and (artifact.folder / "model" / CONFIG_FILE).is_file():
         return read_config(artifact.folder / "model")
-    if source.source.hub in ("file", "builtin") and "revision" in outside:
-        return read_model_config(source.source, str(outside["revision"]))
-    return None
+    return read_known_config(source, outside) if source.source.hub in ("file", "builtin") else None

@@ -21,7 +21,7 @@ from stages.download.config import DownloadConfig
 from stages.hubs.answers import Answers
 from stages.hubs.registry import read_model_config
 from stages.models.known_models import known_model
-from stages.models.model_config import read_config, shape_of_config
+from stages.models.model_config import CONFIG_FILE, read_config, shape_of_config
 from stages.models.shape import ModelShape
 
 
@@ -39,6 +39,8 @@ def download_of(recipe: Recipe, stage: str) -> str:
 class ModelConfigs:
     """The `config.json` of each model that the stages in `outside` download, which its hub is asked for once.
 
+    A download that is not in `outside` has none.
+
     limit_s: for all of them together; what has not come by then is taken for what never comes.
     """
 
@@ -53,6 +55,8 @@ class ModelConfigs:
         Raises DownloadError or ModelError when it cannot be read.
         """
         if name not in self._answers:
+            if name not in self._outside:
+                return None
             self._answers.ask(name, partial(self._read, _download(self._recipe, name), self._outside[name]))
         try:
             return self._answers.of(name)
@@ -69,14 +73,27 @@ class ModelConfigs:
         source = str(_download(self._recipe, name).model)
         known = known_model(source)
         if known is None:
-            raise TransientError(f"the hub of {source} does not answer, and no table has it")
+            raise TransientError(
+                f"cannot read the {CONFIG_FILE} of {source} yet: its hub has not answered, and no table of published "
+                "models has it; `lifecycle run` waits longer"
+            )
         return known
 
     def _read(self, config: DownloadConfig, outside: dict[str, JsonValue]) -> dict[str, Any] | None:
         artifact = self._index.find(config.kind, version_of(identity_of(config, {}, outside)))
         if artifact and not artifact.damage:
             return read_config(artifact.folder / "model")
-        return read_model_config(config.source, str(outside["revision"])) if "revision" in outside else None
+        return read_known_config(config, outside)
+
+
+def read_known_config(config: DownloadConfig, outside: dict[str, JsonValue]) -> dict[str, Any] | None:
+    """Read the `config.json` of a model from its source; None where a hub has not said which revision is meant.
+
+    That of files on this machine needs none: it is read while the weights beside it are still being hashed.
+    """
+    if "revision" not in outside and config.source.hub != "file":
+        return None
+    return read_model_config(config.source, str(outside.get("revision")))
 
 
 def _download(recipe: Recipe, name: str) -> DownloadConfig:

@@ -11,7 +11,9 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from flows.recipe.recipe import Recipe
+from flows.recipe.version import identity_of
 from flows.store.content import hash_path, outside_files
+from flows.store.record import Index
 from stages.core.contract import StageConfig
 from stages.core.errors import EvaluationError, LifecycleError, RecipeError, TransientError
 from stages.core.redaction import shortened
@@ -69,6 +71,20 @@ def resolve_outside(
             else:
                 raise
     return outside
+
+
+def as_built_before(recipe: Recipe, name: str, index: Index) -> Resolved | None:
+    """Return the outside inputs of a stage with the versions of programs that its nearest artifact was built with.
+
+    For a stage whose programs are missing now: what is built already needs none of them. None for one never built.
+    """
+    config = recipe.stages[name]
+    nearest = index.nearest(config.kind, name, identity_of(config, dict.fromkeys(recipe.upstream_of(name), ""), {}))
+    if nearest is None:
+        return None
+    before = nearest.record.identity["outside"]
+    assert isinstance(before, dict)
+    return {**before, **{field: hash_path(path) for field, path in config.outside_paths().items()}}
 
 
 def _unreadable_paths(stages: Mapping[str, StageConfig]) -> Iterator[tuple[str, LifecycleError]]:

@@ -17,7 +17,7 @@ from flows.planning.input_check import check_first_inputs
 from flows.planning.layout_choice import choose_layouts
 from flows.planning.model_check import check_models
 from flows.planning.model_shape import ModelConfigs
-from flows.planning.outside import resolve_outside
+from flows.planning.outside import as_built_before, resolve_outside
 from flows.planning.plan import Plan, chosen_stages, plan
 from flows.planning.problems import Problems
 from flows.planning.publishing import check_publishing
@@ -28,7 +28,7 @@ from flows.recipe.recipe import Recipe, load_recipe
 from flows.recipe.text import without_secrets
 from flows.running.comparison import Comparison
 from flows.store.store import Store
-from stages.core.errors import LifecycleError
+from stages.core.errors import LifecycleError, ResourceError
 from stages.core.redaction import redact, secrets_in
 from stages.hubs.answers import PLANNING_LIMIT_S
 
@@ -94,9 +94,14 @@ def _plan_of(recipe: Recipe, request: RefreshRequest, *, may_be_unreachable: boo
     with problems.noted():
         check_gates(recipe, chosen)
     outside = resolve_outside(recipe, chosen, unreachable, failed)
-    for error in failed.values():
-        problems.add(error)
-    configs = ModelConfigs(recipe, outside, index, PLANNING_LIMIT_S if may_be_unreachable else None)
+    without_programs = {name: error for name, error in failed.items() if isinstance(error, ResourceError)}
+    for name, error in failed.items():
+        built = as_built_before(recipe, name, index) if name in without_programs else None
+        if built is None:
+            problems.add(error)
+        outside[name] = built or {}
+    sound = {name: resolved for name, resolved in outside.items() if name not in failed}
+    configs = ModelConfigs(recipe, sound, index, PLANNING_LIMIT_S if may_be_unreachable else None)
     with problems.noted():
         check_quantizing(recipe, chosen, configs)
     unasked: list[str] = []
@@ -107,11 +112,16 @@ def _plan_of(recipe: Recipe, request: RefreshRequest, *, may_be_unreachable: boo
         notes += map(str, choices)
     unusual: list[str] = []
     with problems.noted():
-        unusual = check_models(recipe, outside, index)
+        unusual = check_models(recipe, sound, index)
     planned = plan(recipe, outside, index, force=request.force, until=request.until, unreachable=unreachable or {})
+    for name, error in without_programs.items():
+        if planned.stages[name].action == "run":
+            problems.add(error)
+        else:
+            notes.append(f"{name}: cached, and could not be built again here: {error}")
     will_run = [name for name, stage in planned.stages.items() if stage.action == "run"]
     with problems.noted():
-        check_first_inputs(recipe, will_run, outside, index)
+        check_first_inputs(recipe, will_run, sound, index)
     with problems.noted():
         check_devices(planned)
     with problems.noted():

@@ -1,10 +1,12 @@
 """`layout: auto`: what it becomes, and that the version is that of the layout it became."""
 
+import json
+
 import pytest
 
 from flows.planning.layout_choice import MUCH_FASTER, choose_layouts
 from flows.planning.model_shape import ModelConfigs, download_of
-from stages.core.errors import LayoutError, RecipeError
+from stages.core.errors import LayoutError, RecipeError, TransientError
 from stages.hubs.builtin.catalog import BUILTINS
 from stages.models.model_config import shape_of_config
 from stages.parallel.layout import AutoLayout, describe_layout
@@ -43,6 +45,18 @@ def test_a_much_faster_engine_is_named_and_a_slower_one_is_not(recipe, store):
     assert f"faster with another `engine`: {best.text} (" in str(slower)
     assert faster.other_engine is None
     assert "another" not in str(faster)
+
+
+def test_the_config_of_a_model_here_is_read_while_its_weights_are_still_being_hashed(recipe, store, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(BUILTINS["qwen3-1m"].sizes))
+    outside = {**OUTSIDE, "base": {}}
+    here = recipe(base={"model": f"file://{tmp_path / 'model'}"})
+    shape = ModelConfigs(here, outside, store.index(), 0.5).shape_of("base")
+    assert shape == shape_of_config(BUILTINS["qwen3-1m"].sizes)
+    elsewhere = recipe(base={"model": "hf://org/name"})
+    with pytest.raises(TransientError, match=r"cannot read the config\.json of hf://org/name yet: its hub has not ans"):
+        ModelConfigs(elsewhere, outside, store.index(), 0.5).shape_of("base")
 
 
 def test_the_version_is_that_of_the_chosen_layout(recipe, store, make_plan):
