@@ -68,13 +68,14 @@ def choose_layouts(
                     raise
                 unreachable[name] = f"stages.{name}.layout: auto, which needs the model's sizes: {error}"
                 continue
-            choice = _choose(name, config, shape)
+            choice = choose_layout(name, config, shape)
             chosen[name] = config.model_copy(update={"layout": choice.candidates[0].layout})
             choices.append(choice)
     return replace(recipe, stages=chosen), choices
 
 
-def _choose(name: str, config: TrainConfig, shape: ModelShape) -> LayoutChoice:
+def choose_layout(name: str, config: TrainConfig, shape: ModelShape) -> LayoutChoice:
+    """Return the fastest layouts of a stage on this machine. Raises LayoutError when none fits, and ResourceError."""
     counts = _process_counts(config)
     requests = [SearchRequest(shape, config.workload, _hardware(name, count), count, ENGINES) for count in counts]
     found = [candidate for request in requests for candidate in fitting_layouts(request)]

@@ -1,79 +1,50 @@
-"""A person's rows → a first recipe for them, with a task of their own held-out rows. Reads the file; writes nothing.
+"""A person's rows → a first recipe for them, with a task of their own held-out rows. Writes nothing.
 
 What it proposes is a place to start from, said with its reason in a comment: sizes follow from the rows, the learning
-rate from the size of the model and the method.
+rate from the size of the model and the method, and whether an adapter learns from the memory of this machine.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from stages.core.errors import DataError
+from flows.planning.layout_choice import choose_layout
+from flows.planning.survey import KnownModel, Survey, find_model, survey
+from flows.recipe.recipe import load_recipe
+from stages.core.errors import LayoutError
 from stages.data.config import RowKind
-from stages.data.documents import Conversation, Document, PlainText
-from stages.data.files import BadRow, Row, read_rows
-from stages.data.formats import RowReader
-from stages.data.messages import RowError
-from stages.data.portion import is_held_out
+from stages.models.shape import ModelShape
+from stages.rewards.number import NUMBER
+from stages.train.config import TrainConfig
 
-HELD_OUT_FRACTION = 0.05
-MAX_QUESTIONS = 200
-CHARACTERS_PER_TOKEN = 3
-"""Of English it is 4 or more: rather a row that is longer than needed."""
 FEW_TOKENS = 200_000
 """Over all epochs; a hundred steps of four packed rows of 512."""
+LONGEST_ROW = 8192
 SHORT_ANSWER_CHARACTERS = 40
 LEARNING_RATES = {
     "sft": ((0.01, 3e-3), (1.5, 5e-5), (5, 2e-5), (1e9, 1e-5)),
     "dpo": ((1.5, 2e-6), (1e9, 5e-7)),
     "kto": ((1.5, 2e-6), (1e9, 5e-7)),
+    "grpo": ((0.01, 3e-4), (1e9, 1e-6)),
 }
 """Method → (up to so many billion parameters, learning rate of AdamW over all weights)."""
-METHOD_FOR: dict[RowKind, str] = {"examples": "sft", "pairs": "dpo", "labelled": "kto"}
+FASTER_ADAPTER = 10
+"""Adapters learn at so many times the learning rate of whole models (Schulman et al. 2025)."""
+ADAPTERS = {
+    "rank 16": "{rank: 16, alpha: 32, target_modules: all-linear}",
+    "4 bits": "{rank: 16, alpha: 32, target_modules: all-linear, base_precision: nf4}",
+}
+METHOD_FOR: dict[RowKind, str] = {"examples": "sft", "pairs": "dpo", "labelled": "kto", "prompts": "grpo"}
 DEFAULT_MODEL = "hf://Qwen/Qwen3-0.6B"
-
-
-@dataclass
-class Survey:
-    """What the rows of a file are. `questions`: held-out rows of one question and its answer."""
-
-    rows: RowKind
-    num_rows: int = 0
-    num_bad_rows: int = 0
-    first_bad: str = ""
-    num_characters: int = 0
-    longest_characters: int = 0
-    questions: list[dict[str, str]] = field(default_factory=list)
-
-    @property
-    def sequence_length(self) -> int:
-        """Tokens of a packed row: a power of two that the longest row should fit in.
-
-        Short where there is little to learn from: a hundred short rows, packed into three, would be two steps.
-        """
-        few = self.num_characters * self.epochs < FEW_TOKENS * CHARACTERS_PER_TOKEN
-        return _power_of_two(self.longest_characters / CHARACTERS_PER_TOKEN, least=128 if few else 512, most=8192)
-
-    @property
-    def epochs(self) -> int:
-        """Small sets are seen more than once."""
-        return 3 if self.num_rows < 20_000 else 1
-
-    @property
-    def num_packed_rows(self) -> int:
-        """Of one epoch, roughly."""
-        return max(1, self.num_characters // CHARACTERS_PER_TOKEN // self.sequence_length)
-
-    @property
-    def batch(self) -> int:
-        """Packed rows of a step, so that there are a hundred steps or more where the rows suffice."""
-        return _power_of_two(self.num_packed_rows * self.epochs / 200, least=4, most=64)
+GROUPS, GENERATIONS = 16, 8
+"""Prompts of a step of GRPO, and answers to each."""
 
 
 @dataclass(frozen=True)
@@ -84,175 +55,360 @@ class Starter:
     notes: tuple[str, ...]
 
 
-def survey(data: Path) -> Survey:
-    """Read every row once. Raises DataError for what holds no rows that any method learns from."""
-    if not data.is_file():
-        raise DataError(f"looking for rows: there is no file {data}; expected JSONL, JSON, CSV or Parquet")
-    kind = _kind_of(read_rows(data.parent, [data]), data)
-    found, reader = Survey(kind), RowReader("auto", kind)
-    for row in read_rows(data.parent, [data]):
-        try:
-            if isinstance(row, BadRow):
-                raise RowError(row.reason)
-            documents = reader.read(row.content)
-            _count(found, row, documents, is_good=reader.label(row.content) is not False)
-        except RowError as error:
-            found.num_bad_rows += 1
-            found.first_bad = found.first_bad or f"{row.place}: {error}"
-    if not found.num_rows:
-        raise DataError(f"{data} holds no row to learn from; {found.first_bad or 'it is empty'}")
-    return found
+@dataclass(frozen=True)
+class _Plan:
+    """Everything that the recipe is written from. adapter: one of `ADAPTERS`; None where all weights learn."""
+
+    name: str
+    data: Path
+    model: KnownModel
+    rows: Survey
+    adapter: str | None = None
+
+    @property
+    def method(self) -> str:
+        return METHOD_FOR[self.rows.kind]
+
+    @property
+    def billions(self) -> float:
+        """Parameters; where no config says them, those in the model's name, such as `Qwen3-0.6B`; else 7."""
+        if self.model.shape:
+            return self.model.shape.num_parameters / 1e9
+        named = re.findall(r"(?<![\w.])(\d+(?:\.\d+)?)([bm])(?![a-z])", self.model.source.lower())
+        return float(named[0][0]) / (1000 if named[0][1] == "m" else 1) if named else 7.0
+
+    @property
+    def longest_allowed(self) -> int:
+        """Tokens of the longest row that is learned."""
+        return min(LONGEST_ROW, _power_of_two_below(self.model.max_positions or LONGEST_ROW))
+
+    @property
+    def completion_tokens(self) -> int:
+        """Room for an answer that is sampled, in tokens."""
+        return min(512, self.longest_allowed // 2)
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a packed row: a power of two that the longest row fits in.
+
+        Short where there is little to learn from: a hundred short rows, packed into three, would be two steps.
+        """
+        few = self.rows.num_tokens * self.epochs < FEW_TOKENS
+        needed = self.rows.longest + (self.completion_tokens if self.method == "grpo" else 0)
+        return _power_of_two(needed, least=128 if few else 512, most=self.longest_allowed)
+
+    @property
+    def is_over_long(self) -> bool:
+        """Whether some rows may not fit."""
+        return self.rows.longest > self.sequence_length
+
+    @property
+    def epochs(self) -> int:
+        """Small sets are seen more than once."""
+        return 3 if self.rows.num_rows < 20_000 else 1
+
+    @property
+    def num_packed_rows(self) -> int:
+        """Of one epoch, roughly."""
+        return max(1, self.rows.num_tokens // self.sequence_length)
+
+    @property
+    def batch(self) -> int:
+        """Packed rows of a step, so that there are a hundred steps or more where the rows suffice."""
+        wanted = _power_of_two(self.num_packed_rows * self.epochs / 200, least=4, most=64)
+        return min(wanted, _power_of_two_below(self.num_packed_rows))
+
+    @property
+    def num_steps(self) -> int:
+        """Of the whole training, roughly."""
+        if self.method == "grpo":
+            return max(1, self.rows.num_rows * self.epochs // GROUPS)
+        return max(1, self.num_packed_rows * self.epochs // self.batch)
+
+    @property
+    def learning_rate(self) -> float:
+        """Of AdamW."""
+        rate = next(rate for most, rate in LEARNING_RATES[self.method] if self.billions <= most)
+        return rate * FASTER_ADAPTER if self.adapter else rate
 
 
-def starter(name: str, data: Path, model: str) -> Starter:
-    """The recipe `NAME.yaml`, and where rows are questions with answers, a task of those that are held out."""
-    found = survey(data.absolute())
-    files = {f"{name}.yaml": _recipe(name, data.absolute(), model, found)}
-    if found.questions:
-        files |= {
-            f"tasks/{name}.yaml": _task(name, found),
-            f"tasks/{name}.jsonl": "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in found.questions),
-        }
-    notes = [f"{data}: {found.num_rows:,} rows, about {found.num_characters // CHARACTERS_PER_TOKEN:,} tokens"]
-    if found.num_bad_rows:
-        notes.append(f"{found.num_bad_rows:,} bad rows, which stop the training; the first is {found.first_bad}")
-    if not found.questions:
-        notes.append("no task: no held-out row is one question with its answer; name one of lm-eval's under `tasks`")
-    return Starter(files, tuple(notes))
+def starter(name: str, data: Path, model: str, columns: Mapping[str, str]) -> Starter:
+    """The recipe `NAME.yaml`, and a task of the rows that are held out."""
+    data = data.absolute()
+    with tempfile.TemporaryDirectory() as scratch:
+        known = find_model(model, Path(scratch))
+        rows = survey(data, columns, known)
+    plan, notes = _with_adapter(_Plan(name, data, known, rows))
+    files = {f"{name}.yaml": _recipe(plan)} | _other_files(plan)
+    return Starter(files, (*_notes(plan), *notes))
 
 
-def _kind_of(rows: Iterable[Row | BadRow], data: Path) -> RowKind:
-    first = next((row.content for row in rows if isinstance(row, Row) and isinstance(row.content, dict)), None)
-    if first is None:
-        raise DataError(f'{data} holds no row with named columns; expected such as {{"messages": […]}} in each line')
-    if {"chosen", "rejected"} <= first.keys():
-        return "pairs"
-    is_labelled = {"prompt", "completion"} <= first.keys() and str(first.get("label")).lower() in ("true", "false")
-    return "labelled" if is_labelled else "examples"
+def _notes(plan: _Plan) -> list[str]:
+    rows = plan.rows
+    counted = "" if rows.is_counted else "about "
+    notes = [
+        f"{plan.data}: {rows.num_rows:,} rows"
+        + (f" in the format {rows.form}" if rows.form != "auto" else " of prompts with right answers")
+        + f", {counted}{rows.num_tokens:,} tokens"
+    ]
+    if rows.columns:
+        read = ", ".join(f"{theirs} as {ours}" for theirs, ours in rows.columns.items())
+        notes.append(f"columns: {read}; `--columns` says otherwise")
+    if not rows.is_counted:
+        notes.append(
+            f"the tokenizer of {plan.model.source} has not counted all rows: lengths are the most that any "
+            "makes of them"
+        )
+    if rows.num_bad_rows:
+        notes.append(f"{rows.num_bad_rows:,} bad rows, which are left out; the first is {rows.first_bad}")
+    if plan.is_over_long and plan.method != "grpo":
+        notes.append(f"rows of more than {plan.sequence_length:,} tokens are {_over_long(plan)[1]}")
+    if rows.template:
+        notes.append(f"the chat template is templates/{rows.template.name}: the model's own does not write these rows")
+    if not rows.questions:
+        notes.append("no task: no held-out row has a question and an answer in words; name one of lm-eval's in `tasks`")
+    return notes
 
 
-def _count(found: Survey, row: Row, documents: tuple[Document, ...], *, is_good: bool) -> None:
-    num_characters = sum(map(_num_characters, documents))
-    found.num_rows += 1
-    found.num_characters += num_characters
-    found.longest_characters = max(found.longest_characters, num_characters)
-    question = _question(documents[0]) if is_good else None
-    if question and len(found.questions) < MAX_QUESTIONS and is_held_out(row.content, HELD_OUT_FRACTION):
-        found.questions.append(question)
+def _with_adapter(plan: _Plan) -> tuple[_Plan, list[str]]:
+    """The same; with an adapter where this machine's memory is too small for training all weights."""
+    tried = [plan, *(_Plan(plan.name, plan.data, plan.model, plan.rows, one) for one in ADAPTERS)]
+    if plan.method == "grpo":
+        tried.pop()  # no server samples beside a base in 4 bits
+    shape = plan.model.shape or _like(plan.billions)
+    for one in tried:
+        if _fits(one, shape):
+            return one, []
+    return tried[-1], [f"even an adapter of {plan.model.source} is predicted not to fit the memory of this machine"]
 
 
-def _num_characters(document: Document) -> int:
-    if isinstance(document, PlainText):
-        return len(document.prompt) + len(document.completion)
-    return sum(len(json.dumps(message, ensure_ascii=False)) for message in document.messages)
+def _fits(plan: _Plan, shape: ModelShape) -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in (_other_files(plan) | {"recipe.yaml": _recipe(plan)}).items():
+            path = Path(folder) / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        config = load_recipe(Path(folder) / "recipe.yaml").stages[plan.method]
+    assert isinstance(config, TrainConfig)
+    try:
+        best = choose_layout(plan.method, config, shape).candidates[0]
+    except LayoutError:
+        return False
+    return not best.layout.cpu_offload  # states that wait in the host's memory: an adapter is better
 
 
-def _question(document: Document) -> dict[str, str] | None:
-    """A user's one turn and the answer; None for anything else, which a task would have to ask otherwise."""
-    if not isinstance(document, Conversation) or document.tools:
-        return None
-    roles = [message["role"] for message in document.messages]
-    texts = [message.get("content") for message in document.messages]
-    if roles != ["user", "assistant"] or not all(isinstance(text, str) and text.strip() for text in texts):
-        return None
-    return {"question": str(texts[0]), "answer": str(texts[1])}
+def _like(billions: float) -> ModelShape:
+    """A model of so many parameters, for its memory: 12 × layers × width² of them, a layer for 128 of the width."""
+    layers = max(2, round((billions * 1e9 / (12 * 128**2)) ** (1 / 3)))
+    width = 128 * layers
+    return ModelShape(layers, width, layers, layers, 128, 8 * width // 3, 32_000)
 
 
 def _power_of_two(wanted: float, least: int, most: int) -> int:
     power = least
     while power < wanted and power < most:
         power *= 2
-    return power
+    return min(power, most)
 
 
-def _billions(model: str) -> float:
-    """Parameters that a model's name tells, such as `Qwen3-0.6B` and `qwen3-1m`; 7 where it tells none."""
-    named = re.findall(r"(?<![\w.])(\d+(?:\.\d+)?)([bm])(?![a-z])", model.lower())
-    return float(named[0][0]) / (1000 if named[0][1] == "m" else 1) if named else 7.0
+def _power_of_two_below(most: int) -> int:
+    return 1 << (max(1, most).bit_length() - 1)
 
 
-def _task(name: str, found: Survey) -> str:
-    short = median(len(one["answer"]) for one in found.questions) <= SHORT_ANSWER_CHARACTERS
+def _over_long(plan: _Plan) -> tuple[str, str]:
+    """What becomes of rows that do not fit: as the recipe has it, and in words."""
+    if not plan.is_over_long:
+        return "fail", ""
+    if plan.rows.form == "text":
+        return "truncate", "cut off there"
+    return "drop", "left out"
+
+
+def _other_files(plan: _Plan) -> dict[str, str]:
+    """The task with its questions, and a chat template, where there are any."""
+    name, rows = plan.name, plan.rows
+    files: dict[str, str] = {}
+    if rows.questions:
+        lines = rows.questions
+        if _asks_numbers(plan):
+            lines = [{**one, "answer": _last_number(one["answer"])} for one in lines]
+        files |= {
+            f"tasks/{name}.yaml": _task(plan),
+            f"tasks/{name}.jsonl": "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in lines),
+        }
+    if rows.template:
+        files[f"templates/{rows.template.name}"] = rows.template.read_text(encoding="utf-8")
+    return files
+
+
+def _asks_numbers(plan: _Plan) -> bool:
+    """Whether every right answer ends in a number, with which the last one of an answer is compared."""
+    return plan.method == "grpo" and all(NUMBER.search(reference) for reference in plan.rows.references)
+
+
+def _last_number(text: str) -> str:
+    found = NUMBER.findall(text)
+    return found[-1].replace(",", "") if found else text
+
+
+def _task(plan: _Plan) -> str:
+    name, questions = plan.name, plan.rows.questions
     task: dict[str, Any] = {
         "task": name,
         "dataset_path": "json",
         "dataset_kwargs": {"data_files": {"test": f"{name}.jsonl"}},
         "test_split": "test",
-        "doc_to_text": "{{question}}",
-        "doc_to_target": "{{answer}}",
     }
-    if short:
-        most = _power_of_two(max(len(one["answer"]) for one in found.questions), least=16, most=256)
+    held_out = plan.method != "grpo" or plan.rows.evaluation_split
+    whose = "Held-out rows" if held_out else "The first rows, which training sees as well,"
+    if "text" in questions[0]:
+        task |= {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
+        task["metric_list"] = [{"metric": "bits_per_byte", "aggregation": "bits_per_byte", "higher_is_better": False}]
+        return f"# {whose}; how likely they are is scored.\n{_lines(task)}"
+    if plan.rows.system:
+        task["description"] = "{% raw %}" + plan.rows.system + "{% endraw %}"
+    task |= {"doc_to_text": "{{question}}", "doc_to_target": "{{answer}}"}
+    longest = max(len(one["answer"]) for one in questions)
+    if _asks_numbers(plan):
+        generation = {"until": [], "max_gen_toks": plan.completion_tokens}
+        task |= {"output_type": "generate_until", "generation_kwargs": generation}
+        pattern = {"function": "regex", "group_select": -1, "regex_pattern": r"(-?\d[\d,]*(?:\.\d+)?)"}
+        task["filter_list"] = [{"name": "none", "filter": [pattern, {"function": "take_first"}]}]
+        task["metric_list"] = [
+            {"metric": "exact_match", "aggregation": "mean", "higher_is_better": True, "regexes_to_ignore": [","]}
+        ]
+        how = "the last number of an answer must be the right one"
+    elif plan.method == "grpo" or median(len(one["answer"]) for one in questions) <= SHORT_ANSWER_CHARACTERS:
+        most = plan.completion_tokens if plan.method == "grpo" else _power_of_two(longest, least=16, most=256)
         task |= {"output_type": "generate_until", "generation_kwargs": {"until": ["\n"], "max_gen_toks": most}}
         task["metric_list"] = [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}]
+        how = "answers must be equal"
     else:
-        task |= {"output_type": "loglikelihood"}
+        task |= {"output_type": "loglikelihood", "target_delimiter": ""}
         task["metric_list"] = [{"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}]
-    how = "answers must be equal" if short else "answers are long: how likely they are is scored"
-    return f"# Held-out rows as questions; {how}.\n{_lines(task)}"
+        how = "answers are long: how likely they are is scored"
+    return f"# {whose} as questions; {how}.\n{_lines(task)}"
 
 
 def _lines(tree: dict[str, Any]) -> str:
     return "".join(f"{key}: {json.dumps(value, ensure_ascii=False)}\n" for key, value in tree.items())
 
 
-def _recipe(name: str, data: Path, model: str, found: Survey) -> str:
-    method = METHOD_FOR[found.rows]
-    billions = _billions(model)
-    rate = next(rate for most, rate in LEARNING_RATES[method] if billions <= most)
-    num_steps = max(1, found.num_packed_rows * found.epochs // found.batch)
+def _recipe(plan: _Plan) -> str:
+    rows, method = plan.rows, plan.method
+    data = {"dataset": "rows", "split": rows.split, "evaluation_split": rows.evaluation_split}
+    if method == "grpo":
+        del data["evaluation_split"]
+    else:
+        data["format"] = rows.form
+    lines = [f"{field}: {value}" for field, value in data.items() if value and (field, value) != ("split", "train")]
+    if rows.held_out_fraction:
+        lines.append(
+            f"evaluation_fraction: {rows.held_out_fraction}   # chosen by the content of a row, the same in every run"
+        )
+    if rows.columns:
+        lines.append(f"columns: {json.dumps(rows.columns, ensure_ascii=False)}")
+    if rows.template:
+        lines.append(f"chat_template: templates/{rows.template.name}")
+    longest = f"has {rows.longest:,} tokens" if rows.is_counted else f"has at most {rows.longest:,} tokens, one a byte"
+    what = "prompt" if method == "grpo" else "pair" if method == "dpo" else "row"
+    lines.append(f"sequence_length: {plan.sequence_length}        # the longest {what} {longest}")
+    if method != "grpo":
+        lines.append(f"over_long: {_over_long(plan)[0]}")
+        if rows.num_bad_rows:
+            lines.append("on_bad_rows: drop")
+            lines.append(f"max_bad_row_fraction: {rows.bad_fraction}   # {rows.num_bad_rows:,} rows are bad")
+    adapter = f"    adapter: {ADAPTERS[plan.adapter]}   # {_why_adapter(plan)}\n" if plan.adapter else ""
+    what_learns = "of the adapter" if plan.adapter else "all of them trained"
     text = f"""\
-# {found.num_rows:,} rows of {data.name}, learned by {model}. `lifecycle plan {name}.yaml` says what would run.
-name: {name}
+# {rows.num_rows:,} rows of {plan.data.name}, learned by {plan.model.source}.
+# `lifecycle plan {plan.name}.yaml` says what would run.
+name: {plan.name}
 
 stages:
   base:
     kind: download
-    model: {json.dumps(model)}
+    model: {json.dumps(plan.model.source)}
 
   rows:
     kind: download
-    dataset: {json.dumps(f"file://{data}")}
+    dataset: {json.dumps(f"file://{plan.data}")}
 
   {method}:
     kind: train
     method: {method}
     model: base
-    data:
-      dataset: rows
-      evaluation_fraction: {HELD_OUT_FRACTION}   # chosen by the content of a row: the same rows in every run
-      sequence_length: {found.sequence_length}        # the longest row has about {
-        found.longest_characters // CHARACTERS_PER_TOKEN:,} tokens
-      over_long: {"truncate" if found.longest_characters / CHARACTERS_PER_TOKEN > 8192 else "fail"}
-    epochs: {found.epochs}
-    global_batch_size: {found.batch}           # packed rows; about {num_steps:,} steps in all
-    layout: auto                   # the fastest that fits the machine at hand; `lifecycle layouts {name}.yaml --gpus 8`
-    learning_rate: {rate:.1e}         # usual for {billions:g}B parameters, all of them trained
-    warmup_steps: {num_steps // 20}
+{adapter}    data:
+{"".join(f"      {line}" + chr(10) for line in lines)}{_grpo(plan) if method == "grpo" else ""}    epochs: {plan.epochs}
+    global_batch_size: {_batch(plan)}
+    layout: auto                   # the fastest that fits this machine; `lifecycle layouts {plan.name}.yaml --gpus 8`
+    learning_rate: {plan.learning_rate:.1e}         # usual for {_size(plan.billions)} parameters, {what_learns}
+    warmup_steps: {plan.num_steps // 20}
     max_grad_norm: 1.0
 """
-    return text + (_evaluation(name, method) if found.questions else "")
+    if plan.adapter:
+        text += f"""
+  merged:
+    kind: merge
+    model: base
+    adapter: {method}
+    max_difference: 0.1            # nats a token: training computed with the base in other digits
+"""
+    return text + (_evaluation(plan) if rows.questions else "")
 
 
-def _evaluation(name: str, method: str) -> str:
-    stages = {"evaluate-base": "base", "evaluate": method}
-    texts = [
-        f"""
+def _size(billions: float) -> str:
+    return f"{billions:.2g}B" if billions >= 0.95 else f"{1000 * billions:.3g}M"
+
+
+def _why_adapter(plan: _Plan) -> str:
+    return f"all {_size(plan.billions)} weights with their optimizer do not fit this machine's memory"
+
+
+def _batch(plan: _Plan) -> str:
+    if plan.method == "grpo":
+        return f"{GROUPS * GENERATIONS}         # answers; about {plan.num_steps:,} steps in all"
+    return f"{plan.batch}           # packed rows; about {plan.num_steps:,} steps in all"
+
+
+def _grpo(plan: _Plan) -> str:
+    reward = "number" if _asks_numbers(plan) else "exact_match"
+    return f"""\
+    grpo:
+      num_generations: {GENERATIONS}
+      max_completion_length: {plan.completion_tokens}
+      rewards:
+        right: {{type: {reward}}}
+"""
+
+
+def _evaluation(plan: _Plan) -> str:
+    final = "merged" if plan.adapter else plan.method
+    rows = plan.rows
+    whose = "rows that training holds out" if plan.method != "grpo" or rows.evaluation_split else "rows as questions"
+    texts = []
+    for stage, model in {"evaluate-base": "base", "evaluate": final}.items():
+        is_chat = not rows.is_plain and (rows.has_template or model != "base")
+        asked = "" if plan.method == "grpo" else f"    apply_chat_template: {json.dumps(is_chat)}\n"
+        texts.append(f"""
   {stage}:
     kind: evaluate
     model: {model}
-    tasks: [{name}]                # tasks/{name}.yaml: rows that training holds out
+    serving: {{max_model_len: {_context(plan)}}}
+    tasks: [{plan.name}]                # tasks/{plan.name}.yaml: {whose}
     task_folder: tasks
-    apply_chat_template: true
-"""
-        for stage, model in stages.items()
-    ]
+{asked}""")
     promotion = f"""
   promote:                         # champion of this name if it is no worse than the champion before it
     kind: promote
-    name: {name}
-    model: {method}
+    name: {plan.name}
+    model: {final}
     evaluations: [evaluate]
     baselines: [evaluate-base]     # remove this line once there is a champion, to compare with it instead
 """
     return "".join([*texts, promotion])
+
+
+def _context(plan: _Plan) -> int:
+    """Tokens of a question and its answer that the server takes."""
+    return min(plan.model.max_positions or 2 * plan.sequence_length, 2 * plan.sequence_length)

@@ -92,7 +92,7 @@ def is_prompt_alone(row: dict[str, Any]) -> bool:
     """Whether a row asks, and has no answer in a place where a model would learn it."""
     if "prompt" in row:
         return not {"completion", "chosen"} & row.keys()
-    messages = row.get("messages")
+    messages = None if row.get("chosen") is not None else row.get("messages")
     last = messages[-1] if isinstance(messages, list) and messages else None
     return isinstance(last, dict) and last.get("role") in ("user", "tool", *RESULTS)
 

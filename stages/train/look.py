@@ -5,23 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 
 from stages.core.contract import StageInput
-from stages.core.errors import RecipeError
 from stages.data.dataset import PackedDataset
 from stages.data.look import Visits, look_at
 from stages.data.shown import DataLook
+from stages.rollouts.look import look_at_prompts
 from stages.train.config import TrainConfig
 from stages.train.mixture import repeated_too_often, seen, slots_of, steps_of_epochs
+from stages.train.rollouts.prompts import checked_prompts
 from stages.train.start import data_with_template
 
 
 def look(stage_input: StageInput, num_rows: int, scratch: Path) -> DataLook:
-    """The rows of its first step, and counts. Raises what `prepare` raises."""
+    """Return the rows of the first step with counts; of a method that samples, the first prompts.
+
+    Raises what `prepare` and `checked_prompts` raise.
+    """
     config = TrainConfig.model_validate(stage_input.config)
+    model = stage_input.inputs[config.base or config.model] / "model"
     if config.rollouts:
-        raise RecipeError(
-            f"`method: {config.method}` learns from what the model will answer, so there are no rows to show yet; a "
-            "stage of `kind: generate` shows prompts and answers"
-        )
+        folder = stage_input.inputs[config.data.dataset_stage] / "data"
+        return look_at_prompts(checked_prompts(config, config.rollouts, folder, model), model, num_rows)
 
     def visits(training: PackedDataset) -> Visits:
         slots = slots_of(config.data, training, config.seed)
@@ -36,7 +39,7 @@ def look(stage_input: StageInput, num_rows: int, scratch: Path) -> DataLook:
     return look_at(
         stage_input.inputs,
         data_with_template(config.data, stage_input.inputs[config.model]),
-        stage_input.inputs[config.base or config.model] / "model",
+        model,
         rows=config.learning.rows,
         visits=visits,
         cache=stage_input.cache,

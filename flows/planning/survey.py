@@ -1,0 +1,502 @@
+"""Rows of a person, and a model → the facts that a first recipe for them is made of. Reads files; writes nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from flows.ledger.home import store_root
+from flows.planning.model_shape import ModelConfigs
+from flows.planning.outside import resolve_outside
+from flows.planning.stored import find_stored
+from flows.recipe.recipe import Recipe, load_stages
+from flows.recipe.version import identity_of, version_of
+from flows.store.store import Store
+from stages.core.errors import DataError, LifecycleError, ModelError, RecipeError
+from stages.core.redaction import quoted
+from stages.data.config import DataConfig, RowKind
+from stages.data.documents import Conversation, Document, PlainText
+from stages.data.files import READERS, BadRow, Part, Place, Row, find_files, name_of, read_part, read_rows
+from stages.data.formats import FORMATS, RowReader, likeliest_format, rename_columns
+from stages.data.messages import RowError, listed
+from stages.data.mixture_config import DataFormat
+from stages.data.portion import is_held_out, portions
+from stages.data.prompts import REFERENCE_COLUMNS, PromptReader, is_prompt_alone
+from stages.download.config import DownloadConfig
+from stages.hubs.answers import PLANNING_LIMIT_S
+from stages.hubs.registry import hub_of, parse_source
+from stages.models.known_models import known_model
+from stages.models.model_config import CONFIG_FILE, max_positions, read_config, shape_of_config
+from stages.models.shape import ModelShape
+
+if TYPE_CHECKING:
+    from stages.data.tokenizer import DocumentTokenizer
+
+FIRST_ROWS = 1000
+"""Decide what all rows are, and of a smaller set which share is held out."""
+HELD_OUT_FRACTIONS = (0.05, 0.1, 0.2, 0.5)
+"""The first that leaves enough rows on both sides."""
+HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "eval", "test")
+MAX_QUESTIONS = 200
+MAX_TEXT_CHARACTERS = 4000
+"""Of a held-out text that is scored whole."""
+SECONDS = 20.0
+"""Of the processor, in which rows are tokenized; where it is not enough, their bytes count."""
+NUM_RENDERED = 200
+"""Documents by which a chat template is chosen."""
+TEMPLATE_TOKENS, TOOLS_TOKENS, MESSAGE_TOKENS = 128, 256, 16
+"""Most that chat templates add: a default system prompt, instructions for tools, the frame of a message."""
+BYTES_PER_TOKEN = 3
+"""Of English it is 4 or more."""
+NO_LIMIT = 1 << 40
+TOKENIZER_FILES = (
+    CONFIG_FILE,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+TEMPLATES = Path(__file__).parents[2] / "configs" / "templates"
+QUESTION_NAMES = ("question", "query", "prompt", "problem", "instruction", "input", "user", "human")
+ANSWER_NAMES = ("answer", "response", "completion", "solution", "output", "target", "reply", "assistant")
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """What is known of a model before any of it is downloaded.
+
+    shape: None where nothing says it. max_positions: tokens of its longest text. folder: with its tokenizer; None where
+    it is not on this machine.
+    """
+
+    source: str
+    shape: ModelShape | None = None
+    max_positions: int | None = None
+    folder: Path | None = None
+
+
+@dataclass
+class Survey:
+    """What the rows are. form: their format; `auto` of prompts. num_tokens: of all rows. longest: tokens of the longest
+    row, both answers of a pair together. is_counted: by the
+    model's own tokenizer; else by bytes, which no tokenizer exceeds. questions: of rows that are held out.
+    """
+
+    kind: RowKind
+    form: DataFormat
+    columns: dict[str, str]
+    split: str
+    evaluation_split: str | None = None
+    held_out_fraction: float = 0.0
+    num_rows: int = 0
+    bad_rows: Counter[bool] = field(default_factory=Counter)
+    """Whether they are held out → how many."""
+    all_rows: Counter[bool] = field(default_factory=Counter)
+    first_bad: str = ""
+    num_tokens: int = 0
+    longest: int = 0
+    is_counted: bool = False
+    is_plain: bool = False
+    system: str = ""
+    template: Path | None = None
+    has_template: bool = True
+    """Whether the model has one of its own, as far as is known."""
+    labels: set[bool | None] = field(default_factory=set)
+    """Of the rows that are learned."""
+    questions: list[dict[str, str]] = field(default_factory=list)
+    references: list[str] = field(default_factory=list)
+
+    @property
+    def num_bad_rows(self) -> int:
+        """Of both portions."""
+        return self.bad_rows.total()
+
+    @property
+    def bad_fraction(self) -> float:
+        """The larger share of the two portions, rounded up to a percent."""
+        shares = (self.bad_rows[held_out] / count for held_out, count in self.all_rows.items() if count)
+        return math.ceil(100 * max(shares, default=0.0)) / 100
+
+    def add_bad(self, place: Place, reason: str, *, held_out: bool) -> None:
+        """Count a bad row; the first is kept."""
+        self.bad_rows[held_out] += 1
+        self.first_bad = self.first_bad or f"{place} {reason}"
+
+
+def find_model(source: str, scratch: Path) -> KnownModel:
+    """What this machine and, within seconds, the model's hub say of it. Raises RecipeError for what is no source."""
+    path = Path(source).expanduser()
+    if "://" not in source and path.is_dir() and (path / CONFIG_FILE).is_file():
+        source = f"file://{path.absolute()}"
+    try:
+        parse_source(source, "model")
+    except ValueError as error:
+        raise RecipeError(f"reading --model: {error}") from error
+    recipe = load_stages("init", Path.cwd(), {"base": {"kind": "download", "model": source}})
+    config = _download(recipe)
+    source = str(config.model)  # with an absolute path
+    index = Store(store_root()).index()
+    recipe, _ = find_stored(recipe, ["base"], index)
+    config = _download(recipe)
+    if config.source.hub == "file":
+        folder = Path(config.source.name)
+        return _known(source, read_config(folder), folder)
+    unreachable: dict[str, str] = {}
+    outside = resolve_outside(recipe, ["base"], unreachable)
+    if unreachable:
+        return KnownModel(source, known_model(source))
+    artifact = index.find(config.kind, version_of(identity_of(config, {}, outside["base"])))
+    if artifact and not artifact.damage:
+        return _known(source, read_config(artifact.folder / "model"), artifact.folder / "model")
+    found = ModelConfigs(recipe, outside, index, PLANNING_LIMIT_S).of("base")
+    return _known(source, found, _tokenizer_of(config, str(outside["base"]["revision"]), scratch))
+
+
+def _download(recipe: Recipe) -> DownloadConfig:
+    config = recipe.stages["base"]
+    assert isinstance(config, DownloadConfig)
+    return config
+
+
+def _known(source: str, config: Mapping[str, Any] | None, folder: Path | None) -> KnownModel:
+    if config is None:
+        return KnownModel(source, known_model(source), None, folder)
+    try:
+        return KnownModel(source, shape_of_config(config), max_positions(config), folder)
+    except ModelError:  # of a family that the planner does not know
+        return KnownModel(source, None, max_positions(config), folder)
+
+
+def _tokenizer_of(config: DownloadConfig, revision: str, scratch: Path) -> Path | None:
+    """Fetch the tokenizer alone into a folder; None where the hub does not give it now, or makes the model itself."""
+    folder = scratch / "tokenizer"
+    folder.mkdir()
+    try:
+        for name in TOKENIZER_FILES:
+            text = hub_of(config.source).read_file(config.source, revision, name)
+            if text is not None:
+                (folder / name).write_text(text, encoding="utf-8")
+    except (LifecycleError, UnicodeDecodeError):
+        return None
+    return folder if (folder / "tokenizer.json").is_file() else None
+
+
+def survey(data: Path, columns: Mapping[str, str], model: KnownModel) -> Survey:
+    """Read every row. Raises DataError for what holds no rows that any method learns from."""
+    folder, split = _split_of(data)
+    files = find_files(folder, split) if data.is_dir() else [data]
+    found = _kind_of(data, folder, files, columns, split)
+    held_out = _held_out_files(found, folder, files) if data.is_dir() else []
+    if not held_out and found.kind != "prompts":
+        found.held_out_fraction = _fraction(folder, files)
+    documents = [*_read(found, folder, files), *_read(found, folder, held_out, all_held_out=True)]
+    if not found.num_rows:
+        raise DataError(f"{data} holds no row to learn from: {found.first_bad or 'it is empty'}")
+    if found.kind == "labelled" and len(found.labels) == 1:
+        raise DataError(
+            f"{data}: all rows to learn from have the same `label`; expected good and bad answers, to learn "
+            "the difference"
+        )
+    if model.folder:
+        if not found.is_plain:
+            found.template, found.has_template = _template_of(model.folder, documents)
+        if found.kind == "prompts":
+            found.longest = _longest_prompt(found, documents, model.folder)
+        else:
+            _count_tokens(found, folder, [files, held_out], model.folder)
+    if found.num_bad_rows > found.all_rows.total() / 2:
+        raise DataError(
+            f"{data} has {found.num_bad_rows:,} bad rows of {found.all_rows.total():,}; the first is "
+            f"{found.first_bad}. Fix these rows, or leave them out"
+        )
+    return found
+
+
+def _split_of(data: Path) -> tuple[Path, str]:
+    """The folder of the dataset, and the split that its rows are."""
+    if data.is_file():
+        return data.parent, "train"
+    if not data.is_dir():
+        raise DataError(
+            f"looking for rows: there is no file or folder {quoted(str(data), 300)}; expected JSONL, JSON, CSV or "
+            "Parquet, or a folder of such files"
+        )
+    try:
+        find_files(data, "train")
+        return data, "train"
+    except DataError as error:
+        # Without `train`: the word that all names begin with, as in part-1.jsonl and part-2.jsonl.
+        files = [path for path in sorted(data.iterdir()) if path.is_file() and _data_suffix(path)]
+        words = {path.name.split(".")[0].replace("_", "-").split("-")[0] for path in files}
+        if len(words) != 1:
+            raise DataError(
+                f"{error} Where several files are to be learned together, put them into a folder `train`, or let "
+                "their names begin with one word"
+            ) from error
+        (word,) = words
+        find_files(data, word)
+        return data, word
+
+
+def _data_suffix(path: Path) -> bool:
+    from stages.data.compression import format_suffix
+
+    return not path.name.startswith(".") and format_suffix(path) in READERS
+
+
+def _held_out_files(found: Survey, folder: Path, files: Sequence[Path]) -> list[Path]:
+    """Those of another split, which is noted, or none."""
+    for split in HELD_OUT_SPLITS:
+        try:
+            others = find_files(folder, split)
+        except DataError:
+            continue
+        if not set(others) & set(files):
+            found.evaluation_split = split
+            return others
+    return []
+
+
+def _fraction(folder: Path, files: list[Path]) -> float:
+    """The smallest share to hold out that is ten rows, or a fifth of fewer; 0 where none leaves rows on both sides."""
+    rows = [row.content for row in islice(read_rows(folder, files), FIRST_ROWS) if isinstance(row, Row)]
+    counts = {one: sum(is_held_out(row, one) for row in rows) for one in HELD_OUT_FRACTIONS}
+    possible = [one for one, count in counts.items() if 0 < count < len(rows)]
+    enough = [one for one in possible if counts[one] >= min(10, len(rows) / 5)]
+    return next(iter(enough or possible[::-1]), 0.0)
+
+
+def _kind_of(data: Path, folder: Path, files: list[Path], columns: Mapping[str, str], split: str) -> Survey:
+    """What most of the first rows are, by the table of formats; where none fits, by the names of their columns."""
+    rows = [row.content for row in islice(read_rows(folder, files), FIRST_ROWS) if isinstance(row, Row)]
+    objects = [row for row in rows if isinstance(row, dict)]
+    if not objects:
+        raise DataError(f'{data} holds no row with named columns; expected such as {{"messages": […]}} in each line')
+    if missing := [name for name in columns if not any(name in row for row in objects)]:
+        raise DataError(f"{data} has no column {listed(missing)}; found {listed(objects[0])}")
+    guess = dict(columns) or _renamed(objects[0])
+    votes: Counter[str] = Counter()
+    problem = ""
+    for row in objects:
+        try:
+            named = rename_columns(row, guess)
+        except RowError as error:
+            problem = problem or f" {error}"
+            continue
+        form = "auto" if is_prompt_alone(named) else likeliest_format(named)
+        if form:
+            votes[form] += 1
+    if not votes and problem:
+        raise DataError(f"{data}: the first row{problem}")
+    if not votes:
+        raise DataError(
+            f"{data}: the first row has the columns {listed(objects[0])}, which fit none of the formats "
+            f"{', '.join(FORMATS)}. Say what they are, such as `--columns question=prompt,answer=completion` for plain "
+            "texts, or `--columns question=query,answer=response` for a chat"
+        )
+    form = votes.most_common(1)[0][0]
+    if form == "auto" and not any(_reference(rename_columns(row, guess)) for row in objects):
+        raise DataError(
+            f"{data} holds prompts without answers ({listed(objects[0])}), from which no method learns alone; expected "
+            f"a column of right answers ({', '.join(REFERENCE_COLUMNS)}), or of answers to imitate (`--columns "
+            "COLUMN=completion`)"
+        )
+    kind: RowKind = "prompts" if form == "auto" else FORMATS[form].rows
+    return Survey(kind, next(one for one in get_args(DataFormat) if one == form), guess, split)
+
+
+def _reference(row: Mapping[str, Any]) -> bool:
+    return any(row.get(name) is not None for name in REFERENCE_COLUMNS)
+
+
+def _renamed(row: dict[str, Any]) -> dict[str, str]:
+    """Columns of a question and its answer under other names, where no format fits: read as a chat."""
+    named = rename_columns(row, {})
+    if likeliest_format(named) or (is_prompt_alone(named) and ("messages" in named or _reference(named))):
+        return {}
+    texts = {name for name, value in row.items() if isinstance(value, str)}
+    question, answer = (
+        next((name for name in names if name in texts), None) for names in (QUESTION_NAMES, ANSWER_NAMES)
+    )
+    if question is None or answer is None or question == answer:
+        return {}
+    if question == "instruction":  # Dolly's `context` is Alpaca's `input`
+        return {answer: "output"} | ({"context": "input"} if "context" in texts else {})
+    return {name: ours for name, ours in ((question, "query"), (answer, "response")) if name != ours}
+
+
+class _Reader:
+    """Reads the rows of one dataset as training will, or as prompts are read."""
+
+    def __init__(self, found: Survey) -> None:
+        self._prompts = PromptReader(None, columns=found.columns) if found.kind == "prompts" else None
+        self._answers = RowReader(found.form, found.kind, found.columns)
+
+    def read(self, content: object) -> tuple[tuple[Document, ...], bool | None, str | None]:
+        """Documents, label and right answer. Raises RowError."""
+        if self._prompts is None:
+            documents = self._answers.read(content)
+            self._answers.margin(content)
+            return documents, self._answers.label(content), None
+        prompt = self._prompts.read(content)
+        if prompt.reference is None:
+            raise RowError(f"has no right answer; expected {' or '.join(REFERENCE_COLUMNS)}")
+        return (prompt.document,), None, prompt.reference
+
+
+def _read(found: Survey, folder: Path, files: list[Path], *, all_held_out: bool = False) -> list[Document]:
+    """Count the rows, and keep the questions of those that are held out. Returns the first documents."""
+    first: list[Document] = []
+    systems: set[str] = set()
+    reader = _Reader(found)
+    for row in read_rows(folder, files):
+        fraction = found.held_out_fraction
+        held_out = all_held_out or (isinstance(row, Row) and bool(fraction) and is_held_out(row.content, fraction))
+        found.all_rows[held_out] += 1
+        try:
+            if isinstance(row, BadRow):
+                raise RowError(row.reason)
+            documents, label, reference = reader.read(row.content)
+        except RowError as error:
+            found.add_bad(row.place, str(error), held_out=held_out)
+            continue
+        found.num_rows += 1
+        found.is_plain = isinstance(documents[0], PlainText)
+        found.num_tokens += sum(map(_num_bytes, documents)) // BYTES_PER_TOKEN
+        found.longest = max(found.longest, sum(map(most_tokens, documents)))
+        if len(first) < FIRST_ROWS:
+            first += documents
+        if not held_out:
+            found.labels.add(label)
+        if reference is not None and len(found.references) < FIRST_ROWS:
+            found.references.append(reference)
+        # Prompts have no held-out rows, but of another split: the first are asked.
+        is_asked = held_out or (found.kind == "prompts" and not found.evaluation_split)
+        if is_asked and label is not False and len(found.questions) < MAX_QUESTIONS:
+            question = _question(documents[0], reference)
+            if question:
+                found.questions.append(question)
+                systems.add(_system(documents[0]))
+    if len(systems) == 1:
+        found.system = systems.pop()
+    return first
+
+
+def _system(document: Document) -> str:
+    first = document.messages[0] if isinstance(document, Conversation) else {}
+    return str(first["content"]) if first.get("role") == "system" else ""
+
+
+def _question(document: Document, reference: str | None) -> dict[str, str] | None:
+    """Return the first question of a document and its answer, or a text alone; None for a call of tools."""
+    if isinstance(document, PlainText):
+        if not document.prompt:
+            return {"text": document.completion[:MAX_TEXT_CHARACTERS]}
+        return {"question": document.prompt, "answer": reference or document.completion}
+    messages = [message for message in document.messages if message["role"] != "system"]
+    answer = reference or (messages[1]["content"] if len(messages) > 1 else "")
+    if messages[0]["role"] != "user" or (len(messages) > 1 and "tool_calls" in messages[1]) or not answer.strip():
+        return None
+    return {"question": str(messages[0]["content"]), "answer": str(answer)}
+
+
+def most_tokens(document: Document) -> int:
+    """Return no less than the tokens of a document under any tokenizer of bytes and any usual chat template."""
+    if isinstance(document, PlainText):
+        return _num_bytes(document) + 2  # the special tokens around it
+    framed = TEMPLATE_TOKENS + MESSAGE_TOKENS * len(document.messages) + TOOLS_TOKENS * bool(document.tools)
+    return framed + _num_bytes(document)
+
+
+def _num_bytes(document: Document) -> int:
+    """Of a document in UTF-8; definitions of tools as templates write them, some with an indent."""
+    if isinstance(document, PlainText):
+        return len((document.prompt + document.completion).encode())
+    texts = [text for message in document.messages for text in message.values() if isinstance(text, str)]
+    objects = [*document.tools, *(message["tool_calls"] for message in document.messages if "tool_calls" in message)]
+    texts += [json.dumps(one, ensure_ascii=False, indent=4) for one in objects]
+    return sum(len(text.encode()) for text in texts)
+
+
+def _template_of(model: Path, documents: Sequence[Document]) -> tuple[Path | None, bool]:
+    """The chat template that renders most of these, None for the model's own; and whether it has one."""
+    from stages.data.tokenizer import DocumentTokenizer
+
+    own = DocumentTokenizer(model, None, "assistant")
+    names = ["turns", "turns-tools"]
+    if "<|im_start|>" in own.special_tokens:
+        names.insert(0, "chatml-tools")
+    candidates = [None, *(path for name in names if (path := TEMPLATES / f"{name}.jinja").is_file())]
+    refused = {one: _num_refused(DocumentTokenizer(model, one, "assistant"), documents) for one in candidates}
+    return min(candidates, key=lambda one: refused[one]), refused[None] <= len(documents)
+
+
+def _num_refused(tokenizer: DocumentTokenizer, documents: Sequence[Document]) -> int:
+    num_refused = 0
+    for document in documents[:NUM_RENDERED]:
+        try:
+            tokenizer.render_units([document]) if _has_answer(document) else tokenizer.encode_prompt(document)
+        except RowError:
+            num_refused += 1
+        except DataError:  # there is no template, or it proves no masks
+            return len(documents) + 1
+    return num_refused
+
+
+def _has_answer(document: Document) -> bool:
+    return isinstance(document, PlainText) or document.messages[-1]["role"] == "assistant"
+
+
+def _longest_prompt(found: Survey, documents: Sequence[Document], model: Path) -> int:
+    """Tokens of the longest of the first prompts; where there are others, no fewer than the longest of all has."""
+    from stages.data.tokenizer import DocumentTokenizer
+
+    tokenizer = DocumentTokenizer(model, found.template, "assistant")
+    if len(documents) < found.num_rows:
+        return found.longest
+    found.is_counted = True
+    return max(len(tokenizer.encode_prompt(document)[1]) for document in documents)
+
+
+def _count_tokens(found: Survey, folder: Path, splits: Sequence[list[Path]], model: Path) -> None:
+    """Tokenize the rows as training will, as long as there is time, and take what that finds of them."""
+    from stages.data.tokenizing import PartTokenizer, Tokenizing, first_rows_read
+
+    config = DataConfig(
+        dataset="rows",
+        format=found.form,
+        columns=found.columns,
+        split=found.split,
+        evaluation_split=found.evaluation_split,
+        evaluation_fraction=found.held_out_fraction,
+        chat_template=found.template,
+        sequence_length=NO_LIMIT,
+        packing=False,
+        on_bad_rows="drop",
+    )
+    estimated, bytes_of_all = found.longest, found.num_tokens
+    found.bad_rows, found.first_bad, found.num_tokens, found.longest, found.is_counted = Counter(), "", 0, 0, True
+    ends_s = time.process_time() + SECONDS
+    for portion, files in zip(portions(config), [splits[0], splits[1] or splits[0]], strict=False):
+        reader = RowReader(found.form, found.kind, found.columns)
+        first_rows_read(reader, portion, read_rows(folder, files))
+        tokenizer = PartTokenizer(Tokenizing(portion, config, model, found.kind, reader))
+        for path in files:
+            part = Part(path, name_of(path, folder))
+            rows = takewhile(lambda _: time.process_time() < ends_s, read_part(part))
+            for piece in tokenizer.pieces(part, rows):
+                for number, reason in piece.notes.bad_rows:
+                    found.add_bad(part.place(number), reason, held_out=portion.name == "evaluation")
+                lengths = piece.units.lengths
+                found.num_tokens += int(lengths.sum())
+                found.longest = max(found.longest, int(lengths.max(initial=0)))
+    if time.process_time() >= ends_s:
+        found.is_counted, found.num_tokens, found.longest = False, max(bytes_of_all, found.num_tokens), estimated
+    found.num_rows = found.all_rows.total() - found.num_bad_rows
