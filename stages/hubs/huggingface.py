@@ -27,7 +27,7 @@ from stages.hubs.repository import RepositoryHub, ask_hub
 from stages.hubs.source import Source
 from stages.hubs.verification import Digest
 from stages.remote.http_answers import Answer, AnswerModel
-from stages.remote.hub_file import TOKEN_VARIABLE, authorization, endpoint
+from stages.remote.hub_file import TOKEN_VARIABLE, authorization, endpoint, token_in
 from stages.remote.pointers import Pointer
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -172,4 +172,4 @@ def _closest_revision(source: Source) -> str:
 
 def hub_api() -> HfApi:
     """Return the hub's own client, with the token of the environment or none."""
-    return HfApi(endpoint=endpoint(), token=os.environ.get(TOKEN_VARIABLE) or False)
+    return HfApi(endpoint=endpoint(), token=token_in(TOKEN_VARIABLE) or False)

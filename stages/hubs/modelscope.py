@@ -6,7 +6,6 @@ sha256 of every file: a hash over those is what a revision is pinned to.
 
 from __future__ import annotations
 
-import os
 import re
 from http import HTTPStatus
 from urllib.parse import urlencode
@@ -24,6 +23,7 @@ from stages.hubs.repository import LISTING_BYTES, RepositoryHub, ask_hub
 from stages.hubs.source import Source
 from stages.hubs.verification import Digest, content_hash
 from stages.remote.http_answers import AnswerModel
+from stages.remote.hub_file import token_in
 
 TOKEN_VARIABLE = "MODELSCOPE_API_TOKEN"  # noqa: S105 - the name of a variable
 DEFAULT_REVISION = "master"
@@ -74,7 +74,7 @@ HUB = ModelScope()
 
 def _list_now(source: Source, limit_s: float | None = None) -> Snapshot:
     """Return the files of the source's branch or tag as it is now."""
-    token = os.environ.get(TOKEN_VARIABLE, "")
+    token = token_in(TOKEN_VARIABLE)
     headers = {"Authorization": f"Bearer {token}", "Cookie": f"m_session_id={token}"} if token else {}
     # An empty token keeps the library from looking for one that a login left on disk.
     api = HubApi(HubConfig(token=token))

@@ -39,9 +39,17 @@ def endpoint() -> str:
     return os.environ.get("HF_ENDPOINT", DEFAULT_ENDPOINT).rstrip("/")
 
 
+def token_in(variable: str) -> str:
+    """Return the token that a variable holds, or an empty text. Raises DownloadError for one that cannot be sent."""
+    token = os.environ.get(variable, "")
+    if not (token.isascii() and token.isprintable()):
+        raise DownloadError(f"{variable} holds characters that no token has, such as the end of a line; set it again")
+    return token
+
+
 def authorization() -> dict[str, str]:
     """The header that shows the hub the token of the environment, if there is one."""
-    token = os.environ.get(TOKEN_VARIABLE)
+    token = token_in(TOKEN_VARIABLE)
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 

@@ -356,3 +356,15 @@ def test_the_source_of_a_repository_is_no_path() -> None:
 def test_a_builtin_needs_no_revision_of_a_hub(tmp_path: Path) -> None:
     request = Request(parse_source("builtin/addition", "dataset"))
     assert BUILTINS.resolve_revision(request) == "1"
+
+
+@pytest.mark.parametrize(
+    ("source", "variable"), [("hf://org/tiny", "HF_TOKEN"), ("modelscope://org/tiny@main", "MODELSCOPE_API_TOKEN")]
+)
+@pytest.mark.parametrize("token", ["a-tokén", "a-token\n"])
+def test_a_token_that_cannot_be_sent_is_named_and_not_shown(
+    source: str, variable: str, token: str, hub: HubServer, download: Download, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, token)
+    message = refusal(download, source)
+    assert variable in message and "a-tok" not in message
