@@ -130,10 +130,14 @@ class Answer:
 
 
 class BodyReader:
-    """Decompresses a body part by part. Raises the room's error when it is larger than expected, or is no gzip."""
+    """Decompresses a body part by part. Raises the room's error when it is larger than expected, or is no gzip.
 
-    def __init__(self, expected: Expected, headers: Mapping[str, str]) -> None:
+    cuts: leave the rest of a larger one instead.
+    """
+
+    def __init__(self, expected: Expected, headers: Mapping[str, str], *, cuts: bool = False) -> None:
         self._expected = expected
+        self._cuts = cuts
         self._num_bytes = 0
         self._encoding = headers.get("content-encoding", "").strip().lower()
         self._inflate = zlib.decompressobj(zlib.MAX_WBITS | 32) if self._encoding in COMPRESSED else None
@@ -152,10 +156,14 @@ class BodyReader:
                 raise self._expected.wrong(f"answered with broken gzip ({error})") from None
             if self._inflate.unused_data:
                 raise self._expected.wrong("answered with broken gzip (more follows its end)")
-        if len(chunk) > room:
+        if len(chunk) > room and not self._cuts:
             raise self._expected.wrong(f"answered with more than {self._expected.max_bytes} bytes", chunk)
         self._num_bytes += len(chunk)
-        return chunk
+        return chunk[:room]
+
+    @property
+    def is_full(self) -> bool:
+        return self._num_bytes > self._expected.max_bytes
 
     def end(self) -> None:
         """Raise the room's error for a body that was cut off."""
@@ -240,8 +248,9 @@ class _Parts:
 
     def __init__(self, expected: Expected, status: int, headers: Mapping[str, str]) -> None:
         self._answer = Answer(expected, status, {name.lower(): value for name, value in headers.items()}, b"")
-        bounds = expected if self._answer.is_success else replace(expected, max_bytes=REFUSAL_BYTES)
-        self._reader = BodyReader(bounds, self._answer.headers)
+        cuts = not self._answer.is_success
+        bounds = replace(expected, max_bytes=REFUSAL_BYTES) if cuts else expected
+        self._reader = BodyReader(bounds, self._answer.headers, cuts=cuts)
         self._body = bytearray()
 
     def add(self, chunk: bytes) -> bool:
@@ -252,7 +261,7 @@ class _Parts:
             if self._answer.is_success:
                 raise
             return False
-        return True
+        return not self._reader.is_full
 
     def answer(self) -> Answer:
         if self._answer.is_success:

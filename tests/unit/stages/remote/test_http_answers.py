@@ -157,12 +157,19 @@ def test_a_redirect_is_no_success_and_the_key_does_not_follow_it(ask: Ask) -> No
         assert not other.requests
 
 
-@pytest.mark.parametrize(("encoding", "encoded"), [("identity", bytes), ("gzip", gzip.compress), ("br", bytes)])
+@pytest.mark.parametrize(
+    ("encoding", "encoded", "shown"),
+    [
+        ("identity", bytes, r"no: Bearer \*\*\* xxx"),
+        ("gzip", gzip.compress, r"no: Bearer \*\*\* xxx"),
+        ("br", bytes, "'"),
+    ],
+)
 def test_an_error_is_shown_by_its_beginning_without_the_key(
-    ask: Ask, encoding: str, encoded: Callable[[bytes], bytes]
+    ask: Ask, encoding: str, encoded: Callable[[bytes], bytes], shown: str
 ) -> None:
-    body = encoded(f"no: Bearer {KEY} {'x' * 20_000}".encode())
-    with pytest.raises(ServerError, match=r"answered 401: '(no: Bearer \*\*\* xxx|')") as caught:
+    body = encoded(f"no: Bearer {KEY} {'x' * 300_000}".encode())
+    with pytest.raises(ServerError, match=f"answered 401: '{shown}") as caught:
         answered(ask, whole(body, "401 No", Content_Encoding=encoding)).check()
     assert len(str(caught.value)) < 400
 
