@@ -6,6 +6,7 @@ A view is a thread that reads the refresh's record and what the running stages w
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import TracebackType
@@ -38,6 +39,8 @@ ENDED = ("built", "cached", "failed", "cancelled")
 SHOWN_METRICS = 3
 WIDE = 100
 """Characters of a terminal from which on the table has room for kinds, and for metrics of what runs."""
+LINE_EVERY_S = 60.0
+"""Between lines on a stage that runs, where there is no terminal."""
 AROUND_ROWS = 3
 """Of a table: its title, its heading and the empty line below."""
 BAR_CELLS, DONE, LEFT = 10, "━", "·"
@@ -116,17 +119,24 @@ class View(ABC):
 
 
 class PlainView(View):
-    """Lines: what begins, what ends, milestones; not a line a step."""
+    """Lines: what begins, what ends, milestones, and each minute how far a stage is."""
 
     def __init__(self, read: Callable[[], RefreshRecord], stream: TextIO):
         super().__init__(read)
         self._stream = stream
+        self._last_s: dict[str, float] = {}
 
     def line(self, text: str) -> None:
         say(text, self._stream)
 
     def show(self, record: RefreshRecord) -> None:
-        """A pipe gets nothing but what stays."""
+        """Print a line a minute on each stage that runs."""
+        now_s = time.monotonic()
+        for name, feed in self._feeds.items():
+            if record.stages[name].state == "running" and now_s - self._last_s.setdefault(name, now_s) >= LINE_EVERY_S:
+                self._last_s[name] = now_s
+                if text := "  ".join(filter(None, [amounts_text(feed), metrics_text(feed.metrics)])):
+                    self.line(f"{name:<16} {text}")
 
 
 class TerminalView(View):
@@ -268,20 +278,22 @@ def progress_text(feed: StageFeed) -> str:
     if feed.done is None or feed.total is None:
         return feed.doing
     done_cells = round(BAR_CELLS * min(1.0, feed.done / feed.total)) if feed.total else 0
-    text = f"{DONE * done_cells}{LEFT * (BAR_CELLS - done_cells)} {_amounts_text(feed)}"
+    return f"{DONE * done_cells}{LEFT * (BAR_CELLS - done_cells)} {amounts_text(feed)}"
+
+
+def amounts_text(feed: StageFeed) -> str:
+    """Return `120/600 steps, 4.1/s, 1:57 left`, `120/2,500 MB, 31 MB/s, 1:20 left`, or what the stage is at."""
+    if feed.done is None or feed.total is None:
+        return feed.doing
+    if feed.unit == "B":
+        rate = f", {feed.per_s / 1e6:.3g} MB/s" if feed.per_s else ""
+        text = f"{feed.done / 1e6:,.0f}/{feed.total / 1e6:,.0f} MB{rate}"
+    else:
+        rate = f", {feed.per_s:.3g}/s" if feed.per_s else ""
+        text = f"{feed.done:.0f}/{feed.total:.0f} {feed.unit}".rstrip() + rate
     if feed.eta_s is None:
         return text
     minutes, seconds = divmod(round(feed.eta_s), 60)
     hours, minutes = divmod(minutes, 60)
     left = f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
     return f"{text}, {left} left"
-
-
-def _amounts_text(feed: StageFeed) -> str:
-    """`120/600 steps, 4.1/s`, `0.12/2.5 GB, 31 MB/s`."""
-    assert feed.done is not None and feed.total is not None
-    if feed.unit == "B":
-        rate = f", {feed.per_s / 1e6:.3g} MB/s" if feed.per_s else ""
-        return f"{feed.done / 1e6:,.0f}/{feed.total / 1e6:,.0f} MB{rate}"
-    rate = f", {feed.per_s:.3g}/s" if feed.per_s else ""
-    return f"{feed.done:.0f}/{feed.total:.0f} {feed.unit}".rstrip() + rate

@@ -10,7 +10,7 @@ from flows.cli.answers import terminal_width
 from flows.cli.live import outcome_text
 from flows.compare.metrics import rows_of
 from flows.compare.table import as_json, as_text
-from flows.ledger.record import RefreshRecord, StageEntry, final_result
+from flows.ledger.record import RefreshRecord, StageEntry, final_result, with_time_so_far
 from flows.ledger.refreshes import Ledger, ledgers
 from flows.planning.plan import Plan, PlannedStage
 from flows.recipe.text import closest
@@ -83,7 +83,7 @@ def _version_in(plan: Plan, stage: PlannedStage) -> str:
 
 def recent_as_json(index: Index) -> dict[str, Any]:
     """The latest refreshes, and every artifact, newest first."""
-    records = [ledger.read() for ledger in islice(ledgers(), RECENT_REFRESHES)]
+    records = [read_now(ledger) for ledger in islice(ledgers(), RECENT_REFRESHES)]
     return {
         "refreshes": [{name: getattr(record, name) for name in LISTED_FIELDS} for record in records],
         "artifacts": [_artifact_line(artifact) for artifact in _newest_first(index)],
@@ -94,7 +94,7 @@ def recent_as_text(index: Index) -> str:
     """The same, a line each."""
     lines = ["refreshes"]
     for ledger in islice(ledgers(), RECENT_REFRESHES):
-        record = ledger.read()
+        record = read_now(ledger)
         lines.append(f"  {record.refresh:<36} {state_of(record):<9} {record.seconds:8.1f} s  {_counts(record)}")
     lines.append("artifacts")
     for artifact in _newest_first(index):
@@ -233,6 +233,11 @@ def launch_arguments(spec: LaunchSpec) -> list[str]:
     adapters = [argument for name, folder in spec.adapters.items() for argument in ("--adapter", f"{name}={folder}")]
     named = [*("--name", spec.served_name), *(("--base-name", spec.base_name) if spec.base_name else ())]
     return [str(spec.model), *named, *adapters, "--serving", spec.serving.model_dump_json()]
+
+
+def read_now(ledger: Ledger) -> RefreshRecord:
+    """Read a refresh's record, with the time that what runs has taken so far."""
+    return with_time_so_far(ledger.read(), time.time_ns() // 1_000_000)
 
 
 def state_of(record: RefreshRecord) -> str:

@@ -33,7 +33,7 @@ def show(name: str | None, as_json: bool) -> None:
     if name is None:
         print_json(shown.recent_as_json(index)) if as_json else click.echo(shown.recent_as_text(index))
     elif ledger := shown.find_refresh(name):
-        record = ledger.read()
+        record = shown.read_now(ledger)
         print_json(shown.refresh_as_json(record)) if as_json else click.echo(shown.refresh_as_text(record))
     else:
         artifact = shown.find_artifact(index, name)

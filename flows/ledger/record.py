@@ -212,6 +212,18 @@ def _after_stage(record: RefreshRecord, event: StageEvent) -> RefreshRecord:
             return _with_entry(record, said.pop("stage"), state=state, **said)
 
 
+def with_time_so_far(record: RefreshRecord, now_ms: int) -> RefreshRecord:
+    """Return the record with the seconds that what runs has taken until now; the ledger has them at its end."""
+    if record.state != "running" or record.interrupted:
+        return record
+    began_ms = {attempt.stage: attempt.started_ms for attempt in record.attempts.values()}
+    stages = {
+        name: replace(entry, seconds=(now_ms - began_ms[name]) / 1000) if entry.state == "running" else entry
+        for name, entry in record.stages.items()
+    }
+    return replace(record, seconds=(now_ms - record.started_ms) / 1000, stages=stages)
+
+
 def final_result(folder: Path) -> StageResult:
     """The `result.json` of an artifact; an empty one when it is not there any more."""
     try:

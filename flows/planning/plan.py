@@ -146,7 +146,7 @@ def _unknown(planned: Mapping[str, PlannedStage], unreachable: Mapping[str, str]
 
 def _decide_unbuilt(nearest: Artifact | None, identity: Identity) -> Decision:
     if nearest is None:
-        return Decision("run", "never built")
+        return Decision("run", "first build")
     differing = tuple(differences(nearest.record.identity, identity))
     shown = "; ".join(map(str, differing)) or "only in fields that one of the two leaves unset"
     return Decision("run", f"differs from version {nearest.record.version}: {shown}", differing)

@@ -11,7 +11,7 @@ from flows.ledger.record import RefreshRecord, StageEntry, final_result
 from flows.report.lineage import closure
 from flows.report.model import Curve, TrainingCurves
 from flows.store.record import Artifact, Index
-from flows.tracking.rows import CURVES, batches
+from flows.tracking.rows import CURVES, HELD_OUT, batches, is_curve
 
 MOST_POINTS = 1000
 """Of a curve on a page: more cannot be distinguished on a screen."""
@@ -24,7 +24,10 @@ MOST_CHAMPIONS = 3
 
 
 def training_curves(record: RefreshRecord, index: Index) -> list[TrainingCurves]:
-    """Of every training stage that has logged a loss, the failed ones too."""
+    """Return the charts of every training stage that has logged a loss, the failed ones too.
+
+    A chart holds metrics that share a scale: the losses, the rewards, and each other metric of the method's.
+    """
     found = list(_training_curves(record, index))
     num_curves = sum(len(one.curves) for one in found) or 1
     most = max(FEWEST_POINTS, min(MOST_POINTS, MOST_POINTS_OF_PAGE // num_curves))
@@ -37,7 +40,17 @@ def _training_curves(record: RefreshRecord, index: Index) -> Iterator[TrainingCu
         if entry.kind != "train" or not (own := list(_own_curves(record, name, entry))):
             continue
         earlier = [curve for one in champions for curve in _curves_behind(one, name, entry.version, index)]
-        yield TrainingCurves(stage=name, curves=(*own, *earlier))
+        charts: dict[str, list[Curve]] = {}
+        for curve in (*own, *earlier):
+            charts.setdefault(_chart_of(curve.metric), []).append(curve)
+        for chart, curves in charts.items():
+            if not all(curve.behind for curve in curves):
+                yield TrainingCurves(stage=name, chart=chart, curves=tuple(curves))
+
+
+def _chart_of(metric: str) -> str:
+    name = metric.removeprefix(HELD_OUT)
+    return next((group for group in ("loss", "reward") if name.startswith(group)), name).replace("_", " ")
 
 
 def _own_curves(record: RefreshRecord, name: str, entry: StageEntry) -> Iterator[Curve]:
@@ -72,19 +85,19 @@ def _earlier_champions(record: RefreshRecord, index: Index) -> Iterator[Artifact
 
 def _curves(file: Path, label: str, *, behind: bool) -> Iterator[Curve]:
     """A later row of a step replaces an earlier one: a resumed attempt does again what its checkpoint lacked."""
-    found: dict[str, dict[int, float]] = {name: {} for name in CURVES}
+    found: dict[str, dict[int, float]] = {}
     for batch in batches(file, 0, None, largest=MOST_POINTS) if file.is_file() else ():
         for row in batch.rows:
-            if row.name in found:
-                found[row.name][row.step] = row.value
-    for name, points in found.items():
-        if points:
-            yield _curve(f"{name}{label}", sorted(points.items()), behind)
+            if is_curve(row.name):
+                found.setdefault(row.name, {})[row.step] = row.value
+    for name in sorted(found, key=lambda name: (name not in CURVES, list(found).index(name))):
+        yield _curve(name, label, sorted(found[name].items()), behind)
 
 
-def _curve(name: str, points: list[tuple[int, float]], behind: bool) -> Curve:
+def _curve(metric: str, label: str, points: list[tuple[int, float]], behind: bool) -> Curve:
     return Curve(
-        name=name,
+        metric=metric,
+        name=f"{metric}{label}",
         behind=behind,
         steps=tuple(step for step, _ in points),
         values=tuple(value if math.isfinite(value) else None for _, value in points),

@@ -48,11 +48,13 @@ class Span(StrictModel):
 
 
 class Curve(StrictModel):
-    """A metric over optimizer steps. behind: of an earlier champion's training. every: of so many points one is kept.
+    """A metric over optimizer steps; name: of the metric, and of whose training it is where that is another's.
 
-    A value that is no finite number is None.
+    behind: of an earlier champion's training. every: of so many points one is kept. A value that is no finite number
+    is None.
     """
 
+    metric: str
     name: str
     behind: bool
     steps: tuple[int, ...]
@@ -61,10 +63,16 @@ class Curve(StrictModel):
 
 
 class TrainingCurves(StrictModel):
-    """The losses of a training stage, its own first."""
+    """Metrics of a training stage that share a scale, its own first. chart: `loss`, `reward`, …"""
 
     stage: str
+    chart: str
     curves: tuple[Curve, ...]
+
+    @property
+    def title(self) -> str:
+        """Return the stage's name, and what is drawn where that is no loss."""
+        return self.stage if self.chart == "loss" else f"{self.stage}: {self.chart}"
 
 
 class Histogram(StrictModel):
@@ -94,20 +102,25 @@ class DataOfTraining(StrictModel):
 
 
 class Score(StrictModel):
-    """TASK.METRIC of an evaluation; standard_error: None where the harness gave none."""
+    """TASK.METRIC of an evaluation; standard_error and interval (95%): None where the harness gave no error."""
 
     stage: str
     name: str
     value: float
     standard_error: float | None
+    interval: tuple[float, float] | None = None
 
 
 class ScoreDifference(StrictModel):
-    """Candidate − what it was compared with, on the same samples."""
+    """Candidate − what it was compared with, on the same samples; interval: 95%.
+
+    nothing_solved: of how many samples both got none right; None where one got some.
+    """
 
     name: str
     difference: float
-    standard_error: float
+    interval: tuple[float, float]
+    nothing_solved: int | None = None
 
 
 class Promotion(StrictModel):

@@ -100,11 +100,11 @@ def _named(report: RefreshReport, stage: str) -> Any:
 
 def _side_by_side(old: RefreshReport, new: RefreshReport) -> list[TrainingCurves]:
     """The new one's curves before the old one's, which are drawn behind."""
-    found: dict[str, list[Curve]] = {}
+    found: dict[tuple[str, str], list[Curve]] = {}
     for report, behind in ((new, False), (old, True)):
         for training in report.trainings:
             own = [one for one in training.curves if not one.behind]
-            found.setdefault(training.stage, []).extend(
+            found.setdefault((training.stage, training.chart), []).extend(
                 one.model_copy(update={"name": f"{one.name}, {report.refresh}", "behind": behind}) for one in own
             )
-    return [TrainingCurves(stage=stage, curves=tuple(curves)) for stage, curves in found.items()]
+    return [TrainingCurves(stage=stage, chart=chart, curves=tuple(curves)) for (stage, chart), curves in found.items()]

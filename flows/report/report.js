@@ -3,6 +3,7 @@
 "use strict";
 (() => {
   const HEIGHT = 320;
+  const WHOLE = Array.from({ length: 27 }, (_, n) => [1, 2, 5][n % 3] * 10 ** Math.floor(n / 3));  // steps are whole numbers
   const charts = JSON.parse(document.getElementById("curves").textContent);
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -31,7 +32,7 @@
           width: box.clientWidth,
           height: HEIGHT,
           scales: { x: { time: false }, y: { distr: logarithmic ? 3 : 1 } },
-          axes: [{ ...axis, label: "step", labelSize: 20 }, { ...axis, size: 64 }],
+          axes: [{ ...axis, label: "step", labelSize: 20, incrs: WHOLE }, { ...axis, size: 64 }],
           series: [{ label: "step" }, ...series],
           cursor: { drag: { x: true, y: false } },
         },

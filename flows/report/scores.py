@@ -7,6 +7,8 @@ from pathlib import Path
 
 from flows.ledger.record import RefreshRecord, StageEntry
 from flows.report.model import Promotion, Score, ScoreDifference
+from stages.core.intervals import score_interval
+from stages.harnesses.samples import samples_by_score
 from stages.promote.verdict import VERDICT_FILE, Verdict, tables
 
 ERROR = "_stderr"
@@ -16,10 +18,14 @@ DIFFERENCE = "_difference"
 def scores(record: RefreshRecord) -> Iterator[Score]:
     """Of all evaluations, in the order of the recipe."""
     for stage, entry in record.stages.items():
-        for name, value in entry.metrics.items() if entry.kind == "evaluate" else ():
+        if entry.kind != "evaluate":
+            continue
+        num_samples = samples_by_score(entry.artifact) if entry.artifact else {}
+        for name, value in entry.metrics.items():
             if "." in name and not name.endswith(ERROR):
                 error = entry.metrics.get(f"{name}{ERROR}")
-                yield Score(stage=stage, name=name, value=value, standard_error=error)
+                interval = None if error is None else score_interval(value, error, num_samples.get(name))
+                yield Score(stage=stage, name=name, value=value, standard_error=error, interval=interval)
 
 
 def promotions(record: RefreshRecord) -> Iterator[Promotion]:
@@ -31,13 +37,26 @@ def promotions(record: RefreshRecord) -> Iterator[Promotion]:
 
 def _promotion(stage: str, entry: StageEntry, folder: Path) -> Promotion:
     verdict = Verdict.model_validate_json((folder / VERDICT_FILE).read_bytes())
-    differences = [
-        ScoreDifference(
-            name=name.removesuffix(DIFFERENCE), difference=value, standard_error=entry.metrics[f"{name}{ERROR}"]
-        )
-        for name, value in entry.metrics.items()
-        if name.endswith(DIFFERENCE) and f"{name}{ERROR}" in entry.metrics
-    ]
+    if verdict.differences is None:  # of before they were kept as data
+        differences = [
+            ScoreDifference(
+                name=name.removesuffix(DIFFERENCE),
+                difference=value,
+                interval=score_interval(value, entry.metrics[f"{name}{ERROR}"], None),
+            )
+            for name, value in entry.metrics.items()
+            if name.endswith(DIFFERENCE) and f"{name}{ERROR}" in entry.metrics
+        ]
+    else:
+        differences = [
+            ScoreDifference(
+                name=one.name,
+                difference=one.difference,
+                interval=one.shown_interval,
+                nothing_solved=one.num_samples if one.solved_by_neither else None,
+            )
+            for one in verdict.differences
+        ]
     return Promotion(
         stage=stage,
         name=verdict.name,

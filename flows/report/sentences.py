@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from flows.ledger.record import RefreshRecord
 from flows.report.model import Promotion, Score, ScoreDifference
 
-QUANTILE_95 = 1.96
 STATES = {"cancelled": "was stopped", "not_promoted": "completed, but promoted nothing,"}
 
 
@@ -64,8 +63,9 @@ def _promotion(one: Promotion, scores: Sequence[Score]) -> str:
 
 
 def _difference(one: ScoreDifference) -> str:
-    margin = QUANTILE_95 * one.standard_error
-    low, high = one.difference - margin, one.difference + margin
+    if one.nothing_solved:
+        return f"{one.name}: neither solved any of {one.nothing_solved} samples, so nothing says which is better"
+    low, high = one.interval
     clear = "no clear difference" if low <= 0 <= high else "a clear difference"
     return f"{one.name} {one.difference:+.4g} (95% interval {low:+.4g} to {high:+.4g}: {clear})"
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from flows.report.model import RefreshReport, Score, StageReport
 
-MARGIN_95 = 1.96
 TRAINING = {
     "real_tokens_per_s": "tokens/s",
     "mfu": "MFU",
@@ -103,9 +102,7 @@ def score_bars(scores: Sequence[Score]) -> dict[str, list[Bar]]:
 
 
 def _bars(group: Sequence[Score]) -> list[Bar]:
-    margins = [MARGIN_95 * (one.standard_error or 0.0) for one in group]
-    tops = [one.value + margin for one, margin in zip(group, margins, strict=True)]
-    bottoms = [one.value - margin for one, margin in zip(group, margins, strict=True)]
+    bottoms, tops = zip(*(one.interval or (one.value, one.value) for one in group), strict=True)
     is_share = all(0 <= one.value <= 1 for one in group)
     low = 0.0 if is_share else min(0.0, *bottoms)
     high = 1.0 if is_share else max(0.0, *tops) or 1.0

@@ -10,16 +10,19 @@ import os
 import secrets
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 from prefect import Flow, allow_failure, flow, get_run_logger, runtime, task
 from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.events import emit_event
+from prefect.exceptions import ObjectNotFound
 from prefect.futures import PrefectFuture
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelled, Completed, Failed
@@ -183,6 +186,21 @@ def _run_stages(run: RefreshRun) -> None:
                 submit(name, checked)
         for future in (*checked, *futures.values()):
             future.wait()
+        _end_skipped(futures.values())
+
+
+def _end_skipped(futures: Iterable[PrefectFuture[Any]]) -> None:
+    """Set task runs that never began, since what they wait for failed, to an end: Prefect leaves them `NotReady`, which
+    is no end, and draws them as if they ran on.
+    """
+    skipped = [future for future in futures if not future.state.is_final()]
+    if not skipped:
+        return
+    ended = Cancelled(name="Skipped", message="a stage that it stands on was not built")
+    # What Prefect shows is no reason to fail: a server that has gone away is found out where it matters.
+    with suppress(httpx.HTTPError, ObjectNotFound), get_client(sync_client=True) as client:
+        for future in skipped:
+            client.set_task_run_state(future.task_run_id, ended, force=True)
 
 
 def _measure(run: RefreshRun, comparison: Comparison) -> None:

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 from flows.recipe.text import closest
+from flows.tracking.rows import MEDIAN
 from flows.tracking.shipper import CLIENT_ENVIRONMENT
 from stages.core.errors import RecipeError, ServerError
 
@@ -15,7 +16,7 @@ PAGE = 1000
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """A run with the last value of each metric."""
+    """A run with the last value of each metric; of those that every step has, the median."""
 
     run_id: str
     name: str
@@ -59,4 +60,6 @@ def find_runs(experiment: str, where: str = "") -> list[LoggedRun]:
 
 def _logged(run: object) -> LoggedRun:
     info, data = run.info, run.data  # type: ignore[attr-defined]
-    return LoggedRun(info.run_id, info.run_name, info.status, dict(data.params), dict(data.metrics), dict(data.tags))
+    medians = {name.removesuffix(MEDIAN): value for name, value in data.metrics.items() if name.endswith(MEDIAN)}
+    metrics = dict(data.metrics) | medians
+    return LoggedRun(info.run_id, info.run_name, info.status, dict(data.params), metrics, dict(data.tags))

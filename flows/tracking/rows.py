@@ -10,11 +10,17 @@ from pathlib import Path
 
 from flows.ledger.record import RefreshRecord
 from flows.tracking.pages import RUN_LINK
+from stages.train.journal import PER_STEP
+from stages.train.methods.registry import metric_meanings
 
 COMPARISON_IDENTITY = "lifecycle.comparison"
 """Tag of a comparison's run in MLflow: `COMPARISON`, and of its layouts' runs `COMPARISON/NUMBER`."""
-CURVES = ("loss", "evaluation_loss")
+HELD_OUT = "evaluation_"
+"""Prefix of a metric over held-out rows."""
+CURVES = ("loss", f"{HELD_OUT}loss")
 NOT_METRICS = ("step", "time_ms")
+MEDIAN = "_median"
+"""Suffix of the final value of a metric that every step has."""
 REFUSED = re.compile(r"[^\w\-. :/]", re.ASCII)
 
 
@@ -69,6 +75,11 @@ def metric_rows(line: bytes) -> list[MetricRow]:
     ]
 
 
+def is_curve(name: str) -> bool:
+    """Return whether a metric of a training step tells what is learned: a loss, or what the method measures beside."""
+    return name in CURVES or name.startswith("reward") or name.removeprefix(HELD_OUT) in metric_meanings()
+
+
 def acceptable(name: str) -> str:
     """A metric's name without the characters that MLflow refuses."""
     return REFUSED.sub("_", name)
@@ -84,14 +95,21 @@ def known_steps(file: Path, first_byte: int) -> dict[str, int]:
 
 
 def final_rows(metrics: dict[str, float], file: Path | None, last_byte: int | None, ended_ms: int) -> list[MetricRow]:
-    """Final metrics as values of the last step, so that curves end with them; what that step has logged is left out."""
+    """Return final metrics as values of the last step; what was logged last is left out.
+
+    The median of what every step measures has a name of its own: as a second value of the last step, a chart would
+    draw it as one more point of the curve.
+    """
     last: dict[str, MetricRow] = {}
     for batch in batches(file, 0, last_byte, largest=1000) if file else ():
         last |= {row.name: row for row in batch.rows}
     step = max((row.step for row in last.values()), default=0)
-    logged = {row.name: row.value for row in last.values() if row.step == step}
     rows = [MetricRow(acceptable(name), value, ended_ms, step) for name, value in metrics.items()]
-    return [row for row in rows if logged.get(row.name) != row.value]
+    return [
+        replace(row, name=f"{row.name}{MEDIAN}") if row.name in last and row.name in PER_STEP else row
+        for row in rows
+        if row.name not in last or last[row.name].value != row.value
+    ]
 
 
 def parent_params(record: RefreshRecord) -> dict[str, str]:
@@ -150,8 +168,13 @@ def stage_rows(record: RefreshRecord, ended_ms: int) -> list[MetricRow]:
         file = entry.artifact / "metrics.jsonl" if entry.state == "built" and entry.artifact else None
         curve = [row for batch in batches(file, 0, None, 1000) for row in batch.rows] if file and file.exists() else []
         last_step = max((row.step for row in curve), default=0)
-        final = [MetricRow(acceptable(metric), value, ended_ms, last_step) for metric, value in entry.metrics.items()]
-        losses = [row for row in curve if row.name in CURVES]
+        losses = [row for row in curve if is_curve(row.name)]
+        drawn = {row.name for row in losses}
+        final = [
+            MetricRow(acceptable(metric), value, ended_ms, last_step)
+            for metric, value in entry.metrics.items()
+            if acceptable(metric) not in drawn
+        ]
         rows += [replace(row, name=f"{name}.{row.name}") for row in [*losses, *final]]
     return rows
 

@@ -24,6 +24,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -64,6 +65,8 @@ def _made_absolute(path: Path, info: ValidationInfo) -> Path:
 
 
 OutsidePath = Annotated[Path, OutsideInput(), AfterValidator(_made_absolute)]
+LINE_EVERY_S = 60.0
+"""Between lines on progress in a stage's log."""
 FINDING = "finding"
 """Tag of an artifact that its own stage refuses: `ERROR_CLASS: MESSAGE`."""
 
@@ -269,6 +272,30 @@ class StageFailure(StrictModel):
     message: str
 
 
+@dataclass
+class ProgressLines:
+    """Lines on a stage's progress for its log, at most one a minute."""
+
+    began: tuple[float, float] | None = None
+    """Time in seconds, and what was done then: a resumed attempt does not begin at 0."""
+    last_line_s: float = 0.0
+
+    def line(self, now_s: float, done: float, total: float, unit: str, message: str) -> str | None:
+        """Return the line that is due at a time, such as `120 of 600 steps, loss 0.31, 1:57 left`; else None."""
+        if self.began is None or done < self.began[1]:
+            self.began, self.last_line_s = (now_s, done), now_s
+        if now_s - self.last_line_s < LINE_EVERY_S:
+            return None
+        self.last_line_s = now_s
+        began_s, first_done = self.began
+        left = ""
+        if done > first_done:
+            left_s = round((total - done) / (done - first_done) * (now_s - began_s))
+            left = f"{timedelta(seconds=left_s)} left"
+        parts = [f"{done:,.0f} of {total:,.0f} {unit}".rstrip(), message, left]
+        return f"{time.strftime('%H:%M:%S')} {', '.join(filter(None, parts))}"
+
+
 @dataclass(frozen=True)
 class StageContext:
     """A stage process's view of its work folder. Only rank 0 of several processes writes the shared files."""
@@ -282,6 +309,7 @@ class StageContext:
     outside: dict[str, JsonValue] = dataclass_field(default_factory=dict)
     trial: Trial | None = None
     findings: list[LifecycleError] = dataclass_field(default_factory=list)
+    progress_lines: ProgressLines = dataclass_field(default_factory=ProgressLines)
 
     @property
     def scratch(self) -> Path:
@@ -295,8 +323,11 @@ class StageContext:
         self._append("metrics.jsonl", {"step": step, "time_ms": time.time_ns() // 1_000_000, **metrics})
 
     def progress(self, done: float, total: float, unit: str, message: str = "") -> None:
-        """Tell how far the stage is; cheap enough to call every few hundred milliseconds."""
+        """Report how far the stage is, and once a minute in its log; cheap enough to call every 100 milliseconds."""
         self._event("progress", message, done=done, total=total, unit=unit)
+        line = self.progress_lines.line(time.monotonic(), done, total, unit, redact(message))
+        if line and is_main_process():
+            print(line, flush=True)
 
     def doing(self, message: str) -> None:
         """Tell what the stage is at, where nobody knows how long that takes; shown in place of progress."""

@@ -20,7 +20,7 @@ from stages.core.contract import StageContext
 from stages.core.errors import DataError, EvaluationError
 from stages.data.documents import PlainText
 from stages.harnesses.samples import read_samples
-from stages.promote.paired import ASKED_ALIKE, Difference
+from stages.promote.paired import ASKED_ALIKE, Difference, win_rate_interval
 from stages.rewards.asked_judge import AskedJudge, bounded, cost_metrics
 from stages.rewards.judge import PairsConfig
 from stages.rewards.reward import Completion
@@ -63,7 +63,7 @@ def judged_pairs(
     shutil.copyfile(kept, context.work / JUDGE_FILE)
     metrics = cost_metrics(kept)
     for one in differences:
-        low, high = ((1 + end) / 2 for end in one.interval)
+        low, high = ((1 + end) / 2 for end in one.shown_interval)
         context.milestone(f"{one.name} {one.candidate:.4f}, 95% interval {low:.4f} to {high:.4f}")
         metrics |= {one.name: one.candidate, f"{one.name}_stderr": one.standard_error / 2}
     return JudgedPairs(differences, metrics)
@@ -85,6 +85,7 @@ def _compared(
             f"comparing answers to {task}: the judge compared {len(wins)} pairs; expected at least 2, so ask more"
         )
     rate = statistics.fmean(wins)
+    standard_error = 2 * statistics.stdev(wins) / math.sqrt(len(wins))
     return Difference(
         name=f"{task}.{METRIC}",
         num_samples=len(wins),
@@ -92,9 +93,9 @@ def _compared(
         candidate=rate,
         reference=1 - rate,
         difference=2 * rate - 1,
-        standard_error=2 * statistics.stdev(wins) / math.sqrt(len(wins)),
+        standard_error=standard_error,
         higher_is_better=True,
-        largest=1.0,
+        interval=win_rate_interval(2 * rate - 1, standard_error, len(wins)),
     )
 
 

@@ -1,8 +1,9 @@
 """Paired comparison of two evaluations on the samples that both have answered.
 
 In: two artifacts of evaluate stages (`scores.json`, `samples/TASK.jsonl`). Out: per score, the mean difference, its
-standard error and a 95% interval. Pairing takes out what both find easy or hard, so that far smaller differences
-show than by two separate scores (Miller, "Adding Error Bars to Evals", arXiv 2411.00640, section 4.2).
+standard error and a 95% interval: Newcombe's where all samples score 0 or 1, else by Student's t. Pairing takes out
+what both find easy or hard, so that far smaller differences show than by two separate scores (Miller, "Adding Error
+Bars to Evals", arXiv 2411.00640, section 4.2).
 """
 
 from __future__ import annotations
@@ -10,16 +11,17 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stages.core.errors import EvaluationError
+from stages.core.intervals import QUANTILE_95, Interval, newcombe, student_t
 from stages.harnesses.samples import read_samples
 from stages.harnesses.scores import NO_FILTER
 
-QUANTILE_95 = statistics.NormalDist().inv_cdf(0.975)
 TOLERANCE = 1e-9
 ASKED_ALIKE = ("doc_hash", "target_hash", "prompt_hash")
 
@@ -40,7 +42,8 @@ class Scores:
 class Difference:
     """Candidate − reference over `num_samples` documents that both answered; `num_unpaired` only one of them did.
 
-    largest: of a win rate's difference, 1; None for other scores.
+    interval: 95%; None in verdicts of before it was kept, whose interval was by the normal approximation.
+    largest: of a win rate's difference, 1, in verdicts of then.
     """
 
     name: str
@@ -52,17 +55,22 @@ class Difference:
     standard_error: float
     higher_is_better: bool
     largest: float | None = None
+    interval: Interval | None = None
 
     @property
-    def interval(self) -> tuple[float, float]:
-        """95%: of a win rate by Student's t, within what is possible; of another score by the normal approximation."""
+    def shown_interval(self) -> Interval:
+        """Return the interval, as the verdict was given with it."""
+        if self.interval:
+            return self.interval
         if self.largest is None:
             margin = QUANTILE_95 * self.standard_error
             return self.difference - margin, self.difference + margin
-        from scipy.special import stdtrit  # takes 0.1 s
+        return win_rate_interval(self.difference, self.standard_error, self.num_samples)
 
-        margin = float(stdtrit(self.num_samples - 1, 0.975)) * self.standard_error
-        return max(-self.largest, self.difference - margin), min(self.largest, self.difference + margin)
+    @property
+    def solved_by_neither(self) -> bool:
+        """Return whether both scored 0 where higher is better, which says nothing of which is better."""
+        return self.higher_is_better and self.candidate == self.reference == 0
 
     @property
     def regression_standard_errors(self) -> float:
@@ -71,6 +79,12 @@ class Difference:
         if abs(worse) <= TOLERANCE:
             return 0.0
         return worse / self.standard_error if self.standard_error else math.copysign(math.inf, worse)
+
+
+def win_rate_interval(difference: float, standard_error: float, num_samples: int) -> Interval:
+    """Return the interval of win rate − loss rate by Student's t, within [-1, 1]."""
+    low, high = student_t(difference, standard_error, num_samples)
+    return max(-1.0, low), min(1.0, high)
 
 
 def paired_difference(candidate: Scores, reference: Scores) -> Difference:
@@ -87,15 +101,23 @@ def paired_difference(candidate: Scores, reference: Scores) -> Difference:
         )
     ours, theirs = ([one.values[document] for document in shared] for one in (candidate, reference))
     differences = [mine - other for mine, other in zip(ours, theirs, strict=True)]
+    difference = statistics.fmean(differences)
+    standard_error = statistics.stdev(differences) / math.sqrt(len(shared))
+    if {*ours, *theirs} <= {0.0, 1.0}:
+        counts = Counter(zip(ours, theirs, strict=True))
+        interval = newcombe(counts[1.0, 1.0], counts[1.0, 0.0], counts[0.0, 1.0], counts[0.0, 0.0])
+    else:
+        interval = student_t(difference, standard_error, len(shared))
     return Difference(
         name=candidate.name,
         num_samples=len(shared),
         num_unpaired=len(candidate.values.keys() ^ reference.values.keys()),
         candidate=statistics.fmean(ours),
         reference=statistics.fmean(theirs),
-        difference=statistics.fmean(differences),
-        standard_error=statistics.stdev(differences) / math.sqrt(len(shared)),
+        difference=difference,
+        standard_error=standard_error,
         higher_is_better=candidate.higher_is_better,
+        interval=interval,
     )
 
 

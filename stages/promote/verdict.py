@@ -97,7 +97,7 @@ def _gate_cells(gate: Gate) -> tuple[str, ...]:
 
 
 def _difference_cells(one: Difference) -> tuple[str, ...]:
-    low, high = one.interval
+    low, high = one.shown_interval
     counts = (str(one.num_samples), str(one.num_unpaired))
     scores = (f"{one.candidate:.4f}", f"{one.reference:.4f}", f"{one.difference:+.4f}", f"{one.standard_error:.4f}")
     return (one.name, *counts, *scores, f"{low:+.4f} to {high:+.4f}")

@@ -13,14 +13,14 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from stages.harnesses.samples import samples_file
+from stages.core.intervals import score_interval
+from stages.harnesses.samples import samples_by_score
 from stages.models.gguf_file import holds_gguf
 from stages.publish.licences import Licence, licence_of, stated_licence
 from stages.publish.records import Made, Promoted
 
 CARD_FILE = "README.md"
 TEMPLATE = "card.md.jinja"
-QUANTILE_95 = 1.96
 STANDARD_ERROR = "_stderr"
 MIB = 2**20
 NUM_REVISION_CHARACTERS = 12
@@ -94,11 +94,11 @@ class Score:
 
     @property
     def interval(self) -> str:
-        """Of a normal distribution."""
+        """95%, as `score_interval` computes it."""
         if self.standard_error is None:
             return "not known"
-        margin = QUANTILE_95 * self.standard_error
-        return f"{self.value - margin:.4f} to {self.value + margin:.4f}"
+        low, high = score_interval(self.value, self.standard_error, self.num_samples)
+        return f"{low:.4f} to {high:.4f}"
 
 
 def model_card(promoted: Promoted, licence: str | None) -> str:
@@ -222,12 +222,10 @@ def _losses(made: Made) -> Iterator[LossRow]:
 
 
 def _scores(evaluation: Made) -> Iterator[Score]:
-    metrics = evaluation.result.metrics
+    metrics, num_samples = evaluation.result.metrics, samples_by_score(evaluation.folder)
     for name, value in metrics.items():
         if "." in name and not name.endswith(STANDARD_ERROR):
-            samples = samples_file(evaluation.folder, name.partition(".")[0])
-            num_samples = len(samples.read_bytes().splitlines()) if samples.is_file() else None
-            yield Score(name, value, metrics.get(f"{name}{STANDARD_ERROR}"), num_samples)
+            yield Score(name, value, metrics.get(f"{name}{STANDARD_ERROR}"), num_samples.get(name))
 
 
 def _limits(

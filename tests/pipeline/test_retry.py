@@ -59,6 +59,7 @@ def test_retry_button_continues_the_failed_stage_and_what_stands_on_it(worker_ho
     failed = worker_home.run_now("button")
     assert failed["state"]["type"] == "FAILED"
     assert worker_home.states(failed) == {"rows-button": "built", "base-button": "failed", "scores-button": "skipped"}
+    assert worker_home.task_states(failed)["scores-button"] == ("CANCELLED", "Skipped")
 
     worker_home.press_retry(failed["id"])
     done = worker_home.ended(failed["id"], num_tries=2)

@@ -116,6 +116,16 @@ class WorkerHome(Home):
         """Of the stages of a refresh, as recorded."""
         return {name: entry.state for name, entry in self.record(flow_run).stages.items()}
 
+    def task_states(self, flow_run: dict[str, Any]) -> dict[str, tuple[str, str]]:
+        """Type and name of the state of each task run, as Prefect's page draws it, when all have ended."""
+
+        def ended() -> dict[str, tuple[str, str]] | None:
+            runs = self.prefect("task_runs/filter", {"flow_runs": {"id": {"any_": [flow_run["id"]]}}})
+            states = {run["name"]: (run["state_type"], run["state_name"]) for run in runs}
+            return states if all(kind in ("COMPLETED", "FAILED", "CANCELLED") for kind, _ in states.values()) else None
+
+        return eventually(ended)
+
     def record(self, flow_run: dict[str, Any]) -> RefreshRecord:
         return Ledger(self.folder / "ledger" / flow_run["name"]).read()
 

@@ -7,6 +7,7 @@ import re
 import termios
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -327,3 +328,20 @@ def test_colours_are_off_when_asked(record, monkeypatch, colourless):
     terminal.close()
     colours = re.findall(r"\x1b\[[\d;]*3\d[\d;]*m", terminal.written)
     assert bool(colours) != colourless, terminal.written
+
+
+def test_without_a_terminal_each_minute_says_how_far_a_stage_is(record, monkeypatch):
+    seconds = iter(range(0, 600, 30))
+    monkeypatch.setattr("flows.cli.live.time.monotonic", lambda: next(seconds))
+    name = next(iter(record.stages))
+    running = replace(record, stages={name: replace(record.stages[name], state="running")})
+    stream = io.StringIO()
+    view = PlainView(lambda: running, stream)
+    feed = StageFeed(Path("nowhere"))
+    feed.done, feed.total, feed.unit, feed.per_s, feed.eta_s = 120, 600, "steps", 4.1, 117.0
+    feed.metrics = {"loss": 0.25, "real_tokens_per_s": 3400.0}
+    view._feeds[name] = feed
+    for _ in range(5):
+        view.show(running)
+    lines = [" ".join(line[9:].split()) for line in stream.getvalue().splitlines()]
+    assert lines == [f"{name} 120/600 steps, 4.1/s, 1:57 left loss 0.25 real_tokens_per_s 3,400"] * 2

@@ -5,7 +5,7 @@ import pytest
 from flows.cli.live import summary
 from flows.ledger.events import AttemptBegan, FlowRunKnown, PlannedEntry, RefreshBegan, RefreshEnded, StageFailed
 from flows.ledger.process_identity import ProcessIdentity
-from flows.ledger.record import KILLED
+from flows.ledger.record import KILLED, with_time_so_far
 from flows.ledger.refreshes import RunningRefreshes, close_interrupted, end_of, ledger_of, ledgers
 from flows.running.request import retry_of
 from flows.tracking.shipper import _only_shipper, ship_pending
@@ -64,6 +64,18 @@ def test_a_refresh_runs_until_it_ends_or_its_process_is_dead(begin):
     assert sorted(one.refresh for one in running.all()) == ["alive", "dead", "other"]
     alive.append(ENDED)
     assert running.of("nightly") == []
+
+
+def test_what_runs_is_shown_with_the_time_that_it_has_taken(begin, home):
+    ledger = begin("alive", "rows", "base")
+    started_ms = attempt(ledger, home, "rows").started_ms
+    record = with_time_so_far(ledger.read(), started_ms + 61_000)
+    assert record.stages["rows"].seconds == 61 and record.stages["base"].seconds == 0
+    assert record.seconds >= 61
+    finish(ledger, home, "base", seconds=4.0)
+    assert with_time_so_far(ledger.read(), started_ms + 61_000).stages["base"].seconds == 4
+    ledger.append(RefreshEnded(state="failed", seconds=5.0, error=None))
+    assert with_time_so_far(ledger.read(), started_ms + 61_000) == ledger.read()
 
 
 def test_a_refresh_that_is_retried_runs_again_and_keeps_its_attempts(begin, home):

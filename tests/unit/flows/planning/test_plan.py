@@ -17,7 +17,7 @@ def reasons(plan) -> dict[str, str]:
 def test_everything_runs_in_an_empty_store(recipe, make_plan):
     plan = make_plan(recipe())
     assert set(actions(plan).values()) == {"run"}
-    assert set(reasons(plan).values()) == {"never built"}
+    assert set(reasons(plan).values()) == {"first build"}
 
 
 def test_what_was_built_is_cached_and_says_when(recipe, make_plan, build):

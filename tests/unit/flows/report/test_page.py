@@ -38,8 +38,39 @@ def test_the_page_opens_without_errors_and_requests_and_fits_the_screen(night, s
         shot(shown, f"report-{scheme}-{width}")
         assert shown.locator(".chart canvas").count() == 1
         assert shown.evaluate("document.documentElement.scrollWidth") <= width
+        drawing = shown.locator("#stages + .wide svg").bounding_box()
+        assert width < 600 or drawing["x"] + drawing["width"] <= width
     assert seen.errors == []
     assert [url for url in seen.requests if not url.startswith(("file:", "data:", "blob:"))] == []
+
+
+def test_a_wide_graph_and_a_long_error_are_seen_to_their_ends(night, store, browser):
+    error = f"cannot read {'x' * 400}: expected one of {', '.join(map(str, range(200)))}, found THE END"
+    file = write_report(night.refresh(failing="promote", error=error), store.index())
+    with opened(browser, file, 700) as (shown, _):
+        drawing = shown.locator("#stages + .wide svg").bounding_box()
+        assert drawing["x"] + drawing["width"] <= 700
+        box = shown.locator("pre").first
+        assert "THE END" in box.inner_text()
+        assert box.evaluate("box => box.scrollWidth <= box.clientWidth")
+
+
+def test_steps_on_an_axis_are_whole_numbers(night, store, browser):
+    file = write_report(night.refresh(), store.index())
+    with opened(browser, file) as (shown, _):
+        steps = shown.evaluate(
+            """async () => {
+                const written = [], draw = CanvasRenderingContext2D.prototype.fillText;
+                CanvasRenderingContext2D.prototype.fillText = function (text, ...at) {
+                    written.push(text); draw.call(this, text, ...at);
+                };
+                document.querySelector("fieldset label:last-of-type input").click();  // draws again
+                await new Promise((done) => setTimeout(done, 300));
+                return written;
+            }"""
+        )
+        whole = [text for text in steps if text in ("1", "2", "3", "4")]
+        assert whole and not [text for text in steps if text in ("1.5", "1.25", "2.5", "3.5")]
 
 
 def test_on_a_phone_each_bar_is_below_its_own_name_and_number(night, store, browser):

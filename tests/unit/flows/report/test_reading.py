@@ -1,5 +1,6 @@
 """What a report says is what the records have; what they lack it says to be unknown."""
 
+import json
 from dataclasses import replace
 from html import escape
 
@@ -9,7 +10,7 @@ from flows.ledger.record import StageEntry
 from flows.report.page import page
 from flows.report.reading import read_report
 from stages.data.lengths import LENGTHS_FILE
-from tests.unit.flows.report.conftest import HOSTILE, LENGTHS, METRICS, STAGES, VERDICT
+from tests.unit.flows.report.conftest import HOSTILE, LENGTHS, METRICS, PAIRED, STAGES, VERDICT
 
 
 @pytest.fixture
@@ -50,6 +51,31 @@ def test_earlier_champions_are_behind_the_curve_and_what_is_no_number_is_a_gap(n
     assert all("champion of" in one.name for one in earlier)
 
 
+def test_what_a_method_measures_beside_its_loss_has_charts_of_its_own(night, read):
+    record = night.refresh()
+    measured = {"loss": 0.6, "reward_margin": 0.1, "reward_chosen": 0.2, "preference_accuracy": 0.5, "grad_norm": 1.0}
+    held_out = {"evaluation_loss": 0.5, "evaluation_preference_accuracy": 0.75}
+    rows = [{"step": 1, "time_ms": 1, **measured}, {"step": 2, "time_ms": 2, **measured, **held_out}]
+    file = record.stages["sft"].artifact / "metrics.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    charts = {one.title: [curve.name for curve in one.curves] for one in read(record).trainings}
+    assert charts == {
+        "sft": ["loss", "evaluation_loss"],
+        "sft: reward": ["reward_margin", "reward_chosen"],
+        "sft: preference accuracy": ["preference_accuracy", "evaluation_preference_accuracy"],
+    }
+
+
+def test_a_comparison_in_which_nothing_was_solved_says_so(night, read):
+    record = night.refresh()
+    unsolved = replace(PAIRED, candidate=0.0, reference=0.0, difference=0.0, standard_error=0.0)
+    verdict = VERDICT.model_copy(update={"differences": (unsolved,)})
+    (record.stages["promote"].artifact / "verdict.json").write_text(verdict.model_dump_json())
+    means = read(record).means
+    assert "neither solved any of 500 samples, so nothing says which is better" in means
+    assert "95% interval" not in means
+
+
 def test_a_training_says_what_it_has_learned_from(night, read):
     record = night.refresh()
     [found] = read(record).learned_from
@@ -74,7 +100,8 @@ def test_a_verdict_has_its_gates_and_what_it_means(night, read):
     assert promotion.differences[0].model_dump() == {
         "name": "sums.exact_match",
         "difference": 0.05,
-        "standard_error": 0.0125,
+        "interval": pytest.approx((0.05 - 1.96 * 0.0125, 0.05 + 1.96 * 0.0125), abs=1e-5),
+        "nothing_solved": None,
     }
     assert "new champion of adder" in report.means
     assert "+0.05 (95% interval +0.0255 to +0.0745: a clear difference)" in report.means

@@ -50,6 +50,14 @@ def test_final_figures_belong_to_the_last_step_and_are_told_once(tmp_path):
     assert [row.step for row in final_rows(final, None, None, ended_ms=7)] == [0, 0]
 
 
+def test_a_median_is_no_second_point_of_its_curve(tmp_path):
+    rows = [{"step": step, "time_ms": step, "tokens_per_s": 100.0 * step} for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (row,) = final_rows({"tokens_per_s": 200.0}, tmp_path / "metrics.jsonl", None, ended_ms=7)
+    assert (row.name, row.value, row.step) == ("tokens_per_s_median", 200.0, 3)
+    assert [row.name for row in final_rows({"tokens_per_s": 200.0}, None, None, ended_ms=7)] == ["tokens_per_s"]
+
+
 def test_a_torn_line_has_no_rows():
     assert metric_rows(b'{"step": 1, "time_ms": 1, "lo') == []
 

@@ -15,6 +15,7 @@ from stages.core.contract import (
     ModelReference,
     OutsidePath,
     Product,
+    ProgressLines,
     StageConfig,
     StageContext,
     StageResult,
@@ -112,3 +113,13 @@ def test_a_kind_runs_by_the_config_that_recipes_have_of_it(kind):
     """Its process finds the class there, and imports that of no other kind."""
     run = importlib.import_module(f"stages.{kind}.run").run
     assert inspect.get_annotations(run, eval_str=True)["config"] is KINDS[kind]
+
+
+def test_a_log_has_a_line_a_minute_on_progress():
+    lines = ProgressLines()
+    shown = [lines.line(float(second), second, 600, "steps", f"loss {second}") for second in range(100, 301)]
+    assert [line[9:] for line in shown if line] == [
+        "160 of 600 steps, loss 160, 0:07:20 left",
+        "220 of 600 steps, loss 220, 0:06:20 left",
+        "280 of 600 steps, loss 280, 0:05:20 left",
+    ]

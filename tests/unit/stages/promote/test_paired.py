@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from stages.core.errors import EvaluationError
-from stages.promote.paired import Scores, compare, paired_difference
+from stages.core.intervals import newcombe
+from stages.promote.paired import Difference, Scores, compare, paired_difference
 from tests.promotion import write_evaluation
 
 
@@ -23,8 +24,22 @@ def test_difference_and_standard_error_are_those_computed_by_hand():
     found = paired_difference(scores([1, 1, 0, 1]), scores([1, 0, 1, 0]))
     assert found.difference == 0.25
     assert found.standard_error == pytest.approx(math.sqrt(44 / 16 / 3 / 4))
-    assert found.interval == pytest.approx((0.25 - 1.96 * 0.478714, 0.25 + 1.96 * 0.478714), abs=1e-4)
+    assert found.interval == newcombe(both=1, only_first=2, only_second=1, neither=0)
     assert (found.candidate, found.reference, found.num_samples) == (0.75, 0.5, 4)
+
+
+def test_the_interval_of_what_is_no_share_is_by_student_s_t():
+    ours, theirs = [0.5, 1.0, 0.25, 0.75], [0.25, 0.5, 0.5, 0.25]
+    found = paired_difference(scores(ours), scores(theirs))
+    expected = stats.ttest_rel(ours, theirs).confidence_interval(0.95)
+    assert found.interval == pytest.approx((expected.low, expected.high))
+
+
+def test_a_verdict_of_before_keeps_the_interval_that_it_was_given_with():
+    before = Difference("sums.exact_match", 500, 0, 0.9375, 0.8875, 0.05, 0.0125, higher_is_better=True)
+    assert before.shown_interval == pytest.approx((0.05 - 1.959964 * 0.0125, 0.05 + 1.959964 * 0.0125))
+    of_wins = Difference("sums.win_rate", 4, 0, 1.0, 0.0, 1.0, 0.1, higher_is_better=True, largest=1.0)
+    assert of_wins.shown_interval == pytest.approx((1 - 3.182446 * 0.1, 1.0))
 
 
 @given(st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), min_size=3, max_size=40))

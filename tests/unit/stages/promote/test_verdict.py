@@ -49,7 +49,7 @@ def test_a_worse_candidate_is_not_promoted_and_the_table_says_why(judge):
     assert "missed by" in verdict.missed[0]
     table = (work / "verdict.md").read_text()
     assert "# adder: not promoted" in table
-    assert "| sums.exact_match | 100 | 0 | 0.6000 | 0.9000 | -0.3000 | 0.0461 | -0.3903 to -0.2097 |" in table
+    assert "| sums.exact_match | 100 | 0 | 0.6000 | 0.9000 | -0.3000 | 0.0461 | -0.3912 to -0.2067 |" in table
     assert set(result.files) == {"verdict.md", "verdict.json"}
 
 
