@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stages.adapters.adapter import Adapter
-from stages.adapters.headers import CONFIG_FILE, PREFIX, WEIGHTS_FILE
+from stages.adapters.headers import CONFIG_FILE, PREFIX, WEIGHTS_FILE, read_headers
 from stages.adapters.sums import of_unchanged_base
 from stages.core.errors import ModelError
 from stages.core.files import write_atomically
@@ -136,16 +136,12 @@ def _modules_of(name: str) -> list[str]:
     return list(accumulate(name.split(".")[:-1], "{}.{}".format))
 
 
-def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _read(folder: Path) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
     """PEFT's config and all tensors. Raises ModelError for what is no LoRA, or one with what `merged` gets wrong."""
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    try:
-        config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-        tensors = load_file(folder / WEIGHTS_FILE)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ModelError(f"reading the adapter in {folder}: {error}; train it again") from error
+    config = read_headers(folder).config
+    tensors = load_file(folder / WEIGHTS_FILE)
     odd = [f"{name}: {value}" for name, plain in UNKNOWN.items() if (value := config.get(name)) and value != plain]
     if config.get("peft_type") != "LORA" or odd:
         raise ModelError(
@@ -168,11 +164,6 @@ def _check_names(folder: Path, tensors: Mapping[str, Tensor], layers: set[str], 
         raise ModelError(
             f"{folder / WEIGHTS_FILE}: {', '.join(unknown[:NUM_NAMED])} unexpected or without a partner; expected "
             f"`{PREFIX}LAYER.lora_A.weight` and `…lora_B.weight` of every adapted layer"
-        )
-    if odd := sorted(name for name in factors if tensors[name].ndim != 2):
-        raise ModelError(
-            f"{folder / WEIGHTS_FILE}: {', '.join(odd[:NUM_NAMED])} is no matrix, so its layer is no linear one (a "
-            "convolution, say); expected a LoRA of linear layers"
         )
 
 
@@ -263,6 +254,11 @@ def _each_expert(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """A [experts, rank, in] and B [experts, out, rank]; of a parameter without experts, as they are."""
     if len(a) == rank:
         return a, b
+    if len(a) % rank:
+        raise ModelError(
+            f"reading an adapter of experts: found {len(a)} rows of A, expected a multiple of the rank that "
+            f"{CONFIG_FILE} gives, {rank}; take both files from where they were written"
+        )
     return a.unflatten(0, (-1, rank)), b.unflatten(1, (rank, -1)).permute(2, 0, 1)
 
 

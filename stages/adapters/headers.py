@@ -1,22 +1,29 @@
-"""What can be known of an adapter's files without reading their weights (no torch, milliseconds): before a server."""
+"""An adapter's files as far as they can be known without reading weights (no torch, milliseconds): before a server.
+
+Files come from other programs and other people, so the fields of `adapter_config.json` that anything here reads, and
+dtypes and shapes of the tensors, are checked before they are used.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from stages.core.errors import ModelError
+from stages.core.redaction import quoted
 from stages.models.json_object import read_json_object
+from stages.models.weight_files import FLOAT_BYTES, StoredTensor, read_tensors
 
 ADAPTER_FOLDER = "adapter"
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 PREFIX = "base_model.model."
-A = ".lora_A.weight"
+A, B = ".lora_A.weight", ".lora_B.weight"
+NUM_NAMED = 5
+VALUE_CHARACTERS = 60
+MOST_ALPHA = 1e9
 CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Beginnings of `init_lora_weights` of adapters that fit a changed base only."""
 
@@ -36,15 +43,99 @@ class AdapterHeaders:
 
 
 def read_headers(folder: Path) -> AdapterHeaders:
-    """Raises ModelError for files that are missing or damaged, and for an adapter without layers."""
-    config = read_json_object(folder / CONFIG_FILE)
+    """Raises ModelError for files that are missing or damaged, for fields and tensors that no LoRA has, and for an
+    adapter without layers."""
     try:
-        with safe_open(folder / WEIGHTS_FILE, framework="np") as file:
-            shapes = {name.removeprefix(PREFIX): file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
+        config = read_json_object(folder / CONFIG_FILE)
+        tensors = {one.name.removeprefix(PREFIX): one for one in read_tensors(folder / WEIGHTS_FILE)}
+    except (OSError, ModelError) as error:
         raise ModelError(f"reading the adapter in {folder}: {error}; train it again") from error
-    ranks = {name.removesuffix(A): shape[0] for name, shape in shapes.items() if name.endswith(A)}
+    _check_fields(config, folder / CONFIG_FILE)
+    _check_tensors(tensors, folder / WEIGHTS_FILE)
+    ranks = {name.removesuffix(A): one.shape[0] for name, one in tensors.items() if name.endswith(A)}
     factors = {f"{layer}.lora_{factor}.weight" for layer in ranks for factor in "AB"}
     if not ranks:
         raise ModelError(f"{folder / WEIGHTS_FILE} holds no adapted layer (`{PREFIX}LAYER{A}`); train it again")
-    return AdapterHeaders(config, ranks, tuple(sorted(set(shapes) - factors)))
+    return AdapterHeaders(config, ranks, tuple(sorted(set(tensors) - factors)))
+
+
+def _is_rank(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_alpha(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 < abs(value) <= MOST_ALPHA  # NaN is in no range
+
+
+def _is_flag(value: Any) -> bool:
+    return value is None or isinstance(value, bool)
+
+
+def _is_text(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _are_names(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(isinstance(one, str) for one in value))
+
+
+def _by_pattern(is_value: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or (isinstance(value, dict) and all(map(is_value, value.values())))
+
+
+RANK, ALPHA = "a whole number above 0", f"a number other than 0, of at most {MOST_ALPHA:g}"
+NAMES, FLAG = "a list of names, or null", "true, false or null"
+FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "r": (_is_rank, RANK),
+    "lora_alpha": (_is_alpha, ALPHA),
+    "rank_pattern": (_by_pattern(_is_rank), f"a mapping of patterns, each to {RANK}, or null"),
+    "alpha_pattern": (_by_pattern(_is_alpha), f"a mapping of patterns, each to {ALPHA}, or null"),
+    "base_model_name_or_path": (_is_text, "a name, or null"),
+    "modules_to_save": (_are_names, NAMES),
+    "target_parameters": (_are_names, NAMES),
+    **dict.fromkeys(("use_rslora", "use_dora", "fan_in_fan_out"), (_is_flag, FLAG)),
+}
+"""Field of PEFT's config that is read here → whether a value can be one, and what is expected."""
+REQUIRED = ("r", "lora_alpha")
+"""PEFT would take defaults for these, which the adapter need not have been trained with."""
+
+
+def _check_fields(config: Mapping[str, Any], file: Path) -> None:
+    """Raise ModelError for the first field that is missing, or has a value that it cannot have."""
+    if config.get("peft_type") != "LORA":
+        return  # what reads it names its type
+    for name, (is_valid, expected) in FIELDS.items():
+        if name not in config and name not in REQUIRED:
+            continue
+        if name not in config or not is_valid(config[name]):
+            given = quoted(config[name], VALUE_CHARACTERS) if name in config else "nothing"
+            raise ModelError(
+                f"reading {file}: the field `{name}`: found {given}, expected {expected}; take the file from where the "
+                "adapter was trained"
+            )
+
+
+def _check_tensors(tensors: Mapping[str, StoredTensor], file: Path) -> None:
+    """Raise ModelError for tensors of anything but plain floats, and for factors that cannot be multiplied."""
+    factors = [one for name, one in tensors.items() if name.endswith((A, B))]
+    pairs = [(tensors[name], tensors.get(name.removesuffix(A) + B)) for name in tensors if name.endswith(A)]
+    checks: list[tuple[list[StoredTensor], str]] = [
+        ([one for one in tensors.values() if one.dtype not in FLOAT_BYTES], f"numbers of {', '.join(FLOAT_BYTES)}"),
+        (
+            [one for one in factors if len(one.shape) != 2],
+            "a matrix for each factor: what is no matrix is of no linear layer (but of a convolution, say)",
+        ),
+        (
+            [one for a, b in pairs if b and a.shape[:1] != b.shape[1:] for one in (a, b)],
+            "as many rows of A as columns of B: the rank",
+        ),
+        ([one for one in factors if 0 in one.shape], "a rank, inputs and outputs above 0"),
+    ]
+    for odd, expected in checks:
+        if odd:
+            named = ", ".join(f"{one.name} ({one.dtype}, {list(one.shape)})" for one in odd[:NUM_NAMED])
+            raise ModelError(
+                f"reading {file}: found {named} ({len(odd)} in all), expected {expected}; take the file from where the "
+                "adapter was trained"
+            )

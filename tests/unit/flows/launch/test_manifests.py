@@ -202,7 +202,7 @@ def test_a_server_of_adapters_has_them_and_their_base_by_path_and_name(tmp_path)
     factors = {"A": np.zeros((8, 2)), "B": np.zeros((2, 8))}
     named = {f"base_model.model.layers.0.q_proj.lora_{name}.weight": value for name, value in factors.items()}
     save_file(named, adapter / "adapter_model.safetensors")
-    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8}')
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8, "lora_alpha": 8}')
     kubernetes = {"image": "vllm:1", **KEY}
     tree = {"kind": "serve", "model": "dpo", "base": "sft", "execution": {"kubernetes": kubernetes}}
     config = KINDS["serve"].model_validate(tree)

@@ -1,6 +1,7 @@
 """Adapters that were trained elsewhere, made by PEFT: taken in with what they give on record, or refused by name."""
 
 import json
+import math
 import shutil
 
 import peft
@@ -167,6 +168,28 @@ def wider(name, tensor):
     return torch.cat([tensor, tensor], dim=int("lora_A" in name)).contiguous()
 
 
+def without(field):
+    def damage(folder):
+        file = folder / "adapter_config.json"
+        file.write_text(
+            json.dumps({name: value for name, value in json.loads(file.read_text()).items() if name != field})
+        )
+
+    return damage
+
+
+def of_dtype(dtype):
+    return lambda name, tensor: tensor.to(dtype) if "layers.1.mlp.up_proj.lora_A" in name else tensor
+
+
+def shorter(name, tensor):
+    return tensor[:-1].contiguous() if "layers.1.mlp.up_proj.lora_A" in name else tensor
+
+
+def scalar(name, tensor):
+    return torch.tensor(1.0) if "layers.1.mlp.up_proj.lora_A" in name else tensor
+
+
 def nothing_in_b(name, tensor):
     return torch.zeros_like(tensor) if "lora_B" in name else tensor
 
@@ -199,6 +222,31 @@ ENDLESS = r"(?:[a-z._\d]|[a-z._\d]{2})+[A-Z]"
         ),
         (with_config(alpha_pattern={ENDLESS: 2}), "a pattern of alpha_pattern cannot be compared .*: takes over 0.3 s"),
         (with_config(rank_pattern={"q_(": 2}), r"a pattern of rank_pattern .*: missing \)"),
+        (with_config(r=0), "adapter_config.json: the field `r`: found '0', expected a whole number above 0; take"),
+        (with_config(r=True), "the field `r`: found 'true'"),
+        (with_config(r=4.0), "the field `r`: found '4.0'"),
+        (without("r"), "the field `r`: found nothing, expected a whole number above 0"),
+        (without("lora_alpha"), "the field `lora_alpha`: found nothing, expected a number other than 0"),
+        (with_config(lora_alpha=0), "the field `lora_alpha`: found '0'"),
+        (with_config(lora_alpha="8"), "the field `lora_alpha`: found '8'"),
+        (with_config(lora_alpha=None), "the field `lora_alpha`: found 'null'"),
+        (with_config(lora_alpha=math.nan), "the field `lora_alpha`: found 'NaN'"),
+        (with_config(lora_alpha=10**400), "the field `lora_alpha`: found '1000"),
+        (with_config(rank_pattern=["q_proj"]), "the field `rank_pattern`: found .* expected a mapping of patterns"),
+        (with_config(alpha_pattern={"q_proj": "8"}), "the field `alpha_pattern`: found .* each to a number other than"),
+        (with_config(use_rslora="yes"), "the field `use_rslora`: found 'yes', expected true, false or null"),
+        (with_config(modules_to_save="norm"), "the field `modules_to_save`: found 'norm', expected a list of names"),
+        (
+            with_tensors(("", "", of_dtype(torch.float8_e4m3fn))),
+            r"up_proj.lora_A.weight \(F8_E4M3, .* of F64, F32, F16",
+        ),
+        (with_tensors(("", "", of_dtype(torch.int8))), r"up_proj.lora_A.weight \(I8, .* expected numbers of F64"),
+        (with_tensors(("", "", of_dtype(torch.complex64))), r"up_proj.lora_A.weight \(C64, .* expected numbers of F64"),
+        (
+            with_tensors(("", "", shorter)),
+            r"up_proj.lora_A.weight \(F32, \[3, 32\]\), .* expected as many rows of A as",
+        ),
+        (with_tensors(("", "", scalar)), r"up_proj.lora_A.weight \(F32, \[\]\).* expected a matrix for each factor"),
         (with_config(alora_invocation_tokens=[1, 2]), "with alora_invocation_tokens: "),
         (with_config(something_new=True), "with something_new: True"),
         (with_config(peft_type="IA3"), "is a IA3"),

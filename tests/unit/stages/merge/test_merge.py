@@ -281,7 +281,10 @@ def without_record(artifact, base):
         (with_other_keys, r"lora_X.* unexpected or without a partner"),
         (of_other_layers, r"the adapter is of .*query, which Qwen3ForCausalLM does not have"),
         (of_other_sizes, r"they do not belong together"),
-        (of_a_convolution, r"layers.0.self_attn.q_proj.lora_A.weight.* is no matrix, so its layer is no linear one"),
+        (
+            of_a_convolution,
+            r"layers.0.self_attn.q_proj.lora_A.weight.* expected a matrix for each factor",
+        ),
         (without_record, r"log_probabilities.json: .*train the stage again"),
     ],
 )

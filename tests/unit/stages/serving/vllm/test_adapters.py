@@ -31,7 +31,7 @@ def adapter(folder: Path, *layers: str, rank: int = 8, others: tuple[str, ...] =
     save_file(
         {f"base_model.model.{name}": value for name, value in tensors.items()}, folder / "adapter_model.safetensors"
     )
-    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, **config}))
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": 8, **config}))
     return folder
 
 
