@@ -150,7 +150,7 @@ class AskedJudge:
         ]
 
     def _number(self, messages: Messages, *, keep: bool = True) -> float:
-        """What the judge says. Raises DataError when it gives no number, however often it is asked for one."""
+        """Return the judge's number. Raises DataError when it gives no number, however often it is asked for one."""
         answer = self._answer_to(messages, keep=keep)
         if answer.number is None:
             raise DataError(
@@ -184,6 +184,7 @@ class AskedJudge:
         return f'a line "Rating: " and a number from {least:g} to {largest:g}'
 
     def read_number(self, answer: str) -> float | None:
+        """Return the rating or, of a comparison, 1 for A, 0 for B and 0.5 for equal; None where there is none."""
         if self.config.scale is None:
             verdicts = [match[2].lower() for match in BETTER.finditer(answer)]
             return {"a": 1.0, "b": 0.0, "equal": 0.5}[verdicts[-1]] if verdicts else None

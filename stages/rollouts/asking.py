@@ -75,7 +75,7 @@ async def _ask_all(
 
 
 async def _answer(http: aiohttp.ClientSession, expected: Expected, url: str, request: Request) -> Answer:
-    """A server that is busy, or does not answer, is asked again a few times."""
+    """Ask once, and again a few times while the server is busy or does not answer."""
     backoff = RetryBackoff("asking for a completion")
     while True:
         try:

@@ -55,11 +55,11 @@ class Client:
     timeout_s: float = 120.0
 
     def expected(self, path: str, max_bytes: int, total_s: float | None = None) -> Expected:
-        """Bounds of an answer of this server."""
+        """Return the bounds of an answer of this server."""
         return Expected(f"{self.url}{path}", max_bytes, total_s or self.timeout_s, key=self.api_key)
 
     def is_healthy(self) -> bool:
-        """Whether the server answers and its engine is alive."""
+        """Return whether the server answers and its engine is alive."""
         try:
             self._asked("/health", BASE_BYTES, total_s=HEALTH_TIMEOUT_S).check()
         except (ServerError, TransientError):
@@ -67,11 +67,11 @@ class Client:
         return True
 
     def model_names(self) -> list[str]:
-        """What the server serves; needs the right key."""
+        """Return the names of the served models; needs the right key."""
         return [model.id for model in self.models()]
 
     def models(self) -> list[ListedModel]:
-        """What the server says of each model that it serves."""
+        """Return the server's list of models."""
         return self.answer("/v1/models", Models[ListedModel]).data
 
     def check_lists_model(self, server: str, advice: str = "") -> None:
@@ -81,32 +81,32 @@ class Client:
             raise ServerError(f"{server} at {self.url} serves {serves}, not {self.model}{advice}")
 
     def context_tokens(self) -> int:
-        """Tokens that a prompt and its answer may have together, as the first model of the list says it."""
+        """Return how many tokens a prompt and its answer may have together, by the first model of the list."""
         listed = self.models()
         if not listed or listed[0].max_model_len is None:
             raise ServerError(f"{self.url}/v1/models lists no model with a `max_model_len`")
         return listed[0].max_model_len
 
     def complete(self, prompt: str | list[int], **options: Any) -> Choice:
-        """The first choice of a greedy completion; `options` as in the OpenAI API."""
+        """Return the first choice of a greedy completion; `options` as in the OpenAI API."""
         request = {"model": self.model, "prompt": prompt, "temperature": 0, **options}
         return self.answer(COMPLETIONS, Choices[Choice], request).choices[0]
 
     def answer(self, path: str, shape: type[Shape], request: dict[str, Any] | None = None) -> Shape:
-        """What it answers to a POST of a request, or to a GET; shape: the form of the JSON."""
+        """Return the JSON that answers a POST of a request, or a GET. shape: its form."""
         max_bytes = BASE_BYTES if request is None else answer_bytes(request)
         return self._asked(path, max_bytes, request).parsed(shape)
 
     def log_probabilities(self, token_ids: list[int]) -> list[float]:
-        """ln p(token | those before it) of every token but the first: `len(token_ids) - 1` floats."""
+        """Return ln p(token | those before it) of every token but the first: `len(token_ids) - 1` floats."""
         return list(self.predictions([token_ids])[0].log_probabilities)
 
     def predictions(self, rows: list[list[int]]) -> list[Predicted]:
-        """The same of several rows of tokens, and the likeliest token in the place of each, in one request."""
+        """Return the same of several rows of tokens, and the likeliest token of each place, in one request."""
         return [self._predicted(echoed, len(row)) for echoed, row in zip(self.echoed(rows), rows, strict=True)]
 
     def echoed(self, rows: list[list[int]]) -> list[TokenLogProbs]:
-        """What the server reports of each row's tokens: the `logprobs` of a completion that echoes its prompt."""
+        """Return the `logprobs` of completions that echo their prompts, the rows."""
         request = {"model": self.model, "prompt": rows, "temperature": 0, "max_tokens": 1, "echo": True, "logprobs": 1}
         answer = self.answer(COMPLETIONS, Choices[Choice], {**request, "return_tokens_as_token_ids": True})
         choices = sorted(answer.choices, key=lambda choice: choice.index)
@@ -115,7 +115,7 @@ class Client:
         return [choice.reported(self.url) for choice in choices]
 
     def chat(self, messages: list[dict[str, str]]) -> Iterator[str]:
-        """The answer to a conversation, in parts as the model makes them."""
+        """Yield the answer to a conversation, in parts as the model makes them."""
         request = {"model": self.model, "messages": messages, "stream": True}
         expected = self.expected(CHAT, answer_bytes(request), STREAM_TIMEOUT_S)
         with self._opened(CHAT, expected, request) as response:
@@ -135,12 +135,12 @@ class Client:
         return self.answer(CHAT, ChatPrompt, {**request, "return_token_ids": True}).prompt_token_ids
 
     def counter(self, name: str) -> float:
-        """Sum over the samples of a counter in `/metrics`, such as `vllm:request_success_total`."""
+        """Return the sum over the samples of a counter in `/metrics`, such as `vllm:request_success_total`."""
         lines = self._asked("/metrics", METRICS_BYTES).check().body.decode(errors="replace").splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
 
     def _predicted(self, logprobs: TokenLogProbs, num_tokens: int) -> Predicted:
-        """Of all tokens of a prompt but the first."""
+        """Read the predictions of all tokens of a prompt but the first."""
         likeliest = [max(top, key=lambda name: top[name]) for top in logprobs.likeliest_of_prompt(num_tokens, self.url)]
         return Predicted(logprobs.of_prompt(num_tokens, self.url), [token_number(name, self.url) for name in likeliest])
 
@@ -155,7 +155,7 @@ class Client:
     def _opened(
         self, path: str, expected: Expected, request: dict[str, Any] | None
     ) -> Iterator[http.client.HTTPResponse]:
-        """The response, to be read."""
+        """Open the response, to be read."""
         headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
         body = None if request is None else json.dumps(request).encode()
         try:

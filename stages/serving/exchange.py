@@ -161,7 +161,7 @@ def _count(value: object) -> int:
 
 
 def json_object(body: bytes) -> dict[str, Any] | None:
-    """None where it is none, or holds what cannot be written again: NaN, lone surrogates, more than 200 levels."""
+    """Parse a JSON object; None for another body, NaN, lone surrogates and more than 200 levels, which some refuse."""
     try:
         content = from_json(body, allow_inf_nan=False)
     except ValueError:

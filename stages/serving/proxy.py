@@ -298,7 +298,7 @@ def _begun(answer: aiohttp.ClientResponse, version: ServedVersion | None) -> web
 
 
 async def _models(answer: aiohttp.ClientResponse, naming: Naming) -> web.Response:
-    """The list of models as people may know it."""
+    """Answer with the list of models as people may know it."""
     try:
         listed = (await read_aiohttp(OF_ENGINE, answer)).parsed(Models[dict[str, Any]]).data
     except ServerError as wrong:

@@ -21,7 +21,7 @@ class _Tokenized(AnswerModel):
 
 
 def tokenize(address: EngineAddress, api_key: str, texts: Sequence[str], *, add_special: bool) -> list[list[int]]:
-    """Of each text, in which special tokens may be written. add_special: with what the tokenizer puts around it.
+    """Return the token ids of each text, which may hold special tokens. add_special: with those around a text.
 
     Raises ServerError when it refuses, TransientError when it does not answer.
     """

@@ -74,12 +74,12 @@ def check_reads(address: EngineAddress, api_key: str, folder: Path, timeout_s: f
 
 
 def runs_on_cpu(client: Client) -> bool:
-    """Raises as `check_takes_weights` does."""
+    """Return whether the server computes on a CPU. Raises as `check_takes_weights` does."""
     return _configured(client).device_config.device == "cpu"
 
 
 def _configured(client: Client) -> _Configured:
-    """What it says of its settings."""
+    """Ask the server for its settings."""
     try:
         return client.answer(SAID_OF_ITSELF, _ServerInfo).vllm_config
     except ServerError as error:
