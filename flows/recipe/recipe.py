@@ -74,25 +74,37 @@ class Recipe:
         return tuple(name for name in self.stages if stage in self.ancestors_of(name))
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: Path, overrides: Sequence[str] = (), errors: list[RecipeError] | None = None) -> Recipe:
     """Read a recipe, apply overrides such as `stages.sft.learning_rate=1e-4`, validate.
 
+    errors: where given, takes the error that `load_stages` would raise, and the sound stages are returned.
     Raises `RecipeError` that lists every problem.
     """
+    noted: list[RecipeError] | None = None if errors is None else []
     text = read_text(path)
     tree = tree_of(text, path)
     problems = apply_overrides(tree, overrides)
     problems += _top_level_problems(tree)
     try:
-        recipe = load_stages(tree.get("name") or path.stem, path.absolute().parent, tree["stages"], problems)
+        recipe = load_stages(tree.get("name") or path.stem, path.absolute().parent, tree["stages"], problems, noted)
     except RecipeError as error:
         raise type(error)(f"{path}: {error}") from error
+    if errors is not None and noted:
+        errors += [type(error)(f"{path}: {error}") for error in noted]
     return replace(recipe, on_collision=tree.get("on_collision", recipe.on_collision), text=text)
 
 
-def load_stages(name: str, folder: Path, tree: Mapping[str, Any], problems: Sequence[str] = ()) -> Recipe:
+def load_stages(
+    name: str,
+    folder: Path,
+    tree: Mapping[str, Any],
+    problems: Sequence[str] = (),
+    errors: list[RecipeError] | None = None,
+) -> Recipe:
     """Validate the `stages` of a recipe that lies in `folder`.
 
+    errors: where given, takes the error instead of it being raised; returned are the sound stages, which refer to
+        sound ones only.
     Raises `RecipeError` that lists every problem, those found before included; `LayoutError` if all are of layouts.
     """
     if len(tree) > MAX_STAGES:
@@ -112,13 +124,35 @@ def load_stages(name: str, folder: Path, tree: Mapping[str, Any], problems: Sequ
             found += _launch_problems(stage, stages[stage])
     found += islice(_reference_problems(stages, tree), MAX_PROBLEMS)
     found += [] if found else _cycles(stages)
-    if not found:
-        stages = {name: config.completed_among(stages) for name, config in stages.items()}
-        found += [f"stages.{name}.{one}" for name, config in stages.items() for one in config.problems_among(stages)]
+    sound = _sound(stages, found)
+    completed = {
+        stage: config.completed_among(sound)
+        for stage, config in sound.items()
+        if not (found and config.ASKS_ALL_STAGES)
+    }
+    among = {stage: [*config.problems_among({**sound, **completed})] for stage, config in completed.items()}
+    found += [f"stages.{stage}.{problem}" for stage, of_stage in among.items() for problem in of_stage]
     if found:
         kind_of_error = LayoutError if num_of_layouts == len(found) else RecipeError
-        raise kind_of_error(_listed(found))
-    return Recipe(name, folder, {stage: stages[stage] for stage in _topological(stages)})
+        whole = kind_of_error(_listed(found))
+        if errors is None:
+            raise whole
+        errors.append(whole)
+        completed = _sound(completed, found)
+    return Recipe(name, folder, {stage: completed[stage] for stage in _topological(completed)})
+
+
+def _sound(stages: Mapping[str, StageConfig], problems: Sequence[str]) -> dict[str, StageConfig]:
+    """Return the stages that have no problem, and refer only to such: not those of a circle."""
+    sound: dict[str, StageConfig] = {}
+    without = [
+        name for name in stages if not any(one.startswith((f"stages.{name}.", f"stages.{name}:")) for one in problems)
+    ]
+    num_before = -1
+    while num_before < len(sound):
+        num_before = len(sound)
+        sound |= {name: stages[name] for name in without if set(stages[name].references().values()) <= sound.keys()}
+    return {name: sound[name] for name in stages if name in sound}
 
 
 def _listed(problems: Sequence[str]) -> str:

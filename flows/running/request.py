@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from flows.recipe.recipe import Recipe, load_recipe
 from flows.recipe.text import without_secrets
 from flows.running.comparison import Comparison
 from flows.store.store import Store
-from stages.core.errors import LifecycleError, ResourceError
+from stages.core.errors import LifecycleError, RecipeError, ResourceError
 from stages.core.redaction import redact, secrets_in
 from stages.hubs.answers import PLANNING_LIMIT_S
 
@@ -71,22 +72,34 @@ def make_plan(request: RefreshRequest, *, may_be_unreachable: bool = False) -> P
     may_be_unreachable: plan as far as possible when a hub does not answer, instead of raising TransientError.
     Raises what `load_recipe`, `resolve_outside` and `plan` raise, and `ResourceError` when there are too few GPUs.
     """
-    recipe = load_recipe(Path(request.recipe), request.overrides)
+    errors: list[RecipeError] = []
+    recipe = load_recipe(Path(request.recipe), request.overrides, errors)
+    if errors and (
+        not recipe.stages or not {*request.force, request.until or next(iter(recipe.stages))} <= recipe.stages.keys()
+    ):
+        raise errors[0]
     try:
-        return _plan_of(recipe, request, may_be_unreachable=may_be_unreachable)
+        return _plan_of(recipe, request, errors, may_be_unreachable=may_be_unreachable)
     except LifecycleError as error:  # what it quotes, a template or a task, may hold what the recipe gives to stages
         variables = {name: text for one in recipe.stages.values() for name, text in one.execution.environment.items()}
         error.args = (redact(str(error), secrets_in({**os.environ, **variables})),)
         raise
 
 
-def _plan_of(recipe: Recipe, request: RefreshRequest, *, may_be_unreachable: bool) -> PlannedRefresh:
-    """Plan the recipe. Raises one error that lists what all checks have found."""
+def _plan_of(
+    recipe: Recipe, request: RefreshRequest, errors: Sequence[RecipeError], *, may_be_unreachable: bool
+) -> PlannedRefresh:
+    """Plan the recipe. Raises one error that lists what all checks have found.
+
+    errors: of the recipe's other stages, which are no part of it.
+    """
     store = Store(store_root())
     unreachable: dict[str, str] | None = {} if may_be_unreachable else None
     chosen = chosen_stages(recipe, request.until)
     index = store.index()
     problems = Problems()
+    for of_recipe in errors:
+        problems.add(of_recipe)
     failed: dict[str, LifecycleError] = {}
     recipe, notes = find_stored(recipe, chosen, index, failed)
     with problems.noted():
@@ -114,11 +127,11 @@ def _plan_of(recipe: Recipe, request: RefreshRequest, *, may_be_unreachable: boo
     with problems.noted():
         unusual = check_models(recipe, sound, index)
     planned = plan(recipe, outside, index, force=request.force, until=request.until, unreachable=unreachable or {})
-    for name, error in without_programs.items():
+    for name, missing in without_programs.items():
         if planned.stages[name].action == "run":
-            problems.add(error)
+            problems.add(missing)
         else:
-            notes.append(f"{name}: cached, and could not be built again here: {error}")
+            notes.append(f"{name}: cached, and could not be built again here: {missing}")
     will_run = [name for name, stage in planned.stages.items() if stage.action == "run"]
     with problems.noted():
         check_first_inputs(recipe, will_run, sound, index)

@@ -153,6 +153,9 @@ class StageConfig(StrictModel, ABC):
         """Dotted field path → path outside the store."""
         return {path: Path(value) for path, value in marked_values(self, OutsideInput)}
 
+    ASKS_ALL_STAGES: ClassVar[bool] = False
+    """Whether `completed_among` looks at stages that this one does not refer to."""
+
     def completed_among(self, stages: Mapping[str, StageConfig]) -> Self:
         """This config with what follows from the other stages of its recipe filled in."""
         return self

@@ -171,6 +171,8 @@ class CurateConfig(StageConfig):
 
     STAGE_VERSION: ClassVar[int] = 2  # `redact` finds addresses beside Chinese and Japanese, and Parquet has no nulls
 
+    ASKS_ALL_STAGES: ClassVar[bool] = True  # the tasks of all evaluations are benchmarks
+
     kind: Literal["curate"]
     datasets: tuple[DatasetReference, ...] = Field(
         min_length=1, description="All of one format; of rows that repeat one another, the first is kept."

@@ -188,3 +188,21 @@ def test_an_end_of_texts_at_which_generation_does_not_stop_is_warned_of(
         (tmp_path / "model" / "generation_config.json").write_text(json.dumps(generation))
     notes = planned(sft=TRAIN).notes
     assert [f"the tokenizer ends texts with '{eos}'" in note for note in notes] == [True] * warned
+
+
+def test_a_field_that_is_wrong_hides_no_problem_of_other_stages(planned) -> None:
+    circle = {name: {**TRAIN, "method": "dpo", "model": other} for name, other in (("one", "two"), ("two", "one"))}
+    with pytest.raises(RecipeError) as caught:
+        planned(
+            sft={**TRAIN, "lerning_rate": 3},
+            after={**TRAIN, "model": "sft", "adapter": {"rank": 4, "target_modules": ["of_no_model"]}},
+            lost={**TRAIN, "model": "nowhere"},
+            lora={**TRAIN, "adapter": {"rank": 4, "target_modules": ["v_porj"]}},
+            clean={"kind": "curate", "datasets": ["chats"], "decontaminate": {}},
+            **circle,
+        )
+    message = str(caught.value)
+    for part in ("stages.sft.lerning_rate: unknown", "stages.lost.model: there is no stage", "names 'v_porj'"):
+        assert part in message
+    assert "of_no_model" not in message, "its model is that of a stage that is not known yet"
+    assert "stages.clean" not in message, "its benchmarks may be those of a stage that is not known yet"
