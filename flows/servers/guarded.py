@@ -63,8 +63,11 @@ def mlflow(hosts: list[str], password: str) -> Guard:
         "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": ",".join(origins(hosts)),
     }
     initialize_backend_stores(database, database, root)
+    from mlflow.server import app as flask_app
     from mlflow.server.fastapi_app import app
 
+    # Else a request of a thousand nested lists is an error of the server, with its traceback in the log.
+    flask_app.register_error_handler(RecursionError, lambda _: ("the JSON of this request is nested too deeply", 400))
     return Guard(app, hosts, password)
 
 

@@ -151,6 +151,21 @@ def test_a_request_of_odd_headers_is_not_answered(home, server, header):
 
 
 @pytest.mark.parametrize("server", SERVERS)
+@pytest.mark.parametrize("depth", [150, 982, 5000])
+def test_a_nesting_is_no_error_of_the_server(home, server, depth):
+    path = {"prefect": "/api/flows/", "mlflow": "/api/2.0/mlflow/experiments/create"}[server]
+    body = f'{{"name": {"[" * depth}{"]" * depth}}}'
+    assert 400 <= ask(home, server, "POST", path, body)[0] < 500
+
+
+@pytest.mark.parametrize("server", SERVERS)
+@pytest.mark.parametrize("credentials", ["Basic", "Basic !", "Basic w6k6eA==", "Basic //4=", "Bearer w6k6eA=="])
+def test_odd_credentials_are_no_error_of_the_server(home, server, credentials):
+    path = {"prefect": "/api/admin/version", "mlflow": "/"}[server]
+    assert ask(home, server, "GET", path, key=False, authorization=credentials)[0] == 401
+
+
+@pytest.mark.parametrize("server", SERVERS)
 def test_a_header_without_end_is_not_read(home, server):
     assert raw(home, server, "GET /api/health HTTP/1.1", "X: " + "a" * 2**20) in ([400], [])
 
