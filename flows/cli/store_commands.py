@@ -22,15 +22,23 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("name", required=False, metavar="[REFRESH|ARTIFACT]")
+@click.option("--samples", is_flag=True, help="Of an evaluation: what was asked, answered and expected.")
 @JSON_OPTION
-def show(name: str | None, as_json: bool) -> None:
+def show(name: str | None, samples: bool, as_json: bool) -> None:
     """Show a refresh by its id, or an artifact by stage or version; without a name, what there is."""
     from flows.cli import show as shown
     from flows.ledger.home import store_root
     from flows.store.store import Store
 
     index = Store(store_root()).index()
-    if name is None:
+    if samples:
+        if name is None:
+            raise click.UsageError("--samples needs the name of an evaluation, by stage or version")
+        from flows.cli import samples as listed
+
+        found = listed.samples_of(shown.find_artifact(index, name))
+        print_json({"samples": list(found)}) if as_json else click.echo(listed.as_text(found))
+    elif name is None:
         print_json(shown.recent_as_json(index)) if as_json else click.echo(shown.recent_as_text(index))
     elif ledger := shown.find_refresh(name):
         record = shown.read_now(ledger)

@@ -17,12 +17,12 @@ from pathlib import Path
 
 from stages.core.contract import StageContext, StageResult
 from stages.core.errors import EvaluationError, LifecycleError, TransientError
-from stages.core.scores import zero_score_warning
+from stages.core.scores import NUM_CUT, zero_score_warning
 from stages.evaluate.check import check_chat_template
 from stages.evaluate.config import EvaluateConfig
 from stages.harnesses.harness import Harness, Results
 from stages.harnesses.registry import harness_of
-from stages.harnesses.samples import samples_file
+from stages.harnesses.samples import samples_by_score, samples_file
 from stages.harnesses.scores import score_metrics, zero_scores
 from stages.models.trained_on import is_asked_as_chat, trained_on_conversations
 from stages.serving.endpoint import Endpoint, endpoint_for
@@ -51,8 +51,10 @@ def run(config: EvaluateConfig, context: StageContext) -> StageResult:
         )
     else:
         context.milestone(", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+    num_samples = samples_by_score(context.work)
     for name in zero_scores(results.scores):
-        context.warn(zero_score_warning(name))
+        num_cut = int(results.metrics.get(NUM_CUT, 0))
+        context.warn(zero_score_warning(name, context.name, num_samples.get(name, 0), num_cut))
     tags = {**endpoint.spec.version_tag, f"{harness.name}_version": harness.version()}
     return StageResult(metrics={**metrics, **results.metrics}, tags=tags, files=files)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from stages.core.contract import StageContext, StageResult
 from stages.core.files import write_atomically
-from stages.core.scores import zero_score_warning
+from stages.core.scores import NUM_CUT, zero_score_warning
 from stages.models.gguf_file import files_with_weights
 from stages.promote.config import PromoteConfig
 from stages.promote.gates import Gate, Measurements, judge
@@ -107,9 +107,11 @@ def _warnings(
         yield (
             f"nothing asks for a score: no model to compare with, and neither gates.min_scores nor max_scores; {scores}"
         )
-    for name, score in read_scores(_folders(context, config.evaluations)).items():
-        if score.higher_is_better and not any(score.values.values()):
-            yield zero_score_warning(name)
+    for stage in config.evaluations:
+        num_cut = int(_metrics(context, stage).get(NUM_CUT, 0))
+        for name, score in read_scores(_folders(context, [stage])).items():
+            if score.higher_is_better and not any(score.values.values()):
+                yield zero_score_warning(name, stage, len(score.values), num_cut)
 
 
 def _measurements(

@@ -12,6 +12,7 @@ from pydantic import JsonValue
 
 from stages.core.contract import StageContext
 from stages.core.errors import TransientError
+from stages.core.scores import NUM_CUT
 from stages.harnesses.harness import Evaluation, Results, TaskItem
 from stages.harnesses.lm_eval.revisions import check_loaded, resolve_hub_datasets
 from stages.harnesses.lm_eval.score_names import log_likelihood_tasks, may_give
@@ -101,7 +102,8 @@ class LmEval:
                 f"{model.num_truncated} of {model.num_asked} prompts were cut at their beginning to fit into "
                 f"{model.context_tokens} tokens with the answer; raise serving.max_model_len, or lower num_fewshot"
             )
-        return Results({key: results[key] for key in KEPT_RESULTS if key in results}, results["samples"])
+        scores = {key: results[key] for key in KEPT_RESULTS if key in results}
+        return Results(scores, results["samples"], {NUM_CUT: float(model.num_cut)} if model.num_cut else {})
 
 
 def _selection(evaluation: Evaluation) -> TaskSelection:

@@ -85,6 +85,7 @@ class LmEvalModel(LocalCompletionsAPI):
         )
         self.num_asked = 0
         self.num_truncated = 0
+        self.num_cut = 0
         backend = getattr(self.tokenizer, "backend_tokenizer", None)  # those without one encode all as text themselves
         self.content = SpecialTokens(backend, "text") if backend and model.takes_tokens else None
         self.template_date = noted_date(model.folder) or DEFAULT_DATE
@@ -123,6 +124,16 @@ class LmEvalModel(LocalCompletionsAPI):
             self._count_if_truncated(prompt, options_of_task.get("max_gen_toks", self._max_gen_toks))
         answers: list[str] = super().generate_until(requests, **options)
         return [self.cut(answer, request.args[1]) for answer, request in zip(answers, requests, strict=True)]
+
+    def parse_generations(self, outputs: Any, **options: Any) -> list[str]:
+        """Read answers, and count those cut at their most tokens; a server without our stop texts cuts all there."""
+        if self.tokenized_requests:
+            responses = outputs if isinstance(outputs, list) else [outputs]
+            self.num_cut += sum(
+                choice.get("finish_reason") == "length" for one in responses for choice in one["choices"]
+            )
+        answers: list[str] = super().parse_generations(outputs, **options)
+        return answers
 
     def cut(self, answer: str, options_of_task: Mapping[str, Any]) -> str:
         """An answer up to the first text that ends it, where the server does not see to that."""

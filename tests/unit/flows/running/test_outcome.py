@@ -87,7 +87,7 @@ def test_everybody_is_told_of_scores_warnings_and_where_to_look(home):
 
 def test_what_several_stages_warn_of_is_said_once_with_their_names(home):
     record = ended(home, "completed")
-    zero = zero_score_warning("sums.exact_match")
+    zero = zero_score_warning("sums.exact_match", "scores", 30, 22)
     for stage in ("scores", "promote"):
         (home / stage / "events.jsonl").write_text(json.dumps({"time_ms": 1, "event": "warning", "message": zero}))
     assert warnings_of(record) == [f"sft: {RISEN}", f"scores, promote: {zero}"]

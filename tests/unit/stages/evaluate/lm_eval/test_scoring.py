@@ -276,3 +276,15 @@ def test_jinja_that_hides_what_it_does_is_stopped_by_a_sandbox(folder, own_tasks
 
     with pytest.raises(jinja2.exceptions.SecurityError, match="'__class__'"):
         evaluate(folder, server, asked)
+
+
+def test_answers_that_reach_their_most_tokens_are_counted(folder: Path) -> None:
+    client = Client("http://127.0.0.1:9", "key", "model")
+    model = LmEvalModel(
+        ServedModel(client, folder / "model", CONTEXT_TOKENS, False, True), Evaluation("lm_eval", (), None)
+    )
+    response = {
+        "choices": [{"index": n, "text": "a", "finish_reason": why} for n, why in enumerate(["stop", "length"])]
+    }
+    assert model.parse_generations([response, response]) == ["a"] * 4
+    assert model.num_cut == 2
