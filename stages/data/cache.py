@@ -1,4 +1,8 @@
-"""Finished folders, keyed by what they were made from: one process makes an entry, the others wait and find it."""
+"""Finished folders, keyed by what they were made from: one process makes an entry, the others wait and find it.
+
+A disk may give other bytes than were written, and training would learn them. So files and folders of a cache get a
+seal, which is compared when they are read.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,10 @@ from pathlib import Path
 from filelock import FileLock
 from pydantic import JsonValue
 
+from stages.core.files import write_atomically
+
 KEY_CHARACTERS = 32
+SEAL = ".sha256"
 
 
 def content_key(parts: dict[str, JsonValue]) -> str:
@@ -24,6 +31,33 @@ def file_digest(path: Path) -> str:
     """sha256 of a file's content."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def write_seal(entry: Path) -> None:
+    """Write down the digest of a finished file beside it, or of all files of a finished folder within it."""
+    write_atomically(_seal_of(entry), json.dumps(_digests(entry)))
+
+
+def is_sealed(entry: Path) -> bool:
+    """Return whether a file or folder was finished, be it intact or not."""
+    return entry.exists() and _seal_of(entry).is_file()
+
+
+def is_intact(entry: Path) -> bool:
+    """Return whether a file or folder is there and holds what it held when its seal was written."""
+    try:
+        return bool(json.loads(_seal_of(entry).read_bytes()) == _digests(entry))
+    except (OSError, ValueError):
+        return False
+
+
+def _seal_of(entry: Path) -> Path:
+    return entry / SEAL if entry.is_dir() else entry.with_name(entry.name + SEAL)
+
+
+def _digests(entry: Path) -> dict[str, str]:
+    paths = [path for path in entry.iterdir() if path.name != SEAL] if entry.is_dir() else [entry]
+    return {path.name: file_digest(path) for path in sorted(paths)}
 
 
 def cached_folder(cache: Path, key: str, is_complete: Callable[[Path], bool], make: Callable[[Path], None]) -> Path:

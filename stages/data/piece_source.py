@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
+from stages.core.numbers import counted
 from stages.data.cache import content_key
 from stages.data.compression import format_suffix
 from stages.data.files import BadRow, Part, Place, Row, name_of, num_places, read_part, read_rows
@@ -70,6 +71,11 @@ class PieceSource:
             return
         parts = list(self._parts())
         missing = {key: part for part, key in parts if key not in self._store}
+        if num_damaged := sum(map(self._store.has_written, missing)):
+            self._report.warn(
+                f"{counted(num_damaged, 'part')} of the tokenized data in {self._kept} held other bytes than were "
+                "written: tokenized again"
+            )
         with closing(self._tokenized([(part, key) for key, part in missing.items()])) as tokenized:
             for part, key in parts:
                 if missing.pop(key, None):

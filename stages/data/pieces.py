@@ -5,13 +5,16 @@ A piece does not know where its part lies: numbers of rows in it count from the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stages.core.errors import DataError
 from stages.core.files import write_atomically
 from stages.core.strict import StrictModel
 from stages.data.files import BadRow, Part
@@ -22,7 +25,8 @@ from stages.data.unit_arrays import Units
 from stages.data.units import OverLong
 
 SUFFIX = ".safetensors"
-NOTES = "notes"
+NOTES, DIGEST = "notes", "digest"
+"""Metadata of a file: what is said of a piece, and the sha256 of that and of all arrays."""
 UNIT_ARRAYS = tuple(Units.__dataclass_fields__)
 ROW_ARRAYS = ("digests", "swapped", "numbers")
 
@@ -85,17 +89,17 @@ class PieceStore:
         self._folder = folder
 
     def __contains__(self, key: str) -> bool:
-        """Whether all pieces of a part are there and can be read: of one that is cut off or damaged, none is."""
-        from safetensors import SafetensorError, safe_open
-
-        def num_earlier(name: str) -> int:
-            with safe_open(self._path(name), "np") as stored:
-                return PieceNotes.model_validate_json(stored.metadata()[NOTES]).num_earlier or 0
-
+        """Return whether all pieces of a part are there as they were written: of one that is damaged, none is."""
         try:
-            return not any(num_earlier(f"{key}-{number}") for number in range(num_earlier(key)))
-        except (OSError, SafetensorError, ValueError):
+            for _ in self.read(key):
+                pass
+        except (OSError, DataError):
             return False
+        return True
+
+    def has_written(self, key: str) -> bool:
+        """Return whether all pieces of a part were written once, be they damaged or not."""
+        return self._path(key).is_file()
 
     def write(self, key: str, pieces: Iterator[Piece]) -> None:
         """Keep the pieces of a part, of which there is at least one. Those before it are there once the last one is."""
@@ -103,7 +107,7 @@ class PieceStore:
             self._write(f"{key}-{number}" if piece.notes.num_earlier is None else key, piece)
 
     def read(self, key: str) -> Iterator[Piece]:
-        """The pieces of a part, one at a time."""
+        """The pieces of a part, one at a time. Raises DataError for one that holds other bytes than were written."""
         last = self._read(key)
         yield from (self._read(f"{key}-{number}") for number in range(last.notes.num_earlier or 0))
         yield last
@@ -115,16 +119,40 @@ class PieceStore:
             one: getattr(piece, one) for one in ROW_ARRAYS
         }
         there = {one: array for one, array in arrays.items() if array is not None}
-        write_atomically(self._path(name), save(there, metadata={NOTES: piece.notes.model_dump_json()}))
+        notes = piece.notes.model_dump_json()
+        metadata = {NOTES: notes, DIGEST: _digest(notes, there)}
+        write_atomically(self._path(name), save(there, metadata=metadata))
 
     def _read(self, name: str) -> Piece:
-        from safetensors import safe_open
+        """Raises DataError for a piece that is not as it was written, OSError for none."""
+        from safetensors import SafetensorError, safe_open
 
-        with safe_open(self._path(name), "np") as stored:
-            notes = PieceNotes.model_validate_json(stored.metadata()[NOTES])
-            arrays = {one: stored.get_tensor(one) for one in stored.keys()}  # noqa: SIM118 (no mapping)
+        path = self._path(name)
+        try:
+            with safe_open(path, "np") as stored:
+                metadata = stored.metadata() or {}
+                arrays = {one: stored.get_tensor(one) for one in stored.keys()}  # noqa: SIM118 (no mapping)
+        except (SafetensorError, ValueError, TypeError) as error:
+            raise _damaged(path) from error
+        if metadata.get(DIGEST) != _digest(metadata.get(NOTES, ""), arrays):
+            raise _damaged(path)
         rows = [arrays.pop(name) for name in ROW_ARRAYS]
-        return Piece(notes, Units(**arrays), *rows)
+        return Piece(PieceNotes.model_validate_json(metadata[NOTES]), Units(**arrays), *rows)
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}{SUFFIX}"
+
+
+def _digest(notes: str, arrays: Mapping[str, NDArray[Any]]) -> str:
+    """Return the sha256 of all that a file says; some 1.6 GB/s, and a token takes 5 bytes."""
+    digest = hashlib.sha256(notes.encode())
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
+def _damaged(path: Path) -> DataError:
+    return DataError(
+        f"reading tokenized data: {path} holds other bytes than were written; start again to make it again"
+    )

@@ -8,7 +8,7 @@ from pathlib import Path
 from stages.core.contract import is_main_process
 from stages.core.errors import full_disk_named
 from stages.data.bad_rows import write_list
-from stages.data.cache import cached_folder, content_key, file_digest
+from stages.data.cache import cached_folder, content_key, file_digest, is_intact, is_sealed, write_seal
 from stages.data.config import DataConfig, RowKind
 from stages.data.dataset import PackedDataset, is_complete
 from stages.data.files import find_files, name_of
@@ -89,13 +89,25 @@ def prepare_portion(task: Preprocessing, cache: Path) -> PackedDataset:
         }
     )
 
+    damaged: set[Path] = set()
+
+    def is_usable(folder: Path) -> bool:
+        if is_complete(folder) and is_intact(folder):
+            return True
+        if is_sealed(folder):
+            damaged.add(folder)
+        return False
+
     def make(target: Path) -> None:
         task.run(target)
         for path, state in states.items():
             state.check(path, names[path])
+        write_seal(target)
 
     with full_disk_named("writing tokenized data", cache):
-        dataset = PackedDataset(cached_folder(cache, key, is_complete, make))
+        dataset = PackedDataset(cached_folder(cache, key, is_usable, make))
+    for folder in damaged:
+        task.report.warn(f"{task.portion.name} data: {folder} held other bytes than were written, and was made again")
     for warning in dataset.about.warnings:
         task.report.warn(f"{task.portion.name} data: {warning}")
     return dataset

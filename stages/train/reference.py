@@ -19,7 +19,7 @@ from pydantic import JsonValue
 
 from stages.core.contract import StageContext, is_main_process
 from stages.data.batch import Batch
-from stages.data.cache import content_key, file_digest
+from stages.data.cache import content_key, file_digest, is_intact, is_sealed, write_seal
 from stages.data.dataset import PackedDataset
 from stages.engines.engine import Engine
 from stages.train.methods.method import BatchChange
@@ -77,8 +77,11 @@ class ReferenceModel:
         if mismatched:
             identity["mismatched"] = True
         path = self.context.cache / "reference" / f"{content_key(identity)}.npy"
-        if self.engine.broadcast_from_rank0(float(path.is_file())):
+        is_usable = is_intact(path)
+        if self.engine.broadcast_from_rank0(float(is_usable)):
             return ReferenceRows(documents, np.load(path))
+        if is_sealed(path) and not is_usable:
+            self.context.warn(f"reference log-probabilities: {path} held other bytes than were written: computed again")
         values = self._compute(dataset, rows, dataset.mismatched if mismatched else dataset.batch, change)
         if is_main_process():
             _save(path, values)
@@ -118,3 +121,4 @@ def _save(path: Path, values: NDArray[np.float32]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.npy")
     np.save(temporary, values)
     temporary.replace(path)
+    write_seal(path)

@@ -22,7 +22,7 @@ from pydantic import JsonValue
 
 from stages.core.contract import StageContext, is_main_process
 from stages.data.batch import Batch
-from stages.data.cache import content_key
+from stages.data.cache import content_key, is_intact, is_sealed, write_seal
 from stages.data.dataset import PackedDataset
 from stages.engines.engine import Engine
 from stages.models.config_check import vocabulary_size
@@ -149,7 +149,10 @@ def ask_teacher(
     teacher = _teacher(config, context, start_digest, build)
     model_folder = context.inputs[config.base or config.model] / "model"
     paths = [_path(teacher, asked, dataset, rows, context.cache) for dataset, rows in wanted]
-    missing = [index for index, path in enumerate(paths) if not min(gathered(float(path.is_file())))]
+    missing = [index for index, path in enumerate(paths) if not min(gathered(float(is_intact(path))))]
+    for index in missing:
+        if is_sealed(paths[index]):
+            context.warn(f"the teacher's tokens: {paths[index]} held other bytes than were written: asked again")
     with ExitStack() as stack:
         opened = stack.enter_context(teacher.opened(context, watchdog)) if missing or config.on_policy else None
         for index in missing:
@@ -204,6 +207,7 @@ def _write(teacher: OpenTeacher, number: int, dataset: PackedDataset, rows: Sequ
         assert first == len(array), "the teacher said something of every target"
         array.flush()
         _unfinished(path).replace(path)
+        write_seal(path)
     gathered(0.0)  # the others read what the first process has written
 
 

@@ -14,6 +14,7 @@ from stages.serving.registry import new_launch_spec
 from stages.serving.server import started_server
 from stages.train.check_teacher import check_teacher
 from stages.train.run import run
+from tests.damage import flip_bit
 from tests.serving import SERVING
 from tests.train_stage import logged, make_artifacts, make_config, make_context, make_teacher, run_to_end
 
@@ -82,11 +83,16 @@ def test_a_teacher_is_asked_once_and_learned_from_alike_on_two_processes(with_te
         else:
             run_to_end(context.work, config)
         losses.append([row["loss"] for row in logged(context.work)])
-        written.append({path.name: path.stat().st_mtime_ns for path in (context.cache / "teacher").iterdir()})
+        kept = sorted((context.cache / "teacher").glob("*.npy"))
+        written.append({path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in kept})
+        if name == "alone/first":
+            flip_bit(kept[0], kept[0].stat().st_size // 2)
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert losses[2] == pytest.approx(losses[0], rel=1e-5)
     assert losses[0][-1] < 0.7 * losses[0][0]
-    assert written[1] == written[0], "what the teacher said was there"
+    damaged, *others = sorted(written[0])
+    assert all(written[1][name] == written[0][name] for name in others), "what the teacher said was there"
+    assert written[1][damaged][0] > written[0][damaged][0], "a bit was another one, and it was asked again"
     assert written[2].keys() == written[0].keys()
     assert len(written[0]) == 2, "of the rows that are learned from, and of those held out"
 
@@ -150,7 +156,7 @@ def test_answers_of_the_model_itself_are_taught_by_a_model_and_by_a_server(with_
         losses.append(rows[-1]["loss"])
         assert [row["on_policy"] for row in rows] == [1.0, 1.0]
         answers.append(json.loads((context.work / "scratch" / "rollouts" / "answers.json").read_text()))
-        assert len(list((context.cache / "teacher").iterdir())) == 1, "of the held-out rows alone"
+        assert len(list((context.cache / "teacher").glob("*.npy"))) == 1, "of the held-out rows alone"
         shown = list(map(json.loads, (context.work / "completions.jsonl").read_text().splitlines()))
         assert {one["step"] for one in shown} == {1, 2}
         last = AutoTokenizer.from_pretrained(with_teacher["base"] / "model").decode(answers[-1][0]["prompt"])

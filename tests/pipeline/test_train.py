@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import subprocess
@@ -22,6 +23,7 @@ from stages.core.contract import StageInput, StageResult
 from stages.data.lengths import LENGTHS_FILE, Lengths
 from stages.models.trained_on import TRAINED_ON_FILE, trained_on_conversations
 from stages.train.run import run
+from tests.damage import flip_bit
 from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end, start
 
 NUM_SFT_STEPS, NUM_DPO_STEPS = 30, 12
@@ -237,11 +239,15 @@ def test_communication_of_two_processes_is_measured(dpo):
 
 
 def test_the_reference_is_computed_once(dpo, sft, artifacts, tmp_path):
-    entries = {path: path.stat().st_mtime_ns for path in (dpo.parent / "cache" / "reference").iterdir()}
+    kept = sorted((dpo.parent / "cache" / "reference").glob("*.npy"))
+    entries = [(path.stat().st_mtime_ns, path.read_bytes()) for path in kept]
     assert len(entries) == 2, "training rows and held-out rows"
+    flip_bit(kept[1], kept[1].stat().st_size - 1)
     work = dpo.parent / "again"
     config = make_config("dpo", steps=NUM_DPO_STEPS, layout={"micro_batch_size": 4}, learning_rate=1e-3)
     run(config, make_context(work, {**artifacts, "base": sft}, config))
-    assert {path: path.stat().st_mtime_ns for path in (dpo.parent / "cache" / "reference").iterdir()} == entries
+    assert (kept[0].stat().st_mtime_ns, kept[0].read_bytes()) == entries[0]
+    assert np.load(kept[1]) == pytest.approx(np.load(io.BytesIO(entries[1][1])), abs=1e-3), "it was damaged"
+    assert f"{kept[1]} held other bytes than were written: computed again" in (work / "events.jsonl").read_text()
     losses, of_two = ([row["loss"] for row in logged(folder)] for folder in (work, dpo))
     assert losses == pytest.approx(of_two, abs=1e-5)

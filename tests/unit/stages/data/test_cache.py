@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from stages.data.cache import cached_folder, content_key
+from stages.data.cache import cached_folder, content_key, is_intact, is_sealed, write_seal
+from tests.damage import flip_bit
 
 MAKER = """
 import os, sys, time
@@ -71,3 +72,24 @@ def test_a_damaged_entry_is_made_again(tmp_path):
 def test_keys_differ_with_any_part_and_not_with_their_order():
     assert content_key({"a": 1, "b": None}) == content_key({"b": None, "a": 1})
     assert content_key({"a": 1}) != content_key({"a": "1"}) != content_key({"a": 1, "b": 2})
+
+
+def test_a_seal_holds_for_what_was_written_and_for_nothing_else(tmp_path):
+    folder, file = tmp_path / "folder", tmp_path / "file"
+    for path in (folder / "a", folder / "b", file):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"some bytes")
+    assert not is_sealed(folder) and not is_intact(folder) and not is_intact(tmp_path / "none")
+    for entry, inside in ((folder, folder / "b"), (file, file)):
+        write_seal(entry)
+        assert is_sealed(entry) and is_intact(entry)
+        for number in range(len(b"some bytes")):
+            flip_bit(inside, number)
+            assert is_sealed(entry) and not is_intact(entry)
+            flip_bit(inside, number)
+        assert is_intact(entry)
+    (folder / "c").touch()
+    assert not is_intact(folder)
+    (folder / "c").unlink()
+    (folder / "a").unlink()
+    assert not is_intact(folder)

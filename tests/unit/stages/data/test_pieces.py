@@ -25,6 +25,7 @@ from stages.data.files import read_part, read_rows
 from stages.data.parts import parts_of
 from stages.data.prepare import prepare
 from stages.data.tokenizer import DocumentTokenizer
+from tests.damage import flip_bit
 from tests.unit.stages.data.reports import Reports
 
 
@@ -166,6 +167,25 @@ def test_of_a_part_whose_pieces_are_damaged_or_gone_all_are_made_again(run, writ
             shutil.rmtree(tmp_path / "cache" / "tokenized")
             piece.unlink() if damaged is None else piece.write_bytes(damaged)
             assert content(run(folder).folder) == whole
+
+
+def test_a_flipped_bit_of_what_is_kept_is_never_learned(run, write_rows, tmp_path):
+    folder = write_rows([chat(number) for number in range(50)])
+    dataset = run(folder)
+    whole = content(dataset.folder)
+    (piece,) = (tmp_path / "cache" / "pieces").iterdir()
+    for at in range(5, piece.stat().st_size, piece.stat().st_size // 20):
+        shutil.rmtree(tmp_path / "cache" / "tokenized")
+        flip_bit(piece, at)
+        assert content(run(folder).folder) == whole
+        assert run.reports.warnings[0].startswith("1 part of the tokenized data"), at
+    assert content(run(folder).folder) == whole and not run.reports.warnings
+    for path in sorted(dataset.folder.iterdir()):
+        if path.stat().st_size:
+            flip_bit(path, path.stat().st_size // 2)
+            assert content(run(folder).folder) == whole
+            expected = f"training data: {dataset.folder} held other bytes than were written, and was made again"
+            assert run.reports.warnings == [expected], path
 
 
 def test_a_file_that_changes_while_it_is_read_is_named(run, write_rows, tmp_path):
