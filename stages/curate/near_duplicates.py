@@ -10,6 +10,7 @@ alike as asked for, one in 200 is missed at most. Written with numpy, since 60 l
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,25 +112,53 @@ class Comparison:
         return Repeats(of, similarity)
 
     def groups(self, kept: NDArray[np.bool_], report: Report) -> NDArray[np.int64]:
-        """[rows]: of each row that is `kept`, the first of those that it is alike to, directly or by way of others."""
+        """Return of each row, [rows], the first of the `kept` ones that it is alike to, directly or through others.
+
+        Of rows of the same set one is compared, and of a group none with what is in it: with copies, the time grows
+        with the number of rows, not with its square.
+        """
         rows = np.flatnonzero(kept & self._says_something)
-        links = self._linked(rows)
-        first = np.arange(len(self._ends))
+        representatives = self._first_of_set(rows)
+        links = self._linked(np.unique(representatives))
+        groups = _Groups(len(self._ends), links)
+        for number, representative in zip(rows.tolist(), representatives.tolist(), strict=True):
+            report(number, len(self._ends))
+            groups.join(number, representative)
+            if number == representative:
+                self._join_alike(number, groups, len(links))
+        return np.array([groups.find(row) for row in range(len(self._ends))], np.int64)
 
-        def find(row: int) -> int:
-            while first[row] != row:
-                first[row] = first[first[row]]
-                row = int(first[row])
-            return row
+    def _join_alike(self, number: int, groups: _Groups, num_bands: int) -> None:
+        """Join a row with every row before it that shares a band and is alike.
 
-        for number in map(int, rows):
-            report(number, len(first))
-            others = {row for row in _before(number, links) if find(row) != find(number)}
-            for other in self._alike(number, iter(others)):
-                if find(other) != find(number) and self._similarity(number, other) >= self._threshold:
-                    low, high = sorted((find(other), find(number)))
-                    first[high] = low
-        return np.array([find(row) for row in range(len(first))], np.int64)
+        The next rows of each band are compared together, twice as many in each round: those of the row's own group are
+        passed over, which after the first rounds are most.
+        """
+        compared: set[int] = set()
+        places, num_rows = [(band, number) for band in range(num_bands)], 1
+        while places:
+            candidates: set[int] = set()
+            left = []
+            for band, row in places:
+                for _ in range(num_rows):
+                    row = groups.before(band, row, number)
+                    if row < 0:
+                        break
+                    candidates.add(row)
+                else:
+                    left.append((band, row))
+            for other in self._alike(number, iter(candidates - compared)):
+                if groups.find(other) != groups.find(number) and self._similarity(number, other) >= self._threshold:
+                    groups.join(number, other)
+            compared |= candidates
+            places, num_rows = left, 2 * num_rows
+
+    def _first_of_set(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return of each of `rows` the first one with the same set."""
+        sets = (self._runs[self._start(row) : self._ends[row]].tobytes() for row in rows.tolist())
+        digests = b"".join(hashlib.blake2b(runs, digest_size=8).digest() for runs in sets)
+        _, first, inverse = np.unique(np.frombuffer(digests, np.uint64), return_index=True, return_inverse=True)
+        return rows[first[inverse]]
 
     def _linked(self, rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         """Of each band, each row's predecessor with the same values there; -1 where there is none."""
@@ -176,13 +205,46 @@ def _first_ones(number: int, of: NDArray[np.int64], links: Sequence[NDArray[np.i
             other = before
 
 
-def _before(number: int, links: Sequence[NDArray[np.int64]]) -> Iterator[int]:
-    """Earlier rows that share a band."""
-    for previous in links:
-        other = int(previous[number])
-        while other >= 0:
-            yield other
+class _Groups:
+    """Groups of rows, which grow; each is named by its first row.
+
+    links: of each band, each row's predecessor in it, or -1.
+    """
+
+    def __init__(self, num_rows: int, links: Sequence[NDArray[np.int64]]) -> None:
+        self._first = np.arange(num_rows)
+        self._links = links
+        self._beyond_group = [previous.copy() for previous in links]
+
+    def find(self, row: int) -> int:
+        """Return the name of a row's group."""
+        first = self._first
+        while first[row] != row:
+            first[row] = first[first[row]]
+            row = int(first[row])
+        return row
+
+    def join(self, one: int, other: int) -> None:
+        """Make one group of those of two rows."""
+        low, high = sorted((self.find(one), self.find(other)))
+        self._first[high] = low
+
+    def before(self, band: int, row: int, number: int) -> int:
+        """Return the nearest row before `row` in a band that is of another group than `number`; -1 for none."""
+        group = self.find(number)
+        other = self._beyond(band, row) if self.find(row) == group else int(self._links[band][row])
+        while other >= 0 and self.find(other) == group:
+            other = self._beyond(band, other)
+        return other
+
+    def _beyond(self, band: int, row: int) -> int:
+        """Return the nearest row before `row` that is not of its group; the next time the way there is shorter."""
+        previous, group = self._beyond_group[band], self.find(row)
+        other = int(previous[row])
+        while other >= 0 and self.find(other) == group:
             other = int(previous[other])
+        previous[row] = other
+        return other
 
 
 def values_per_band(threshold: float) -> int:

@@ -2,13 +2,14 @@
 
 import itertools
 import random
+import time
 
 import pytest
 
 from stages.curate.near_duplicates import NUM_HASHES, set_of, values_per_band
 from stages.curate.words import words_of
 from tests.planted_rows import near_duplicate, planted_duplicates, text
-from tests.unit.stages.curate.curating import curate
+from tests.unit.stages.curate.curating import curate, lines
 
 CHAT = [{"role": "user", "content": "What is 12 + 34?"}, {"role": "assistant", "content": "46"}]
 
@@ -64,6 +65,21 @@ def test_many_copies_of_one_row_leave_the_first(tmp_path):
     rows = [{"text": near_duplicate(draw, original, 4)} for _ in range(3000)]
     found = curate(tmp_path, rows, near_duplicates={})
     assert found.rows == rows[:1]
+
+
+def test_many_copies_are_held_out_together_in_time_that_grows_with_their_number(tmp_path):
+    draw = random.Random(3)
+    near, exact, *others = (text(draw) for _ in range(32))
+    texts = [*(near_duplicate(draw, near, 4) for _ in range(1200)), *[exact] * 2000, *others]
+    draw.shuffle(texts)
+    began_s = time.process_time()
+    found = curate(tmp_path, [{"text": one} for one in texts], held_out={"fraction": 0.5})
+    assert time.process_time() - began_s < 15, "comparing each with each takes twice as long"
+    held_out, trained_on = (
+        {row["text"] for row in lines(found.folder / "data" / f"{split}.jsonl")} for split in ("validation", "train")
+    )
+    assert held_out and trained_on and not held_out & trained_on
+    assert len({one in held_out for one in texts if one.startswith("Posted by")}) == 1
 
 
 def test_sums_of_other_numbers_and_signs_are_no_near_duplicates(tmp_path):
