@@ -14,6 +14,8 @@ from stages.core.files import remove_cut_off_line
 METRICS_FILE = "metrics.jsonl"
 PROGRESS_EVERY_S = 0.5
 MUCH_COMMUNICATION = 0.3
+MUCH_REST = 0.03
+"""Of a teacher's probability on tokens that distillation does not tell apart."""
 PER_STEP = (
     "step_time_s",
     "tokens_per_s",
@@ -42,6 +44,7 @@ class Journal:
         self._last_logged_step = max((int(row["step"]) for row in self.rows), default=0)
         self._last_progress_s = 0.0
         self._attempt: list[Metrics] = []
+        self._has_warned_of_rest = False
 
     def is_due(self, step: int) -> bool:
         """Whether the metrics of this step are logged."""
@@ -58,6 +61,13 @@ class Journal:
             self._context.warn(
                 f"collectives ran during {metrics['communication_fraction']:.0%} of step {step}; larger micro-batches, "
                 "fewer processes or reshard_after_forward: false would lower that"
+            )
+        if metrics.get("teacher_rest", 0) > MUCH_REST and not self._has_warned_of_rest:
+            self._has_warned_of_rest = True
+            self._context.warn(
+                f"in step {step} the teacher gave {metrics['teacher_rest']:.1%} of its probability to tokens beyond "
+                "its likeliest distill.loss_top_k, which count as one token: how it divides that among them is not "
+                "learned. Raise loss_top_k"
             )
 
     def progress(self, step: int, loss: float) -> None:

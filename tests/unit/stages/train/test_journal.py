@@ -51,6 +51,17 @@ def test_the_summary_is_of_medians_without_the_steps_that_warm_up(context):
     assert journal.summary() == {"tokens_per_s": 60.0, "loss": 1 / 6}
 
 
+def test_a_teacher_of_whose_probability_much_is_not_told_apart_is_warned_of_once(context):
+    journal = Journal(context, NUM_STEPS, log_every_steps=1)
+    journal.log(1, {"teacher_rest": 0.02})
+    assert not (context.work / "events.jsonl").exists()
+    journal.log(2, {"teacher_rest": 0.12})
+    journal.log(3, {"teacher_rest": 0.13})
+    event = json.loads((context.work / "events.jsonl").read_text())
+    assert event["event"] == "warning"
+    assert event["message"].startswith("in step 2 the teacher gave 12.0% of its probability to tokens beyond its likel")
+
+
 def test_much_communication_is_warned_of(context):
     journal = Journal(context, NUM_STEPS, log_every_steps=1)
     journal.log(1, {"communication_fraction": 0.2})

@@ -11,7 +11,15 @@ from trl import DPOConfig as TrlConfig
 from trl import DPOTrainer
 
 from stages.train.methods.dpo import DPO, DpoConfig, LossType
-from tests.unit.stages.train.methods.against_trl import ARGUMENTS, PAIRS, check, make_model, make_tokenizer, packed
+from tests.unit.stages.train.methods.against_trl import (
+    ARGUMENTS,
+    PAIRS,
+    check,
+    log_probabilities,
+    make_model,
+    make_tokenizer,
+    packed,
+)
 
 COMBINATIONS = [
     {"loss_type": "sigmoid"},
@@ -84,3 +92,24 @@ def test_dpo_and_its_relatives(trainer, inputs, ours, fields):
 def test_every_loss_is_compared():
     compared = {name for fields in COMBINATIONS for name in DpoConfig(**fields).loss_types}
     assert compared == set(get_args(LossType))
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "sigmoid_norm"])
+def test_label_smoothing_is_that_of_conservative_dpo_where_trl_ignores_it(trainer, inputs, ours, loss_type):
+    """The exception that the page names; once TRL smooths these losses, they belong to the combinations above."""
+
+    def losses(smoothing):
+        trainer.loss_types, trainer.loss_weights = [loss_type], [1.0]
+        trainer.beta, trainer.label_smoothing, trainer.ld_alpha = 0.1, smoothing, None
+        trainer.precompute_ref_logps = False
+        loss = DPO.build_loss(DpoConfig(loss_type=loss_type, label_smoothing=smoothing))
+        with torch.no_grad():
+            batch = ours.with_reference(ours.log_probabilities(log_probabilities(trainer.ref_model, ours)))
+            found, metrics = loss(log_probabilities(trainer.model, batch), batch, loss.counts(batch))
+            return trainer.compute_loss(trainer.model, inputs).item(), found.item(), metrics["reward_margin"].item()
+
+    (trl, plain, margin), (trl_smoothed, smoothed, _) = losses(0.0), losses(0.2)
+    assert trl_smoothed == trl == pytest.approx(plain, rel=1e-5)
+    assert smoothed != pytest.approx(plain, rel=1e-5)
+    if loss_type == "sigmoid":  # -log sigmoid(-x) is x - log sigmoid(x), and the mean of x the margin of the rewards
+        assert smoothed == pytest.approx(plain + 0.2 * margin, rel=1e-4)
