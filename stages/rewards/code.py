@@ -22,9 +22,11 @@ from pydantic import Field
 from stages.core.errors import ResourceError
 from stages.core.numbers import Seconds
 from stages.core.program import bare_environment
+from stages.core.redaction import shortened
 from stages.rewards.reward import Completion, CompletionReward, RewardContext, Scores
 
-BLOCK = re.compile(r"^```[ \t]*(?:python|py)?[0-9.]*[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL | re.IGNORECASE)
+BLOCK_BEGIN = re.compile(r"```[ \t]*(?:python|py)?[0-9.]*[ \t]*", re.IGNORECASE)
+BLOCK_END = re.compile(r"```[ \t]*")
 MIB, GIB = 1 << 20, 1 << 30
 FILE_BYTES = 16 * MIB
 FOLDER_BYTES = 64 * MIB
@@ -72,9 +74,8 @@ class CodeReward(CompletionReward):
         if found is None:
             return f"has no tests in `{self.tests}`"
         if not _tests_in(found):
-            return (
-                f"has no tests in `{self.tests}`, but {json.dumps(found, default=str)[:60]}; expected code, or a list"
-            )
+            shown = shortened(json.dumps(found, default=str), 60)
+            return f"has no tests in `{self.tests}`, but {shown}; expected code, or a list"
         for test in _tests_in(found):
             try:
                 compile(test, self.tests, "exec")
@@ -85,13 +86,14 @@ class CodeReward(CompletionReward):
         return None
 
     def score(self, completion: Completion) -> float:
-        blocks = BLOCK.findall(completion.text)
-        return float(self._passes(blocks[-1] if blocks else completion.text, _tests_in(completion.row[self.tests]))[0])
+        return float(self._passes(_code_in(completion.text), _tests_in(completion.row[self.tests]))[0])
 
     @contextlib.contextmanager
     def opened(self, name: str, context: RewardContext) -> Iterator[Scores]:
         """Raises ResourceError where the machine cannot keep code within the limits."""
         passed, answer = self._passes(PROBE, ("assert True",))
+        if not Path("/proc/self/io").is_file():
+            passed, answer = False, "its kernel does not count what a process writes, in /proc/PID/io"
         if not passed:
             raise ResourceError(
                 f"the reward {name} would run code of a model, which this machine cannot keep within limits "
@@ -142,6 +144,22 @@ class CodeReward(CompletionReward):
             if not _is_small(folder) or _num_written(process.pid) > WRITTEN_BYTES:
                 return False
         return False
+
+
+def _code_in(text: str) -> str:
+    """Return the last block of Python; where there is none, all of the text.
+
+    By lines: an expression for a whole block takes time in proportion to the square of the text.
+    """
+    code, block = text, None
+    for line in text.split("\n"):
+        if block is None:
+            block = [] if BLOCK_BEGIN.fullmatch(line) else None
+        elif BLOCK_END.fullmatch(line):
+            code, block = "".join(block), None
+        else:
+            block.append(f"{line}\n")
+    return code
 
 
 def _tests_in(found: object) -> tuple[str, ...]:

@@ -26,7 +26,10 @@ def begin() -> Callable[[dict[str, Any]], bool]:
         except (ValueError, RecursionError):
             return False
         validator: Any = validator_for(question["schema"])
-        return bool(validator(question["schema"]).is_valid(content))
+        try:
+            return bool(validator(question["schema"]).is_valid(content))
+        except (OverflowError, ValueError):  # `multipleOf` of 1e400 or of NaN, which JSON does not have
+            return False
 
     return is_described
 

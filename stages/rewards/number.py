@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from stages.core.errors import DataError
+from stages.core.redaction import quoted
 from stages.rewards.reward import Completion, CompletionReward
 
 NUMBER = re.compile(
@@ -32,13 +33,13 @@ class NumberReward(CompletionReward):
     def row_problem(self, reference: str | None, row: Mapping[str, Any]) -> str | None:
         if reference is None or _last_number(reference) is not None:
             return None
-        return f"has the right answer {reference[:60]!r}, which has no number"
+        return f"has the right answer {quoted(reference, 60)}, which has no number"
 
     def score(self, completion: Completion) -> float:
         assert completion.reference is not None
         expected = _last_number(completion.reference)
         if expected is None:
-            raise DataError(f"the reference answer {completion.reference[:60]!r} has no number; expected one")
+            raise DataError(f"the reference answer {quoted(completion.reference, 60)} has no number; expected one")
         found = _last_number(completion.text)
         return float(found is not None and abs(found - expected) <= Decimal(str(self.tolerance)))
 

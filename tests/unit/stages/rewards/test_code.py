@@ -15,6 +15,7 @@ import pytest
 from stages.core.errors import ResourceError
 from stages.data.documents import PlainText
 from stages.rewards import code as code_module
+from stages.rewards import landlock
 from stages.rewards.code import CodeReward
 from stages.rewards.reward import Completion, RewardContext
 
@@ -34,6 +35,8 @@ def score(text: str, tests: Any = TESTS, **config: Any) -> float:
         (ADDS, 1),
         (f"It is simple:\n```python\n{ADDS}```\nThat is all.", 1),
         (f"```py\nno python\n```\nRather:\n```\n{ADDS}\n```", 1),
+        (f"```\nno python\n```\n```python3.11 \n{ADDS}``` \n```python\nwithout an end", 1),
+        (f"```\n{ADDS}```\n```sql\nSELECT 1\n```", 1),
         ("def add(a, b):\n    return a - b", 0),
         ("```python\ndef add(a, b) return\n```", 0),
         ("I cannot do that.", 0),
@@ -241,3 +244,29 @@ def test_what_code_writes_is_counted_where_it_is_deleted_as_well(
     began_s = time.monotonic()
     assert score(DELETES_WHAT_IT_WRITES, timeout_s=300) == 0
     assert time.monotonic() - began_s < 100
+
+
+def test_code_in_many_blocks_without_an_end_is_looked_for_in_linear_time() -> None:
+    began_s = time.process_time()
+    assert score("```python\nx\n" * 100_000) == 0
+    assert time.process_time() - began_s < 5
+
+
+RESTRICTED = """
+import os, sys
+from pathlib import Path
+from stages.rewards import landlock
+
+landlock.restrict_files([Path("/")], [])
+os.kill(os.getpid(), 0)
+try:
+    os.kill(os.getppid(), 0)
+except PermissionError:
+    print("refused")
+"""
+
+
+@pytest.mark.skipif(landlock.version() < landlock.SCOPE_VERSION, reason="the kernel's Landlock has no scopes")
+def test_landlock_refuses_signals_as_well_where_it_can() -> None:
+    done = subprocess.run([sys.executable, "-c", RESTRICTED], capture_output=True, text=True, check=True)
+    assert done.stdout == "refused\n"

@@ -67,6 +67,9 @@ CASES = [
     ({"type": "json_schema", "json_schema": {"required": ["a"]}}, '{"b": 1}', None, 0),
     ({"type": "json_schema", "json_schema": {}}, "Here it is: {}", None, 0),
     ({"type": "json_schema", "json_schema": {}}, "[" * 100_000, None, 0),
+    ({"type": "json_schema", "json_schema": {"pattern": r"^(?=.*1)\d+$"}}, '"21"', None, 1),
+    *(({"type": "json_schema", "json_schema": {"multipleOf": 0.1}}, text, None, 0) for text in ("1e400", "NaN")),
+    ({"type": "json_schema", "json_schema": {"multipleOf": 0.1}}, f"1{'0' * 400}", None, 0),
 ]
 
 
