@@ -151,7 +151,8 @@ def _code_in(text: str) -> str:
 
     By lines: an expression for a whole block takes time in proportion to the square of the text.
     """
-    code, block = text, None
+    code = text
+    block: list[str] | None = None
     for line in text.split("\n"):
         if block is None:
             block = [] if BLOCK_BEGIN.fullmatch(line) else None
