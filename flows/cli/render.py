@@ -39,4 +39,6 @@ def _built(made: PlannedRefresh, planned: PlannedStage, name: str) -> Path:
     found = made.store.find(upstream.kind, upstream.version)
     if found is None:
         raise RecipeError(f"{planned.name} serves {name}, which is not built yet; run the recipe first")
+    if refusal := found.record.refusal(found.folder):
+        raise refusal
     return found.folder

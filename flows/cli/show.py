@@ -202,6 +202,7 @@ def artifact_as_text(artifact: Artifact, index: Index) -> str:
         f"by commit {record.git_commit or 'unknown'}",
         f"MLflow run {run_id_of(record.attempt) or record.mlflow_run_id or 'unknown'}",
         *(f"DAMAGED: {damage}" for damage in artifact.damage),
+        *([f"REFUSED: {record.finding}"] if record.finding else []),
         "built from",
         *(f"  {field}: {entry.stage} {entry.version}" for field, entry in record.upstream.items()),
         "identity",
@@ -273,4 +274,5 @@ def _artifact_line(artifact: Artifact) -> dict[str, Any]:
         "finished": f"{record.finished:%Y-%m-%d %H:%M}",
         "folder": str(artifact.folder),
         "damage": list(artifact.damage),
+        "finding": str(artifact.record.finding) if artifact.record.finding else None,
     }

@@ -199,7 +199,7 @@ def chat(artifact: str) -> None:
 
 def _become_server(artifact: str, options: list[str]) -> NoReturn:
     """The server's guardian takes this process's place."""
-    command = [sys.executable, "-m", "stages.serve", *_what_to_serve(artifact), *options]
+    command = [sys.executable, "-m", "stages.serve", *_what_to_serve(artifact, is_trial="--chat" in options), *options]
     sys.stdout.flush()
     os.execv(sys.executable, command)  # noqa: S606 (no shell)
 
@@ -223,8 +223,8 @@ def _follower(uri: str, canary_share: float, gate_requests: int | None) -> Follo
     return Follower(champions.connect(), name, alias, canary_share, gate_requests)
 
 
-def _what_to_serve(name: str) -> list[str]:
-    """Arguments of `python -m stages.serve`."""
+def _what_to_serve(name: str, *, is_trial: bool) -> list[str]:
+    """Return arguments of `python -m stages.serve`. An artifact that its stage refuses is served to be tried alone."""
     from flows.champion import champions
     from flows.cli import show as shown
     from flows.ledger.home import store_root
@@ -242,6 +242,10 @@ def _what_to_serve(name: str) -> list[str]:
     if found.record.product not in ("model", "adapter", "server"):
         expected = "a model, an adapter or a serve stage's"
         raise ModelError(f"serving {name}: it is a {found.record.product}, expected {expected}")
+    if refusal := found.record.refusal(found.folder):
+        if not is_trial:
+            raise refusal
+        say(f"warning: {refusal}")
     return [*shown.serve_arguments(found, index), "--version", found.record.version]
 
 

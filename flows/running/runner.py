@@ -146,17 +146,11 @@ def run_stage(
 
 
 def raise_finding(built: Built) -> None:
-    """Raise the finding of an artifact that its own stage refuses, with where it is kept and what to do."""
-    finding = built.record.finding
-    if finding is None:
-        return
-    if built.server:
-        built.server.stop()
-    raise type(finding)(
-        f"{finding}\nWhat {built.name} made is kept in {built.artifact}, but nothing is built on it: every run refuses "
-        f"it again, without building it again. Change what the message names, or build the same again with "
-        f"`--force {built.name}`"
-    )
+    """Raise the finding of an artifact that its own stage refuses."""
+    if refusal := built.record.refusal(built.artifact):
+        if built.server:
+            built.server.stop()
+        raise refusal
 
 
 def _build(

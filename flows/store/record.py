@@ -62,6 +62,17 @@ class Record(StrictModel):
         """Why the stage that made the artifact refuses it: then nothing is built on it."""
         return finding_of(self.tags)
 
+    def refusal(self, folder: Path) -> LifecycleError | None:
+        """Return the finding with where the artifact is kept, `folder`, and what to do; None for a good artifact."""
+        finding = self.finding
+        if finding is None:
+            return None
+        return type(finding)(
+            f"{finding}\nWhat {self.stage} made is kept in {folder}, but nothing is built on it: every run refuses it "
+            f"again, without building it again. Change what the message names, or build the same again with `--force "
+            f"{self.stage}`"
+        )
+
     def stale_field(self, digests: Mapping[str, str]) -> str | None:
         """A field whose upstream artifact now has other content than this one was built from.
 

@@ -7,8 +7,10 @@ import logging
 from dataclasses import replace
 
 import pytest
+from click.testing import CliRunner
 
-from flows.cli.show import refresh_as_text
+from flows.cli.main import cli
+from flows.cli.show import artifact_as_text, refresh_as_text
 from flows.planning.plan import plan
 from flows.recipe.recipe import load_stages
 from flows.running.adopt import adopt
@@ -44,7 +46,7 @@ def run_of(tmp_path, monkeypatch, request):
         },
     }
     recipe = load_stages("small", request.config.rootpath, tree)
-    store = Store(tmp_path / "store")
+    store = Store(tmp_path / "home" / "store")
 
     def make(force=()):
         planned = plan(recipe, {name: {} for name in recipe.stages}, store.index(), force=force)
@@ -69,6 +71,8 @@ def test_what_a_stage_refuses_is_kept_and_refused_again_without_being_made_again
     assert run.record.attempts["clean-1"].outcome == "finished", "its metrics and its log are those of an attempt"
     assert (run.record.state, run.record.error) == ("failed", "failed: clean")
     assert NOTHING_HELD_OUT in refresh_as_text(run.record)
+
+    assert f"REFUSED: {NOTHING_HELD_OUT}" in artifact_as_text(kept, run.store.index())
 
     again = run_of()
     planned = again.plan.stages["clean"]
@@ -106,6 +110,11 @@ def test_nothing_is_built_on_an_artifact_that_its_stage_refuses(run_of, tmp_path
         adopt(run.store, tmp_path / "tuned", "adapter", "tuned", notes, replace(artifact, record=refused))
     assert not notes.said
     run.finish()
+    commit = json.dumps({**json.loads((artifact.folder / "record.json").read_text()), "tags": refused.tags})
+    (artifact.folder / "record.json").write_text(commit)
+    served = CliRunner().invoke(cli, ["serve", "base"])
+    assert isinstance(served.exception, GateError)
+    assert "it differs by 3 nats" in str(served.exception)
 
 
 def test_several_findings_are_one_and_an_unknown_class_is_still_a_finding():
