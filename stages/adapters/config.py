@@ -16,6 +16,7 @@ from pydantic import (
 
 from stages.core.fields import AddedLater
 from stages.core.numbers import NonNegativeFp32, PositiveFp32
+from stages.core.patterns import LIMIT_S, is_endless_on_names
 from stages.core.strict import StrictModel
 from stages.planner.low_rank import LowRank
 
@@ -106,6 +107,11 @@ class AdapterConfig(StrictModel):
                 re.compile(targets)
             except re.error as error:
                 raise ValueError(f"found {targets!r}, which is no regular expression: {error}") from error
+            if targets != "all-linear" and is_endless_on_names(targets):
+                raise ValueError(
+                    f"found {targets!r}, which takes over {LIMIT_S:g} s to compare with the name of a layer; expected "
+                    "a pattern without repetitions of repetitions"
+                )
         return targets
 
     @model_validator(mode="after")

@@ -1,12 +1,14 @@
 """Tries regular expressions on texts: `python -m stages.core.pattern_program CPU_SECONDS`, which `patterns.py` asks.
 
-`regex` instead of `re`: it has the same expressions, and most of those that take `re` for ever take it no time. Both
-the expression and the search for it may take any time; the expression alone any memory (`(?:(?:a{1000}){1000}){1000}`).
+By `regex` instead of `re`: it has the same expressions, and most of those that take `re` for ever take it no time. By
+`re` where a library will do so later. The expression and the search for it may take any time, the expression alone any
+memory (`(?:(?:a{1000}){1000}){1000}`).
 """
 
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -17,21 +19,23 @@ MEMORY_BYTES = 1 << 30
 
 
 def begin(cpu_s: float) -> Callable[[dict[str, Any]], list[int | None]]:
-    """Import the library. A question has `patterns`, `texts`, and `how` to compare them: search, match or fullmatch."""
+    """Import the library. A question has `patterns`, `texts`, and `how` to compare them."""
     import regex
 
     compiled = functools.lru_cache(regex.compile)
 
+    def compared(pattern: str, how: str) -> Callable[[str], object]:
+        if how == "re.fullmatch":
+            return re.compile(pattern).fullmatch
+        # A limit of the library's own: it looks for signals more rarely than at the time.
+        return functools.partial(getattr(compiled(pattern), how), timeout=cpu_s)
+
     def first_matches(question: dict[str, Any]) -> list[int | None]:
         try:
-            tries = [getattr(compiled(pattern), question["how"]) for pattern in question["patterns"]]
+            tries = [compared(pattern, question["how"]) for pattern in question["patterns"]]
         except regex.error as error:
             raise RefusedError(str(error)) from error
-        # A limit of the library's own: it looks for signals more rarely than at the time.
-        return [
-            next((number for number, tried in enumerate(tries) if tried(text, timeout=cpu_s)), None)
-            for text in question["texts"]
-        ]
+        return [next((number for number, tried in enumerate(tries) if tried(text)), None) for text in question["texts"]]
 
     return first_matches
 

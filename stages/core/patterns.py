@@ -11,6 +11,13 @@ from stages.core.program import Program, ProgramError
 LIMIT_S = 2.0
 """Some patterns take time that grows exponentially with the text."""
 GRACE_S = 2.0
+NAMES = (
+    "model.layers.31.self_attn.q_proj",
+    "model.layers.31.mlp.experts.127.down_proj",
+    "model.language_model.layers.31.linear_attn.in_proj_qkvz",
+    "lm_head",
+)
+"""Modules of models, as patterns of a recipe choose among them."""
 
 
 class PatternError(ValueError):
@@ -36,7 +43,7 @@ class Patterns:
         self._program.start()
 
     def first_matches(
-        self, patterns: Sequence[str], texts: Sequence[str], how: Literal["search", "match", "fullmatch"]
+        self, patterns: Sequence[str], texts: Sequence[str], how: Literal["search", "match", "re.fullmatch"]
     ) -> list[int | None]:
         """Return, for each text, the index of the first pattern that is found in it, as Python's `re` has it.
 
@@ -61,3 +68,14 @@ def pattern_problem(pattern: str) -> str | None:
         except TimeoutError:
             return f"takes over {LIMIT_S:g} s, or too much memory, to be read as a regular expression"
     return None
+
+
+@functools.cache
+def is_endless_on_names(pattern: str) -> bool:
+    """Return whether `re`, by which PEFT compares a regular expression with names of modules, takes too long."""
+    with Patterns(LIMIT_S) as patterns:
+        try:
+            patterns.first_matches([pattern], NAMES, "re.fullmatch")
+        except TimeoutError:
+            return True
+    return False

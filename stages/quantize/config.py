@@ -12,6 +12,7 @@ from pydantic import Field, JsonValue, PositiveInt, field_validator, model_valid
 from stages.core.contract import DatasetReference, ModelReference, StageConfig, StrictModel
 from stages.core.fields import AddedLater, Product, SplitName
 from stages.core.numbers import NatsPerToken
+from stages.core.patterns import LIMIT_S, is_endless_on_names
 from stages.quantize.registry import METHODS
 from stages.serving.engine import Engine, WeightFiles
 from stages.serving.quantization import GgufType, Quantization, WeightFormat, is_k_quant
@@ -88,6 +89,11 @@ class QuantizeConfig(StageConfig):
                 re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
             except re.error as error:
                 raise ValueError(f"{pattern} is no regular expression: {error}") from error
+            if pattern.startswith("re:") and is_endless_on_names(pattern.removeprefix("re:")):
+                raise ValueError(
+                    f"{pattern} takes over {LIMIT_S:g} s to compare with the name of a layer; expected a pattern "
+                    "without repetitions of repetitions"
+                )
         return ignore
 
     @field_validator("gguf_type", mode="before")
