@@ -3,7 +3,9 @@
 import json
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ from stages.core.errors import EvaluationError
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.run import run
 from stages.harnesses import registry
+from stages.harnesses.harness import Results
 from stages.promote.paired import compare
 from tests.hub_repository import model_files
 from tests.tiny_engine import TinyEngine
@@ -71,3 +74,29 @@ def test_a_task_that_it_does_not_have_is_refused_before_a_server_starts(config: 
     with pytest.raises(EvaluationError, match="Exact does not have a task 'products'"):
         evaluate(config.model_copy(update={"tasks": ("products",)}), tmp_path, "work")
     assert not (tmp_path / "work" / "server.log").exists()
+
+
+class Scoreless(ExactMatch):
+    """Asks everything, and gives samples without a score."""
+
+    def evaluate(self, *arguments: Any) -> Results:
+        results = super().evaluate(*arguments)
+        return replace(results, scores={**results.scores, "results": {}})
+
+
+def test_an_evaluation_without_scores_is_kept_with_its_samples_and_refused(
+    config: EvaluateConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(registry.HARNESSES, "exact", Scoreless())
+    for file, content in model_files(1000).items():
+        path = tmp_path / "sft" / "model" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    (tmp_path / "work").mkdir()
+    context = StageContext(tmp_path / "work", "e", "0" * 12, {"sft": tmp_path / "sft"}, {}, tmp_path / "cache")
+    result = run(config, context)
+    (finding,) = context.findings
+    assert isinstance(finding, EvaluationError)
+    assert str(finding) == "Exact gave no scores for sums; read scores.json there"
+    assert result.files == ["scores.json", "samples/sums.jsonl"]
+    assert len((tmp_path / "work" / "samples" / "sums.jsonl").read_text().splitlines()) == len(QUESTIONS)
