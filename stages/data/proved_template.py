@@ -225,7 +225,9 @@ class ProvedTemplate:
         variables: dict[str, Any] = {"messages": messages, "tools": list(tools) or None, "documents": None}
         variables |= {"add_generation_prompt": False, **options, **self._variables}
         try:
-            return self._sandbox.run(variables)
+            text, spans = self._sandbox.run(variables)
+            text.encode()  # raises for half of a character, which no tokenizer takes
+            return text, spans
         except jinja2.TemplateError as error:
             raise _RefusalError(
                 f"is refused by {self._name}: ", str(error), "; expected messages that it can render"

@@ -74,19 +74,8 @@ class _Templates:
         if key not in self._compiled:
             if "source" not in question:
                 return None
-            name = question["source"]["name"]
-            while len(self._compiled) >= MAX_TEMPLATES:
-                del self._compiled[next(iter(self._compiled))]
-            try:
-                self._compiled[key] = self._limited(cpu_s, memory_bytes, _compiled, question["source"])
-            except _LimitError as error:
-                return [{"limit": str(error)}]
-            except jinja2.TemplateSyntaxError as error:
-                return [
-                    {"template": [f"{name} is not a Jinja template: ", error.message or "", f" in line {error.lineno}"]}
-                ]
-            except RecursionError:
-                return [{"template": [f"{name} is nested too deeply to be read; write it otherwise"]}]
+            if problem := self._compile(question):
+                return [problem]
         answers: list[dict[str, Any]] = []
         num_characters, ends_s = 0, time.process_time() + ANSWER_CPU_S
         for work, messages, others in question["conversations"]:
@@ -105,6 +94,25 @@ class _Templates:
             if num_characters > ANSWER_CHARACTERS or time.process_time() > ends_s:
                 break
         return answers
+
+    def _compile(self, question: dict[str, Any]) -> dict[str, Any] | None:
+        """Keep the template that comes with a question; return an answer that says why it is none."""
+        source = question["source"]
+        begin = f"{source['name']} is not a Jinja template: "
+        while len(self._compiled) >= MAX_TEMPLATES:
+            del self._compiled[next(iter(self._compiled))]
+        try:
+            template = self._limited(question["cpu_s"], question["memory_bytes"], _compiled, source)
+        except _LimitError as error:
+            return {"limit": str(error)}
+        except jinja2.TemplateSyntaxError as error:
+            return {"template": [begin, error.message or "", f" in line {error.lineno}"]}
+        except RecursionError:
+            return {"template": [f"{source['name']} is nested too deeply to be read; write it otherwise"]}
+        except Exception as error:  # of Python, about the code that Jinja makes of it: `{% break %}` without a loop
+            return {"template": [f"{begin}{type(error).__name__}: ", str(error)]}
+        self._compiled[question["key"]] = template
+        return None
 
     def _limited(self, cpu_s: float, memory_bytes: int, work: Callable[..., Answered], *arguments: Any) -> Answered:
         """Return `work(*arguments)`. Raises _LimitError when it takes more of the processor or the memory."""

@@ -12,6 +12,7 @@ import pytest
 from stages.data import check
 from stages.data.check import data_problems
 from stages.data.config import DataConfig
+from tests.unit.stages.data.conftest import CHATML
 
 CHATS = [
     {"messages": [{"role": "user", "content": f"{number}?"}, {"role": "assistant", "content": f"{number}!"}]}
@@ -107,3 +108,12 @@ def test_of_a_compressed_file_no_more_is_read_than_there_is_time_for(problems, t
     path.write_bytes(packed[: len(packed) // 2])  # to read on to where it ends would be an error
     unseen = f"training rows after {path.name}:1 were not looked at: there are -1 s for them"
     assert problems(path.parent, sequence_length=4096) == [("dataset", unseen)]
+
+
+def test_the_time_of_the_process_that_renders_counts(problems, write_rows, monkeypatch, tmp_path):
+    """Reading these rows takes half of it at most here, and rendering them takes several times as long there."""
+    monkeypatch.setattr(check, "SECONDS", 0.4)
+    slow = tmp_path / "slow.jinja"
+    slow.write_text("{% for _ in range(99999) %}{% endfor %}" + CHATML)
+    ((field, message),) = problems(write_rows(CHATS), chat_template=slow)
+    assert (field, message.endswith("were not looked at: there are 0.4 s for them")) == ("dataset", True)

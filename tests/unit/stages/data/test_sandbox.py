@@ -163,6 +163,19 @@ def test_what_a_template_refuses_is_redacted_before_it_is_cut(monkeypatch):
     assert "s3cr3t" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "source", ["{% for a in b %}" * 25 + "{% endfor %}" * 25, "{% break %}", f"{{{{ {'9' * 5000} }}}}"]
+)
+def test_what_jinja_takes_and_python_does_not_is_no_template(source):
+    with pytest.raises(DataError, match=r"the model's chat template is not a Jinja template: .*Error"):
+        render(source)
+
+
+def test_half_of_a_character_is_refused():
+    with pytest.raises(RowError, match="cannot be rendered by the model's chat template: UnicodeEncodeError"):
+        render("{{ '\ud800' }}a")
+
+
 def test_today_is_the_same_day_in_every_run():
     template = Sandbox("{{ strftime_now('%d %b %Y') }}", date(2025, 3, 9))
     assert template.run({}) == ("09 Mar 2025", [])
