@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from stages.core.program import Program, ProgramEndedError
 from stages.core.redaction import quoted
 from stages.data.config import DEFAULT_DATE
 from stages.data.documents import Conversation, Span
-from stages.data.messages import Message, RowError
+from stages.data.messages import Message, RowError, make_message
 
 MAX_CPU_SECONDS = 10.0
 """For one conversation of a few messages. CPU time: a busy machine decides nothing."""
@@ -142,6 +142,21 @@ class ChatTemplate:
     def ends_turns(self, rendered: Rendered) -> bool:
         """Return whether what is learned of each turn ends with a special token, so that a model learns to stop."""
         return all(rendered.text[begin:end].rstrip().endswith(self._markers) for begin, end in rendered.spans)
+
+    @cached_property
+    def learned_after_turns(self) -> str:
+        """What the last turn of a conversation learns after that with which earlier ones end.
+
+        Phi-3's template ends a conversation with another special token; empty for most.
+        """
+        turns = [make_message(role, f"q{role}{number}") for number in (1, 2) for role in ("user", "assistant")]
+        try:
+            documents = self.documents(Conversation(turns))
+        except RowError:
+            return ""  # it takes other conversations, and whose rows are good is said row by row
+        learned = [document.text[begin:end] for document in documents for begin, end in document.spans]
+        ends = [text.partition(f"qassistant{number}")[2] for number, text in enumerate(learned, 1)]
+        return ends[1].removeprefix(ends[0]) if len(ends) == 2 and ends[1].startswith(ends[0]) else ""
 
     def _of_one(self, work: Work, conversation: Conversation) -> tuple[Rendered, ...]:
         (outcome,) = self.rendered([(work, conversation)])

@@ -49,17 +49,22 @@ class Tokens:
         return Tokens(self.ids[:num_tokens], self.loss[:num_tokens])
 
 
+MAX_SHOWN = 40
+"""Characters of a template's own words in a warning."""
+
+
 class TokenizerNotes(StrictModel):
     """What documents showed.
 
     teaches_to_stop: whether the assistant's turns end with a special token, by the first conversation; None where there
-    was none. special_tokens: within texts → number of documents.
+    was none. special_tokens: within texts → number of documents. learned_after_turns: at the end of conversations.
     """
 
     teaches_to_stop: bool | None = None
     special_tokens: dict[str, int] = Field(default_factory=dict)
     num_dropped_thoughts: int = 0
     wrote_date: bool = False
+    learned_after_turns: str = ""
 
     def then(self, later: TokenizerNotes) -> TokenizerNotes:
         """Of these documents and of those after them."""
@@ -69,6 +74,7 @@ class TokenizerNotes(StrictModel):
             special_tokens=dict(Counter(self.special_tokens) + Counter(later.special_tokens)),
             num_dropped_thoughts=self.num_dropped_thoughts + later.num_dropped_thoughts,
             wrote_date=self.wrote_date or later.wrote_date,
+            learned_after_turns=self.learned_after_turns or later.learned_after_turns,
         )
 
 
@@ -185,11 +191,13 @@ class DocumentTokenizer:
     def take_notes(self) -> TokenizerNotes:
         """What was seen in the documents since the last time."""
         template = self.__dict__.get("template")
+        learns_turns = self._train_on == "assistant" and self.teaches_to_stop is not None
         notes = TokenizerNotes(
             teaches_to_stop=self.teaches_to_stop,
             special_tokens=dict(self._content.counts),
             num_dropped_thoughts=template.num_dropped_thoughts if template else 0,
             wrote_date=template.wrote_date if template else False,
+            learned_after_turns=self.template.learned_after_turns if learns_turns else "",
         )
         self.teaches_to_stop = None
         self._content.counts.clear()
@@ -205,6 +213,11 @@ class DocumentTokenizer:
             yield (
                 f"{notes.num_dropped_thoughts} turns are learned without their thoughts, which the chat "
                 "template drops once others follow; `turns: separately` learns them"
+            )
+        if notes.learned_after_turns:
+            yield (
+                f"the last turn of a conversation is learned with {quoted(notes.learned_after_turns, MAX_SHOWN)} after "
+                "the end that all turns have: the chat template writes it there, and TRL learns it too"
             )
         if notes.wrote_date and self._template_date == DEFAULT_DATE:
             yield (

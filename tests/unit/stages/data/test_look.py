@@ -65,6 +65,21 @@ def test_rows_are_those_of_the_first_step_with_what_is_learned_of_them(look, wri
     assert sum(bar.count for bar in portion.lengths) == 40
 
 
+@pytest.mark.parametrize(("end", "is_more"), [("<|eot|>", True), ("", False)])
+def test_what_the_template_writes_after_the_last_turn_is_said(look, write_rows, tmp_path, end, is_more):
+    template = tmp_path / "phi.jinja"  # as Phi-3's: a conversation ends with another special token than a turn
+    template.write_text(
+        r"{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+        r"{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% else %}{{ 'END' }}{% endif %}".replace(
+            "END", end
+        )
+    )
+    found = look(write_rows(CHATS), chat_template=template)
+    warnings = [one for one in found.portions[0].warnings if "the last turn of a conversation is learned with" in one]
+    assert len(warnings) == is_more
+    assert all("learned with '\\n<|eot|>' after the end that all turns have" in one for one in warnings)
+
+
 def test_it_uses_the_cache_of_training(look, write_rows, monkeypatch):
     folder = write_rows(CHATS)
     first = look(folder)

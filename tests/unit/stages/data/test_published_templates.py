@@ -143,6 +143,12 @@ def test_the_last_document_is_what_transformers_renders(name):
             assert learn(chat, conversation)[-1].text == expected[0], conversation
 
 
+def test_templates_that_write_more_after_the_last_turn_are_known():
+    found = {name: chat_template(template).learned_after_turns for name, template in TEMPLATES.items()}
+    more = {"phi3": "\n<|endoftext|>", "phi3_5": "\n<|endoftext|>", "phi-4-mini": "<|endoftext|>"}
+    assert {name: text for name, text in found.items() if text} == more
+
+
 @pytest.mark.parametrize("name", ["phi3", "phi3_5", "llama3", "gemma", "gemma3", "cohere", "cohere2", "qwen2_5"])
 def test_masks_are_those_of_trls_training_templates(name):
     template = TEMPLATES[name]
