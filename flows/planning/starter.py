@@ -15,6 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import yaml
+
 from flows.planning.layout_choice import choose_layout
 from flows.planning.survey import KnownModel, Survey, find_model, survey
 from flows.recipe.recipe import load_recipe
@@ -266,7 +268,7 @@ def _task(plan: _Plan) -> str:
         task["metric_list"] = [{"metric": "bits_per_byte", "aggregation": "bits_per_byte", "higher_is_better": False}]
         return f"# {whose}; how likely they are is scored.\n{_lines(task)}"
     if plan.rows.system:
-        task["description"] = "{% raw %}" + plan.rows.system + "{% endraw %}"
+        task["description"] = "{{ " + json.dumps(plan.rows.system) + " }}"  # a text to Jinja, whatever it holds
     task |= {"doc_to_text": "{{question}}", "doc_to_target": "{{answer}}"}
     longest = max(len(one["answer"]) for one in questions)
     if _asks_numbers(plan):
@@ -301,7 +303,9 @@ def _recipe(plan: _Plan) -> str:
         del data["evaluation_split"]
     else:
         data["format"] = rows.form
-    lines = [f"{field}: {value}" for field, value in data.items() if value and (field, value) != ("split", "train")]
+    lines = [
+        f"{field}: {_scalar(value)}" for field, value in data.items() if value and (field, value) != ("split", "train")
+    ]
     if rows.held_out_fraction:
         lines.append(
             f"evaluation_fraction: {rows.held_out_fraction}   # chosen by the content of a row, the same in every run"
@@ -323,7 +327,7 @@ def _recipe(plan: _Plan) -> str:
     text = f"""\
 # {rows.num_rows:,} rows of {plan.data.name}, learned by {plan.model.source}.
 # `lifecycle plan {plan.name}.yaml` says what would run.
-name: {plan.name}
+name: {_scalar(plan.name)}
 
 stages:
   base:
@@ -355,6 +359,11 @@ stages:
     max_difference: 0.1            # nats a token: training computed with the base in other digits
 """
     return text + (_evaluation(plan) if rows.questions else "")
+
+
+def _scalar(word: str) -> str:
+    """A word as YAML has it: in quotes where it would be a number, a truth value or nothing."""
+    return word if yaml.safe_load(word) == word else json.dumps(word)
 
 
 def _size(billions: float) -> str:
@@ -395,13 +404,13 @@ def _evaluation(plan: _Plan) -> str:
     kind: evaluate
     model: {model}
     serving: {{max_model_len: {_context(plan)}}}
-    tasks: [{plan.name}]                # tasks/{plan.name}.yaml: {whose}
+    tasks: [{_scalar(plan.name)}]                # tasks/{plan.name}.yaml: {whose}
     task_folder: tasks
 {asked}""")
     promotion = f"""
   promote:                         # champion of this name if it is no worse than the champion before it
     kind: promote
-    name: {plan.name}
+    name: {_scalar(plan.name)}
     model: {final}
     evaluations: [evaluate]
     baselines: [evaluate-base]     # remove this line once there is a champion, to compare with it instead

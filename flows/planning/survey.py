@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ from stages.core.redaction import quoted
 from stages.data.config import DataConfig, RowKind
 from stages.data.documents import Conversation, Document, PlainText
 from stages.data.files import READERS, BadRow, Part, Place, Row, find_files, name_of, read_part, read_rows
-from stages.data.formats import FORMATS, RowReader, likeliest_format, rename_columns
+from stages.data.formats import FORMATS, RowReader, likeliest_format, other_format, rename_columns
 from stages.data.messages import RowError, listed
 from stages.data.mixture_config import DataFormat
 from stages.data.portion import is_held_out, portions
@@ -221,6 +222,8 @@ def survey(data: Path, columns: Mapping[str, str], model: KnownModel) -> Survey:
 
 def _split_of(data: Path) -> tuple[Path, str]:
     """The folder of the dataset, and the split that its rows are."""
+    if data.exists() and not os.access(data, os.R_OK):
+        raise DataError(f"looking for rows: {quoted(str(data), 300)} may not be read; expected read permission")
     if data.is_file():
         return data.parent, "train"
     if not data.is_dir():
@@ -281,6 +284,8 @@ def _kind_of(data: Path, folder: Path, files: list[Path], columns: Mapping[str, 
         raise DataError(f'{data} holds no row with named columns; expected such as {{"messages": […]}} in each line')
     if missing := [name for name in columns if not any(name in row for row in objects)]:
         raise DataError(f"{data} has no column {listed(missing)}; found {listed(objects[0])}")
+    if other := other_format(objects[0]):
+        raise DataError(f"{data}: the rows look like {other}")
     guess = dict(columns) or _renamed(objects[0])
     votes: Counter[str] = Counter()
     problem = ""

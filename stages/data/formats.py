@@ -127,6 +127,11 @@ def likeliest_format(row: Columns) -> str | None:
     return max(names, key=lambda name: len(FORMATS[name].columns), default=None)
 
 
+def other_format(row: Columns) -> str | None:
+    """Words for rows of a format that is known by its columns, and not read."""
+    return next((name for columns, name in OTHER_FORMATS.items() if columns <= row.keys()), None)
+
+
 def rename_columns(row: Columns, columns: Mapping[str, str]) -> Columns:
     """The row with columns under the names that formats have, and lists instead of their JSON text. Raises RowError."""
     names = {name: columns.get(name, OTHER_NAMES.get(name, name)) for name in row}
@@ -143,7 +148,7 @@ def rename_columns(row: Columns, columns: Mapping[str, str]) -> Columns:
 
 def _hint(first_row: Columns) -> str:
     """What rows of these columns are, or which method they are for; the format with the most columns says it."""
-    if named := next((name for columns, name in OTHER_FORMATS.items() if columns <= first_row.keys()), None):
+    if named := other_format(first_row):
         return f" These look like {named}."
     likeliest = likeliest_format(first_row)
     if likeliest is None:

@@ -11,6 +11,7 @@ import re
 import pyarrow
 import pyarrow.parquet
 import pytest
+import yaml
 
 from flows.cli.main import main
 from flows.planning.survey import TEMPLATES, most_tokens
@@ -26,6 +27,7 @@ from stages.hubs.builtin.catalog import BUILTINS
 from stages.hubs.builtin.qwen3 import make_tokenizer
 from stages.train.config import TrainConfig
 from stages.train.look import look
+from tests.hub_server import running_hub
 
 
 def user(content):
@@ -324,6 +326,7 @@ def test_any_file_or_folder_of_rows_is_read_at_once(lifecycle, tmp_path, model, 
         ("rows", GSM, "'rows' has no suffix; expected .jsonl"),
         ("a.jsonl", [{**SHORT[0], "images": ["x.jpg"]}], "has `images`, which are not supported yet"),
         ("a.jsonl", [{**SHORT[0], "audios": ["x.mp3"], "videos": ["x"]}], "has `videos`, `audios`, which are not"),
+        ("a.jsonl", [{"input_ids": [1, 2]}], "the rows look like tokens"),
         ("a.jsonl", [{"a": 1}], "the first row has the columns `a`, which fit none of the formats"),
         ("a.jsonl", [{**row, "label": True} for row in KTO], "have the same `label`"),
         ("a.jsonl", [*KTO[:3], *[{"messages": 5, "label": True}] * 5], "has 5 bad rows of 8; the first is a.jsonl:4"),
@@ -521,3 +524,39 @@ def test_what_holds_no_rows_is_refused(lifecycle, tmp_path, model, rows):
     code, said = init(lifecycle, tmp_path, rows, "--model", model)
     assert code == DataError.exit_code and "Traceback" not in said
     assert lifecycle("init", "--data", "none.jsonl")[0] == DataError.exit_code
+
+
+@pytest.mark.parametrize("name", ["123", "on", "null", "2024-01", "x'y\"z", "gsm8k"])
+def test_a_file_may_have_any_name(lifecycle, tmp_path, model, name):
+    (tmp_path / name).mkdir()
+    for number in range(2):
+        write_lines(tmp_path / name / f"{name}-{number}.jsonl", SHORT[20 * number : 20 * number + 20])
+    code, said = lifecycle("init", "--data", name, "--model", model, "--folder", "out")
+    assert code == 0, said
+    (recipe,) = (tmp_path / "out").glob("*.yaml")
+    assert sum(one.num_source_rows for one in read_by_training(tmp_path, recipe, "sft", model).portions) == 40
+
+
+def test_a_system_message_is_no_template_of_the_task(lifecycle, tmp_path, monkeypatch, model):
+    system = {"role": "system", "content": 'Be {{ brief }} {% endraw %}\n"so"'}
+    init(lifecycle, tmp_path, [{"messages": [system, *row["messages"]]} for row in SHORT], "--model", model)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path / "tasks")
+    from lm_eval.api.task import ConfigurableTask
+    from lm_eval.utils import apply_template
+
+    config = yaml.safe_load((tmp_path / "tasks" / "my-rows.yaml").read_text())
+    task = ConfigurableTask(config=config)
+    assert apply_template(task.config.description, next(iter(task.test_docs()))) == system["content"]
+
+
+def test_the_tokenizer_of_a_model_on_a_hub_is_read_without_the_model(lifecycle, tmp_path, monkeypatch, model):
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    with running_hub() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        files = {path.name: path.read_bytes() for path in model.iterdir()}
+        hub.repository("org/small-7b").commit(files | {"model.safetensors": b"x"})
+        code, said = init(lifecycle, tmp_path, SHORT, "--model", "hf://org/small-7b")
+    assert code == 0, said
+    assert "lengths are the most" not in said
+    assert "the longest row has 17 tokens" in (tmp_path / "my-rows.yaml").read_text()
