@@ -10,7 +10,7 @@ import os
 import secrets
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -186,21 +186,22 @@ def _run_stages(run: RefreshRun) -> None:
                 submit(name, checked)
         for future in (*checked, *futures.values()):
             future.wait()
-        _end_skipped(futures.values())
+        _end_skipped(futures)
 
 
-def _end_skipped(futures: Iterable[PrefectFuture[Any]]) -> None:
+def _end_skipped(futures: Mapping[str, PrefectFuture[Any]]) -> None:
     """Set task runs that never began, since what they wait for failed, to an end: Prefect leaves them `NotReady`, which
-    is no end, and draws them as if they ran on.
+    is no end, and draws them as if they ran on, without their stages' names.
     """
-    skipped = [future for future in futures if not future.state.is_final()]
+    skipped = {name: future.task_run_id for name, future in futures.items() if not future.state.is_final()}
     if not skipped:
         return
     ended = Cancelled(name="Skipped", message="a stage that it stands on was not built")
     # What Prefect shows is no reason to fail: a server that has gone away is found out where it matters.
     with suppress(httpx.HTTPError, ObjectNotFound), get_client(sync_client=True) as client:
-        for future in skipped:
-            client.set_task_run_state(future.task_run_id, ended, force=True)
+        for name, task_run in skipped.items():
+            client.set_task_run_name(task_run, name)
+            client.set_task_run_state(task_run, ended, force=True)
 
 
 def _measure(run: RefreshRun, comparison: Comparison) -> None:
