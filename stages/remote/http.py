@@ -9,7 +9,7 @@ from http import HTTPStatus
 import httpx
 
 from stages.core.errors import DownloadError
-from stages.core.redaction import quoted
+from stages.core.redaction import quoted, shortened
 from stages.remote.http_answers import number_in
 from stages.remote.retry import busy_from_status
 
@@ -43,7 +43,7 @@ def check_part(response: httpx.Response, start: int, size_bytes: int, doing: str
     else:
         length = response.headers.get("content-length")
         is_right = start == 0 and (length is None or number_in(length) == size_bytes)
-        sent = f"{quoted(length or 'all', QUOTED_CHARACTERS)[1:-1]} bytes from the beginning"
+        sent = f"{shortened(length or 'all', QUOTED_CHARACTERS)} bytes from the beginning"
     if not is_right:
         raise DownloadError(
             f"{doing}: the hub listed {size_bytes} bytes, of which those from byte {start} on were asked for, but the "

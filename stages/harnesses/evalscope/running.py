@@ -8,7 +8,7 @@ from pathlib import Path
 
 from stages.core.contract import StageContext
 from stages.core.errors import EvaluationError
-from stages.core.redaction import redact
+from stages.core.redaction import redact, shortened
 from stages.core.supervised import Supervised
 from stages.data.documents import Document, PlainText
 from stages.data.messages import Message, make_message
@@ -111,5 +111,5 @@ def _run(installed: InstalledEvalScope, work: Path, environment: dict[str, str],
         key = environment["EVALSCOPE_API_KEY"]
         last = redact(log.read_text(encoding="utf-8", errors="replace"), [key]).strip().splitlines()[-1:]
         raise RuntimeError(  # the stage finds out whether the server went away
-            f"its program ended with exit code {exit_code}: {''.join(last)[:SHOWN_CHARACTERS]}; all it said is in {log}"
+            f"its program ended with exit code {exit_code}: {shortened(''.join(last), SHOWN_CHARACTERS)}; all it said is in {log}"
         )
