@@ -110,6 +110,6 @@ def _run(installed: InstalledEvalScope, work: Path, environment: dict[str, str],
     if exit_code:
         key = environment["EVALSCOPE_API_KEY"]
         last = redact(log.read_text(encoding="utf-8", errors="replace"), [key]).strip().splitlines()[-1:]
-        raise RuntimeError(  # the stage finds out whether the server went away
-            f"its program ended with exit code {exit_code}: {shortened(''.join(last), SHOWN_CHARACTERS)}; all it said is in {log}"
-        )
+        reason = shortened("".join(last), SHOWN_CHARACTERS)
+        # No error of ours: the stage finds out whether the server went away.
+        raise RuntimeError(f"its program ended with exit code {exit_code}: {reason}; everything it printed is in {log}")
