@@ -49,7 +49,8 @@ class Growth:
     def __init__(self, normalizer: Step | None) -> None:
         """normalizer: as in a `tokenizer.json`."""
         self._steps = [(step, _factor(step)) for step in _steps(normalizer)]
-        self._factor = math.prod(factor for _, factor in self._steps)
+        self.factor = math.prod(factor for _, factor in self._steps)
+        """How many times as long a text becomes at most, if each step were at its worst."""
 
     @classmethod
     def of(cls, backend: Tokenizer) -> Growth:
@@ -58,11 +59,11 @@ class Growth:
 
     def problem(self, text: str) -> str | None:
         """Return what is wrong with a text that would become too long, to go on from "the tokenizer "; or None."""
-        if self._factor <= MAX_GROWTH or len(text) * 4 * self._factor <= SPARE_BYTES:
+        if self.factor <= MAX_GROWTH or len(text) * 4 * self.factor <= SPARE_BYTES:
             return None
         num_bytes = len(text.encode())
         left: float = SPARE_BYTES + MAX_GROWTH * num_bytes
-        if num_bytes * self._factor <= left:
+        if num_bytes * self.factor <= left:
             return None
         if any(step["type"] == "Prepend" for step, _ in self._steps):
             # It stands before each part of a text that ends with a special token, of at least one letter.
@@ -98,10 +99,11 @@ class Growth:
         return [Tokenizer.from_str(json.dumps({**empty, "normalizer": step})).normalizer for step, _ in self._steps]
 
 
-def check_tokenizer_file(folder: Path, *texts: str) -> None:
+def check_tokenizer_file(folder: Path, *texts: str, max_factor: float = math.inf) -> None:
     """Raise ModelError where loading a model's `tokenizer.json`, or encoding one of `texts`, could fill the memory.
 
-    What the file is besides is for who loads it to find out. Loading normalizes the tokens that are added.
+    Loading normalizes the tokens that are added. max_factor: how many times as long the steps of a normalizer may make
+    any text, each at its worst. Other faults of the file are found by the library that loads it.
     """
     try:
         content = json.loads((folder / "tokenizer.json").read_bytes())
@@ -113,6 +115,11 @@ def check_tokenizer_file(folder: Path, *texts: str) -> None:
                     f"the `{part}` of the tokenizer in {folder} could make a text {factor:,.0f} times as long; "
                     f"expected at most {MAX_CHAIN_GROWTH}; use another tokenizer"
                 )
+        if growth.factor > max_factor:
+            raise ModelError(
+                f"the normalizer of the tokenizer in {folder} could make a text {growth.factor:,.0f} times as long; "
+                f"expected at most {max_factor:,.0f}; use another tokenizer"
+            )
         problems = [problem for text in (*added, *texts) if (problem := growth.problem(text))]
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return

@@ -99,9 +99,18 @@ def test_other_chains_are_refused_when_the_tokenizer_is_loaded(with_part, part, 
 
 
 def test_a_downloaded_tokenizer_is_refused_before_it_is_tried(with_part):
-    letters = [{**DOUBLES, "pattern": {"String": letter}, "content": letter * 2} for letter in "aeiou"]
+    doubles = {**DOUBLES, "pattern": {"String": "e"}, "content": "ee"}
     with pytest.raises(ModelError, match="more than 16 times as many bytes"):
-        list(check_tokenizer(with_part("normalizer", *letters * 30), {}))
+        list(check_tokenizer(with_part("normalizer", *[doubles] * 19), {}))
+
+
+def test_a_chain_that_only_a_rare_letter_would_show_is_refused_at_the_download_too(with_part):
+    with pytest.raises(ModelError, match=r"the normalizer of the tokenizer in .* 1,099,511,627,776 times as long"):
+        list(
+            check_tokenizer(
+                with_part("normalizer", *[{**DOUBLES, "pattern": {"String": "ж"}, "content": "жж"}] * 40), {}
+            )
+        )
 
 
 def test_the_row_whose_pattern_takes_too_many_steps_is_named(with_part, write_rows, tmp_path):
