@@ -1,4 +1,4 @@
-"""A person's rows → a first recipe for them, with a task of their own held-out rows. Writes nothing.
+"""Writer of a first recipe for a person's rows, with a task of their own held-out rows; as texts, not files.
 
 What it proposes is a place to start from, said with its reason in a comment: sizes follow from the rows, the learning
 rate from the size of the model and the method, and whether an adapter learns from the memory of this machine.
@@ -173,14 +173,14 @@ def _notes(plan: _Plan) -> list[str]:
 
 
 def _with_adapter(plan: _Plan) -> tuple[_Plan, list[str]]:
-    """The same; with an adapter where this machine's memory is too small for training all weights."""
-    tried = [plan, *(_Plan(plan.name, plan.data, plan.model, plan.rows, one) for one in ADAPTERS)]
+    """Return the plan, with an adapter where this machine's memory is too small for training all weights."""
+    tried = [plan, *(_Plan(plan.name, plan.data, plan.model, plan.rows, adapter) for adapter in ADAPTERS)]
     if plan.method == "grpo":
         tried.pop()  # no server samples beside a base in 4 bits
     shape = plan.model.shape or _like(plan.billions)
-    for one in tried:
-        if _fits(one, shape):
-            return one, []
+    for candidate in tried:
+        if _fits(candidate, shape):
+            return candidate, []
     return tried[-1], [f"even an adapter of {plan.model.source} is predicted not to fit the memory of this machine"]
 
 
@@ -200,7 +200,7 @@ def _fits(plan: _Plan, shape: ModelShape) -> bool:
 
 
 def _like(billions: float) -> ModelShape:
-    """A model of so many parameters, for its memory: 12 × layers × width² of them, a layer for 128 of the width."""
+    """Return the shape of a model of so many parameters: 12 × layers × width², with 128 of the width for each layer."""
     layers = max(2, round((billions * 1e9 / (12 * 128**2)) ** (1 / 3)))
     width = 128 * layers
     return ModelShape(layers, width, layers, layers, 128, 8 * width // 3, 32_000)
@@ -218,7 +218,7 @@ def _power_of_two_below(most: int) -> int:
 
 
 def _over_long(plan: _Plan) -> tuple[str, str]:
-    """What becomes of rows that do not fit: as the recipe has it, and in words."""
+    """Return what becomes of rows that do not fit: as the recipe has it, and in words."""
     if not plan.is_over_long:
         return "fail", ""
     if plan.rows.form == "text":
@@ -227,16 +227,16 @@ def _over_long(plan: _Plan) -> tuple[str, str]:
 
 
 def _other_files(plan: _Plan) -> dict[str, str]:
-    """The task with its questions, and a chat template, where there are any."""
+    """Return the task with its questions, and a chat template, where there are any."""
     name, rows = plan.name, plan.rows
     files: dict[str, str] = {}
     if rows.questions:
         lines = rows.questions
         if _asks_numbers(plan):
-            lines = [{**one, "answer": _last_number(one["answer"])} for one in lines]
+            lines = [{**line, "answer": _last_number(line["answer"])} for line in lines]
         files |= {
             f"tasks/{name}.yaml": _task(plan),
-            f"tasks/{name}.jsonl": "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in lines),
+            f"tasks/{name}.jsonl": "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines),
         }
     if rows.template:
         files[f"templates/{rows.template.name}"] = rows.template.read_text(encoding="utf-8")
@@ -244,13 +244,13 @@ def _other_files(plan: _Plan) -> dict[str, str]:
 
 
 def _asks_numbers(plan: _Plan) -> bool:
-    """Whether every right answer ends in a number, with which the last one of an answer is compared."""
+    """Return whether every right answer has a number, which the last number of an answer must equal."""
     return plan.method == "grpo" and all(NUMBER.search(reference) for reference in plan.rows.references)
 
 
 def _last_number(text: str) -> str:
-    found = NUMBER.findall(text)
-    return found[-1].replace(",", "") if found else text
+    numbers = NUMBER.findall(text)
+    return numbers[-1].replace(",", "") if numbers else text
 
 
 def _task(plan: _Plan) -> str:
@@ -270,7 +270,7 @@ def _task(plan: _Plan) -> str:
     if plan.rows.system:
         task["description"] = "{{ " + json.dumps(plan.rows.system) + " }}"  # a text to Jinja, whatever it holds
     task |= {"doc_to_text": "{{question}}", "doc_to_target": "{{answer}}"}
-    longest = max(len(one["answer"]) for one in questions)
+    longest = max(len(question["answer"]) for question in questions)
     if _asks_numbers(plan):
         generation = {"until": [], "max_gen_toks": plan.completion_tokens}
         task |= {"output_type": "generate_until", "generation_kwargs": generation}
@@ -280,7 +280,7 @@ def _task(plan: _Plan) -> str:
             {"metric": "exact_match", "aggregation": "mean", "higher_is_better": True, "regexes_to_ignore": [","]}
         ]
         how = "the last number of an answer must be the right one"
-    elif plan.method == "grpo" or median(len(one["answer"]) for one in questions) <= SHORT_ANSWER_CHARACTERS:
+    elif plan.method == "grpo" or median(len(question["answer"]) for question in questions) <= SHORT_ANSWER_CHARACTERS:
         most = plan.completion_tokens if plan.method == "grpo" else _power_of_two(longest, least=16, most=256)
         task |= {"output_type": "generate_until", "generation_kwargs": {"until": ["\n"], "max_gen_toks": most}}
         task["metric_list"] = [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}]
@@ -419,5 +419,5 @@ def _evaluation(plan: _Plan) -> str:
 
 
 def _context(plan: _Plan) -> int:
-    """Tokens of a question and its answer that the server takes."""
+    """Return how many tokens of a question and its answer the server takes."""
     return min(plan.model.max_positions or 2 * plan.sequence_length, 2 * plan.sequence_length)

@@ -1,4 +1,4 @@
-"""Rows of a person, and a model → the facts that a first recipe for them is made of. Reads files; writes nothing."""
+"""Reader of a person's rows and of a model, for the facts that a first recipe is made of. Writes nothing."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ ANSWER_NAMES = ("answer", "response", "completion", "solution", "output", "targe
 
 @dataclass(frozen=True)
 class KnownModel:
-    """What is known of a model before any of it is downloaded.
+    """Facts about a model before any of it is downloaded.
 
     shape: None where nothing says it. max_positions: tokens of its longest text. folder: with its tokenizer; None where
     it is not on this machine.
@@ -85,7 +85,7 @@ class KnownModel:
 
 @dataclass
 class Survey:
-    """What the rows are. form: their format; `auto` of prompts. num_tokens: of all rows. longest: tokens of the longest
+    """Facts about rows. form: their format; `auto` of prompts. num_tokens: of all rows. longest: tokens of the longest
     row, both answers of a pair together. is_counted: by the
     model's own tokenizer; else by bytes, which no tokenizer exceeds. questions: of rows that are held out.
     """
@@ -108,7 +108,7 @@ class Survey:
     system: str = ""
     template: Path | None = None
     has_template: bool = True
-    """Whether the model has one of its own, as far as is known."""
+    """The model has a template of its own, as far as is known."""
     labels: set[bool | None] = field(default_factory=set)
     """Of the rows that are learned."""
     questions: list[dict[str, str]] = field(default_factory=list)
@@ -132,7 +132,7 @@ class Survey:
 
 
 def find_model(source: str, scratch: Path) -> KnownModel:
-    """What this machine and, within seconds, the model's hub say of it. Raises RecipeError for what is no source."""
+    """Return what this machine and, within seconds, its hub say of a model. Raises RecipeError for no source."""
     path = Path(source).expanduser()
     if "://" not in source and path.is_dir() and (path / CONFIG_FILE).is_file():
         source = f"file://{path.absolute()}"
@@ -156,8 +156,8 @@ def find_model(source: str, scratch: Path) -> KnownModel:
     artifact = index.find(config.kind, version_of(identity_of(config, {}, outside["base"])))
     if artifact and not artifact.damage:
         return _known(source, read_config(artifact.folder / "model"), artifact.folder / "model")
-    found = ModelConfigs(recipe, outside, index, PLANNING_LIMIT_S).of("base")
-    return _known(source, found, _tokenizer_of(config, str(outside["base"]["revision"]), scratch))
+    model_config = ModelConfigs(recipe, outside, index, PLANNING_LIMIT_S).of("base")
+    return _known(source, model_config, _tokenizer_of(config, str(outside["base"]["revision"]), scratch))
 
 
 def _download(recipe: Recipe) -> DownloadConfig:
@@ -193,35 +193,35 @@ def survey(data: Path, columns: Mapping[str, str], model: KnownModel) -> Survey:
     """Read every row. Raises DataError for what holds no rows that any method learns from."""
     folder, split = _split_of(data)
     files = find_files(folder, split) if data.is_dir() else [data]
-    found = _kind_of(data, folder, files, columns, split)
-    held_out = _held_out_files(found, folder, files) if data.is_dir() else []
-    if not held_out and found.kind != "prompts":
-        found.held_out_fraction = _fraction(folder, files)
-    documents = [*_read(found, folder, files), *_read(found, folder, held_out, all_held_out=True)]
-    if not found.num_rows:
-        raise DataError(f"{data} holds no row to learn from: {found.first_bad or 'it is empty'}")
-    if found.kind == "labelled" and len(found.labels) == 1:
+    facts = _kind_of(data, folder, files, columns, split)
+    held_out = _held_out_files(facts, folder, files) if data.is_dir() else []
+    if not held_out and facts.kind != "prompts":
+        facts.held_out_fraction = _fraction(folder, files)
+    documents = [*_read(facts, folder, files), *_read(facts, folder, held_out, all_held_out=True)]
+    if not facts.num_rows:
+        raise DataError(f"{data} holds no row to learn from: {facts.first_bad or 'it is empty'}")
+    if facts.kind == "labelled" and len(facts.labels) == 1:
         raise DataError(
             f"{data}: all rows to learn from have the same `label`; expected good and bad answers, to learn "
             "the difference"
         )
     if model.folder:
-        if not found.is_plain:
-            found.template, found.has_template = _template_of(model.folder, documents)
-        if found.kind == "prompts":
-            found.longest = _longest_prompt(found, documents, model.folder)
+        if not facts.is_plain:
+            facts.template, facts.has_template = _template_of(model.folder, documents)
+        if facts.kind == "prompts":
+            facts.longest = _longest_prompt(facts, documents, model.folder)
         else:
-            _count_tokens(found, folder, [files, held_out], model.folder)
-    if found.num_bad_rows > found.all_rows.total() / 2:
+            _count_tokens(facts, folder, [files, held_out], model.folder)
+    if facts.num_bad_rows > facts.all_rows.total() / 2:
         raise DataError(
-            f"{data} has {found.num_bad_rows:,} bad rows of {found.all_rows.total():,}; the first is "
-            f"{found.first_bad}. Fix these rows, or leave them out"
+            f"{data} has {facts.num_bad_rows:,} bad rows of {facts.all_rows.total():,}; the first is "
+            f"{facts.first_bad}. Fix these rows, or leave them out"
         )
-    return found
+    return facts
 
 
 def _split_of(data: Path) -> tuple[Path, str]:
-    """The folder of the dataset, and the split that its rows are."""
+    """Return the folder of the dataset, and the split that its rows are."""
     if data.exists() and not os.access(data, os.R_OK):
         raise DataError(f"looking for rows: {quoted(str(data), 300)} may not be read; expected read permission")
     if data.is_file():
@@ -254,30 +254,30 @@ def _data_suffix(path: Path) -> bool:
     return not path.name.startswith(".") and format_suffix(path) in READERS
 
 
-def _held_out_files(found: Survey, folder: Path, files: Sequence[Path]) -> list[Path]:
-    """Those of another split, which is noted, or none."""
+def _held_out_files(facts: Survey, folder: Path, files: Sequence[Path]) -> list[Path]:
+    """Return the files of a split to hold out, which is noted in `facts`; none where there is no such split."""
     for split in HELD_OUT_SPLITS:
         try:
             others = find_files(folder, split)
         except DataError:
             continue
         if not set(others) & set(files):
-            found.evaluation_split = split
+            facts.evaluation_split = split
             return others
     return []
 
 
 def _fraction(folder: Path, files: list[Path]) -> float:
-    """The smallest share to hold out that is ten rows, or a fifth of fewer; 0 where none leaves rows on both sides."""
+    """Return the smallest share that is ten rows, or a fifth of fewer; 0 where none leaves rows on both sides."""
     rows = [row.content for row in islice(read_rows(folder, files), FIRST_ROWS) if isinstance(row, Row)]
-    counts = {one: sum(is_held_out(row, one) for row in rows) for one in HELD_OUT_FRACTIONS}
-    possible = [one for one, count in counts.items() if 0 < count < len(rows)]
-    enough = [one for one in possible if counts[one] >= min(10, len(rows) / 5)]
+    counts = {share: sum(is_held_out(row, share) for row in rows) for share in HELD_OUT_FRACTIONS}
+    possible = [share for share, count in counts.items() if 0 < count < len(rows)]
+    enough = [share for share in possible if counts[share] >= min(10, len(rows) / 5)]
     return next(iter(enough or possible[::-1]), 0.0)
 
 
 def _kind_of(data: Path, folder: Path, files: list[Path], columns: Mapping[str, str], split: str) -> Survey:
-    """What most of the first rows are, by the table of formats; where none fits, by the names of their columns."""
+    """Decide by the first rows what all are: by the table of formats, else by the names of their columns."""
     rows = [row.content for row in islice(read_rows(folder, files), FIRST_ROWS) if isinstance(row, Row)]
     objects = [row for row in rows if isinstance(row, dict)]
     if not objects:
@@ -314,7 +314,7 @@ def _kind_of(data: Path, folder: Path, files: list[Path], columns: Mapping[str, 
             "COLUMN=completion`)"
         )
     kind: RowKind = "prompts" if form == "auto" else FORMATS[form].rows
-    return Survey(kind, next(one for one in get_args(DataFormat) if one == form), guess, split)
+    return Survey(kind, next(name for name in get_args(DataFormat) if name == form), guess, split)
 
 
 def _reference(row: Mapping[str, Any]) -> bool:
@@ -322,7 +322,7 @@ def _reference(row: Mapping[str, Any]) -> bool:
 
 
 def _renamed(row: dict[str, Any]) -> dict[str, str]:
-    """Columns of a question and its answer under other names, where no format fits: read as a chat."""
+    """Map columns of a question and its answer to those of a chat, where no format fits."""
     named = rename_columns(row, {})
     if likeliest_format(named) or (is_prompt_alone(named) and ("messages" in named or _reference(named))):
         return {}
@@ -340,9 +340,9 @@ def _renamed(row: dict[str, Any]) -> dict[str, str]:
 class _Reader:
     """Reads the rows of one dataset as training will, or as prompts are read."""
 
-    def __init__(self, found: Survey) -> None:
-        self._prompts = PromptReader(None, columns=found.columns) if found.kind == "prompts" else None
-        self._answers = RowReader(found.form, found.kind, found.columns)
+    def __init__(self, facts: Survey) -> None:
+        self._prompts = PromptReader(None, columns=facts.columns) if facts.kind == "prompts" else None
+        self._answers = RowReader(facts.form, facts.kind, facts.columns)
 
     def read(self, content: object) -> tuple[tuple[Document, ...], bool | None, str | None]:
         """Documents, label and right answer. Raises RowError."""
@@ -356,41 +356,41 @@ class _Reader:
         return (prompt.document,), None, prompt.reference
 
 
-def _read(found: Survey, folder: Path, files: list[Path], *, all_held_out: bool = False) -> list[Document]:
+def _read(facts: Survey, folder: Path, files: list[Path], *, all_held_out: bool = False) -> list[Document]:
     """Count the rows, and keep the questions of those that are held out. Returns the first documents."""
     first: list[Document] = []
     systems: set[str] = set()
-    reader = _Reader(found)
+    reader = _Reader(facts)
     for row in read_rows(folder, files):
-        fraction = found.held_out_fraction
+        fraction = facts.held_out_fraction
         held_out = all_held_out or (isinstance(row, Row) and bool(fraction) and is_held_out(row.content, fraction))
-        found.all_rows[held_out] += 1
+        facts.all_rows[held_out] += 1
         try:
             if isinstance(row, BadRow):
                 raise RowError(row.reason)
             documents, label, reference = reader.read(row.content)
         except RowError as error:
-            found.add_bad(row.place, str(error), held_out=held_out)
+            facts.add_bad(row.place, str(error), held_out=held_out)
             continue
-        found.num_rows += 1
-        found.is_plain = isinstance(documents[0], PlainText)
-        found.num_tokens += sum(map(_num_bytes, documents)) // BYTES_PER_TOKEN
-        found.longest = max(found.longest, sum(map(most_tokens, documents)))
+        facts.num_rows += 1
+        facts.is_plain = isinstance(documents[0], PlainText)
+        facts.num_tokens += sum(map(_num_bytes, documents)) // BYTES_PER_TOKEN
+        facts.longest = max(facts.longest, sum(map(most_tokens, documents)))
         if len(first) < FIRST_ROWS:
             first += documents
         if not held_out:
-            found.labels.add(label)
-        if reference is not None and len(found.references) < FIRST_ROWS:
-            found.references.append(reference)
+            facts.labels.add(label)
+        if reference is not None and len(facts.references) < FIRST_ROWS:
+            facts.references.append(reference)
         # Prompts have no held-out rows, but of another split: the first are asked.
-        is_asked = held_out or (found.kind == "prompts" and not found.evaluation_split)
-        if is_asked and label is not False and len(found.questions) < MAX_QUESTIONS:
+        is_asked = held_out or (facts.kind == "prompts" and not facts.evaluation_split)
+        if is_asked and label is not False and len(facts.questions) < MAX_QUESTIONS:
             question = _question(documents[0], reference)
             if question:
-                found.questions.append(question)
+                facts.questions.append(question)
                 systems.add(_system(documents[0]))
     if len(systems) == 1:
-        found.system = systems.pop()
+        facts.system = systems.pop()
     return first
 
 
@@ -421,17 +421,17 @@ def most_tokens(document: Document) -> int:
 
 
 def _num_bytes(document: Document) -> int:
-    """Of a document in UTF-8; definitions of tools as templates write them, some with an indent."""
+    """Count bytes in UTF-8; definitions of tools as templates write them, some with an indent."""
     if isinstance(document, PlainText):
         return len((document.prompt + document.completion).encode())
     texts = [text for message in document.messages for text in message.values() if isinstance(text, str)]
     objects = [*document.tools, *(message["tool_calls"] for message in document.messages if "tool_calls" in message)]
-    texts += [json.dumps(one, ensure_ascii=False, indent=4) for one in objects]
+    texts += [json.dumps(value, ensure_ascii=False, indent=4) for value in objects]
     return sum(len(text.encode()) for text in texts)
 
 
 def _template_of(model: Path, documents: Sequence[Document]) -> tuple[Path | None, bool]:
-    """The chat template that renders most of these, None for the model's own; and whether it has one."""
+    """Return the chat template that renders most documents, None for the model's own, and whether it has one."""
     from stages.data.tokenizer import DocumentTokenizer
 
     own = DocumentTokenizer(model, None, "assistant")
@@ -439,8 +439,8 @@ def _template_of(model: Path, documents: Sequence[Document]) -> tuple[Path | Non
     if "<|im_start|>" in own.special_tokens:
         names.insert(0, "chatml-tools")
     candidates = [None, *(path for name in names if (path := TEMPLATES / f"{name}.jinja").is_file())]
-    refused = {one: _num_refused(DocumentTokenizer(model, one, "assistant"), documents) for one in candidates}
-    return min(candidates, key=lambda one: refused[one]), refused[None] <= len(documents)
+    refused = {path: _num_refused(DocumentTokenizer(model, path, "assistant"), documents) for path in candidates}
+    return min(candidates, key=lambda path: refused[path]), refused[None] <= len(documents)
 
 
 def _num_refused(tokenizer: DocumentTokenizer, documents: Sequence[Document]) -> int:
@@ -459,49 +459,49 @@ def _has_answer(document: Document) -> bool:
     return isinstance(document, PlainText) or document.messages[-1]["role"] == "assistant"
 
 
-def _longest_prompt(found: Survey, documents: Sequence[Document], model: Path) -> int:
-    """Tokens of the longest of the first prompts; where there are others, no fewer than the longest of all has."""
+def _longest_prompt(facts: Survey, documents: Sequence[Document], model: Path) -> int:
+    """Count the tokens of the longest prompt; of more prompts than were kept, its bytes."""
     from stages.data.tokenizer import DocumentTokenizer
 
-    tokenizer = DocumentTokenizer(model, found.template, "assistant")
-    if len(documents) < found.num_rows:
-        return found.longest
-    found.is_counted = True
+    tokenizer = DocumentTokenizer(model, facts.template, "assistant")
+    if len(documents) < facts.num_rows:
+        return facts.longest
+    facts.is_counted = True
     return max(len(tokenizer.encode_prompt(document)[1]) for document in documents)
 
 
-def _count_tokens(found: Survey, folder: Path, splits: Sequence[list[Path]], model: Path) -> None:
+def _count_tokens(facts: Survey, folder: Path, splits: Sequence[list[Path]], model: Path) -> None:
     """Tokenize the rows as training will, as long as there is time, and take what that finds of them."""
     from stages.data.tokenizing import PartTokenizer, Tokenizing, first_rows_read
 
     config = DataConfig(
         dataset="rows",
-        format=found.form,
-        columns=found.columns,
-        split=found.split,
-        evaluation_split=found.evaluation_split,
-        evaluation_fraction=found.held_out_fraction,
-        chat_template=found.template,
+        format=facts.form,
+        columns=facts.columns,
+        split=facts.split,
+        evaluation_split=facts.evaluation_split,
+        evaluation_fraction=facts.held_out_fraction,
+        chat_template=facts.template,
         sequence_length=NO_LIMIT,
         packing=False,
         on_bad_rows="drop",
     )
-    estimated, bytes_of_all = found.longest, found.num_tokens
-    found.bad_rows, found.first_bad, found.num_tokens, found.longest, found.is_counted = Counter(), "", 0, 0, True
+    estimated, bytes_of_all = facts.longest, facts.num_tokens
+    facts.bad_rows, facts.first_bad, facts.num_tokens, facts.longest, facts.is_counted = Counter(), "", 0, 0, True
     ends_s = time.process_time() + SECONDS
     for portion, files in zip(portions(config), [splits[0], splits[1] or splits[0]], strict=False):
-        reader = RowReader(found.form, found.kind, found.columns)
+        reader = RowReader(facts.form, facts.kind, facts.columns)
         first_rows_read(reader, portion, read_rows(folder, files))
-        tokenizer = PartTokenizer(Tokenizing(portion, config, model, found.kind, reader))
+        tokenizer = PartTokenizer(Tokenizing(portion, config, model, facts.kind, reader))
         for path in files:
             part = Part(path, name_of(path, folder))
             rows = takewhile(lambda _: time.process_time() < ends_s, read_part(part))
             for piece in tokenizer.pieces(part, rows):
                 for number, reason in piece.notes.bad_rows:
-                    found.add_bad(part.place(number), reason, held_out=portion.name == "evaluation")
+                    facts.add_bad(part.place(number), reason, held_out=portion.name == "evaluation")
                 lengths = piece.units.lengths
-                found.num_tokens += int(lengths.sum())
-                found.longest = max(found.longest, int(lengths.max(initial=0)))
+                facts.num_tokens += int(lengths.sum())
+                facts.longest = max(facts.longest, int(lengths.max(initial=0)))
     if time.process_time() >= ends_s:
-        found.is_counted, found.num_tokens, found.longest = False, max(bytes_of_all, found.num_tokens), estimated
-    found.num_rows = found.all_rows.total() - found.num_bad_rows
+        facts.is_counted, facts.num_tokens, facts.longest = False, max(bytes_of_all, facts.num_tokens), estimated
+    facts.num_rows = facts.all_rows.total() - facts.num_bad_rows

@@ -108,13 +108,13 @@ def fitting_formats(row: Columns) -> list[str]:
     Tables have every column in every row: those that are null count only where no format fits without them.
     """
     for has in (lambda column: row.get(column) is not None, row.__contains__):
-        found = [
+        names = [
             name
             for name, form in FORMATS.items()
             if all(map(has, form.columns)) and (not form.suits or form.suits(row))
         ]
-        if found:
-            return found
+        if names:
+            return names
     return []
 
 
@@ -128,22 +128,22 @@ def likeliest_format(row: Columns) -> str | None:
 
 
 def other_format(row: Columns) -> str | None:
-    """Words for rows of a format that is known by its columns, and not read."""
+    """Return words for rows of a format that is known by its columns, and not read; None for others."""
     return next((name for columns, name in OTHER_FORMATS.items() if columns <= row.keys()), None)
 
 
 def rename_columns(row: Columns, columns: Mapping[str, str]) -> Columns:
-    """The row with columns under the names that formats have, and lists instead of their JSON text. Raises RowError."""
+    """Return the row with the names that formats have, and lists instead of their JSON text. Raises RowError."""
     names = {name: columns.get(name, OTHER_NAMES.get(name, name)) for name in row}
-    found: Columns = {}
+    renamed: Columns = {}
     for name, value in row.items():
         own = names[name]
-        if says_something(found.get(own)) and says_something(value):
+        if says_something(renamed.get(own)) and says_something(value):
             both = listed([other for other in row if names[other] == own])
             raise RowError(f"has {both}, which are both read as `{own}`; expected one of them")
-        if own not in found or says_something(value):
-            found[own] = decoded(value) if own in LISTS else value
-    return found
+        if own not in renamed or says_something(value):
+            renamed[own] = decoded(value) if own in LISTS else value
+    return renamed
 
 
 def _hint(first_row: Columns) -> str:
