@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from stages.core.contract import StageConfig, StageContext, StageFailure, StageInput, StageResult, is_main_process
-from stages.core.errors import INTERNAL_ERROR, LifecycleError, full_disk_named
+from stages.core.errors import INTERNAL_ERROR, LifecycleError, class_name, full_disk_named
 from stages.core.files import write_atomically
 from stages.core.garbage import collect_rarely
 from stages.core.redaction import redact
@@ -70,11 +70,11 @@ def fail(work: Path, error: Exception, exit_code: int) -> NoReturn:
     have been moved.
     """
     if not any((work / name).exists() for name in ("error.json", "result.json")) and work.exists():
-        failure = StageFailure(error=type(error).__name__, message=redact(str(error)))
+        failure = StageFailure(error=class_name(error), message=redact(str(error)))
         with contextlib.suppress(OSError):  # A full disk: the exit code still tells.
             write_atomically(work / "error.json", failure.model_dump_json(indent=2))
     with contextlib.suppress(OSError):
-        print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr, flush=True)
+        print(redact(f"{class_name(error)}: {error}"), file=sys.stderr, flush=True)
     sys.exit(exit_code)
 
 

@@ -10,7 +10,14 @@ from pydantic import ValidationError
 
 from flows.store.content import LOG_FILE
 from stages.core.contract import StageFailure, StageResult
-from stages.core.errors import LifecycleError, ResourceError, StageCrashError, TransientError, error_classes
+from stages.core.errors import (
+    LifecycleError,
+    ResourceError,
+    StageCrashError,
+    TransientError,
+    class_name,
+    error_classes,
+)
 from stages.core.files import write_atomically
 
 LOG_TAIL_LINES = 15
@@ -47,9 +54,9 @@ def failure_of(work: Path, name: str, exit_code: int) -> LifecycleError:
 
 def leave_error(work: Path, error: LifecycleError) -> int:
     """Do for a stage that could not start what it does itself when it fails; returns the exit code."""
-    failure = StageFailure(error=type(error).__name__, message=str(error))
+    failure = StageFailure(error=class_name(error), message=str(error))
     write_atomically(work / "error.json", failure.model_dump_json(indent=2))
-    print(f"{type(error).__name__}: {error}", flush=True)
+    print(f"{class_name(error)}: {error}", flush=True)
     return error.exit_code
 
 

@@ -31,7 +31,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from pydantic import AfterValidator, Field, JsonValue, PositiveInt, ValidationInfo, field_validator
 
 from stages.core.clusters import KubernetesOptions, SlurmOptions
-from stages.core.errors import LifecycleError, error_classes
+from stages.core.errors import LifecycleError, class_name, error_classes
 from stages.core.fields import (
     OutsideInput,
     Product,
@@ -257,7 +257,7 @@ class StageResult(StrictModel):
         if not findings:
             return self
         messages = "\n".join(dict.fromkeys(map(str, findings)))
-        return self.model_copy(update={"tags": {**self.tags, FINDING: f"{type(findings[0]).__name__}: {messages}"}})
+        return self.model_copy(update={"tags": {**self.tags, FINDING: f"{class_name(findings[0])}: {messages}"}})
 
 
 def finding_of(tags: Mapping[str, str]) -> LifecycleError | None:

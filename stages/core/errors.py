@@ -147,11 +147,17 @@ def full_disk_named(doing: str, where: Path) -> Iterator[None]:
 
 
 def error_classes() -> dict[str, type[LifecycleError]]:
-    """Name → class, for all of the above."""
+    """Return name → class, for all of the above: those that have an exit code of their own."""
     found: dict[str, type[LifecycleError]] = {}
     todo: list[type[LifecycleError]] = [LifecycleError]
     while todo:
         error = todo.pop()
-        found[error.__name__] = error
+        if "exit_code" in vars(error):
+            found[error.__name__] = error
         todo += error.__subclasses__()
     return found
+
+
+def class_name(error: Exception) -> str:
+    """Return the name of an error's class for other processes, which know of ours those above alone."""
+    return next((one.__name__ for one in type(error).__mro__ if "exit_code" in vars(one)), type(error).__name__)
