@@ -91,7 +91,7 @@ def test_training_reads_the_rows_and_learns_the_answer_alone(document: Any, keep
 
 
 def test_earlier_turns_and_tools_go_along_and_are_not_learned() -> None:
-    tools = ({"type": "function", "function": {"name": "add"}},)
+    tools = ({"type": "function", "function": {"name": "add", "description": None, "parameters": None}},)
     said = [*CHAT.messages, {"role": "assistant", "content": "3"}, {"role": "user", "content": "And 2 + 2?"}]
     choice = chosen(("4", 1), document=Conversation(said, tools=tools, variables={"thinking": False}), num_samples=1)
     (document,) = RowReader("auto", "examples").read(choice.rows[0])
