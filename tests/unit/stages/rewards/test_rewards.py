@@ -107,12 +107,12 @@ def test_a_comparison_that_takes_for_ever_counts_as_wrong_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], text: str
 ) -> None:
     for module in (patterns, regex, json_schema):
-        monkeypatch.setattr(module, "LIMIT_S", 0.3)
+        monkeypatch.setattr(module, "LIMIT_S", 0.15)
     warnings: list[str] = []
     with reward(**config).opened("own", RewardContext({}, Path("/nowhere"), warnings.append)) as scores:
-        assert list(scores([completion(text), completion('"aa"'), completion(text)]))[::2] == [0, 0]
+        assert list(scores([completion(text), completion("not JSON")])) == [0, 0]
     assert len(warnings) == 1
-    assert "the reward own: 2 of 3 comparisons took over 0.3 s" in warnings[0] or "3 of 3" in warnings[0]
+    assert "the reward own: 1 of 2 comparisons took over 0.15 s" in warnings[0]
     assert reward(**config).score(completion(text)) == 0
 
 
