@@ -32,7 +32,7 @@ class Handler(BaseHTTPRequestHandler):
             print("tiny: cannot run the model: it has a file `deadly`", flush=True)
             os._exit(1)
         if "messages" in asked and asked.get("stream"):
-            self.chat(asked["messages"])
+            self.chat(asked)
             return
         if "messages" in asked:
             numbers = re.findall(r"\d+", asked["messages"][-1]["content"])
@@ -49,8 +49,10 @@ class Handler(BaseHTTPRequestHandler):
         choice = {"text": text, "finish_reason": "stop", "logprobs": {"token_logprobs": [None, -0.5, -0.25]}}
         self.answer({"choices": [choice], "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(text)}})
 
-    def chat(self, messages: list[dict[str, str]]) -> None:
-        """Streams the sum of all numbers that were ever said, in parts, red if asked so; refuses what has no number."""
+    def chat(self, asked: dict) -> None:
+        """Streams the sum of all numbers that were ever said, in parts, red if asked so, and how it was to sample if
+        asked so; refuses what has no number."""
+        messages = asked["messages"]
         if not re.search(r"\d", messages[-1]["content"]):
             self.send_error(400, "no number")
             return
@@ -58,7 +60,9 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
         colour = ["\x1b[31m\x9b"] if "red" in messages[-1]["content"] else []
-        for part in (*colour, "it is ", str(sum(numbers))):
+        sampling = [f" by {name} {asked[name]}" for name in ("temperature", "top_p", "max_tokens") if name in asked]
+        by = sampling if "by" in messages[-1]["content"] else []
+        for part in (*colour, "it is ", str(sum(numbers)), *by):
             event = json.dumps({"choices": [{"delta": {"content": part}}]})
             self.wfile.write(f"data: {event}\n\n".encode())
         self.wfile.write(b"data: [DONE]\n\n")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
 import sys
@@ -184,22 +186,51 @@ def serve(
         return
     if canary or samples:
         raise click.UsageError("--canary and --sample-requests are about what is served with --follow")
-    _become_server(artifact, ["--host", host, *(["--port", str(port)] if port else [])])
+    _become_server(_what_to_serve(artifact, is_trial=False), ["--host", host, *(["--port", str(port)] if port else [])])
+
+
+class Temperature(click.FloatRange):
+    """A finite number from 0 to 2, the range of OpenAI's API."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 2)
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> float:
+        number = super().convert(value, parameter, context)
+        if math.isnan(number):  # neither below nor above the range
+            self.fail(f"{value!r} is not in the range 0<=x<=2.", parameter, context)
+        return float(number)
 
 
 @click.command()
 @click.argument("artifact", metavar="ARTIFACT|models:/NAME@ALIAS")
-def chat(artifact: str) -> None:
+@click.argument("beside", required=False, metavar="[ARTIFACT]")
+@click.option("--temperature", type=Temperature(), help="Default: the model's generation_config.json's, else 0.")
+@click.option("--max-tokens", type=click.IntRange(1), help="Of an answer; default: what fits.")
+@click.option("--system", help="System message of each conversation.")
+def chat(
+    artifact: str, beside: str | None, temperature: float | None, max_tokens: int | None, system: str | None
+) -> None:
     """Talk to a model in the terminal: an artifact, what a serve stage served, or a champion.
 
-    Its server is started first, and ends with the conversation (Ctrl-D). `/new` begins another one.
+    With two, each question is answered by both. Servers are started first, on a CPU without compiling, and end with
+    the conversation (Ctrl-D). `/new` begins another one.
     """
-    _become_server(artifact, ["--chat"])
+    options = ["--chat"]
+    for name, value in (("temperature", temperature), ("max-tokens", max_tokens), ("system", system)):
+        options += [] if value is None else [f"--{name}={value}"]
+    served = _what_to_serve(artifact, is_trial=True)
+    if beside is not None:
+        second = _what_to_serve(beside, is_trial=True)
+        if second == served:
+            raise click.UsageError(f"{artifact} and {beside} are the same artifact; name two that differ")
+        options.append(f"--beside={json.dumps(second)}")
+    _become_server(served, options)
 
 
-def _become_server(artifact: str, options: list[str]) -> NoReturn:
-    """The server's guardian takes this process's place."""
-    command = [sys.executable, "-m", "stages.serve", *_what_to_serve(artifact, is_trial="--chat" in options), *options]
+def _become_server(served: list[str], options: list[str]) -> NoReturn:
+    """Replace this process by the server's guardian. served: from `_what_to_serve`."""
+    command = [sys.executable, "-m", "stages.serve", *served, *options]
     sys.stdout.flush()
     os.execv(sys.executable, command)  # noqa: S606 (no shell)
 

@@ -1,4 +1,4 @@
-"""A conversation with a served model in a terminal: questions from stdin, answers as they are made.
+"""A conversation with one served model, or with two side by side: questions from stdin, answers as they are made.
 
 An empty line is passed over, `/new` begins another conversation, and the end of the input (Ctrl-D) ends it. What a
 model says may hold control characters, which a terminal would obey: they are shown as escapes.
@@ -6,49 +6,102 @@ model says may hold control characters, which a terminal would obey: they are sh
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from stages.core.errors import ServerError
 from stages.core.lines import visible
+from stages.models.json_object import read_json_object
 from stages.serving.client import Client
 
 NEW = "/new"
 PROMPT = "> "
 
 
-def chat(client: Client) -> None:
-    """Go on until the end of the input. What the server refuses is said, and not part of the conversation."""
-    messages: list[dict[str, str]] = []
-    while (question := _asked()) is not None:
-        if question == NEW:
-            messages = []
-            continue
-        if not question:
-            continue
-        messages.append({"role": "user", "content": question})
+@dataclass
+class Conversation:
+    """Messages between a person and one served model. label: its name, which is shown where there are two models.
+
+    options: sampling parameters of each request. system: first message of each conversation; None for no such message.
+    """
+
+    client: Client
+    label: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    system: str | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Begin."""
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget all messages but the system's."""
+        self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+
+    def ask(self, question: str) -> None:
+        """Print the answer as it comes. What the server refuses is printed, and not part of the conversation."""
+        self.messages.append({"role": "user", "content": question})
+        parts: list[str] = []
         try:
-            answer = _answered(client, messages)
-        except ServerError as error:  # too long, or no chat template: the server says so, and goes on
-            messages.pop()
+            for part in self.client.chat(self.messages, **self.options):
+                parts.append(part)
+                print(visible(part), end="", flush=True)
+        except ServerError as error:  # too long, or no chat template: the next question may be answered
+            self.messages.pop()
+            print("\n" if parts else "", end="", flush=True)
             print(error, file=sys.stderr, flush=True)
         else:
-            messages.append({"role": "assistant", "content": answer})
+            self.messages.append({"role": "assistant", "content": "".join(parts)})
+            print(flush=True)
 
 
-def _asked() -> str | None:
+def chat(conversations: Sequence[Conversation]) -> None:
+    """Ask each model every question until the end of the input."""
+    while (question := _read_question()) is not None:
+        for conversation in conversations if question else ():
+            if question == NEW:
+                conversation.begin()
+                continue
+            if len(conversations) > 1:
+                print(f"[{conversation.label}]", flush=True)
+            conversation.ask(question)
+
+
+def sampling_of(model: Path, temperature: float | None) -> tuple[dict[str, float], str]:
+    """Return the sampling parameters of a trial of a model folder, and a phrase that says them and where from.
+
+    They are the person's temperature, else those of the model's generation_config.json, else greedy: a server would
+    sample at temperature 1 where nothing names another, which shows a small model worse than it is.
+    """
+    if temperature is not None:
+        return {"temperature": temperature}, f"at temperature {temperature:g}"
+    file = model / "generation_config.json"
+    config = read_json_object(file) if file.is_file() else {}
+    default = 1.0 if config.get("do_sample") is True else None  # Transformers' own default where it samples
+    named = _number(config.get("temperature"), default)
+    if named is None or config.get("do_sample") is False:
+        return {"temperature": 0.0}, "greedily (temperature 0)"
+    top_p = _number(config.get("top_p"), None)
+    return (
+        {"temperature": named, **({} if top_p is None else {"top_p": top_p})},
+        f"at temperature {named:g}{'' if top_p is None else f' and top_p {top_p:g}'}, by its generation_config.json",
+    )
+
+
+def _number(value: Any, default: float | None) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    return float(value) if is_number else default
+
+
+def _read_question() -> str | None:
     if sys.stdin.isatty():
         import readline  # noqa: F401  (by it, arrow keys edit a line and bring earlier ones back)
     try:
         return input(PROMPT if sys.stdin.isatty() else "").strip()
     except EOFError:
         return None
-
-
-def _answered(client: Client, messages: list[dict[str, str]]) -> str:
-    """Print the answer as it comes; returns the whole."""
-    parts = []
-    for part in client.chat(messages):
-        parts.append(part)
-        print(visible(part), end="", flush=True)
-    print(flush=True)
-    return "".join(parts)

@@ -114,9 +114,9 @@ class Client:
             raise ServerError(f"{self.url} answered to {len(choices)} of {len(rows)} prompts")
         return [choice.reported(self.url) for choice in choices]
 
-    def chat(self, messages: list[dict[str, str]]) -> Iterator[str]:
-        """Yield the answer to a conversation, in parts as the model makes them."""
-        request = {"model": self.model, "messages": messages, "stream": True}
+    def chat(self, messages: list[dict[str, str]], **options: Any) -> Iterator[str]:
+        """Yield the answer to a conversation, in parts as the model makes them; `options` as in the OpenAI API."""
+        request = {"model": self.model, "messages": messages, "stream": True, **options}
         expected = self.expected(CHAT, answer_bytes(request), STREAM_TIMEOUT_S)
         with self._opened(CHAT, expected, request) as response:
             if response.status != http.client.OK:

@@ -28,6 +28,11 @@ class LaunchSpec(StrictModel):
         description="Answers are learned from: other weights may be loaded while it runs, and nothing but the "
         "request says how to sample.",
     )
+    num_tried: int = Field(
+        0,
+        description="Servers that a person tries side by side, this one included, which need to start soon and to "
+        "share the devices; 0: it serves others.",
+    )
     serving: ServingConfig
     engine: str = "vllm"
     engine_version: str = Field(validation_alias=AliasChoices("engine_version", "vllm_version"))

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 BYTES_PER_GIB = 2**30
 CPU_KV_CACHE_GIB = 4.0
 """vLLM would take 92% of the host's memory, and refuse to start when something else uses more than the rest."""
+GPU_SHARE = 0.9
+"""Part of a GPU's memory that servers beside each other take."""
 QUIET = {
     "DO_NOT_TRACK": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -69,12 +71,15 @@ class VllmProgram:
         kv_cache_gib = serving.kv_cache_memory_gib or (CPU_KV_CACHE_GIB if self.runs_on_cpu else None)
         if kv_cache_gib:
             command += ["--kv-cache-memory-bytes", str(int(kv_cache_gib * BYTES_PER_GIB))]
-        if serving.enforce_eager:
+        if self._is_eager(spec):
             command += ["--enforce-eager"]
         if serving.trust_remote_code:
             command += ["--trust-remote-code"]
         if spec.adapters:
             command += adapter_arguments(spec)
+        if spec.num_tried > 1 and not self.runs_on_cpu:
+            # By itself each would take 92% of a GPU's memory.
+            command += ["--gpu-memory-utilization", f"{GPU_SHARE / spec.num_tried:.2f}"]
         command += [part for parts in written(serving.arguments).values() for part in parts]
         if spec.for_training:
             # What a model's own generation_config.json says of sampling, nobody asked for; log-probabilities are those
@@ -101,10 +106,16 @@ class VllmProgram:
         environment["VLLM_SERVER_DEV_MODE"] = str(int(spec.for_training))
         if self._runs_in_one_worker(serving):
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        if self.runs_on_cpu and serving.enforce_eager:
+        if self.runs_on_cpu and self._is_eager(spec):
             # Without this, the first request for log-probabilities compiles for 17 s in spite of --enforce-eager.
             environment["TORCHDYNAMO_DISABLE"] = "1"
         return environment
+
+    def _is_eager(self, spec: LaunchSpec) -> bool:
+        """Return whether nothing is compiled: on a CPU that takes minutes, which a person who tries a model spends
+        waiting for its first answer.
+        """
+        return spec.serving.enforce_eager or (spec.num_tried > 0 and self.runs_on_cpu)
 
     def _runs_in_one_worker(self, serving: ServingConfig) -> bool:
         """On a CPU a single worker can live in the engine's process, which saves the import of another one."""

@@ -51,6 +51,23 @@ def test_nothing_is_said_that_the_recipe_does_not_say() -> None:
     assert not {"--trust-remote-code", "--enforce-eager", "--max-model-len", "--kv-cache-memory-bytes"} & set(command)
 
 
+def test_a_trial_compiles_nothing_on_a_cpu() -> None:
+    tried = spec().model_copy(update={"num_tried": 1})
+    served = ON_CPU.server_command(spec(enforce_eager=False), SOCKET)
+
+    assert "--enforce-eager" in ON_CPU.server_command(tried, SOCKET)
+    assert ON_CPU.server_environment(tried, "key")["TORCHDYNAMO_DISABLE"] == "1"
+    assert "--enforce-eager" not in {*ON_GPU.server_command(tried, SOCKET), *served}
+
+
+def test_trials_side_by_side_share_a_gpu() -> None:
+    tried = [spec().model_copy(update={"num_tried": number}) for number in (1, 2)]
+    alone, beside = (ON_GPU.server_command(one, SOCKET) for one in tried)
+
+    assert option(beside, "--gpu-memory-utilization") == "0.45"
+    assert "--gpu-memory-utilization" not in {*alone, *ON_CPU.server_command(tried[1], SOCKET)}
+
+
 def test_a_server_on_a_cpu_leaves_memory_to_others() -> None:
     command = ON_CPU.server_command(spec(), SOCKET)
 
