@@ -10,6 +10,7 @@ from flows.store.record import Artifact
 from stages.core.errors import StoreError
 from stages.core.files import read_json_lines
 from stages.core.redaction import quoted
+from stages.harnesses.samples import answered, asked
 
 MOST_SAMPLES = 20
 """Of a task; files hold the rest."""
@@ -29,8 +30,8 @@ def samples_of(artifact: Artifact) -> Iterator[dict[str, Any]]:
             yield {
                 "file": str(file),
                 "sample": row["doc_id"],
-                "asked": _asked(row),
-                "answered": _answered(row["resps"]),
+                "asked": asked(row),
+                "answered": answered(row["resps"]),
                 "expected": str(row.get("target", "")),
                 "scores": {name: row[name] for name in row.get("metrics", ()) if name in row},
             }
@@ -45,18 +46,3 @@ def as_text(samples: Iterable[dict[str, Any]]) -> str:
         lines += [f"  {part}: {quoted(sample[part], SHOWN_CHARACTERS)}" for part in ("asked", "answered", "expected")]
         paragraphs.append("\n".join(lines))
     return "\n\n".join(paragraphs)
-
-
-def _asked(row: dict[str, Any]) -> str:
-    """Return the prompt; of a choice, which has one for each answer, the first."""
-    if "arguments" not in row:  # of another harness than lm-eval
-        return str(row.get("question") or row["doc"])
-    arguments = row["arguments"]
-    first = arguments[0] if isinstance(arguments, list) else next(iter(arguments.values()))
-    return str(first[0] if isinstance(first, list) else next(iter(first.values())))
-
-
-def _answered(responses: Any) -> Any:
-    """Return the text; of a choice, (log-likelihood, whether it is the likeliest) of each answer."""
-    texts = [one[0] if isinstance(one, list) and len(one) == 1 else one for one in responses]
-    return texts[0] if len(texts) == 1 else texts

@@ -111,6 +111,30 @@ class Score(StrictModel):
     interval: tuple[float, float] | None = None
 
 
+class Answer(StrictModel):
+    """Text that a model answered, and the scores of it as `NAME VALUE, …`."""
+
+    text: str
+    scores: str
+
+
+class AnsweredQuestion(StrictModel):
+    """A sample of a task. answers: of each evaluation in their order; None of one that did not ask it."""
+
+    number: str
+    asked: str
+    expected: str
+    answers: tuple[Answer | None, ...]
+
+
+class AnswersToTask(StrictModel):
+    """Answers to the same questions of a task. stages: the evaluations, that of the base first."""
+
+    task: str
+    stages: tuple[str, ...]
+    questions: tuple[AnsweredQuestion, ...]
+
+
 class ScoreDifference(StrictModel):
     """Candidate − what it was compared with, on the same samples; interval: 95%.
 
@@ -177,6 +201,7 @@ class RefreshReport(StrictModel):
     trainings: tuple[TrainingCurves, ...]
     learned_from: tuple[DataOfTraining, ...]
     scores: tuple[Score, ...]
+    answers: tuple[AnswersToTask, ...]
     promotions: tuple[Promotion, ...]
     lineage: tuple[Node, ...]
     cost: Cost

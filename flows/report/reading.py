@@ -7,6 +7,7 @@ from pathlib import Path
 
 from flows.ledger.home import hardware_file
 from flows.ledger.record import AttemptRecord, RefreshRecord, StageEntry
+from flows.report.answers import answers
 from flows.report.curves import training_curves
 from flows.report.data import data_of_trainings
 from flows.report.lineage import node_of
@@ -50,6 +51,7 @@ def read_report(record: RefreshRecord, index: Index) -> RefreshReport:
         trainings=tuple(training_curves(record, index)),
         learned_from=tuple(data_of_trainings(record)),
         scores=found_scores,
+        answers=tuple(answers(record)),
         promotions=verdicts,
         lineage=tuple(
             node_of(found, index)

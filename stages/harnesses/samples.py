@@ -1,4 +1,4 @@
-"""Where the samples of an evaluation lie in its artifact: `samples/TASK.jsonl`."""
+"""Samples of an evaluation, in `samples/TASK.jsonl` of its artifact: what was asked, answered and expected."""
 
 from __future__ import annotations
 
@@ -41,3 +41,36 @@ def _num_samples(evaluation: Path, scores: dict[str, Any], task: str) -> int | N
 def read_samples(evaluation: Path, task: str) -> list[dict[str, Any]]:
     """The rows of a task, as `stages/harnesses/harness.py` says. Raises OSError or ValueError for a file without."""
     return read_json_lines(samples_file(evaluation, task))
+
+
+def asked(row: dict[str, Any]) -> str:
+    """Return the prompt; of a choice, which has one for each answer, the first."""
+    requests = _requests(row)
+    return requests[0][0] if requests else str(row.get("question") or row.get("doc", ""))
+
+
+def answered(responses: Any) -> Any:
+    """Return the text; of a choice, (log-likelihood, whether it is the likeliest) of each answer."""
+    texts = [one[0] if isinstance(one, list) and len(one) == 1 else one for one in responses]
+    return texts[0] if len(texts) == 1 else texts
+
+
+def answer_and_expected(row: dict[str, Any]) -> tuple[str, str]:
+    """Return the texts of both; of a choice, those of the likeliest answer and of the right one."""
+    answer, target = answered(row["resps"]), row.get("target")
+    expected = "" if target is None else str(target)
+    choices = [request[1].strip() for request in _requests(row)]
+    if len(choices) < 2 or not isinstance(answer, list) or len(answer) != len(choices):
+        return str(answer), expected
+    if len(set(choices)) < len(choices):  # the answers stand in the prompts, and the same text follows each
+        choices = [f"choice {number}" for number in range(len(choices))]
+    likeliest = max(range(len(choices)), key=lambda number: answer[number][0])
+    is_number = expected.isdecimal() and int(expected) < len(choices)
+    return choices[likeliest], choices[int(expected)] if is_number else expected
+
+
+def _requests(row: dict[str, Any]) -> list[list[str]]:
+    """Return the prompt, and what follows it, of each request of lm-eval; of other harnesses, nothing."""
+    arguments = row.get("arguments", ())
+    requests = arguments.values() if isinstance(arguments, dict) else arguments
+    return [[str(part) for part in (one.values() if isinstance(one, dict) else one)] for one in requests]

@@ -171,3 +171,71 @@ def test_energy_is_the_sum_of_what_was_counted_or_unknown(night, read):
 def test_attempts_of_unknown_devices_are_not_counted_as_none(night, read):
     cost = read(night.refresh(devices=None)).cost
     assert (cost.device_hours, len(cost.unknown)) == (0.0, len(STAGES))
+
+
+def write_samples(record, stage, answers, **changes):
+    folder = record.stages[stage].artifact / "samples"
+    folder.mkdir(exist_ok=True)
+    rows = [
+        {
+            "doc_id": number,
+            "doc_hash": f"hash {number}",
+            "arguments": [[f"examples {'of ' * 500}What is {number} + 1?", {}]],
+            "resps": [[answer]],
+            "target": str(number + 1),
+            "metrics": ["exact_match"],
+            "exact_match": float(answer == str(number + 1)),
+            **changes,
+        }
+        for number, answer in enumerate(answers)
+        for _ in range(2)  # a row for each filter
+    ]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
+def test_the_same_ten_questions_are_answered_by_the_base_and_by_the_candidate(night, read):
+    record = night.refresh()
+    write_samples(record, "scores", [str(number + 1) for number in range(30)])
+    write_samples(record, "scores-base", [f"{HOSTILE}\x1b[2J {number}" for number in range(20)])
+    [found] = read(record).answers
+
+    assert found.stages == ("scores-base", "scores")
+    assert [one.number for one in found.questions] == [str(number) for number in range(10)]
+    assert found.questions[4].asked.endswith("of What is 4 + 1?") and found.questions[4].asked.startswith("… ")
+    assert found.questions[4].expected == "5"
+    base, candidate = found.questions[4].answers
+    assert (base.text, base.scores) == (f"{HOSTILE}\\x1b[2J 4", "exact_match 0")
+    assert (candidate.text, candidate.scores) == ("5", "exact_match 1")
+    shown = page(read(record))
+    assert f"{escape(HOSTILE)}\\x1b[2J 4" in shown and HOSTILE not in shown
+
+
+def test_answers_of_a_choice_are_their_texts(night, read):
+    record = night.refresh()
+    choice = {"arguments": [["2 + 2 is", " 4"], ["2 + 2 is", " 5"]], "target": "0"}
+    write_samples(record, "scores", ["-"], **choice, resps=[[[-3.0, False]], [[-1.0, True]]])
+    [question] = read(record).answers[0].questions
+
+    assert (question.asked, question.expected) == ("2 + 2 is", "4")
+    assert [one.text for one in question.answers] == ["5"]
+
+
+def test_questions_that_only_some_were_asked_are_the_last_model_s(night, read):
+    record = night.refresh()
+    write_samples(record, "scores", ["1", "2"])
+    write_samples(record, "scores-base", ["1"], doc_hash="another text")
+    [found] = read(record).answers
+
+    assert [[one and one.text for one in question.answers] for question in found.questions] == [
+        [None, "1"],
+        [None, "2"],
+    ]
+    assert "not asked" in page(read(record))
+
+
+def test_without_samples_no_answers_are_shown(night, read):
+    report = read(night.refresh())
+
+    assert report.answers == ()
+    assert "No evaluation of this refresh has samples in the store." in page(report)

@@ -1,0 +1,104 @@
+"""Questions as the models of a refresh answered them, before and after training: samples of its evaluations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from flows.ledger.record import RefreshRecord
+from flows.report.model import Answer, AnsweredQuestion, AnswersToTask
+from stages.core.files import read_json_lines
+from stages.core.lines import visible
+from stages.core.redaction import redact, shortened
+from stages.harnesses.samples import answer_and_expected, asked
+
+MOST_QUESTIONS = 10
+"""Of all tasks together."""
+SHOWN_CHARACTERS = 1000
+ELLIPSIS = "… "
+
+
+def answers(record: RefreshRecord) -> Iterator[AnswersToTask]:
+    """Yield each task with some of its questions, and the answer of each evaluation of the refresh to them.
+
+    The model that stands on fewer stages, which is the base where there is one, comes first.
+    """
+    evaluations = sorted(
+        (name for name, entry in record.stages.items() if entry.kind == "evaluate" and entry.artifact),
+        key=lambda name: len(_ancestors(record, name)),
+    )
+    tasks: dict[str, dict[str, Path]] = {}
+    for name in evaluations:
+        folder = record.stages[name].artifact
+        for file in sorted((folder / "samples").glob("*.jsonl")) if folder else ():
+            tasks.setdefault(file.stem, {})[name] = file
+    left = MOST_QUESTIONS
+    for number, (task, files) in enumerate(tasks.items()):
+        share = -(-left // (len(tasks) - number))
+        if found := _answers_to(task, files, share):
+            left -= len(found.questions)
+            yield found
+
+
+def _answers_to(task: str, files: Mapping[str, Path], most: int) -> AnswersToTask | None:
+    samples = {name: found for name, file in files.items() if (found := _samples(file))}
+    if not samples or not most:
+        return None
+    # Those that all models were asked; where evaluations have no question in common, those of the last.
+    common = set.intersection(*({*found} for found in samples.values()))
+    *_, last = samples.values()
+    questions = [key for key in last if key in common] or [*last]
+    return AnswersToTask(
+        task=task,
+        stages=tuple(samples),
+        questions=tuple(
+            _question(last[key], [found.get(key) for found in samples.values()]) for key in questions[:most]
+        ),
+    )
+
+
+def _samples(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return the first row of each document, by its number and the hash of what it says."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    with suppress(OSError, ValueError):  # a report is made of damaged evaluations, too; `lifecycle verify` names them
+        for row in read_json_lines(file):
+            if "resps" in row:  # evaluations of before they were kept have none
+                rows.setdefault((str(row["doc_id"]), str(row.get("doc_hash"))), row)
+    return rows
+
+
+def _question(row: dict[str, Any], answered: list[dict[str, Any] | None]) -> AnsweredQuestion:
+    return AnsweredQuestion(
+        number=str(row["doc_id"]),
+        asked=_end(asked(row)),
+        expected=_shown(answer_and_expected(row)[1]),
+        answers=tuple(_answer(one) if one else None for one in answered),
+    )
+
+
+def _answer(row: dict[str, Any]) -> Answer:
+    values = ((name, row[name]) for name in row.get("metrics", ()) if name in row)
+    scores = ", ".join(f"{name} {value:g}" for name, value in values if isinstance(value, int | float))
+    return Answer(text=_shown(answer_and_expected(row)[0]), scores=scores)
+
+
+def _shown(text: str) -> str:
+    return visible(shortened(text, SHOWN_CHARACTERS))
+
+
+def _end(text: str) -> str:
+    """Return the end of a prompt: examples stand before its question."""
+    text = redact(text)
+    return visible(text if len(text) <= SHOWN_CHARACTERS else f"{ELLIPSIS}{text[-SHOWN_CHARACTERS:]}")
+
+
+def _ancestors(record: RefreshRecord, stage: str) -> set[str]:
+    found: set[str] = set()
+    left = [stage]
+    while left:
+        entry = record.stages.get(left.pop())
+        left += [name for name in (entry.upstream if entry else ()) if name not in found]
+        found |= {*left}
+    return found
