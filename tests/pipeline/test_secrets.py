@@ -12,6 +12,7 @@ import pytest
 from refreshes import after, model
 from worker_home import STAND_IN, WorkerHome
 
+from stages.data import first_rows
 from stages.hubs.builtin import qwen3
 from tests.hub_server import running_hub
 from tests.serving import SERVING
@@ -88,9 +89,14 @@ def recipe(home, hub, planted):
 
 
 def bad_recipe(home, planted):
-    """Training on a row that is refused, with a secret in it; beside other stages it would keep these from training."""
+    """Training on a row that is refused, with a secret in it; beside other stages it would keep these from training.
+
+    The row lies behind those that are read as a plan is made, which would refuse the whole refresh.
+    """
     odd = home.folder.parent / "odd.jsonl"
-    odd.write_text(json.dumps({"messages": [{"role": planted["ROW_KEY"], "content": "mine"}]}) + "\n")
+    good = [{"role": "user", "content": "mine"}, {"role": "assistant", "content": "yours"}]
+    rows = [good] * first_rows.NUM_ROWS + [[{"role": planted["ROW_KEY"], "content": "mine"}]]
+    odd.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
     stages = {
         "base": {"kind": "download", "model": "hf://org/tiny"},
         "odd": {

@@ -225,7 +225,11 @@ def test_data_that_cannot_be_meant_are_refused(problems, override, message):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.format=text", "`data.format: text` has no rows for `method: dpo`; expected auto or preference"),
+        (
+            "data.format=text",
+            "`data.format: text` has no rows for `method: dpo`; expected auto or sharegpt_preference or "
+            "messages_preference or alpaca_preference or preference or ",
+        ),
         ("data.train_on=all", "`train_on: all` does not go with `method: dpo`"),
     ],
 )
