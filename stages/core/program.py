@@ -7,8 +7,8 @@ a module that calls `program_loop.answer_questions`. This is the asking side:
         found = program.ask({"text": "$1$", "reference": "1"}, timeout_s=6)
 
 A question and its answer are JSON, of any size: one question with many rows costs less than many with one (some 30 µs
-each). The program has a bare environment (no keys), an empty folder as its home, and a session of its own; it ends with
-this process, however that ends. What it starts ends with it.
+each). The program has a bare environment (no keys, no home unless it is given one), and a session of its own; it ends
+with this process, however that ends. What it starts ends with it.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ PIECE_BYTES = 1 << 16
 """What a pipe holds."""
 LONGEST_POLL_S = 1000.0
 
+NOWHERE = Path("/nonexistent")
+"""Home of programs that need none: a folder would outlive a process that is killed."""
 PASSED_ON = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "OMP_NUM_THREADS")
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=str)
@@ -63,8 +65,9 @@ class Program:
     For one thread at a time.
     """
 
-    def __init__(self, module: str, *arguments: str) -> None:
-        """Does not start it yet."""
+    def __init__(self, module: str, *arguments: str, needs_home: bool = False) -> None:
+        """Does not start it yet. needs_home: give it an empty folder, which this process removes when it ends well."""
+        self._needs_home = needs_home
         self._command = [sys.executable, "-m", module, *arguments]
         self._process: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize[Any, Any] | None = None
@@ -118,7 +121,8 @@ class Program:
         self._process = self._end = None
 
     def _launch(self) -> None:
-        home = tempfile.TemporaryDirectory(prefix="program-", ignore_cleanup_errors=True)
+        home = tempfile.TemporaryDirectory(prefix="program-", ignore_cleanup_errors=True) if self._needs_home else None
+        environment = bare_environment(Path(home.name) if home else NOWHERE)
         token = os.urandom(16).hex()
         lifeline, held = os.pipe()
         try:
@@ -126,14 +130,15 @@ class Program:
                 self._command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env=bare_environment(Path(home.name)) | {TOKEN_VARIABLE: token, LIFELINE: str(lifeline)},
+                env=environment | {TOKEN_VARIABLE: token, LIFELINE: str(lifeline)},
                 pass_fds=(lifeline,),
                 start_new_session=True,
                 bufsize=0,
             )
         except BaseException:
             os.close(held)
-            home.cleanup()
+            if home:
+                home.cleanup()
             raise
         finally:
             os.close(lifeline)
@@ -214,12 +219,15 @@ def _decoded(line: bytes) -> tuple[str, Any]:
     return outcome, content
 
 
-def _end(process: subprocess.Popen[bytes], lifeline: int, token: str, home: tempfile.TemporaryDirectory[str]) -> None:
-    """Kill a program's group, and what it has started in others; then remove its home."""
+def _end(
+    process: subprocess.Popen[bytes], lifeline: int, token: str, home: tempfile.TemporaryDirectory[str] | None
+) -> None:
+    """Kill a program's group, and what it has started in others; then remove its home, if it has one."""
     if process.returncode is None:  # its number is its own as long as its end has not been asked for
         os.killpg(process.pid, signal.SIGKILL)
     with process:  # closes the pipes, and waits
         pass
     os.close(lifeline)
     end_processes(lambda: marked_processes(token, session=process.pid))
-    home.cleanup()
+    if home:
+        home.cleanup()

@@ -33,6 +33,7 @@ SAMPLE_INTERVALS_S = (0.5, 5.0)
 """Between looks at what the descendants have mapped: most of it is made in the first seconds."""
 SAMPLES_PER_AGE = 20
 CLEANING_S = 2.0
+EXEC_LOOKS, EXEC_LOOK_S = 50, 0.001
 
 
 def die_with_parent() -> None:
@@ -141,8 +142,17 @@ def _descendants_of(roots: Iterable[int], living: dict[int, tuple[int, int]]) ->
 
 
 def _has_token(pid: int, token: str) -> bool:
+    folder = PROC / str(pid)
     try:
-        return token.encode() in (PROC / str(pid) / "environ").read_bytes()
+        environment = (folder / "environ").read_bytes()
+        for _ in range(EXEC_LOOKS):
+            # In the middle of an exec a process shows neither environment nor command line. A kernel thread, which
+            # never shows them, has no program, which is an OSError here.
+            if environment or (folder / "cmdline").read_bytes() or not (folder / "exe").readlink():
+                break
+            time.sleep(EXEC_LOOK_S)
+            environment = (folder / "environ").read_bytes()
+        return token.encode() in environment
     except OSError:
         return False
 

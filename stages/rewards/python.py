@@ -65,7 +65,7 @@ class PythonReward(CompletionReward):
         return self
 
     def _program(self) -> Program:
-        return Program("stages.rewards.python_program", str(self.file), self.function)
+        return Program("stages.rewards.python_program", str(self.file), self.function, needs_home=True)
 
     def _asked(self, program: Program, completion: Completion) -> float:
         self._answer(lambda: program.start(self.timeout_s))

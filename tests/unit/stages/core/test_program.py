@@ -140,11 +140,13 @@ def test_a_program_that_cannot_begin_says_why():
                 program.start()
 
 
-def test_a_program_has_no_keys_and_a_home_of_its_own(asked):
+def test_a_program_has_no_keys_and_a_home_only_where_it_needs_one(asked):
     environment = asked.ask(["environment"], 60)
     assert "planted" not in str(environment)
-    assert Path(environment["HOME"]).is_dir()
-    asked.close()
+    assert not Path(environment["HOME"]).exists()
+    with Program(MODULE, needs_home=True) as program:
+        environment = program.ask(["environment"], 60)
+        assert Path(environment["HOME"]).is_dir()
     assert not Path(environment["HOME"]).exists()
 
 
