@@ -36,21 +36,35 @@ def check_serving(recipe: Recipe, chosen: Collection[str], configs: ModelConfigs
         for problem in [*_elsewhere(config), *_beyond_the_model(config, recipe, name, configs)]
     ]
     given = {
-        f"stages.{name}.{path}.arguments": serving
+        f"stages.{name}.{path}": serving
         for name, config in recipe.stages.items()
         if name in chosen
         for path, serving in values_named(config, "serving")
-        if serving and serving.arguments
+        if serving
+    }
+    asked = {
+        **{f"{path}.arguments": (serving, serving.arguments) for path, serving in given.items() if serving.arguments},
+        **{
+            f"{path}.tool_call_parser": (serving, {"tool-call-parser": serving.tool_call_parser})
+            for path, serving in given.items()
+            if serving.tool_call_parser
+        },
     }
     found = {
-        field: chosen_engine(one).argument_problems(one.arguments, at_once=at_once) for field, one in given.items()
+        field: chosen_engine(serving).argument_problems(arguments, at_once=at_once)
+        for field, (serving, arguments) in asked.items()
     }
     known = {field: one for field, one in found.items() if not isinstance(one, NotAsked)}
-    problems += [f"{field}.{problem}" for field, one in known.items() for problem in one]
+    # A field of one option is not followed by the option's name again.
+    problems += [
+        f"{field}.{problem}" if field.endswith(".arguments") else f"{field}: {problem.partition(': ')[2]}"
+        for field, one in known.items()
+        for problem in one
+    ]
     if problems:
         raise RecipeError("\n".join(problems))
     return [
-        f"{field}: whether {chosen_engine(given[field]).title} takes them {one.why}"
+        f"{field}: whether {chosen_engine(asked[field][0]).title} takes them {one.why}"
         for field, one in found.items()
         if isinstance(one, NotAsked)
     ]

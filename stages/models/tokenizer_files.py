@@ -69,6 +69,16 @@ def other_end(folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
     )
 
 
+def tokens_of(folder: Path) -> set[str] | None:
+    """Return the tokens in a folder's `tokenizer.json`; None where it has no such file."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return None
+    tokenizer = read_json_object(file)
+    added = (entry["content"] for entry in tokenizer.get("added_tokens") or () if _is_token(entry))
+    return {*_vocabulary(tokenizer), *added}
+
+
 def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
     """Token → number; of a Unigram model, which lists its tokens in their order, too."""
     model = tokenizer.get("model")

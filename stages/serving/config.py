@@ -34,6 +34,12 @@ class ServingConfig(StrictModel):
     )
     enforce_eager: bool = Field(False, description="Neither compile nor capture graphs: starts sooner, runs slower.")
     trust_remote_code: bool = Field(False, description="Run the Python files that come with the model.")
+    tool_call_parser: Annotated[str | None, AddedLater()] = Field(
+        None,
+        min_length=1,
+        description="The engine's parser that reads calls of tools from answers; default: vllm's for what the chat "
+        "template writes around calls, and llama_cpp's own. None: requests with tools are refused.",
+    )
     arguments: Annotated[dict[str, JsonValue], AddedLater()] = Field(
         default_factory=dict,
         description="Other options of the engine's own server, without dashes before them → values.",

@@ -47,7 +47,7 @@ NAMES = ("sft", "wide", "narrow")
 TOOL_TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
     "{% for message in messages %}{{ message.role }}: {{ message.content }}{% for call in message.tool_calls or [] %}"
-    "{{ call.function.name + call.function.arguments | tojson }}{% endfor %}\n"
+    "<tool_call>{{ call.function.name + call.function.arguments | tojson }}</tool_call>{% endfor %}\n"
     "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
 CONFIG = {"model": "sft", "adapters": ["wide", "narrow"], "serving": SERVING, "benchmark": None}
@@ -178,6 +178,13 @@ def test_a_prompt_with_tools_is_served_as_it_was_learned_or_a_warning_shows_wher
     assert "learned 'parameters" in warnings[0] and "is asked 'description\": null" in warnings[0], warnings
     compare_with_records(client, moved, ["sft"], 100, warnings.append)
     assert "was not asked how it renders prompts with tools, since they do not fit into its 100 tokens" in warnings[1]
+
+
+def test_a_request_may_have_tools_where_the_template_writes_calls(client: Client) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+    question = [{"role": "user", "content": "Call f."}]
+
+    assert client.prompt_tokens(question, tools=tools, tool_choice="auto")
 
 
 def test_log_probabilities_of_prompts_in_one_batch_do_not_end_the_engine(client: Client) -> None:

@@ -39,7 +39,7 @@ class LlamaCpp(FixedWeights):
         "gguf",
         idle_fields=(
             *("dtype", "tensor_parallel_size", "kv_cache_memory_gib", "enforce_eager", "trust_remote_code"),
-            "arguments",
+            *("arguments", "tool_call_parser"),
         ),
     )
 

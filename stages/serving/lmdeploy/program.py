@@ -48,6 +48,8 @@ class LmdeployProgram:
         command += ["--session-len", str(context_tokens(spec))]
         if serving.max_num_seqs:
             command += ["--max-batch-size", str(serving.max_num_seqs)]
+        if serving.tool_call_parser:
+            command += ["--tool-call-parser", serving.tool_call_parser]
         if serving.enforce_eager:
             command += ["--eager-mode"]
         if serving.trust_remote_code:

@@ -42,6 +42,8 @@ class SglangProgram:
             command += ["--context-length", str(serving.max_model_len)]
         if serving.max_num_seqs:
             command += ["--max-running-requests", str(serving.max_num_seqs)]
+        if serving.tool_call_parser:
+            command += ["--tool-call-parser", serving.tool_call_parser]
         if serving.enforce_eager:
             command += NO_GRAPHS
         if serving.trust_remote_code:

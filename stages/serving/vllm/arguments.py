@@ -15,6 +15,7 @@ from pydantic import JsonValue
 
 from stages.core.errors import RecipeError
 from stages.serving.own_parser import NotAsked, problems_by_parser
+from stages.serving.vllm.tool_parsers import known_parsers, parser_problem
 
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 SET_HERE = {
@@ -76,6 +77,7 @@ ELSEWHERE = re.compile(
 """Keys, or methods, of a value that name code, files or models which lie elsewhere."""
 QUALIFIED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 """A name of Python, as `compilation-config` takes one for its `backend`."""
+PARSER = "tool-call-parser"
 CHECK = Path(__file__).with_name("option_check.py")
 
 
@@ -112,6 +114,11 @@ def argument_problems(
     """
     if refused := list(refusals(arguments)):
         return refused
+    # Its parser of options takes any name, and its server ends by an unknown one.
+    if PARSER in arguments and (problem := parser_problem(arguments[PARSER], python)):
+        return [f"{PARSER}: {problem}"]
+    if set(arguments) == {PARSER} and known_parsers(python):
+        return []
     return problems_by_parser("vllm", version, [python, "-P", CHECK], written(arguments), at_once=at_once)
 
 

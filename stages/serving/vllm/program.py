@@ -20,6 +20,7 @@ from stages.serving.interpreter import inherited_environment
 from stages.serving.launch import LaunchSpec
 from stages.serving.vllm.adapters import adapter_arguments
 from stages.serving.vllm.arguments import written
+from stages.serving.vllm.tool_parsers import parser_of
 
 if TYPE_CHECKING:
     from stages.serving.backend import EngineAddress  # its HTTP imports would slow every plan
@@ -64,13 +65,13 @@ class VllmProgram:
         command = [str(self.command), "serve", str(spec.model), "--served-model-name", spec.own_name]
         command += ["--uds", str(address.socket), "--dtype", serving.dtype]
         command += ["--tensor-parallel-size", str(serving.tensor_parallel_size)]
-        if serving.max_model_len:
-            command += ["--max-model-len", str(serving.max_model_len)]
-        if serving.max_num_seqs:
-            command += ["--max-num-seqs", str(serving.max_num_seqs)]
         kv_cache_gib = serving.kv_cache_memory_gib or (CPU_KV_CACHE_GIB if self.runs_on_cpu else None)
-        if kv_cache_gib:
-            command += ["--kv-cache-memory-bytes", str(int(kv_cache_gib * BYTES_PER_GIB))]
+        sizes = {
+            "--max-model-len": serving.max_model_len,
+            "--max-num-seqs": serving.max_num_seqs,
+            "--kv-cache-memory-bytes": kv_cache_gib and int(kv_cache_gib * BYTES_PER_GIB),
+        }
+        command += [part for name, size in sizes.items() if size for part in (name, str(size))]
         if self._is_eager(spec):
             command += ["--enforce-eager"]
         if serving.trust_remote_code:
@@ -80,6 +81,8 @@ class VllmProgram:
         if spec.num_tried > 1 and not self.runs_on_cpu:
             # By itself each would take 92% of a GPU's memory.
             command += ["--gpu-memory-utilization", f"{GPU_SHARE / spec.num_tried:.2f}"]
+        if parser := serving.tool_call_parser or parser_of(spec.model, self.python):
+            command += ["--enable-auto-tool-choice", "--tool-call-parser", parser]
         command += [part for parts in written(serving.arguments).values() for part in parts]
         if spec.for_training:
             # What a model's own generation_config.json says of sampling, nobody asked for; log-probabilities are those

@@ -154,3 +154,13 @@ def test_arguments_that_would_open_a_door(plan, stage):
     told = rf"stages\.{stage}\.serving\.arguments\.api-key: it would open a door"
     with pytest.raises(RecipeError, match=told):
         plan(stage, serving={"arguments": {"api_key": "sk-1"}})
+
+
+@pytest.mark.parametrize("stage", ["serve", "scores"])
+def test_a_parser_of_calls_that_vllm_lacks_is_named_by_a_plan_at_once(plan, stage):
+    expected = rf"^stages\.{stage}\.serving\.tool_call_parser: vLLM has no such parser; did you mean hermes\? It has "
+    with pytest.raises(RecipeError, match=expected):
+        plan(stage, at_once=True, serving={"tool_call_parser": "hermse"})
+    with pytest.raises(RecipeError, match=rf"{stage}\.serving\.arguments\.tool-call-parser: vLLM has no such parser"):
+        plan(stage, at_once=True, serving={"arguments": {"tool-call-parser": "hermse"}})
+    assert plan(stage, at_once=True, serving={"tool_call_parser": "hermes"})

@@ -1,13 +1,16 @@
 """The command and environment of a server: what the recipe says, on a CPU or a GPU, and never the key in argv."""
 
+import json
 from pathlib import Path
 
 import pytest
+import trl
 
 from stages.serving.backend import EngineAddress
 from stages.serving.config import ServingConfig
 from stages.serving.launch import LaunchSpec
-from stages.serving.vllm.program import VllmProgram
+from stages.serving.vllm.program import VllmProgram, find_vllm
+from stages.serving.vllm.tool_parsers import MARKERS, known_parsers, parser_problem
 
 SOCKET = EngineAddress(Path("engine.sock"))
 ON_CPU = VllmProgram(Path("/env/bin/vllm"), Path("/env/bin/python"), "0.32.0+cpu")
@@ -144,3 +147,66 @@ def test_weights_are_reloaded_only_into_a_server_that_samples_for_training(monke
     assert "RANK" not in ON_CPU.server_environment(sampling, "key"), "it is no process of the training's group"
     assert option(ON_CPU.server_command(sampling, SOCKET), "--generation-config") == "vllm"
     assert "--generation-config" not in ON_CPU.server_command(spec(), SOCKET)
+
+
+TRL_TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+TOKENS = {
+    "mistral": ["[TOOL_CALLS]"],
+    "llama3": ["<|python_tag|>"],
+    "lfm2": ["<|tool_call_start|>", "<|tool_call_end|>"],
+}
+DEEPSEEK = [f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end")]
+
+
+def parser(folder: Path, template: str | list[dict[str, str]], tokens: list[str], **serving: object) -> str | None:
+    """The parser in the command for a model with this chat template and these tokens."""
+    added = [{"content": token, "id": number} for number, token in enumerate(tokens)]
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added, "model": {"vocab": {"a": 99}}}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    command = ON_CPU.server_command(spec(**serving).model_copy(update={"model": folder}), SOCKET)
+    assert ("--enable-auto-tool-choice" in command) == ("--tool-call-parser" in command)
+    return option(command, "--tool-call-parser") if "--tool-call-parser" in command else None
+
+
+@pytest.mark.parametrize(
+    ("template", "tokens", "expected"),
+    [
+        *((f"{name}.jinja", [], "hermes") for name in ("qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl")),
+        *((f"{name}.jinja", [], "qwen3_coder") for name in ("qwen3_6", "qwen3_5_think", "nemotron_3_nano")),
+        ("glm4moe.jinja", [], "glm45"),
+        ("gemma4.jinja", [], "gemma4"),
+        ("gptoss.jinja", [], "openai"),
+        ("muse_glimmer.jinja", [], "muse_glimmer"),
+        *((f"{name}.jinja", TOKENS["lfm2"], "lfm2") for name in ("lfm2", "lfm2_2_5", "lfm2_v2")),
+        *((f"{name}.jinja", TOKENS["llama3"], "llama3_json") for name in ("llama3_1", "llama3_2")),
+        ("llama3_1.jinja", [], None),
+        ("deepseekv3.jinja", DEEPSEEK, "deepseek_v3"),
+        ("deepseekv3.jinja", DEEPSEEK[:3], None),
+        *((f"{name}.jinja", [], None) for name in ("phi3", "gemma3", "llama3", "cohere", "smolvlm")),
+        ("{{ '[TOOL_CALLS] [' + calls }}", TOKENS["mistral"], "mistral"),
+        ("{{ '[TOOL_CALLS] [' + calls }}", [], None),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ name }}<｜tool▁sep｜>", DEEPSEEK, "deepseek_v31"),
+        ([{"name": "default", "template": "{{ 1 }}"}, {"name": "tool_use", "template": "<tool_call>"}], [], "hermes"),
+    ],
+)
+def test_the_chat_template_names_the_parser_of_calls(template, tokens, expected, tmp_path) -> None:
+    if isinstance(template, str) and template.endswith(".jinja"):
+        template = (TRL_TEMPLATES / template).read_text()
+
+    assert parser(tmp_path, template, tokens) == expected
+
+
+def test_the_recipe_has_the_last_word_on_the_parser_of_calls(tmp_path) -> None:
+    assert parser(tmp_path, "<tool_call>", [], tool_call_parser="xlam") == "xlam"
+    off = {"enable-auto-tool-choice": False}
+    command = ON_CPU.server_command(spec(arguments=off).model_copy(update={"model": tmp_path}), SOCKET)
+    assert command.index("--no-enable-auto-tool-choice") > command.index("--enable-auto-tool-choice")
+
+
+def test_every_parser_that_is_chosen_is_in_vllm_s_list() -> None:
+    known = known_parsers(find_vllm().python)
+
+    assert known is not None and known >= {name for _, name, _ in MARKERS}
+    assert parser_problem("hermes", find_vllm().python) is None
+    problem = parser_problem("hermse", find_vllm().python)
+    assert problem is not None and "did you mean hermes? It has apertus, " in problem
