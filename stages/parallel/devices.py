@@ -1,23 +1,34 @@
 """Dense peak rates of the devices we may run on, for MFU.
 
 Accelerators: the vendors' data sheets, without sparsity. CPUs: the measured rate of a large matrix product, with the
-threads and the dtype of the training, since no data sheet says what a shared virtual machine gives.
+threads and the dtype of the training, since no data sheet says what a shared virtual machine gives. Other programs make
+a measurement too low, never too high, so the best of all that were made on a CPU of this kind is kept in the home.
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
+import platform
 import time
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Literal
 
 import torch
 
+from stages.core.files import write_atomically
 from stages.parallel.accelerator import device_name
 
 MEASURE_S = 0.3
 MATRIX_SIZES = (128, 256, 512, 1024)
 NEXT_SIZE_COST = 8
 """Time of a product of the next size, over one of this size."""
+
+ISA_LIMITS = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
+"""Variables by which a user keeps instructions of the CPU from torch's libraries."""
 
 TFLOPS = {  # part of the device's name: (bf16, TF32, fp32), dense
     "B300": (2250, 1120, 75),
@@ -67,7 +78,7 @@ def device_peak(device: torch.device, dtype: torch.dtype) -> Peak | None:
     """
     name = device_name(device)
     if name is None:
-        rate = max(measured_matmul_rate(one) for one in {dtype, torch.float32})
+        rate = max(best_matmul_rate(one) for one in {dtype, torch.float32})
         return Peak(rate, f"CPU, {torch.get_num_threads()} threads", "measured")
     tf32 = torch.get_float32_matmul_precision() != "highest"
     flops_per_s = data_sheet_peak(name, dtype, tf32)
@@ -82,6 +93,39 @@ def data_sheet_peak(device_name: str, dtype: torch.dtype, tf32: bool = False) ->
     half, tf32_rate, single = TFLOPS[max(known, key=len)]
     rate = half if dtype in (torch.bfloat16, torch.float16) else tf32_rate if tf32 else single
     return rate * 1e12 if rate else None
+
+
+@cache
+def multiplies_bf16_faster() -> bool:
+    """Return whether this CPU has units for bf16: without, its products can be a hundred times slower than fp32's."""
+    return best_matmul_rate(torch.bfloat16) > best_matmul_rate(torch.float32)
+
+
+def best_matmul_rate(dtype: torch.dtype) -> float:
+    """Measure the FLOP/s of the CPU's matrix products, and return the best of this and of all earlier measurements."""
+    rate = measured_matmul_rate(dtype)
+    kept_file = Path(os.environ.get("LIFECYCLE_HOME", ".lifecycle")).resolve() / "cache" / "matmul-rates.json"
+    limits = [f"{name}={os.environ[name]}" for name in ISA_LIMITS if name in os.environ]
+    key = ", ".join([_cpu_name(), *limits, f"{torch.get_num_threads()} threads", str(dtype).removeprefix("torch.")])
+    kept_file.parent.mkdir(parents=True, exist_ok=True)
+    with kept_file.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # ranks that measure at the same time would lose each other's entries
+        try:
+            rates = json.loads(kept_file.read_bytes())
+            rate = max(rate, float(rates.get(key, 0.0)))
+        except (OSError, ValueError, TypeError, AttributeError):  # not there yet, or damaged: it is written again
+            rates = {}
+        if rates.get(key) != rate:
+            write_atomically(kept_file, json.dumps({**rates, key: rate}, indent=1))
+    return rate
+
+
+def _cpu_name() -> str:
+    """Return the CPU's model with the instructions that torch uses of it."""
+    about = Path("/proc/cpuinfo")
+    lines = about.read_text().splitlines() if about.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{next(names, platform.machine())} ({torch.backends.cpu.get_cpu_capability()})"
 
 
 def measured_matmul_rate(dtype: torch.dtype) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import time
 import pytest
 import torch
 
-from stages.parallel.devices import data_sheet_peak, device_peak
+from stages.parallel.devices import best_matmul_rate, data_sheet_peak, device_peak
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,36 @@ def test_the_rate_of_a_cpu_is_measured_and_says_so() -> None:
     torch.ones(128, 128) @ torch.ones(128, 128)
     rate_of_one_product = 2 * 128**3 / (time.perf_counter() - start)
     assert peak.flops_per_s > 0.1 * rate_of_one_product
+
+
+@pytest.mark.parametrize("damage", [None, "{", "[1]"])
+def test_the_best_rate_of_a_machine_is_kept(tmp_path, monkeypatch, damage) -> None:
+    monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
+    first = best_matmul_rate(torch.float32)
+    (kept,) = tmp_path.glob("cache/matmul-rates.json")
+    ((key, rate),) = json.loads(kept.read_text()).items()
+    assert rate == first and f"{torch.get_num_threads()} threads, float32" in key
+
+    kept.write_text(json.dumps({key: 1e18, "of another machine": 1}) if damage is None else damage)
+    again = best_matmul_rate(torch.float32)
+    assert (again == 1e18) == (damage is None)
+    assert json.loads(kept.read_text())[key] == again
+    best_matmul_rate(torch.bfloat16)
+    assert len(json.loads(kept.read_text())) == (3 if damage is None else 2)
+
+
+def test_processes_that_measure_at_the_same_time_keep_each_others_rates(tmp_path) -> None:
+    program = (
+        "import sys, torch; from stages.parallel.devices import best_matmul_rate\n"
+        "torch.set_num_threads(int(sys.argv[1])); print(best_matmul_rate(torch.float32))"
+    )
+    environment = {**os.environ, "LIFECYCLE_HOME": str(tmp_path)}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", program, threads], env=environment, stdout=subprocess.PIPE, text=True)
+        for threads in "12"
+    ]
+    rates = [float(process.communicate()[0]) for process in processes]
+    assert sorted(json.loads((tmp_path / "cache" / "matmul-rates.json").read_text()).values()) == sorted(rates)
 
 
 def test_a_cpu_without_units_for_bf16_has_the_peak_of_the_way_it_takes_instead() -> None:

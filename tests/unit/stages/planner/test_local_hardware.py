@@ -1,9 +1,10 @@
 """What a process of this machine runs on: its share of a CPU, or the accelerator of this name."""
 
 import pytest
+import torch
 
 from stages.planner.hardware_file import built_in
-from stages.planner.local_hardware import cpu_of, hardware_at_hand, named_like, shared_cpu
+from stages.planner.local_hardware import cpu_of, hardware_at_hand, has_bf16_units, named_like, shared_cpu
 
 
 @pytest.mark.parametrize(
@@ -46,3 +47,10 @@ def test_processes_share_a_cpu_and_no_more_than_all_of_it():
     assert 4 * shares.fp32_tflops == pytest.approx(machine.fp32_tflops)
     assert 4 * shares.memory_gib == pytest.approx(machine.memory_gib)
     assert cpu_of(8).fp32_tflops == pytest.approx(2 * cpu_of(4).fp32_tflops)
+
+
+def test_a_cpu_multiplies_the_dtype_faster_that_it_has_units_for():
+    """As `torch` reports the instructions."""
+    machine = cpu_of(2)
+    assert has_bf16_units() == (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    assert (machine.bf16_tflops > machine.fp32_tflops) == has_bf16_units()
