@@ -13,7 +13,6 @@ import os
 import platform
 import time
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -93,12 +92,6 @@ def data_sheet_peak(device_name: str, dtype: torch.dtype, tf32: bool = False) ->
     half, tf32_rate, single = TFLOPS[max(known, key=len)]
     rate = half if dtype in (torch.bfloat16, torch.float16) else tf32_rate if tf32 else single
     return rate * 1e12 if rate else None
-
-
-@cache
-def multiplies_bf16_faster() -> bool:
-    """Return whether this CPU has units for bf16: without, its products can be a hundred times slower than fp32's."""
-    return best_matmul_rate(torch.bfloat16) > best_matmul_rate(torch.float32)
 
 
 def best_matmul_rate(dtype: torch.dtype) -> float:
