@@ -215,7 +215,7 @@ LEAVES_A_CHILD = """
 import subprocess, time
 
 def score(*_):
-    subprocess.Popen(["sleep", "123456"], start_new_session=True)
+    subprocess.Popen(["sleep", "654321"], start_new_session=True)
     time.sleep(1000)
 """
 
@@ -229,7 +229,7 @@ def test_a_function_that_does_not_end_is_ended(tmp_path: Path, code: str) -> Non
     assert time.monotonic() - started_s < 60
     assert not programs()
     assert not [
-        process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ["sleep", "123456"]
+        process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ["sleep", "654321"]
     ]
 
 
