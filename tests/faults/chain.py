@@ -44,6 +44,8 @@ def run_stage_process(work: Path) -> None:
     folder = work / ("data" if told["name"] == "rows" else "model" if told["name"] != "scores" else "scores")
     folder.mkdir()
     (folder / "content").write_text(state["hash"])
+    if folder.name == "data":  # a plan reads the first rows of a dataset that is there
+        (folder / "train.jsonl").write_text('{"prompt": "1+1", "completion": "2"}\n')
     (work / "result.json").write_text(json.dumps({"metrics": {"first_step": float(first_step)}}))
 
 

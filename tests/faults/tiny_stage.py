@@ -19,6 +19,8 @@ SLEEPER = "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IG
 def result(**fields):
     (WORK / "data").mkdir(exist_ok=True)
     (WORK / "data" / "content").write_text(os.environ.get("TINY_CONTENT", "content"))
+    # A plan reads the first rows of a dataset that is there.
+    (WORK / "data" / "train.jsonl").write_text('{"prompt": "1+1", "completion": "2"}\n')
     (WORK / "result.json").write_text(json.dumps({"metrics": {"rows": 1.0}, **fields}))
 
 

@@ -121,7 +121,9 @@ def test_the_report_has_the_metrics_of_the_records_and_opens_without_errors(
         shown = dict(page.eval_on_selector_all("[data-metric]", read))
         page.screenshot(path=tmp_path / "quickstart.png", full_page=True)
         print(f"screenshot: {tmp_path / 'quickstart.png'}")
-        assert page.locator(".chart canvas").count() == 2
+        charts = [title.inner_text() for title in page.locator("figure[id^=chart-] > h3").all()]
+        assert charts == ["sft", "dpo", "dpo: reward", "dpo: preference accuracy"]
+        assert page.locator(".chart canvas").count() == len(charts)
     stages = first["stages"].items()
     assert shown == {f"{name}/{metric}": value for name, one in stages for metric, value in one["metrics"].items()}
     assert seen.errors == []

@@ -16,7 +16,7 @@ def nightly(worker_home):
     """A scheduled recipe with two branches; one of them stands on a folder of rows."""
     rows = worker_home.folder.parent / "rows"
     rows.mkdir()
-    (rows / "a.jsonl").write_text('{"prompt": "1+1", "completion": "2"}\n')
+    (rows / "train-a.jsonl").write_text('{"prompt": "1+1", "completion": "2"}\n')
     local = {**stage("ok"), "dataset": f"file://{rows}", "files": None}
     stages = {"rows": local, "base": model("ok", "nightly"), "sft": trained("base", "rows"), "scores": after("base")}
     schedule = worker_home.schedule(worker_home.write("nightly", stages))
@@ -42,7 +42,7 @@ def test_new_rows_rebuild_what_stands_on_them_and_nothing_new_is_said(worker_hom
     assert second["state"]["message"] == "nothing new: 4 stages cached"
     print(f"nothing new: {second['total_run_time']:.1f} s as a scheduled run")
 
-    (nightly["rows"] / "b.jsonl").write_text('{"prompt": "1+2", "completion": "3"}\n')
+    (nightly["rows"] / "train-b.jsonl").write_text('{"prompt": "1+2", "completion": "3"}\n')
     third = worker_home.run_now("nightly")
     assert worker_home.states(third) == {"rows": "built", "base": "cached", "sft": "built", "scores": "cached"}
 
