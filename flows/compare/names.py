@@ -29,6 +29,7 @@ STEP_METRICS = {
 }
 RUN_METRICS = {
     "evaluation_NAME": "the metric NAME over the held-out rows",
+    "NAME_median": "the median over an attempt's steps, without the first ones, of a metric that every step has",
     "num_rows": "packed rows of the training data",
     "num_documents": "documents in them",
     "num_tokens": "tokens of the documents",
