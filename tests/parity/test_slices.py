@@ -50,7 +50,7 @@ def found(models, tmp_path_factory):
 def test_no_process_holds_the_model(found, models, tmp_path):
     """It is 417 MiB in fp32. Beside its shards a process has what FSDP gathers of two layers of 13, for the probe.
 
-    Two processes on two busy cores are not always in step, and gather a layer more then: the best of three starts.
+    The same code was measured at 0.70 to 0.87 of that on two busy cores, why is not known: at most three starts.
     """
     starts = [found("large")]
     while len(starts) < 3 and max(of_rank["peak_bytes"] for of_rank in starts[-1]) >= 0.85 * 417 * MIB:
