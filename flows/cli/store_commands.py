@@ -123,16 +123,23 @@ def gc(dry_run: bool, older_than_days: float, as_json: bool) -> None:
 
     store = Store(store_root())
     garbage = collect.find_garbage(store, kept_versions(), older_than_days=older_than_days)
-    if not dry_run:
-        garbage = collect.collect(store, garbage)
-    total_mib = sum(one.size_bytes for one in garbage) / 2**20
+    done = collect.Collected(tuple(garbage), ()) if dry_run else collect.collect(store, garbage)
     if as_json:
-        items = [{"path": str(one.path), "size_bytes": one.size_bytes, "reason": one.reason} for one in garbage]
-        print_json({"dry_run": dry_run, "garbage": items})
+        items = [{"path": str(one.path), "size_bytes": one.size_bytes, "reason": one.reason} for one in done.removed]
+        print_json({"dry_run": dry_run, "garbage": items, "failures": done.failures})
+        if done.failures:
+            sys.exit(StoreError.exit_code)
         return
-    for one in garbage:
+    for one in done.removed:
         click.echo(f"{one.size_bytes / 2**20:9.1f} MiB  {one.path}  {one.reason}")
+    total_mib = sum(one.size_bytes for one in done.removed) / 2**20
     click.echo(f"{total_mib:.1f} MiB {'would be' if dry_run else 'were'} freed")
+    if done.failures:
+        listed = "\n".join(f"  {failure}" for failure in done.failures)
+        raise StoreError(
+            f"{len(done.failures)} of {len(garbage)} could not be removed:\n{listed}\nSee to what is named there, or "
+            f"remove it by hand, and run `lifecycle gc` again"
+        )
 
 
 class Percentage(click.ParamType):

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISDIR, S_ISREG
 
 from pydantic import ValidationError
 
 from flows.store.content import RECORD_FILE, files_in, hash_files
 from flows.store.record import Artifact, Index
-from flows.store.store import Store
+from flows.store.store import TRASH, Store
 from stages.core.contract import StageInput
+from stages.core.errors import ResourceError, StoreError
 
 SECONDS_PER_DAY = 86_400.0
 RESUME_KEY_LENGTH = 12
@@ -58,9 +62,17 @@ def verify(store: Store) -> Iterator[Verification]:
         )
 
 
+@dataclass(frozen=True)
+class Collected:
+    """What `collect` removed, and why other garbage is still there, a sentence each."""
+
+    removed: tuple[Garbage, ...]
+    failures: tuple[str, ...]
+
+
 def find_garbage(store: Store, protected: Collection[str] = (), older_than_days: float = 7.0) -> list[Garbage]:
-    """What nothing needs: superseded artifacts; and, unless used within `older_than_days`, leftovers of crashes, work
-    folders that nobody works in, cache entries.
+    """What nothing needs: superseded artifacts, leftovers of removals; and, unless used within `older_than_days`,
+    leftovers of crashes, work folders that nobody works in, cache entries.
 
     Kept are the artifact of each stage name of each recipe that was built or used last, those whose version is in
     `protected` (promoted models), those that unfinished work builds on, and all that these were built from.
@@ -76,11 +88,12 @@ def find_garbage(store: Store, protected: Collection[str] = (), older_than_days:
     old = [
         *((folder, "abandoned work") for folder in abandoned),
         *((folder, "left over from a crash") for folder in index.leftovers),
-        *((folder, "left over from a removal") for folder in store.root.glob(".trash/*")),
         *((entry, "cache entry") for entry in store.root.glob(".cache/*/*")),
     ]
+    trash = sorted(store.root.glob(f"{TRASH}/*"))
     return [
         *(Garbage(one.folder, _size_bytes(one.folder), one.used_s, "superseded") for one in superseded),
+        *(Garbage(path, _size_bytes(path), _used_s(path), "left over from a removal") for path in trash),
         *(
             Garbage(path, _size_bytes(path), used_s, f"{reason}, unused for {older_than_days:g} days")
             for path, reason in sorted(old)
@@ -106,14 +119,17 @@ def needed(index: Index, protected: Collection[str], in_use: Collection[Path]) -
     return list(kept.values())
 
 
-def collect(store: Store, garbage: Iterable[Garbage]) -> list[Garbage]:
-    """Remove what `find_garbage` found, but for what was used since. Returns what was removed."""
-    removed = []
+def collect(store: Store, garbage: Iterable[Garbage]) -> Collected:
+    """Remove what `find_garbage` found, but for what was used since. What cannot be removed does not stop the rest."""
+    removed, failures = [], []
     for one in garbage:
-        if one.path.exists() and _used_s(one.path) <= one.used_s:
-            store.remove(one.path)
-            removed.append(one)
-    return removed
+        try:
+            if os.path.lexists(one.path) and _used_s(one.path) <= one.used_s:
+                store.remove(one.path)
+                removed.append(one)
+        except (StoreError, ResourceError) as error:
+            failures.append(str(error))
+    return Collected(tuple(removed), tuple(failures))
 
 
 def _inputs(work: Path) -> Collection[Path]:
@@ -125,14 +141,19 @@ def _inputs(work: Path) -> Collection[Path]:
 
 def _used_s(path: Path) -> float:
     """When an artifact was last found cached; when anything in another folder was last written or read."""
-    record = path / RECORD_FILE
-    if record.exists():
-        return record.stat().st_mtime
-    below = [path, *path.rglob("*")] if path.is_dir() else [path]
-    # Our own walk reads folders, so that only of files the time of reading means something.
-    return max(max(one.lstat().st_mtime, 0.0 if one.is_dir() else one.lstat().st_atime) for one in below)
+    with suppress(OSError):
+        return (path / RECORD_FILE).stat().st_mtime
+    # Our own walk reads folders and links, so that only of files the time of reading means something.
+    times = (max(found.st_mtime, found.st_atime if S_ISREG(found.st_mode) else 0.0) for found in _stats(path))
+    return max(times, default=0.0)
 
 
 def _size_bytes(path: Path) -> int:
-    below = path.rglob("*") if path.is_dir() else [path]
-    return sum(one.lstat().st_size for one in below if not one.is_dir())
+    return sum(found.st_size for found in _stats(path) if not S_ISDIR(found.st_mode))
+
+
+def _stats(path: Path) -> Iterator[os.stat_result]:
+    """Yield the state of an entry and of all below it; links are not followed, what goes meanwhile is left out."""
+    for one in (path, *(path.rglob("*") if path.is_dir() and not path.is_symlink() else ())):
+        with suppress(OSError):
+            yield one.lstat()

@@ -4,7 +4,7 @@
     .work/<kind>/<stage>-<resume key>/  work in progress; survives a crash
     .cache/<kind>/                      kept between runs, keyed by content
     .locks/                             one file a resume key; the kernel releases the lock of a dead process
-    .trash/                             on its way out
+    .trash/                             on its way out; nothing reads it
 
 A commit renames the work folder and then puts `record.json` in its place, so that an artifact is whole or not there.
 """
@@ -12,6 +12,7 @@ A commit renames the work folder and then puts `record.json` in its place, so th
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -32,11 +33,13 @@ from flows.store.content import (
     is_pending,
 )
 from flows.store.record import Artifact, Index, Record
+from flows.store.removal import make_writable, remove_tree
 from stages.core.errors import StoreError, full_disk_named
 from stages.core.files import write_atomically
 
 LOCK_INTERVAL_S = 0.2
 PRIVATE_FOLDER = 0o700
+TRASH = ".trash"
 
 
 class Store:
@@ -126,7 +129,7 @@ class Store:
             _sync(folder.parent)
             _finish_commit(folder)
             for old in replaced:
-                shutil.rmtree(old)
+                remove_tree(old)
         artifact = read_artifact(folder)
         assert artifact is not None
         return artifact
@@ -143,20 +146,33 @@ class Store:
             (artifact / PENDING_HOOK_FILE).unlink()
             _sync(artifact)
 
-    def remove(self, folder: Path) -> None:
-        """Remove a folder of the store. It is gone for readers at once, however large it is."""
-        with self.explained(f"remove {folder}"), contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self._to_trash(folder))
+    def remove(self, path: Path) -> None:
+        """Remove a folder, a file or a link of the store. It is gone for readers at once, however large it is.
+
+        Raises StoreError when something below it cannot be removed: what is left then lies in the trash.
+        """
+        with self.explained(f"remove {path}"), contextlib.suppress(FileNotFoundError):
+            try:
+                remove_tree(path if path.parent == self.root / TRASH else self._to_trash(path))
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                remove_tree(path)  # a full disk may have no room for the move
 
     def note_use(self, artifact: Artifact) -> None:
         """Remember that an artifact was found cached, so that it counts as new when garbage is collected."""
         with contextlib.suppress(OSError):
             os.utime(artifact.folder / RECORD_FILE)
 
-    def _to_trash(self, folder: Path) -> Path:
-        assert folder.is_relative_to(self.root)
-        trash = self.make_folder(self.root / ".trash") / f"{folder.name}-{os.urandom(4).hex()}"
-        return folder.rename(trash)
+    def _to_trash(self, path: Path) -> Path:
+        assert path.is_relative_to(self.root)
+        (self.root / TRASH).mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
+        trash = self.root / TRASH / f"{path.name}-{os.urandom(4).hex()}"
+        try:
+            return path.rename(trash)
+        except PermissionError:  # a folder that is moved elsewhere has to be writable
+            make_writable(path)
+            return path.rename(trash)
 
     @contextmanager
     def explained(self, doing: str) -> Iterator[None]:

@@ -9,7 +9,7 @@ import pytest
 import tiny
 from disks import filled, mounted, needs_root, small_disk
 
-from flows.store.collect import find_garbage, verify
+from flows.store.collect import collect, find_garbage, verify
 from flows.store.store import Store
 
 FAR_FUTURE_S = 4_102_444_800  # the year 2100
@@ -136,3 +136,19 @@ def test_a_disk_that_is_full_while_a_stage_writes_is_named_and_costs_nothing(tmp
     assert 2 <= reached == again[stage]["first_step"]
     assert chain.identities(again) == undisturbed[1]
     fault.lost = f"nothing: went on at step {reached} of {chain.NUM_STEPS}"
+
+
+@needs_root
+def test_garbage_is_collected_on_a_disk_without_any_room(tmp_path, fault):
+    """The message of a full disk advises it. A folder for the trash is one block more than there is."""
+    fault.name, fault.stage = "disk full while garbage is collected", "none"
+    store = Store(tmp_path / "disk" / "store")
+    with small_disk(tmp_path / "disk", 4):
+        abandoned = store.make_folder(store.work_folder("train", "sft", "a" * 12)) / "weights"
+        abandoned.write_bytes(b"\0" * 2**20)
+        os.utime(abandoned, (LONG_AGO_S, LONG_AGO_S))
+        os.utime(abandoned.parent, (LONG_AGO_S, LONG_AGO_S))
+        with filled(tmp_path / "disk"), fault.timed("recovered"):
+            done = collect(store, find_garbage(store))
+        assert [one.path for one in done.removed] == [abandoned.parent]
+        assert done.failures == ()

@@ -151,7 +151,7 @@ def test_what_is_not_there_cannot_be_adopted_or_shown(lifecycle, tmp_path):
 
 def test_collecting_an_empty_store_frees_nothing(lifecycle):
     code, output, _ = lifecycle("gc", "--dry-run", "--json")
-    assert (code, json.loads(output)) == (0, {"dry_run": True, "garbage": []})
+    assert (code, json.loads(output)) == (0, {"dry_run": True, "garbage": [], "failures": []})
 
 
 def test_schema_knows_every_kind(lifecycle):

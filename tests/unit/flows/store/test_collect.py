@@ -91,7 +91,7 @@ def test_what_was_used_since_it_was_found_stays(store, recipe, make_plan, build)
     garbage = find_garbage(store)
     time.sleep(0.01)
     store.note_use(old["sft"])
-    assert [one.path for one in collect(store, garbage)] == [old["awq"].folder]
+    assert [one.path for one in collect(store, garbage).removed] == [old["awq"].folder]
 
 
 def test_old_work_cache_entries_and_leftovers_go_but_not_where_somebody_works(store, recipe, make_plan, build):
