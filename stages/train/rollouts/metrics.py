@@ -48,14 +48,13 @@ class RoundSamples:
                     f"step {found.first_step}: the reward {name} is {values.pop():g} for all "
                     f"{len(found.completions)} completions: it tells none apart"
                 )
-        self._file.write(self._lines(found))
+        self._file.write(found.first_step, self._lines(found))
 
     def _lines(self, found: Round) -> Iterator[dict[str, object]]:
         for group in found.groups[:NUM_SHOWN]:
             prompt = self._prompts[group.prompt]
             for one in group.completions[:NUM_SHOWN]:
                 yield {
-                    "step": found.first_step,
                     "row": str(prompt.place),
                     "prompt": prompt.text,
                     "reference": prompt.prompt.reference,

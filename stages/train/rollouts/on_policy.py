@@ -126,7 +126,7 @@ class OnPolicyBatches:
 
         self.server.server.ask(requests, keep)
         assert self.samples
-        self.samples.write(self._shown(step, found))
+        self.samples.write(step, self._shown(found))
         return [found[position][0] for position in range(len(prompts))]
 
     def _taught(self, documents: Sequence[AnsweredPrompt]) -> list[Batch]:
@@ -145,11 +145,10 @@ class OnPolicyBatches:
         batches = self.packing.share(documents, data_rank, self.engine.data_parallel_size)
         return [replace(batch, rollouts=None, temperature=self.asked.temperature) for batch in batches]
 
-    def _shown(self, step: int, found: Mapping[int, tuple[AnsweredPrompt, Choice]]) -> Iterator[dict[str, object]]:
+    def _shown(self, found: Mapping[int, tuple[AnsweredPrompt, Choice]]) -> Iterator[dict[str, object]]:
         for position in range(min(NUM_SHOWN, len(found))):
             document, choice = found[position]
             yield {
-                "step": step,
                 "prompt": self.decode(document.prompt),
                 "text": choice.written(SERVER),
                 "num_tokens": len(document.completion),

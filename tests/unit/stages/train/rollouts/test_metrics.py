@@ -41,3 +41,10 @@ def test_what_an_earlier_attempt_showed_is_there_in_the_next(tmp_path: Path) -> 
     assert shown(tmp_path) == [(1, "2"), (1, "3"), (5, "2"), (5, "3")]
     (tmp_path / "scratch" / COMPLETIONS_FILE).unlink()  # as when the artifact is committed
     assert len(shown(tmp_path)) == 4
+
+
+def test_a_round_that_is_sampled_again_after_a_kill_is_shown_once(tmp_path: Path) -> None:
+    for first_step in (1, 5, 9):  # a kill after the checkpoint of step 4
+        write(tmp_path, first_step)
+    write(tmp_path, 5)
+    assert [step for step, _ in shown(tmp_path)] == [1, 1, 5, 5]
