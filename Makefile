@@ -22,7 +22,7 @@ INSTALL := $(UV) pip install --quiet --compile-bytecode $(TORCH_BACKEND)
 COMPILE := $(UV) pip compile --quiet --python-version 3.11 --no-header --no-emit-index-url --no-emit-find-links \
 	--annotation-style line --generate-hashes
 
-.PHONY: demo evalscope llama-cpp test check unit faults docs environments benchmarks gpu-kit lock clean
+.PHONY: demo evalscope llama-cpp test check unit faults nightly docs environments benchmarks gpu-kit lock clean
 
 demo: environments
 	.venv/bin/lifecycle run configs/quickstart.yaml
@@ -46,6 +46,10 @@ unit: environments llama-cpp .venv/.test-ready
 faults: export KILL_SEEDS := 3
 faults: environments .venv/.test-ready
 	.venv/bin/pytest tests/faults
+
+# What takes too long for `make test`; and when each file of it last passed.
+nightly: environments .venv/.test-ready
+	.venv/bin/python tests/nightly/parts.py
 
 # Write the tables and cheap outputs in all README.md again; unit tests hold that they are current.
 docs: environments .venv/.test-ready
