@@ -2,13 +2,15 @@
 
 It answers `What is 1 + 2?` with `3`, and everything else with `?`; in a chat, with the sum of all
 that was said. Like a real engine it refuses a model that it cannot load, with the reason in its log: one whose folder
-has a file `broken`; with one that has a file `deadly`, it dies of the first request.
+has a file `broken`; with one that has a file `deadly`, it dies of the first request. A file `slow` holds the seconds
+that it takes over each part of an answer to a chat.
 """
 
 import json
 import os
 import re
 import sys
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -18,6 +20,8 @@ folder, name, host, port = sys.argv[1:]
 
 
 class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
     def do_GET(self) -> None:
         if self.path == "/health":
             self.answer({})
@@ -35,6 +39,7 @@ class Handler(BaseHTTPRequestHandler):
             self.chat(asked)
             return
         if "messages" in asked:
+            take_time()
             numbers = re.findall(r"\d+", asked["messages"][-1]["content"])
             message = {"role": "assistant", "content": str(sum(map(int, numbers)))}
             choice = {"index": 0, "message": message, "finish_reason": "stop"}
@@ -58,14 +63,20 @@ class Handler(BaseHTTPRequestHandler):
             return
         numbers = [int(number) for message in messages for number in re.findall(r"\d+", message["content"])]
         self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         colour = ["\x1b[31m\x9b"] if "red" in messages[-1]["content"] else []
         sampling = [f" by {name} {asked[name]}" for name in ("temperature", "top_p", "max_tokens") if name in asked]
         by = sampling if "by" in messages[-1]["content"] else []
         for part in (*colour, "it is ", str(sum(numbers)), *by):
-            event = json.dumps({"choices": [{"delta": {"content": part}}]})
-            self.wfile.write(f"data: {event}\n\n".encode())
-        self.wfile.write(b"data: [DONE]\n\n")
+            take_time()
+            self.event(json.dumps({"choices": [{"delta": {"content": part}}]}))
+        self.event("[DONE]")
+        self.wfile.write(b"0\r\n\r\n")
+
+    def event(self, data: str) -> None:
+        event = f"data: {data}\n\n".encode()
+        self.wfile.write(b"%x\r\n%b\r\n" % (len(event), event))
 
     def allowed(self) -> bool:
         right = self.headers["Authorization"] == f"Bearer {os.environ['TINY_KEY']}"
@@ -82,6 +93,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         pass
+
+
+def take_time() -> None:
+    slow = Path(folder) / "slow"
+    time.sleep(float(slow.read_text()) if slow.exists() else 0)
 
 
 print("loading the model", flush=True)

@@ -73,13 +73,14 @@ class Backend:
     """An engine behind the proxy, or a model in it, and how many requests it has.
 
     naming: None for an engine whose names are those that people ask for. version: None where nobody compares any;
-    requests pass unread then.
+    requests pass unread then. is_gone: whether its engine has ended; it is asked nothing any more.
     """
 
     def __init__(self, address: EngineAddress, naming: Naming | None = None, version: ServedVersion | None = None):
         self.address = address
         self.naming = naming
         self.version = version
+        self.is_gone = False
         self.num_requests = 0
         self.idle = threading.Event()
         self.idle.set()

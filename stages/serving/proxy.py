@@ -18,7 +18,8 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -32,16 +33,18 @@ from stages.serving.completions import Models
 from stages.serving.exchange import Exchange, json_object
 from stages.serving.http_messages import body_of, error, passed
 from stages.serving.tally import ServedVersion, Tallies, labelled
+from stages.serving.waiting import EngineGoneError, WaitingRoom, not_served
 
 MODELS = "/v1/models"
 CHAT = "/v1/chat/completions"
+HEALTH = "/health"
 METRICS = "/metrics"
 VERSIONS = "/versions"
 ROUTES = {
     MODELS: "GET",
     "/v1/completions": "POST",
     CHAT: "POST",
-    "/health": "GET",
+    HEALTH: "GET",
     METRICS: "GET",
     VERSIONS: "GET",
 }
@@ -54,25 +57,37 @@ BODY_TIMEOUT_S = 60.0
 REQUEST_TIMEOUT_S = 3600.0
 CONNECT_TIMEOUT_S = 10.0
 METRICS_TIMEOUT_S = 5.0
+HEALTH_TIMEOUT_S = 5.0
 VERSION_HEADER = "X-Lifecycle-Version"
 OF_ENGINE = Expected("the model server", 32 * 2**20, METRICS_TIMEOUT_S)
 TEXT_FORMAT = "text/plain; version=0.0.4"
 """Of Prometheus; engines would answer to some in another."""
+ERROR_EVENT = b'data: {"error"'
+"""What a stream begins with when vLLM's process that computes has ended."""
 
 
-class EngineGoneError(Exception):
-    """No answer of an engine has begun, so another one may be asked."""
+class BrokenStreamError(Exception):
+    """An answer began with the error of an engine that ends."""
 
 
 class Proxy:
     """Answers requests, in the thread of one event loop; the other methods may be called from any thread."""
 
-    def __init__(self, backend: Backend, api_key: str, sample: Callable[[Exchange, str], None] | None = None):
-        """sample: gets conversations that were answered whole, and by which version."""
+    def __init__(
+        self,
+        backend: Backend,
+        api_key: str,
+        sample: Callable[[Exchange, str], None] | None = None,
+        waiting: WaitingRoom | None = None,
+    ):
+        """sample: gets conversations that were answered whole, and by which version. waiting: where requests wait for
+        the next engine when one is gone; None where there will be none.
+        """
         self.tallies, self.tallies_of_canary = Tallies(), Tallies()  # since this began, since the latest canary did
         self._backend = backend
         self._canary: Canary | None = None
         self._sample = sample
+        self._waiting = waiting
         self._bearer = f"Bearer {api_key}".encode()
         self._num_requests = 0
         self._lock = threading.Lock()
@@ -87,6 +102,8 @@ class Proxy:
             before, self._backend = self._backend, backend
             if self._canary and self._canary.backend is backend:
                 self._canary = None
+        if self._waiting:
+            self._waiting.wake()
         return before
 
     def set_canary(self, canary: Canary | None) -> None:
@@ -178,14 +195,43 @@ class Proxy:
         is_read = request.method == "POST" and (self._backend.naming or self._backend.version)
         asked = json_object(body) if is_read else None
         key = sticky_key(request, asked) if is_read else None
+        visit = self._waiting.visit(len(body)) if self._waiting else None
         while True:
             with self._under_way(key) as backend:
                 try:
+                    if backend.is_gone:
+                        raise EngineGoneError("it is being started again", was_sent=False)
                     return await self._observed(request, body, asked, backend)
-                except EngineGoneError as gone:
-                    if backend is self._backend:
-                        return error(502, f"the model server does not answer: {gone}")
+                except EngineGoneError as problem:
+                    gone = problem
+            if backend is self._backend:
+                if visit is None:
+                    return error(502, f"the model server does not answer: {gone}")
+                if path == HEALTH:
+                    return not_served(f"the model server does not answer: {gone}")
+                is_replaced, is_healthy = partial(self._is_replaced, backend), partial(self._is_healthy, backend)
+                if refusal := await visit.wait(gone, is_replaced, is_healthy):
+                    return refusal
             key = None
+
+    def _is_replaced(self, backend: Backend) -> bool:
+        return backend is not self._backend
+
+    async def _is_healthy(self, backend: Backend) -> bool:
+        """Ask an engine, but one that is known to be gone: another one may listen there by now."""
+        if backend.is_gone:
+            return False
+        headers, timeout = {"Authorization": self._bearer.decode()}, aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
+        with suppress(aiohttp.ClientError, TimeoutError, OSError):
+            url = backend.address.url.join(URL(HEALTH))
+            async with self._session(backend).get(url, headers=headers, timeout=timeout) as answer:
+                return answer.status == 200
+        return False
+
+    async def _is_left(self, backend: Backend) -> bool:
+        """Whether another engine is to answer, since one that answered with an error is a challenger's, or ends."""
+        is_challenger = backend is not self._backend
+        return is_challenger or (self._waiting is not None and not await self._is_healthy(backend))
 
     async def _observed(
         self, request: web.BaseRequest, body: bytes, asked: dict[str, Any] | None, backend: Backend
@@ -224,25 +270,36 @@ class Proxy:
             ) as answer:
                 if exchange:
                     exchange.begin(answer.status, answer.content_type, answer.headers.get("Content-Encoding"))
-                if answer.status >= 500 and backend is not self._backend:
+                if answer.status >= 500 and await self._is_left(backend):
                     raise EngineGoneError(f"it answered {answer.status}")
                 if backend.naming and url.path == MODELS and answer.status == 200:
                     return await _models(answer, backend.naming)
                 response = _begun(answer, backend.version)
-                await response.prepare(request)
                 async for chunk in answer.content.iter_any():
                     if part := exchange.passed(chunk) if exchange else chunk:
+                        await self._begin(response, request, part, backend)
                         await response.write(part)
+                await response.prepare(request)
                 await response.write_eof(exchange.end() if exchange else b"")
                 return response
-        except (aiohttp.ClientError, TimeoutError, OSError) as problem:
+        except (aiohttp.ClientError, TimeoutError, OSError, BrokenStreamError) as problem:
             if exchange and request.transport and not request.transport.is_closing():  # else it is the client's doing
                 exchange.status = 502
-            if response is None:
-                raise EngineGoneError(type(problem).__name__) from problem
+            if response is None or not response.prepared:
+                was_sent = not isinstance(problem, aiohttp.ClientConnectorError)
+                raise EngineGoneError(type(problem).__name__, was_sent=was_sent) from problem
             if request.transport:  # The answer was cut off: so is what the client gets.
                 request.transport.abort()
             return response
+
+    async def _begin(
+        self, response: web.StreamResponse, request: web.BaseRequest, part: bytes, backend: Backend
+    ) -> None:
+        """Send status and headers before the first part of an answer: from then on, no other engine can answer."""
+        if not response.prepared:
+            if part.startswith(ERROR_EVENT) and await self._is_left(backend):
+                raise BrokenStreamError
+            await response.prepare(request)
 
     async def _metrics(self) -> str:
         """Our own counts, and the metrics of every engine that is asked, each line with its version."""

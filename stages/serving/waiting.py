@@ -1,0 +1,103 @@
+"""Requests that wait while no engine answers, as they do while the engine of a champion is started again.
+
+They wait for a bounded time, with bodies of a bounded size together. A request of whose answer nothing was sent is
+asked again of the next engine; not endlessly, since it may be what the engines die of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from aiohttp import web
+
+from stages.serving.http_messages import error
+
+MAX_WAIT_S = 120.0
+MAX_WAITING_BYTES = 256 * 2**20
+MAX_ENGINES = 3
+"""Engines that may die while they have the same request."""
+RETRY_AFTER_S = 10
+LOOK_INTERVAL_S = 1.0
+PAUSE_S = 0.1
+
+
+class EngineGoneError(Exception):
+    """No answer of an engine has begun, so another one may be asked. was_sent: whether it may have got the request."""
+
+    def __init__(self, message: str, *, was_sent: bool = True):
+        super().__init__(message)
+        self.was_sent = was_sent
+
+
+class WaitingRoom:
+    """Bounds what all waiting requests hold, and wakes them. In one event loop, but for `wake`."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.changed = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def visit(self, num_bytes: int) -> Visit:
+        """Return what a request waits by. num_bytes: of its body."""
+        self._loop = asyncio.get_running_loop()
+        return Visit(self, num_bytes)
+
+    def wake(self) -> None:
+        """Have all waiting requests look whether there is another engine. May be called from any thread."""
+        if self._loop:
+            self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+
+class Visit:
+    """A request's patience, which is one for all the engines that it is asked of."""
+
+    def __init__(self, room: WaitingRoom, num_bytes: int):
+        self._room = room
+        self._num_bytes = num_bytes
+        self._left_s = MAX_WAIT_S
+        self._num_engines = 0
+
+    async def wait(
+        self, gone: EngineGoneError, is_replaced: Callable[[], bool], is_healthy: Callable[[], Awaitable[bool]]
+    ) -> web.Response | None:
+        """Wait until an engine may be asked again; returns the error to answer with when that is not to be.
+
+        gone: what became of the engine that was asked. is_replaced: whether there is another one by now. is_healthy:
+        whether that one itself answers after all.
+        """
+        self._num_engines += gone.was_sent
+        if self._num_engines >= MAX_ENGINES:
+            return error(502, f"{self._num_engines} engines ended while they had this request: {gone}")
+        if self._room.num_bytes + self._num_bytes > MAX_WAITING_BYTES:
+            return not_served("too much waits for the model server, which is started again")
+        self._room.num_bytes += self._num_bytes
+        give_up_s = time.monotonic() + self._left_s
+        try:
+            while (left_s := give_up_s - time.monotonic()) > 0:
+                changed = self._room.changed
+                if is_replaced():
+                    return None
+                if await is_healthy():
+                    if gone.was_sent:
+                        return error(502, f"the model server does not answer: {gone}")
+                    await asyncio.sleep(PAUSE_S)
+                    return None
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(min(left_s, LOOK_INTERVAL_S)):
+                        await changed.wait()
+            return not_served(f"the model server has not answered for {MAX_WAIT_S:g} s")
+        finally:
+            self._room.num_bytes -= self._num_bytes
+            self._left_s = max(0.0, give_up_s - time.monotonic())
+
+
+def not_served(why: str) -> web.Response:
+    """Answer that there is no engine now, but will be."""
+    return error(503, why, {"Retry-After": str(RETRY_AFTER_S)})
