@@ -117,12 +117,19 @@ def gc(dry_run: bool, older_than_days: float, as_json: bool) -> None:
     What an alias of a registered model points to is kept.
     """
     from flows.champion.champions import kept_versions
-    from flows.ledger.home import store_root
+    from flows.ledger.home import home, store_root
+    from flows.ledger.refreshes import RunningRefreshes
     from flows.store import collect
     from flows.store.store import Store
 
     store = Store(store_root())
-    garbage = collect.find_garbage(store, kept_versions(), older_than_days=older_than_days)
+    garbage = collect.find_garbage(
+        store,
+        kept_versions(),
+        older_than_days,
+        rooms=home().glob("cache/*/"),
+        refreshing_since_s=min((one.started_ms / 1000 for one in RunningRefreshes().all()), default=math.inf),
+    )
     done = collect.Collected(tuple(garbage), ()) if dry_run else collect.collect(store, garbage)
     if as_json:
         items = [{"path": str(one.path), "size_bytes": one.size_bytes, "reason": one.reason} for one in done.removed]

@@ -17,6 +17,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from flows.store.content import outside_files
+from stages.core.cache_entries import note_use
 from stages.core.files import write_atomically
 from stages.core.hashing import sha256_of_files
 from stages.core.redaction import REPLACEMENT, is_secret_name, redact, shortened
@@ -53,7 +54,6 @@ CONTENTS = TypeAdapter(Contents)
 
 def keep_contents(folder: Path, digest: str, path: Path) -> None:
     """Note in `folder` what is at `path`, whose hash is `digest`. A home that cannot be written keeps nothing."""
-    note = folder / f"{digest}.json"
     before = kept_contents(folder, digest)
     with suppress(OSError):
         if before is None:
@@ -62,19 +62,20 @@ def keep_contents(folder: Path, digest: str, path: Path) -> None:
             now = {
                 name: content.model_copy(update={"text": _kept(name, content.text)}) for name, content in before.items()
             }
-        if now == before:
-            note.touch()  # so that the collector leaves it
-        else:
+        if now != before:
             folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(note, CONTENTS.dump_json(now).decode())
+            write_atomically(folder / f"{digest}.json", CONTENTS.dump_json(now).decode())
 
 
 def kept_contents(folder: Path, digest: str) -> Contents | None:
     """What was noted of this hash; None where nothing was, or it is damaged."""
+    note = folder / f"{digest}.json"
     try:
-        return CONTENTS.validate_json((folder / f"{digest}.json").read_bytes())
+        contents = CONTENTS.validate_json(note.read_bytes())
     except (OSError, ValueError):
         return None
+    note_use(note)
+    return contents
 
 
 def contents_of(path: Path) -> Contents:

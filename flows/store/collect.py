@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from stat import S_ISDIR, S_ISREG
+from stat import S_ISDIR
 
 from pydantic import ValidationError
 
 from flows.store.content import RECORD_FILE, files_in, hash_files
 from flows.store.record import Artifact, Index
 from flows.store.store import TRASH, Store
+from stages.core.cache_entries import entries_of
 from stages.core.contract import StageInput
 from stages.core.errors import ResourceError, StoreError
 
@@ -70,12 +72,19 @@ class Collected:
     failures: tuple[str, ...]
 
 
-def find_garbage(store: Store, protected: Collection[str] = (), older_than_days: float = 7.0) -> list[Garbage]:
+def find_garbage(
+    store: Store,
+    protected: Collection[str] = (),
+    older_than_days: float = 7.0,
+    rooms: Iterable[Path] = (),
+    refreshing_since_s: float = math.inf,
+) -> list[Garbage]:
     """What nothing needs: superseded artifacts, leftovers of removals; and, unless used within `older_than_days`,
     leftovers of crashes, work folders that nobody works in, cache entries.
 
     Kept are the artifact of each stage name of each recipe that was built or used last, those whose version is in
-    `protected` (promoted models), those that unfinished work builds on, and all that these were built from.
+    `protected` (promoted models), those that unfinished work builds on, and all that these were built from; and cache
+    entries used since the oldest running refresh began, at `refreshing_since_s`. rooms: of caches outside the store.
     """
     index = store.index()
     before_s = time.time() - older_than_days * SECONDS_PER_DAY
@@ -85,10 +94,12 @@ def find_garbage(store: Store, protected: Collection[str] = (), older_than_days:
     in_use = {path for folder in work if folder not in abandoned for path in _inputs(folder)}
     kept = needed(index, protected, in_use)
     superseded = [artifact for artifact in index.artifacts if artifact not in kept]
+    rooms = (*store.root.glob(".cache/*/*"), *rooms)
+    unused_s = min(before_s, refreshing_since_s)
     old = [
-        *((folder, "abandoned work") for folder in abandoned),
-        *((folder, "left over from a crash") for folder in index.leftovers),
-        *((entry, "cache entry") for entry in store.root.glob(".cache/*/*")),
+        *((folder, "abandoned work", before_s) for folder in abandoned),
+        *((folder, "left over from a crash", before_s) for folder in index.leftovers),
+        *((entry, "cache entry", unused_s) for room in rooms for entry in entries_of(room)),
     ]
     trash = sorted(store.root.glob(f"{TRASH}/*"))
     return [
@@ -96,8 +107,8 @@ def find_garbage(store: Store, protected: Collection[str] = (), older_than_days:
         *(Garbage(path, _size_bytes(path), _used_s(path), "left over from a removal") for path in trash),
         *(
             Garbage(path, _size_bytes(path), used_s, f"{reason}, unused for {older_than_days:g} days")
-            for path, reason in sorted(old)
-            if (used_s := _used_s(path)) <= before_s
+            for path, reason, limit_s in sorted(old)
+            if (used_s := _used_s(path)) <= limit_s
         ),
     ]
 
@@ -140,12 +151,10 @@ def _inputs(work: Path) -> Collection[Path]:
 
 
 def _used_s(path: Path) -> float:
-    """When an artifact was last found cached; when anything in another folder was last written or read."""
+    """When an artifact was last found cached; when anything in another folder was written, or its use was noted."""
     with suppress(OSError):
         return (path / RECORD_FILE).stat().st_mtime
-    # Our own walk reads folders and links, so that only of files the time of reading means something.
-    times = (max(found.st_mtime, found.st_atime if S_ISREG(found.st_mode) else 0.0) for found in _stats(path))
-    return max(times, default=0.0)
+    return max((found.st_mtime for found in _stats(path)), default=0.0)
 
 
 def _size_bytes(path: Path) -> int:

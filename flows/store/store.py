@@ -147,13 +147,14 @@ class Store:
             _sync(artifact)
 
     def remove(self, path: Path) -> None:
-        """Remove a folder, a file or a link of the store. It is gone for readers at once, however large it is.
+        """Remove a folder, a file or a link. What is in the store is gone for readers at once, however large it is.
 
         Raises StoreError when something below it cannot be removed: what is left then lies in the trash.
         """
         with self.explained(f"remove {path}"), contextlib.suppress(FileNotFoundError):
             try:
-                remove_tree(path if path.parent == self.root / TRASH else self._to_trash(path))
+                is_moved_first = path.is_relative_to(self.root) and path.parent != self.root / TRASH
+                remove_tree(self._to_trash(path) if is_moved_first else path)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise

@@ -15,6 +15,7 @@ from pathlib import Path
 from filelock import FileLock
 from pydantic import JsonValue
 
+from stages.core.cache_entries import note_use
 from stages.core.files import write_atomically
 
 KEY_CHARACTERS = 32
@@ -44,11 +45,15 @@ def is_sealed(entry: Path) -> bool:
 
 
 def is_intact(entry: Path) -> bool:
-    """Return whether a file or folder is there and holds what it held when its seal was written."""
+    """Return whether a file or folder is there and holds what it held when its seal was written; it is used then."""
     try:
-        return bool(json.loads(_seal_of(entry).read_bytes()) == _digests(entry))
+        intact = bool(json.loads(_seal_of(entry).read_bytes()) == _digests(entry))
     except (OSError, ValueError):
         return False
+    if intact:
+        note_use(entry)
+        note_use(_seal_of(entry))
+    return intact
 
 
 def _seal_of(entry: Path) -> Path:

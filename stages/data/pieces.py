@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stages.core.cache_entries import note_use
 from stages.core.errors import DataError
 from stages.core.files import write_atomically
 from stages.core.strict import StrictModel
@@ -136,6 +137,7 @@ class PieceStore:
             raise _damaged(path) from error
         if metadata.get(DIGEST) != _digest(metadata.get(NOTES, ""), arrays):
             raise _damaged(path)
+        note_use(path)
         rows = [arrays.pop(name) for name in ROW_ARRAYS]
         return Piece(PieceNotes.model_validate_json(metadata[NOTES]), Units(**arrays), *rows)
 

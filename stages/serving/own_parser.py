@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from stages.core.cache_entries import note_use
 from stages.core.files import write_atomically
 from stages.core.redaction import shortened
 
@@ -54,6 +55,7 @@ def problems_by_parser(
             return problems
         kept.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(kept, json.dumps(problems))
+    note_use(kept)
     found: list[str] = json.loads(kept.read_text())
     return found
 

@@ -35,7 +35,7 @@ import lm_eval.tasks
 from stages.harnesses.lm_eval.revisions import check_loaded
 arc = Path(lm_eval.tasks.__file__).with_name("arc")
 loaded = lm_eval.tasks.TaskManager(include_path=arc, include_defaults=False).load("arc_easy")
-check_loaded(loaded["tasks"].values(), json.loads(sys.argv[1]))
+check_loaded(loaded["tasks"].values(), json.loads(sys.argv[1]), Path("kept"))
 """
 CONFIG = {"model": "sft", "serving": SERVING, "tasks": ["arc_easy"], "num_fewshot": 1}
 

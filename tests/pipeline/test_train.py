@@ -240,13 +240,13 @@ def test_communication_of_two_processes_is_measured(dpo):
 
 def test_the_reference_is_computed_once(dpo, sft, artifacts, tmp_path):
     kept = sorted((dpo.parent / "cache" / "reference").glob("*.npy"))
-    entries = [(path.stat().st_mtime_ns, path.read_bytes()) for path in kept]
+    entries = [(path.stat().st_ino, path.read_bytes()) for path in kept]
     assert len(entries) == 2, "training rows and held-out rows"
     flip_bit(kept[1], kept[1].stat().st_size - 1)
     work = dpo.parent / "again"
     config = make_config("dpo", steps=NUM_DPO_STEPS, layout={"micro_batch_size": 4}, learning_rate=1e-3)
     run(config, make_context(work, {**artifacts, "base": sft}, config))
-    assert (kept[0].stat().st_mtime_ns, kept[0].read_bytes()) == entries[0]
+    assert (kept[0].stat().st_ino, kept[0].read_bytes()) == entries[0]
     assert np.load(kept[1]) == pytest.approx(np.load(io.BytesIO(entries[1][1])), abs=1e-3), "it was damaged"
     assert f"{kept[1]} held other bytes than were written: computed again" in (work / "events.jsonl").read_text()
     losses, of_two = ([row["loss"] for row in logged(folder)] for folder in (work, dpo))

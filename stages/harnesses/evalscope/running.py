@@ -6,6 +6,7 @@ import json
 import time
 from pathlib import Path
 
+from stages.core.cache_entries import note_use
 from stages.core.contract import StageContext
 from stages.core.errors import EvaluationError
 from stages.core.redaction import redact, shortened
@@ -51,6 +52,8 @@ def evaluated(
     }
     (work / "request.json").write_text(json.dumps(request))
     own = [task for task, questions in sets.items() if questions is None]
+    if own:
+        note_use(context.cache / "evalscope")
     _run(installed, work, _environment(model.client.api_key, offline=not own), context)
     return read_results({task: work / folder for task, folder in folders.items()}, evaluation)
 

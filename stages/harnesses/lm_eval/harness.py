@@ -20,6 +20,8 @@ from stages.harnesses.lm_eval.tasks import TaskSelection, check_trusted, select_
 from stages.serving.asked import ServedModel
 
 PROGRESS_EVERY = 10
+DATASETS = "datasets"
+"""In the cache: what Hugging Face's library of this name has prepared."""
 KEPT_RESULTS = ("results", "groups", "group_subtasks", "configs", "versions", "n-shot", "higher_is_better", "n-samples")
 
 
@@ -57,14 +59,14 @@ class LmEval:
 
     def prepare(self, evaluation: Evaluation, cache: Path, doing: Callable[[str], None] = print) -> None:
         selection = _selection(evaluation)
-        os.environ.setdefault("HF_DATASETS_CACHE", str(cache / "datasets"))
+        os.environ.setdefault("HF_DATASETS_CACHE", str(cache / DATASETS))
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         if selection.offline:
             os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
     def check(self, evaluation: Evaluation, cache: Path, model: Path | None) -> str | None:
         selection = _selection(evaluation)
-        os.environ.setdefault("HF_DATASETS_CACHE", str(cache / "datasets"))  # before `datasets` is imported
+        os.environ.setdefault("HF_DATASETS_CACHE", str(cache / DATASETS))  # before `datasets` is imported
         from stages.harnesses.lm_eval.rehearsal import rehearse
 
         try:
@@ -79,7 +81,7 @@ class LmEval:
 
         self.prepare(evaluation, context.cache)
         tasks = scoring.load_tasks(_selection(evaluation), evaluation)["tasks"]
-        check_loaded(tasks.values(), context.outside)
+        check_loaded(tasks.values(), context.outside, context.cache / DATASETS)
         return items_of(tasks)
 
     def evaluate(
@@ -93,7 +95,7 @@ class LmEval:
 
         with scoring.named_mistakes(evaluation.tasks):
             tasks = scoring.load_tasks(_selection(evaluation), evaluation)
-        check_loaded(tasks["tasks"].values(), context.outside)
+        check_loaded(tasks["tasks"].values(), context.outside, context.cache / DATASETS)
         model = scoring.LmEvalModel(await_model(), evaluation)
         answers = context.scratch / f"answers-{context.version}"
         results = scoring.evaluate_tasks(model, tasks, evaluation, answers, report)

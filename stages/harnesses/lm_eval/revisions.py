@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
+from stages.core.cache_entries import note_use_of_file
 from stages.core.errors import TransientError
 from stages.harnesses.lm_eval.tasks import TaskSelection, hub_datasets
 from stages.hubs.answers import Answers
@@ -33,10 +34,11 @@ def resolve_hub_datasets(selection: TaskSelection, limit_s: float | None = None)
     return {HUB_DATASETS: commits} if commits else {}
 
 
-def check_loaded(tasks: Iterable[Any], outside: dict[str, JsonValue]) -> None:
+def check_loaded(tasks: Iterable[Any], outside: dict[str, JsonValue], kept: Path) -> None:
     """Raise TransientError when a loaded task's samples are of another commit than the version says.
 
-    tasks: of lm-eval. `datasets` keeps what it has prepared in a folder named after the commit.
+    tasks: of lm-eval. kept: the folder of `datasets`, which keeps what it has prepared in folders named after the
+    commit; their use is noted.
     """
     expected = outside.get(HUB_DATASETS, {})
     assert isinstance(expected, dict)
@@ -45,5 +47,7 @@ def check_loaded(tasks: Iterable[Any], outside: dict[str, JsonValue]) -> None:
         name = f"{task.DATASET_PATH}@{revision}" if revision else str(task.DATASET_PATH)
         commit = expected.get(name)
         files = [file for split in task.dataset.values() for file in getattr(split, "cache_files", ())]
+        for file in files:
+            note_use_of_file(kept, Path(file["filename"]))
         if commit and not all(str(commit) in Path(file["filename"]).parts for file in files):
             raise TransientError(f"the dataset {name} changed after this refresh was planned; run it again")

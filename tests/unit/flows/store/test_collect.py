@@ -99,7 +99,7 @@ def test_old_work_cache_entries_and_leftovers_go_but_not_where_somebody_works(st
     abandoned = store.make_folder(store.work_folder("train", "sft", "a" * 12))
     locked = store.make_folder(store.work_folder("train", "sft", "b" * 12))
     young = store.make_folder(store.work_folder("train", "sft", "c" * 12))
-    cache = store.make_folder(store.cache_folder("train") / "tokens")
+    cache = store.make_folder(store.cache_folder("train") / "tokens" / "0123")
     (cache / "rows").write_text("x" * 100)
     (artifacts["awq"].folder / "record.json").unlink()
     for folder in (abandoned, locked, cache, artifacts["awq"].folder):

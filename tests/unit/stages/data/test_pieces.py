@@ -63,7 +63,7 @@ def content(folder):
 
 
 def pieces(tmp_path):
-    return {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "pieces").iterdir()}
+    return {path.name: path.stat().st_ino for path in (tmp_path / "cache" / "pieces").iterdir()}
 
 
 def test_of_files_that_are_there_already_none_is_tokenized_again(run, write_rows, tmp_path):
