@@ -75,5 +75,7 @@ def _show_status(as_json: bool) -> bool:
         print_json({one.name: asdict(one) for one in found})
     else:
         for one in found:
-            click.echo(f"{one.name:<8} {one.url or 'not running':<30} {'healthy' if one.healthy else 'down'}")
+            state = "unknown" if one.host else "healthy" if one.healthy else "down"
+            where = one.url or (f"on {one.host}" if one.host else "not running")
+            click.echo(f"{one.name:<8} {where:<30} {state}")
     return all(one.healthy or not one.needed for one in found)

@@ -25,7 +25,7 @@ from stages.serving.launch import LAUNCH_FILE, LaunchSpec
 
 RECENT_REFRESHES = 10
 SHORTEST_PREFIX = 4
-NOT_SHOWN_FIELDS = ("stages", "attempts", "comparison", "trials", "measured")
+NOT_SHOWN_FIELDS = ("home", "stages", "attempts", "comparison", "trials", "measured")
 LISTED_FIELDS = ("refresh", "recipe", "state", "started_ms", "seconds")
 
 
@@ -242,8 +242,10 @@ def read_now(ledger: Ledger) -> RefreshRecord:
 
 
 def state_of(record: RefreshRecord) -> str:
-    """The state; a refresh whose process died did not say itself that it failed."""
-    return "killed" if record.interrupted else record.state
+    """Return the state; a refresh whose process died did not say itself that it failed."""
+    if record.interrupted:
+        return "copied" if record.is_copied else "killed"
+    return f"unknown, on {record.elsewhere}" if record.elsewhere else record.state
 
 
 def _config(artifact: Artifact) -> dict[str, Any]:

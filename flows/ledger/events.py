@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
+from flows.ledger.home import HomeIdentity
 from flows.ledger.process_identity import ProcessIdentity
 from stages.core.contract import StrictModel
 
@@ -44,6 +45,7 @@ class RefreshBegan(Event):
     """A refresh starts, or, as another try, starts again: what was asked for, by which process, and the plan.
 
     recipe_text: of the file as it was then, without secrets and without `overrides`; empty in earlier ledgers.
+    home: where it runs; None in earlier ledgers.
     """
 
     event: Literal["refresh_began"] = "refresh_began"
@@ -55,6 +57,7 @@ class RefreshBegan(Event):
     until: str | None = None
     force: tuple[str, ...] = ()
     process: ProcessIdentity
+    home: HomeIdentity | None = None
     hardware: str
     git_commit: str | None
     stages: dict[str, PlannedEntry]
@@ -196,10 +199,14 @@ class RefreshEnded(Event):
 
 
 class RefreshKilled(Event):
-    """Written by another process, which found that this one had died. It says nothing of a later try."""
+    """Written by another process, which found that this one had died. It says nothing of a later try.
+
+    copied: it may live, but in another home, of which this one is a copy.
+    """
 
     event: Literal["refresh_killed"] = "refresh_killed"
     process: ProcessIdentity
+    copied: bool = False
 
 
 AnyEvent = Annotated[

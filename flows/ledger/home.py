@@ -6,15 +6,42 @@ import errno
 import os
 from pathlib import Path
 
+from flows.ledger.process_identity import boot_id
+from stages.core.contract import StrictModel
 from stages.core.errors import ResourceError
 
 FOLDER = ".lifecycle"
 REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT)
 
 
+class HomeIdentity(StrictModel):
+    """The folder of a home, as records name it: paths move, and a copy has the records of its original.
+
+    Devices are numbered again at each boot, and by each host; elsewhere the inode alone tells homes apart.
+    """
+
+    boot: str
+    device: int
+    inode: int
+
+    def is_here(self) -> bool:
+        """Return whether it is this home."""
+        try:
+            here = home_identity()
+        except FileNotFoundError:
+            return False
+        return self.inode == here.inode and (self.device == here.device or self.boot != here.boot)
+
+
 def home() -> Path:
     """The folder of the store, the local servers and the ledgers of refreshes. It need not exist yet."""
     return Path(os.environ.get("LIFECYCLE_HOME", FOLDER)).absolute()
+
+
+def home_identity() -> HomeIdentity:
+    """Return which folder this home is. Raises `FileNotFoundError` as long as there is none."""
+    status = home().stat()
+    return HomeIdentity(boot=boot_id(), device=status.st_dev, inode=status.st_ino)
 
 
 def home_above() -> dict[str, str]:

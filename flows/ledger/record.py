@@ -25,7 +25,9 @@ from flows.ledger.events import (
     StageWaits,
     TrialEnded,
 )
-from flows.ledger.process_identity import ProcessIdentity
+from flows.ledger.heartbeat import is_silent
+from flows.ledger.home import HomeIdentity, ledger_root
+from flows.ledger.process_identity import ProcessIdentity, Standing
 from stages.core.contract import StageResult
 
 StageState = Literal["waiting", "running", "built", "cached", "failed", "cancelled", "skipped"]
@@ -35,7 +37,9 @@ STOPPED = ("RefreshStoppedError", "KeyboardInterrupt")
 """Errors of what was stopped on request; earlier versions called an attempt that ended so killed."""
 """What an event makes of its stage."""
 KILLED = "its process was killed"
-"""The error of a refresh that could not say itself how it ended."""
+COPIED = "this home was copied while it ran; how it ended, only the original home knows"
+"""Errors of a refresh that could not say itself how it ended."""
+HEARTBEAT_FILE, LEDGER_FILE = "heartbeat", "ledger.jsonl"
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,7 @@ class RefreshRecord:
     seconds: float = 0.0
     prefect_flow_run_id: str | None = None
     prefect_run_count: int | None = None
+    home: HomeIdentity | None = None
     error: str | None = None
     stages: dict[str, StageEntry] = field(default_factory=dict)
     attempts: dict[str, AttemptRecord] = field(default_factory=dict)
@@ -142,14 +147,45 @@ class RefreshRecord:
     """By the layout's place."""
 
     @property
+    def is_copied(self) -> bool:
+        """Return whether another home, of which this one is a copy, began it."""
+        return self.home is not None and not self.home.is_here()
+
+    @property
+    def standing(self) -> Standing:
+        """Return whether the process of the latest try runs. In a copied home it does not, whatever its original does.
+
+        One elsewhere is dead once it has given no sign of life for long.
+        """
+        if self.is_copied:
+            return "dead"
+        standing, folder = self.process.standing(), ledger_root() / self.refresh
+        if standing == "foreign" and is_silent(self.process, folder / HEARTBEAT_FILE, folder / LEDGER_FILE):
+            return "dead"
+        return standing
+
+    @property
     def interrupted(self) -> bool:
-        """Whether its process died without saying how the refresh ended."""
-        return self.state == "running" and not self.process.alive()
+        """Return whether its process died without saying how the refresh ended."""
+        return self.state == "running" and self.standing == "dead"
+
+    @property
+    def elsewhere(self) -> str | None:
+        """Host on which it may run, where nobody can see it from here."""
+        unknown = self.state == "running" and self.standing == "foreign"
+        return self.process.host or "another host" if unknown else None
+
+    @property
+    def unsaid_end(self) -> str | None:
+        """Error of a refresh that could not say itself how it ended, be that recorded already or not."""
+        if self.interrupted:
+            return COPIED if self.is_copied else KILLED
+        return self.error if self.error in (KILLED, COPIED) else None
 
     @property
     def killed(self) -> bool:
-        """Whether its process died so, be that recorded already or not."""
-        return self.interrupted or self.error == KILLED
+        """Return whether nobody knows how it ended."""
+        return self.unsaid_end is not None
 
     @property
     def nothing_new(self) -> bool:
@@ -193,7 +229,8 @@ def after(record: RefreshRecord | None, event: AnyEvent) -> RefreshRecord:
             return _over(replace(record, **_said(event)))
         case RefreshKilled():
             named = record.state == "running" and record.process == event.process
-            return _over(replace(record, state="failed", error=KILLED)) if named else record
+            error = COPIED if event.copied else KILLED
+            return _over(replace(record, state="failed", error=error)) if named else record
         case _:
             return _after_stage(record, event)
 

@@ -2,6 +2,7 @@
 
 <home>/ledger/<refresh>/
     ledger.jsonl    an event a line, only ever appended to: by the process of the refresh; by another one once that died
+    heartbeat       touched every 30 s while the refresh runs, for those who cannot see its process
     mlflow.json     how much of it has reached MLflow; written by `flows/tracking/shipper.py` only
     tracking.log    what the shipper said; shipping.lock: held by the one that ships
     trials/0-1/     of a comparison: work folder of the first layout's first round
@@ -24,7 +25,7 @@ from pydantic import ValidationError
 
 from flows.ledger.events import ANY_EVENT, AnyEvent, AttemptEnded, Outcome, RefreshBegan, RefreshKilled
 from flows.ledger.home import ledger_root
-from flows.ledger.record import AttemptRecord, RefreshRecord, fold
+from flows.ledger.record import LEDGER_FILE, AttemptRecord, RefreshRecord, fold
 from stages.core.errors import StoreError, full_disk_named
 from stages.core.files import write_atomically
 
@@ -40,7 +41,7 @@ class Ledger:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.file = folder / "ledger.jsonl"
+        self.file = folder / LEDGER_FILE
 
     def exists(self) -> bool:
         """Whether the refresh was begun."""
@@ -105,7 +106,7 @@ def ledger_of(refresh: str) -> Ledger:
 
 def ledgers() -> Iterator[Ledger]:
     """Those of all refreshes; the one that was written to last comes first."""
-    files = ledger_root().glob("*/ledger.jsonl")
+    files = ledger_root().glob(f"*/{LEDGER_FILE}")
     for file in sorted(files, key=lambda file: file.stat().st_mtime_ns, reverse=True):
         yield Ledger(file.parent)
 
@@ -143,6 +144,8 @@ class RunningRefreshes:
 def close_interrupted() -> list[str]:
     """Say of refreshes whose process died that they failed, and where their metrics end; returns their ids.
 
+    In a copy of a home, also of those that run in its original; nothing is signalled.
+
     It must be done before another attempt appends to the `metrics.jsonl` of the same work folder.
     """
     closed = []
@@ -151,8 +154,9 @@ def close_interrupted() -> list[str]:
             ledger = ledger_of(record.refresh)
             for attempt in record.attempts.values():
                 if attempt.outcome is None:
-                    ledger.append(end_of(attempt, "killed", error="the refresh was killed"))
-            ledger.append(RefreshKilled(process=record.process))
+                    error = record.unsaid_end if record.is_copied else "the refresh was killed"
+                    ledger.append(end_of(attempt, "killed", error=error))
+            ledger.append(RefreshKilled(process=record.process, copied=record.is_copied))
             closed.append(record.refresh)
     return closed
 

@@ -23,11 +23,12 @@ from flows.ledger.events import (
     StageFailed,
     StageWaits,
 )
-from flows.ledger.home import home
+from flows.ledger.heartbeat import Heartbeat
+from flows.ledger.home import home, home_identity
 from flows.ledger.machine import hardware, num_slots
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.provenance import git_commit
-from flows.ledger.record import RefreshRecord, after
+from flows.ledger.record import HEARTBEAT_FILE, RefreshRecord, after
 from flows.ledger.refreshes import close_interrupted, end_of, ledger_of, new_refresh_id
 from flows.planning.devices import on_devices, wanted_slots
 from flows.planning.plan import PlannedStage
@@ -72,12 +73,15 @@ class RefreshRun:
         self._lock = threading.Lock()
         self._started_s = time.monotonic()
         earlier = self.ledger.read() if self.ledger.exists() else None
+        home().mkdir(parents=True, exist_ok=True)
         began = _began(planned, refresh)
         self.ledger.append(began)
         self.record = after(earlier, began)
         if self.comparison:
             self.append(self.comparison.began)
         self._last_attempts = {attempt.stage: attempt.number for attempt in self.record.attempts.values()}
+        self._heartbeat = Heartbeat(self.ledger.folder / HEARTBEAT_FILE)
+        self._heartbeat.start()
 
     def build(self, name: str, attempt: int, log: Log) -> Built:
         """Run one stage whose upstream stages are built, holding its slots. Raises what `run_stage` raises.
@@ -185,6 +189,7 @@ class RefreshRun:
                 self.tracker.start({})
                 self.tracker.close(COMPARISON_CLOSE_TIMEOUT_S)
         self.tracker.close()
+        self._heartbeat.stop()
         return self.record
 
     def _concluded(self, end: RefreshEnded) -> RefreshEnded:
@@ -290,6 +295,7 @@ def _began(planned: PlannedRefresh, refresh: str) -> RefreshBegan:
         until=request.until,
         force=request.force,
         process=ProcessIdentity.own(),
+        home=home_identity(),
         hardware=hardware(),
         git_commit=git_commit(),
         stages={

@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Collection, Mapping
@@ -22,11 +23,22 @@ from filelock import FileLock
 from flows.ledger.home import home
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.refreshes import RunningRefreshes
-from flows.servers.key import KEY_FILE_VARIABLE, USER, client_settings, make_key
+from flows.servers import copied
+from flows.servers.key import KEY_FILE_VARIABLE, USER, client_settings, key_file, make_key
 from flows.servers.ports import listener
-from flows.servers.programs import KEY_VARIABLE, MLFLOW, NO_TELEMETRY, PREFECT, SERVERS, WORKER, ServerProgram
-from flows.servers.records import ServerRecord, read_records, write_records
+from flows.servers.programs import (
+    KEY_VARIABLE,
+    MLFLOW,
+    NO_TELEMETRY,
+    PREFECT,
+    PREFECT_DATABASE,
+    SERVERS,
+    WORKER,
+    ServerProgram,
+)
+from flows.servers.records import ServerRecord, host_of, is_unsettled_copy, read_records, write_records
 from stages.core.errors import ServerError
+from stages.core.lines import say
 from stages.core.supervisor import TOKEN_VARIABLE, end_processes, marked_processes, send, wait_for_end
 
 START_TIMEOUT_S = 300.0
@@ -39,7 +51,8 @@ ANSWER_BYTES = 2**20
 class ServerStatus:
     """What `lifecycle status` says of a server. `ours`: started here, so that `down` stops it.
 
-    needed: a refresh cannot do without it; the worker is needed once it was started.
+    needed: a refresh cannot do without it; the worker is needed once it was started. host: where it runs, if that
+    cannot be seen from here.
     """
 
     name: str
@@ -48,6 +61,7 @@ class ServerStatus:
     ours: bool
     needed: bool = True
     pid: int | None = None
+    host: str | None = None
 
 
 @dataclass(frozen=True)
@@ -81,10 +95,14 @@ def up(*, worker: bool = False) -> Endpoints:
         if program.name in named:
             _check_named(program, named[program.name])
     with _lock():
-        records, password = read_records(), make_key()
+        records = read_records()
+        ours = [program for program in SERVERS if program.name not in named]
+        _refuse_elsewhere({program.name: records[program.name] for program in ours if program.name in records})
+        if is_unsettled_copy():
+            key_file().unlink(missing_ok=True)  # the original's
+        password = make_key()
         # One that runs with another key, or without any, as earlier versions started it, is started again.
         settings = {KEY_VARIABLE: password}
-        ours = [program for program in SERVERS if program.name not in named]
         records |= _start(
             [program for program in ours if not _runs_with(program, records, settings)], records, settings
         )
@@ -95,6 +113,8 @@ def up(*, worker: bool = False) -> Endpoints:
             local=tuple(program.name for program in ours),
             password=password,
         )
+        if is_unsettled_copy():
+            _settle(records, endpoints)
         if worker:
             _start_worker(records, endpoints.environment())
     return endpoints
@@ -107,11 +127,13 @@ def down() -> list[str]:
     """
     with _lock():
         records = read_records()
+        _refuse_elsewhere(records)
         if WORKER.name in records:
             _stop_refreshes(records[WORKER.name])
             _stop([records[WORKER.name]])
         _stop(records.values())
-        write_records({})
+        if records:
+            write_records({})
     return [name for name, record in records.items()]
 
 
@@ -136,9 +158,36 @@ def _status_of(program: ServerProgram, record: ServerRecord | None) -> ServerSta
         return ServerStatus(program.name, named, _named_answers(program, named), ours=False)
     if record is None or not record.process.alive():
         needed = program in SERVERS or record is not None
-        return ServerStatus(program.name, None, healthy=False, ours=True, needed=needed)
+        host = host_of(record) if record else None
+        return ServerStatus(program.name, None, healthy=False, ours=True, needed=needed, host=host)
     healthy = answers(record.address + program.health_path)
     return ServerStatus(program.name, record.address, healthy, ours=True, pid=record.process.pid)
+
+
+def _refuse_elsewhere(records: Mapping[str, ServerRecord]) -> None:
+    """Raise `ServerError` when one of the servers runs on another host, or in another container, that shares the home.
+
+    They would write to the same databases of SQLite, and could not be stopped from here.
+    """
+    hosts = {name: host for name, record in records.items() if (host := host_of(record))}
+    if hosts:
+        found = ", ".join(f"{name} on {host}" for name, host in hosts.items())
+        raise ServerError(
+            f"using the local servers of {home()}: {found}, which is another host, boot or container than this one; "
+            "call `lifecycle down` there, or name servers for all of them (PREFECT_API_URL, MLFLOW_TRACKING_URI). One "
+            "that has died is forgotten ten minutes after its last sign of life"
+        )
+
+
+def _settle(records: Mapping[str, ServerRecord], endpoints: Endpoints) -> None:
+    """Pause the schedules that a copied home has from its original, and say so."""
+    paused: list[str] = []
+    if PREFECT.name in endpoints.local and not os.environ.get(PREFECT_DATABASE):
+        paused = copied.settle(endpoints.prefect_api_url, endpoints.password)
+    write_records(records, settled=True)
+    resume = "; `lifecycle schedules resume NAME` has this home run one, too" if paused else ""
+    schedules = f", and its schedules are paused: {', '.join(paused)}{resume}" if paused else ""
+    say(f"{home()} is a copy of another home: its servers have a key of their own{schedules}", sys.stderr)
 
 
 def _check_named(program: ServerProgram, url: str) -> None:

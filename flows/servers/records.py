@@ -1,12 +1,18 @@
-"""Which servers we have started: `<home>/servers.json`, server name → process, port, token."""
+"""Which servers we have started: `<home>/servers.json`, server name → process, port, token.
+
+A copy of a home has the file, too: there the records are void, since the processes are the original's.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from flows.ledger.home import home
+from flows.ledger.heartbeat import is_silent
+from flows.ledger.home import HomeIdentity, home, home_identity
 from flows.ledger.process_identity import ProcessIdentity
 from flows.servers.programs import LOOPBACK
 from stages.core.contract import StrictModel
@@ -31,28 +37,67 @@ class ServerRecord(StrictModel):
 
 
 class ServerRecords(StrictModel):
-    """`servers.json`: server name → record."""
+    """`servers.json`. home: where it was written; None in files of earlier versions.
+
+    is_copy: the home is a copy that was not settled yet: its schedules have to be paused before a worker starts.
+    """
 
     servers: dict[str, ServerRecord] = Field(default_factory=dict)
+    home: HomeIdentity | None = None
+    is_copy: bool = False
 
 
 def read_records() -> dict[str, ServerRecord]:
-    """All of them. Raises `StoreError` when the file is damaged."""
-    path = home() / "servers.json"
-    try:
-        return dict(ServerRecords.model_validate_json(path.read_text()).servers)
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except ValidationError as error:
-        raise StoreError(f"reading {path}: {error}; remove it, and stop servers left over by hand") from error
+    """Return all records of this home. Raises `StoreError` when the file is damaged."""
+    return dict(_read().servers)
+
+
+def is_unsettled_copy() -> bool:
+    """Return whether this home is a copy whose servers did not start yet. Raises what `read_records` raises."""
+    return _read().is_copy
+
+
+def write_records(records: Mapping[str, ServerRecord], *, settled: bool = False) -> None:
+    """Replace all records. settled: this home is no copy any more. Raises what `read_records` raises."""
+    is_copy = is_unsettled_copy() and not settled
+    written = ServerRecords(servers=dict(records), home=home_identity(), is_copy=is_copy)
+    write_atomically(_file(), written.model_dump_json(indent=1))
 
 
 def address_of(name: str) -> str | None:
-    """Of a server that we started and whose process lives."""
+    """Return the address of a server that we started and whose process lives."""
     record = read_records().get(name)
     return record.address if record and record.process.alive() else None
 
 
-def write_records(records: Mapping[str, ServerRecord]) -> None:
-    """Replace them all."""
-    write_atomically(home() / "servers.json", ServerRecords(servers=dict(records)).model_dump_json(indent=1))
+def host_of(record: ServerRecord) -> str | None:
+    """Return where a server runs that cannot be seen from here; None for one of here, and for one that is silent."""
+    if record.process.standing() != "foreign" or is_silent(record.process, _heartbeat_file(), _file()):
+        return None
+    return record.process.host or "another host"
+
+
+def touch_heartbeat() -> None:
+    """Give a sign of life for servers that run here, to those that cannot see them; to be called every 30 s."""
+    if any(record.process.alive() for record in read_records().values()):
+        with suppress(OSError):
+            _heartbeat_file().touch()
+
+
+def _read() -> ServerRecords:
+    path = _file()
+    try:
+        found = ServerRecords.model_validate_json(path.read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        return ServerRecords()
+    except ValidationError as error:
+        raise StoreError(f"reading {path}: {error}; remove it, and stop servers left over by hand") from error
+    return found if found.home is None or found.home.is_here() else ServerRecords(is_copy=True)
+
+
+def _file() -> Path:
+    return home() / "servers.json"
+
+
+def _heartbeat_file() -> Path:
+    return home() / "servers.heartbeat"

@@ -1,6 +1,7 @@
 """Refreshes that ended without Prefect knowing: their process died, or the server was away when they ended.
 
-A process is known by number and start time, so that this needs no heartbeat, and no patience with a busy machine.
+A process of here is known by number and start time, so that this needs no heartbeat and no patience with a busy
+machine.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ def _running_flow_runs(client: SyncPrefectClient) -> Iterator[FlowRun]:
 def _set_end(client: SyncPrefectClient, flow_run: FlowRun) -> None:
     """Leave the flow run alone while its process lives, and when it has begun another try."""
     record = ledger_of(flow_run.name).read()
-    if not record.process.alive() and record.prefect_run_count in (None, flow_run.run_count):
+    if record.is_copied:  # what Prefect says of it here was put right when the servers of the copy first started
+        return
+    if record.standing == "dead" and record.prefect_run_count in (None, flow_run.run_count):
         state = announce(str(flow_run.id), _end_of(record))
         client.set_flow_run_state(flow_run.id, state, force=True)
 

@@ -25,6 +25,7 @@ from prefect.workers.server import build_healthcheck_server
 
 from flows.ledger.home import home
 from flows.running.flow_runs import WORK_POOL, update_entrypoints
+from flows.servers.records import touch_heartbeat
 from flows.service.reaper import Reaper
 from stages.core.errors import ServerError
 from stages.core.garbage import collect_rarely
@@ -47,6 +48,7 @@ def reap_forever() -> None:
     reaper = Reaper()
     while True:
         try:
+            touch_heartbeat()
             reaper.reap()
         except Exception as error:
             print(f"could not report dead refreshes: {type(error).__name__}: {error}", flush=True)

@@ -1,11 +1,17 @@
 """What a ledger says after a crash, a full disk, a retry; which refreshes run, and what a retry asks for."""
 
+import os
+import shutil
+import time
+
 import pytest
 
 from flows.cli.live import summary
+from flows.cli.show import state_of
 from flows.ledger.events import AttemptBegan, FlowRunKnown, PlannedEntry, RefreshBegan, RefreshEnded, StageFailed
+from flows.ledger.home import home_identity
 from flows.ledger.process_identity import ProcessIdentity
-from flows.ledger.record import KILLED, with_time_so_far
+from flows.ledger.record import COPIED, KILLED, with_time_so_far
 from flows.ledger.refreshes import RunningRefreshes, close_interrupted, end_of, ledger_of, ledgers
 from flows.running.request import retry_of
 from flows.tracking.shipper import _only_shipper, ship_pending
@@ -128,6 +134,41 @@ def test_a_killed_refresh_is_closed_and_what_it_had_not_done_is_skipped(begin, h
     ended = closed.attempts["sft-1"]
     assert (ended.outcome, ended.last_byte) == ("killed", len('{"step": 1}\n'))
     assert close_interrupted() == []
+
+
+def test_a_refresh_of_another_host_is_unknown_until_it_has_been_silent_for_long(begin, home):
+    other = {"boot": "00000000-0000-0000-0000-000000000000", "host": "other"}
+    ledger = begin("afar", "sft", process=ProcessIdentity.own().model_copy(update=other))
+    attempt(ledger, home, "sft")
+    size = ledger.size()
+    assert (state_of(ledger.read()), ledger.read().killed) == ("unknown, on other", False)
+    assert [one.refresh for one in RunningRefreshes().of("nightly")] == ["afar"]
+    assert close_interrupted() == [] and ledger.size() == size
+    long_ago_s = time.time() - 3600
+    os.utime(ledger.file, (long_ago_s, long_ago_s))
+    (ledger.folder / "heartbeat").touch()
+    assert close_interrupted() == []
+    os.utime(ledger.folder / "heartbeat", (long_ago_s, long_ago_s))
+    assert state_of(ledger.read()) == "killed"
+    assert close_interrupted() == ["afar"]
+    assert ledger.read().error == KILLED
+
+
+def test_in_a_copy_of_the_home_what_ran_is_over_and_in_the_original_it_goes_on(begin, home, monkeypatch):
+    (home / "home").mkdir()
+    monkeypatch.setenv("LIFECYCLE_HOME", str(home / "home"))
+    ledger = begin("running", "sft", home=home_identity())
+    attempt(ledger, home, "sft")
+    shutil.copytree(home / "home", home / "copy")
+    monkeypatch.setenv("LIFECYCLE_HOME", str(home / "copy"))
+    assert state_of(ledger_of("running").read()) == "copied"
+    assert close_interrupted() == ["running"]
+    closed = ledger_of("running").read()
+    assert (closed.state, closed.error, closed.attempts["sft-1"].error) == ("failed", COPIED, COPIED)
+    begin("running", "sft", home=home_identity())
+    assert ledger_of("running").read().standing == "alive"
+    monkeypatch.setenv("LIFECYCLE_HOME", str(home / "home"))
+    assert close_interrupted() == [] and ledger.read().standing == "alive"
 
 
 @pytest.mark.parametrize("outcome", ["cancelled", "killed"])

@@ -1,0 +1,63 @@
+"""Prefect of a home that was copied: its schedules are paused, and no refresh that the original began goes on here.
+
+Otherwise both homes would refresh, promote and publish. Prefect is asked by HTTP, since importing its client fixes
+which server it talks to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flows.servers.key import USER
+from stages.core.errors import ServerError
+from stages.remote.http_answers import Answer, AnswerModel, Expected, ask_httpx, httpx_client
+
+PAGE = 100
+PAGE_BYTES = 2**26
+TIMEOUT_S = 60.0
+"""For one answer."""
+UNFINISHED = ("SCHEDULED", "PENDING", "RUNNING", "PAUSED", "CANCELLING")
+CANCELLED = {"type": "CANCELLED", "message": "it belongs to the home of which this one is a copy"}
+
+
+class _Deployment(AnswerModel):
+    id: str
+    name: str
+    paused: bool
+    schedules: list[dict[str, Any]]
+
+
+class _FlowRun(AnswerModel):
+    id: str
+
+
+def settle(api_url: str, password: str) -> list[str]:
+    """Pause all schedules and cancel all runs that have not ended; returns the names of what was paused.
+
+    To be called before a worker starts. Raises `ServerError` when Prefect does not do it.
+    """
+    import httpx
+
+    expected = Expected(f"pausing the schedules of a copied home: Prefect at {api_url}", PAGE_BYTES, TIMEOUT_S)
+    unfinished = {"limit": PAGE, "flow_runs": {"state": {"type": {"any_": UNFINISHED}}}}
+    paused: list[str] = []
+    try:
+        with httpx_client(auth=(USER, password), timeout=TIMEOUT_S) as client:
+
+            def ask(path: str, body: Mapping[str, Any]) -> Answer:
+                return ask_httpx(client, expected, "POST", f"{api_url}/{path}", json=body).check()
+
+            offset = 0
+            while found := ask("deployments/filter", {"limit": PAGE, "offset": offset}).parsed(list[_Deployment]):
+                offset += PAGE
+                for one in found:
+                    if one.schedules and not one.paused:
+                        ask(f"deployments/{one.id}/pause_deployment", {})
+                        paused.append(one.name)
+            while runs := ask("flow_runs/filter", unfinished).parsed(list[_FlowRun]):
+                for run in runs:
+                    ask(f"flow_runs/{run.id}/set_state", {"state": CANCELLED, "force": True})
+    except (httpx.HTTPError, TimeoutError) as error:
+        raise ServerError(f"{expected.server} does not answer: {error!r}; run the command again") from error
+    return sorted(paused)

@@ -1,0 +1,96 @@
+"""Records of servers: whose they are in a copied home, and what is known of servers elsewhere."""
+
+import os
+import shutil
+import time
+
+import pytest
+
+from flows.ledger.process_identity import ProcessIdentity
+from flows.servers import local
+from flows.servers.records import (
+    ServerRecord,
+    address_of,
+    host_of,
+    is_unsettled_copy,
+    read_records,
+    touch_heartbeat,
+    write_records,
+)
+from stages.core.errors import ServerError
+
+ELSEWHERE = {"host": "other", "boot": "00000000-0000-0000-0000-000000000000"}
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path / "home"))
+    for variable in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(variable, raising=False)
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def record():
+    """What a server that is this process has; changes are to its identity."""
+    return lambda **changes: ServerRecord(
+        process=ProcessIdentity.own().model_copy(update=changes), port=4200, token="0" * 32
+    )
+
+
+@pytest.fixture
+def in_copy(home, monkeypatch):
+    """Copy the home, and go on in the copy."""
+
+    def copy():
+        shutil.copytree(home, home.with_name("copy"))
+        monkeypatch.setenv("LIFECYCLE_HOME", str(home.with_name("copy")))
+
+    return copy
+
+
+def test_records_are_void_in_a_copy_of_the_home(record, in_copy):
+    write_records({"prefect": record()})
+    assert address_of("prefect") == "http://127.0.0.1:4200" and not is_unsettled_copy()
+    in_copy()
+    assert read_records() == {} and address_of("prefect") is None and is_unsettled_copy()
+
+
+def test_a_copy_is_settled_only_when_that_is_said(record, in_copy):
+    """What dies between the start of the servers and the pause of the schedules has to do it again."""
+    write_records({})
+    in_copy()
+    assert local.down() == []
+    write_records({"prefect": record()})
+    assert list(read_records()) == ["prefect"] and is_unsettled_copy()
+    write_records({"prefect": record()}, settled=True)
+    assert list(read_records()) == ["prefect"] and not is_unsettled_copy()
+
+
+def test_records_of_an_earlier_version_count_as_before(home, record):
+    text = f'{{"servers": {{"prefect": {record().model_dump_json()}}}}}'
+    (home / "servers.json").write_text(text)
+    assert address_of("prefect") and not is_unsettled_copy()
+
+
+def test_second_servers_of_a_home_are_refused_while_the_first_show_signs_of_life(home, record):
+    write_records({"prefect": record(**ELSEWHERE), "mlflow": record(**ELSEWHERE)})
+    assert {(one.url, one.host) for one in local.status()[:2]} == {(None, "other")}
+    for command in (local.up, local.down):
+        with pytest.raises(ServerError, match=r"prefect on other, mlflow on other.*`lifecycle down` there"):
+            command()
+    assert list(read_records()) == ["prefect", "mlflow"]
+    long_ago_s = time.time() - 3600
+    os.utime(home / "servers.json", (long_ago_s, long_ago_s))
+    assert host_of(read_records()["prefect"]) is None
+    assert local.down() == ["prefect", "mlflow"]
+
+
+def test_only_who_runs_the_servers_gives_a_sign_of_life(home, record):
+    write_records({"prefect": record(**ELSEWHERE)})
+    touch_heartbeat()
+    assert not (home / "servers.heartbeat").exists()
+    write_records({"prefect": record()})
+    touch_heartbeat()
+    assert (home / "servers.heartbeat").exists()
