@@ -11,7 +11,7 @@ from flows.champion.registry import RegisteredVersion, Registry
 from flows.ledger.home import store_root
 from flows.report.lineage import Subject
 from flows.servers import local as servers
-from flows.servers.key import client_settings, read_key
+from flows.servers.key import client_settings, key_file, read_key
 from flows.store.record import Artifact, Index
 from flows.store.store import Store
 from stages.adapters.headers import ADAPTER_FOLDER
@@ -36,8 +36,15 @@ def find_mlflow() -> None:
     if not os.environ.get("MLFLOW_TRACKING_URI"):
         ours = next(one for one in servers.status() if one.name == "mlflow")
         password = read_key()
-        if not (ours.url and ours.healthy and password):
-            raise ServerError("the local MLflow server, which knows the champions, is not running; `lifecycle up`")
+        if not (ours.url and ours.healthy):
+            found = f"runs on {ours.host}: ask there" if ours.host else "is not running; `lifecycle up`"
+            raise ServerError(f"the local MLflow server, which knows the champions, {found}")
+        if password is None:
+            raise ServerError(
+                f"the local MLflow server, which knows the champions, runs without a key: there is no {key_file()}, "
+                "since an earlier version started it, or somebody removed the file; `lifecycle up` makes a key and "
+                "restarts the server with it"
+            )
         os.environ |= {"MLFLOW_TRACKING_URI": ours.url, **client_settings(ours.name, password)}
 
 

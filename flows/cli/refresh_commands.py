@@ -29,8 +29,11 @@ def runs(recipe: str | None, stage: str | None, limit: int, as_json: bool) -> No
     """List the latest tries at building stages, how each ended, and its MLflow run."""
     from flows.cli import runs as listed
 
-    found = listed.stage_runs(recipe=recipe, stage=stage, limit=limit)
+    unreadable: list[str] = []
+    found = listed.stage_runs(recipe=recipe, stage=stage, limit=limit, unreadable=unreadable)
     print_json(listed.as_json(found)) if as_json else click.echo(listed.as_text(found))
+    for sentence in listed.not_listed(unreadable):
+        click.echo(sentence, err=True)
 
 
 @click.command()

@@ -9,7 +9,7 @@ from typing import Any
 
 from flows.cli.answers import print_json
 from flows.cli.live import PlainView, TerminalView, View
-from flows.cli.show import entry_as_json, find_refresh
+from flows.cli.show import entry_as_json, find_refresh, state_of
 from flows.launch import choice
 from flows.ledger.home import home
 from flows.ledger.record import RefreshRecord
@@ -85,7 +85,9 @@ def _to_retry(name: str | None) -> RefreshRecord:
     if record.comparison:
         raise StoreError(f"retrying {record.refresh}: it compares layouts; measure them again with `lifecycle compare`")
     if record.state in ("running", "completed"):
-        raise StoreError(f"retrying {record.refresh}: it is {record.state}, expected one that failed or was stopped")
+        raise StoreError(
+            f"retrying {record.refresh}: it is {state_of(record)}, expected one that failed or was stopped"
+        )
     return record
 
 

@@ -24,6 +24,8 @@ from filelock import FileLock, Timeout
 from flows.ledger.home import store_root
 from flows.ledger.record import AttemptRecord, RefreshRecord
 from flows.ledger.refreshes import NOTE_FILE, REPORT_FILE, ROWS_FILE, Ledger, ledgers
+from flows.servers.programs import MLFLOW
+from flows.servers.records import address_of
 from flows.tracking.cursor import LAYOUTS, ShippedAttempt, read_shipped, run_id_of, write_shipped
 from flows.tracking.datasets import datasets_read, tasks_read
 from flows.tracking.pages import EXPERIMENT_TAGS, UNFOLDED
@@ -240,7 +242,12 @@ def main() -> None:
 def ship_pending(client: MlflowClient) -> None:
     """Ship what is left of refreshes that are over, but for those that another process is shipping."""
     for ledger in ledgers():
-        if not read_shipped(ledger).has_all_of(ledger) and ledger.read().state != "running":
+        if read_shipped(ledger).has_all_of(ledger):
+            continue
+        record = ledger.read()
+        # In a copied home, MLflow's runs are the original's, unless the MLflow is a copy, too.
+        is_ours = not record.is_copied or os.environ.get("MLFLOW_TRACKING_URI") == address_of(MLFLOW.name)
+        if record.state != "running" and is_ours:
             with contextlib.suppress(Timeout), _only_shipper(ledger).acquire(blocking=False):
                 _try_to_ship(Shipper(ledger, client))
 

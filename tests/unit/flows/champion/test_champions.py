@@ -1,12 +1,16 @@
 """Champions without MLflow: what is kept from collection, how they are named, that one promotion awaits another."""
 
 import threading
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 
 from flows.champion import champions
 from flows.champion.registrations import Registration, note, only_one, registrations
+from flows.ledger.process_identity import ProcessIdentity
+from flows.servers.records import ServerRecord, write_records
 from stages.core.errors import ServerError, StoreError
+from tests.http_server import serving
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +45,31 @@ def test_a_registration_that_is_noted_again_is_one():
 
 def test_without_a_server_it_is_said_how_to_start_one():
     with pytest.raises(ServerError, match="lifecycle up"):
+        champions.connect()
+
+
+def test_a_server_without_a_key_is_not_said_to_be_down(tmp_path):
+    """As earlier versions started it, whose homes have no key."""
+
+    class Healthy(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with serving(Healthy) as address:
+        port = int(address.rpartition(":")[2])
+        write_records({"mlflow": ServerRecord(process=ProcessIdentity.own(), port=port, token="0" * 32)})
+        with pytest.raises(ServerError, match=r"runs without a key: there is no .*servers\.key.*`lifecycle up`"):
+            champions.connect()
+
+
+def test_a_server_of_another_host_is_not_said_to_be_down():
+    other = ProcessIdentity.own().model_copy(update={"boot": "another", "host": "other"})
+    write_records({"mlflow": ServerRecord(process=other, port=1, token="0" * 32)})
+    with pytest.raises(ServerError, match="runs on other: ask there"):
         champions.connect()
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flows.cli.runs import as_text, stage_runs
+from flows.cli.runs import as_text, not_listed, stage_runs
 from flows.ledger.events import AttemptBegan, PlannedEntry, RefreshBegan
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.refreshes import end_of, ledger_of
@@ -15,7 +15,7 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
-def record(home, refresh, recipe, *stages):
+def record(home, refresh, recipe, *stages, process=None):
     """A refresh whose stages each failed once and then worked, but for the last, which runs."""
     ledger = ledger_of(refresh)
     ledger.append(
@@ -23,7 +23,7 @@ def record(home, refresh, recipe, *stages):
             refresh=refresh,
             recipe=recipe,
             recipe_path=home / "recipe.yaml",
-            process=ProcessIdentity.own(),
+            process=process or ProcessIdentity.own(),
             hardware="1 × abacus",
             git_commit=None,
             stages={stage: PlannedEntry(kind="download", version="0123456789ab") for stage in stages},
@@ -43,7 +43,7 @@ def record(home, refresh, recipe, *stages):
 
 def test_newest_come_first_with_their_mlflow_run(home):
     record(home, "a-1", "a", "rows", "sft")
-    runs = stage_runs(recipe=None, stage=None, limit=20)
+    runs = stage_runs(recipe=None, stage=None, limit=20, unreadable=[])
     assert [(run.stage, run.number, run.outcome) for run in runs] == [
         ("sft", 2, None),
         ("sft", 1, "failed"),
@@ -60,7 +60,30 @@ def test_newest_come_first_with_their_mlflow_run(home):
 def test_they_are_chosen_by_recipe_and_by_stage(home):
     record(home, "a-1", "a", "rows", "sft")
     record(home, "b-1", "b", "rows", "rows-2")
-    assert {run.recipe for run in stage_runs(recipe="b", stage=None, limit=20)} == {"b"}
-    assert {run.stage for run in stage_runs(recipe=None, stage="rows", limit=20)} == {"rows"}
-    assert len(stage_runs(recipe=None, stage=None, limit=3)) == 3
-    assert as_text(stage_runs(recipe="c", stage=None, limit=20)) == "no stage has been run here yet"
+    assert {run.recipe for run in stage_runs(recipe="b", stage=None, limit=20, unreadable=[])} == {"b"}
+    assert {run.stage for run in stage_runs(recipe=None, stage="rows", limit=20, unreadable=[])} == {"rows"}
+    assert len(stage_runs(recipe=None, stage=None, limit=3, unreadable=[])) == 3
+    assert as_text(stage_runs(recipe="c", stage=None, limit=20, unreadable=[])) == "no stage has been run here yet"
+
+
+def test_what_runs_on_another_host_is_unknown(home):
+    other = ProcessIdentity.own().model_copy(update={"boot": "another", "host": "other"})
+    record(home, "a-1", "a", "rows", process=other)
+    (last, first) = as_text(stage_runs(recipe=None, stage=None, limit=20, unreadable=[])).splitlines()
+    assert "unknown, on other" in last and "failed" in first
+
+
+def test_refreshes_that_cannot_be_listed_are_counted_with_where_they_lie(home):
+    assert not_listed([]) == []
+    record(home, "a-1", "a", "rows")
+    record(home, "b-1", "b", "rows")
+    with (home / "ledger" / "b-1" / "ledger.jsonl").open("a") as stream:
+        stream.write('{"event": "of another version"}\n')
+    for name in ("c-1", "c-2"):
+        (home / "refreshes" / name).mkdir(parents=True)
+    unreadable = []
+    runs = stage_runs(recipe=None, stage=None, limit=20, unreadable=unreadable)
+    assert {run.refresh for run in runs} == {"a-1"}
+    earlier, damaged = not_listed(unreadable)
+    assert f"refreshes of an earlier version (2), in {home / 'refreshes'}" in earlier
+    assert "refreshes whose ledgers cannot be read (1: b-1)" in damaged

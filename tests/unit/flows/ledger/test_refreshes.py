@@ -163,6 +163,9 @@ def test_in_a_copy_of_the_home_what_ran_is_over_and_in_the_original_it_goes_on(b
     monkeypatch.setenv("LIFECYCLE_HOME", str(home / "copy"))
     assert state_of(ledger_of("running").read()) == "copied"
     assert close_interrupted() == ["running"]
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://mlflow.team")  # whose runs of it are the original's
+    ship_pending(client=None)  # which would be asked at once
+    assert not (ledger_of("running").folder / "mlflow.json").exists()
     closed = ledger_of("running").read()
     assert (closed.state, closed.error, closed.attempts["sft-1"].error) == ("failed", COPIED, COPIED)
     begin("running", "sft", home=home_identity())
