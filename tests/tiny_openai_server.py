@@ -3,9 +3,11 @@
 It answers `What is 1 + 2?` with `3`, and everything else with `?`; in a chat, with the sum of all
 that was said. Like a real engine it refuses a model that it cannot load, with the reason in its log: one whose folder
 has a file `broken`; with one that has a file `deadly`, it dies of the first request. A file `slow` holds the seconds
-that it takes over each part of an answer to a chat.
+that it takes over each part of an answer to a chat; a file `gate` the path of a file without which it starts. Of those
+that share a file TINY_STARTING, one that starts while another does refuses to.
 """
 
+import fcntl
 import json
 import os
 import re
@@ -101,6 +103,16 @@ def take_time() -> None:
 
 
 print("loading the model", flush=True)
-if (Path(folder) / "broken").exists():
-    sys.exit("tiny: cannot load the model: it has a file `broken`")
-ThreadingHTTPServer((host, int(port)), Handler).serve_forever()
+with Path(os.environ.get("TINY_STARTING", __file__)).open() as starting:
+    try:
+        fcntl.flock(starting, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if "TINY_STARTING" in os.environ:
+            sys.exit("tiny: another one is starting")
+    gate = Path(folder) / "gate"
+    while gate.exists() and Path(gate.read_text()).exists():
+        time.sleep(0.02)
+    if (Path(folder) / "broken").exists():
+        sys.exit("tiny: cannot load the model: it has a file `broken`")
+    server = ThreadingHTTPServer((host, int(port)), Handler)
+server.serve_forever()

@@ -1,12 +1,15 @@
 """Serves the present champion: `lifecycle serve models:/NAME@champion --follow`.
 
-A proxy listens on the public port; behind it stands the server of the present champion. When the alias moves, a
-second server is started; once that is healthy, new requests go there, and the first one ends after its last answer.
-For that time, the device must have room for both. An adapter of the same base needs no second server: it is loaded into
-the one that runs, and the former one is unloaded after its last answer.
+A proxy listens on the public port; behind it stands the engine of the present champion. When the alias moves, a second
+engine is started; once that is healthy, new requests go there, and the first one ends after its last answer. For that
+time, the device must have room for both. An adapter of the same base needs no second engine: it is loaded into the one
+that runs, and the former one is unloaded after its last answer.
 
 With a canary share, the version that has the alias `challenger` is served beside it, and gets that share of the
-requests until the alias is taken away, its server dies, or there is another champion: itself, at best.
+requests until the alias is taken away, its engine dies, or there is another champion: itself, at best.
+
+When the champion's engine dies, it is started again, and requests wait for it. One version is started at a time, the
+most urgent (`Follower._missing`): what is less urgent is stopped while it starts, and begins again afterwards.
 """
 
 from __future__ import annotations
@@ -14,199 +17,340 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
 
 from flows.champion import champions, side_by_side
+from flows.champion.aliases import Aliases
 from flows.champion.canary_gate import have_answered, misses
+from flows.champion.own_folder import own_folder
 from flows.champion.registrations import only_one
 from flows.champion.registry import CHALLENGER, RegisteredVersion, Registry
-from flows.champion.serving import Serving, begin_serving, end_serving, is_gone
-from stages.core.errors import LifecycleError, TransientError
+from flows.champion.restarts import Restarts
+from flows.champion.serving import Serving, end_serving, start_engine
+from flows.champion.starting import Start, in_background
+from stages.core.errors import LifecycleError
 from stages.serving.backend import Canary
 from stages.serving.exchange import Exchange
 from stages.serving.lines import say
 from stages.serving.listening import listening
 from stages.serving.proxy import API_KEY_VARIABLE, Proxy
 from stages.serving.server import listening_socket, reachable
+from stages.serving.waiting import WaitingRoom
 
-POLL_INTERVAL_S = 5.0
+STEP_INTERVAL_S = 0.1
 LAST_ANSWERS_TIMEOUT_S = 30
+MAX_DEATHS_WITH = 2
+"""A version that was in the champion's engine, or on its way there, when it died so often is not loaded again."""
 
 
-class Follower:
-    """Serves the version that an alias of a registered model points to, until it is interrupted.
+@dataclass(frozen=True)
+class Following:
+    """The version that an alias of a registered model points to, to be served until somebody interrupts.
 
     canary_share: of requests, 0 to 1, that go to the challenger while there is one. gate_requests: after how many of
     each version the challenger is promoted or withdrawn; None leaves that to people.
     """
 
-    def __init__(
-        self,
-        registry: Registry,
-        name: str,
-        alias: str,
-        canary_share: float = 0.0,
-        gate_requests: int | None = None,
-    ):
-        self._registry = registry
-        self._name = name
-        self._alias = alias
-        self._canary_share = canary_share
-        self._gate_requests = gate_requests
-        self._servers = ExitStack()
-        self._failed: dict[str, str] = {}
-        self._last_trouble: dict[str, str] = {}
+    registry: Registry
+    name: str
+    alias: str
+    canary_share: float = 0.0
+    gate_requests: int | None = None
 
     def serve(self, host: str, port: int | None, sample: Callable[[Exchange, str], None] | None = None) -> None:
-        """Raises StoreError when there is no champion, ResourceError for a taken port, ServerError for a server that
-        does not start, or ends by itself. sample: as `Proxy` takes it.
+        """Raises StoreError when there is no champion, ResourceError for a taken port, ServerError for an engine that
+        does not start. sample: as `Proxy` takes it.
         """
-        version = champions.find(self._registry, self._name, self._alias)
+        version = champions.find(self.registry, self.name, self.alias)
         new_key = API_KEY_VARIABLE not in os.environ
         key = os.environ.setdefault(API_KEY_VARIABLE, secrets.token_urlsafe(32))
-        with suppress(KeyboardInterrupt), listening_socket(host, port) as public, self._servers:
-            champion = begin_serving(version, None, self._servers)
-            proxy = Proxy(champion.backend, key, sample)
-            with listening(proxy, public, LAST_ANSWERS_TIMEOUT_S):
-                print(f"serving {self._name} at http://{reachable(host)}:{public.getsockname()[1]}/v1", flush=True)
+        with suppress(KeyboardInterrupt), listening_socket(host, port) as public, own_folder() as folder:
+            champion = start_engine(version, folder)
+            proxy = Proxy(champion.backend, key, sample, WaitingRoom())
+            with Follower(self, champion, proxy, folder) as follower, listening(proxy, public, LAST_ANSWERS_TIMEOUT_S):
+                print(f"serving {self.name} at http://{reachable(host)}:{public.getsockname()[1]}/v1", flush=True)
                 if new_key:
                     print(f"API key: {key}", flush=True)
-                challenger: Serving | None = None
-                try:
-                    while True:
-                        champion, challenger = self._next(champion, challenger, proxy)
-                        time.sleep(POLL_INTERVAL_S)
-                finally:
-                    side_by_side.forget(self._name)
+                while True:
+                    follower.step()
+                    time.sleep(STEP_INTERVAL_S)
 
-    def _next(self, champion: Serving, challenger: Serving | None, proxy: Proxy) -> tuple[Serving, Serving | None]:
-        """What is served after the next look at the aliases: the same as before, or others."""
-        if not champion.server.alive():
-            raise champion.server.failure("ended by itself")
-        if challenger and not challenger.server.alive():
-            self._failed[CHALLENGER] = challenger.version.number
-            say(f"{challenger.server.failure('ended by itself')}\nall requests go to the champion")
-            self._withdraw(challenger, champion, proxy)
-            challenger = None
-        successor = self._moved(self._alias, champion.version)
-        if successor:
-            if challenger and challenger.version.number != successor.number:
-                self._withdraw(challenger, champion, proxy)  # what it was compared with is gone
-                challenger = None
-            began = challenger or self._begun(self._alias, successor, champion)
-            if began:
-                if challenger:
-                    self._say_side_by_side(proxy)
-                champion, challenger = self._succeeded(champion, began, proxy), None
-        if self._canary_share:
-            challenger = self._next_challenger(champion, challenger, proxy)
-        if challenger:
-            side_by_side.note(self._name, proxy.side_by_side())
-            self._judge(challenger, champion, proxy)
-        else:
-            side_by_side.forget(self._name)
-        return champion, challenger
 
-    def _next_challenger(self, champion: Serving, challenger: Serving | None, proxy: Proxy) -> Serving | None:
-        """Who gets a share of the requests after the next look at the alias; None for nobody."""
-        try:
-            wanted = self._wanted(CHALLENGER)
-        except LifecycleError as error:
-            self._say_once(CHALLENGER, f"still serving as before: {error}")
-            return challenger
-        number = wanted.number if wanted and wanted.number != champion.version.number else None
-        if challenger and challenger.version.number != number:
-            self._withdraw(challenger, champion, proxy)
-            challenger = None
-        if challenger or not wanted or not number:
-            return challenger
-        say(f"version {number} of {self._name} is {CHALLENGER} now")
-        challenger = self._begun(CHALLENGER, wanted, champion)
-        if challenger:
-            proxy.set_canary(Canary(challenger.backend, self._canary_share))
-            say(f"version {number} of {self._name} gets {self._canary_share:.1%} of the requests")
-        return challenger
+class Follower:
+    """The champion and the challenger that are served, and what is being started, stopped and ended.
 
-    def _judge(self, challenger: Serving, champion: Serving, proxy: Proxy) -> None:
-        """Move the aliases once enough is known, if that is not left to people; the next look sees it."""
-        if not self._gate_requests:
+    All that takes time runs in threads. folder: as `start_engine` takes it.
+    """
+
+    def __init__(self, following: Following, champion: Serving, proxy: Proxy, folder: Path):
+        self.following = following
+        self.champion = champion
+        self.challenger: Serving | None = None
+        aliases = (following.alias, *([CHALLENGER] if following.canary_share else []))
+        self.aliases = Aliases(following.registry, following.name, aliases)
+        self._proxy = proxy
+        self._folder = folder
+        self._restarts = Restarts()
+        self._start: Start | None = None
+        self._stopping: list[Future[None]] = []
+        """Engines that died, and starts that were stopped: nothing starts before they are gone."""
+        self._ending: list[Future[None]] = []
+        """Versions that have their last requests: only the champion is started before they are gone."""
+        self._judging: Future[None] | None = None
+        self._is_over = threading.Event()
+        self._deaths_with: Counter[str] = Counter()
+        self._announced: dict[str, str | None] = {}
+        self._last_trouble: dict[str, str] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End all engines."""
+        self._is_over.set()
+        if self._start:
+            self._stop_start()
+        wait([*self._stopping, *self._ending])
+        for serving in (self.challenger, self.champion):
+            if serving:
+                serving.stack.close()
+        side_by_side.forget(self.following.name)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is under way."""
+        return not (self._start or self._stopping or self._ending or self._judging)
+
+    def step(self) -> bool:
+        """Begin and end what follows from what has happened; waits for nothing. Returns whether MLflow has told where
+        the aliases are, as it does every few seconds."""
+        self._see_deaths()
+        self._see_what_was_started()
+        told = self._see_aliases()
+        self._see_what_was_stopped()
+        self._start_what_is_missing()
+        if told:
+            self._compare()
+        return told
+
+    def _missing(self) -> Iterator[RegisteredVersion]:
+        """Yield the versions that are to be served and are not, the most urgent first."""
+        champion, is_dead = self.champion.version, self.champion.died.is_set()
+        if is_dead and self._restarts.is_at_once:
+            yield champion
+        if successor := self._successor():
+            yield successor  # before a champion that dies again and again: it may be the remedy
+        if is_dead and self._restarts.is_due:
+            yield champion
+        challenger = self._wanted_challenger()
+        if challenger and not self.challenger and not is_dead:
+            yield challenger
+
+    def _successor(self) -> RegisteredVersion | None:
+        version = self.aliases.version(self.following.alias)
+        return version if version and version.number != self.champion.version.number else None
+
+    def _wanted_challenger(self) -> RegisteredVersion | None:
+        version = self.aliases.version(CHALLENGER)
+        return version if version and version.number != self.champion.version.number else None
+
+    def _start_what_is_missing(self) -> None:
+        wanted = next(self._missing(), None)
+        if self._start and (wanted is None or wanted.number != self._start.version.number):
+            say(f"the start of version {self._start.version.number} of {self.following.name} is stopped")
+            self._stop_start()
+        is_champion = wanted is self.champion.version
+        if wanted and not self._start and (is_champion or not self._ending):
+            running = None if self.champion.died.is_set() else self.champion
+            self._start = Start(wanted, running, self._folder, self._stopping)
+
+    def _stop_start(self) -> None:
+        assert self._start
+        self._stopping.append(self._start.stop())
+        self._start = None
+
+    # ------------------------------------------------------------------------------------------- what has happened
+
+    def _see_deaths(self) -> None:
+        champion, challenger = self.champion, self.challenger
+        if champion.died.is_set() and not champion.backend.is_gone:
+            champion.backend.is_gone = True
+            say(str(champion.server.failure("ended by itself")))
+            if self._start and self._start.loads_into is champion:
+                self._note_death_with(self._start.version)
+            if challenger and challenger.server is champion.server:
+                self._note_death_with(challenger.version)
+            self._stopping.append(in_background(champion.stack.close))
+            self._say_restart(self._restarts.add(time.monotonic() - champion.began_s))
+        if challenger and challenger.died.is_set():
+            challenger.backend.is_gone = True
+            if challenger.server is not champion.server:
+                self.aliases.refuse(CHALLENGER, challenger.version)
+                say(f"{challenger.server.failure('ended by itself')}\nall requests go to the champion")
+            self._withdraw(challenger)
+
+    def _note_death_with(self, version: RegisteredVersion) -> None:
+        self._deaths_with[version.number] += 1
+        if self._deaths_with[version.number] >= MAX_DEATHS_WITH:
+            for alias in (self.following.alias, CHALLENGER):
+                found = self.aliases.version(alias)
+                if found and found.number == version.number:
+                    self._refuse(alias, version, f"the engine has died {MAX_DEATHS_WITH} times while it was in it")
+
+    def _see_what_was_started(self) -> None:
+        start = self._start
+        if start is None or not start.outcome.done():
             return
-        tallies = [proxy.tallies_of_canary.of(one.served) for one in (challenger, champion)]
-        if not have_answered(self._gate_requests, *tallies):
+        self._start = None
+        try:
+            serving = start.outcome.result()
+        except (LifecycleError, OSError) as error:
+            self._see_failure(start, error)
+            return
+        number, successor = serving.version.number, self._successor()
+        if serving.died is self.champion.died and serving.died.is_set():
+            return  # loaded into an engine that has died since: it begins again
+        if number == self.champion.version.number:
+            self.champion = serving
+            self._proxy.switch(serving.backend)
+            say(f"version {number} of {self.following.name} is served again")
+        elif successor and successor.number == number:
+            self._succeed(serving)
+        else:
+            self.challenger, share = serving, self.following.canary_share
+            self._proxy.set_canary(Canary(serving.backend, share))
+            say(f"version {number} of {self.following.name} gets {share:.1%} of the requests")
+
+    def _see_failure(self, start: Start, error: Exception) -> None:
+        successor = self._successor()
+        if start.version.number == self.champion.version.number:
+            say(f"version {start.version.number} of {self.following.name} could not be started again: {error}")
+            self._say_restart(self._restarts.add(lived_s=0.0))
+        elif start.loads_into and start.loads_into.died.is_set():
+            pass  # the engine died, which was noted then: it begins again
+        elif successor and successor.number == start.version.number:
+            self._refuse(self.following.alias, start.version, str(error))
+        else:
+            self._refuse(CHALLENGER, start.version, str(error))
+
+    def _see_aliases(self) -> bool:
+        """Take note of where the aliases are, and do what needs no start."""
+        told = self.aliases.look()
+        for alias, version in told.items():
+            self._announce(alias, version)
+        successor, challenger = self._successor(), self.challenger
+        if challenger:
+            wanted = self._wanted_challenger()
+            if successor and successor.number == challenger.version.number:
+                self._say_side_by_side()
+                self._succeed(challenger)
+                self.challenger = None
+            elif successor or wanted is None or wanted.number != challenger.version.number:
+                self._withdraw(challenger)  # if for a successor: what it was compared with will be gone
+        return bool(told)
+
+    def _see_what_was_stopped(self) -> None:
+        self._stopping = [one for one in self._stopping if not _is_done(one)]
+        self._ending = [one for one in self._ending if not _is_done(one)]
+        if self._judging and self._judging.done():
+            judged, self._judging = self._judging, None
+            try:
+                judged.result()
+            except LifecycleError as error:
+                self._say_once("verdict", f"it could not be, and is tried again: {error}")
+
+    # ------------------------------------------------------------------------------------------- what follows from it
+
+    def _succeed(self, successor: Serving) -> None:
+        """Have a version get all requests, and end the former champion after its last answer."""
+        former, self.champion = self.champion, successor
+        self._proxy.switch(successor.backend)
+        say(f"version {successor.version.number} of {self.following.name} is served")
+        self._restarts = Restarts()
+        if not former.backend.is_gone:
+            self._end(former)
+
+    def _withdraw(self, challenger: Serving) -> None:
+        self.challenger = None
+        self._proxy.set_canary(None)
+        say(f"version {challenger.version.number} of {self.following.name} gets no requests any more")
+        self._say_side_by_side()
+        self._end(challenger)
+
+    def _end(self, former: Serving) -> None:
+        is_shared = former.server is self.champion.server
+        self._ending.append(in_background(lambda: end_serving(former, is_shared, self._is_over)))
+
+    def _compare(self) -> None:
+        """Note what both have answered; move the aliases once enough is known, if that is not left to people."""
+        if self.challenger is None:
+            side_by_side.forget(self.following.name)
+            return
+        side_by_side.note(self.following.name, self._proxy.side_by_side())
+        num_requests, name = self.following.gate_requests, self.following.name
+        tallies = [self._proxy.tallies_of_canary.of(one.served) for one in (self.challenger, self.champion)]
+        if num_requests is None or self._judging or not have_answered(num_requests, *tallies):
             return
         found = "; ".join(misses(*tallies))
         verdict = f"withdrawn: {found}" if found else "promoted"
-        number = challenger.version.number
-        say(f"after {self._gate_requests} requests, version {number} of {self._name} is {verdict}")
-        try:
-            if found:
-                self._registry.withdraw_challenger(self._name)
-            else:
-                with only_one(self._name):
-                    self._registry.promote_challenger(self._name)
-        except LifecycleError as error:
-            self._say_once(CHALLENGER, f"it could not be, and is tried again: {error}")
+        say(f"after {num_requests} requests, version {self.challenger.version.number} of {name} is {verdict}")
+        registry = self.following.registry
+        self._judging = in_background(lambda: _withdrawn(registry, name) if found else _promoted(registry, name))
 
-    def _succeeded(self, champion: Serving, successor: Serving, proxy: Proxy) -> Serving:
-        """The successor, once it gets all requests and the former champion has answered its last."""
-        proxy.switch(successor.backend)
-        say(f"version {successor.version.number} of {self._name} is served")
-        end_serving(champion, successor)
-        return successor
+    # ------------------------------------------------------------------------------------------- what people are told
 
-    def _withdraw(self, challenger: Serving, champion: Serving, proxy: Proxy) -> None:
-        proxy.set_canary(None)
-        say(f"version {challenger.version.number} of {self._name} gets no requests any more")
-        self._say_side_by_side(proxy)
-        end_serving(challenger, champion)
+    def _announce(self, alias: str, version: RegisteredVersion | LifecycleError | None) -> None:
+        if isinstance(version, LifecycleError):
+            self._say_once(alias, f"still serving as before: {version}")
+            return
+        self._last_trouble.pop(alias, None)
+        number = version.number if version else None
+        if number != self._announced.get(alias, self.champion.version.number) and number:
+            say(f"version {number} of {self.following.name} is {alias} now")
+        self._announced[alias] = number
 
-    def _say_side_by_side(self, proxy: Proxy) -> None:
+    def _refuse(self, alias: str, version: RegisteredVersion, why: str) -> None:
+        self.aliases.refuse(alias, version)
+        served = f"version {self.champion.version.number} of {self.following.name}"
+        again = f"version {version.number} is tried again when {alias} has been moved away and back"
+        say(f"still serving {served}: {why}\n{again}")
+
+    def _say_restart(self, pause_s: float) -> None:
+        when = f"in {pause_s:.0f} s" if pause_s else "now"
+        times = f", after {self._restarts.num_deaths} deaths in a row" if self._restarts.num_deaths > 1 else ""
+        say(f"version {self.champion.version.number} of {self.following.name} is started again {when}{times}")
+
+    def _say_side_by_side(self) -> None:
         """What a canary that ends was there for."""
-        say(f"side by side, of {self._name}:")
-        for one in proxy.side_by_side()["versions"]:
+        say(f"side by side, of {self.following.name}:")
+        for one in self._proxy.side_by_side()["versions"]:
             say(json.dumps(one))
 
-    def _moved(self, alias: str, served: RegisteredVersion) -> RegisteredVersion | None:
-        """The version that an alias is on now, unless it is the one that is served, or cannot be."""
-        try:
-            version = self._wanted(alias)
-        except LifecycleError as error:
-            self._say_once(alias, f"still serving version {served.number} of {self._name}: {error}")
-            return None
-        if version is None or version.number == served.number:
-            return None
-        say(f"version {version.number} of {self._name} is {alias} now")
-        return version
-
-    def _wanted(self, alias: str) -> RegisteredVersion | None:
-        """The version that an alias is on, but for one that could not be served, until the alias was elsewhere."""
-        version = self._registry.find(self._name, alias)
-        if version is None or version.number != self._failed.get(alias):
-            self._failed.pop(alias, None)
-            return version
-        return None
-
-    def _begun(self, alias: str, version: RegisteredVersion, champion: Serving) -> Serving | None:
-        """The server of a version, healthy; None when it cannot be served."""
-        self._failed[alias] = version.number
-        try:
-            serving = begin_serving(version, champion, self._servers)
-        except LifecycleError as error:
-            if isinstance(error, TransientError) and is_gone(champion.server):
-                doing = f"ended while it was to load another version of {self._name}, and nothing is served"
-                raise champion.server.failure(doing) from error
-            self._say_once(
-                alias,
-                f"still serving version {champion.version.number} of {self._name}: {error}\n"
-                f"it is tried again when {alias} has been moved away and back",
-            )
-            return None
-        del self._failed[alias]
-        return serving
-
-    def _say_once(self, alias: str, trouble: str) -> None:
-        if trouble != self._last_trouble.get(alias):
+    def _say_once(self, about: str, trouble: str) -> None:
+        if trouble != self._last_trouble.get(about):
             say(trouble)
-        self._last_trouble[alias] = trouble
+        self._last_trouble[about] = trouble
+
+
+def _is_done(ended: Future[None]) -> bool:
+    """Whether it is over. Raises what it raised."""
+    if ended.done():
+        ended.result()
+    return ended.done()
+
+
+def _withdrawn(registry: Registry, name: str) -> None:
+    registry.withdraw_challenger(name)
+
+
+def _promoted(registry: Registry, name: str) -> None:
+    with only_one(name):
+        registry.promote_challenger(name)

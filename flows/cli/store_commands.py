@@ -18,7 +18,7 @@ from flows.cli.answers import JSON_OPTION, print_json
 from stages.core.errors import ModelError, RecipeError, StoreError
 
 if TYPE_CHECKING:
-    from flows.champion.follow import Follower
+    from flows.champion.follow import Following
     from stages.serving.exchange import Exchange
 
 
@@ -196,7 +196,7 @@ def serve(
     if follow:
         with ExitStack() as stack:
             sample = _sampling(samples, sample_requests, samples_mib, stack) if samples and sample_requests else None
-            _follower(artifact, canary or 0.0, canary_gate).serve(host, port, sample)
+            _following(artifact, canary or 0.0, canary_gate).serve(host, port, sample)
         return
     if canary or samples:
         raise click.UsageError("--canary and --sample-requests are about what is served with --follow")
@@ -258,14 +258,14 @@ def _sampling(folder: Path, share: float, size_mib: int, stack: ExitStack) -> Ca
     return stack.enter_context(Samples(folder, share, size_mib * 2**20)).offer
 
 
-def _follower(uri: str, canary_share: float, gate_requests: int | None) -> Follower:
+def _following(uri: str, canary_share: float, gate_requests: int | None) -> Following:
     from flows.champion import champions
-    from flows.champion.follow import Follower
+    from flows.champion.follow import Following
     from stages.serving.lines import say
 
     name, alias = champions.parse(uri)
     say(f"asking MLflow for {uri}")
-    return Follower(champions.connect(), name, alias, canary_share, gate_requests)
+    return Following(champions.connect(), name, alias, canary_share, gate_requests)
 
 
 def _what_to_serve(name: str, *, is_trial: bool) -> list[str]:

@@ -60,11 +60,14 @@ class Client:
 
     def is_healthy(self) -> bool:
         """Return whether the server answers and its engine is alive."""
+        return self.health_status() == http.client.OK
+
+    def health_status(self) -> int | None:
+        """Return the status of the server's answer when it is asked for its health; None for no answer in time."""
         try:
-            self._asked("/health", BASE_BYTES, total_s=HEALTH_TIMEOUT_S).check()
+            return self._asked("/health", BASE_BYTES, total_s=HEALTH_TIMEOUT_S).status
         except (ServerError, TransientError):
-            return False
-        return True
+            return None
 
     def model_names(self) -> list[str]:
         """Return the names of the served models; needs the right key."""

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -268,14 +269,13 @@ def test_adapters_take_over_in_the_running_server_without_a_failed_request(envir
     """More of them than the server has slots; a prompt longer than a block of the prefix cache shows what is stale.
 
     The first one challenges before it takes over: the engine has both, and each answers its users. One that was lost on
-    its way is not taken over. When the engine dies of the next, that is said.
+    its way is not taken over. When the engine dies while it loads the next, it is started again, and loads that.
     """
     adapters = [adapter_registration(seed) for seed in range(6)]
     lose(adapters[5], environment)
     make_champion(adapters[0])
     command = [LIFECYCLE, "serve", f"models:/{NAME}@champion", "--follow", "--canary", "50%"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, env=os.environ.copy(), text=True, **pipes) as process:
+    with subprocess.Popen(command, env=os.environ.copy(), text=True, stdout=subprocess.PIPE) as process:
         try:
             said: list[str] = []
             url = next(line.split(" at ")[1].strip() for line in process.stdout if line.startswith("serving "))
@@ -315,14 +315,17 @@ def test_adapters_take_over_in_the_running_server_without_a_failed_request(envir
                 os.kill(engine, signal.SIGSTOP)
             make_champion(adapters[4])
             wait_for(lambda: sum("is champion now" in line for line in said) == 5, what="the next exchange")
+            time.sleep(1.0)  # the engine is asked to load it by then
             kill(engines)
-            assert process.wait(120) != 0
-            assert "ended while it was to load another version of adder, and nothing is served" in process.stderr.read()
+            while_none_answers = complete(url, LONG)
+            served = "version 6 of adder is served"
+            wait_for(lambda: any(served in line for line in said), what="the adapter that was being loaded")
+            answer_of_the_next = complete(url, LONG)
         finally:
-            process.kill()
+            process.send_signal(signal.SIGINT)
             process.wait(90)
     assert load.failures == []
-    assert not [line for line in said if "starting vLLM" in line]
+    assert sum("starting vLLM" in line for line in said) == 1  # after its death
     both = [beside["champion"], beside["challenger"]]
     assert both[1] == challenger.number
     assert engine_versions == {",".join(both)}, "one engine counts for the two"
@@ -330,9 +333,11 @@ def test_adapters_take_over_in_the_running_server_without_a_failed_request(envir
     assert [counted[version]["errors"] for version in both] == [0, 0]
     assert min(counted[version]["requests"] for version in both) >= NUM_ASKERS
     swapped_s = [float(line.split(" checked in ")[1].split()[0]) for line in said if " checked in " in line]
-    assert len(swapped_s) == 3
+    assert len(swapped_s) == 4
     assert max(swapped_s) < 10  # 0.3 s on a quiet machine
-    expected = [expected_answer(made) for made in adapters[:4]]
+    *expected, expected_of_the_next = [expected_answer(made) for made in adapters[:5]]
+    assert while_none_answers in (expected[3], expected_of_the_next)
+    assert answer_of_the_next == expected_of_the_next
     assert list(dict.fromkeys(load.answers)) == expected
     assert set(load.answers[former + NUM_ASKERS :]) == {expected[3]}
     assert not served_processes(environment)

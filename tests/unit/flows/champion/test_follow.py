@@ -1,101 +1,31 @@
 """A champion and its challenger, served by an engine within the tests: who is started, asked and ended, and when."""
 
 import json
-import os
-import signal
 from collections.abc import Iterator
-from contextlib import ExitStack
 
-import httpx
 import pytest
 from click.testing import CliRunner
 
-from flows.champion.follow import Follower
 from flows.champion.registrations import Registration
-from flows.champion.registry import CHAMPION, Registry
-from flows.champion.serving import Serving, begin_serving
+from flows.champion.registry import Registry
 from flows.cli.main import cli
-from flows.ledger.home import home, store_root
-from flows.store.store import Store
-from stages.serving import registry as engines
+from flows.ledger.home import home
 from stages.serving.exchange import Exchange
-from stages.serving.listening import listening
-from stages.serving.proxy import Proxy
-from stages.serving.server import listening_socket
 from stages.serving.tally import ServedVersion
-from tests.hub_repository import model_files
-from tests.promotion import NAME, commit, own_mlflow, planned_stages
+from tests.followed import NUM_SESSIONS, Followed, following, kill_engine, registration, tiny_registry
+from tests.promotion import NAME
 from tests.serving import wait_for
-from tests.tiny_engine import TinyEngine
-
-KEY = "sk-of-the-test"
-NUM_SESSIONS = 20
 
 
 @pytest.fixture
 def registry(tmp_path, monkeypatch) -> Registry:
-    for name, value in {**own_mlflow(tmp_path), "VLLM_API_KEY": KEY}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setitem(engines.ENGINES, TinyEngine.name, TinyEngine())
-    monkeypatch.setattr(engines, "DEFAULT_ENGINE", TinyEngine.name)
-    return Registry()
-
-
-def registration(mark: str) -> Registration:
-    """A model in the store that Tiny serves."""
-    store = Store(store_root())
-    planned = planned_stages(store, {"model": {"kind": "download", "model": "builtin/qwen3-1m", "files": [mark]}})
-
-    def write(work):
-        for name, content in model_files(1000).items():
-            path = work / "model" / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-        (work / "model" / "README.md").write_text(mark)
-
-    built = commit(store, planned["model"], {}, write)
-    return Registration(name=NAME, model=f"{built.kind}/{built.version}", digest=built.record.digest, evaluations=())
-
-
-class Followed:
-    """What a follower serves; `look` is what it does every few seconds."""
-
-    def __init__(self, registry: Registry, stack: ExitStack):
-        self.follower = Follower(registry, NAME, CHAMPION, canary_share=0.5)
-        servers = stack.enter_context(self.follower._servers)
-        self.champion: Serving = begin_serving(registry.find(NAME), None, servers)
-        self.challenger: Serving | None = None
-        self.proxy = Proxy(self.champion.backend, KEY)
-        public = stack.enter_context(listening_socket("127.0.0.1", None))
-        stack.enter_context(listening(self.proxy, public))
-        self.client = stack.enter_context(
-            httpx.Client(
-                base_url=f"http://127.0.0.1:{public.getsockname()[1]}",
-                headers={"Authorization": f"Bearer {KEY}"},
-                timeout=60,
-            )
-        )
-
-    def look(self) -> None:
-        self.champion, self.challenger = self.follower._next(self.champion, self.challenger, self.proxy)
-
-    def versions(self) -> set[str]:
-        """Those that answer a few sessions, all of them rightly."""
-        found = set()
-        for number in range(NUM_SESSIONS):
-            question = {"model": NAME, "messages": [{"role": "user", "content": f"{number} + 1"}]}
-            headers = {"X-Session-Id": f"s{number}"}
-            answer = self.client.post("/v1/chat/completions", json=question, headers=headers)
-            assert answer.json()["choices"][0]["message"]["content"] == str(number + 1)
-            found.add(answer.headers["x-lifecycle-version"])
-        return found
+    return tiny_registry(tmp_path, monkeypatch)
 
 
 @pytest.fixture
 def followed(registry) -> Iterator[Followed]:
-    registry.promote(registry.register(registration("first")), None)
-    with ExitStack() as stack:
-        yield Followed(registry, stack)
+    with following(registry) as found:
+        yield found
 
 
 def test_a_challenger_gets_its_share_until_it_dies_is_withdrawn_or_becomes_champion(registry, followed, capsys):
@@ -108,10 +38,10 @@ def test_a_challenger_gets_its_share_until_it_dies_is_withdrawn_or_becomes_champ
     assert followed.versions() == {"1", "2"}
 
     dead = followed.challenger.server
-    os.kill(dead.pid, signal.SIGKILL)
-    wait_for(lambda: not (dead.alive() or dead.client.is_healthy()), what="the end of the challenger")
+    kill_engine(followed.challenger)
+    wait_for(lambda: not dead.client.is_healthy(), what="the end of the challenger")
     assert followed.versions() == {"1"}
-    followed.look()
+    assert followed.challenger.died.wait(5)
     followed.look()
     assert followed.challenger is None
     said = capsys.readouterr().out
@@ -138,6 +68,7 @@ def test_a_challenger_gets_its_share_until_it_dies_is_withdrawn_or_becomes_champ
     before = followed.challenger.server
     third = registry.register(registration("third"))
     registry.promote(third, "2")
+    followed.look()
     followed.look()  # what it was compared with is gone: it begins again beside the new champion
     assert not before.alive()
     assert followed.versions() == {"1", "3"}
@@ -185,14 +116,12 @@ def test_both_are_shown_side_by_side_while_they_are_served_and_at_the_end(regist
     assert shown() == []
 
 
-def test_a_challenger_that_does_as_well_is_promoted_by_the_gate(registry, followed, capsys):
-    followed.follower = Follower(registry, NAME, CHAMPION, canary_share=0.5, gate_requests=NUM_SESSIONS // 4)
-    for version in ("1", "2") * NUM_SESSIONS:  # of an earlier canary, whose server died
-        tally = followed.proxy.tallies.of(ServedVersion(NAME, version))
-        tally.count("/v1/chat/completions", Exchange({}), seconds=1.0)
-    registry.challenge(registry.register(registration("second")))
-    with ExitStack() as servers:
-        followed.follower._servers = servers
+def test_a_challenger_that_does_as_well_is_promoted_by_the_gate(registry, capsys):
+    with following(registry, gate_requests=NUM_SESSIONS // 4) as followed:
+        for version in ("1", "2") * NUM_SESSIONS:  # of an earlier canary, whose server died
+            tally = followed.proxy.tallies.of(ServedVersion(NAME, version))
+            tally.count("/v1/chat/completions", Exchange({}), seconds=1.0)
+        registry.challenge(registry.register(registration("second")))
         followed.look()
         assert "after" not in capsys.readouterr().out
         assert followed.versions() == {"1", "2"}
@@ -212,3 +141,20 @@ def test_a_challenger_that_does_not_start_changes_nothing(registry, followed, ca
     assert followed.challenger is None
     assert followed.versions() == {"1"}
     assert capsys.readouterr().out.count("is tried again when challenger has been moved away and back") == 1
+
+
+def test_a_champion_that_cannot_be_served_is_tried_again_when_the_alias_comes_back(registry, followed, capsys):
+    def tries() -> int:
+        """How often a look at the alias has tried to serve another version."""
+        followed.look()
+        assert followed.versions() == {"1"}
+        return capsys.readouterr().out.count("still serving version 1")
+
+    assert tries() == 0
+    absent = registry.register(Registration(name=NAME, model="train/b", digest="b", evaluations=()))
+    registry.promote(absent, "1")
+    assert [tries(), tries(), tries()] == [1, 0, 0]
+    registry.rollback(NAME)
+    assert tries() == 0
+    registry.promote(absent, "1")
+    assert [tries(), tries()] == [1, 0]

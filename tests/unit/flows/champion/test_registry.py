@@ -1,20 +1,13 @@
 """Champions in a real registry of MLflow: scores of any name, and one that cannot be served."""
 
-import re
-from contextlib import ExitStack
-from pathlib import Path
-
 import pytest
 from click.testing import CliRunner
 from mlflow import MlflowClient
 
-from flows.champion.follow import Follower
 from flows.champion.registrations import Registration
 from flows.champion.registry import CHALLENGER, CHAMPION, PREVIOUS, Registry
-from flows.champion.serving import Serving
 from flows.cli.main import cli
 from stages.core.errors import StoreError
-from stages.serving.backend import Backend, EngineAddress
 from tests.promotion import NAME, own_mlflow
 
 
@@ -43,33 +36,6 @@ def test_scores_may_have_names_that_mlflow_would_refuse(registry):
         "lifecycle.score.human_eval.pass_1": "0.5",
         "lifecycle.score.mmlu.acc_strict-match _5 shots_": "0.25",
     }
-
-
-class Running:
-    """A server of which nothing is asked but whether it lives."""
-
-    def alive(self) -> bool:
-        return True
-
-
-def test_a_champion_that_cannot_be_served_is_tried_again_when_the_alias_comes_back(registry, capsys):
-    served = make_champion(registry, "a" * 12)
-    backend = Backend(EngineAddress(Path("nobody")))
-    follower, serving = Follower(registry, NAME, CHAMPION), Serving(served, Running(), ExitStack(), backend)
-
-    def tries() -> int:
-        """How often a look at the alias has tried to serve another version."""
-        assert follower._next(serving, None, None) == (serving, None)
-        said = capsys.readouterr()
-        return len(re.findall(f"is {CHAMPION} now", said.out + said.err))
-
-    assert tries() == 0
-    next_one = make_champion(registry, "b" * 12, served)
-    assert [tries(), tries(), tries()] == [1, 0, 0]
-    registry.rollback(NAME)
-    assert tries() == 0
-    registry.promote(next_one, served.number)
-    assert [tries(), tries()] == [1, 0]
 
 
 def canary(*arguments):

@@ -1,0 +1,44 @@
+"""The folder of one `serve --follow` for the temporary files of its engines: `<home>/servers/serving-…`.
+
+Whoever makes one removes those whose process was killed. The kernel releases a lock with its process, on whichever
+machine that shares the home it runs; a number of a process says nothing there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from flows.ledger.home import home
+
+PREFIX = "serving-"
+LOCK = "lock"
+
+
+@contextmanager
+def own_folder() -> Iterator[Path]:
+    """Make the folder of this process, and remove it in the end."""
+    servers = home() / "servers"
+    servers.mkdir(parents=True, exist_ok=True)
+    with (servers / "serving.lock").open("w") as makers:
+        fcntl.flock(makers, fcntl.LOCK_EX)  # none is removed between its making and its lock
+        for left in servers.glob(f"{PREFIX}*/"):
+            _remove_unless_locked(left)
+        folder = TemporaryDirectory(prefix=PREFIX, dir=servers, ignore_cleanup_errors=True)
+        lock = (Path(folder.name) / LOCK).open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    with folder, lock:
+        yield Path(folder.name)
+
+
+def _remove_unless_locked(folder: Path) -> None:
+    with (folder / LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # its process is alive
+            return
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,197 @@
+"""A champion and its challenger, served by Tiny within the tests."""
+
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from flows.champion.follow import Follower, Following
+from flows.champion.own_folder import own_folder
+from flows.champion.registrations import Registration
+from flows.champion.registry import CHAMPION, Registry
+from flows.champion.serving import Serving, start_engine
+from flows.champion.starting import in_background
+from flows.ledger.home import store_root
+from flows.store.store import Store
+from stages.core.supervisor import descendants
+from stages.serving import registry as engines
+from stages.serving.listening import listening
+from stages.serving.proxy import Proxy
+from stages.serving.server import listening_socket
+from stages.serving.waiting import WaitingRoom
+from tests.hub_repository import model_files
+from tests.promotion import NAME, commit, own_mlflow, planned_stages
+from tests.serving import wait_for
+from tests.tiny_engine import TinyEngine
+
+KEY = "sk-of-the-test"
+NUM_CLIENTS = 6
+NUM_SESSIONS = 20
+
+
+def tiny_registry(folder: Path, patch: pytest.MonkeyPatch) -> Registry:
+    """A registry of its own, whose models Tiny serves, if no two of its servers start at a time."""
+    (folder / "starting").touch()
+    settings = {**own_mlflow(folder), "VLLM_API_KEY": KEY, "TINY_STARTING": str(folder / "starting")}
+    for name, value in settings.items():
+        patch.setenv(name, value)
+    patch.setitem(engines.ENGINES, TinyEngine.name, TinyEngine())
+    patch.setattr(engines, "DEFAULT_ENGINE", TinyEngine.name)
+    return Registry()
+
+
+def registration(mark: str, **files: str) -> Registration:
+    """A model in the store that Tiny serves. files: name → content of more files, as Tiny knows them."""
+    store = Store(store_root())
+    planned = planned_stages(store, {"model": {"kind": "download", "model": "builtin/qwen3-1m", "files": [mark]}})
+
+    def write(work):
+        for name, content in model_files(1000).items():
+            path = work / "model" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        for name, content in {"README.md": mark, **files}.items():
+            (work / "model" / name).write_text(content)
+
+    built = commit(store, planned["model"], {}, write)
+    return Registration(name=NAME, model=f"{built.kind}/{built.version}", digest=built.record.digest, evaluations=())
+
+
+def engine_pid(serving: Serving) -> int:
+    """Process id of the engine itself, whose supervisor is `server.pid`."""
+    (pid,) = descendants(serving.server.pid)
+    return pid
+
+
+def kill_engine(serving: Serving) -> None:
+    os.kill(engine_pid(serving), signal.SIGKILL)
+
+
+class Load:
+    """Clients that ask again and again, each question once: failures, and how many of each version answered."""
+
+    def __init__(self, client: httpx.Client):
+        self.failures: list[str] = []
+        self.versions: Counter[str] = Counter()
+        self.longest_s = 0.0
+        self._client = client
+        self._is_enough = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=(number,)) for number in range(NUM_CLIENTS)]
+
+    def __enter__(self) -> "Load":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_enough.set()
+        for thread in self._threads:
+            thread.join()
+
+    def more(self, version: str) -> None:
+        """Return once a version has answered some more."""
+        enough = self.versions[version] + 2 * NUM_CLIENTS
+        wait_for(lambda: self.versions[version] >= enough or self.failures, 60, f"answers of version {version}")
+
+    def _ask(self, number: int) -> None:
+        while not self._is_enough.wait(0.01):
+            number += NUM_CLIENTS
+            began_s = time.monotonic()
+            try:
+                self.versions[ask(self._client, number)] += 1
+            except Exception as error:
+                self.failures.append(repr(error))
+            self.longest_s = max(self.longest_s, time.monotonic() - began_s)
+
+
+def ask(client: httpx.Client, number: int) -> str:
+    """The version that answered a session, rightly; every other time in a stream."""
+    is_stream = number % 4 < 2
+    question = {"model": NAME, "messages": [{"role": "user", "content": f"{number} + 1"}], "stream": is_stream}
+    headers = {"X-Session-Id": f"s{number}"}
+    answer = client.post("/v1/chat/completions", json=question, headers=headers)
+    assert answer.status_code == 200, answer.text
+    if is_stream:
+        assert answer.text.endswith("data: [DONE]\n\n"), answer.text
+        assert f'"{number + 1}"' in answer.text
+    else:
+        assert answer.json()["choices"][0]["message"]["content"] == str(number + 1)
+    return answer.headers["x-lifecycle-version"]
+
+
+class Followed:
+    """What a follower serves; `look` is what it does every few seconds, to the end of what follows from it."""
+
+    def __init__(self, registry: Registry, stack: ExitStack, **options):
+        self.folder = stack.enter_context(own_folder())
+        champion = start_engine(registry.find(NAME), self.folder)
+        self.proxy = Proxy(champion.backend, KEY, waiting=WaitingRoom())
+        following = Following(registry, NAME, CHAMPION, canary_share=0.5, **options)
+        self.follower = stack.enter_context(Follower(following, champion, self.proxy, self.folder))
+        public = stack.enter_context(listening_socket("127.0.0.1", None))
+        stack.enter_context(listening(self.proxy, public))
+        self.client = stack.enter_context(
+            httpx.Client(
+                base_url=f"http://127.0.0.1:{public.getsockname()[1]}",
+                headers={"Authorization": f"Bearer {KEY}"},
+                timeout=60,
+            )
+        )
+
+    @property
+    def champion(self) -> Serving:
+        return self.follower.champion
+
+    @property
+    def challenger(self) -> Serving | None:
+        return self.follower.challenger
+
+    def look_soon(self) -> None:
+        """Have the next look at the aliases be one that begins now."""
+        self.follower.aliases._looking, self.follower.aliases._next_look_s = None, 0.0
+
+    def look(self) -> None:
+        """Look at the aliases, and step on until nothing is under way."""
+        self.look_soon()
+        wait_for(self.follower.step, what="MLflow's answer")
+        self.settle()
+
+    def settle(self) -> None:
+        def is_settled() -> bool:
+            self.follower.step()
+            return self.follower.is_settled
+
+        wait_for(is_settled, what="the end of what is under way")
+
+    def versions(self) -> set[str]:
+        """Those that answer a few sessions, all of them rightly."""
+        return {ask(self.client, number) for number in range(NUM_SESSIONS)}
+
+    @contextmanager
+    def going_on(self) -> Iterator[None]:
+        """Have the follower step by itself, as it does for people."""
+        is_enough = threading.Event()
+        outcome = in_background(lambda: self._go_on(is_enough))
+        try:
+            yield
+        finally:
+            is_enough.set()
+            outcome.result()
+
+    def _go_on(self, is_enough: threading.Event) -> None:
+        while not is_enough.wait(0.02):
+            self.follower.step()
+
+
+@contextmanager
+def following(registry, **options) -> Iterator[Followed]:
+    registry.promote(registry.register(registration("first")), None)
+    with ExitStack() as stack:
+        yield Followed(registry, stack, **options)
