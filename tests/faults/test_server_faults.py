@@ -120,6 +120,22 @@ def test_two_refreshes_of_one_recipe_at_once_build_it_once(home):
     assert sorted(states(refresh)["rows"] for refresh in both) == ["built", "cached"]
 
 
+def test_a_copy_of_a_running_home_leaves_the_original_alone(home, tmp_path, fault):
+    fault.name, fault.stage = "home copied while it runs", "download"
+    refresh = home.start(home.recipe("copied", rows=stage("pause", "copied")))
+    release = home.work("rows", "scratch/ready").with_name("release")
+    copy = Home(tmp_path / "copy")
+    subprocess.run(["cp", "-a", home.folder, copy.folder], check=True)
+    assert copy.lifecycle("down").stdout == "nothing to stop\n"
+    assert copy.lifecycle("rollback", "adder").returncode == ServerError.exit_code
+    assert " copied " in copy.lifecycle("show").stdout
+    assert " running " in home.lifecycle("show").stdout
+    release.touch()
+    code, done = finish(refresh)
+    assert (code, states(done)) == (0, {"rows": "built"})
+    assert home.lifecycle("status").returncode == 0
+
+
 @needs_root
 def test_a_disk_that_is_full_while_a_refresh_is_recorded_is_named_and_costs_nothing(tmp_path, fault):
     fault.name, fault.stage = "disk full while logging", "download"

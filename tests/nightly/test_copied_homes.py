@@ -1,0 +1,142 @@
+"""Homes that are copied or moved while their servers, worker and refreshes run, for real.
+
+Their quick siblings: `tests/faults/test_server_faults.py`, `tests/unit/flows/servers/test_records.py`.
+"""
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "pipeline"))
+from refreshes import LIFECYCLE, eventually, stage
+from worker_home import WorkerHome
+
+from flows.champion.registrations import Registration, tags_of
+from flows.ledger.record import COPIED
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
+NAMESPACE = ["unshare", "--pid", "--fork", "--mount-proc"]
+
+
+@pytest.fixture
+def stopped_at_end():
+    """Stops the servers of homes that are entered into it."""
+    with ExitStack() as stack:
+        yield lambda home: stack.callback(home.lifecycle, "down")
+
+
+@pytest.fixture
+def home(tmp_path, stopped_at_end):
+    """A home whose servers and worker run, with a champion that has a predecessor, and a schedule."""
+    home = WorkerHome(tmp_path / "home")
+    home.folder.mkdir()
+    stopped_at_end(home)
+    home.schedule(home.write("nightly", {"rows": stage("pause", "nightly")}))
+    home.mlflow("registered-models/create", {"name": "adder"})
+    for number, alias in (("1", "previous"), ("2", "champion")):
+        registration = Registration(name="adder", model=f"train/{number}", digest=number, evaluations=())
+        tags = [{"key": key, "value": value} for key, value in tags_of(registration).items()]
+        home.mlflow("model-versions/create", {"name": "adder", "source": f"s3://weights/{number}", "tags": tags})
+        home.mlflow("registered-models/alias", {"name": "adder", "alias": alias, "version": number})
+    return home
+
+
+def copied(home, name, stopped_at_end):
+    copy = WorkerHome(home.folder.with_name(name))
+    subprocess.run(["cp", "-a", home.folder, copy.folder], check=True)
+    stopped_at_end(copy)
+    return copy
+
+
+def champion(home):
+    return home.mlflow("registered-models/alias?name=adder&alias=champion")["model_version"]["version"]
+
+
+def up(home):
+    started = home.lifecycle("up")
+    assert started.returncode == 0, started.stderr
+    return started.stderr
+
+
+def schedules(home):
+    return json.loads(home.lifecycle("schedules", "--json").stdout)["schedules"]
+
+
+def test_copies_of_a_running_home_have_servers_champions_and_schedules_of_their_own(home, stopped_at_end):
+    flow_run = home.start_now("nightly")
+    release = home.work("rows", "scratch/ready").with_name("release")
+    name = home.flow_run(flow_run)["name"]
+    servers = home.servers()
+    copies = [copied(home, f"copy-{number}", stopped_at_end) for number in (1, 2)]
+
+    with ThreadPoolExecutor() as pool:
+        for said in pool.map(up, copies):
+            assert "is a copy of another home" in said and "paused: nightly;" in said
+    assert len({one.key() for one in (home, *copies)}) == 3
+    for copy in copies:
+        assert [one["paused"] for one in schedules(copy)] == [True]
+        assert copy.flow_run(flow_run)["state"]["type"] == "CANCELLED"
+        closed = eventually(lambda copy=copy: one if (one := copy.record({"name": name})).state != "running" else None)
+        assert (closed.state, closed.error) == ("failed", COPIED)
+    copies[0].lifecycle("rollback", "adder")
+    assert [champion(one) for one in (home, *copies)] == ["2", "1", "2"]
+
+    stopped = copies[1].lifecycle("down").stdout
+    assert stopped == "stopped prefect and mlflow and worker\n"
+    assert copies[0].lifecycle("status").returncode == 0
+    assert "is a copy" not in up(copies[1])
+    ran, _ = copies[0].lifecycle("runs"), copies[0].lifecycle("down")
+    assert name in ran.stdout
+
+    assert home.servers() == servers
+    assert home.record({"name": name}).state == "running"
+    assert [one["paused"] for one in schedules(home)] == [False]
+    release.touch()
+    assert home.ended(flow_run)["state"]["type"] == "COMPLETED"
+
+
+def test_a_home_that_is_moved_keeps_its_key_and_schedules_and_one_that_is_restored_is_a_copy(home, stopped_at_end):
+    assert home.lifecycle("down").returncode == 0
+    backup = copied(home, "backup", stopped_at_end)
+    moved = WorkerHome(home.folder.rename(home.folder.with_name("moved")))
+    stopped_at_end(moved)
+    key = moved.key()
+    assert "is a copy" not in up(moved)
+    assert (moved.key(), [one["paused"] for one in schedules(moved)]) == (key, [False])
+    assert moved.lifecycle("down").returncode == 0
+
+    backup.folder.rename(home.folder)  # its path is that of the original; the folder is another
+    assert "paused: nightly;" in up(home)
+    assert home.key() != key
+    assert home.lifecycle("schedules", "resume", "nightly").returncode == 0
+    assert home.lifecycle("down").returncode == 0
+    assert "is a copy" not in up(home)
+    assert [one["paused"] for one in schedules(home)] == [False]
+
+
+def test_from_another_container_nothing_of_a_running_home_is_touched(home):
+    if subprocess.run([*NAMESPACE, "true"], capture_output=True).returncode:
+        pytest.skip("this user may not make PID namespaces")
+    flow_run = home.start_now("nightly")
+    release = home.work("rows", "scratch/ready").with_name("release")
+    name = home.flow_run(flow_run)["name"]
+    before = (home.servers(), (home.folder / "ledger" / name / "ledger.jsonl").read_bytes())
+
+    def inside(*arguments):
+        command = [*NAMESPACE, LIFECYCLE, *arguments]
+        return subprocess.run(command, env=home.environment, text=True, capture_output=True)
+
+    assert "unknown, on " in inside("show").stdout
+    assert "unknown, on " in inside("runs").stdout
+    assert "unknown" in inside("status").stdout
+    for command in (("up",), ("down",), ("run", str(home.folder.with_name("nightly.yaml")))):
+        refused = inside(*command)
+        assert refused.returncode == 9 and "`lifecycle down` there" in refused.stderr
+    assert (home.servers(), (home.folder / "ledger" / name / "ledger.jsonl").read_bytes()) == before
+    release.touch()
+    assert home.ended(flow_run)["state"]["type"] == "COMPLETED"
