@@ -70,9 +70,8 @@ def fail(work: Path, error: Exception, exit_code: int) -> NoReturn:
     have been moved.
     """
     if not any((work / name).exists() for name in ("error.json", "result.json")) and work.exists():
-        failure = StageFailure(error=class_name(error), message=redact(str(error)))
         with contextlib.suppress(OSError):  # A full disk: the exit code still tells.
-            write_atomically(work / "error.json", failure.model_dump_json(indent=2))
+            write_atomically(work / "error.json", StageFailure.of(error).model_dump_json(indent=2))
     with contextlib.suppress(OSError):
         print(redact(f"{class_name(error)}: {error}"), file=sys.stderr, flush=True)
     sys.exit(exit_code)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 from flows.cli.feed import WARNING, StageFeed
 from flows.compare.metrics import first_line
 from flows.ledger.events import TrialEnded
-from flows.ledger.record import RefreshRecord, StageEntry
+from flows.ledger.record import ANOTHER_TRY, RefreshRecord, StageEntry
 from stages.core.lines import say, visible
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class View(ABC):
 
     def __init__(self, read: Callable[[], RefreshRecord]):
         self._read = read
-        self._states: dict[str, str] = {}
+        self._states: dict[str, tuple[str, str | None]] = {}
         self._feeds: dict[str, StageFeed] = {}
         self._num_trials = 0
         self._num_looks: dict[str, int] = {}
@@ -87,8 +87,9 @@ class View(ABC):
         for name, entry in record.stages.items():
             if entry.work and name not in self._feeds:
                 self._feeds[name] = StageFeed(entry.work)
-            is_news = self._states.get(name, "waiting") != entry.state
-            self._states[name] = entry.state
+            seen = (entry.state, entry.error)
+            is_news = self._states.get(name, ("waiting", None)) != seen
+            self._states[name] = seen
             self._look_at_wait(name, entry)
             if is_news and entry.state == "running":
                 self.line(f"{name:<16} {summary(entry)}")
@@ -96,7 +97,7 @@ class View(ABC):
                 for message in self._feeds[name].news():
                     if not self._is_repeated(message):
                         self.line(f"{name:<16} {message}")
-            if is_news and entry.state in ENDED:
+            if is_news and (entry.state in ENDED or entry.error):
                 self.line(f"{name:<16} {summary(entry)}")
         for trial in record.trials[self._num_trials :]:
             self.line(trial_text(record, trial))
@@ -105,7 +106,7 @@ class View(ABC):
 
     def _look_at_wait(self, name: str, entry: StageEntry) -> None:
         """Say once what keeps a stage, when it has for a second."""
-        waits = entry.state == "waiting" and entry.waits_for
+        waits = entry.state == "waiting" and entry.waits_for not in ("", ANOTHER_TRY)
         self._num_looks[name] = self._num_looks.get(name, 0) + 1 if waits else 0
         if self._num_looks[name] == LOOKS_OF_A_WAIT:
             self.line(f"{name:<16} waiting  for {entry.waits_for}")
@@ -232,6 +233,9 @@ def summary(entry: StageEntry) -> str:
         return f"running  ({entry.reason})" if entry.reason else "running"
     if entry.state == "failed":
         return f"failed after {entry.seconds:.1f} s: {entry.error_class}: {entry.error}"
+    if entry.state == "waiting" and entry.error:
+        how = "killed" if entry.killed else "failed"
+        return f"{how} after {entry.seconds:.1f} s, tried again: {entry.error_class}: {entry.error}"
     if entry.state == "cancelled":
         return f"cancelled after {entry.seconds:.1f} s"
     return f"{entry.state:<8} {seconds_text(entry):>9}  {outcome_text(entry)}".rstrip()

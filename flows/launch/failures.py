@@ -19,6 +19,7 @@ from stages.core.errors import (
     error_classes,
 )
 from stages.core.files import write_atomically
+from stages.core.supervised import signal_of, was_killed
 
 LOG_TAIL_LINES = 15
 LOG_TAIL_BYTES = 16_384
@@ -29,33 +30,34 @@ ROOT_CAUSE = re.compile(
 RANK_FAILURE = re.compile(r"^ *rank +: (?P<rank>\d+).*?^ *exitcode +: (?P<code>-?\d+)", re.DOTALL | re.MULTILINE)
 
 
-def failure_of(work: Path, name: str, exit_code: int) -> LifecycleError:
+def failure_of(work: Path, name: str, exit_code: int, log_begin: int = 0) -> LifecycleError:
     """The error of a stage that exited with a code other than 0.
 
     Its own (`error.json`) when it left one; otherwise a `StageCrashError` that names signal, rank, log and last lines.
+    log_begin: the byte of the log at which this attempt's output begins.
     """
     failure = _left_behind(work)
     known = error_classes()
     if failure and failure.error in known:
-        return known[failure.error](failure.message)
-    killed = _killed_rank(work)
+        return known[failure.error](failure.message, died=failure.died)
+    log = _log_tail(work, log_begin)
+    excerpt = _excerpt(work, log)
+    killed = _killed_rank(log)
     if failure and killed:  # the others only noticed that it was gone
-        return StageCrashError(f"{name} ended, because {killed}\n{_log_excerpt(work)}")
+        return StageCrashError(f"{name} ended, because {killed}\n{excerpt}", died=True)
     if failure:
-        return StageCrashError(f"{name} failed: {failure.error}: {failure.message}\n{_log_excerpt(work)}")
+        return StageCrashError(f"{name} failed: {failure.error}: {failure.message}\n{excerpt}")
     if exit_code == TransientError.exit_code:
-        return TransientError(f"{name} asked to be tried again\n{_log_excerpt(work)}")
+        return TransientError(f"{name} asked to be tried again\n{excerpt}")
     if exit_code == ResourceError.exit_code:  # on a full disk, the exit code is all that a stage can leave
-        return ResourceError(
-            f"{name} did not get the disk space, memory, device or port it needs\n{_log_excerpt(work)}"
-        )
-    return StageCrashError(f"{name} {_how_it_ended(work, exit_code)} and left no error message\n{_log_excerpt(work)}")
+        return ResourceError(f"{name} did not get the disk space, memory, device or port it needs\n{excerpt}")
+    what = f"{name} {_how_it_ended(log, exit_code)} and left no error message"
+    return StageCrashError(f"{what}\n{excerpt}", died=was_killed(exit_code))
 
 
 def leave_error(work: Path, error: LifecycleError) -> int:
     """Do for a stage that could not start what it does itself when it fails; returns the exit code."""
-    failure = StageFailure(error=class_name(error), message=str(error))
-    write_atomically(work / "error.json", failure.model_dump_json(indent=2))
+    write_atomically(work / "error.json", StageFailure.of(error).model_dump_json(indent=2))
     print(f"{class_name(error)}: {error}", flush=True)
     return error.exit_code
 
@@ -66,7 +68,7 @@ def read_result(work: Path, name: str) -> StageResult:
         return StageResult.model_validate_json((work / "result.json").read_bytes())
     except (OSError, ValidationError) as error:
         reason = f"{name} exited with 0, but left no readable result.json ({error})"
-        raise StageCrashError(f"{reason}\n{_log_excerpt(work)}") from error
+        raise StageCrashError(f"{reason}\n{_excerpt(work, _log_tail(work))}") from error
 
 
 def _left_behind(work: Path) -> StageFailure | None:
@@ -76,26 +78,25 @@ def _left_behind(work: Path) -> StageFailure | None:
         return None
 
 
-def _how_it_ended(work: Path, exit_code: int) -> str:
+def _how_it_ended(log: str, exit_code: int) -> str:
     if exit_code < 0:
         return f"ended, because its supervisor was killed by {_signal_name(-exit_code)}"
-    root_causes = list(ROOT_CAUSE.finditer(_log_tail(work)))
+    root_causes = list(ROOT_CAUSE.finditer(log))
     if root_causes:
         return f"ended, because rank {root_causes[-1]['rank']} {_how(int(root_causes[-1]['code']))}"
     return _how(exit_code)
 
 
-def _killed_rank(work: Path) -> str | None:
+def _killed_rank(log: str) -> str | None:
     """The rank that a signal ended, if the log names one that was not asked to end."""
-    failures = [(found["rank"], int(found["code"])) for found in RANK_FAILURE.finditer(_log_tail(work))]
-    killed = [(rank, code) for rank, code in failures if code < 0 and code != -signal.SIGTERM]
+    failures = [(found["rank"], int(found["code"])) for found in RANK_FAILURE.finditer(log)]
+    killed = [(rank, code) for rank, code in failures if was_killed(code)]
     return f"rank {killed[-1][0]} {_how(killed[-1][1])}" if killed else None
 
 
 def _how(exit_code: int) -> str:
-    """Of a code in either convention: negative or 128 + n for signal n."""
-    number = -exit_code if exit_code < 0 else exit_code - 128
-    if number <= 0:
+    number = signal_of(exit_code)
+    if number is None:
         return f"exited with {exit_code}"
     hint = " (out of memory?)" if number == signal.SIGKILL else ""
     return f"was killed by {_signal_name(number)}{hint}"
@@ -108,15 +109,15 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _log_excerpt(work: Path) -> str:
-    lines = _log_tail(work).splitlines()[-LOG_TAIL_LINES:]
+def _excerpt(work: Path, log: str) -> str:
+    lines = log.splitlines()[-LOG_TAIL_LINES:]
     return "\n".join([f"its log, {work / LOG_FILE}, ends with:", *(f"  {line}" for line in lines)])
 
 
-def _log_tail(work: Path) -> str:
+def _log_tail(work: Path, log_begin: int = 0) -> str:
     try:
         with (work / LOG_FILE).open("rb") as stream:
-            stream.seek(max(0, (work / LOG_FILE).stat().st_size - LOG_TAIL_BYTES))
+            stream.seek(max(log_begin, (work / LOG_FILE).stat().st_size - LOG_TAIL_BYTES))
             return stream.read().decode(errors="replace")
     except OSError:
         return ""

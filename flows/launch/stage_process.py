@@ -12,9 +12,10 @@ from typing import Protocol
 from pydantic import ValidationError
 
 from flows.launch.failures import failure_of, read_result
+from flows.launch.memory_kills import MemoryKills, out_of_memory_message
 from flows.planning.plan import PlannedStage
 from stages.core.contract import StageResult
-from stages.core.errors import RefreshStoppedError, StageTimeoutError
+from stages.core.errors import RefreshStoppedError, ResourceError, StageTimeoutError
 from stages.core.redaction import redact_files, secrets_in
 
 POLL_INTERVAL_S = 0.05
@@ -34,13 +35,20 @@ class Process(Protocol):
 
 
 def watch(
-    process: Process, planned: PlannedStage, work: Path, tick: Callable[[], None], stop: threading.Event
+    process: Process,
+    planned: PlannedStage,
+    work: Path,
+    tick: Callable[[], None],
+    stop: threading.Event,
+    log_begin: int = 0,
 ) -> StageResult:
     """Returns the stage's result once it has exited with 0, or serves (the result has a lease, the process goes on).
 
     Raises the stage's error, `StageCrashError`, `StageTimeoutError` or `RefreshStoppedError`; the process has ended by
-    then.
+    then. A death for lack of memory is a `ResourceError`. log_begin: as of `failure_of`.
     """
+    memory_kills = MemoryKills.here()
+    num_kills = memory_kills.count()
     try:
         result = _result_while_running(process, planned, work, tick, stop)
         if result:
@@ -48,7 +56,11 @@ def watch(
         exit_code = process.poll()
         redact_files(work, secrets_in({**os.environ, **planned.config.execution.environment}))
         if exit_code:
-            raise failure_of(work, planned.name, exit_code)
+            error = failure_of(work, planned.name, exit_code, log_begin)
+            if error.died and planned.config.execution.launcher == "local" and memory_kills.count() > num_kills:
+                reason = out_of_memory_message(planned.name, planned.config, memory_kills)
+                raise ResourceError(f"{reason}\n{error}") from error
+            raise error
         return read_result(work, planned.name)
     except BaseException:
         process.stop()

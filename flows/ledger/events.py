@@ -17,7 +17,7 @@ from flows.ledger.process_identity import ProcessIdentity
 from stages.core.contract import StrictModel
 
 Outcome = Literal["finished", "failed", "cancelled", "killed"]
-"""`cancelled`: on request; `killed`: its process died before it could say how it ended."""
+"""`cancelled`: on request; `killed`: a process of it, or of the refresh, died before it could say how it ended."""
 RefreshState = Literal["running", "completed", "not_promoted", "failed", "cancelled"]
 
 
@@ -99,7 +99,7 @@ class AttemptEnded(Event):
     """How a try ended. folder: where its files are now; last_byte: where its part of `metrics.jsonl` ends.
 
     metrics, tags, files: what the stage's `result.json` said. seconds: that its process ran; 0 if nobody measured it.
-    energy_j: joules that its GPUs used; None where nobody measured that.
+    energy_j: joules that its GPUs used; None where nobody measured that. retried: the refresh tries the stage again.
     """
 
     event: Literal["attempt_ended"] = "attempt_ended"
@@ -115,6 +115,7 @@ class AttemptEnded(Event):
     error: str | None = None
     error_class: str | None = None
     energy_j: float | None = None
+    retried: bool = False
 
 
 class StageCached(Event):
@@ -128,13 +129,14 @@ class StageCached(Event):
 
 
 class StageFailed(Event):
-    """A stage failed outside any attempt: while it waited, or on what an attempt had left."""
+    """A stage failed outside any attempt: while it waited, or on what an attempt had left. retried: see above."""
 
     event: Literal["stage_failed"] = "stage_failed"
     stage: str
     seconds: float
     error: str
     error_class: str
+    retried: bool = False
 
 
 class LayoutEntry(StrictModel):

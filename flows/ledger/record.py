@@ -36,6 +36,7 @@ STATES: dict[str, StageState] = {"stage_cached": "cached", "stage_failed": "fail
 STOPPED = ("RefreshStoppedError", "KeyboardInterrupt")
 """Errors of what was stopped on request; earlier versions called an attempt that ended so killed."""
 """What an event makes of its stage."""
+ANOTHER_TRY = "another try"
 KILLED = "its process was killed"
 COPIED = "this home was copied while it ran; how it ended, only the original home knows"
 """Errors of a refresh that could not say itself how it ended."""
@@ -48,6 +49,7 @@ class StageEntry:
 
     attempt: the key (`REFRESH/STAGE-NUMBER`) of the try that runs, failed, or built the artifact, here or in an earlier
     refresh. reason: of the plan, why it is built or not. waits_for: what keeps it, once its upstream stages are done.
+    error: of a stage that failed; of one that waits, why it is tried again. killed: a process of that attempt was.
     """
 
     kind: str
@@ -63,6 +65,7 @@ class StageEntry:
     built: StageResult | None = None
     error: str | None = None
     error_class: str | None = None
+    killed: bool = False
 
     @functools.cached_property
     def result(self) -> StageResult:
@@ -105,6 +108,8 @@ class AttemptRecord:
     metrics: dict[str, float] = field(default_factory=dict)
     files: tuple[str, ...] = ()
     error: str | None = None
+    retried: bool = False
+    """The refresh tried the stage again by itself."""
 
     @property
     def name(self) -> str:
@@ -244,7 +249,9 @@ def _after_stage(record: RefreshRecord, event: StageEvent) -> RefreshRecord:
         case StageWaits():
             return _with_entry(record, event.stage, state="waiting", work=None, waits_for=event.reason)
         case StageCached() | StageFailed():
-            said = {"work": None, "error": None, "error_class": None, **_said(event)}
+            said = {"work": None, "error": None, "error_class": None, "killed": False, **_said(event)}
+            if said.pop("retried", False):
+                return _with_entry(record, said.pop("stage"), state="waiting", waits_for=ANOTHER_TRY, **said)
             state = "cancelled" if said["error_class"] in STOPPED else STATES[event.event]
             return _with_entry(record, said.pop("stage"), state=state, **said)
 
@@ -279,7 +286,8 @@ def _attempt_begun(record: RefreshRecord, event: AttemptBegan) -> RefreshRecord:
     attempt = AttemptRecord(**_said(event), started_ms=event.time_ms)
     record = replace(record, attempts={**record.attempts, attempt.name: attempt})
     key = record.key_of(event.stage, event.number)
-    return _with_entry(record, event.stage, state="running", work=event.work, attempt=key)
+    changes = {"work": event.work, "attempt": key, "error": None, "error_class": None, "killed": False}
+    return _with_entry(record, event.stage, state="running", **changes)
 
 
 def _attempt_ended(record: RefreshRecord, event: AttemptEnded) -> RefreshRecord:
@@ -299,9 +307,13 @@ def _attempt_ended(record: RefreshRecord, event: AttemptEnded) -> RefreshRecord:
         tags={**attempt.tags, **event.tags},
         files=event.files,
         error=event.error,
+        retried=event.retried,
     )
     record = replace(record, attempts={**record.attempts, ended.name: ended})
     said = {"seconds": round(event.seconds, 2), "error": event.error, "error_class": event.error_class, "work": None}
+    said["killed"] = outcome == "killed"
+    if event.retried:
+        return _with_entry(record, event.stage, state="waiting", waits_for=ANOTHER_TRY, **said)
     if event.outcome != "finished":
         return _with_entry(record, event.stage, state="cancelled" if outcome == "cancelled" else "failed", **said)
     result = StageResult(metrics=event.metrics, tags=event.tags, files=list(event.files))

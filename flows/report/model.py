@@ -32,7 +32,9 @@ class StageReport(StrictModel):
 
 
 class Span(StrictModel):
-    """An attempt on the time line; start_s: after the first one that is shown. num_devices: None where unknown."""
+    """An attempt on the time line; start_s: after the first one that is shown. num_devices: None where unknown.
+    retried: the refresh tried the stage again by itself.
+    """
 
     stage: str
     number: int
@@ -40,6 +42,7 @@ class Span(StrictModel):
     start_s: float
     seconds: float
     num_devices: int | None
+    retried: bool = False
 
     @property
     def end_s(self) -> float:

@@ -105,6 +105,7 @@ def _spans(record: RefreshRecord) -> Iterator[Span]:
             start_s=(one.started_ms - begin_ms) / 1000,
             seconds=_milliseconds(one) / 1000,
             num_devices=one.num_devices,
+            retried=one.retried,
         )
 
 

@@ -36,11 +36,11 @@ class LiveServers:
         self._stop_unused()
 
     def stop_unusable(self, built: Collection[str]) -> None:
-        """Stop servers that no stage could use right now: their slots may be what its other inputs wait for.
+        """Stop servers that no stage could use right now, dead ones too: their slots may be what others wait for.
 
         A stage whose server is gone starts one of its own.
         """
-        self._stop([name for name in self._names() if not any(self._ready(user, built) for user in self._users(name))])
+        self._stop([name for name in self._names() if not (self.serve([name]) and self._is_wanted(name, built))])
 
     def stop_all(self) -> None:
         """Stop every server; returns when no process of theirs is left."""
@@ -55,6 +55,9 @@ class LiveServers:
 
     def _users(self, name: str) -> list[str]:
         return [stage for stage in self._pending.copy() if name in self._upstream[stage]]
+
+    def _is_wanted(self, name: str, built: Collection[str]) -> bool:
+        return any(self._ready(user, built) for user in self._users(name))
 
     def _ready(self, stage: str, built: Collection[str]) -> bool:
         return all(upstream in built for upstream in self._upstream[stage])

@@ -1,6 +1,6 @@
 """The Prefect flow of a refresh: one task a stage, each submitted at once and run when its upstream stages are done.
 
-Our store alone decides what is cached, so Prefect's own caching is off; it retries nothing but transient errors.
+Our store alone decides what is cached, so Prefect's own caching is off; `retries.py` decides what it retries.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from prefect import Flow, allow_failure, flow, get_run_logger, runtime, task
 from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import State, TaskRun
+from prefect.client.schemas.objects import State
 from prefect.events import emit_event
 from prefect.exceptions import ObjectNotFound
 from prefect.futures import PrefectFuture
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelled, Completed, Failed
 from prefect.task_runners import ThreadPoolTaskRunner
-from prefect.tasks import Task, exponential_backoff
+from prefect.tasks import exponential_backoff
 
 from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import ledger_of, new_refresh_id
@@ -40,7 +40,7 @@ from flows.running.verdicts import summary, verdict_tables
 from flows.servers.local import answers
 from flows.tracking.pages import page_of, report_page_of, run_page_of
 from flows.tracking.rows import scores_text
-from stages.core.errors import LifecycleError, RefreshStoppedError, TransientError
+from stages.core.errors import LifecycleError, RefreshStoppedError
 from stages.core.garbage import collect_rarely
 
 RETRY_BASE_S = 1.0
@@ -49,12 +49,7 @@ COMPARE = "compare"
 REFUSED, STILL = "NotPromoted", "StillNotPromoted"
 
 
-def is_transient(_: Task[..., Any], __: TaskRun, state: State[Any]) -> bool:
-    """Whether a failed task is worth another try."""
-    return isinstance(state.result(raise_on_failure=False), TransientError)
-
-
-@task(cache_policy=NO_CACHE, persist_result=False, task_run_name="{name}", retry_condition_fn=is_transient)
+@task(cache_policy=NO_CACHE, persist_result=False, task_run_name="{name}")
 def build_stage(name: str, run: RefreshRun) -> State[Any]:
     """Build one stage, or find it cached. One that refuses a model has the state, and the colour, of its refresh."""
     try:
@@ -159,8 +154,11 @@ def _run_stages(run: RefreshRun) -> None:
         futures: dict[str, PrefectFuture[Any]] = {}
 
         def submit(name: str, wait_for: list[Any]) -> None:
-            retries = run.plan.stages[name].config.execution.retries
-            one = build_stage.with_options(retries=retries, retry_delay_seconds=exponential_backoff(RETRY_BASE_S))
+            one = build_stage.with_options(
+                retries=run.plan.stages[name].config.execution.retries,
+                retry_delay_seconds=exponential_backoff(RETRY_BASE_S),
+                retry_condition_fn=lambda *_: run.retries.is_due(name),
+            )
             futures[name] = runner.submit(one, {"name": name, "run": run}, wait_for=wait_for)
 
         stages = run.plan.stages

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from flows.launch import choice
@@ -36,6 +37,7 @@ from flows.running.comparison import Bench, run_trial
 from flows.running.live_servers import LiveServers
 from flows.running.outcome import leave_report
 from flows.running.request import PlannedRefresh
+from flows.running.retries import Retries
 from flows.running.runner import Built, Launcher, run_stage
 from flows.running.slots import HeldSlots, Slots
 from flows.running.stage_observer import Log, StageObserver, describe
@@ -66,6 +68,7 @@ class RefreshRun:
         self._begun: set[str] = set()
         self.ledger = ledger_of(refresh)
         self.tracker = Tracker(self.ledger)
+        self.retries = Retries(self.store)
         self.slots = Slots(home() / "slots", num_slots())
         # A promotion reads what its server measured, and asks it nothing; the device may be needed meanwhile.
         asking = (stage for stage in self.plan.stages.values() if stage.config.product != "verdict")
@@ -89,10 +92,11 @@ class RefreshRun:
         attempt: how often this try of the refresh has tried the stage, this time included.
         """
         planned = self.plan.stages[name]
+        is_retried = partial(self.retries.decide, planned, attempt)
         attempt += self._last_attempts.get(name, 0)
         held = self._acquire_slots(planned)
         started_s = time.monotonic()
-        observer = StageObserver(name, self.record, self.append, log)
+        observer = StageObserver(name, self.record, self.append, log, is_retried)
         try:
             planned = on_devices(planned, held.numbers)
             built = run_stage(
@@ -100,7 +104,8 @@ class RefreshRun:
             )
         except BaseException as error:
             held.release()
-            self._note_failure(name, error, time.monotonic() - (observer.waited_until_s or started_s))
+            seconds = time.monotonic() - (observer.waited_until_s or started_s)
+            self._note_failure(name, error, seconds, retried=is_retried(error))
             raise
         self._note_built(built)
         if built.server:
@@ -269,14 +274,18 @@ class RefreshRun:
             seconds, attempt = round(built.seconds, 2), built.record.attempt
             self.append(StageCached(stage=built.name, artifact=built.artifact, attempt=attempt, seconds=seconds))
 
-    def _note_failure(self, name: str, error: BaseException, seconds: float) -> None:
+    def _note_failure(self, name: str, error: BaseException, seconds: float, *, retried: bool = False) -> None:
         """An attempt that failed says so itself; what went wrong before or after it does not."""
         self.errors[name] = error
-        entry, reason = self.record.stages[name], describe(error)
-        if entry.state not in ("failed", "cancelled") or entry.error != reason:
-            error_class = type(error).__name__
-            self.append(StageFailed(stage=name, seconds=round(seconds, 2), error=reason, error_class=error_class))
-        self.servers.done_with(name)
+        entry, reason, error_class = self.record.stages[name], describe(error), type(error).__name__
+        is_noted = entry.state in (("waiting",) if retried else ("failed", "cancelled")) and entry.error == reason
+        if not is_noted:
+            seconds = round(seconds, 2)
+            self.append(
+                StageFailed(stage=name, seconds=seconds, error=reason, error_class=error_class, retried=retried)
+            )
+        if not retried:
+            self.servers.done_with(name)
 
 
 def _as_error(problems: Sequence[InputProblem]) -> LifecycleError:

@@ -15,7 +15,7 @@ from flows.launch.stage_process import Process, watch
 from flows.ledger.record import final_result
 from flows.planning.plan import PlannedStage
 from flows.running.workspace import ResolvedInputs, commit, note_attempt, prepare
-from flows.store.content import is_pending
+from flows.store.content import LOG_FILE, is_pending
 from flows.store.record import Record, UpstreamEntry
 from flows.store.store import Store
 from stages.core.contract import Lease, StageConfig, StageResult
@@ -164,12 +164,13 @@ def _build(
     planned, work = attempt.planned, attempt.work
     key = observer.started(attempt)
     started_s = time.monotonic()
+    log_begin = (work / LOG_FILE).stat().st_size if (work / LOG_FILE).exists() else 0
     process: Process | None = None
     try:
         with store.explained(f"start {planned.name}"):
             process = launch(work, planned.config)
             note_attempt(work, resolved_inputs, process.token)
-        result = watch(process, planned, work, observer.tick, stop)
+        result = watch(process, planned, work, observer.tick, stop, log_begin)
         seconds = time.monotonic() - started_s
         hook.mark(work, planned.kind)
         artifact = commit(store, planned, resolved_inputs, result, seconds=seconds, attempt=key)

@@ -11,6 +11,7 @@ from typing import Any
 
 from flows.ledger.energy import energy_j
 from flows.ledger.events import AnyEvent, AttemptBegan, AttemptEnded, StageWaits
+from flows.ledger.events import Outcome as EventOutcome
 from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import metrics_size
 from flows.planning.devices import num_devices, own_gpus
@@ -27,14 +28,23 @@ LOG_LEVELS = {"milestone": logging.INFO, "warning": logging.WARNING}
 class StageObserver:
     """An `Observer` that has `append` write down what happens in a stage of a refresh.
 
+    is_retried: says of an error whether the stage is tried again.
     waited_until_s: on the monotonic clock, until when another refresh was building the same artifact, if one was.
     """
 
-    def __init__(self, stage: str, refresh: RefreshRecord, append: Callable[[AnyEvent], None], log: Log):
+    def __init__(
+        self,
+        stage: str,
+        refresh: RefreshRecord,
+        append: Callable[[AnyEvent], None],
+        log: Log,
+        is_retried: Callable[[BaseException], bool],
+    ):
         self._stage = stage
         self._refresh = refresh
         self._append = append
         self._log = log
+        self._is_retried = is_retried
         self._began: AttemptBegan | None = None
         self._events = Tail(Path())
         self._gpus: list[int] = []
@@ -82,12 +92,11 @@ class StageObserver:
     def ended(self, outcome: Outcome) -> None:
         assert self._began
         result = outcome.result or StageResult()
-        stopped = isinstance(outcome.error, RefreshStoppedError | KeyboardInterrupt)
         self._append(
             AttemptEnded(
                 stage=self._stage,
                 number=self._began.number,
-                outcome="finished" if outcome.result else "cancelled" if stopped else "failed",
+                outcome=_in_a_word(outcome),
                 folder=outcome.folder,
                 last_byte=metrics_size(outcome.folder),
                 seconds=outcome.seconds,
@@ -97,12 +106,21 @@ class StageObserver:
                 error=describe(outcome.error) if outcome.error else None,
                 error_class=type(outcome.error).__name__ if outcome.error else None,
                 energy_j=self._energy_used_j(),
+                retried=outcome.error is not None and self._is_retried(outcome.error),
             )
         )
 
     def _energy_used_j(self) -> float | None:
         after_j = energy_j(self._gpus)
         return None if after_j is None or self._energy_before_j is None else after_j - self._energy_before_j
+
+
+def _in_a_word(outcome: Outcome) -> EventOutcome:
+    if outcome.result:
+        return "finished"
+    if isinstance(outcome.error, RefreshStoppedError | KeyboardInterrupt):
+        return "cancelled"
+    return "killed" if isinstance(outcome.error, LifecycleError) and outcome.error.died else "failed"
 
 
 def describe(error: BaseException) -> str:

@@ -82,7 +82,9 @@ class Execution(StrictModel):
     threads: PositiveInt | None = Field(None, description="Threads of each process; default: the cores shared evenly.")
     slots: PositiveInt | None = Field(None, description="Device slots held while the stage runs; default: its devices.")
     timeout_s: Seconds | None = Field(None, description="The stage is stopped after this many seconds.")
-    retries: int = Field(2, ge=0, le=1000, description="How often a transient error is tried again.")
+    retries: int = Field(
+        2, ge=0, le=1000, description="How often a transient error, or the death of a process, is tried again."
+    )
     environment: dict[str, str] = Field(default_factory=dict, description="Added to the process's environment.")
     slurm: SlurmOptions = Field(SlurmOptions(), description="Only with `launcher: slurm`.")
     kubernetes: KubernetesOptions = Field(KubernetesOptions(), description="Only with `launcher: kubernetes`.")
@@ -107,6 +109,8 @@ class StageConfig(StrictModel, ABC):
     """Raised when the same config would give another artifact than before."""
     HAS_CHECK: ClassVar[bool] = False
     """Whether `stages/<kind>/check.py` finds what is wrong with its inputs before it is its turn."""
+    LESS_MEMORY: ClassVar[str] = "raise its execution.slots, so that less runs beside it"
+    """What to change where the kernel kills it for lack of memory."""
 
     kind: str
     execution: Execution = Execution()
@@ -140,6 +144,11 @@ class StageConfig(StrictModel, ABC):
         skipped |= {path for path, _ in marked_values(self, OutsideInput)}
         skipped |= set(unset_later(self))
         return without(self.model_dump(mode="json", exclude={"execution"}), skipped)
+
+    def progress_kept(self, scratch: Path) -> int:
+        """Return how far another attempt need not go again, by what is kept in the scratch folder, in any unit; 0 for a
+        stage that cannot tell."""
+        return 0
 
     def resume_identity(self) -> dict[str, JsonValue]:
         """The part of the identity that an interrupted attempt must share for its scratch folder to be of use."""
@@ -273,6 +282,13 @@ class StageFailure(StrictModel):
 
     error: str = Field(description="name of the error class")
     message: str
+    died: bool = Field(False, description="as of `LifecycleError`")
+
+    @classmethod
+    def of(cls, error: Exception) -> StageFailure:
+        """Return what a stage leaves of the error that ends it."""
+        died = isinstance(error, LifecycleError) and error.died
+        return cls(error=class_name(error), message=redact(str(error)), died=died)
 
 
 @dataclass

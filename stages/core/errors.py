@@ -22,8 +22,10 @@ class LifecycleError(Exception):
 
     exit_code = INTERNAL_ERROR
 
-    def __init__(self, message: str = "") -> None:
+    def __init__(self, message: str = "", *, died: bool = False) -> None:
+        """died: a signal that nobody asked for ended a process of the stage, or a server that the stage started."""
         super().__init__(redact(message))
+        self.died = died
 
 
 class RecipeError(LifecycleError):

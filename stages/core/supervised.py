@@ -7,6 +7,7 @@ stays behind: the supervisor ends them when this process is gone, this process e
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -18,6 +19,19 @@ from stages.core import supervisor
 from stages.core.supervisor import TOKEN_VARIABLE, end_processes, marked_processes
 
 PRIVATE_UMASK = 0o077
+REQUESTS_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def signal_of(exit_code: int) -> int | None:
+    """Return the signal that ended a process, by its exit code: -n or 128 + n. None for one that exited by itself."""
+    number = -exit_code if exit_code < 0 else exit_code - 128
+    return number if 0 < number < signal.NSIG else None
+
+
+def was_killed(exit_code: int) -> bool:
+    """Return whether a signal ended a process that is no request to end."""
+    number = signal_of(exit_code)
+    return number is not None and number not in REQUESTS_TO_END
 
 
 class Supervised:

@@ -10,7 +10,7 @@ from pydantic import Field, JsonValue, model_validator
 from stages.core.contract import AdapterReference, ModelOrAdapterReference, ModelReference, StageConfig
 from stages.core.fields import AddedLater, Product
 from stages.serving.adapters import adapters_base, base_problems
-from stages.serving.config import BenchmarkConfig, ServeExecution, ServingConfig
+from stages.serving.config import LESS_MEMORY, BenchmarkConfig, ServeExecution, ServingConfig
 from stages.serving.registry import (
     chosen_engine,
     engine_problems,
@@ -29,6 +29,7 @@ class ServeConfig(StageConfig):
     STAGE_VERSION: ClassVar[int] = 2  # the time between tokens is one of whole answers, not of chunks of them
 
     HAS_CHECK: ClassVar[bool] = True
+    LESS_MEMORY: ClassVar[str] = LESS_MEMORY
 
     kind: Literal["serve"]
     model: ModelOrAdapterReference

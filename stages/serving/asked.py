@@ -7,14 +7,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from pydantic import Field, JsonValue, PositiveInt
 
 from stages.core.contract import AdapterReference, ModelReference, ServableReference, StageConfig
 from stages.core.fields import AddedLater
 from stages.serving.adapters import adapters_base, base_problems
-from stages.serving.config import EngineName, ServeExecution, ServingConfig
+from stages.serving.config import LESS_MEMORY, EngineName, ServeExecution, ServingConfig
 from stages.serving.engine import Engine
 from stages.serving.registry import (
     chosen_engine,
@@ -50,6 +50,8 @@ class AskExecution(ServeExecution):
 
 class AskedModelConfig(StageConfig):
     """A stage that asks a served model: that of a serve stage, or a model or an adapter on a server of its own."""
+
+    LESS_MEMORY: ClassVar[str] = LESS_MEMORY
 
     model: ServableReference
     adapter: Annotated[AdapterReference | None, AddedLater()] = Field(

@@ -67,6 +67,10 @@ class BenchmarkConfig(StrictModel):
         return self.input_tokens + self.output_tokens
 
 
+LESS_MEMORY = "lower serving.kv_cache_memory_gib or serving.max_model_len, or raise execution.slots"
+"""What to change where the kernel kills a server for lack of memory."""
+
+
 class ServeExecution(Execution):
     """Where the server listens and how long it may take to start."""
 

@@ -64,7 +64,8 @@ class Endpoint:
         if self.client.is_healthy():
             return
         if self.server:
-            raise TransientError(str(self.server.failure("went away while it was asked")))
+            failure = self.server.failure("went away while it was asked")
+            raise TransientError(str(failure), died=failure.died)
         raise TransientError(f"the server of {self.spec.served_name} at {self.client.url} does not answer any more")
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from stages.core.errors import LifecycleError, ResourceError, ServerError
-from stages.core.supervised import Supervised
+from stages.core.supervised import Supervised, was_killed
 from stages.models.model_folder import check_model_folder
 from stages.serving.backend import Backend, EngineAddress
 from stages.serving.client import Client, check_server
@@ -102,12 +102,22 @@ class Server:
             raise self.failure(f"failed at its first request ({error})") from error
 
     def failure(self, what: str) -> ServerError:
-        """An error that says what happened to the server and why, by its log."""
+        """An error that says what happened to the server and why, by its log; it may take some seconds to end.
+
+        A server that has ended died if a signal ended it, or if its log has no cause: then one of its processes was
+        killed, a signal that only that one's parent sees, and the others have ended by themselves.
+        """
+        deadline_s = time.monotonic() + GRACE_S
+        while (exit_code := self.process.poll()) is None and time.monotonic() < deadline_s:
+            time.sleep(POLL_INTERVAL_S)
         log = self.log_file.read_text(errors="replace").replace(self.api_key, "***")
-        cause = self.engine.root_cause(log) or f"its log ends with:\n{last_lines(log)}"
+        cause = self.engine.root_cause(log)
+        ends_with = f"its log ends with:\n{last_lines(log)}"
+        died = exit_code is not None and (was_killed(exit_code) or cause is None)
         return ServerError(
-            f"the {self.engine.title} server for {self.spec.served_name} ({self.spec.model}) {what}: {cause}\n"
-            f"the whole log is {self.log_file}"
+            f"the {self.engine.title} server for {self.spec.served_name} ({self.spec.model}) {what}: "
+            f"{cause or ends_with}\nthe whole log is {self.log_file}",
+            died=died,
         )
 
 

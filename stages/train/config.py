@@ -43,6 +43,7 @@ class TrainConfig(MethodFields):
 
     STAGE_VERSION: ClassVar[int] = 2
     HAS_CHECK: ClassVar[bool] = True
+    LESS_MEMORY: ClassVar[str] = "lower layout.micro_batch_size or data.sequence_length, or say layout.recompute: full"
 
     kind: Literal["train"]
     method: MethodName = Field(description="What is learned; its options are the field of its name.")
@@ -235,6 +236,11 @@ class TrainConfig(MethodFields):
     def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
         """What samples, where anything does."""
         return {**self.sampling.engine_version} if self.sampling else {}
+
+    def progress_kept(self, scratch: Path) -> int:
+        """Return the step of the latest checkpoint. A folder has this name once it is complete."""
+        steps = (path.name.removeprefix("step-") for path in (scratch / "checkpoints").glob("step-*"))
+        return max(map(int, steps), default=0)
 
     def resume_identity(self) -> dict[str, JsonValue]:
         """Without engine and layout: a checkpoint of either engine can be loaded by both, under any layout."""

@@ -88,6 +88,11 @@ def failure_of(work: Path, process: subprocess.Popen[bytes]) -> tuple[int, str]:
     return exit_code, json.loads((work / "error.json").read_text())["message"]
 
 
+def has_died(work: Path) -> bool:
+    """What the stage says of its server: whether it was killed."""
+    return json.loads((work / "error.json").read_text())["died"]
+
+
 def assert_nothing_left(folder: Path, port: int | None = None) -> None:
     wait_for(lambda: not served_processes(folder), 20, "the end of all processes")
     if port:
@@ -157,6 +162,7 @@ def test_a_server_that_refuses_to_start_says_why(root: Path) -> None:
 
     assert exit_code == ServerError.exit_code
     assert "max_model_len (4096) is greater than the derived max_model_len" in message
+    assert not has_died(work)
     assert_nothing_left(runtime(root))
     assert not list(runtime(root).iterdir())
 
@@ -196,6 +202,7 @@ def test_whatever_is_killed_while_a_server_starts_takes_it_along(root: Path, fau
 
     assert exit_code == ServerError.exit_code
     assert "ended before it was ready" in message
+    assert has_died(work), "a refresh tries it again"
     assert_nothing_left(runtime(root), None)
 
 
@@ -245,6 +252,7 @@ def disturb_evaluation(work: Path, victim: str, fault: Fault) -> tuple[int, int]
     else:
         assert exit_code == TransientError.exit_code
         assert "went away while it was asked" in json.loads((work / "error.json").read_text())["message"]
+        assert has_died(work)
     answered, requested = answers_and_requests(work)
     assert answered < requested
     return answered, requested

@@ -134,9 +134,53 @@ def bug():
     sys.exit(70)
 
 
+def deaths():
+    """Ten steps, with a training stage's checkpoint after every other; TINY_DEATHS: before which it is killed, each
+    once, as `3,5`."""
+    checkpoints, died = WORK / "scratch" / "checkpoints", WORK / "scratch" / "died"
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    died.touch()
+    latest = max((int(path.name.removeprefix("step-")) for path in checkpoints.iterdir()), default=0)
+    for step in range(latest + 1, 11):
+        due = os.environ["TINY_DEATHS"].split(",")[len(died.read_text()) :]
+        if due and due[0] == str(step):
+            died.write_text(died.read_text() + ".")
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step % 2 == 0:
+            (checkpoints / f"step-{step}").mkdir()
+    result(metrics={"first_step": float(latest + 1)})
+
+
+def hungry():
+    """Takes more memory than its cgroup has."""
+    bytearray(1 << 30)
+    result()
+
+
 def killed():
     print("the last thing it said", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def asked_to_end():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def server_killed():
+    """As a stage does whose server was killed while it started."""
+    message = {"error": "ServerError", "message": "the server ended before it was ready", "died": True}
+    (WORK / "error.json").write_text(json.dumps(message))
+    sys.exit(9)
+
+
+def kills_server():
+    """Asks a leased server until that is killed."""
+    leases = json.loads((WORK / "config.json").read_text())["leases"].values()
+    for lease in leases:
+        os.kill(lease["pid"], signal.SIGKILL)
+        (WORK / "error.json").write_text(json.dumps({"error": "TransientError", "message": "it went away"}))
+        sys.exit(75)
+    result(metrics={"had_server": 0.0})
 
 
 def rank_killed():

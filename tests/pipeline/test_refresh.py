@@ -1,7 +1,7 @@
 """The refresh flow on a real Prefect server, tracked by a real MLflow server."""
 
 import pytest
-from refreshes import Home, after, model, stage, states
+from refreshes import Home, after, model, stage, states, trained
 
 from stages.core.errors import DataError
 
@@ -22,6 +22,7 @@ def recipe(home):
         rows=stage("steps", HUB_TOKEN=SECRET),
         base=model("transient_once"),
         scores=after("base"),
+        sft=trained("base", "rows", "deaths", TINY_DEATHS="3,5"),
     )
 
 
@@ -34,8 +35,15 @@ def first(home, recipe):
 
 def test_everything_is_built_although_a_stage_had_to_be_tried_twice(home, first):
     assert first["state"] == "completed"
-    assert states(first) == {"rows": "built", "base": "built", "scores": "built"}
+    assert states(first) == {"rows": "built", "base": "built", "scores": "built", "sft": "built"}
     assert [run["info"]["status"] for run in home.attempts("base")] == ["FAILED", "FINISHED"]
+
+
+def test_a_stage_that_was_killed_twice_went_on_from_its_checkpoint_each_time(home, first):
+    assert [run["info"]["status"] for run in home.attempts("sft")] == ["KILLED", "KILLED", "FINISHED"]
+    assert first["stages"]["sft"]["metrics"]["first_step"] == 5
+    shown = home.lifecycle("show", first["refresh"]).stdout
+    assert "warning: sft: attempt 2 was killed, tried again: sft was killed by SIGKILL" in shown
 
 
 def test_again_everything_is_cached_and_refers_to_the_runs_that_built_it(home, recipe, first):
@@ -43,7 +51,7 @@ def test_again_everything_is_cached_and_refers_to_the_runs_that_built_it(home, r
     assert set(states(second).values()) == {"cached"}
     for name, entry in second["stages"].items():
         assert entry["mlflow_run_id"] == first["stages"][name]["mlflow_run_id"]
-    assert task_states(home, second["refresh"]) == {"rows": "Cached", "base": "Cached", "scores": "Cached"}
+    assert task_states(home, second["refresh"]) == dict.fromkeys(first["stages"], "Cached")
 
 
 def test_mlflow_has_every_step_once_under_the_parent_run(home, first):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from stages.core.errors import ResourceError
 from stages.core.redaction import redact
-from stages.core.supervised import Supervised
+from stages.core.supervised import Supervised, was_killed
 from stages.data.cache import cached_folder
 from stages.serving.interpreter import inherited_environment
 
@@ -114,7 +114,8 @@ def _run(command: list[str], log: Path, doing: Callable[[str], None]) -> None:
     finally:
         process.stop()
     if exit_code:
-        raise ResourceError(_cannot(f"uv ended with exit code {exit_code}: {_last_words(said)}"))
+        reason = _cannot(f"uv ended with exit code {exit_code}: {_last_words(said)}")
+        raise ResourceError(reason, died=was_killed(exit_code))
 
 
 def _mode_of_ours() -> int:

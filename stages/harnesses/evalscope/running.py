@@ -10,7 +10,7 @@ from stages.core.cache_entries import note_use
 from stages.core.contract import StageContext
 from stages.core.errors import EvaluationError
 from stages.core.redaction import redact, shortened
-from stages.core.supervised import Supervised
+from stages.core.supervised import Supervised, was_killed
 from stages.data.documents import Document, PlainText
 from stages.data.messages import Message, make_message
 from stages.data.prompts import Prompt
@@ -114,5 +114,8 @@ def _run(installed: InstalledEvalScope, work: Path, environment: dict[str, str],
         key = environment["EVALSCOPE_API_KEY"]
         last = redact(log.read_text(encoding="utf-8", errors="replace"), [key]).strip().splitlines()[-1:]
         reason = shortened("".join(last), SHOWN_CHARACTERS)
+        said = f"its program ended with exit code {exit_code}: {reason}; everything it printed is in {log}"
+        if was_killed(exit_code):
+            raise EvaluationError(f"EvalScope: {said}", died=True)
         # No error of ours: the stage finds out whether the server went away.
-        raise RuntimeError(f"its program ended with exit code {exit_code}: {reason}; everything it printed is in {log}")
+        raise RuntimeError(said)

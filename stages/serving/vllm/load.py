@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stages.core.errors import ServerError
+from stages.core.supervised import was_killed
 from stages.serving.config import BenchmarkConfig
 from stages.serving.engine import LoadResult
 from stages.serving.launch import LaunchSpec
@@ -73,6 +74,7 @@ def _run(client: Client, argument_lists: list[list[str]], folder: Path) -> list[
         )
     if ended.returncode:
         last = log.read_text(errors="replace").strip().rpartition("\n")[2]
-        raise ServerError(f"`vllm bench serve` failed with exit code {ended.returncode}: {last}; its log is {log}")
+        reason = f"`vllm bench serve` failed with exit code {ended.returncode}: {last}; its log is {log}"
+        raise ServerError(reason, died=was_killed(ended.returncode))
     results: list[dict[str, Any]] = json.loads(output.read_text())
     return results

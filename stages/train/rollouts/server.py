@@ -150,7 +150,8 @@ class RolloutServer:
     def _restart(self, error: LifecycleError) -> None:
         self._restarts += 1
         if self._restarts > MOST_RESTARTS:
-            raise TransientError(f"the server that samples failed {self._restarts} times in a row: {error}") from error
+            reason = f"the server that samples failed {self._restarts} times in a row: {error}"
+            raise TransientError(reason, died=not self._running.alive()) from error
         self._warn(f"the server that samples {self._host.remedy}: {error}")
         self.close()
         self._start()

@@ -50,3 +50,27 @@ def test_of_a_long_log_the_last_lines_are_told(tmp_path):
 def test_a_torn_error_file_is_no_obstacle(tmp_path):
     (tmp_path / "error.json").write_text('{"error": "Da')
     assert isinstance(failure_of(tmp_path, "sft", 5), StageCrashError)
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "died"), [(-9, True), (137, True), (139, True), (143, False), (130, False), (1, False), (255, False)]
+)
+def test_a_process_died_by_a_signal_that_is_no_request_to_end(tmp_path, exit_code, died):
+    assert failure_of(tmp_path, "sft", exit_code).died is died
+
+
+def test_a_rank_that_was_killed_in_an_earlier_attempt_explains_nothing(tmp_path):
+    ranks_log = "Root Cause (first observed failure):\n  rank      : 1\n  exitcode  : {code}\n"
+    (tmp_path / "log.txt").write_text(ranks_log.format(code=-9))
+    log_begin = (tmp_path / "log.txt").stat().st_size
+    with (tmp_path / "log.txt").open("a") as log:
+        log.write(ranks_log.format(code=70))
+    (tmp_path / "error.json").write_text(json.dumps({"error": "KeyError", "message": "'x'"}))
+    error = failure_of(tmp_path, "sft", 70, log_begin)
+    assert str(error).startswith("sft failed: KeyError: 'x'")
+    assert not error.died
+
+
+def test_a_stage_says_itself_that_its_server_died(tmp_path):
+    (tmp_path / "error.json").write_text(json.dumps({"error": "ServerError", "message": "it ended", "died": True}))
+    assert failure_of(tmp_path, "scores", 9).died

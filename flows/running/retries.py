@@ -1,0 +1,42 @@
+"""Which failed attempts of a refresh are tried again by themselves."""
+
+from __future__ import annotations
+
+from flows.planning.plan import PlannedStage
+from flows.store.content import SCRATCH_FOLDER
+from flows.store.store import Store
+from stages.core.errors import LifecycleError, TransientError
+
+
+class Retries:
+    """Decides once for each attempt. Called by the thread of the stage; stages do not share anything here.
+
+    A transient error is tried again `execution.retries` times. So is a death, as long as attempts get on: a stage that
+    dies twice with no newer checkpoint between would die again. All other errors would only repeat themselves.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._decided: dict[str, tuple[int, bool]] = {}
+        self._progress_at_death: dict[str, int] = {}
+
+    def decide(self, planned: PlannedStage, number: int, error: BaseException) -> bool:
+        """Return whether a stage is tried again after this error. number: of its attempts in this try of the refresh,
+        the failed one included."""
+        decided_for, again = self._decided.get(planned.name, (0, False))
+        if decided_for != number:
+            again = number <= planned.config.execution.retries and self._is_worth_it(planned, error)
+            self._decided[planned.name] = number, again
+        return again
+
+    def is_due(self, stage: str) -> bool:
+        """Return what was decided on the latest attempt of a stage."""
+        return self._decided.get(stage, (0, False))[1]
+
+    def _is_worth_it(self, planned: PlannedStage, error: BaseException) -> bool:
+        if not (isinstance(error, LifecycleError) and error.died):
+            return isinstance(error, TransientError)
+        work = self._store.work_folder(planned.kind, planned.name, planned.resume_key)
+        progress = planned.config.progress_kept(work / SCRATCH_FOLDER)
+        before, self._progress_at_death[planned.name] = self._progress_at_death.get(planned.name), progress
+        return before is None or progress > before
