@@ -11,13 +11,21 @@ from stages.core.errors import ResourceError, ServerError
 
 
 @click.command()
+@click.option(
+    "--foreground", is_flag=True, help="Stay as their supervisor, as for systemd; SIGTERM does what `down` does."
+)
 @JSON_OPTION
-def up(as_json: bool) -> None:
-    """Start the local Prefect and MLflow servers, and the worker that runs scheduled refreshes, unless they run."""
+def up(foreground: bool, as_json: bool) -> None:
+    """Start the local Prefect and MLflow servers, and the worker that runs scheduled refreshes, unless they run.
+
+    A supervisor stays, which starts again what dies or does not answer.
+    """
     from flows.servers import local as servers
 
     servers.up(worker=True)
     _show_status(as_json)
+    if foreground:
+        servers.supervise()
 
 
 @click.command()
@@ -78,4 +86,6 @@ def _show_status(as_json: bool) -> bool:
             state = "unknown" if one.host else "healthy" if one.healthy else "down"
             where = one.url or (f"on {one.host}" if one.host else "not running")
             click.echo(f"{one.name:<8} {where:<30} {state}")
+            if one.trouble:
+                click.echo(f"{'':<8} {one.trouble}")
     return all(one.healthy or not one.needed for one in found)

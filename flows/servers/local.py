@@ -11,19 +11,22 @@ import importlib.metadata
 import json
 import os
 import signal
-import subprocess
+import socket
 import sys
 import time
 import urllib.request
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from flows.ledger.home import home
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.refreshes import RunningRefreshes
-from flows.servers import copied
+from flows.servers import copied, supervisor
 from flows.servers.key import KEY_FILE_VARIABLE, USER, client_settings, key_file, make_key
 from flows.servers.ports import listener
 from flows.servers.programs import (
@@ -37,12 +40,17 @@ from flows.servers.programs import (
     ServerProgram,
 )
 from flows.servers.records import ServerRecord, host_of, is_unsettled_copy, read_records, write_records
+from flows.servers.supervisor import Kept, Lock, Plan
 from stages.core.errors import ServerError
 from stages.core.lines import say
+from stages.core.redaction import quoted
 from stages.core.supervisor import TOKEN_VARIABLE, end_processes, marked_processes, send, wait_for_end
 
 START_TIMEOUT_S = 300.0
+RESTART_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
+LOG_END_BYTES = 8192
+MANY_DEATHS = 5
 ANSWER_TIMEOUT_S = 5.0
 ANSWER_BYTES = 2**20
 
@@ -53,6 +61,7 @@ class ServerStatus:
 
     needed: a refresh cannot do without it; the worker is needed once it was started. host: where it runs, if that
     cannot be seen from here.
+    trouble: what a person should know although it may be healthy at the moment; empty: nothing.
     """
 
     name: str
@@ -62,6 +71,7 @@ class ServerStatus:
     needed: bool = True
     pid: int | None = None
     host: str | None = None
+    trouble: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,7 @@ class Endpoints:
 def up(*, worker: bool = False) -> Endpoints:
     """Make sure that both servers answer, and start what is absent, both at once; then, if asked to, the worker.
 
+    With the worker comes the supervisor, which starts again what dies. Where it runs, it is given a minute for that.
     Raises `ServerError` when a server that the user named does not answer, or one of ours does not start.
     """
     named = {program.name: url for program in SERVERS if (url := program.named())}
@@ -98,34 +109,50 @@ def up(*, worker: bool = False) -> Endpoints:
         records = read_records()
         ours = [program for program in SERVERS if program.name not in named]
         _refuse_elsewhere({program.name: records[program.name] for program in ours if program.name in records})
-        if is_unsettled_copy():
+        is_copy = is_unsettled_copy()
+        if is_copy:
             key_file().unlink(missing_ok=True)  # the original's
         password = make_key()
+        lock = Lock(home())
+        is_supervised = lock.holder() is not None
+        if is_supervised:
+            _await_supervised([*ours, WORKER] if worker else ours, lock)
+        records, settings = read_records(), {KEY_VARIABLE: password}
         # One that runs with another key, or without any, as earlier versions started it, is started again.
-        settings = {KEY_VARIABLE: password}
-        records |= _start(
-            [program for program in ours if not _runs_with(program, records, settings)], records, settings
-        )
-        urls = {name: record.address for name, record in records.items()}
-        endpoints = Endpoints(
-            prefect_api_url=named.get("prefect") or urls["prefect"] + PREFECT.client_path,
-            mlflow_tracking_uri=named.get("mlflow") or urls["mlflow"] + MLFLOW.client_path,
-            local=tuple(program.name for program in ours),
-            password=password,
-        )
-        if is_unsettled_copy():
-            _settle(records, endpoints)
-        if worker:
-            _start_worker(records, endpoints.environment())
+        absent = [program for program in ours if not _runs_with(program, records, settings)]
+        if not absent and not is_copy:
+            endpoints = _endpoints(named, records, password)
+            if not worker or (is_supervised and _runs_with(WORKER, records, endpoints.environment())):
+                return endpoints
+        plan = _take(lock) if worker or is_supervised else Plan()
+        records, kept = read_records(), {one.name: one for one in plan.kept}
+        try:
+            _start(absent, records, settings, kept)
+            endpoints = _endpoints(named, records, password)
+            if is_copy:
+                _settle(records, endpoints)
+            if worker:
+                _start_worker(records, endpoints.environment(), kept)
+                kept.setdefault(WORKER.name, _adopted(WORKER, records[WORKER.name], endpoints.environment()))
+        finally:
+            if plan.lock is None:
+                _close(kept.values())
+            else:
+                others = [program for program in ours if program.name in records and program.name not in kept]
+                adopted = [_adopted(program, records[program.name], settings) for program in others]
+                supervisor.start(Plan([*kept.values(), *adopted], str(home()), plan.lock))
     return endpoints
 
 
 def down() -> list[str]:
     """Stop what `up` started, with all its children; returns the names.
 
-    The worker goes first: refreshes that it runs can still report to the servers that they were stopped.
+    The supervisor goes first, or it would start again what ends. Then the worker: refreshes that it runs can still
+    report to the servers that they were stopped.
     """
     with _lock():
+        plan = _take(Lock(home()))
+        _close(plan.kept)
         records = read_records()
         _refuse_elsewhere(records)
         if WORKER.name in records:
@@ -134,7 +161,32 @@ def down() -> list[str]:
         _stop(records.values())
         if records:
             write_records({})
+        plan.release()
     return [name for name, record in records.items()]
+
+
+def supervise() -> NoReturn:
+    """Become the supervisor of what `up` has started, in this process. Raises `ServerError`."""
+    with _lock():
+        supervisor.become(_take(Lock(home())))
+
+
+def revive_supervisor() -> None:
+    """Start the supervisor again when it has died. For the worker that it keeps, and which has its environment."""
+    if Lock(home()).holder() is not None:
+        return
+    with suppress(Timeout), _lock().acquire(timeout=0):
+        records = read_records()
+        if WORKER.name not in records or records[WORKER.name].process != ProcessIdentity.own():
+            return
+        settings = {KEY_VARIABLE: make_key()}
+        kept = [
+            _adopted(program, records[program.name], settings)
+            for program in SERVERS
+            if program.name in records and program.named() == records[program.name].address + program.client_path
+        ]
+        worker = _adopted(WORKER, records[WORKER.name], {})
+        supervisor.start(Plan([*kept, worker], str(home()), _take(Lock(home())).lock))
 
 
 def status() -> list[ServerStatus]:
@@ -156,12 +208,24 @@ def _status_of(program: ServerProgram, record: ServerRecord | None) -> ServerSta
     named = program.named()
     if named:
         return ServerStatus(program.name, named, _named_answers(program, named), ours=False)
+    trouble = _trouble(program, record) if record else ""
     if record is None or not record.process.alive():
         needed = program in SERVERS or record is not None
         host = host_of(record) if record else None
-        return ServerStatus(program.name, None, healthy=False, ours=True, needed=needed, host=host)
+        return ServerStatus(program.name, None, healthy=False, ours=True, needed=needed, host=host, trouble=trouble)
     healthy = answers(record.address + program.health_path)
-    return ServerStatus(program.name, record.address, healthy, ours=True, pid=record.process.pid)
+    return ServerStatus(program.name, record.address, healthy, ours=True, pid=record.process.pid, trouble=trouble)
+
+
+def _trouble(program: ServerProgram, record: ServerRecord) -> str:
+    """What is wrong that its health does not show."""
+    log = home() / program.name / "server.log"
+    if record.deaths >= MANY_DEATHS:
+        last = quoted(_last_lines(log, 1)[0], 200)
+        return f"it has died {record.deaths} times in a row and is started again; {log} ends with: {last}"
+    if program is WORKER and Lock(home()).holder() is None:
+        return "no supervisor runs, so that nothing starts again what dies; `lifecycle up` starts it"
+    return ""
 
 
 def _refuse_elsewhere(records: Mapping[str, ServerRecord]) -> None:
@@ -230,61 +294,124 @@ def _runs_with(program: ServerProgram, records: Mapping[str, ServerRecord], sett
     return as_wanted and answers(records[program.name].address + program.health_path)
 
 
-def _start_worker(records: Mapping[str, ServerRecord], settings: Mapping[str, str]) -> None:
+def _await_supervised(programs: list[ServerProgram], lock: Lock) -> None:
+    """Wait while the supervisor starts again what has died once: it takes seconds, and needs nobody."""
+    end_s = time.monotonic() + RESTART_TIMEOUT_S
+    while lock.holder() is not None and time.monotonic() < end_s:
+        records = read_records()
+        started = [(records[program.name], program) for program in programs if program.name in records]
+        if all(record.deaths > 1 or answers(record.address + program.health_path) for record, program in started):
+            return
+        time.sleep(0.2)
+
+
+def _endpoints(named: Mapping[str, str], records: Mapping[str, ServerRecord], password: str) -> Endpoints:
+    urls = {name: record.address for name, record in records.items()}
+    return Endpoints(
+        prefect_api_url=named.get("prefect") or urls["prefect"] + PREFECT.client_path,
+        mlflow_tracking_uri=named.get("mlflow") or urls["mlflow"] + MLFLOW.client_path,
+        local=tuple(program.name for program in SERVERS if program.name not in named),
+        password=password,
+    )
+
+
+def _take(lock: Lock) -> Plan:
+    """The lock of the supervisor, and what it kept. Raises `ServerError`."""
+    plan = lock.take()
+    if plan is None:
+        raise ServerError(
+            f"taking {lock.path}: the servers of this home are supervised on another machine or in another container; "
+            "run this there, or name servers that all share (PREFECT_API_URL, MLFLOW_TRACKING_URI)"
+        )
+    return plan
+
+
+def _close(kept: Collection[Kept]) -> None:
+    for one in kept:
+        if one.descriptor is not None:
+            os.close(one.descriptor)
+
+
+def _start_worker(records: dict[str, ServerRecord], settings: Mapping[str, str], kept: dict[str, Kept]) -> None:
     """Start the worker, unless it runs and knows these servers. Refreshes that outlived a dead worker go on."""
     if not _runs_with(WORKER, records, settings):
         dead = WORKER.name in records and not records[WORKER.name].process.alive()
-        _start([WORKER], records, settings, spare_children=dead)
+        _start([WORKER], records, settings, kept, spare_children=dead)
 
 
 def _start(
     programs: list[ServerProgram],
-    records: Mapping[str, ServerRecord],
+    records: dict[str, ServerRecord],
     settings: Mapping[str, str],
+    kept: dict[str, Kept],
     *,
     spare_children: bool = False,
-) -> dict[str, ServerRecord]:
+) -> None:
     """Start servers side by side and wait until all answer; if one fails, none of them stays."""
-    before = {program.name: records[program.name] for program in programs if program.name in records}
     if not spare_children:
-        _stop(before.values())
-    started: dict[str, ServerRecord] = {}
+        _stop([records[program.name] for program in programs if program.name in records])
     try:
         for program in programs:
-            started[program.name] = _launch(program, before.get(program.name), settings)
-            write_records({**records, **started})
+            records[program.name] = _launch(program, records.get(program.name), settings, kept)
+            write_records(records)
         for program in programs:
-            _await(program, started[program.name])
+            _await(program, records[program.name])
     except BaseException:
-        _stop(started.values())
-        write_records({name: record for name, record in records.items() if name not in started})
+        failed = [program.name for program in programs if program.name in records]
+        _stop([records.pop(name) for name in failed])
+        _close([kept.pop(name) for name in failed if name in kept])
+        write_records(records)
         raise
-    return started
 
 
-def _launch(program: ServerProgram, before: ServerRecord | None, settings: Mapping[str, str]) -> ServerRecord:
-    """before: its record of last time; it keeps token and, if possible, port, since others know both."""
+def _launch(
+    program: ServerProgram, before: ServerRecord | None, settings: Mapping[str, str], kept: dict[str, Kept]
+) -> ServerRecord:
+    """before: its record of last time; it keeps token and, if possible, port, since others know both.
+
+    kept: what a supervisor has handed over, such as the listening socket; what is started is added.
+    """
+    token = before.token if before else os.urandom(16).hex()
+    former = kept.get(program.name)
+    if former and former.descriptor is not None:
+        public = socket.socket(fileno=former.descriptor)
+    else:
+        public = listener(before.port if before else None, program.preferred_port)
+    port = public.getsockname()[1]
+    kept[program.name] = started = _kept(program, port, token, settings)
+    started.descriptor = public.detach()
+    if program is WORKER:
+        end_processes(started.relatives)
+    started.start()
+    assert started.pid
+    identity = ProcessIdentity.of(started.pid)
+    return ServerRecord(process=identity, port=port, token=token, settings=_digest(settings))
+
+
+def _kept(program: ServerProgram, port: int, token: str, settings: Mapping[str, str]) -> Kept:
     folder = home() / program.name
     folder.mkdir(parents=True, exist_ok=True)
-    token = before.token if before else os.urandom(16).hex()
-    with (
-        listener(before.port if before else None, program.preferred_port) as public,
-        (folder / "server.log").open("wb") as log,
-    ):
-        port = public.getsockname()[1]
-        environment = {**_inherited(program), **NO_TELEMETRY, **settings, **program.environment(folder, port)}
-        process = subprocess.Popen(
-            program.command(public.fileno()),
-            pass_fds=(public.fileno(),),
-            env={**environment, TOKEN_VARIABLE: token},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            cwd=folder,
-            start_new_session=True,
-        )
-    identity = ProcessIdentity.of(process.pid)
-    return ServerRecord(process=identity, port=port, token=token, settings=_digest(settings))
+    environment = {**_inherited(program), **NO_TELEMETRY, **settings, **program.environment(folder, port)}
+    return Kept(
+        program.name,
+        program.command,
+        {**environment, TOKEN_VARIABLE: token},
+        port,
+        program.health_path,
+        folder=str(folder),
+        needs=PREFECT.name if program is WORKER else "",
+        log=str(folder / "server.log"),
+        spares_children=program is WORKER,
+    )
+
+
+def _adopted(program: ServerProgram, record: ServerRecord, settings: Mapping[str, str]) -> Kept:
+    """What is on record, for a supervisor that did not start it; if it is dead, it is started."""
+    kept = _kept(program, record.port, record.token, settings)
+    if record.process.alive():
+        kept.pid, kept.started_ticks = record.process.pid, supervisor.started_ticks(record.process.pid)
+    kept.deaths = record.deaths
+    return kept
 
 
 def _inherited(program: ServerProgram) -> dict[str, str]:
@@ -304,12 +431,18 @@ def _await(program: ServerProgram, record: ServerRecord) -> None:
     while not answers(record.address + program.health_path, timeout_s=1.0):
         if not record.process.alive() or time.monotonic() > end:
             log = home() / program.name / "server.log"
-            lines = "\n".join(log.read_text(errors="replace").splitlines()[-8:])
+            lines = "\n".join(_last_lines(log, 8))
             raise ServerError(
                 f"starting the {program.name} server on port {record.port}: it does not answer; see {log}, which "
                 f"ends with:\n{lines}"
             )
         time.sleep(0.1)
+
+
+def _last_lines(log: Path, count: int) -> list[str]:
+    with log.open("rb") as stream:
+        stream.seek(max(0, stream.seek(0, os.SEEK_END) - LOG_END_BYTES))
+        return stream.read().decode(errors="replace").splitlines()[-count:]
 
 
 def _stop_refreshes(worker: ServerRecord) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from flows.servers.supervisor import DESCRIPTOR
+
 LOOPBACK = "127.0.0.1"
 NO_TELEMETRY = {
     "DO_NOT_TRACK": "true",
@@ -26,7 +28,7 @@ KEY_VARIABLE = "LIFECYCLE_SERVERS_KEY"
 class ServerProgram:
     """A server or the worker. `variable` is where a user names another server; paths are relative to its address.
 
-    command: the descriptor of its listening socket → the command. environment: (its folder, port) → variables.
+    command: the descriptor of its listening socket becomes `{descriptor}`. environment: (its folder, port) → variables.
     """
 
     name: str
@@ -34,7 +36,7 @@ class ServerProgram:
     preferred_port: int
     health_path: str
     client_path: str
-    command: Callable[[int], list[str]]
+    command: list[str]
     environment: Callable[[Path, int], dict[str, str]]
 
     def named(self) -> str | None:
@@ -42,9 +44,9 @@ class ServerProgram:
         return (os.environ.get(self.variable) if self.variable else None) or None
 
 
-def guarded(name: str) -> Callable[[int], list[str]]:
+def guarded(name: str) -> list[str]:
     """The command of a server behind its guard, for a listening socket."""
-    return lambda descriptor: [sys.executable, "-m", "flows.servers.guarded", name, f"--descriptor={descriptor}"]
+    return [sys.executable, "-m", "flows.servers.guarded", name, f"--descriptor={DESCRIPTOR}"]
 
 
 def _prefect_environment(folder: Path, port: int) -> dict[str, str]:
@@ -67,10 +69,6 @@ def _mlflow_environment(folder: Path, _: int) -> dict[str, str]:
     }
 
 
-def _worker_command(descriptor: int) -> list[str]:
-    return [sys.executable, "-m", "flows.service.worker", str(descriptor)]
-
-
 def _worker_environment(folder: Path, _: int) -> dict[str, str]:
     return {
         "PREFECT_HOME": str(folder.parent / PREFECT.name),
@@ -79,11 +77,13 @@ def _worker_environment(folder: Path, _: int) -> dict[str, str]:
     }
 
 
+_WORKER_COMMAND = [sys.executable, "-m", "flows.service.worker", DESCRIPTOR]
 PREFECT = ServerProgram(
     "prefect", "PREFECT_API_URL", 4200, "/api/health", "/api", guarded("prefect"), _prefect_environment
 )
 MLFLOW = ServerProgram("mlflow", "MLFLOW_TRACKING_URI", 5000, "/health", "", guarded("mlflow"), _mlflow_environment)
-WORKER = ServerProgram("worker", None, 4300, "/health", "", _worker_command, _worker_environment)
+WORKER = ServerProgram("worker", None, 4300, "/health", "", _WORKER_COMMAND, _worker_environment)
 SERVERS = (PREFECT, MLFLOW)
+PROGRAMS = {program.name: program for program in (*SERVERS, WORKER)}
 NAMED_BY = {program.name: str(program.variable) for program in SERVERS}
 """Server → the variable in which a user names another one."""

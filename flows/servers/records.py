@@ -1,10 +1,15 @@
 """Which servers we have started: `<home>/servers.json`, server name → process, port, token.
 
 A copy of a home has the file, too: there the records are void, since the processes are the original's.
+
+    python -m flows.servers.records NAME PID DEATHS
+
+notes another process of a server: the supervisor, which has started it again, does that.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -24,12 +29,14 @@ class ServerRecord(StrictModel):
     """A server that we started. All its processes carry `token` in their environment.
 
     settings: digest of what it got in its environment beyond that, as the worker gets where the servers are.
+    deaths: how often it died in a row.
     """
 
     process: ProcessIdentity
     port: int
     token: str
     settings: str | None = None
+    deaths: int = 0
 
     @property
     def address(self) -> str:
@@ -101,3 +108,19 @@ def _file() -> Path:
 
 def _heartbeat_file() -> Path:
     return home() / "servers.heartbeat"
+
+
+def main() -> None:
+    """Note the process of a server, unless it has ended already."""
+    name, pid, deaths = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    records = read_records()
+    try:
+        change = {"process": ProcessIdentity.of(pid), "deaths": deaths}
+    except ProcessLookupError:
+        change = {"deaths": deaths}
+    if name in records:
+        write_records({**records, name: records[name].model_copy(update=change)})
+
+
+if __name__ == "__main__":
+    main()

@@ -25,6 +25,7 @@ from prefect.workers.server import build_healthcheck_server
 
 from flows.ledger.home import home
 from flows.running.flow_runs import WORK_POOL, update_entrypoints
+from flows.servers.local import revive_supervisor
 from flows.servers.records import touch_heartbeat
 from flows.service.reaper import Reaper
 from stages.core.errors import ServerError
@@ -52,6 +53,10 @@ def reap_forever() -> None:
             reaper.reap()
         except Exception as error:
             print(f"could not report dead refreshes: {type(error).__name__}: {error}", flush=True)
+        try:
+            revive_supervisor()
+        except Exception as error:
+            print(f"could not start the supervisor: {type(error).__name__}: {error}", flush=True)
         time.sleep(REAP_INTERVAL_S)
 
 

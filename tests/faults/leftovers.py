@@ -11,6 +11,7 @@ import os
 import uuid
 from pathlib import Path
 
+from flows.servers.supervisor import Lock
 from stages.core.supervisor import living_processes, marked_processes
 
 MARK_VARIABLE = "FAULT_TESTS"
@@ -52,10 +53,11 @@ class Leftovers:
         return files if self.has_own_shared_memory else files - _open_files()
 
     def _servers(self) -> set[int]:
-        """Processes of Prefect and MLflow servers that `lifecycle up` has started."""
+        """Processes of Prefect and MLflow servers that `lifecycle up` has started, and of their supervisors."""
         files = [path.read_text() for path in self._folder.glob("**/servers.json")]
+        supervisors = {Lock(path.parents[1]).holder() for path in self._folder.glob("**/supervisor/lock")} - {None}
         environments = {pid: _environment(pid) for pid in marked_processes(self._mark)}
-        return {
+        return supervisors | {
             pid
             for pid, environment in environments.items()
             if any(token in text for text in files for token in _tokens(environment))

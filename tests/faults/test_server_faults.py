@@ -3,9 +3,12 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -25,7 +28,9 @@ from refreshes import (
 )
 from worker_home import STAND_IN
 
+from flows.servers.supervisor import Lock, started_ticks
 from stages.core.errors import RefreshStoppedError, ResourceError, ServerError
+from stages.core.supervisor import marked_processes
 
 NOWHERE = "http://127.0.0.1:9/api"
 
@@ -62,6 +67,54 @@ def test_a_refresh_outlives_a_server_that_dies_in_each_of_its_stages(restarted, 
     with fault.timed("recovered"):
         done = disturb_every_stage(restarted, f"without-{server}", lambda: kill_server(restarted, server), mend)
     check_nothing_was_lost(restarted, f"without-{server}", done)
+
+
+def is_served(home, name):
+    """Whether a server answers at the address that others know; it may have to be waited for."""
+    path = {"prefect": "/api/health"}.get(name, "/health")
+    with suppress(OSError), urllib.request.urlopen(home.address(name) + path, timeout=PATIENCE_S) as answer:
+        return answer.status == 200
+    return False
+
+
+@pytest.mark.parametrize("server", ["worker", "prefect", "mlflow"])
+def test_a_server_that_is_killed_is_started_again_without_anybody_asking(restarted, fault, server):
+    fault.name, fault.stage = f"SIGKILL of {server}", "none"
+    before = restarted.servers()[server]
+    with fault.timed("recovered"):
+        kill_server(restarted, server)
+        eventually(lambda: restarted.servers()[server]["process"] != before["process"])
+        eventually(lambda: is_served(restarted, server))
+    after = restarted.servers()[server]
+    assert (after["port"], after["token"]) == (before["port"], before["token"])
+
+
+def test_a_killed_supervisor_is_started_again_by_the_worker_and_keeps_what_lives(restarted, fault):
+    fault.name, fault.stage = "SIGKILL of the supervisor", "none"
+    lock, before = Lock(restarted.folder), restarted.servers()
+    killed = lock.holder()
+    with fault.timed("recovered"):
+        os.kill(killed, signal.SIGKILL)
+        eventually(lambda: lock.holder() not in (None, killed))
+    assert restarted.servers() == before
+    os.kill(before["worker"]["process"]["pid"], signal.SIGKILL)
+    eventually(lambda: restarted.servers()["worker"]["process"] != before["worker"]["process"])
+    assert restarted.lifecycle("up").returncode == 0
+    assert restarted.lifecycle("up").returncode == 0
+    assert {name: server["port"] for name, server in restarted.servers().items()} == {
+        name: server["port"] for name, server in before.items()
+    }
+
+
+def test_down_leaves_no_process_no_port_and_no_supervisor(restarted):
+    servers, supervisor = restarted.servers(), Lock(restarted.folder).holder()
+    assert restarted.lifecycle("down").returncode == 0
+    assert started_ticks(supervisor) is None
+    assert Lock(restarted.folder).holder() is None
+    for server in servers.values():
+        assert marked_processes(server["token"]) == []
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", server["port"]))
 
 
 def test_a_killed_refresh_leaves_no_process_and_its_next_attempt_continues(home, fault):

@@ -11,7 +11,7 @@ from contextlib import closing
 from refreshes import Home, eventually
 
 DATABASES = ("prefect/prefect.db", "mlflow/mlflow.db")
-OF_SERVERS = ("prefect", "mlflow", "worker", "servers.json", "servers.key", "servers.lock")
+OF_SERVERS = ("prefect", "mlflow", "worker", "servers.json", "servers.key", "servers.lock", "supervisor")
 
 
 class LentHome(Home):

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from flows.servers.supervisor import Lock
+
 ROOT = Path(__file__).parents[2]
 LIFECYCLE = Path(sys.executable).with_name("lifecycle")
 TINY_REFRESH = ROOT / "tests" / "faults" / "tiny_refresh.py"
@@ -100,8 +102,9 @@ class Home:
         return eventually(lambda: next(self.folder.glob(f"store/.work/*/{stage}-*/{file}"), None))
 
     def processes(self) -> list[str]:
-        """Command lines of all processes that know this home, but for the servers."""
+        """Command lines of all processes that know this home, but for the servers and their supervisor."""
         tokens = [server["token"] for server in self.servers().values()]
+        supervisor = Lock(self.folder).holder()
         found = []
         for process in Path("/proc").glob("[0-9]*"):
             try:
@@ -109,7 +112,8 @@ class Home:
                 command = (process / "cmdline").read_text().replace("\0", " ")
             except OSError:
                 continue
-            if str(self.folder) in environment and not any(token in environment for token in tokens):
+            is_server = int(process.name) == supervisor or any(token in environment for token in tokens)
+            if str(self.folder) in environment and not is_server:
                 found.append(command)
         return found
 
