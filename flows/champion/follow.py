@@ -20,7 +20,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,10 +38,9 @@ from flows.champion.serving import Serving, end_serving, start_engine
 from flows.champion.starting import Start, in_background
 from stages.core.errors import LifecycleError
 from stages.serving.backend import Canary
-from stages.serving.exchange import Exchange
 from stages.serving.lines import say
 from stages.serving.listening import listening
-from stages.serving.proxy import API_KEY_VARIABLE, Proxy
+from stages.serving.proxy import API_KEY_VARIABLE, Proxy, Sampler
 from stages.serving.server import listening_socket, reachable
 from stages.serving.waiting import WaitingRoom
 
@@ -65,16 +64,16 @@ class Following:
     canary_share: float = 0.0
     gate_requests: int | None = None
 
-    def serve(self, host: str, port: int | None, sample: Callable[[Exchange, str], None] | None = None) -> None:
+    def serve(self, host: str, port: int | None, sampler: Sampler | None = None) -> None:
         """Raises StoreError when there is no champion, ResourceError for a taken port, ServerError for an engine that
-        does not start. sample: as `Proxy` takes it.
+        does not start. sampler: as `Proxy` takes it.
         """
         version = champions.find(self.registry, self.name, self.alias)
         new_key = API_KEY_VARIABLE not in os.environ
         key = os.environ.setdefault(API_KEY_VARIABLE, secrets.token_urlsafe(32))
         with suppress(KeyboardInterrupt), listening_socket(host, port) as public, own_folder() as folder:
             champion = start_engine(version, folder)
-            proxy = Proxy(champion.backend, key, sample, WaitingRoom())
+            proxy = Proxy(champion.backend, key, sampler, WaitingRoom())
             with Follower(self, champion, proxy, folder) as follower, listening(proxy, public, LAST_ANSWERS_TIMEOUT_S):
                 print(f"serving {self.name} at http://{reachable(host)}:{public.getsockname()[1]}/v1", flush=True)
                 if new_key:

@@ -7,7 +7,6 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -19,7 +18,7 @@ from stages.core.errors import ModelError, RecipeError, StoreError
 
 if TYPE_CHECKING:
     from flows.champion.follow import Following
-    from stages.serving.exchange import Exchange
+    from stages.serving.samples import Samples
 
 
 @click.command()
@@ -195,8 +194,8 @@ def serve(
         raise click.UsageError("--canary-gate judges a challenger: expected --canary, too")
     if follow:
         with ExitStack() as stack:
-            sample = _sampling(samples, sample_requests, samples_mib, stack) if samples and sample_requests else None
-            _following(artifact, canary or 0.0, canary_gate).serve(host, port, sample)
+            sampler = _sampling(samples, sample_requests, samples_mib, stack) if samples and sample_requests else None
+            _following(artifact, canary or 0.0, canary_gate).serve(host, port, sampler)
         return
     if canary or samples:
         raise click.UsageError("--canary and --sample-requests are about what is served with --follow")
@@ -249,13 +248,13 @@ def _become_server(served: list[str], options: list[str]) -> NoReturn:
     os.execv(sys.executable, command)  # noqa: S606 (no shell)
 
 
-def _sampling(folder: Path, share: float, size_mib: int, stack: ExitStack) -> Callable[[Exchange, str], None]:
-    """What takes requests until `stack` is closed."""
+def _sampling(folder: Path, share: float, size_mib: int, stack: ExitStack) -> Samples:
+    """Take conversations until `stack` is closed."""
     from stages.serving.lines import say
     from stages.serving.samples import Samples
 
     say(f"{share:.1%} of the conversations are written to {folder}, which holds {size_mib} MiB of them at most")
-    return stack.enter_context(Samples(folder, share, size_mib * 2**20)).offer
+    return stack.enter_context(Samples(folder, share, size_mib * 2**20))
 
 
 def _following(uri: str, canary_share: float, gate_requests: int | None) -> Following:

@@ -23,7 +23,10 @@ MAX_COUNT = 2**53
 END_BYTES = 3
 """Of an event's end, without its last."""
 END_OF_EVENT = re.compile(rb"\r?\n\r?\n")
+ENDS_OF_EVENTS = (b"\n\n", b"\n\r\n")
 DATA = b"data:"
+COUNTED = re.compile(rb'"(?:usage|finish_reason)"\s*+:\s*+(?!null)')
+"""In an event that says how many tokens there were, or why a choice ended. Within a text, the quotes are escaped."""
 
 
 @dataclass
@@ -69,10 +72,12 @@ class Exchange:
     """What becomes known of a request while its answer passes.
 
     status: of the answer, once it is whole; 502 if the engine broke it off. asked: the request's JSON object.
+    keeps_content: whether `choices` are to hold what was said; else most events of a stream pass unread.
     """
 
-    def __init__(self, asked: dict[str, Any]):
+    def __init__(self, asked: dict[str, Any], *, keeps_content: bool = False):
         self.asked = asked
+        self.keeps_content = keeps_content
         self.status = CLIENT_CLOSED
         self._answer_status = CLIENT_CLOSED
         self.prompt_tokens = 0
@@ -110,6 +115,8 @@ class Exchange:
         """Read some bytes of the answer; returns those that the client gets now."""
         if not self._is_read:
             return chunk
+        if self._reads_events and not self._held and chunk.endswith(ENDS_OF_EVENTS) and not self._counts(chunk):
+            return chunk
         start = max(0, len(self._held) - END_BYTES)  # the end of an event may have begun before this chunk
         self._held += chunk
         out = b"".join(self._events(start)) if self._reads_events else chunk
@@ -136,11 +143,15 @@ class Exchange:
             start = 0
             event = bytes(self._held[: end.end()])
             del self._held[: end.end()]
-            content = _object(event.removeprefix(DATA)) if event.startswith(DATA) else {}
+            content = _object(event.removeprefix(DATA)) if event.startswith(DATA) and self._counts(event) else {}
             self._read(content)
             is_usage_alone = content.get("usage") and content.get("choices") == []
             if not (self._adds_usage and is_usage_alone):
                 yield event
+
+    def _counts(self, events: bytes) -> bool:
+        """Whether there is anything to read in events of a stream."""
+        return self.keeps_content or COUNTED.search(events) is not None
 
     def _read(self, content: dict[str, Any]) -> None:
         """An answer, or an event of one. One that is not as expected teaches nothing, and passes all the same."""

@@ -17,10 +17,11 @@ import hmac
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Protocol
 
 import aiohttp
 from aiohttp import web
@@ -56,6 +57,8 @@ API_KEY_VARIABLE = "VLLM_API_KEY"
 BODY_TIMEOUT_S = 60.0
 REQUEST_TIMEOUT_S = 3600.0
 CONNECT_TIMEOUT_S = 10.0
+KEEP_ALIVE_S = 2.0
+"""Engines close connections that are idle for longer: uvicorn, which most of them use, after 5 s."""
 METRICS_TIMEOUT_S = 5.0
 HEALTH_TIMEOUT_S = 5.0
 VERSION_HEADER = "X-Lifecycle-Version"
@@ -70,6 +73,16 @@ class BrokenStreamError(Exception):
     """An answer began with the error of an engine that ends."""
 
 
+class Sampler(Protocol):
+    """Takes a share of the conversations."""
+
+    def draws(self) -> bool:
+        """Whether the next one is to be taken."""
+
+    def take(self, exchange: Exchange, version: str) -> None:
+        """Take one that was answered whole, by that version. Returns at once."""
+
+
 class Proxy:
     """Answers requests, in the thread of one event loop; the other methods may be called from any thread."""
 
@@ -77,21 +90,19 @@ class Proxy:
         self,
         backend: Backend,
         api_key: str,
-        sample: Callable[[Exchange, str], None] | None = None,
+        sampler: Sampler | None = None,
         waiting: WaitingRoom | None = None,
     ):
-        """sample: gets conversations that were answered whole, and by which version. waiting: where requests wait for
-        the next engine when one is gone; None where there will be none.
-        """
+        """waiting: where requests wait for the next engine when one is gone; None where there will be none."""
         self.tallies, self.tallies_of_canary = Tallies(), Tallies()  # since this began, since the latest canary did
         self._backend = backend
         self._canary: Canary | None = None
-        self._sample = sample
+        self._sampler = sampler
         self._waiting = waiting
         self._bearer = f"Bearer {api_key}".encode()
         self._num_requests = 0
         self._lock = threading.Lock()
-        self._sessions: dict[Backend, aiohttp.ClientSession] = {}
+        self._sessions: dict[tuple[Backend, float | None], aiohttp.ClientSession] = {}
 
     def switch(self, backend: Backend) -> Backend:
         """Send requests to another engine or model from now on; returns the one before, which may still have some.
@@ -244,12 +255,13 @@ class Proxy:
             asked = {**asked, "model": naming.inside}
         if not (is_post and backend.version):
             return await self._passed_on(request, json.dumps(asked).encode() if asked else body, backend)
-        exchange, began_s = Exchange(asked or {}), time.monotonic()
+        sampler = self._sampler if _path(request) == CHAT and self._sampler and self._sampler.draws() else None
+        exchange, began_s = Exchange(asked or {}, keeps_content=sampler is not None), time.monotonic()
         try:
             sent = exchange.body if asked else body
             response = await self._passed_on(request, sent, backend, exchange)
-            if self._sample and _path(request) == CHAT:
-                self._sample(exchange, backend.version.version)
+            if sampler:
+                sampler.take(exchange, backend.version.version)
             return response
         finally:
             seconds = time.monotonic() - began_s
@@ -260,27 +272,17 @@ class Proxy:
         self, request: web.BaseRequest, body: bytes, backend: Backend, exchange: Exchange | None = None
     ) -> web.StreamResponse:
         """Raises EngineGoneError while the client has got nothing yet."""
-        url = backend.address.url.join(URL(request.raw_path, encoded=True))
-        headers = passed(request.headers)
-        headers.popall("Content-Length", None)  # it may be another body than what came
         response: web.StreamResponse | None = None
         try:
-            async with self._session(backend).request(
-                request.method, url, headers=headers, data=body, allow_redirects=False
-            ) as answer:
+            async with await self._answer_of_engine(request, body, backend) as answer:
                 if exchange:
                     exchange.begin(answer.status, answer.content_type, answer.headers.get("Content-Encoding"))
                 if answer.status >= 500 and await self._is_left(backend):
                     raise EngineGoneError(f"it answered {answer.status}")
-                if backend.naming and url.path == MODELS and answer.status == 200:
+                if backend.naming and _path(request) == MODELS and answer.status == 200:
                     return await _models(answer, backend.naming)
                 response = _begun(answer, backend.version)
-                async for chunk in answer.content.iter_any():
-                    if part := exchange.passed(chunk) if exchange else chunk:
-                        await self._begin(response, request, part, backend)
-                        await response.write(part)
-                await response.prepare(request)
-                await response.write_eof(exchange.end() if exchange else b"")
+                await self._stream(answer, response, request, backend, exchange)
                 return response
         except (aiohttp.ClientError, TimeoutError, OSError, BrokenStreamError) as problem:
             if exchange and request.transport and not request.transport.is_closing():  # else it is the client's doing
@@ -292,14 +294,55 @@ class Proxy:
                 request.transport.abort()
             return response
 
-    async def _begin(
-        self, response: web.StreamResponse, request: web.BaseRequest, part: bytes, backend: Backend
+    async def _answer_of_engine(
+        self, request: web.BaseRequest, body: bytes, backend: Backend
+    ) -> aiohttp.ClientResponse:
+        """Ask an engine. It may close an idle connection just when that is used again: then, it is asked on a new one.
+        An engine that takes none any more may have got the request, so the first error tells of it.
+        """
+        url = backend.address.url.join(URL(request.raw_path, encoded=True))
+        headers = passed(request.headers)
+        headers.popall("Content-Length", None)  # it may be another body than what came
+        reuses: list[aiohttp.TraceConnectionReuseconnParams] = []
+
+        def answer(session: aiohttp.ClientSession) -> Awaitable[aiohttp.ClientResponse]:
+            return session.request(
+                request.method, url, headers=headers, data=body, allow_redirects=False, trace_request_ctx=reuses
+            )
+
+        try:
+            return await answer(self._session(backend, KEEP_ALIVE_S))
+        except aiohttp.ClientConnectionError as closed:
+            if not reuses:
+                raise
+            try:
+                return await answer(self._session(backend))
+            except aiohttp.ClientConnectorError:
+                raise closed from None
+
+    async def _stream(
+        self,
+        answer: aiohttp.ClientResponse,
+        response: web.StreamResponse,
+        request: web.BaseRequest,
+        backend: Backend,
+        exchange: Exchange | None,
     ) -> None:
-        """Send status and headers before the first part of an answer: from then on, no other engine can answer."""
-        if not response.prepared:
-            if part.startswith(ERROR_EVENT) and await self._is_left(backend):
-                raise BrokenStreamError
-            await response.prepare(request)
+        """Send each part of an answer as it comes, the last together with the end."""
+        part, is_last = b"", False
+        while not is_last:
+            chunk = await answer.content.readany()
+            is_last = answer.content.at_eof()
+            part = exchange.passed(chunk) if exchange else chunk
+            if is_last and exchange:
+                part += exchange.end()
+            if not response.prepared and (part or is_last):  # from then on, no other engine can answer
+                if part.startswith(ERROR_EVENT) and await self._is_left(backend):
+                    raise BrokenStreamError
+                await response.prepare(request)
+            if part and not is_last:
+                await response.write(part)
+        await response.write_eof(part)
 
     async def _metrics(self) -> str:
         """Our own counts, and the metrics of every engine that is asked, each line with its version."""
@@ -330,15 +373,26 @@ class Proxy:
         about = "# HELP lifecycle_engine_up Whether the engine gave its metrics.\n# TYPE lifecycle_engine_up gauge\n"
         return f"{about}lifecycle_engine_up {int(is_up)}\n{text}"
 
-    def _session(self, backend: Backend) -> aiohttp.ClientSession:
-        if backend not in self._sessions:
-            self._sessions[backend] = aiohttp.ClientSession(
-                connector=backend.address.connector(),
-                timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S),
+    def _session(self, backend: Backend, keep_alive_s: float | None = None) -> aiohttp.ClientSession:
+        """Connections to an engine. keep_alive_s: as `EngineAddress.connector` takes it."""
+        if (backend, keep_alive_s) not in self._sessions:
+            trace = aiohttp.TraceConfig()
+            trace.on_connection_reuseconn.append(_note_reuse)
+            self._sessions[backend, keep_alive_s] = aiohttp.ClientSession(
+                connector=backend.address.connector(keep_alive_s),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+                cookie_jar=aiohttp.DummyCookieJar(),
                 skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
                 auto_decompress=False,
+                trace_configs=[trace],
             )
-        return self._sessions[backend]
+        return self._sessions[backend, keep_alive_s]
+
+
+async def _note_reuse(
+    _: aiohttp.ClientSession, context: SimpleNamespace, reuse: aiohttp.TraceConnectionReuseconnParams
+) -> None:
+    context.trace_request_ctx.append(reuse)
 
 
 def _path(request: web.BaseRequest) -> str:

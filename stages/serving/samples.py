@@ -79,10 +79,12 @@ class Samples:
         self._thread.join()
         say(f"{self._num_written} conversations were written to {self._folder}, {self._num_left_out} left out")
 
-    def offer(self, exchange: Exchange, version: str) -> None:
-        """Take a conversation, or leave it. Returns at once."""
-        if self._numbers.random() >= self._share:
-            return
+    def draws(self) -> bool:
+        """Whether the next conversation is among those that are sampled."""
+        return self._numbers.random() < self._share
+
+    def take(self, exchange: Exchange, version: str) -> None:
+        """Take a conversation whose content was kept, by the version that answered. Returns at once."""
         with suppress(queue.Full):  # a sample need not have every one, and an answer must not wait for a disk
             self._waiting.put_nowait((exchange, version))
 

@@ -193,7 +193,7 @@ def test_tokens_of_a_stream_are_counted_and_shown_to_those_who_ask(both):
 
 
 def test_conversations_are_sampled_as_they_pass(tmp_path):
-    with Samples(tmp_path, 1.0, 2**20) as samples, in_front(sample=samples.offer) as both:
+    with Samples(tmp_path, 1.0, 2**20) as samples, in_front(sampler=samples) as both:
         sessions = [both.session_of("1"), both.session_of("2")]
         both.chat(sessions[0], user="jo")
         both.chat(sessions[1], stream=True)

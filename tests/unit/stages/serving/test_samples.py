@@ -28,7 +28,7 @@ ANSWER = {"role": "assistant", "content": "Hello, jo@example.org."}
 
 def exchange(asked: dict, *answers: dict, reason: str = "stop") -> Exchange:
     """Of an answer: whole, or if there are several, in parts."""
-    found = Exchange(asked)
+    found = Exchange(asked, keeps_content=True)
     key, kind = ("delta", "text/event-stream") if len(answers) > 1 else ("message", "application/json")
     found.begin(200, kind, None)
     for number, answer in enumerate(answers, 1):
@@ -130,7 +130,8 @@ def test_a_share_of_the_conversations_is_sampled_and_can_be_adopted(tmp_path, mo
     expected = [number for number in range(30) if numbers.random() < 0.4]
     with Samples(folder, 0.4, MIB, random_seed=5) as samples:
         for number in range(30):
-            samples.offer(exchange({"messages": [{"role": "user", "content": f"{number}?"}]}, ANSWER), "3")
+            if samples.draws():
+                samples.take(exchange({"messages": [{"role": "user", "content": f"{number}?"}]}, ANSWER), "3")
     built = adopt(Store(store_root()), folder, "dataset", "questions", Notes())
     files = [*(built.artifact / "data").rglob("*.jsonl")]
     assert len(files) == 1
@@ -143,7 +144,7 @@ def test_the_oldest_requests_make_room_for_new_ones(tmp_path, capsys):
     for number in range(60):  # a context each: what is sampled at a time is written when it ends
         with Samples(tmp_path, 1.0, 64 * 1024) as samples:
             content = f"{number} {'x' * 8000}"
-            samples.offer(exchange({"messages": [{"role": "user", "content": content}]}, ANSWER), "3")
+            samples.take(exchange({"messages": [{"role": "user", "content": content}]}, ANSWER), "3")
     files = [*tmp_path.glob("requests-*.jsonl")]
     assert 40 * 1024 < sum(file.stat().st_size for file in files) <= 64 * 1024
     kept = {int(one["messages"][0]["content"].split()[0]) for one in rows_in(tmp_path)}
@@ -156,7 +157,7 @@ def test_the_oldest_requests_make_room_for_new_ones(tmp_path, capsys):
 def test_a_file_that_is_old_enough_is_part_of_the_dataset_though_nobody_asks_any_more(tmp_path, monkeypatch):
     monkeypatch.setattr(samples_module, "FILE_AGE_S", 0.1)
     with Samples(tmp_path, 1.0, MIB) as samples:
-        samples.offer(exchange({"messages": [QUESTION]}, ANSWER), "3")
+        samples.take(exchange({"messages": [QUESTION]}, ANSWER), "3")
         wait_for(lambda: len(rows_in(tmp_path)) == 1, what="the file")
 
 
@@ -181,5 +182,5 @@ def test_a_disk_that_fails_ends_the_sampling_and_nothing_else(tmp_path, capsys):
     with Samples(folder, 1.0, MIB) as samples:
         folder.rmdir()
         for _ in range(100):
-            samples.offer(exchange({"messages": [QUESTION]}, ANSWER), "3")
+            samples.take(exchange({"messages": [QUESTION]}, ANSWER), "3")
     assert "requests are not sampled any more" in capsys.readouterr().out

@@ -1,0 +1,131 @@
+"""Connections to an engine that are used again: they save time, and lose no request when the engine closes one."""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+import httpx
+import pytest
+
+from stages.serving import proxy as proxy_module
+from stages.serving.backend import Backend, EngineAddress
+from stages.serving.listening import listening
+from stages.serving.proxy import Proxy
+from stages.serving.server import listening_socket
+
+ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
+PATIENCE_S = 30.0
+
+
+class Engine:
+    """Answers each request, but closes the connection instead where it is told to.
+
+    closes: by the numbers of a connection and of its request, from 1. asked: these numbers, of all requests.
+    """
+
+    def __init__(self, closes: Callable[[int, int], bool]):
+        self._closes = closes
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.asked: list[tuple[int, int]] = []
+
+    @contextmanager
+    def listening(self) -> Iterator[EngineAddress]:
+        thread = threading.Thread(target=self._accept)
+        thread.start()
+        try:
+            yield EngineAddress(port=self._listener.getsockname()[1])
+        finally:
+            self.stop_listening()
+            thread.join()
+
+    def stop_listening(self) -> None:
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        """Of one connection after the other: the requests of these tests come so."""
+        for connection_number in range(1, 100):
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            with connection:
+                self._answer(connection, connection_number)
+
+    def _answer(self, connection: socket.socket, connection_number: int) -> None:
+        request_number, held = 0, b""
+        while data := connection.recv(65536):
+            held += data
+            if not held.endswith(b"{}"):
+                continue
+            request_number, held = request_number + 1, b""
+            self.asked.append((connection_number, request_number))
+            if self._closes(connection_number, request_number):
+                return
+            connection.sendall(ANSWER)
+
+
+@contextmanager
+def in_front(engine: Engine) -> Iterator[Callable[[], httpx.Response]]:
+    """A function that asks the engine through a proxy."""
+    with ExitStack() as stack:
+        proxy = Proxy(Backend(stack.enter_context(engine.listening())), "key")
+        public = stack.enter_context(listening_socket("127.0.0.1", None))
+        stack.enter_context(listening(proxy, public))
+        url = f"http://127.0.0.1:{public.getsockname()[1]}"
+        client = stack.enter_context(
+            httpx.Client(base_url=url, headers={"Authorization": "Bearer key"}, timeout=PATIENCE_S)
+        )
+        yield lambda: client.post("/v1/completions", content=b"{}")
+
+
+def test_a_connection_is_used_again():
+    engine = Engine(lambda connection, request: False)
+    with in_front(engine) as ask:
+        assert [ask().status_code for _ in range(3)] == [200] * 3
+    assert engine.asked == [(1, 1), (1, 2), (1, 3)]
+
+
+def test_one_that_was_idle_for_too_long_is_not(monkeypatch):
+    monkeypatch.setattr(proxy_module, "KEEP_ALIVE_S", 0.01)
+    engine = Engine(lambda connection, request: False)
+    with in_front(engine) as ask:
+        assert ask().status_code == 200
+        threading.Event().wait(0.1)
+        assert ask().status_code == 200
+    assert engine.asked == [(1, 1), (2, 1)]
+
+
+def test_one_that_is_closed_just_when_it_is_used_again_loses_no_request():
+    engine = Engine(lambda connection, request: request == 2)
+    with in_front(engine) as ask:
+        assert [ask().status_code for _ in range(3)] == [200] * 3
+    assert engine.asked == [(1, 1), (1, 2), (2, 1), (3, 1)]
+
+
+def test_a_request_whose_new_connection_is_closed_is_not_sent_again():
+    engine = Engine(lambda connection, request: connection > 1 or request > 1)
+    with in_front(engine) as ask:
+        assert ask().status_code == 200
+        assert ask().status_code == 502
+    assert engine.asked == [(1, 1), (1, 2), (2, 1)]
+
+
+@pytest.mark.parametrize("is_used_again", [False, True])
+def test_what_an_engine_had_when_it_ended_is_known_as_sent(is_used_again):
+    """Else, a request that engines die of would be asked of one after the other, without end."""
+
+    def ends(connection: int, request: int) -> bool:
+        if request == 1 + is_used_again:
+            engine.stop_listening()
+        return request == 1 + is_used_again
+
+    engine = Engine(ends)
+    with in_front(engine) as ask:
+        if is_used_again:
+            assert ask().status_code == 200
+        answer = ask()
+    assert answer.status_code == 502
+    assert "ServerDisconnectedError" in answer.text
