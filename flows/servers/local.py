@@ -151,10 +151,10 @@ def down() -> list[str]:
     report to the servers that they were stopped.
     """
     with _lock():
+        _refuse_elsewhere(read_records())
         plan = _take(Lock(home()))
         _close(plan.kept)
         records = read_records()
-        _refuse_elsewhere(records)
         if WORKER.name in records:
             _stop_refreshes(records[WORKER.name])
             _stop([records[WORKER.name]])
