@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from stages.core.contract import StageConfig, StageContext, StageFailure, StageInput, StageResult, is_main_process
-from stages.core.errors import INTERNAL_ERROR, LifecycleError, class_name, full_disk_named
+from stages.core.errors import (
+    INTERNAL_ERROR,
+    LifecycleError,
+    ResourceError,
+    class_name,
+    full_disk_named,
+    is_full_disk,
+)
 from stages.core.files import write_atomically
 from stages.core.garbage import collect_rarely
 from stages.core.redaction import redact
@@ -70,8 +77,10 @@ def fail(work: Path, error: Exception, exit_code: int) -> NoReturn:
     have been moved.
     """
     if not any((work / name).exists() for name in ("error.json", "result.json")) and work.exists():
-        with contextlib.suppress(OSError):  # A full disk: the exit code still tells.
+        try:
             write_atomically(work / "error.json", StageFailure.of(error).model_dump_json(indent=2))
+        except OSError as why:
+            exit_code = ResourceError.exit_code if is_full_disk(why) else exit_code  # the code is all that can be left
     with contextlib.suppress(OSError):
         print(redact(f"{class_name(error)}: {error}"), file=sys.stderr, flush=True)
     sys.exit(exit_code)

@@ -17,6 +17,7 @@ from stages.core.errors import (
     TransientError,
     class_name,
     error_classes,
+    full_disk_message,
 )
 from stages.core.files import write_atomically
 from stages.core.supervised import signal_of, was_killed
@@ -50,7 +51,7 @@ def failure_of(work: Path, name: str, exit_code: int, log_begin: int = 0) -> Lif
     if exit_code == TransientError.exit_code:
         return TransientError(f"{name} asked to be tried again\n{excerpt}")
     if exit_code == ResourceError.exit_code:  # on a full disk, the exit code is all that a stage can leave
-        return ResourceError(f"{name} did not get the disk space, memory, device or port it needs\n{excerpt}")
+        return ResourceError("\n".join([full_disk_message(f"running {name}", work), *([excerpt] if log else [])]))
     what = f"{name} {_how_it_ended(log, exit_code)} and left no error message"
     return StageCrashError(f"{what}\n{excerpt}", died=was_killed(exit_code))
 

@@ -7,6 +7,7 @@ the outside world (a user, a file, a server); a bug of ours is any other excepti
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -141,11 +142,29 @@ def full_disk_named(doing: str, where: Path) -> Iterator[None]:
     """Turn the system's word for a full disk, while something is written to `where`, into a `ResourceError`."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    except Exception as error:
+        if not is_full_disk(error):
             raise
-        remedy = "free some space, for instance with `lifecycle gc`, and run again"
-        raise ResourceError(f"{doing}: the disk of {where} is full; {remedy}") from error
+        raise ResourceError(full_disk_message(doing, where)) from error
+
+
+def is_full_disk(error: Exception) -> bool:
+    """Return whether an error says that a disk is full; that of safetensors is no OSError, and quotes the system."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return not isinstance(error, LifecycleError) and os.strerror(errno.ENOSPC) in str(error)
+
+
+def full_disk_message(doing: str, where: Path) -> str:
+    """Return what is said of a full disk; where: a path on it, which need not exist."""
+    disk = os.statvfs(next(path for path in (where, *where.absolute().parents) if path.exists()))
+    free = f"{disk.f_bavail * disk.f_frsize / 2**20:.1f} MiB are free now"
+    if disk.f_files and not disk.f_favail:
+        free += ", but no file more fits"
+    return (
+        f"{doing}: the disk of {where} is full ({free}); free some space, for instance with `lifecycle gc`, and run "
+        "again"
+    )
 
 
 def error_classes() -> dict[str, type[LifecycleError]]:

@@ -1,6 +1,7 @@
 """The store at fault: torn, damaged, read-only, full, from another time, wanted by two. Then as if nothing had been."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import pytest
 import tiny
 from disks import filled, mounted, needs_root, small_disk
 
+from flows.running.runner import run_stage
 from flows.store.collect import collect, find_garbage, verify
 from flows.store.store import Store
+from stages.core.errors import ResourceError
 
 FAR_FUTURE_S = 4_102_444_800  # the year 2100
 LONG_AGO_S = 31_536_000  # the year 1971
@@ -128,14 +131,29 @@ def test_a_disk_that_is_full_while_a_stage_writes_is_named_and_costs_nothing(tmp
         with fault.timed("detected"), filled(disk):
             _, errors = process.communicate(timeout=tiny.PATIENCE_S)
         assert process.returncode != 0
-        assert "ResourceError: " in errors
-        assert "disk" in errors
+        is_told = r"ResourceError: .*: the disk of \S+ is full \(\d\.\d MiB are free now.*\); .*`lifecycle gc`"
+        assert re.search(is_told, errors), errors
         reached = chain.step_of(disk / "store", stage)
         with fault.timed("recovered"):
             again = refresh(disk / "store")
     assert 2 <= reached == again[stage]["first_step"]
     assert chain.identities(again) == undisturbed[1]
     fault.lost = f"nothing: went on at step {reached} of {chain.NUM_STEPS}"
+
+
+@needs_root
+def test_a_disk_that_a_model_does_not_fit_on_is_named_in_one_message(tmp_path, fault, monkeypatch):
+    """Weights are written by a library whose errors are none of the system's, and no `error.json` fits any more."""
+    fault.name, fault.stage = "disk full while weights are written", "download"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    with small_disk(tmp_path / "disk", 2):
+        store = Store(tmp_path / "disk" / "store")
+        (planned,) = tiny.planned_stages(store, {"base": {"kind": "download", "model": "builtin/qwen3-1m"}}).values()
+        with fault.timed("detected"), pytest.raises(ResourceError) as error:
+            run_stage(planned, {}, store, tiny.Notes())
+    told = r"running .*: the disk of \S+ is full \(\d\.\d MiB are free now\); free some space, .*`lifecycle gc`.*"
+    assert re.match(told, str(error.value)), error.value
+    assert str(error.value).count("is full") == 1
 
 
 @needs_root

@@ -86,7 +86,7 @@ def test_a_full_disk_is_a_resource_error_that_says_what_to_do(store, built, monk
 
     monkeypatch.setattr(os, "fsync", full)
     work = store.make_folder(store.work_folder("train", "sft", "0" * 12))
-    with pytest.raises(ResourceError, match=r"the disk of .* is full; .*`lifecycle gc`"):
+    with pytest.raises(ResourceError, match=r"the disk of .* is full .*; .*`lifecycle gc`"):
         store.commit(work, built["sft"].record)
     assert store.find("train", built["sft"].record.version) is not None
 
