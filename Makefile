@@ -47,7 +47,7 @@ faults: export KILL_SEEDS := 3
 faults: environments .venv/.test-ready
 	.venv/bin/pytest tests/faults
 
-# What takes too long for `make test`; and when each file of it last passed.
+# What takes too long for `make test`, a year of nightly refreshes first; and when each file of it last passed.
 nightly: environments .venv/.test-ready
 	.venv/bin/python tests/nightly/parts.py
 

@@ -1,0 +1,67 @@
+"""Processes of the home that die at random moments."""
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from year_world import command_of, environ_of, kill
+
+from stages.core.supervisor import living_processes
+
+LOOK_EVERY_S = 0.05
+LONGEST_WAIT_S = 25.0
+LATEST_S = 5.0
+"""After a process of the kind was seen first."""
+KINDS: dict[str, Callable[[list[str]], bool]] = {
+    "prefect": lambda command: "flows.servers.guarded" in command and "prefect" in command,
+    "mlflow": lambda command: "flows.servers.guarded" in command and "mlflow" in command,
+    "worker": lambda command: "flows.service.worker" in command,
+    "flow": lambda command: "prefect.engine" in command,
+    "shipper": lambda command: "flows.tracking.shipper" in command,
+    "stage": lambda command: "stages" in command and "-m" in command,
+    "judge": lambda command: "flows.champion.promotion" in command,
+    "stage's supervisor": lambda command: any(part.endswith("stages/core/supervisor.py") for part in command),
+    "engine": lambda command: any(part.endswith("year_engine.py") for part in command),
+    "proxy": lambda command: "serve" in command and any(part.endswith("bin/lifecycle") for part in command),
+}
+
+
+@dataclass
+class Kill:
+    """One that is planned: of which kind, and how long after a process of it was seen. at_s: when it was done."""
+
+    night: int
+    kind: str
+    after_s: float
+    at_s: float | None = None
+
+
+def draw(chance: random.Random, night: int, kinds: list[str]) -> Kill:
+    return Kill(night, chance.choice(kinds), chance.uniform(0, LATEST_S))
+
+
+def processes(folder: str, kind: str) -> list[int]:
+    """Living processes of a kind that have this folder in their environment."""
+    of_kind = KINDS[kind]
+    return [pid for pid in living_processes() if of_kind(command_of(pid)) and folder in environ_of(pid)]
+
+
+def carry_out(planned: Kill, folder: str, chance: random.Random) -> threading.Thread:
+    """Wait for a process of its kind, and kill it a little later; none, if there is none in this night."""
+
+    def work() -> None:
+        end_s = time.monotonic() + LONGEST_WAIT_S
+        while not (found := processes(folder, planned.kind)) and time.monotonic() < end_s:
+            time.sleep(LOOK_EVERY_S)
+        time.sleep(planned.after_s if planned.kind in LONG_LIVED else min(planned.after_s, 0.3))
+        if found and kill(chance.choice(found)):
+            planned.at_s = time.monotonic()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+LONG_LIVED = ("prefect", "mlflow", "worker", "flow", "engine", "proxy")

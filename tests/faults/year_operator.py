@@ -1,0 +1,151 @@
+"""A home that refreshes a model every night, as somebody who runs one would set it up, on a clock of its own."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "pipeline"))
+
+import year_engine
+from refreshes import ROOT
+from worker_home import WorkerHome
+from year_clock import Clock
+from year_kills import processes
+from year_world import API_KEY
+
+NAME = "adder"
+CRON, ZONE = "30 2 * * *", "Europe/Berlin"
+"""A time that one night of the year lacks, and one has twice."""
+PATIENCE_S = 180.0
+STAND_IN = Path(__file__).with_name("year_stand_in")
+
+
+class YearHome(WorkerHome):
+    """A home whose processes live by the clock; beside it lie rows, base and recipe."""
+
+    def __init__(self, folder: Path, clock: Clock) -> None:
+        super().__init__(folder)
+        self.clock = clock
+        self.environment |= clock.environment
+        self.environment["VLLM_API_KEY"] = API_KEY
+        self.environment["LIFECYCLE_VLLM"] = str(year_engine.install(folder.parent / "vllm"))
+        self.rows = folder.parent / "rows"
+        self.recipe_file = folder.parent / f"{NAME}.yaml"
+
+    def set_up(self, webhook: str) -> None:
+        """What is done once: a base, a recipe, its schedule, and who is told."""
+        self.folder.mkdir(parents=True)
+        self.rows.mkdir()
+        self.add_rows(0)
+        base = self.folder.parent / "base"
+        # Elsewhere: what torch leaves in its folder for temporary files is not the home's.
+        make = f"from tests.serving import make_model; from pathlib import Path; make_model(Path({str(base)!r}))"
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(self.folder.parent)}
+        subprocess.run([sys.executable, "-c", make], env=environment, check=True, capture_output=True)
+        self.recipe_file.write_text(json.dumps(recipe(self.folder.parent)))
+        self.does("up")
+        self.environment["YEAR_WEBHOOK"] = webhook
+        every = ("failed", "not-promoted", "promoted")
+        self.does("notify", "add", "webhook", "--url-from", "YEAR_WEBHOOK", *(f"--on={one}" for one in every))
+        self.does("schedule", str(self.recipe_file), "--cron", CRON, "--timezone", ZONE)
+
+    def does(self, *arguments: str) -> str:
+        """What a command prints that must work."""
+        done = self.lifecycle(*arguments)
+        assert done.returncode == 0, f"lifecycle {' '.join(arguments)}: {done.stderr}{done.stdout}"
+        return done.stdout
+
+    def add_rows(self, night: int) -> None:
+        row = {"prompt": f"What is {night} + 1?", "completion": str(night + 1)}
+        (self.rows / f"train-{night:03}.jsonl").write_text(json.dumps(row) + "\n")
+
+    def next_due(self) -> datetime:
+        """When Prefect will start the next refresh."""
+        wanted = {
+            "deployments": {"id": {"any_": [self.deployment(NAME)["id"]]}},
+            "flow_runs": {
+                "state": {"type": {"any_": ["SCHEDULED"]}},
+                "expected_start_time": {"after_": self.clock.now().isoformat()},
+            },
+            "sort": "EXPECTED_START_TIME_ASC",
+            "limit": 1,
+        }
+
+        def planned() -> list[dict[str, Any]]:
+            with contextlib.suppress(OSError):
+                return self.prefect("flow_runs/filter", wanted)
+            return []
+
+        (run,) = until(planned, "a refresh is planned")
+        return datetime.fromisoformat(run["expected_start_time"])
+
+    def is_quiet(self) -> bool:
+        """Whether no refresh runs or is about to; not while Prefect is away."""
+        soon = (self.clock.now() + timedelta(hours=1)).isoformat()
+        busy = {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}
+        due = {"state": {"type": {"any_": ["SCHEDULED"]}}, "next_scheduled_start_time": {"before_": soon}}
+        try:
+            found = [
+                *self.prefect("flow_runs/filter", {"flow_runs": {"state": busy}}),
+                *self.prefect("flow_runs/filter", {"flow_runs": due}),
+            ]
+        except OSError:
+            return False
+        return not found and not processes(str(self.folder), "flow")
+
+    def versions(self) -> dict[str, str]:
+        """Number of each registered version → sha256 of its weights."""
+        found = self.mlflow("model-versions/search?max_results=10000")["model_versions"]
+        models = {one["version"]: {tag["key"]: tag["value"] for tag in one["tags"]} for one in found}
+        return {number: self.weights_of(tags["lifecycle.model"]) for number, tags in models.items()}
+
+    def weights_of(self, key: str) -> str:
+        """sha256 of the weights of an artifact KIND/VERSION, as it was recorded."""
+        kind, version = key.split("/")
+        (file,) = (self.folder / "store" / kind).glob(f"*-{version}/record.json")
+        return json.loads(file.read_text())["files"]["model/model.safetensors"]["sha256"]
+
+
+def recipe(folder: Path) -> dict[str, Any]:
+    """Rows are fetched, checked and judged as ever; training and evaluation are made up."""
+    made_up = {"execution": {"environment": {"PYTHONPATH": str(STAND_IN)}}}
+    return {
+        "name": NAME,
+        "stages": {
+            "base": {"kind": "download", "model": f"file://{folder}/base"},
+            "rows": {"kind": "download", "dataset": f"file://{folder}/rows"},
+            "sft": {
+                "kind": "train",
+                "method": "sft",
+                "model": "base",
+                "data": {"dataset": "rows"},
+                "global_batch_size": 8,
+                "learning_rate": 1e-3,
+                **made_up,
+            },
+            "scores": {
+                "kind": "evaluate",
+                "model": "sft",
+                "tasks": ["addition"],
+                "task_folder": str(ROOT / "configs" / "tasks"),
+                **made_up,
+            },
+            "promote": {"kind": "promote", "name": NAME, "model": "sft", "evaluations": ["scores"]},
+        },
+    }
+
+
+def until(condition: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S) -> Any:
+    """Wait for something true, and return it."""
+    end_s = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < end_s, f"not within {timeout_s:.0f} s: {what}"
+        time.sleep(0.05)
+    return found

@@ -1,0 +1,191 @@
+"""What is around the home in the year: who is told, who keeps services running, and who asks the champion."""
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+from tests.http_server import serving
+
+API_KEY = "sk-of-the-year"
+PAUSE_S = 0.1
+ANSWER_TIMEOUT_S = 150.0
+"""The proxy has requests wait for 120 s."""
+RESTART_S = 1.0
+
+
+@dataclass
+class Told:
+    """A notification: how the refresh ended, and when it was told (of the monotonic clock)."""
+
+    refresh: str
+    state: str
+    body: str
+    at_s: float
+
+    @property
+    def date(self) -> str:
+        """Of the refresh, YYYYMMDD."""
+        return self.refresh.split("-")[1]
+
+
+@contextmanager
+def receiving(told: list[Told]) -> Iterator[str]:
+    """The address of a webhook that appends to `told`."""
+
+    class Receiver(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            message = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            refresh, _, state = message["subject"].partition(": ")
+            told.append(Told(refresh, state, message["body"], time.monotonic()))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with serving(Receiver) as url:
+        yield url
+
+
+class Unit:
+    """A service of systemd with `Restart=always`."""
+
+    def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
+        self.command, self.environment, self.log = command, environment, log
+        self.starts = 0
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._keep)
+        self._thread.start()
+
+    def _keep(self) -> None:
+        while not self._stopped.is_set():
+            with self.log.open("ab") as log:
+                self._process = subprocess.Popen(self.command, env=self.environment, stdout=log, stderr=log)
+            self.starts += 1
+            self._process.wait()
+            self._stopped.wait(RESTART_S)
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._process.send_signal(signal.SIGTERM)
+        self._thread.join(90)
+        assert not self._thread.is_alive(), f"{self.command} does not end"
+
+
+@dataclass
+class Asked:
+    """A request: when it began and ended (of the monotonic clock), what was answered and by which version, or why it
+    was not."""
+
+    began_s: float
+    ended_s: float = 0.0
+    text: str = ""
+    version: str = ""
+    trouble: str = ""
+    was_sent: bool = False
+
+    @property
+    def was_cut(self) -> bool:
+        """Whether the connection broke while the answer was awaited."""
+        return bool(self.trouble) and self.was_sent and not self.trouble.startswith(("HTTP", "TimeoutError"))
+
+
+@dataclass
+class Asker:
+    """A client of the champion that asks again and again. A refused connection it tries again, as clients do."""
+
+    port: int
+    name: str
+    asked: list[Asked] = field(default_factory=list)
+    _enough: threading.Event = field(default_factory=threading.Event)
+    _is_away: threading.Event = field(default_factory=threading.Event)
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._ask_forever)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._enough.set()
+        self._thread.join(ANSWER_TIMEOUT_S + 10)
+
+    def pause(self) -> None:
+        """Ask nothing while the operator has stopped what is asked; returns when the last answer is there."""
+        self._is_away.set()
+        while self.asked and not self.asked[-1].ended_s:
+            time.sleep(PAUSE_S)
+
+    def go_on(self) -> None:
+        self._is_away.clear()
+
+    def _ask_forever(self) -> None:
+        while not self._enough.wait(PAUSE_S):
+            if not self._is_away.is_set():
+                one = Asked(time.monotonic())
+                self.asked.append(one)
+                try:
+                    self._ask(one)
+                except (OSError, http.client.HTTPException) as error:
+                    one.trouble = repr(error)
+                one.ended_s = time.monotonic()
+
+    def _ask(self, one: Asked) -> None:
+        connection = self._connected(one.began_s + ANSWER_TIMEOUT_S)
+        try:
+            body = json.dumps({"model": self.name, "messages": [{"role": "user", "content": "Who are you?"}]})
+            headers = {"Authorization": f"Bearer {API_KEY}", "Content-Type": "application/json"}
+            connection.request("POST", "/v1/chat/completions", body, headers)
+            one.was_sent = True
+            answer = connection.getresponse()
+            content = answer.read()
+        finally:
+            connection.close()
+        if answer.status != 200:
+            one.trouble = f"HTTP {answer.status}: {content[:200]!r}"
+            return
+        one.text = json.loads(content)["choices"][0]["message"]["content"]
+        one.version = answer.headers.get("X-Lifecycle-Version", "")
+
+    def _connected(self, end_s: float) -> http.client.HTTPConnection:
+        while True:
+            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_TIMEOUT_S)
+            try:
+                connection.connect()
+                return connection
+            except ConnectionRefusedError:
+                if time.monotonic() > end_s:
+                    raise
+                time.sleep(PAUSE_S)
+
+
+def environ_of(pid: int) -> str:
+    """Variables of a process; empty for one that has ended."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def command_of(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+def kill(pid: int) -> bool:
+    """Whether it was there to be killed."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
