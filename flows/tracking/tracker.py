@@ -21,12 +21,14 @@ class Tracker:
     def __init__(self, ledger: Ledger):
         self._folder = ledger.folder
         self._process: subprocess.Popen[bytes] | None = None
+        self._environment: dict[str, str] = {}
 
     def start(self, environment: dict[str, str]) -> None:
         """Start the process; it ends by itself once `close` was called, or when this process has died.
 
         environment: where MLflow is, added to the process's own.
         """
+        self._environment = environment
         with (self._folder / "tracking.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "flows.tracking.shipper", str(self._folder)],
@@ -38,7 +40,12 @@ class Tracker:
             )
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Let the process ship the rest and end; what it does not manage, the next refresh ships."""
+        """Let the process ship the rest and end; what it does not manage, the next refresh ships.
+
+        One that was killed meanwhile gets a successor.
+        """
+        if self._process and self._process.poll():
+            self.start(self._environment)
         if self._process and self._process.stdin:
             self._process.stdin.close()
             try:

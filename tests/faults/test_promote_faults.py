@@ -14,6 +14,7 @@ from flows.champion.registrations import Registration
 from flows.champion.registry import CHAMPION, PREVIOUS, Registry
 from flows.launch import hook, local
 from flows.ledger.home import store_root
+from flows.running.retries import Retries
 from flows.running.runner import Built, run_stage
 from flows.store.collect import verify
 from flows.store.content import is_pending
@@ -67,8 +68,9 @@ def cut_short(store: Store, monkeypatch: pytest.MonkeyPatch, fault: str, error: 
     with monkeypatch.context() as faulty:
         faulty.setitem(local.PROGRAMS, "promote", "tests.faults.crashing_promotion")
         faulty.setenv("PROMOTION_FAULT", fault)
-        with pytest.raises(LifecycleError, match=error):
+        with pytest.raises(LifecycleError, match=error) as raised:
             run_stage(planned, upstream, store, Notes())
+    assert Retries(store).decide(planned, 1, raised.value), "a refresh tries again by itself"
     (artifact,) = (store.root / "promote").iterdir()
     assert is_pending(artifact)
     tree = candidate_tree("candidate", max_regression_standard_errors=None)

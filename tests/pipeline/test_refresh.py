@@ -1,7 +1,12 @@
 """The refresh flow on a real Prefect server, tracked by a real MLflow server."""
 
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
 import pytest
-from refreshes import Home, after, model, stage, states, trained
+from refreshes import Home, after, finish, model, stage, states, trained
 
 from stages.core.errors import DataError
 
@@ -80,6 +85,24 @@ def test_the_report_is_at_the_parent_run_and_prefect_links_to_it(home, first):
 def test_secrets_of_the_environment_are_nowhere_but_in_the_recipe(home, first):
     told = [path for path in home.folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
     assert told == []
+
+
+def test_mlflow_knows_all_although_the_process_that_tells_it_was_killed(home):
+    refresh = home.start(home.recipe("untold", told=stage("steps", "untold")))
+    home.work("told", "scratch/step")
+    os.kill(shipper_of(home), signal.SIGKILL)
+    code, _ = finish(refresh)
+    assert code == 0
+    (run,) = home.attempts("told")
+    assert (run["info"]["status"], home.losses(run)) == ("FINISHED", list(range(10)))
+
+
+def shipper_of(home):
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"flows.tracking.shipper\0{home.folder}" in (process / "cmdline").read_text():
+                return int(process.name)
+    raise AssertionError("no process tells MLflow of the refresh")
 
 
 def test_a_failed_stage_stops_what_stands_on_it_and_nothing_else(home):
