@@ -29,6 +29,7 @@ from flows.servers.guard import Guard, origins
 from flows.servers.key import KEY_FILE_VARIABLE, USER, read_named_key
 from flows.servers.ports import MAX_WAITING_CONNECTIONS
 from flows.servers.programs import KEY_VARIABLE, LOOPBACK, MLFLOW_ARTIFACTS, MLFLOW_DATABASE, PREFECT_DATABASE
+from flows.servers.records import server_heartbeat
 from stages.core.errors import LifecycleError, ServerError
 
 DATABASE_PASSWORD_FILE = "LIFECYCLE_DATABASE_PASSWORD_FILE"  # noqa: S105 (a variable's name)
@@ -101,6 +102,8 @@ def main() -> None:
         gc.enable()
     except LifecycleError as error:
         sys.exit(f"{type(error).__name__}: {error}")
+    if options.descriptor is not None:
+        server_heartbeat().start()
     server = uvicorn.Server(uvicorn.Config(application, access_log=False, http=BoundedProtocol))
     server.run(sockets=[public])
     sys.exit(0 if server.started else 1)

@@ -109,6 +109,8 @@ def up(*, worker: bool = False) -> Endpoints:
         records = read_records()
         ours = [program for program in SERVERS if program.name not in named]
         _refuse_elsewhere({program.name: records[program.name] for program in ours if program.name in records})
+        former = records.get(WORKER.name)
+        worker = worker or bool(former and former.process.alive() and not former.knows_home)
         is_copy = is_unsettled_copy()
         if is_copy:
             key_file().unlink(missing_ok=True)  # the original's
@@ -290,7 +292,7 @@ def _named_answers(program: ServerProgram, url: str) -> bool:
 
 def _runs_with(program: ServerProgram, records: Mapping[str, ServerRecord], settings: Mapping[str, str]) -> bool:
     record = records.get(program.name)
-    as_wanted = bool(record and record.process.alive() and record.settings == _digest(settings))
+    as_wanted = bool(record and record.process.alive() and record.settings == _digest(settings) and record.knows_home)
     return as_wanted and answers(records[program.name].address + program.health_path)
 
 
@@ -385,7 +387,7 @@ def _launch(
     started.start()
     assert started.pid
     identity = ProcessIdentity.of(started.pid)
-    return ServerRecord(process=identity, port=port, token=token, settings=_digest(settings))
+    return ServerRecord(process=identity, port=port, token=token, settings=_digest(settings), home=home())
 
 
 def _kept(program: ServerProgram, port: int, token: str, settings: Mapping[str, str]) -> Kept:

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from flows.ledger.heartbeat import is_silent
+from flows.ledger.heartbeat import Heartbeat, is_silent
 from flows.ledger.home import HomeIdentity, home, home_identity
 from flows.ledger.process_identity import ProcessIdentity
 from flows.servers.programs import LOOPBACK
@@ -29,7 +28,7 @@ class ServerRecord(StrictModel):
     """A server that we started. All its processes carry `token` in their environment.
 
     settings: digest of what it got in its environment beyond that, as the worker gets where the servers are.
-    deaths: how often it died in a row.
+    deaths: how often it died in a row. home: path by which its processes know the home; None in earlier records.
     """
 
     process: ProcessIdentity
@@ -37,10 +36,16 @@ class ServerRecord(StrictModel):
     token: str
     settings: str | None = None
     deaths: int = 0
+    home: Path | None = None
 
     @property
     def address(self) -> str:
         return f"http://{LOOPBACK}:{self.port}"
+
+    @property
+    def knows_home(self) -> bool:
+        """Whether its processes still find this home, which may have been moved."""
+        return self.home is None or (self.home.exists() and self.home.samefile(home()))
 
 
 class ServerRecords(StrictModel):
@@ -84,11 +89,9 @@ def host_of(record: ServerRecord) -> str | None:
     return record.process.host or "another host"
 
 
-def touch_heartbeat() -> None:
-    """Give a sign of life for servers that run here, to those that cannot see them; to be called every 30 s."""
-    if any(record.process.alive() for record in read_records().values()):
-        with suppress(OSError):
-            _heartbeat_file().touch()
+def server_heartbeat() -> Heartbeat:
+    """Return the signs of life of a server or worker, for those who share the home, but cannot see its processes."""
+    return Heartbeat(_heartbeat_file())
 
 
 def _read() -> ServerRecords:

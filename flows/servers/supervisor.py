@@ -277,6 +277,7 @@ class Lock:
         while True:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.ftruncate(descriptor, 0)  # in a copied home, the supervisor of the original is named there
                 return True
             if time.monotonic() > end_s:
                 return False
@@ -395,6 +396,7 @@ class Supervisor:
 
     def __init__(self, plan: Plan):
         self.plan = plan
+        self._home_inode = _inode(plan.home)
         self.selector = selectors.DefaultSelector()
         self.running = [_Running(one, self) for one in plan.kept]
         self.num_stop_requests = 0
@@ -421,6 +423,10 @@ class Supervisor:
                 return 0
         notify("STOPPING=1")
         return self._stop_home() if self.plan.home else self._stop_commands()
+
+    def finds_home(self) -> bool:
+        """Whether the home is where it was; it may have been moved, and another one, such as its copy, be there now."""
+        return _inode(self.plan.home) == self._home_inode
 
     def answers(self, name: str) -> bool:
         """Whether a command of this name is kept here, and answered when it was asked last."""
@@ -555,6 +561,8 @@ class _Running:
         self._began_s, self._asked_s = time.monotonic(), 0.0
         try:
             end_processes(kept.relatives)
+            if not self._supervisor.finds_home():
+                raise FileNotFoundError(errno.ENOENT, "its home was moved; call `lifecycle up` in the new place")
             kept.start()
         except OSError as error:
             say(f"{kept.name} cannot be started: {error}")
@@ -635,6 +643,12 @@ def _in_words(exit_code: int | None) -> str:
     if exit_code is None:
         return "has died"
     return f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
+
+
+def _inode(folder: str) -> int | None:
+    with contextlib.suppress(FileNotFoundError):
+        return Path(folder).stat().st_ino if folder else None
+    return None
 
 
 def _shell_code(exit_code: int | None) -> int:

@@ -23,10 +23,10 @@ from prefect.settings import PREFECT_WORKER_QUERY_SECONDS
 from prefect.workers.process import ProcessWorker
 from prefect.workers.server import build_healthcheck_server
 
-from flows.ledger.home import home
+from flows.ledger.home import home, home_identity
 from flows.running.flow_runs import WORK_POOL, update_entrypoints
 from flows.servers.local import revive_supervisor
-from flows.servers.records import touch_heartbeat
+from flows.servers.records import server_heartbeat
 from flows.service.reaper import Reaper
 from stages.core.errors import ServerError
 from stages.core.garbage import collect_rarely
@@ -46,10 +46,12 @@ async def work(public: socket.socket | None) -> None:
 
 def reap_forever() -> None:
     """Look for dead refreshes every few seconds; a server that is away is asked again the next time."""
-    reaper = Reaper()
+    reaper, here = Reaper(), home_identity()
     while True:
+        if not here.is_here():
+            print(f"{home()} was moved: the worker ends; `lifecycle up` starts it in the new place", flush=True)
+            os._exit(1)  # refreshes that run find what they have open, and would be stopped otherwise
         try:
-            touch_heartbeat()
             reaper.reap()
         except Exception as error:
             print(f"could not report dead refreshes: {type(error).__name__}: {error}", flush=True)
@@ -72,6 +74,7 @@ def main() -> None:
     except ServerError as error:
         print(f"could not look at the deployments: {error}", flush=True)
     threading.Thread(target=reap_forever, daemon=True).start()
+    server_heartbeat().start()
     try:
         asyncio.run(work(public))
     except KeyboardInterrupt:

@@ -17,7 +17,9 @@ from refreshes import LIFECYCLE, eventually, stage
 from worker_home import WorkerHome
 
 from flows.champion.registrations import Registration, tags_of
+from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.record import COPIED
+from stages.core.errors import ServerError
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 NAMESPACE = ["unshare", "--pid", "--fork", "--mount-proc"]
@@ -101,16 +103,18 @@ def test_copies_of_a_running_home_have_servers_champions_and_schedules_of_their_
 
 
 def test_a_home_that_is_moved_keeps_its_key_and_schedules_and_one_that_is_restored_is_a_copy(home, stopped_at_end):
-    assert home.lifecycle("down").returncode == 0
-    backup = copied(home, "backup", stopped_at_end)
+    key, worker = home.key(), home.servers()["worker"]["process"]
     moved = WorkerHome(home.folder.rename(home.folder.with_name("moved")))
     stopped_at_end(moved)
-    key = moved.key()
+    eventually(lambda: not ProcessIdentity.model_validate(worker).alive())
+    assert not home.folder.exists()
     assert "is a copy" not in up(moved)
     assert (moved.key(), [one["paused"] for one in schedules(moved)]) == (key, [False])
+    assert moved.lifecycle("rollback", "adder").returncode != ServerError.exit_code
+    assert champion(moved) == "1"
     assert moved.lifecycle("down").returncode == 0
 
-    backup.folder.rename(home.folder)  # its path is that of the original; the folder is another
+    copied(moved, home.folder.name, stopped_at_end)  # at the path of the original; the folder is another
     assert "paused: nightly;" in up(home)
     assert home.key() != key
     assert home.lifecycle("schedules", "resume", "nightly").returncode == 0

@@ -14,7 +14,7 @@ from flows.servers.records import (
     host_of,
     is_unsettled_copy,
     read_records,
-    touch_heartbeat,
+    server_heartbeat,
     write_records,
 )
 from stages.core.errors import ServerError
@@ -83,14 +83,22 @@ def test_second_servers_of_a_home_are_refused_while_the_first_show_signs_of_life
     assert list(read_records()) == ["prefect", "mlflow"]
     long_ago_s = time.time() - 3600
     os.utime(home / "servers.json", (long_ago_s, long_ago_s))
+    heartbeat = server_heartbeat()
+    heartbeat.start()
+    assert host_of(read_records()["prefect"]) == "other"
+    heartbeat.stop()
     assert host_of(read_records()["prefect"]) is None
     assert local.down() == ["prefect", "mlflow"]
 
 
-def test_only_who_runs_the_servers_gives_a_sign_of_life(home, record):
-    write_records({"prefect": record(**ELSEWHERE)})
-    touch_heartbeat()
-    assert not (home / "servers.heartbeat").exists()
-    write_records({"prefect": record()})
-    touch_heartbeat()
-    assert (home / "servers.heartbeat").exists()
+def test_servers_know_their_home_until_it_is_moved(home, record, monkeypatch):
+    started = record().model_copy(update={"home": home})
+    assert started.knows_home and record().knows_home
+    home.with_name("link").symlink_to(home)
+    monkeypatch.setenv("LIFECYCLE_HOME", str(home.with_name("link")))
+    assert started.knows_home
+    home.rename(home.with_name("moved"))
+    monkeypatch.setenv("LIFECYCLE_HOME", str(home.with_name("moved")))
+    assert not started.knows_home
+    home.mkdir()
+    assert not started.knows_home

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -270,6 +271,30 @@ def test_nobody_takes_the_lock_of_another_machine(tmp_path, impatient):
         assert lock.take() is None
         lock.path.write_text(json.dumps(found))
         assert ask(port)
+
+
+def test_in_a_copied_home_the_supervisor_of_the_original_is_not_asked(tmp_path):
+    with supervised(tmp_path) as (lock, port):
+        shutil.copytree(tmp_path / "home", tmp_path / "copy")
+        copied = Lock(tmp_path / "copy")
+        plan = copied.take()
+        assert plan.kept == []
+        assert copied.holder() is None  # it is held, by this process, which has not said so
+        plan.release()
+        assert lock.holder() and ask(port)
+
+
+def test_nothing_is_started_in_another_home_that_is_where_its_own_was(tmp_path):
+    with supervised(tmp_path) as (_, port):
+        pid = ask(port)[0]
+        (tmp_path / "home").rename(tmp_path / "moved")
+        shutil.copytree(tmp_path / "moved", tmp_path / "home")
+        os.kill(pid, signal.SIGKILL)
+        log = tmp_path / "moved" / "supervisor" / "server.log"
+        eventually(lambda: "its home was moved" in log.read_text())
+        (tmp_path / "home").rename(tmp_path / "copy")
+        (tmp_path / "moved").rename(tmp_path / "home")
+        assert ask(port)[0] != pid
 
 
 def test_the_environments_of_what_is_kept_lie_in_no_file(tmp_path):
