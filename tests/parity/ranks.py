@@ -52,12 +52,13 @@ class Ranks:
 
 
 @contextmanager
-def started_ranks() -> Iterator[Ranks]:
+def started_ranks(**more_environment: str) -> Iterator[Ranks]:
     """The parent imports a program when it is first asked for, and ends with its ranks."""
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     parent = subprocess.Popen(
         [sys.executable, "-m", "tests.parity.ranks"],
         cwd=ROOT,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"},
+        env={**environment, "MASTER_ADDR": "127.0.0.1", **more_environment},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

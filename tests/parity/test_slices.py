@@ -14,6 +14,10 @@ from tests.parity.test_fsdp import make_config
 MIB = 2**20
 SIZES = {"vocab_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
 DAMAGED = "model.layers.1.mlp.up_proj.weight"
+FIXED_THRESHOLD_BYTES = "131072"
+"""glibc's own, but fixed: else it grows with what is freed, and up to a quarter of the model stays with the allocator,
+more or less of it by the order in which the processes free.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -33,31 +37,22 @@ def models(tmp_path_factory):
     return {name: str(folder / name) for name in ("small", "damaged", "large")}  # the first imports what is needed
 
 
-def measured(models, output):
-    """Start both processes anew; returns what each rank left of a model."""
+@pytest.fixture(scope="module")
+def found(models, tmp_path_factory):
+    """What each rank left of a model."""
+    output = tmp_path_factory.mktemp("found")
     spec = {"models": models, "config": make_config({"dp_shard": 2}), "output": str(output)}
     (output / "spec.json").write_text(json.dumps(spec))
-    with started_ranks() as ranks:
+    with started_ranks(MALLOC_MMAP_THRESHOLD_=FIXED_THRESHOLD_BYTES) as ranks:
         ranks.run("tests.parity.slices_program", 2, output / "spec.json", log=output / "log.txt")
     return lambda name: [json.loads((output / f"{name}.{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.fixture(scope="module")
-def found(models, tmp_path_factory):
-    return measured(models, tmp_path_factory.mktemp("found"))
-
-
-def test_no_process_holds_the_model(found, models, tmp_path):
-    """It is 417 MiB in fp32. Beside its shards a process has what FSDP gathers of two layers of 13, for the probe.
-
-    The same code was measured at 0.70 to 0.87 of that on two busy cores, why is not known: at most three starts.
-    """
-    starts = [found("large")]
-    while len(starts) < 3 and max(of_rank["peak_bytes"] for of_rank in starts[-1]) >= 0.85 * 417 * MIB:
-        starts.append(measured(models, tmp_path)("large"))
-    for of_rank in starts[-1]:
+def test_no_process_holds_the_model(found):
+    """It is 417 MiB in fp32. Beside its shards a process has what FSDP gathers of two layers of 13, for the probe."""
+    for of_rank in found("large"):
         assert of_rank["shard_bytes"] == pytest.approx(417 / 2 * MIB, rel=0.01)
-        assert of_rank["peak_bytes"] < 0.85 * 417 * MIB
+        assert of_rank["peak_bytes"] < 0.7 * 417 * MIB
 
 
 def test_all_processes_name_what_is_not_finite_on_one(found):
