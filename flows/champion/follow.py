@@ -34,7 +34,7 @@ from flows.champion.own_folder import own_folder
 from flows.champion.registrations import only_one
 from flows.champion.registry import CHALLENGER, RegisteredVersion, Registry
 from flows.champion.restarts import Restarts
-from flows.champion.serving import Serving, end_serving, start_engine
+from flows.champion.serving import Serving, end_dead, end_serving, start_engine
 from flows.champion.starting import Start, in_background
 from stages.core.errors import LifecycleError
 from stages.serving.backend import Canary
@@ -187,7 +187,7 @@ class Follower:
                 self._note_death_with(self._start.version)
             if challenger and challenger.server is champion.server:
                 self._note_death_with(challenger.version)
-            self._stopping.append(in_background(champion.stack.close))
+            self._stopping.append(in_background(lambda: end_dead(champion)))
             self._say_restart(self._restarts.add(time.monotonic() - champion.began_s))
         if challenger and challenger.died.is_set():
             challenger.backend.is_gone = True

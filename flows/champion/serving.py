@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from flows.champion.adapters import check_adapter, naming_of, swap_in, swapping_spec
 from flows.champion.registry import RegisteredVersion
 from stages.core.errors import LifecycleError
+from stages.core.supervisor import descendants, end_processes
 from stages.serving.backend import Backend
 from stages.serving.config import ServeExecution
 from stages.serving.lines import say, starting_lines
@@ -111,6 +112,13 @@ def end_serving(former: Serving, is_shared: bool, is_over: threading.Event) -> N
     else:
         former.stack.close()
     say(f"version {former.version.number} of {former.version.name} has answered its last request and was stopped")
+
+
+def end_dead(serving: Serving) -> None:
+    """End what is left of an engine that died. Without the seconds that processes get to end by themselves, since
+    requests wait for the next one."""
+    end_processes(lambda: descendants(serving.server.pid))
+    serving.stack.close()
 
 
 def _watched(server: Server, stack: ExitStack) -> threading.Event:
