@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import threading
 import time
 from collections import Counter
@@ -25,6 +24,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from socket import socket
 from typing import Self
 
 from flows.champion import champions, side_by_side
@@ -41,7 +41,7 @@ from stages.serving.backend import Canary
 from stages.serving.lines import say
 from stages.serving.listening import listening
 from stages.serving.proxy import API_KEY_VARIABLE, Proxy, Sampler
-from stages.serving.server import listening_socket, reachable
+from stages.serving.server import reachable
 from stages.serving.waiting import WaitingRoom
 
 STEP_INTERVAL_S = 0.1
@@ -64,20 +64,17 @@ class Following:
     canary_share: float = 0.0
     gate_requests: int | None = None
 
-    def serve(self, host: str, port: int | None, sampler: Sampler | None = None) -> None:
-        """Raises StoreError when there is no champion, ResourceError for a taken port, ServerError for an engine that
-        does not start. sampler: as `Proxy` takes it.
+    def serve(self, host: str, public: socket, sampler: Sampler | None = None) -> None:
+        """Answer on a socket that listens, with the key that VLLM_API_KEY holds. sampler: as `Proxy` takes it.
+
+        Raises StoreError when there is no champion, ServerError for an engine that does not start.
         """
         version = champions.find(self.registry, self.name, self.alias)
-        new_key = API_KEY_VARIABLE not in os.environ
-        key = os.environ.setdefault(API_KEY_VARIABLE, secrets.token_urlsafe(32))
-        with suppress(KeyboardInterrupt), listening_socket(host, port) as public, own_folder() as folder:
+        with suppress(KeyboardInterrupt), public, own_folder() as folder:
             champion = start_engine(version, folder)
-            proxy = Proxy(champion.backend, key, sampler, WaitingRoom())
+            proxy = Proxy(champion.backend, os.environ[API_KEY_VARIABLE], sampler, WaitingRoom())
             with Follower(self, champion, proxy, folder) as follower, listening(proxy, public, LAST_ANSWERS_TIMEOUT_S):
                 print(f"serving {self.name} at http://{reachable(host)}:{public.getsockname()[1]}/v1", flush=True)
-                if new_key:
-                    print(f"API key: {key}", flush=True)
                 while True:
                     follower.step()
                     time.sleep(STEP_INTERVAL_S)

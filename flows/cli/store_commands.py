@@ -9,6 +9,7 @@ import re
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from socket import socket
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import click
@@ -172,6 +173,7 @@ class Percentage(click.ParamType):
 @click.option("--samples-mib", type=click.IntRange(1), default=256, show_default=True, help="Of --samples, at most.")
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port", type=click.IntRange(1, 65535), help="Default: a free one.")
+@click.option("--descriptor", type=int, hidden=True)
 def serve(
     artifact: str,
     follow: bool,
@@ -182,6 +184,7 @@ def serve(
     samples_mib: int,
     host: str,
     port: int | None,
+    descriptor: int | None,
 ) -> None:
     """Serve a model until Ctrl-C: an artifact, what a serve stage served, or a champion.
 
@@ -192,10 +195,12 @@ def serve(
         raise click.UsageError("--sample-requests and --samples are given together: how many, and where to")
     if canary_gate and not canary:
         raise click.UsageError("--canary-gate judges a challenger: expected --canary, too")
+    if follow and descriptor is None:
+        _keep_following(artifact, host, port)
     if follow:
         with ExitStack() as stack:
             sampler = _sampling(samples, sample_requests, samples_mib, stack) if samples and sample_requests else None
-            _following(artifact, canary or 0.0, canary_gate).serve(host, port, sampler)
+            _following(artifact, canary or 0.0, canary_gate).serve(host, socket(fileno=descriptor), sampler)
         return
     if canary or samples:
         raise click.UsageError("--canary and --sample-requests are about what is served with --follow")
@@ -255,6 +260,14 @@ def _sampling(folder: Path, share: float, size_mib: int, stack: ExitStack) -> Sa
 
     say(f"{share:.1%} of the conversations are written to {folder}, which holds {size_mib} MiB of them at most")
     return stack.enter_context(Samples(folder, share, size_mib * 2**20))
+
+
+def _keep_following(uri: str, host: str, port: int | None) -> NoReturn:
+    """Become the supervisor of a process that has the same arguments, and serves."""
+    from flows.champion import champions
+    from flows.champion.kept import keep_serving
+
+    keep_serving(*champions.parse(uri), host, port, sys.argv[1:])
 
 
 def _following(uri: str, canary_share: float, gate_requests: int | None) -> Following:

@@ -63,6 +63,7 @@ class Kept:
         as alive, too: the worker says 503 while Prefect is away.
     hung_after_s: seconds without an answer after which a command that has answered once is killed; it is asked six
         times in them.
+    start_timeout_s: seconds until its first answer.
     log: file for stdout and stderr, which grows and is rotated; empty: those of the supervisor.
     spares_children: whether processes that the command started outlive its death and go on.
     dies_with_us: whether the kernel kills the command when the supervisor dies.
@@ -79,6 +80,7 @@ class Kept:
     folder: str = ""
     needs: str = ""
     hung_after_s: float = 60.0
+    start_timeout_s: float = START_TIMEOUT_S
     log: str = ""
     host: str = "127.0.0.1"
     spares_children: bool = False
@@ -99,7 +101,7 @@ class Kept:
                 env={name: value for name, value in self.environment.items() if name not in SYSTEMD_VARIABLES},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
-                stderr=subprocess.STDOUT,
+                stderr=subprocess.STDOUT if self.log else None,
                 cwd=self.folder or None,
                 start_new_session=True,
                 preexec_fn=die_with_parent if self.dies_with_us else None,
@@ -528,7 +530,11 @@ class _Running:
                 self._start()
         elif not self.is_alive():
             self._died()
-        elif self._num_failures >= MAX_FAILURES if self.has_answered else now_s - self._began_s > START_TIMEOUT_S:
+        elif (
+            self._num_failures >= MAX_FAILURES
+            if self.has_answered
+            else now_s - self._began_s > self.kept.start_timeout_s
+        ):
             say(f"{self.kept.name} does not answer and is killed")
             self.kept.kill()
         else:
@@ -574,6 +580,8 @@ class _Running:
         self._stop_asking()
         self.answers = False
         self.kept.deaths += 1
+        if not (self._supervisor.plan.home or self.has_ever_answered):
+            return  # it has said why, and is not started again
         # At once for the first time; then after 1, 2, 4, … s.
         pause_s = min(LONGEST_PAUSE_S, 2.0 ** (self.kept.deaths - 2)) if self.kept.deaths > 1 else 0.0
         self._start_at_s = time.monotonic() + pause_s

@@ -1,0 +1,47 @@
+"""Keeps `lifecycle serve --follow` alive: its process becomes the supervisor of another one, which serves.
+
+The supervisor holds the listening socket: when what serves dies, its engines end with it, and clients wait in the
+socket's queue until the next one answers.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from flows.champion import champions
+from flows.servers.supervisor import DESCRIPTOR, Kept, keep
+from stages.core.supervisor import TOKEN_VARIABLE
+from stages.serving.config import ServeExecution
+from stages.serving.proxy import API_KEY_VARIABLE
+from stages.serving.server import listening_socket, reachable
+
+PROGRAM = "from flows.cli.main import main; main()"
+CHECKS_S = 300.0
+"""Within these, after its start, a champion's engine has been checked, and MLflow was asked before."""
+
+
+def keep_serving(name: str, alias: str, host: str, port: int | None, arguments: Sequence[str]) -> NoReturn:
+    """Become the supervisor of the command `lifecycle ARGUMENT… --descriptor N`, with a socket that listens already.
+
+    Raises StoreError when there is no champion, ResourceError for a taken port.
+    """
+    environment = {**os.environ, TOKEN_VARIABLE: secrets.token_hex(16)}
+    champions.find(champions.connect(), name, alias)
+    public = listening_socket(host, port)
+    if API_KEY_VARIABLE not in environment:
+        environment[API_KEY_VARIABLE] = secrets.token_urlsafe(32)
+        print(f"API key: {environment[API_KEY_VARIABLE]}", flush=True)
+    serving = Kept(
+        name=f"the server of {name}",
+        command=[sys.executable, "-c", PROGRAM, *arguments, "--descriptor", DESCRIPTOR],
+        environment=environment,
+        host=reachable(host),
+        port=public.getsockname()[1],
+        health_path="/health",
+        start_timeout_s=ServeExecution().ready_timeout_s + CHECKS_S,
+    )
+    keep(serving, public)
