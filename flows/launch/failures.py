@@ -52,8 +52,8 @@ def failure_of(work: Path, name: str, exit_code: int, log_begin: int = 0) -> Lif
         return TransientError(f"{name} asked to be tried again\n{excerpt}")
     if exit_code == ResourceError.exit_code:  # on a full disk, the exit code is all that a stage can leave
         return ResourceError("\n".join([full_disk_message(f"running {name}", work), *([excerpt] if log else [])]))
-    what = f"{name} {_how_it_ended(log, exit_code)} and left no error message"
-    return StageCrashError(f"{what}\n{excerpt}", died=was_killed(exit_code))
+    ended, code = _how_it_ended(log, exit_code)
+    return StageCrashError(f"{name} {ended} and left no error message\n{excerpt}", died=was_killed(code))
 
 
 def leave_error(work: Path, error: LifecycleError) -> int:
@@ -79,13 +79,15 @@ def _left_behind(work: Path) -> StageFailure | None:
         return None
 
 
-def _how_it_ended(log: str, exit_code: int) -> str:
+def _how_it_ended(log: str, exit_code: int) -> tuple[str, int]:
+    """Return that for people, with the exit code of what ended first: of several nodes, Slurm returns the highest."""
     if exit_code < 0:
-        return f"ended, because its supervisor was killed by {_signal_name(-exit_code)}"
+        return f"ended, because its supervisor was killed by {_signal_name(-exit_code)}", exit_code
     root_causes = list(ROOT_CAUSE.finditer(log))
     if root_causes:
-        return f"ended, because rank {root_causes[-1]['rank']} {_how(int(root_causes[-1]['code']))}"
-    return _how(exit_code)
+        rank, code = root_causes[-1]["rank"], int(root_causes[-1]["code"])
+        return f"ended, because rank {rank} {_how(code)}", code
+    return _how(exit_code), exit_code
 
 
 def _killed_rank(log: str) -> str | None:

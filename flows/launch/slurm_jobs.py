@@ -12,6 +12,7 @@ from flows.launch.job_outcome import Failed, Finished, Interrupted, JobOutcome, 
 from flows.launch.slurm_client import JobView
 from flows.store.content import LOG_FILE
 from stages.core.errors import LifecycleError, ResourceError, StageCrashError, StageTimeoutError
+from stages.core.supervised import was_killed
 
 SCRIPT = Path(__file__).with_name("slurm_job.sh")
 CANCEL_PATIENCE_S = 30.0
@@ -106,6 +107,10 @@ def _error_of(view: JobView, order: JobOrder, job_id: str) -> LifecycleError:
 
 
 def _unexplained(view: JobView | None, order: JobOrder, job_id: str) -> LifecycleError:
+    signal_number = int(view.exit_code.partition(":")[2] or 0) if view else 0  # Slurm writes CODE:SIGNAL
+    if view and was_killed(-signal_number):
+        what = f"the batch step of Slurm job {job_id} of {order.stage} was killed by signal {signal_number}"
+        return StageCrashError(f"{what} on {view.nodes}; run again to continue from the last checkpoint", died=True)
     state = f"ended as {view.state} ({view.reason}, exit code {view.exit_code})" if view else "is unknown to Slurm"
     return StageCrashError(
         f"Slurm job {job_id} of {order.stage} {state} before its first process ran; check that the nodes "

@@ -208,6 +208,20 @@ def test_that_a_stage_runs_again_is_said_before_what_it_says_itself(record, show
     assert [line.split(maxsplit=1)[1] for line in shown(lambda: first, say)] == ["running", "from step 50"]
 
 
+def test_an_attempt_that_was_killed_and_is_tried_again_is_said_to_be(record, shown, tmp_path):
+    began = [
+        AttemptBegan(stage="sft", number=number, work=tmp_path, first_byte=0, params={}, tags={}) for number in (2, 3)
+    ]
+    ended = {"outcome": "killed", "retried": True, "error": "sft was killed", "error_class": "StageCrashError"}
+    killed = AttemptEnded(stage="sft", number=2, folder=tmp_path, last_byte=0, seconds=3.0, **ended)
+    steps = [first := after(record, began[0]), second := after(first, killed), after(second, began[1])]
+    assert [line.split(maxsplit=1)[1] for line in shown(*(lambda step=step: step for step in steps))] == [
+        "running",
+        "killed after 3.0 s, tried again: StageCrashError: sft was killed",
+        "running",
+    ]
+
+
 def test_what_two_stages_warn_of_is_shown_once_while_they_run(record, shown, tmp_path):
     began = AttemptBegan(stage="sft", number=2, work=tmp_path, first_byte=0, params={}, tags={})
     sft = after(record, began).stages["sft"]

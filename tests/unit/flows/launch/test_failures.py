@@ -59,6 +59,15 @@ def test_a_process_died_by_a_signal_that_is_no_request_to_end(tmp_path, exit_cod
     assert failure_of(tmp_path, "sft", exit_code).died is died
 
 
+def test_a_rank_that_was_killed_on_one_node_of_several_explains_the_sigterm_of_the_others(tmp_path):
+    (tmp_path / "log.txt").write_text(
+        "1: Root Cause (first observed failure):\n1:   rank      : 3\n1:   exitcode  : -9\n0: step cancelled\n"
+    )
+    error = failure_of(tmp_path, "sft", 143)
+    assert str(error).startswith("sft ended, because rank 3 was killed by SIGKILL")
+    assert error.died
+
+
 def test_a_rank_that_was_killed_in_an_earlier_attempt_explains_nothing(tmp_path):
     ranks_log = "Root Cause (first observed failure):\n  rank      : 1\n  exitcode  : {code}\n"
     (tmp_path / "log.txt").write_text(ranks_log.format(code=-9))

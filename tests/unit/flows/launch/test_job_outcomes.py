@@ -85,6 +85,13 @@ def test_slurm_jobs_that_slurm_ended(order, state, error, said):
     assert said in str(found.error)
 
 
+@pytest.mark.parametrize(("exit_code", "died"), [("0:9", True), ("0:15", False), ("1:0", False)])
+def test_a_batch_step_that_was_killed_is_a_death(order, exit_code, died):
+    found = slurm_outcome(JobView("FAILED", "None", "node1", 0, exit_code), None, order, "7")
+    assert isinstance(found, Failed)
+    assert found.error.died is died
+
+
 def test_a_job_that_slurm_has_forgotten_is_judged_by_what_it_left(order):
     assert slurm_outcome(None, end(0), order, "7") == Finished(0)
     assert isinstance(slurm_outcome(None, None, order, "7"), Failed)
