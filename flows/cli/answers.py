@@ -18,6 +18,14 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(_finite(value), indent=2, allow_nan=False))
 
 
+def warn_of_missing_worker() -> None:
+    """Say on stderr when recipes are scheduled, but no worker runs."""
+    from flows.servers.missing import missing_worker
+
+    if line := missing_worker():
+        click.echo(line, err=True)
+
+
 def terminal_width() -> int | None:
     """Characters of a line of the terminal that reads the answer; None where it goes to a file or a program."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None

@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from flows.cli.answers import JSON_OPTION, print_json
+from flows.cli.answers import JSON_OPTION, print_json, warn_of_missing_worker
 from flows.cli.compare_commands import calibrate, compare
 from flows.cli.data_commands import data
 from flows.cli.init_command import init
@@ -114,6 +114,7 @@ def plan(recipe: Path, overrides: Sequence[str], until: str | None, force: Seque
         print_json(shown.without_secrets({**shown.plan_as_json(made.plan), "notes": list(made.notes)}))
     else:
         click.echo(redact("\n".join([shown.plan_as_text(made.plan), *made.notes])))
+    warn_of_missing_worker()
 
 
 @cli.command()

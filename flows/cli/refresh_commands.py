@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from flows.cli.answers import JSON_OPTION, print_json
+from flows.cli.answers import JSON_OPTION, print_json, warn_of_missing_worker
 
 
 @click.command()
@@ -34,6 +34,7 @@ def runs(recipe: str | None, stage: str | None, limit: int, as_json: bool) -> No
     print_json(listed.as_json(found)) if as_json else click.echo(listed.as_text(found))
     for sentence in listed.not_listed(unreadable):
         click.echo(sentence, err=True)
+    warn_of_missing_worker()
 
 
 @click.command()

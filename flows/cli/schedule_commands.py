@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from flows.cli.answers import JSON_OPTION, print_json
+from flows.cli.answers import JSON_OPTION, print_json, warn_of_missing_worker
 
 NAME = click.argument("name", metavar="RECIPE_NAME")
 
@@ -81,6 +81,7 @@ def _list(as_json: bool) -> None:
     from flows.service import schedule as plans
 
     _show(plans.schedules(), as_json)
+    warn_of_missing_worker()
 
 
 def _set_paused(name: str, paused: bool, as_json: bool) -> None:

@@ -4,7 +4,7 @@ A copy of a home has the file, too: there the records are void, since the proces
 
     python -m flows.servers.records NAME PID DEATHS
 
-notes another process of a server: the supervisor, which has started it again, does that.
+notes another process of a server, or that it died (PID 0): the supervisor does that.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _heartbeat_file() -> Path:
 
 
 def main() -> None:
-    """Note the process of a server, unless it has ended already."""
+    """Note the process of a server, if it lives, and how often it died in a row."""
     name, pid, deaths = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     records = read_records()
     try:

@@ -437,7 +437,7 @@ class Supervisor:
     def record(self, kept: Kept) -> None:
         """Have the home's records say which process it is, and how often it died in a row."""
         if self.plan.home:
-            arguments = [kept.name, str(kept.pid), str(kept.deaths)]
+            arguments = [kept.name, str(kept.pid or 0), str(kept.deaths)]
             # In a process of its own: records are read and written by a library of 15 MB.
             done = subprocess.run([sys.executable, "-m", "flows.servers.records", *arguments], env=self._environment())
             if done.returncode:
@@ -587,6 +587,8 @@ class _Running:
         self._start_at_s = time.monotonic() + pause_s
         when = f"in {pause_s:.0f} s" if pause_s else "now"
         say(f"{self.kept.name} {_in_words(self.exit_code)}; it is started again {when} (deaths: {self.kept.deaths})")
+        if pause_s:  # else its next process is noted in a moment
+            self._supervisor.record(self.kept)
 
     def _forget_deaths(self, now_s: float) -> None:
         if self.kept.deaths and self.has_answered and now_s - self._began_s > LIVED_S:

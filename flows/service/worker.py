@@ -27,6 +27,7 @@ from flows.ledger.home import home, home_identity
 from flows.running.flow_runs import WORK_POOL, update_entrypoints
 from flows.servers.local import revive_supervisor
 from flows.servers.records import server_heartbeat
+from flows.service.left_folders import remove_left_folders
 from flows.service.reaper import Reaper
 from stages.core.errors import ServerError
 from stages.core.garbage import collect_rarely
@@ -69,6 +70,8 @@ def main() -> None:
     public = socket.socket(fileno=int(sys.argv[1])) if sys.argv[1:] else None
     # Prefect's folders for fetched code stay behind, empty; a killed worker's working directories, too.
     tempfile.tempdir = str(home() / "worker")
+    if public:  # else workers in other containers may share the folder
+        remove_left_folders(home() / "worker")
     try:
         update_entrypoints()
     except ServerError as error:

@@ -106,6 +106,23 @@ def test_a_killed_supervisor_is_started_again_by_the_worker_and_keeps_what_lives
     }
 
 
+def test_commands_say_that_no_worker_runs_what_is_scheduled(restarted):
+    recipe = restarted.recipe("nightly", rows=stage("ok", "nightly"))
+    commands = (["schedules"], ["runs"], ["plan", str(recipe)])
+
+    def warnings():
+        return ["no worker runs" in restarted.lifecycle(*command).stderr for command in commands]
+
+    assert restarted.lifecycle("down").returncode == 0
+    assert warnings() == [False] * 3  # nothing is scheduled
+    assert restarted.lifecycle("schedule", str(recipe), "--cron", "0 3 * * *").returncode == 0
+    assert warnings() == [False] * 3
+    assert restarted.lifecycle("down").returncode == 0
+    assert warnings() == [True] * 3
+    assert restarted.lifecycle("schedules", "remove", "nightly").returncode == 0
+    assert warnings() == [False] * 3
+
+
 def test_down_leaves_no_process_no_port_and_no_supervisor(restarted):
     servers, supervisor = restarted.servers(), Lock(restarted.folder).holder()
     assert restarted.lifecycle("down").returncode == 0

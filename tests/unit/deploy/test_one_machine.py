@@ -25,10 +25,15 @@ def service():
     return unit["Service"]
 
 
-def test_the_service_starts_and_stops_with_commands_that_there_are(service):
-    for key, command in {"ExecStart": "up", "ExecStop": "down"}.items():
-        assert service[key].split() == [INSTALLED, command]
-        assert command in cli.commands
+def test_the_service_is_a_command_that_there_is_and_says_to_systemd_that_it_lives(service):
+    program, command, option = service["ExecStart"].split()
+    assert program == INSTALLED
+    assert option in [name for parameter in cli.commands[command].params for name in parameter.opts]
+    assert (service["Type"], service["Restart"]) == ("notify", "always")
+    # It is silent while it starts a process for a record, or ends what a server left.
+    assert float(service["WatchdogSec"]) >= 60
+    # What a killed supervisor kept must go on.
+    assert service["KillMode"] == "process"
 
 
 def test_the_service_may_write_its_home_and_keeps_it_to_itself(service):

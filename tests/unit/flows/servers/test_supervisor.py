@@ -16,9 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from flows.servers import supervisor
+from flows.ledger.process_identity import ProcessIdentity
+from flows.servers import local, supervisor
 from flows.servers.ports import listener
-from flows.servers.supervisor import Kept, Lock, rotate
+from flows.servers.records import ServerRecord, write_records
+from flows.servers.supervisor import Kept, Lock, Plan, rotate
 from stages.core.supervisor import TOKEN_VARIABLE, marked_processes
 
 PATIENCE_S = 20.0
@@ -311,6 +313,23 @@ def test_a_supervisor_is_small(tmp_path):
         resident = Path(f"/proc/{lock.holder()}/smaps_rollup").read_text()
         (pss,) = [int(line.split()[1]) for line in resident.splitlines() if line.startswith("Pss:")]
         assert pss < 15 * 1024
+
+
+def test_status_says_that_a_server_dies_again_and_again_and_its_last_words(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    one = kept(tmp_path, 1, 'raise SystemExit("the database is damaged")', log=str(tmp_path / "prefect" / "server.log"))
+    one.name, one.descriptor, one.deaths = "prefect", listener().detach(), 4
+    write_records({"prefect": ServerRecord(process=ProcessIdentity.own(), port=1, token="none", deaths=4)})
+    assert local.status()[0].trouble == ""
+    lock = Lock(tmp_path)
+    supervisor.start(Plan([one], str(tmp_path), lock.take().lock))
+    try:
+        trouble = eventually(lambda: local.status()[0].trouble)
+    finally:
+        lock.take().release()
+    assert "died 5 times in a row" in trouble
+    assert trouble.endswith("'the database is damaged'")
 
 
 # ------------------------------------------------------------------------------------------------------------- logs
