@@ -96,7 +96,8 @@ def ready_servers(*, worker: bool = False) -> servers.Endpoints:
 
     To be called before Prefect is imported. Raises `ServerError`.
     """
-    if any(status.ours and not status.healthy and status.name in NAMED_BY for status in servers.status()):
+    absent = (one for one in servers.status() if one.ours and not one.healthy and not one.host)
+    if any(one.name in NAMED_BY for one in absent):
         say("starting the local Prefect and MLflow servers (stop them with `lifecycle down`)", sys.stderr)
     endpoints = servers.up(worker=worker)
     for status in servers.status():

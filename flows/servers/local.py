@@ -210,10 +210,10 @@ def _status_of(program: ServerProgram, record: ServerRecord | None) -> ServerSta
     named = program.named()
     if named:
         return ServerStatus(program.name, named, _named_answers(program, named), ours=False)
-    trouble = _trouble(program, record) if record else ""
+    host = host_of(record) if record else None
+    trouble = _trouble(program, record) if record and not host else ""
     if record is None or not record.process.alive():
         needed = program in SERVERS or record is not None
-        host = host_of(record) if record else None
         return ServerStatus(program.name, None, healthy=False, ours=True, needed=needed, host=host, trouble=trouble)
     healthy = answers(record.address + program.health_path)
     return ServerStatus(program.name, record.address, healthy, ours=True, pid=record.process.pid, trouble=trouble)

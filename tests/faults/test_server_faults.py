@@ -200,9 +200,11 @@ def test_a_copy_of_a_running_home_leaves_the_original_alone(home, tmp_path, faul
     assert copy.lifecycle("rollback", "adder").returncode == ServerError.exit_code
     assert " copied " in copy.lifecycle("show").stdout
     assert " running " in home.lifecycle("show").stdout
+    assert len(list(home.folder.glob("ledger/copied-*/heartbeat"))) == 1
     release.touch()
     code, done = finish(refresh)
     assert (code, states(done)) == (0, {"rows": "built"})
+    assert list(home.folder.glob("ledger/copied-*/heartbeat")) == []
     assert home.lifecycle("status").returncode == 0
 
 

@@ -75,12 +75,12 @@ def test_records_of_an_earlier_version_count_as_before(home, record):
 
 
 def test_second_servers_of_a_home_are_refused_while_the_first_show_signs_of_life(home, record):
-    write_records({"prefect": record(**ELSEWHERE), "mlflow": record(**ELSEWHERE)})
-    assert {(one.url, one.host) for one in local.status()[:2]} == {(None, "other")}
+    write_records({name: record(**ELSEWHERE) for name in ("prefect", "mlflow", "worker")})
+    assert {(one.url, one.host, one.trouble) for one in local.status()} == {(None, "other", "")}
     for command in (local.up, local.down):
         with pytest.raises(ServerError, match=r"prefect on other, mlflow on other.*`lifecycle down` there"):
             command()
-    assert list(read_records()) == ["prefect", "mlflow"]
+    assert list(read_records()) == ["prefect", "mlflow", "worker"]
     long_ago_s = time.time() - 3600
     os.utime(home / "servers.json", (long_ago_s, long_ago_s))
     heartbeat = server_heartbeat()
@@ -88,7 +88,7 @@ def test_second_servers_of_a_home_are_refused_while_the_first_show_signs_of_life
     assert host_of(read_records()["prefect"]) == "other"
     heartbeat.stop()
     assert host_of(read_records()["prefect"]) is None
-    assert local.down() == ["prefect", "mlflow"]
+    assert local.down() == ["prefect", "mlflow", "worker"]
 
 
 def test_servers_know_their_home_until_it_is_moved(home, record, monkeypatch):
