@@ -13,38 +13,40 @@ from flows.recipe.recipe import load_recipe
 from flows.store.record import Index
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
-UNIT = DEPLOY / "systemd" / "llm-lifecycle.service"
+UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 INSTALLED = "/opt/llm-lifecycle/.venv/bin/lifecycle"
 
 
-@pytest.fixture(scope="module")
-def service():
+@pytest.fixture(params=UNITS, ids=lambda path: path.name)
+def service(request):
     unit = configparser.ConfigParser(interpolation=None)
     unit.optionxform = str
-    unit.read(UNIT)
+    unit.read(request.param)
     return unit["Service"]
 
 
-def test_the_service_is_a_command_that_there_is_and_says_to_systemd_that_it_lives(service):
-    program, command, option = service["ExecStart"].split()
+def test_a_service_is_a_command_that_there_is_and_says_to_systemd_that_it_lives(service):
+    program, command, *arguments = service["ExecStart"].split()
     assert program == INSTALLED
-    assert option in [name for parameter in cli.commands[command].params for name in parameter.opts]
+    options = {name for parameter in cli.commands[command].params for name in parameter.opts}
+    assert {argument for argument in arguments if argument.startswith("--")} <= options
     assert (service["Type"], service["Restart"]) == ("notify", "always")
     # It is silent while it starts a process for a record, or ends what a server left.
     assert float(service["WatchdogSec"]) >= 60
-    # What a killed supervisor kept must go on.
-    assert service["KillMode"] == "process"
+    # What a killed supervisor of servers kept goes on; that of a champion leaves nothing that could.
+    assert service["KillMode"] == ("process" if command == "up" else "mixed")
 
 
-def test_the_service_may_write_its_home_and_keeps_it_to_itself(service):
-    home = Path(service["Environment"].removeprefix("LIFECYCLE_HOME="))
+def test_a_service_may_write_its_home_and_keeps_it_to_itself(service):
+    home = Path(service["Environment"].split()[0].removeprefix("LIFECYCLE_HOME="))
     assert home.is_relative_to(service["ReadWritePaths"])
     assert service["ProtectSystem"] == "strict"
     assert service["UMask"] == "0077"
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd here")
-def test_systemd_knows_every_setting_of_the_service(tmp_path):
+@pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)
+def test_systemd_knows_every_setting_of_a_service(tmp_path, unit):
     """In a root of its own, where the program that it starts exists."""
     program = tmp_path / INSTALLED[1:]
     program.parent.mkdir(parents=True)
@@ -52,14 +54,15 @@ def test_systemd_knows_every_setting_of_the_service(tmp_path):
     program.chmod(0o755)
     units = tmp_path / "etc/systemd/system"
     units.mkdir(parents=True)
-    text = UNIT.read_text().replace("/opt/llm-lifecycle", str(tmp_path / "opt/llm-lifecycle"))
-    (units / UNIT.name).write_text(text)
+    text = unit.read_text().replace("/opt/llm-lifecycle", str(tmp_path / "opt/llm-lifecycle"))
+    (units / unit.name).write_text(text)
+    name = unit.name.replace("@", "@my-model")
     done = subprocess.run(
-        ["systemd-analyze", "verify", "--recursive-errors=no", "--man=no", str(units / UNIT.name)],
+        ["systemd-analyze", "verify", "--recursive-errors=no", "--man=no", str(units / name)],
         capture_output=True,
         text=True,
     )
-    said = [line for line in done.stderr.splitlines() if UNIT.name in line]
+    said = [line for line in done.stderr.splitlines() if unit.stem in line]
     assert (done.returncode, said) == (0, [])
 
 
