@@ -436,7 +436,7 @@ class Supervisor:
 
     def record(self, kept: Kept) -> None:
         """Have the home's records say which process it is, and how often it died in a row."""
-        if self.plan.home:
+        if self.plan.home and self.finds_home():
             arguments = [kept.name, str(kept.pid or 0), str(kept.deaths)]
             # In a process of its own: records are read and written by a library of 15 MB.
             done = subprocess.run([sys.executable, "-m", "flows.servers.records", *arguments], env=self._environment())
