@@ -1,5 +1,6 @@
 """A champion and its challenger, served by Tiny within the tests."""
 
+import json
 import os
 import signal
 import threading
@@ -75,10 +76,14 @@ def kill_engine(serving: Serving) -> None:
 
 
 class Load:
-    """Clients that ask again and again, each question once: failures, and how many of each version answered."""
+    """Clients that ask again and again, each question once: failures, and how many of each version answered.
+
+    cut: answers that had begun when their engine died.
+    """
 
     def __init__(self, client: httpx.Client):
         self.failures: list[str] = []
+        self.cut = 0
         self.versions: Counter[str] = Counter()
         self.longest_s = 0.0
         self._client = client
@@ -106,9 +111,15 @@ class Load:
             began_s = time.monotonic()
             try:
                 self.versions[ask(self._client, number)] += 1
+            except CutOffError:
+                self.cut += 1
             except Exception as error:
                 self.failures.append(repr(error))
             self.longest_s = max(self.longest_s, time.monotonic() - began_s)
+
+
+class CutOffError(Exception):
+    """An answer was cut off after it had begun."""
 
 
 def ask(client: httpx.Client, number: int) -> str:
@@ -116,13 +127,20 @@ def ask(client: httpx.Client, number: int) -> str:
     is_stream = number % 4 < 2
     question = {"model": NAME, "messages": [{"role": "user", "content": f"{number} + 1"}], "stream": is_stream}
     headers = {"X-Session-Id": f"s{number}"}
-    answer = client.post("/v1/chat/completions", json=question, headers=headers)
-    assert answer.status_code == 200, answer.text
+    text = ""
+    with client.stream("POST", "/v1/chat/completions", json=question, headers=headers) as answer:
+        try:
+            for part in answer.iter_text():
+                text += part
+        except httpx.RemoteProtocolError as error:
+            assert text, "cut off before it had begun"
+            raise CutOffError from error
+    assert answer.status_code == 200, text
     if is_stream:
-        assert answer.text.endswith("data: [DONE]\n\n"), answer.text
-        assert f'"{number + 1}"' in answer.text
+        assert text.endswith("data: [DONE]\n\n"), text
+        assert f'"{number + 1}"' in text
     else:
-        assert answer.json()["choices"][0]["message"]["content"] == str(number + 1)
+        assert json.loads(text)["choices"][0]["message"]["content"] == str(number + 1)
     return answer.headers["x-lifecycle-version"]
 
 

@@ -1,7 +1,8 @@
 """The proxy as a program, for the pod of a server: `python -m stages.serving.proxy_program SOCKET PORT`.
 
-It answers on every address of the pod, until SIGTERM; the engine listens on SOCKET. The API key is VLLM_API_KEY. Beside
-the socket it holds a lock to its end, by which others know when the engine is not needed any more.
+It answers on every address of the pod, until SIGTERM; the engine listens on SOCKET. While kubelet starts that again,
+requests wait. The API key is VLLM_API_KEY. Beside the socket it holds a lock to its end, by which others know when the
+engine is not needed any more.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from stages.serving.backend import Backend, EngineAddress
 from stages.serving.listening import listening
 from stages.serving.proxy import API_KEY_VARIABLE, Proxy
+from stages.serving.waiting import WaitingRoom
 
 LOCK_NAME = "proxy.lock"
 LAST_ANSWERS_TIMEOUT_S = 600.0
@@ -31,7 +33,7 @@ def main() -> None:
     public = socket.create_server(("0.0.0.0", int(sys.argv[2])))  # noqa: S104 (a pod's; asks for the key)
     with (
         Path(sys.argv[1]).with_name(LOCK_NAME).open("w") as lock,
-        listening(Proxy(engine, os.environ[API_KEY_VARIABLE]), public, LAST_ANSWERS_TIMEOUT_S),
+        listening(Proxy(engine, os.environ[API_KEY_VARIABLE], waiting=WaitingRoom()), public, LAST_ANSWERS_TIMEOUT_S),
     ):
         fcntl.flock(lock, fcntl.LOCK_EX)
         stop.wait()

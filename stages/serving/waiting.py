@@ -70,7 +70,7 @@ class Visit:
         """Wait until an engine may be asked again; returns the error to answer with when that is not to be.
 
         gone: what became of the engine that was asked. is_replaced: whether there is another one by now. is_healthy:
-        whether that one itself answers after all.
+        whether that one itself answers: after all, or again.
         """
         self._num_engines += gone.was_sent
         if self._num_engines >= MAX_ENGINES:
@@ -78,17 +78,18 @@ class Visit:
         if self._room.num_bytes + self._num_bytes > MAX_WAITING_BYTES:
             return not_served("too much waits for the model server, which is started again")
         self._room.num_bytes += self._num_bytes
-        give_up_s = time.monotonic() + self._left_s
+        give_up_s, was_away = time.monotonic() + self._left_s, not gone.was_sent
         try:
             while (left_s := give_up_s - time.monotonic()) > 0:
                 changed = self._room.changed
                 if is_replaced():
                     return None
                 if await is_healthy():
-                    if gone.was_sent:
+                    if not was_away:
                         return error(502, f"the model server does not answer: {gone}")
                     await asyncio.sleep(PAUSE_S)
                     return None
+                was_away = True
                 with suppress(TimeoutError):
                     async with asyncio.timeout(min(left_s, LOOK_INTERVAL_S)):
                         await changed.wait()

@@ -34,9 +34,9 @@ class Engines:
         self._stack = stack
         self.proxy = Proxy(self.started(), KEY, waiting=WaitingRoom())
 
-    def started(self) -> Backend:
-        """The next engine, once it listens. Nobody asks it before `switch`."""
-        with listening_socket("127.0.0.1", None) as reservation:
+    def started(self, port: int | None = None) -> Backend:
+        """The next engine, once it listens. Nobody asks it before `switch`, unless it has the port of the former."""
+        with listening_socket("127.0.0.1", port) as reservation:
             port = reservation.getsockname()[1]
         command = [sys.executable, str(PROGRAM), str(self.model), "adder", "127.0.0.1", str(port)]
         process = self._stack.enter_context(subprocess.Popen(command, env={**os.environ, "TINY_KEY": KEY}))
@@ -124,6 +124,20 @@ def test_what_two_killed_engines_had_is_answered_by_the_third(trial, tmp_path):
         await engines.next()
         assert await asyncio.gather(*had, *late) == ["3"] * 16
         assert engines.proxy._waiting.num_bytes == 0
+
+    trial(tried)
+
+
+def test_what_an_engine_had_is_answered_by_the_next_at_the_same_address(trial, tmp_path):
+    async def tried(engines, client):
+        (tmp_path / "slow").write_text("60")
+        had = [asyncio.create_task(ask(client, number)) for number in range(4)]
+        await under_way(engines.proxy, 4)
+        engines.kill()
+        await waiting_bytes(engines.proxy, 1, 1000)
+        (tmp_path / "slow").unlink()
+        await asyncio.to_thread(engines.started, engines.proxy._backend.address.port)
+        assert await asyncio.gather(*had) == ["1"] * 4
 
     trial(tried)
 
