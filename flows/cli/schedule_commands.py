@@ -53,7 +53,10 @@ def list_schedules(as_json: bool) -> None:
 @JSON_OPTION
 def pause(name: str, as_json: bool) -> None:
     """Keep a schedule, but run nothing until it is resumed."""
-    _set_paused(name, True, as_json)
+    _reach_servers()
+    from flows.service import schedule as plans
+
+    _show([plans.pause(name)], as_json)
 
 
 @schedules.command()
@@ -61,7 +64,10 @@ def pause(name: str, as_json: bool) -> None:
 @JSON_OPTION
 def resume(name: str, as_json: bool) -> None:
     """Go on with a schedule; what was due while it was paused is not made up for."""
-    _set_paused(name, False, as_json)
+    _reach_servers()
+    from flows.service import schedule as plans
+
+    _show([plans.resume(name)], as_json)
 
 
 @schedules.command()
@@ -82,13 +88,6 @@ def _list(as_json: bool) -> None:
 
     _show(plans.schedules(), as_json)
     warn_of_missing_worker()
-
-
-def _set_paused(name: str, paused: bool, as_json: bool) -> None:
-    _reach_servers()
-    from flows.service import schedule as plans
-
-    _show([plans.set_paused(name, paused)], as_json)
 
 
 def _reach_servers(*, worker: bool = False) -> None:

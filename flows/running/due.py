@@ -47,15 +47,21 @@ def announce_own_schedule() -> None:
 
 
 def announce_schedule(client: SyncPrefectClient, flow_run: FlowRun) -> None:
-    """Emit the event of a scheduled run's first state, which Prefect's scheduler leaves out.
-
-    Prefect holds an event of a run back until the one before it has come, for 15 minutes at the longest, and with it
-    the notification of how the run ended. It holds them in memory: a server that is stopped meanwhile never sends it.
-    """
+    """Emit the event of a scheduled run's first state, which Prefect's scheduler leaves out; see `announce_state`."""
     if flow_run.auto_scheduled:
         first = min(client.read_flow_run_states(flow_run.id), key=lambda state: state.timestamp)
-        resource = {"prefect.resource.id": f"prefect.flow-run.{flow_run.id}"}
-        emit_event(f"prefect.flow-run.{first.name}", resource, occurred=first.timestamp, id=first.id)
+        announce_state(flow_run.id, first)
+
+
+def announce_state(flow_run: UUID, state: State[Any]) -> None:
+    """Emit the event of a state that a flow run had, or has, with the state's own number; again does no harm.
+
+    Prefect holds an event of a run back until the one of the state before, if that is less than 5 minutes old, has
+    come, for 15 minutes at the longest, and with it the notification of how the run ended. What has come it keeps in
+    memory: a server that was started again waits for an event that came before.
+    """
+    resource = {"prefect.resource.id": f"prefect.flow-run.{flow_run}"}
+    emit_event(f"prefect.flow-run.{state.name}", resource, occurred=state.timestamp, id=state.id)
 
 
 def start_when_due(request: RefreshRequest) -> RefreshRun | State[Any]:
@@ -95,9 +101,8 @@ def _try_to_start(
     request: RefreshRequest, recipe: Recipe, running: RunningRefreshes, name: str
 ) -> RefreshRun | State[Any] | None:
     """None: not yet. Planning takes a while, so that it is done outside the lock, and what runs is looked at twice."""
-    newer = _newer_due()
-    if newer:
-        return Cancelled(name="Superseded", message=f"{newer.name}, of the same schedule, was due later")
+    if reason := _not_wanted():
+        return reason
     if not running.of(recipe.name):
         planned = make_plan(request)
         if recipe.on_collision == "skip" and (busy := _busy(planned.plan)):
@@ -110,16 +115,24 @@ def _try_to_start(
     return None
 
 
-def _newer_due() -> FlowRun | None:
-    """A later run of the same schedule that was due by now, over or not: of missed runs only the last one runs."""
+def _not_wanted() -> State[Any] | None:
+    """Return why a run that a schedule made is left out, if it is: of missed runs only the last one runs, and none of a
+    schedule that was paused. A person's run, or retry, is never left out.
+    """
     with get_client(sync_client=True) as client:
         own = client.read_flow_run(UUID(str(runtime.flow_run.id)))
         if not own.auto_scheduled or own.run_count > 1 or own.deployment_id is None:
             return None
+        # A worker may have taken it just before the schedule was paused, when Prefect no longer removes it.
+        if client.read_deployment(own.deployment_id).paused:
+            return Cancelled(name="Skipped", message="its schedule was paused before it began")
         due = FlowRunFilterExpectedStartTime(after_=own.expected_start_time, before_=datetime.now(UTC))
         schedule = FlowRunFilterDeploymentId(any_=[own.deployment_id])
         found = client.read_flow_runs(flow_run_filter=FlowRunFilter(deployment_id=schedule, expected_start_time=due))
-    return next((run for run in found if run.id != own.id and run.auto_scheduled), None)
+    newer = next((run for run in found if run.id != own.id and run.auto_scheduled), None)
+    if newer:
+        return Cancelled(name="Superseded", message=f"{newer.name}, of the same schedule, was due later")
+    return None
 
 
 def _busy(plan: Plan) -> str | None:

@@ -6,6 +6,7 @@ machine.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
@@ -25,15 +26,20 @@ from prefect.states import Crashed
 
 from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import RunningRefreshes, close_interrupted, ledger_of
-from flows.running.due import announce_schedule
+from flows.running.due import announce_schedule, announce_state
 from flows.running.refresh import COMPARE, announce, final_state, refresh
+
+ASK_INTERVAL_S = 30.0
+"""Between questions to Prefect while nothing ends here: each costs it 10 ms of a core."""
 
 
 class Reaper:
-    """To be asked again and again."""
+    """Closes refreshes whose process died. To be asked every few seconds; asks Prefect only when there is reason to."""
 
     def __init__(self) -> None:
         self._running = RunningRefreshes()
+        self._seen: set[str] = set()
+        self._asks_at_s = 0.0
         self._began = datetime.now(UTC)
         self._announced: set[UUID] = set()
 
@@ -42,13 +48,20 @@ class Reaper:
 
         Raises when Prefect is away. It is updated first: a refresh is closed here only once that was done.
         """
-        died = [record for record in self._running.all() if record.interrupted]
+        records = list(self._running.all())
+        died = [record for record in records if record.interrupted]
+        running = {record.refresh for record in records}
+        ended = not running >= self._seen
+        self._seen |= running
+        if not died and not ended and time.monotonic() < self._asks_at_s:
+            return []
         with get_client(sync_client=True) as client:
             for flow_run in _running_flow_runs(client):
                 _set_end(client, flow_run)
             for flow_run in self._never_begun(client):
                 announce_schedule(client, flow_run)
                 self._announced.add(flow_run.id)
+        self._seen, self._asks_at_s = running, time.monotonic() + ASK_INTERVAL_S
         return close_interrupted() if died else []
 
     def _never_begun(self, client: SyncPrefectClient) -> Iterator[FlowRun]:
@@ -79,8 +92,10 @@ def _set_end(client: SyncPrefectClient, flow_run: FlowRun) -> None:
     if record.is_copied:  # what Prefect says of it here was put right when the servers of the copy first started
         return
     if record.standing == "dead" and record.prefect_run_count in (None, flow_run.run_count):
-        state = announce(str(flow_run.id), _end_of(record))
-        client.set_flow_run_state(flow_run.id, state, force=True)
+        for state in client.read_flow_run_states(flow_run.id):  # of which a server that was started again knows nothing
+            announce_state(flow_run.id, state)
+        end = announce(str(flow_run.id), _end_of(record))
+        client.set_flow_run_state(flow_run.id, end, force=True)
 
 
 def _end_of(record: RefreshRecord) -> State[Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import difflib
 import re
-import time
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -25,7 +24,7 @@ from prefect.client.schemas.filters import (
     FlowRunFilterState,
     FlowRunFilterStateType,
 )
-from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.client.schemas.sorting import FlowRunSort
@@ -46,7 +45,6 @@ DAYS = ("sun", "mon", "tue", "wed", "thu", "fri", "sat")
 NUMBERS = {name: number for number, name in enumerate(DAYS)} | {name: number for number, name in enumerate(MONTHS)}
 RANDOM = re.compile(r"(^|\s)R", re.IGNORECASE)
 SCHEDULE_TAG = "lifecycle-schedule"
-PLANNING_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -104,11 +102,26 @@ def schedules() -> list[Schedule]:
         return sorted((_describe(client, one) for one in found), key=lambda one: one.name)
 
 
-def set_paused(name: str, paused: bool) -> Schedule:
-    """Pause or resume a schedule. Raises `RecipeError` when there is none of this name."""
+def pause(name: str) -> Schedule:
+    """Pause a schedule and remove its runs that no worker has taken, late ones among them.
+
+    One that a worker has just taken says itself that the schedule is paused (`flows/running/due.py`).
+    Raises `RecipeError` when there is none of this name.
+    """
     with prefect_client() as client:
         deployment = _find_or_explain(client, name)
-        (client.pause_deployment if paused else client.resume_deployment)(deployment.id)
+        client.pause_deployment(deployment.id)
+        for run in _scheduled(client, deployment.id):  # Prefect has removed all but what it was just planning
+            if run.auto_scheduled and not run.run_count:
+                client.delete_flow_run(run.id)
+        return _describe(client, client.read_deployment(deployment.id))
+
+
+def resume(name: str) -> Schedule:
+    """Go on with a schedule. Raises `RecipeError` when there is none of this name."""
+    with prefect_client() as client:
+        deployment = _find_or_explain(client, name)
+        client.resume_deployment(deployment.id)
         return _planned(client, deployment.id)
 
 
@@ -165,24 +178,24 @@ def _find_or_explain(client: SyncPrefectClient, name: str) -> DeploymentResponse
 
 
 def _planned(client: SyncPrefectClient, deployment_id: UUID) -> Schedule:
-    """The schedule, as soon as Prefect has planned its next run, which it does within seconds."""
-    end = time.monotonic() + PLANNING_TIMEOUT_S
-    while True:
-        found = _describe(client, client.read_deployment(deployment_id))
-        if found.paused or found.next_due or time.monotonic() > end:
-            return found
-        time.sleep(0.2)
+    """Have Prefect plan the next runs at once instead of when its scheduler looks next; return the schedule."""
+    client.request("POST", "/deployments/{id}/schedule", path_params={"id": deployment_id}, json={})
+    return _describe(client, client.read_deployment(deployment_id))
 
 
-def _describe(client: SyncPrefectClient, deployment: DeploymentResponse) -> Schedule:
-    due = client.read_flow_runs(
+def _scheduled(client: SyncPrefectClient, deployment_id: UUID) -> list[FlowRun]:
+    """Return runs that no worker has taken, the next one first."""
+    return client.read_flow_runs(
         flow_run_filter=FlowRunFilter(
-            deployment_id=FlowRunFilterDeploymentId(any_=[deployment.id]),
+            deployment_id=FlowRunFilterDeploymentId(any_=[deployment_id]),
             state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED])),
         ),
         sort=FlowRunSort.EXPECTED_START_TIME_ASC,
-        limit=1,
     )
+
+
+def _describe(client: SyncPrefectClient, deployment: DeploymentResponse) -> Schedule:
+    due = _scheduled(client, deployment.id)
     when = deployment.schedules[0].schedule
     return Schedule(
         name=deployment.name,

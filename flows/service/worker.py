@@ -10,6 +10,7 @@ killed worker.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import shutil
 import signal
@@ -18,12 +19,14 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from prefect.settings import PREFECT_WORKER_QUERY_SECONDS
 from prefect.workers.process import ProcessWorker
 from prefect.workers.server import build_healthcheck_server
 
-from flows.ledger.home import home, home_identity
+from flows.ledger.home import HomeIdentity, home, home_identity
 from flows.running.flow_runs import WORK_POOL, update_entrypoints
 from flows.servers.local import revive_supervisor
 from flows.servers.records import server_heartbeat
@@ -32,8 +35,23 @@ from flows.service.reaper import Reaper
 from stages.core.errors import ServerError
 from stages.core.garbage import collect_rarely
 
-REAP_INTERVAL_S = 5.0
-"""A death is to be known within 10 s, and to look takes its time, too."""
+
+@dataclass(frozen=True)
+class Duty:
+    """Something done again and again beside the worker's own work. `name` completes "could not …"."""
+
+    name: str
+    interval_s: float
+    perform: Callable[[], object]
+
+
+def duties() -> list[Duty]:
+    """Return what the worker does at its start and then every so often."""
+    return [
+        Duty("look whether the home was moved", 5.0, functools.partial(end_if_moved, home_identity())),
+        Duty("report dead refreshes", 5.0, Reaper().reap),  # a death is to be known within 10 s
+        Duty("start the supervisor", 5.0, revive_supervisor),
+    ]
 
 
 async def work(public: socket.socket | None) -> None:
@@ -45,22 +63,21 @@ async def work(public: socket.socket | None) -> None:
     await worker.start(with_healthcheck=public is None)
 
 
-def reap_forever() -> None:
-    """Look for dead refreshes every few seconds; a server that is away is asked again the next time."""
-    reaper, here = Reaper(), home_identity()
+def repeat(duty: Duty) -> None:
+    """Perform a duty for ever. A failure is printed; what failed, since a server is away, is tried again next time."""
     while True:
-        if not here.is_here():
-            print(f"{home()} was moved: the worker ends; `lifecycle up` starts it in the new place", flush=True)
-            os._exit(1)  # refreshes that run find what they have open, and would be stopped otherwise
         try:
-            reaper.reap()
+            duty.perform()
         except Exception as error:
-            print(f"could not report dead refreshes: {type(error).__name__}: {error}", flush=True)
-        try:
-            revive_supervisor()
-        except Exception as error:
-            print(f"could not start the supervisor: {type(error).__name__}: {error}", flush=True)
-        time.sleep(REAP_INTERVAL_S)
+            print(f"could not {duty.name}: {type(error).__name__}: {error}", flush=True)
+        time.sleep(duty.interval_s)
+
+
+def end_if_moved(here: HomeIdentity) -> None:
+    """End the worker when its home is no longer where it was."""
+    if not here.is_here():
+        print(f"{home()} was moved: the worker ends; `lifecycle up` starts it in the new place", flush=True)
+        os._exit(1)  # refreshes that run find what they have open, and would be stopped otherwise
 
 
 def main() -> None:
@@ -76,7 +93,8 @@ def main() -> None:
         update_entrypoints()
     except ServerError as error:
         print(f"could not look at the deployments: {error}", flush=True)
-    threading.Thread(target=reap_forever, daemon=True).start()
+    for duty in duties():  # each in a thread of its own: a slow one keeps no other waiting
+        threading.Thread(target=repeat, args=(duty,), daemon=True).start()
     server_heartbeat().start()
     try:
         asyncio.run(work(public))

@@ -152,6 +152,25 @@ def test_schedules_are_paused_resumed_and_removed(worker_home):
         assert f"no recipe called `{name}` is scheduled" in unknown.stderr
 
 
+def test_a_paused_schedule_runs_nothing_but_what_is_started_by_hand(worker_home):
+    """Not even a run that a worker had taken, or that Prefect's scheduler was just planning."""
+    worker_home.schedule(worker_home.write("resting", {"rows": stage("ok", "resting")}))
+    taken = worker_home.planned("resting")[0]
+    worker_home.prefect(f"flow_runs/{taken['id']}/set_state", {"state": {"type": "PENDING"}})
+    assert worker_home.lifecycle("schedules", "pause", "resting").returncode == 0
+    assert worker_home.planned("resting") == []
+    submit = {"state": {"type": "SCHEDULED"}, "force": True}  # the worker submits what it had taken
+    worker_home.prefect(f"flow_runs/{taken['id']}/set_state", submit)
+    skipped = worker_home.ended(taken["id"])
+    assert skipped["state"]["name"] == "Skipped"
+    assert skipped["state"]["message"] == "its schedule was paused before it began"
+    assert not (worker_home.folder / "ledger" / skipped["name"]).exists()
+    assert worker_home.run_now("resting")["state"]["type"] == "COMPLETED"
+    resumed = json.loads(worker_home.lifecycle("schedules", "resume", "resting", "--json").stdout)["schedules"][0]
+    assert resumed["next_due"]
+    assert worker_home.lifecycle("schedules", "remove", "resting").returncode == 0
+
+
 def test_a_second_recipe_of_the_same_name_is_refused(worker_home, nightly, tmp_path):
     namesake = tmp_path / "other.yaml"
     namesake.write_text(json.dumps({"name": "nightly", "stages": {"rows": stage("ok")}}))

@@ -55,24 +55,30 @@ class WorkerHome(Home):
         body = {"parameters": {**deployment["parameters"], **parameters}, "state": {"type": state}}
         return self.prefect(f"deployments/{deployment['id']}/create_flow_run", body)["id"]
 
-    def miss_nights(self, name: str, count: int | None = None) -> list[str]:
+    def planned(self, name: str) -> list[dict[str, Any]]:
+        """Runs that Prefect's scheduler has planned, and that have not begun."""
+        wanted = {
+            "deployments": {"id": {"any_": [self.deployment(name)["id"]]}},
+            "flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}},
+        }
+        return self.prefect("flow_runs/filter", wanted)
+
+    def miss_nights(self, name: str, count: int | None = None, planned_days_ago: int = 0) -> list[str]:
         """Have the runs that Prefect's scheduler made (at most `count`) be due since the last nights; returns them.
 
         By the dates in Prefect's own database.
         """
-        scheduled = {
-            "deployments": {"id": {"any_": [self.deployment(name)["id"]]}},
-            "flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}},
-        }
-        runs = [run["id"] for run in eventually(lambda: self.prefect("flow_runs/filter", scheduled))][:count]
+        runs = [run["id"] for run in eventually(lambda: self.planned(name))][:count]
         with sqlite3.connect(self.folder / "prefect" / "prefect.db", timeout=60) as connection:
             for nights_ago, run in enumerate(runs, start=1):
                 missed = datetime.now(UTC) - timedelta(days=nights_ago)
                 column, due = f"{missed:%Y-%m-%d %H:%M:%S.%f}", "expected_start_time = ?, next_scheduled_start_time = ?"
                 connection.execute(f"UPDATE flow_run SET {due} WHERE id = ?", (column, column, run))
                 details = "state_details = json_set(state_details, '$.scheduled_time', ?)"
-                dated = (missed.isoformat(), run)
-                connection.execute(f"UPDATE flow_run_state SET {details} WHERE flow_run_id = ?", dated)
+                planned = f"{datetime.now(UTC) - timedelta(days=planned_days_ago):%Y-%m-%d %H:%M:%S.%f}"
+                dated = (missed.isoformat(), planned, run)
+                states = f"UPDATE flow_run_state SET {details}, timestamp = ? WHERE flow_run_id = ?"
+                connection.execute(states, dated)
         return runs
 
     def press_retry(self, flow_run: str) -> None:
