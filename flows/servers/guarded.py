@@ -29,6 +29,7 @@ from flows.servers.guard import Guard, origins
 from flows.servers.key import KEY_FILE_VARIABLE, USER, read_named_key
 from flows.servers.ports import MAX_WAITING_CONNECTIONS
 from flows.servers.programs import KEY_VARIABLE, LOOPBACK, MLFLOW_ARTIFACTS, MLFLOW_DATABASE, PREFECT_DATABASE
+from flows.servers.quiet import look_rarely
 from flows.servers.records import server_heartbeat
 from stages.core.errors import LifecycleError, ServerError
 
@@ -42,6 +43,7 @@ def prefect(hosts: list[str], password: str) -> Guard:
     _complete(PREFECT_DATABASE)
     from prefect.server.api.server import create_app
 
+    look_rarely()
     application = create_app(final=True)
     # Its API and its pages are mounted. What describes the API asks for no key, and takes seconds to be made.
     application.router.routes = [route for route in application.router.routes if isinstance(route, Mount)]

@@ -23,6 +23,23 @@ MLFLOW_ARTIFACTS = "MLFLOW_ARTIFACTS_DESTINATION"
 KEY_VARIABLE = "LIFECYCLE_SERVERS_KEY"
 """Where a server finds the password of the home's key."""
 
+SERVICES = {
+    # A home's server has nothing to do for most of the day, and its loops took 2% of a core. Nothing here pauses flow
+    # runs; new schedules are planned when they are made (`flows/service/schedule.py`), not by a loop that looks.
+    "PREFECT_SERVER_SERVICES_PAUSE_EXPIRATIONS_ENABLED": "false",
+    "PREFECT_SERVER_SERVICES_CLEANUP_RECONCILER_LOOP_SECONDS": "60",
+    "PREFECT_SERVER_SERVICES_REPOSSESSOR_LOOP_SECONDS": "60",
+    "PREFECT_SERVER_SERVICES_CANCELLATION_CLEANUP_LOOP_SECONDS": "60",
+    "PREFECT_SERVER_SERVICES_FOREMAN_LOOP_SECONDS": "60",
+    "PREFECT_SERVER_SERVICES_SCHEDULER_RECENT_DEPLOYMENTS_LOOP_SECONDS": "60",
+    "PREFECT_SERVER_EVENTS_PROACTIVE_GRANULARITY": "PT15S",
+    "PREFECT_SERVER_SERVICES_LATE_RUNS_LOOP_SECONDS": "15",
+    # People are notified of late runs: not of a worker that is just started again. Prefect holds the event of such a
+    # state back that follows another one within 5 minutes, since its scheduler emits no event of that.
+    "PREFECT_SERVER_SERVICES_LATE_RUNS_AFTER_SECONDS": "300",
+}
+"""How often Prefect's server looks for work of its own."""
+
 
 @dataclass(frozen=True)
 class ServerProgram:
@@ -51,6 +68,7 @@ def guarded(name: str) -> list[str]:
 
 def _prefect_environment(folder: Path, port: int) -> dict[str, str]:
     return {
+        **SERVICES,
         "PREFECT_HOME": str(folder),
         PREFECT_DATABASE: os.environ.get(PREFECT_DATABASE) or f"sqlite+aiosqlite:///{folder}/prefect.db",
         # Its pages would ask the server on port 4200, which may be another home's.
