@@ -10,13 +10,13 @@ import click
 
 from flows.cli.answers import JSON_OPTION, print_json
 
-CHANNELS = click.Choice(["webhook", "slack", "email"])
-OCCASIONS = ["failed", "not-promoted", "promoted"]
+CHANNELS = click.Choice(["webhook", "slack", "email", "ping"])
+OCCASIONS = ["failed", "late", "skipped", "not-promoted", "promoted"]
 
 
 @click.group()
 def notify() -> None:
-    """Notify a webhook, Slack, or somebody by e-mail of how refreshes end."""
+    """Notify a webhook, Slack, or somebody by e-mail of how refreshes end, or that they do not begin."""
 
 
 @notify.command()
@@ -25,9 +25,13 @@ def notify() -> None:
 @click.option("--on", "occasions", multiple=True, type=click.Choice(OCCASIONS), help="When; default: always.")
 @JSON_OPTION
 def add(channel: Any, url_from: str, occasions: Sequence[Any], as_json: bool) -> None:
-    """Notify a channel when a refresh failed, or its model was promoted or not. Replaces its former notifications."""
+    """Notify a channel when a refresh failed, is late or was skipped, or its model was promoted or not.
+
+    Replaces its former notifications. A `ping` asks for its address after each refresh that did not fail, for services
+    that notify people when they miss it.
+    """
     flows = _notifications()
-    _show([flows.notify(channel, url_from, occasions or OCCASIONS)], as_json)
+    _show([flows.notify(channel, url_from, occasions)], as_json)
 
 
 @notify.command("list")

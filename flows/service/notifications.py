@@ -1,6 +1,7 @@
-"""Notifications of how refreshes end: Prefect automations that notify a webhook, Slack, or somebody by e-mail.
+"""Notifications of how refreshes end, or that they do not begin, and pings after each that ran: Prefect automations.
 
-The server sends them, so that they come also when the process of a refresh was killed. Addresses may hold secrets:
+The server sends them, so that they come also when the process of a refresh, or the worker, was killed. That the server
+itself is gone, a service finds out that misses its pings (a dead man's switch). Addresses may hold secrets:
 they are taken from the environment, and Prefect keeps them encrypted.
 """
 
@@ -10,6 +11,7 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal, get_args
 
 import httpx
@@ -27,33 +29,46 @@ from flows.running.refresh import refresh
 from stages.core.errors import RecipeError, ServerError
 from stages.core.redaction import redact
 
-Channel = Literal["webhook", "slack", "email"]
-Occasion = Literal["failed", "not-promoted", "promoted"]
-EVENTS: dict[Occasion, tuple[str, ...]] = {
-    "failed": ("prefect.flow-run.Failed", "prefect.flow-run.Crashed"),
-    "not-promoted": ("prefect.flow-run.NotPromoted",),
-    "promoted": ("prefect.flow-run.Promoted",),
+Channel = Literal["webhook", "slack", "email", "ping"]
+Occasion = Literal["failed", "late", "skipped", "not-promoted", "promoted"]
+STATES: dict[str, tuple[str, ...]] = {
+    "failed": ("Failed", "Crashed"),
+    "late": ("Late",),
+    "skipped": ("Skipped", "Superseded"),
+    "not-promoted": ("NotPromoted",),
+    "promoted": ("Promoted",),
+    "ran": ("Completed", "Cached", "Promoted", "NotPromoted", "StillNotPromoted"),
 }
-"""Prefect names the event of a flow run after the name of its new state."""
+"""Occasion → names of states; `ran`, a ping's own, is each end of a refresh but failures."""
 SCHEMES: dict[Channel, tuple[str, ...]] = {
     "webhook": ("http://", "https://"),
     "slack": ("https://hooks.slack.com/services/",),
     "email": ("mailto://", "mailtos://"),
+    "ping": ("http://", "https://"),
 }
 BLOCKS: dict[Channel, type[Block]] = {
     "webhook": CustomWebhookNotificationBlock,
     "slack": SlackWebhook,
     # Prefect has no block for e-mail by SMTP. Addresses that are not Slack's, this one hands to Apprise as they are.
     "email": SlackWebhook,
+    "ping": CustomWebhookNotificationBlock,
 }
 FORMS: dict[Channel, str] = {
     "slack": "https://hooks.slack.com/services/T…/B…/…",
     "email": "mailto://USER:PASSWORD@HOST?to=ADDRESS, with &from=ADDRESS if the host is a number",
 }
 PREFIX = "lifecycle-notify-"
-SUBJECT = "{{ flow_run.name }}: {{ flow_run.state.name }}"
+# Before it begins, a flow run has a name that Prefect made up.
+NAME = "{% if flow_run.run_count or not deployment %}{{ flow_run.name }}{% else %}{{ deployment.name }}{% endif %}"
+SUBJECT = NAME + ": {{ flow_run.state.name }}"
+LATE = (
+    "was due at {{ (flow_run.expected_start_time|string)[:16] }} UTC, and no worker has begun it; look at "
+    "`lifecycle status` there: `lifecycle up` starts the worker, which then begins the latest refresh that is due"
+)
 LINK = "{% if flow_run|ui_url %}\nPrefect: {{ flow_run|ui_url }}{% endif %}"  # a server of others may not know it
-BODY = "{{ flow_run.state.message }}" + LINK
+BODY = f"{{% if flow_run.state.name == 'Late' %}}{LATE}{{% else %}}{{{{ flow_run.state.message }}}}{{% endif %}}{LINK}"
+ONCE_WITHIN = timedelta(minutes=1)
+"""A state of a flow run is notified of once: where the disk is full, Prefect sets its last state several times."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +79,17 @@ class Notification:
     occasions: tuple[str, ...]
 
 
-def notify(channel: Channel, address_variable: str, occasions: Sequence[Occasion]) -> Notification:
-    """Notify `channel` whenever a refresh ends so; replaces its former notifications.
+def notify(channel: Channel, address_variable: str, occasions: Sequence[Occasion] = ()) -> Notification:
+    """Notify `channel` whenever a refresh ends so, by default on all occasions; replaces its former notifications.
 
     address_variable: the environment variable that holds the address: the URL of a webhook (it gets a JSON object
-    with `subject` and `body`), of a Slack webhook, or mailto://USER:PASSWORD@HOST?to=ADDRESS, as Apprise reads it.
+    with `subject` and `body`), of a Slack webhook, mailto://USER:PASSWORD@HOST?to=ADDRESS, as Apprise reads it, or the
+    URL that a ping asks for (GET) after each refresh that ran, whatever became of its model. A ping has no occasions.
     Raises `RecipeError` for an address of another kind; `ServerError` when Prefect does not answer.
     """
+    if channel == "ping" and occasions:
+        raise RecipeError("a ping is sent after each refresh that ran and did not fail; leave out `--on`")
+    wanted = ("ran",) if channel == "ping" else tuple(occasions) or get_args(Occasion)
     block = _block(channel, _address(channel, address_variable))
     with prefect_client() as client:
         block_id = block.save(PREFIX + channel, overwrite=True)
@@ -79,12 +98,12 @@ def notify(channel: Channel, address_variable: str, occasions: Sequence[Occasion
         client.create_automation(
             AutomationCore(
                 name=PREFIX + channel,
-                description=f"Notifies {channel} of refreshes that ended: {', '.join(occasions)}.",
-                trigger=_trigger(occasions),
+                description=f"Notifies {channel} of refreshes that ended: {', '.join(wanted)}.",
+                trigger=_trigger(wanted),
                 actions=[SendNotification(block_document_id=block_id, subject=SUBJECT, body=BODY)],
             )
         )
-    return Notification(channel, tuple(occasions))
+    return Notification(channel, wanted)
 
 
 def notifications() -> list[Notification]:
@@ -137,7 +156,7 @@ def _address(channel: Channel, variable: str) -> str:
     if BLOCKS[channel] is SlackWebhook and not _is_read_by_apprise(address):
         remedy = f"expected {FORMS[channel]}"
         raise RecipeError(f"notifying by {channel}: what {variable} holds is no whole address; {remedy}")
-    if channel == "webhook" and not _is_url(address):
+    if channel in ("webhook", "ping") and not _is_url(address):
         raise RecipeError(f"notifying by {channel}: what {variable} holds is no URL; expected http://HOST:PORT/PATH")
     return address
 
@@ -159,27 +178,33 @@ def _is_read_by_apprise(address: str) -> bool:
 def _block(channel: Channel, address: str) -> Block:
     if BLOCKS[channel] is SlackWebhook:
         return SlackWebhook(url=address)
+    asked = {"method": "GET"} if channel == "ping" else {"json_data": {"subject": "{{subject}}", "body": "{{body}}"}}
     return CustomWebhookNotificationBlock(
-        name="llm-lifecycle",
-        url="{{address}}",
-        secrets={"address": address},
-        json_data={"subject": "{{subject}}", "body": "{{body}}"},
+        name="llm-lifecycle", url="{{address}}", secrets={"address": address}, **asked
     )
 
 
-def _trigger(occasions: Sequence[Occasion]) -> EventTrigger:
+def _trigger(occasions: Sequence[str]) -> EventTrigger:
     flow = ResourceSpecification({"prefect.resource.role": "flow", "prefect.resource.name": refresh.name})
     return EventTrigger(
         posture=Posture.Reactive,
-        expect={event for occasion in occasions for event in EVENTS[occasion]},
+        expect={event for occasion in occasions for event in _events(occasion)},
         match=ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"}),
         match_related=flow,
-        for_each={"prefect.resource.id"},
+        # A run that is late and then fails is notified of twice. A promotion has two events, and needs one ping.
+        for_each={"prefect.resource.id"} | (set() if "ran" in occasions else {"prefect.state-name"}),
         threshold=1,
+        within=ONCE_WITHIN,
     )
+
+
+def _events(occasion: str) -> set[str]:
+    """Return the events of an occasion: Prefect names the one of a flow run after the name of its new state."""
+    return {f"prefect.flow-run.{name}" for name in STATES[occasion]}
 
 
 def _describe(automation: Automation) -> Notification:
     expected = automation.trigger.expect
-    occasions = tuple(occasion for occasion, events in EVENTS.items() if expected >= set(events))
+    ping = expected >= _events("ran")
+    occasions = ("ran",) if ping else tuple(one for one in get_args(Occasion) if expected >= _events(one))
     return Notification(automation.name.removeprefix(PREFIX), occasions)

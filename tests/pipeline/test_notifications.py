@@ -2,15 +2,22 @@
 
 import base64
 import json
+import os
 import re
+import signal
 import socketserver
 import threading
+import time
 import urllib.error
 from email import message_from_bytes, policy
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from refreshes import eventually, request, stage
+
+from flows.ledger.events import RefreshBegan
+from flows.ledger.process_identity import ProcessIdentity
+from flows.ledger.refreshes import Ledger
 
 pytestmark = pytest.mark.timeout(900)
 VARIABLE = "ADDRESS_OF_RECEIVER"
@@ -19,12 +26,17 @@ SECRET = "secret-4c1e"
 
 @pytest.fixture
 def receiver():
-    """An HTTP server and the JSON objects that it was sent."""
+    """An HTTP server and the JSON objects that it was sent; None for a ping."""
     received = []
 
     class Receiver(BaseHTTPRequestHandler):
         def do_POST(self):
             received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def do_GET(self):
+            received.append(None)
             self.send_response(200)
             self.end_headers()
 
@@ -74,7 +86,7 @@ def test_a_webhook_is_told_of_what_prefects_scheduler_began(worker_home, receive
     """Whose events Prefect would hold back for 15 minutes, since its scheduler leaves the first of them out."""
     port, received = receiver
     monkeypatch.setitem(worker_home.environment, VARIABLE, f"http://127.0.0.1:{port}/{SECRET}")
-    added = worker_home.lifecycle("notify", "add", "webhook", "--url-from", VARIABLE)
+    added = worker_home.lifecycle("notify", "add", "webhook", "--url-from", VARIABLE, "--on", "failed")
     assert added.returncode == 0, added.stderr
     worker_home.schedule(worker_home.write("unlucky", {"rows": stage("known_error", "unlucky")}))
     (run,) = worker_home.miss_nights("unlucky", 1)
@@ -85,12 +97,78 @@ def test_a_webhook_is_told_of_what_prefects_scheduler_began(worker_home, receive
     received.clear()  # the process of the next one dies before it can say anything
     deployment = worker_home.deployment("unlucky")
     dying = {"job_variables": {**deployment["job_variables"], "command": "false"}}
-    worker_home.prefect(f"deployments/{deployment['id']}", dying, "PATCH")
+    worker_home.prefect(f"deployments/{deployment['id']}", dying, "PATCH")  # which removes what is planned
+    worker_home.prefect(f"deployments/{deployment['id']}/schedule", {})
     (run,) = worker_home.miss_nights("unlucky", 1)
-    ended = worker_home.ended(run, num_tries=0)
+    worker_home.ended(run, num_tries=0)
     eventually(lambda: received)
-    assert [message["subject"] for message in received] == [f"{ended['name']}: Crashed"]
+    assert [message["subject"] for message in received] == ["unlucky: Crashed"]
     assert worker_home.lifecycle("schedules", "remove", "unlucky").returncode == 0
+    assert worker_home.lifecycle("notify", "remove", "webhook").returncode == 0
+
+
+def test_people_are_told_of_nights_that_nobody_begins_and_a_service_of_those_that_ran(
+    worker_home, receiver, monkeypatch
+):
+    port, received = receiver
+    monkeypatch.setitem(worker_home.environment, VARIABLE, f"http://127.0.0.1:{port}/{SECRET}")
+    refused = worker_home.lifecycle("notify", "add", "ping", "--url-from", VARIABLE, "--on", "late")
+    assert refused.returncode == 3 and "leave out `--on`" in refused.stderr
+    for channel in ("webhook", "ping"):
+        assert worker_home.lifecycle("notify", "add", channel, "--url-from", VARIABLE).returncode == 0
+    listed = json.loads(worker_home.lifecycle("notify", "list", "--json").stdout)["notifications"]
+    everything = ["failed", "late", "skipped", "not-promoted", "promoted"]
+    assert [one["occasions"] for one in listed] == [["ran"], everything]
+    worker_home.schedule(worker_home.write("late", {"rows": stage("ok", "late")}))
+    worker = worker_home.servers()["worker"]["process"]["pid"]
+    os.kill(worker, signal.SIGSTOP)  # Prefect notifies without it
+    try:
+        runs = worker_home.miss_nights("late", 2, planned_days_ago=3)
+        eventually(lambda: len(received) == 2)
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    assert {message["subject"] for message in received} == {"late: Late"}
+    assert all("no worker has begun it; look at `lifecycle status`" in message["body"] for message in received)
+    received.clear()
+    ran, superseded = (worker_home.ended(run) for run in runs)
+    eventually(lambda: len(received) == 2)
+    assert None in received  # the ping
+    (message,) = [message for message in received if message]
+    assert message["subject"] == f"{superseded['name']}: Superseded"
+    assert message["body"].startswith(f"{ran['name']}, of the same schedule, was due later")
+
+    received.clear()
+    assert worker_home.lifecycle("notify", "test", "ping").returncode == 0
+    assert received == [None]
+    assert worker_home.lifecycle("schedules", "remove", "late").returncode == 0
+    for channel in ("webhook", "ping"):
+        assert worker_home.lifecycle("notify", "remove", channel).returncode == 0
+
+
+def test_a_webhook_is_told_of_a_death_whose_prior_event_prefect_does_not_have(worker_home, receiver, monkeypatch):
+    """As after a restart of its server, which forgets them. It would hold the death's event back for 15 minutes."""
+    port, received = receiver
+    monkeypatch.setitem(worker_home.environment, VARIABLE, f"http://127.0.0.1:{port}/{SECRET}")
+    assert worker_home.lifecycle("notify", "add", "webhook", "--url-from", VARIABLE).returncode == 0
+    worker_home.schedule(worker_home.write("mortal", {"rows": stage("ok", "mortal")}))
+    run = worker_home.planned("mortal")[0]  # which has no event: Prefect's scheduler leaves it out
+    began = time.monotonic()
+    worker_home.prefect(f"flow_runs/{run['id']}/set_state", {"state": {"type": "RUNNING"}, "force": True})
+    began_here = RefreshBegan(
+        refresh=run["name"],
+        recipe="mortal",
+        recipe_path=worker_home.folder.parent / "mortal.yaml",
+        process=ProcessIdentity(pid=os.getpid(), started_ticks=1),  # which has died
+        hardware="1 × abacus",
+        git_commit=None,
+        stages={},
+    )
+    Ledger(worker_home.folder / "ledger" / run["name"]).append(began_here)
+    eventually(lambda: received)
+    assert [message["subject"] for message in received] == [f"{run['name']}: Crashed"]
+    eventually(lambda: worker_home.record(run).state == "failed")
+    assert time.monotonic() - began < 60
+    assert worker_home.lifecycle("schedules", "remove", "mortal").returncode == 0
     assert worker_home.lifecycle("notify", "remove", "webhook").returncode == 0
 
 
