@@ -189,6 +189,22 @@ class Registry:
         with _explained("asking for the aliases of registered models"):
             return {model.name: frozenset(self._aliased(model)) for model in self._models()}
 
+    def referred_to(self, newest: int | None) -> frozenset[str]:
+        """Return what registered versions refer to: artifacts (`kind/version`), MLflow's runs, keys of attempts.
+
+        Of each model, the versions that an alias points to and the `newest` count; all with None.
+        """
+        found: set[str | None] = set()
+        with _explained("asking for registered versions"):
+            for model in self._models():
+                versions = self._client.search_model_versions(f"name = '{model.name}'")
+                latest = {one.version for one in sorted(versions, key=lambda one: -int(one.version))[:newest]}
+                for one in versions:
+                    if one.version in latest | {str(number) for number in model.aliases.values()}:
+                        found |= {one.run_id, one.tags.get(f"{TAG}promotion")}
+                        found |= _registered(one).registration.artifacts if f"{TAG}model" in one.tags else set()
+        return frozenset(filter(None, found))
+
     def _aliased(self, model: Any) -> Iterator[str]:
         for number in {str(number) for number in model.aliases.values()}:
             version = self._client.get_model_version(model.name, number)

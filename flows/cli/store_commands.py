@@ -108,29 +108,26 @@ def verify(as_json: bool) -> None:
 
 
 @click.command()
+@click.option("--policy", "by_policy", is_flag=True, help="Also what the home's retention.yaml does not keep.")
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
 @click.option("--older-than-days", type=click.FloatRange(min=0), default=7.0, show_default=True)
 @JSON_OPTION
-def gc(dry_run: bool, older_than_days: float, as_json: bool) -> None:
+def gc(by_policy: bool, dry_run: bool, older_than_days: float, as_json: bool) -> None:
     """Remove what nothing needs: superseded artifacts, leftovers, and work and cache not used for long.
 
-    What an alias of a registered model points to is kept.
+    What an alias of a registered model points to is kept. With --policy, as the worker does it each night: refreshes
+    that `keep` in LIFECYCLE_HOME/retention.yaml does not name go, from Prefect and MLflow, too, and the artifacts of
+    those that stay are kept.
     """
-    from flows.champion.champions import kept_versions
-    from flows.ledger.home import home, store_root
-    from flows.ledger.refreshes import RunningRefreshes
-    from flows.store import collect
-    from flows.store.store import Store
+    from flows.champion.retention import Housekeeping
+    from flows.store.collect import Collected
+    from flows.store.policy import policy_file, read_policy
 
-    store = Store(store_root())
-    garbage = collect.find_garbage(
-        store,
-        kept_versions(),
-        older_than_days,
-        rooms=home().glob("cache/*/"),
-        refreshing_since_s=min((one.started_ms / 1000 for one in RunningRefreshes().all()), default=math.inf),
-    )
-    done = collect.Collected(tuple(garbage), ()) if dry_run else collect.collect(store, garbage)
+    policy = read_policy() if by_policy else None
+    if by_policy and policy is None:
+        raise RecipeError(f"there is no {policy_file()}; expected such as `keep: {{refreshes: 30, days: 90}}`")
+    found = Housekeeping(policy, older_than_days)
+    done = Collected(tuple(found.garbage), ()) if dry_run else found.collect()
     if as_json:
         items = [{"path": str(one.path), "size_bytes": one.size_bytes, "reason": one.reason} for one in done.removed]
         print_json({"dry_run": dry_run, "garbage": items, "failures": done.failures})
@@ -144,7 +141,7 @@ def gc(dry_run: bool, older_than_days: float, as_json: bool) -> None:
     if done.failures:
         listed = "\n".join(f"  {failure}" for failure in done.failures)
         raise StoreError(
-            f"{len(done.failures)} of {len(garbage)} could not be removed:\n{listed}\nSee to what is named there, or "
+            f"{len(done.failures)} of what may go could not be removed:\n{listed}\nSee to what is named there, or "
             f"remove it by hand, and run `lifecycle gc` again"
         )
 

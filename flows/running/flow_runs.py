@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 from uuid import UUID
@@ -11,7 +11,14 @@ from uuid import UUID
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate
-from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName, FlowFilter, FlowFilterName
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterFlowRunId,
+    DeploymentFilter,
+    DeploymentFilterName,
+    FlowFilter,
+    FlowFilterName,
+)
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
@@ -42,6 +49,22 @@ def prefect_client() -> Iterator[SyncPrefectClient]:
             yield client
     except httpx.HTTPError as error:
         raise ServerError(f"asking Prefect: {type(error).__name__}: {error}; look at `lifecycle status`") from error
+
+
+def delete_flow_runs(flow_run_ids: Iterable[str]) -> None:
+    """Delete flow runs with their task runs, states, logs and artifacts; fine where Prefect does not know one.
+
+    Their events stay, which Prefect deletes when they are a week old. Raises `ServerError`.
+    """
+    with prefect_client() as client:
+        for flow_run_id in map(UUID, flow_run_ids):
+            # Prefect deletes all else with the flow run, or soon after it.
+            of_flow_run = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_id]))
+            for artifact in client.read_artifacts(artifact_filter=of_flow_run):
+                with suppress(ObjectNotFound):
+                    client.delete_artifact(artifact.id)
+            with suppress(ObjectNotFound):
+                client.delete_flow_run(flow_run_id)
 
 
 def deploy(client: SyncPrefectClient, name: str, **options: Any) -> UUID:

@@ -20,6 +20,7 @@ PREFECT_DATABASE = "PREFECT_API_DATABASE_CONNECTION_URL"
 MLFLOW_DATABASE = "MLFLOW_BACKEND_STORE_URI"
 """Where a user names databases, such as PostgreSQL's; default: sqlite. Never arguments: they may hold a password."""
 MLFLOW_ARTIFACTS = "MLFLOW_ARTIFACTS_DESTINATION"
+MLFLOW_FILE = "mlflow.db"
 KEY_VARIABLE = "LIFECYCLE_SERVERS_KEY"
 """Where a server finds the password of the home's key."""
 
@@ -80,7 +81,7 @@ def _prefect_environment(folder: Path, port: int) -> dict[str, str]:
 
 def _mlflow_environment(folder: Path, _: int) -> dict[str, str]:
     return {
-        MLFLOW_DATABASE: os.environ.get(MLFLOW_DATABASE) or f"sqlite:///{folder}/mlflow.db",
+        MLFLOW_DATABASE: os.environ.get(MLFLOW_DATABASE) or f"sqlite:///{folder}/{MLFLOW_FILE}",
         MLFLOW_ARTIFACTS: str(folder / "artifacts"),
         # Its job runner serves features that need a model provider, and costs seconds at every start.
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",

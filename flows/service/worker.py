@@ -32,6 +32,7 @@ from flows.servers.local import revive_supervisor
 from flows.servers.records import server_heartbeat
 from flows.service.left_folders import remove_left_folders
 from flows.service.reaper import Reaper
+from flows.service.retention import apply_retention
 from stages.core.errors import ServerError
 from stages.core.garbage import collect_rarely
 
@@ -51,6 +52,7 @@ def duties() -> list[Duty]:
         Duty("look whether the home was moved", 5.0, functools.partial(end_if_moved, home_identity())),
         Duty("report dead refreshes", 5.0, Reaper().reap),  # a death is to be known within 10 s
         Duty("start the supervisor", 5.0, revive_supervisor),
+        Duty("apply the retention policy", 86_400.0, apply_retention),
     ]
 
 

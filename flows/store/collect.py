@@ -103,10 +103,10 @@ def find_garbage(
     ]
     trash = sorted(store.root.glob(f"{TRASH}/*"))
     return [
-        *(Garbage(one.folder, _size_bytes(one.folder), one.used_s, "superseded") for one in superseded),
-        *(Garbage(path, _size_bytes(path), _used_s(path), "left over from a removal") for path in trash),
+        *(Garbage(one.folder, size_bytes(one.folder), one.used_s, "superseded") for one in superseded),
+        *(Garbage(path, size_bytes(path), _used_s(path), "left over from a removal") for path in trash),
         *(
-            Garbage(path, _size_bytes(path), used_s, f"{reason}, unused for {older_than_days:g} days")
+            Garbage(path, size_bytes(path), used_s, f"{reason}, unused for {older_than_days:g} days")
             for path, reason, limit_s in sorted(old)
             if (used_s := _used_s(path)) <= limit_s
         ),
@@ -157,7 +157,8 @@ def _used_s(path: Path) -> float:
     return max((found.st_mtime for found in _stats(path)), default=0.0)
 
 
-def _size_bytes(path: Path) -> int:
+def size_bytes(path: Path) -> int:
+    """Return how much a file, or all files of a folder, hold."""
     return sum(found.st_size for found in _stats(path) if not S_ISDIR(found.st_mode))
 
 

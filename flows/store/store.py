@@ -147,18 +147,18 @@ class Store:
             _sync(artifact)
 
     def remove(self, path: Path) -> None:
-        """Remove a folder, a file or a link. What is in the store is gone for readers at once, however large it is.
+        """Remove a folder, a file or a link, of the store or beside it. It is gone for readers at once, however large.
 
         Raises StoreError when something below it cannot be removed: what is left then lies in the trash.
         """
         with self.explained(f"remove {path}"), contextlib.suppress(FileNotFoundError):
             try:
-                is_moved_first = path.is_relative_to(self.root) and path.parent != self.root / TRASH
-                remove_tree(self._to_trash(path) if is_moved_first else path)
+                remove_tree(path if path.parent == self.root / TRASH else self._to_trash(path))
             except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                # A full disk may have no room for the move, and what lies beside the store may be on another one.
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EXDEV):
                     raise
-                remove_tree(path)  # a full disk may have no room for the move
+                remove_tree(path)
 
     def note_use(self, artifact: Artifact) -> None:
         """Remember that an artifact was found cached, so that it counts as new when garbage is collected."""
@@ -166,8 +166,8 @@ class Store:
             os.utime(artifact.folder / RECORD_FILE)
 
     def _to_trash(self, path: Path) -> Path:
-        assert path.is_relative_to(self.root)
-        (self.root / TRASH).mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
+        for folder in (self.root, self.root / TRASH):
+            folder.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
         trash = self.root / TRASH / f"{path.name}-{os.urandom(4).hex()}"
         try:
             return path.rename(trash)

@@ -229,7 +229,7 @@ def main() -> None:
 
     client = MlflowClient()
     ledger = Ledger(Path(sys.argv[1]))
-    with _only_shipper(ledger):
+    with only_shipper(ledger):
         shipper = Shipper(ledger, client)
         pause_s = INTERVAL_S
         while not _stdin_ended(pause_s):
@@ -248,11 +248,11 @@ def ship_pending(client: MlflowClient) -> None:
         # In a copied home, MLflow's runs are the original's, unless the MLflow is a copy, too.
         is_ours = not record.is_copied or os.environ.get("MLFLOW_TRACKING_URI") == address_of(MLFLOW.name)
         if record.state != "running" and is_ours:
-            with contextlib.suppress(Timeout), _only_shipper(ledger).acquire(blocking=False):
+            with contextlib.suppress(Timeout), only_shipper(ledger).acquire(blocking=False):
                 _try_to_ship(Shipper(ledger, client))
 
 
-def _only_shipper(ledger: Ledger) -> FileLock:
+def only_shipper(ledger: Ledger) -> FileLock:
     """What to hold from before a `Shipper` reads how far MLflow is: two would create every run twice."""
     return FileLock(ledger.folder / "shipping.lock", fallback_to_soft=False)
 

@@ -3,8 +3,10 @@
 import hashlib
 import json
 import re
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +178,34 @@ def test_collection_keeps_what_an_alias_points_to_and_all_that_was_registered_wh
     assert all(nights.artifact_of(model) for model in "abcd")
     assert nights.lifecycle("gc").returncode == 0
     assert {model for model in "abcd" if nights.artifact_of(model)} == {"a", "c", "d"}
+
+
+def test_refreshes_beyond_the_policy_go_from_prefect_and_mlflow_and_those_of_registered_versions_stay(nights, better):
+    (nights.folder / "retention.yaml").write_text("keep: {refreshes: 1, champions: 1}")
+    before = nights.refresh("e", right=10)
+    latest = nights.refresh("e", right=10)
+    flow_runs = {one["name"] for one in nights.prefect("flow_runs/filter", {})}
+    done = nights.lifecycle("gc", "--policy", "--json")
+    assert done.returncode == 0, done.stderr
+    gone = {Path(one["path"]).name for one in json.loads(done.stdout)["garbage"]} & flow_runs
+    left = {folder.name for folder in nights.folder.glob("ledger/*")}
+    assert gone and left == flow_runs - gone
+    assert {before["refresh"], latest["refresh"], better["refresh"]} <= left, "its artifacts, itself, a champion's"
+    assert {one["name"] for one in nights.prefect("flow_runs/filter", {})} == left
+    of_prefect = [nights.prefect(f"{kind}/filter", {}) for kind in ("artifacts", "task_runs")]
+    names = {one["id"]: one["name"] for one in nights.prefect("flow_runs/filter", {})}
+    assert all(one["flow_run_id"] in names for found in of_prefect for one in found)
+    for run in (run for stage in ("model", "scores", "promote") for run in nights.attempts(stage)):
+        tags = {tag["key"]: tag["value"] for tag in run["data"]["tags"]}
+        assert tags["lifecycle.attempt"].partition("/")[0] in left
+    with closing(sqlite3.connect(nights.folder / "mlflow" / "mlflow.db")) as database:
+        assert database.execute("SELECT count(*) FROM runs WHERE lifecycle_stage = 'deleted'").fetchone() == (0,)
+        known = {run for (run,) in database.execute("SELECT run_uuid FROM runs")}
+    files = {path.name for path in (nights.folder / "mlflow" / "artifacts").glob("*/*")} - {"models"}
+    assert files <= known
+    version = nights.mlflow(f"registered-models/alias?name={NAME}&alias=champion")["model_version"]
+    assert version["run_id"] in known
+    assert nights.lifecycle("report", f"{NAME}@champion").returncode == 0
 
 
 def test_who_has_no_champion_is_told_so(nights, first):

@@ -14,7 +14,7 @@ from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.record import COPIED, KILLED, with_time_so_far
 from flows.ledger.refreshes import RunningRefreshes, close_interrupted, end_of, ledger_of, ledgers
 from flows.running.request import retry_of
-from flows.tracking.shipper import _only_shipper, ship_pending
+from flows.tracking.shipper import only_shipper, ship_pending
 from stages.core.errors import StoreError
 
 DEAD = ProcessIdentity(pid=1, started_ticks=-1)
@@ -233,6 +233,6 @@ def test_a_folder_without_a_ledger_is_no_refresh(begin, home):
 def test_a_refresh_that_another_process_ships_is_left_to_it(begin):
     ledger = begin("over")
     ledger.append(ENDED)
-    with _only_shipper(ledger):
+    with only_shipper(ledger):
         ship_pending(client=None)  # which would be asked at once
     assert not (ledger.folder / "mlflow.json").exists()

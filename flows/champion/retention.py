@@ -1,0 +1,134 @@
+"""Removal of what a home needs no more: of what nothing refers to, and of refreshes beyond the home's retention policy.
+
+With a refresh go its ledger and reports, its flow run in Prefect, its runs in MLflow, and the artifacts that it alone
+used. It stays while an artifact, a registered version or another refresh that stays refers to it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from filelock import Timeout
+
+from flows.champion.champions import connect, kept_versions
+from flows.champion.registrations import registrations
+from flows.ledger.home import home, store_root
+from flows.ledger.record import RefreshRecord
+from flows.ledger.refreshes import RunningRefreshes, ledger_of, ledgers
+from flows.servers.key import client_settings, read_key
+from flows.servers.programs import MLFLOW, PREFECT, ServerProgram
+from flows.servers.records import address_of
+from flows.store import collect
+from flows.store.collect import Collected, Garbage
+from flows.store.policy import Keep, Policy
+from flows.store.store import Store
+from flows.tracking.cursor import read_shipped
+from flows.tracking.pruning import delete_runs
+from flows.tracking.shipper import only_shipper
+from stages.core.errors import LifecycleError, ServerError
+
+
+class Housekeeping:
+    """What may go from this home, found when this is made. Raises what reading a damaged ledger or registry raises."""
+
+    def __init__(self, policy: Policy | None, older_than_days: float) -> None:
+        """policy: None leaves all refreshes, and of their artifacts what is needed. older_than_days: of leftovers."""
+        self._store = Store(store_root())
+        self._refreshes: dict[Path, RefreshRecord] = {}
+        self.unasked: str | None = None
+        """Why refreshes beyond the policy stay this time, if they do: MLflow cannot be asked."""
+        records = [ledger.read() for ledger in ledgers()] if policy else []
+        beyond = policy.keep.beyond(records, time.time_ns() // 1_000_000) if policy else []
+        kept = [record for record in records if record not in beyond]
+        protected = kept_versions() | {entry.version for record in kept for entry in record.stages.values()}
+        referred_to = self._referred_to(policy.keep) if policy else frozenset()
+        protected |= {key.rpartition("/")[2] for key in referred_to}
+        self.garbage = collect.find_garbage(
+            self._store,
+            protected,
+            older_than_days,
+            rooms=home().glob("cache/*/"),
+            refreshing_since_s=min(
+                (one.started_ms / 1000 for one in RunningRefreshes().all() if not one.interrupted), default=math.inf
+            ),
+        )
+        if beyond and not self.unasked:
+            self._give_up(beyond, {*referred_to, *(entry.attempt for one in kept for entry in one.stages.values())})
+
+    def collect(self) -> Collected:
+        """Remove what was found; what cannot be removed does not stop the rest."""
+        failures = [self.unasked] if self.unasked else []
+        with ExitStack() as stack:
+            unused: dict[Path, RefreshRecord] = {}
+            for folder, record in self._refreshes.items():
+                ledger = ledger_of(record.refresh)
+                with suppress(Timeout):  # what is being shipped to MLflow, or retried, goes another time
+                    stack.enter_context(only_shipper(ledger).acquire(blocking=False))
+                    unused |= {folder: record} if ledger.read().state != "running" else {}
+            try:
+                _delete_from_servers([*unused.values()])
+            except ServerError as error:
+                failures.append(f"cannot remove {len(unused)} refreshes beyond the retention policy: {error}")
+                unused = {}
+            garbage = [one for one in self.garbage if one.path in unused or one.path not in self._refreshes]
+            done = collect.collect(self._store, garbage)
+        return Collected(done.removed, (*done.failures, *failures))
+
+    def _referred_to(self, keep: Keep) -> frozenset[str]:
+        """Return what registered versions refer to; artifacts alone where MLflow cannot be asked."""
+        if not registrations() and not any(_runs(ledger.folder.name) for ledger in ledgers()):
+            return frozenset()
+        try:
+            return connect().referred_to(None if keep.champions == "all" else keep.champions)
+        except LifecycleError as error:
+            self.unasked = f"cannot remove refreshes beyond the retention policy: {error}"
+            return frozenset(artifact for one in registrations() for artifact in one.artifacts)
+
+    def _give_up(self, beyond: list[RefreshRecord], referring: set[str | None]) -> None:
+        gone = {one.path for one in self.garbage}
+        artifacts = self._store.index().artifacts
+        referring |= {artifact.record.attempt for artifact in artifacts if artifact.folder not in gone}
+        needed = {key.partition("/")[0] for key in referring if key}
+        for record in beyond:
+            folder = ledger_of(record.refresh).folder
+            if record.refresh not in needed and needed.isdisjoint(_runs(record.refresh)):
+                self._refreshes[folder] = record
+                reason = "refresh beyond the retention policy"
+                self.garbage.append(Garbage(folder, collect.size_bytes(folder), math.inf, reason))
+
+
+def _runs(refresh: str) -> list[str]:
+    """Return MLflow's runs of a refresh."""
+    shipped = read_shipped(ledger_of(refresh))
+    return [run for run in (shipped.parent_run_id, *(one.run_id for one in shipped.attempts.values())) if run]
+
+
+def _delete_from_servers(records: list[RefreshRecord]) -> None:
+    """Raises ServerError when a server that has something of them does not answer."""
+    if any(record.prefect_flow_run_id for record in records):
+        is_ours = _reach(PREFECT)
+        from flows.running.flow_runs import delete_flow_runs
+
+        of_here = [record for record in records if is_ours or not record.is_copied]
+        delete_flow_runs(one.prefect_flow_run_id for one in of_here if one.prefect_flow_run_id)
+    if any(_runs(record.refresh) for record in records):
+        is_ours = _reach(MLFLOW)
+        of_here = [record for record in records if is_ours or not record.is_copied]
+        delete_runs([run for record in of_here for run in _runs(record.refresh)], purge=is_ours)
+
+
+def _reach(program: ServerProgram) -> bool:
+    """Have the environment name a server; return whether it is this home's own. Raises ServerError when none runs."""
+    assert program.variable
+    address, named = address_of(program.name), program.named()
+    ours = f"{address}{program.client_path}" if address else None
+    if named is None:
+        password = read_key()
+        if not (ours and password):
+            raise ServerError(f"the local {program.name} server is not running; `lifecycle up`")
+        os.environ |= {program.variable: ours, **client_settings(program.name, password)}
+    return named in (None, ours)

@@ -1,0 +1,106 @@
+"""The retention policy of a home: how much of its past is kept. Without a policy, nothing is removed by itself.
+
+<home>/retention.yaml:
+
+    keep:
+      refreshes: 30     of each recipe, the latest
+      days: 90          and all that began in that time
+      champions: all    or how many versions of each registered model keep their artifacts, the latest
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError
+
+from flows.ledger.home import home
+from flows.ledger.record import RefreshRecord
+from flows.recipe.text import parse_yaml, read_text
+from stages.core.errors import RecipeError
+from stages.core.redaction import quoted
+from stages.core.strict import StrictModel
+
+MS_PER_DAY = 86_400_000
+LONGEST_VALUE = 60
+ALLOWED = {
+    "": "a mapping with `keep`",
+    "keep": "a mapping with `refreshes`, `days` or both, and `champions` if it is to be a number",
+    "keep.refreshes": "a whole number, 1 or more",
+    "keep.days": "a number above 0",
+    "keep.champions": "`all`, or a whole number, 1 or more",
+}
+WholeNumber = Annotated[int, Field(strict=True, ge=1)]
+
+
+class Keep(StrictModel):
+    """A refresh is kept that either of `refreshes` and `days` keeps; without one of the two, the other decides alone.
+
+    champions: what an alias points to is kept in any case.
+    """
+
+    refreshes: WholeNumber | None = None
+    days: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None = None
+    champions: Literal["all"] | WholeNumber = "all"
+
+    def beyond(self, records: Iterable[RefreshRecord], now_ms: int) -> list[RefreshRecord]:
+        """Return the refreshes that are not kept; none that runs, or may run elsewhere."""
+
+        def recipe_of(record: RefreshRecord) -> str:
+            return record.recipe
+
+        ended = [one for one in records if one.state != "running"]
+        latest_first = sorted(ended, key=lambda one: -one.started_ms)
+        since_ms = now_ms - (self.days or 0) * MS_PER_DAY
+        return [
+            record
+            for _, of_recipe in groupby(sorted(latest_first, key=recipe_of), recipe_of)
+            for record in list(of_recipe)[self.refreshes or 0 :]
+            if record.started_ms < since_ms
+        ]
+
+
+class Policy(StrictModel):
+    """`retention.yaml`."""
+
+    keep: Keep
+
+
+def policy_file() -> Path:
+    """Return where the policy of this home is, if it has one."""
+    return home() / "retention.yaml"
+
+
+def read_policy() -> Policy | None:
+    """Return the policy of this home; None without one. Raises RecipeError that names the field and what is allowed."""
+    path = policy_file()
+    if not path.exists():
+        return None
+    text = read_text(path, "the retention policy")
+    try:
+        policy = Policy.model_validate(parse_yaml(text))
+    except ValidationError as error:
+        raise RecipeError(f"{path}: {'; '.join(_problems(error))}") from error
+    except RecipeError as error:
+        raise RecipeError(f"{path}: {error}") from error
+    if policy.keep.refreshes is None and policy.keep.days is None:
+        raise RecipeError(f"{path}: keep: names neither `refreshes` nor `days`; expected {ALLOWED['keep']}")
+    return policy
+
+
+def _problems(error: ValidationError) -> list[str]:
+    problems = {}
+    for one in error.errors():
+        path = [str(part) for part in one["loc"]]
+        field = next(field for end in range(len(path), -1, -1) if (field := ".".join(path[:end])) in ALLOWED)
+        if one["type"] == "extra_forbidden":
+            found = f"there is no field {quoted(path[-1], LONGEST_VALUE)}"
+        elif one["type"] == "missing":
+            found = f"`{path[-1]}` is missing"
+        else:
+            found = f"found {quoted(one['input'], LONGEST_VALUE)}"
+        problems[field] = f"{field or 'the file'}: {found}; expected {ALLOWED[field]}"
+    return list(problems.values())

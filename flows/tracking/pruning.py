@@ -1,0 +1,72 @@
+"""Deletion of runs from MLflow: marked as deleted there, and gone for good from the MLflow of this home.
+
+`mlflow gc` is not used: it would also purge whatever people have deleted, and might want back.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+from flows.ledger.home import home
+from flows.servers.programs import MLFLOW, MLFLOW_FILE
+from flows.store.removal import remove_tree
+from flows.tracking.shipper import CLIENT_ENVIRONMENT
+from stages.core.errors import ServerError
+
+
+def delete_runs(run_ids: Collection[str], *, purge: bool) -> None:
+    """Delete runs that MLFLOW_TRACKING_URI's MLflow has; those it does not know (any more) are no problem.
+
+    purge: it is the one of this home. Raises ServerError when MLflow does not do it.
+    """
+    os.environ.update(CLIENT_ENVIRONMENT)
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    client = MlflowClient()
+    known = []
+    try:
+        for run_id in run_ids:
+            with _unless_unknown():
+                client.delete_run(run_id)
+                known.append(run_id)
+        if purge and (home() / MLFLOW.name / MLFLOW_FILE).exists():  # the user may name another database
+            _purge(known)
+    except MlflowException as error:
+        raise ServerError(f"deleting runs from MLflow: {error}; see `lifecycle status`") from error
+
+
+@contextmanager
+def _unless_unknown() -> Iterator[None]:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        yield
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+
+
+def _purge(run_ids: Collection[str]) -> None:
+    """Remove deleted runs from the database and the artifacts of this home's MLflow; SQLite uses their pages again."""
+    from mlflow.store.tracking.dbmodels.models import SqlDataset, SqlInput, SqlInputTag
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    folder = home() / MLFLOW.name
+    artifacts = folder / "artifacts"
+    store = SqlAlchemyStore(f"sqlite:///{folder / MLFLOW_FILE}", str(artifacts))
+    for run_id in run_ids:
+        # `_hard_delete_run` leaves the datasets that a run has read.
+        with store.ManagedSessionMaker(read_only=False) as session:
+            inputs = session.query(SqlInput).filter_by(destination_type="RUN", destination_id=run_id)
+            read = [(one.input_uuid, one.source_id) for one in inputs]
+            session.query(SqlInputTag).filter(SqlInputTag.input_uuid.in_([uuid for uuid, _ in read])).delete()
+            inputs.delete()
+            unread = ~session.query(SqlInput).filter(SqlInput.source_id == SqlDataset.dataset_uuid).exists()
+            session.query(SqlDataset).filter(SqlDataset.dataset_uuid.in_([uuid for _, uuid in read]), unread).delete()
+        with _unless_unknown():
+            store._hard_delete_run(run_id)
+        for files in artifacts.glob(f"*/{run_id}"):
+            remove_tree(files)

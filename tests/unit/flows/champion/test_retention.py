@@ -1,0 +1,143 @@
+"""The retention policy: what it may say, which refreshes are beyond it, and what of theirs goes."""
+
+import json
+import time
+from uuid import uuid4
+
+import pytest
+
+from flows.champion.retention import Housekeeping
+from flows.ledger.events import FlowRunKnown, PlannedEntry, RefreshBegan, RefreshEnded
+from flows.ledger.process_identity import ProcessIdentity
+from flows.ledger.refreshes import ledger_of, ledgers
+from flows.store.policy import Keep, Policy, read_policy
+from stages.core.errors import RecipeError
+
+DAY_MS = 86_400_000
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    """The home whose store is the one of the fixtures."""
+    monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
+    for variable in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(variable, raising=False)
+    return tmp_path
+
+
+def ledger_with(name, days_ago, versions=(), *, recipe="nightly", ended=True, flow_run=None):
+    """Of a refresh that began `days_ago`. versions: of its stages by name, all of kind train."""
+    ledger = ledger_of(name)
+    events = [
+        RefreshBegan(
+            refresh=name,
+            recipe=recipe,
+            recipe_path=ledger.folder / "nightly.yaml",
+            process=ProcessIdentity.own(),
+            hardware="1 × abacus",
+            git_commit=None,
+            stages={stage: PlannedEntry(kind="train", version=version) for stage, version in dict(versions).items()},
+            time_ms=time.time_ns() // 1_000_000 - round(days_ago * DAY_MS),
+        ),
+        *([FlowRunKnown(prefect_flow_run_id=flow_run, prefect_run_count=1)] if flow_run else []),
+        *([RefreshEnded(state="completed", seconds=1.0)] if ended else []),
+    ]
+    for event in events:
+        ledger.append(event)
+    return ledger
+
+
+def collected(**keep):
+    return Housekeeping(Policy(keep=Keep(**keep)), older_than_days=7).collect()
+
+
+def left():
+    return {ledger.folder.name for ledger in ledgers()}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "the file: found 'null'; expected a mapping with `keep`"),
+        ("keep: {}", "keep: names neither `refreshes` nor `days`"),
+        ("keep: {refreshes: 0}", "keep.refreshes: found '0'; expected a whole number, 1 or more"),
+        ("keep: {refreshes: true}", "keep.refreshes: found 'true'"),
+        ("keep: {days: -1}", "keep.days: found '-1'; expected a number above 0"),
+        ("keep: {days: .inf}", "keep.days: found 'Infinity'"),
+        ("keep: {days: 1, weeks: 2}", "keep: there is no field 'weeks'; expected a mapping with `refreshes`, `days`"),
+        ("keep: {days: 1, champions: few}", "keep.champions: found 'few'; expected `all`, or a whole number, 1 or"),
+        ("kept: {days: 1}", "the file: there is no field 'kept'"),
+        ("keep: [", "line 2: not valid YAML"),
+    ],
+)
+def test_a_policy_that_cannot_be_meant_is_refused_with_what_is_allowed(home, text, said):
+    (home / "retention.yaml").write_text(text)
+    with pytest.raises(RecipeError) as raised:
+        read_policy()
+    assert said in str(raised.value)
+    assert str(home / "retention.yaml") in str(raised.value)
+
+
+def test_no_policy_is_the_default_and_each_of_its_fields_has_one(home):
+    assert read_policy() is None
+    (home / "retention.yaml").write_text("keep: {refreshes: 30, days: 90, champions: all}")
+    assert read_policy() == Policy(keep=Keep(refreshes=30, days=90.0))
+
+
+@pytest.mark.parametrize(
+    ("keep", "gone"),
+    [
+        ({"refreshes": 2}, {"third", "fourth"}),
+        ({"days": 25}, {"fourth", "of-another"}),
+        ({"refreshes": 2, "days": 25}, {"fourth"}),
+        ({"refreshes": 10}, set()),
+    ],
+)
+def test_a_refresh_stays_that_is_among_the_latest_of_its_recipe_or_young_or_runs(keep, gone):
+    for place, name in enumerate(("first", "second", "third", "fourth")):
+        ledger_with(name, days_ago=10 * place + 1)
+    ledger_with("of-another", days_ago=100, recipe="weekly")
+    ledger_with("running", days_ago=100, ended=False)
+    before = left()
+    assert collected(**keep).failures == ()
+    assert before - left() == gone
+
+
+def test_artifacts_of_refreshes_that_stay_are_kept_and_those_of_others_go(store, recipe, make_plan, build):
+    artifacts = []
+    for night, days_ago in enumerate((3, 2, 1)):
+        artifacts.append(build(make_plan(recipe(sft={"steps": night + 1}))))
+        versions = {name: one.record.version for name, one in artifacts[-1].items()}
+        ledger_with(f"night-{night}", days_ago, versions)
+    collected(refreshes=2)
+    assert left() == {"night-1", "night-2"}
+    assert not artifacts[0]["sft"].folder.exists(), "superseded, and of no refresh that stays"
+    for kept in (artifacts[1]["sft"], artifacts[2]["sft"], artifacts[0]["base"]):
+        assert kept.folder.exists()
+
+
+def test_a_refresh_that_built_what_stays_stays(store, recipe, make_plan, build):
+    built = build(make_plan(recipe()))
+    record = built["base"].folder / "record.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "attempt": "oldest/base-1"}))
+    for name, days_ago in (("oldest", 3), ("older", 2), ("latest", 1)):
+        ledger_with(name, days_ago)
+    collected(refreshes=1)
+    assert left() == {"oldest", "latest"}
+
+
+def test_a_refresh_stays_while_its_server_is_away_and_all_else_is_removed(store, recipe, make_plan, build):
+    ledger_with("known-to-prefect", 2, flow_run=str(uuid4()))
+    ledger_with("latest", 1)
+    old = build(make_plan(recipe()))
+    build(make_plan(recipe(sft={"steps": 5})))
+    done = collected(refreshes=1)
+    assert left() == {"known-to-prefect", "latest"}
+    assert not old["sft"].folder.exists()
+    (failure,) = done.failures
+    assert "cannot remove 1 refreshes beyond the retention policy: the local prefect server is not running" in failure
+
+
+def test_without_a_policy_all_refreshes_stay():
+    ledger_with("ancient", 1000)
+    assert Housekeeping(None, older_than_days=0).garbage == []
