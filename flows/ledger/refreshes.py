@@ -18,6 +18,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -105,9 +106,12 @@ def ledger_of(refresh: str) -> Ledger:
 
 
 def ledgers() -> Iterator[Ledger]:
-    """Those of all refreshes; the one that was written to last comes first."""
-    files = ledger_root().glob(f"*/{LEDGER_FILE}")
-    for file in sorted(files, key=lambda file: file.stat().st_mtime_ns, reverse=True):
+    """Yield the ledgers of all refreshes; the one that was written to last comes first."""
+    written_ns: dict[Path, int] = {}
+    for file in ledger_root().glob(f"*/{LEDGER_FILE}"):
+        with suppress(FileNotFoundError):  # removed meanwhile, by the retention policy
+            written_ns[file] = file.stat().st_mtime_ns
+    for file in sorted(written_ns, key=written_ns.__getitem__, reverse=True):
         yield Ledger(file.parent)
 
 
@@ -126,10 +130,13 @@ class RunningRefreshes:
     def all(self) -> Iterator[RefreshRecord]:
         """Those whose process died are among them."""
         for ledger in ledgers():
-            size = ledger.size()
-            if self._ended.get(ledger.folder.name) == size:
+            try:
+                size = ledger.size()
+                if self._ended.get(ledger.folder.name) == size:
+                    continue
+                record = None if ledger.is_over() else ledger.read()
+            except FileNotFoundError:  # removed meanwhile: it was over
                 continue
-            record = None if ledger.is_over() else ledger.read()
             if record and record.state == "running":
                 yield record
             else:

@@ -17,7 +17,7 @@ from flows.ledger.events import (
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.record import after, fold
 from flows.running.refresh import build_stage, final_state
-from flows.service.notifications import EVENTS
+from flows.service.notifications import STATES
 from stages.core.errors import RefreshStoppedError
 from stages.promote.verdict import TABLE_FILE, VERDICT_FILE, Verdict
 
@@ -83,7 +83,7 @@ def test_a_refusal_that_is_found_cached_is_not_green_either_and_nobody_is_notifi
     cached = StageCached(stage="promote", artifact=tmp_path, attempt=None, seconds=0.0)
     state = final_state(after(record, cached))
     assert (state.type.value, state.name) == ("CANCELLED", "StillNotPromoted")
-    assert f"prefect.flow-run.{state.name}" not in EVENTS["not-promoted"]
+    assert state.name not in STATES["not-promoted"]
     assert state.message == final_state(record).message
 
 
