@@ -30,6 +30,7 @@ from flows.ledger.home import HomeIdentity, home, home_identity
 from flows.running.flow_runs import WORK_POOL, update_entrypoints
 from flows.servers.local import revive_supervisor
 from flows.servers.records import server_heartbeat
+from flows.service.clock import Clock, plan_schedules
 from flows.service.left_folders import remove_left_folders
 from flows.service.reaper import Reaper
 from flows.service.retention import apply_retention
@@ -53,6 +54,7 @@ def duties() -> list[Duty]:
         Duty("report dead refreshes", 5.0, Reaper().reap),  # a death is to be known within 10 s
         Duty("start the supervisor", 5.0, revive_supervisor),
         Duty("apply the retention policy", 86_400.0, apply_retention),
+        Duty("plan runs after the clock was set back", 60.0, Clock(plan_schedules).look),
     ]
 
 
