@@ -19,6 +19,7 @@ from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterEndTime,
     FlowRunFilterState,
+    FlowRunFilterStateName,
     FlowRunFilterStateType,
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType
@@ -27,10 +28,18 @@ from prefect.states import Crashed
 from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import RunningRefreshes, close_interrupted, ledger_of
 from flows.running.due import announce_schedule, announce_state
+from flows.running.flow_runs import WORK_POOL
 from flows.running.refresh import COMPARE, announce, final_state, refresh
+from stages.core.supervisor import marked_processes
 
 ASK_INTERVAL_S = 30.0
 """Between questions to Prefect while nothing ends here: each costs it 10 ms of a core."""
+START_TIMEOUT_S = 60.0
+"""A worker takes seconds from taking a run to its process."""
+NEVER_STARTED = "its process ended before the refresh began, and nobody could be told; the worker's log may say why"
+STARTING = ("Submitting", "InfrastructurePending")
+FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
+"""In the environment of a process that a worker has started."""
 
 
 class Reaper:
@@ -42,6 +51,7 @@ class Reaper:
         self._asks_at_s = 0.0
         self._began = datetime.now(UTC)
         self._announced: set[UUID] = set()
+        self._missing_since_s: dict[UUID, float] = {}
 
     def reap(self) -> list[str]:
         """Set in Prefect how refreshes ended that it says run; mark those that died as failed here, and return them.
@@ -58,11 +68,26 @@ class Reaper:
         with get_client(sync_client=True) as client:
             for flow_run in _running_flow_runs(client):
                 _set_end(client, flow_run)
+            for flow_run in self._never_started(client):
+                client.set_flow_run_state(flow_run, Crashed(message=NEVER_STARTED), force=True)
             for flow_run in self._never_begun(client):
                 announce_schedule(client, flow_run)
                 self._announced.add(flow_run.id)
         self._seen, self._asks_at_s = running, time.monotonic() + ASK_INTERVAL_S
         return close_interrupted() if died else []
+
+    def _never_started(self, client: SyncPrefectClient) -> list[UUID]:
+        """Return flow runs that a worker took a while ago, and that no process runs: of such a one that died early, the
+        worker tells Prefect once, which a full disk may keep it from noting.
+        """
+        found = client.read_flow_runs(
+            flow_filter=FlowFilter(name=FlowFilterName(any_=[refresh.name])),
+            flow_run_filter=FlowRunFilter(state=FlowRunFilterState(name=FlowRunFilterStateName(any_=list(STARTING)))),
+        )
+        missing = {run.id for run in found if run.work_pool_name == WORK_POOL and not _has_process(run)}
+        now_s = time.monotonic()
+        self._missing_since_s = {run: self._missing_since_s.get(run, now_s) for run in missing}
+        return [run for run, since_s in self._missing_since_s.items() if now_s - since_s >= START_TIMEOUT_S]
 
     def _never_begun(self, client: SyncPrefectClient) -> Iterator[FlowRun]:
         """Flow runs whose process died before the flow could say that it was due; people are to be notified of them."""
@@ -74,6 +99,10 @@ class Reaper:
             flow_filter=FlowFilter(name=FlowFilterName(any_=[refresh.name])), flow_run_filter=crashed
         )
         return (one for one in found if not one.run_count and one.id not in self._announced)
+
+
+def _has_process(flow_run: FlowRun) -> bool:
+    return bool(marked_processes(f"{FLOW_RUN_VARIABLE}={flow_run.id}"))
 
 
 def _running_flow_runs(client: SyncPrefectClient) -> Iterator[FlowRun]:

@@ -136,6 +136,19 @@ def test_a_refresh_is_skipped_while_another_recipe_holds_its_devices(worker_home
     assert worker_home.run_now("needy")["state"]["type"] == "COMPLETED"
 
 
+def test_a_run_whose_process_died_while_prefect_could_note_nothing_is_called_crashed(worker_home, nightly):
+    """Its disk was full, for instance."""
+    deployment = worker_home.deployment("nightly")
+    body = {"parameters": deployment["parameters"], "state": {"type": "PENDING", "name": "Submitting"}}
+    run = worker_home.prefect(f"deployments/{deployment['id']}/create_flow_run", body)["id"]
+    look = "from flows.service import reaper; reaper.START_TIMEOUT_S = 0.0; reaper.Reaper().reap()"
+    address = {"PREFECT_API_URL": f"{worker_home.address('prefect')}/api", "PREFECT_API_AUTH_STRING": worker_home.key()}
+    subprocess.run([sys.executable, "-c", look], env={**worker_home.environment, **address}, check=True)
+    state = worker_home.flow_run(run)["state"]
+    assert (state["type"], state["name"]) == ("CRASHED", "Crashed")
+    assert "its process ended before the refresh began" in state["message"]
+
+
 def test_schedules_are_paused_resumed_and_removed(worker_home):
     worker_home.schedule(worker_home.write("fleeting", {"rows": stage("ok")}))
     paused = json.loads(worker_home.lifecycle("schedules", "pause", "fleeting", "--json").stdout)["schedules"][0]
