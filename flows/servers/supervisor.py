@@ -206,7 +206,8 @@ def start(plan: Plan) -> None:
     """Start the supervisor of a home beside this process, whose end it does not notice."""
     folder = _folder(plan.home)
     plan_descriptor = plan.in_memory()
-    environment = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+    hidden = (*SYSTEMD_VARIABLES, TOKEN_VARIABLE)
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
     with open_log(folder / "server.log") as log:
         subprocess.run(
             [*_COMMAND, str(plan_descriptor), "--detach"],
@@ -389,6 +390,7 @@ def notify(state: str) -> None:
     """Say something to systemd, where it started this process as a service of `Type=notify`."""
     if address := os.environ.get("NOTIFY_SOCKET"):
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as connection:
+            connection.settimeout(0.2)  # its queue is full, should systemd be held up
             connection.sendto(state.encode(), f"\0{address[1:]}" if address[0] == "@" else address)
 
 

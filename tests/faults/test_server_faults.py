@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -104,6 +104,38 @@ def test_a_killed_supervisor_is_started_again_by_the_worker_and_keeps_what_lives
     assert {name: server["port"] for name, server in restarted.servers().items()} == {
         name: server["port"] for name, server in before.items()
     }
+
+
+@contextmanager
+def in_foreground(home, manager):
+    """`lifecycle up --foreground`, once it has told systemd, whose socket `manager` is, that it is ready."""
+    environment = {**home.environment, "NOTIFY_SOCKET": manager.getsockname(), "WATCHDOG_USEC": "60000000"}
+    with subprocess.Popen([LIFECYCLE, "up", "--foreground"], env=environment, stdout=subprocess.DEVNULL) as process:
+        try:
+            while manager.recv(100) != b"READY=1":
+                pass
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_service_that_is_killed_leaves_its_servers_to_the_next_and_one_that_is_stopped_leaves_none(
+    restarted, fault, tmp_path
+):
+    fault.name, fault.stage = "SIGKILL of `up --foreground`", "none"
+    before = restarted.servers()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(PATIENCE_S)
+        with in_foreground(restarted, manager) as service:
+            assert Lock(restarted.folder).holder() == service.pid
+            service.kill()
+            service.wait()
+        with fault.timed("recovered"), in_foreground(restarted, manager) as service:
+            assert restarted.servers() == before
+            service.terminate()
+            assert service.wait(PATIENCE_S) == 0
+    assert [marked_processes(server["token"]) for server in before.values()] == [[]] * len(before)
 
 
 def test_commands_say_that_no_worker_runs_what_is_scheduled(restarted):
