@@ -318,7 +318,7 @@ def test_adapters_take_over_in_the_running_server_without_a_failed_request(envir
             time.sleep(1.0)  # the engine is asked to load it by then
             kill(engines)
             while_none_answers = complete(url, LONG)
-            served = "version 6 of adder is served"
+            served = f"version {registry.find(NAME).number} of adder is served"
             wait_for(lambda: any(served in line for line in said), what="the adapter that was being loaded")
             answer_of_the_next = complete(url, LONG)
         finally:
