@@ -12,15 +12,20 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pipeline"))
+from disks import small_disk
 from refreshes import LIFECYCLE
-from year_checks import check_artifacts, check_nights, check_requests
+from year_checks import check_against_fresh, check_artifacts, check_growth, check_nights, check_requests
 from year_clock import Clock
+from year_events import EARLIER, events, use
+from year_kills import KINDS
 from year_nights import Year
 from year_operator import NAME, YearHome, until
 from year_world import Asker, Unit, receiving
 
 NUM_NIGHTS = int(os.environ.get("YEAR_NIGHTS", "365"))
 SEED = int(os.environ.get("YEAR_SEED", "0"))
+DISK_MIB = 2048
+KEEP = {"refreshes": min(30, NUM_NIGHTS // 4), "days": min(90, NUM_NIGHTS // 4), "champions": "all"}
 START = datetime(2027, 3, 24, 12, tzinfo=UTC)
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(4 * 3600)]
@@ -28,31 +33,37 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(4 * 3600)]
 
 @pytest.fixture
 def year(tmp_path):
-    told = []
+    told, disk = [], tmp_path / "disk"
     clock = Clock(tmp_path, START)
-    home = YearHome(tmp_path / "home", clock)
-    with receiving(told) as webhook:
-        home.set_up(webhook)
+    with small_disk(disk, DISK_MIB), receiving(told) as webhook:
+        home = YearHome(disk / "home", clock)
+        year = Year(home, clock, told, Asker(free_port(), NAME), SEED, KEEP, events(NUM_NIGHTS))
+        home.prepare()
+        use(year, EARLIER[0])
+        home.begin(webhook, KEEP)
         try:
-            yield Year(home, clock, told, Asker(free_port(), NAME), SEED, kinds=["flow", "stage", "judge"])
+            yield year
         finally:
             assert home.lifecycle("down").returncode == 0
 
 
 def test_a_year_of_nights(year, tmp_path):
-    year.run(1)
+    year.run(len(EARLIER) + 1)
+    year.kinds = [kind for kind in KINDS if kind != "rank"]  # which only the real chain has
     serve = ["serve", f"models:/{NAME}@champion", "--follow", "--port", str(year.asker.port)]
-    unit = Unit([str(LIFECYCLE), *serve], year.home.environment, tmp_path / "serve.log")
+    year.unit = Unit([str(LIFECYCLE), *serve], year.home.environment, tmp_path / "serve.log")
+    year.asker.start()
     try:
-        year.asker.start()
         until(lambda: any(one.text for one in year.asker.asked), "the champion answers")
-        year.run(NUM_NIGHTS - 1)
+        year.run(NUM_NIGHTS - len(year.nights))
     finally:
         year.asker.stop()
-        unit.stop()
+        year.unit.stop()
     check_nights(year)
     check_requests(year)
     check_artifacts(year)
+    check_growth(year)
+    check_against_fresh(year)
 
 
 def free_port() -> int:

@@ -12,15 +12,17 @@ from stages.core.supervisor import living_processes
 
 LOOK_EVERY_S = 0.05
 LONGEST_WAIT_S = 25.0
-LATEST_S = 5.0
+LATEST_S, LATEST_OF_SHORT_S = 5.0, 0.3
 """After a process of the kind was seen first."""
 KINDS: dict[str, Callable[[list[str]], bool]] = {
     "prefect": lambda command: "flows.servers.guarded" in command and "prefect" in command,
     "mlflow": lambda command: "flows.servers.guarded" in command and "mlflow" in command,
     "worker": lambda command: "flows.service.worker" in command,
+    "servers' supervisor": lambda command: "flows.servers.supervisor" in command,
     "flow": lambda command: "prefect.engine" in command,
     "shipper": lambda command: "flows.tracking.shipper" in command,
     "stage": lambda command: "stages" in command and "-m" in command,
+    "rank": lambda command: "stages" in command and any("/dpo-" in part for part in command),
     "judge": lambda command: "flows.champion.promotion" in command,
     "stage's supervisor": lambda command: any(part.endswith("stages/core/supervisor.py") for part in command),
     "engine": lambda command: any(part.endswith("year_engine.py") for part in command),
@@ -38,8 +40,12 @@ class Kill:
     at_s: float | None = None
 
 
+LONG_LIVED = ("prefect", "mlflow", "worker", "servers' supervisor", "flow", "engine", "proxy")
+
+
 def draw(chance: random.Random, night: int, kinds: list[str]) -> Kill:
-    return Kill(night, chance.choice(kinds), chance.uniform(0, LATEST_S))
+    kind = chance.choice(kinds)
+    return Kill(night, kind, chance.uniform(0, LATEST_S if kind in LONG_LIVED else LATEST_OF_SHORT_S))
 
 
 def processes(folder: str, kind: str) -> list[int]:
@@ -48,20 +54,19 @@ def processes(folder: str, kind: str) -> list[int]:
     return [pid for pid in living_processes() if of_kind(command_of(pid)) and folder in environ_of(pid)]
 
 
-def carry_out(planned: Kill, folder: str, chance: random.Random) -> threading.Thread:
+def carry_out(
+    planned: Kill, folder: str, chance: random.Random, longest_wait_s: float = LONGEST_WAIT_S
+) -> threading.Thread:
     """Wait for a process of its kind, and kill it a little later; none, if there is none in this night."""
 
     def work() -> None:
-        end_s = time.monotonic() + LONGEST_WAIT_S
+        end_s = time.monotonic() + longest_wait_s
         while not (found := processes(folder, planned.kind)) and time.monotonic() < end_s:
             time.sleep(LOOK_EVERY_S)
-        time.sleep(planned.after_s if planned.kind in LONG_LIVED else min(planned.after_s, 0.3))
+        time.sleep(planned.after_s)
         if found and kill(chance.choice(found)):
             planned.at_s = time.monotonic()
 
     thread = threading.Thread(target=work)
     thread.start()
     return thread
-
-
-LONG_LIVED = ("prefect", "mlflow", "worker", "flow", "engine", "proxy")

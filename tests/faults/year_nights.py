@@ -1,20 +1,25 @@
 """The nights of the year, one after the other: what is due, who dies, what is told, and what the champion answers."""
 
+import contextlib
+import os
 import random
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import year_engine
 from year_clock import Clock
 from year_kills import Kill, carry_out, draw
 from year_operator import YearHome, until
 from year_stand_in.stages.__main__ import right_answers, trained
-from year_world import Asker, Told
+from year_world import Asker, Told, Unit
 
 TOLD_TIMEOUT_S = 300.0
+TIDY_EVERY = 5
 
 
 @dataclass
@@ -28,8 +33,8 @@ class Night:
     told: list[Told] = field(default_factory=list)
     kill: Kill | None = None
     ended_s: float = 0.0
-    disk_bytes: int = 0
-    database_bytes: int = 0
+    store_bytes: int = 0
+    other_bytes: int = 0
 
     @property
     def said(self) -> str:
@@ -40,17 +45,41 @@ class Night:
 
 
 @dataclass
+class Life:
+    """Until when it went on (of the monotonic clock), and which registered version had which weights in it."""
+
+    until_s: float = float("inf")
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
 class Year:
-    """What a year is made of. events: number of a night → name and deed of what the operator does before it."""
+    """What a year is made of.
+
+    keep: what the home's retention policy says. events: number of a night → name and deed of what is done before it; a
+    deed that goes on in the night returns its thread. unit: keeps the champion served. kinds: of processes that are
+    killed. lives: of the home, the last of which goes on; a backup that is restored begins another. chains: versions
+    and digests of what the real stages made.
+    """
 
     home: YearHome
     clock: Clock
     told: list[Told]
     asker: Asker
     seed: int
-    kinds: list[str]
-    events: dict[int, list[tuple[str, Callable[["Year"], None]]]] = field(default_factory=dict)
+    keep: dict[str, Any]
+    events: dict[int, list[tuple[str, Callable[["Year"], threading.Thread | None]]]]
+    unit: Unit | None = None
+    kinds: list[str] = field(default_factory=list)
     nights: list[Night] = field(default_factory=list)
+    lives: list[Life] = field(default_factory=lambda: [Life()])
+
+    chains: list[dict[str, tuple[str, str]]] = field(default_factory=list)
+    versions_of_backup: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def backup(self) -> Path:
+        return self.home.folder.with_name("backup")
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
@@ -59,13 +88,13 @@ class Year:
         """Go on for so many nights."""
         first = len(self.nights) + 1
         for number in range(first, first + count):
-            names = []
-            for name, deed in self.events.get(number, []):
-                deed(self)
-                names.append(name)
-            self.night(number, names)
+            if number % TIDY_EVERY == 0:  # the worker does it once a day, but by the machine's own time
+                self.home.does("gc", "--policy")
+            deeds = self.events.get(number, [])
+            began = [deed(self) for _, deed in deeds]
+            self.night(number, [name for name, _ in deeds], [one for one in began if one])
 
-    def night(self, number: int, events: list[str]) -> None:
+    def night(self, number: int, events: list[str], threads: list[threading.Thread]) -> None:
         home = self.home
         home.add_rows(number)
         due = home.next_due()
@@ -73,36 +102,43 @@ class Year:
         self.nights.append(night)
         known = len(self.told)
         self.clock.set(due - timedelta(seconds=1))
-        killer = None
         if self.kinds and not events and self.chance.random() < 0.5:
             night.kill = draw(self.chance, number, self.kinds)
-            killer = carry_out(night.kill, str(home.folder), self.chance)
+            threads.append(carry_out(night.kill, str(home.folder), self.chance))
 
         def ended() -> bool:
             night.told = self.told[known:]
             return bool(night.told) and home.is_quiet()
 
-        until(ended, f"seed {self.seed}, {night.said}: it is told how it ended", TOLD_TIMEOUT_S)
-        if killer:
-            killer.join()
-            until(home.is_quiet, f"seed {self.seed}, {night.said}: it is over")
+        def it_is_over() -> str:
+            return f"seed {self.seed}, {night.said}: it is told, and over: {', '.join(home.unfinished())}"
+
+        until(ended, it_is_over, TOLD_TIMEOUT_S)
+        for thread in threads:
+            thread.join()
+            until(home.is_quiet, it_is_over)
         night.told = self.told[known:]
         night.ended_s = time.monotonic()
-        night.disk_bytes, night.database_bytes = sizes(home.folder)
-        print(f"{night.ended_s - night.began_s:5.1f} s  {night.disk_bytes / 2**20:6.1f} MiB  {night.said}", flush=True)
+        night.store_bytes, night.other_bytes = sizes(home.folder)
+        self.lives[-1].versions |= until(self.versions, f"seed {self.seed}, {night.said}: MLflow answers")
+        mebibytes = f"{night.store_bytes / 2**20:5.1f} + {night.other_bytes / 2**20:5.1f} MiB"
+        print(f"{night.ended_s - night.began_s:5.1f} s  {mebibytes}  {night.said}", flush=True)
+
+    def versions(self) -> dict[str, str]:
+        """Registered ones and their weights; none while MLflow does not answer."""
+        with contextlib.suppress(OSError):
+            return self.home.versions()
+        return {}
 
 
 def sizes(home: Path) -> tuple[int, int]:
-    """Bytes below a home, and those of them in databases."""
-    all_bytes = database_bytes = 0
-    for file in home.rglob("*"):
-        try:
-            size = 0 if file.is_symlink() or not file.is_file() else file.stat().st_size
-        except OSError:  # gone meanwhile
-            continue
-        all_bytes += size
-        database_bytes += size * (".db" in file.name)
-    return all_bytes, database_bytes
+    """Bytes of artifacts, and of all else below a home: databases, ledgers, logs."""
+    counted = [0, 0]
+    for folder, _, names in os.walk(home):  # which skips folders that are gone meanwhile
+        for file in (Path(folder) / name for name in names):
+            with contextlib.suppress(FileNotFoundError):
+                counted[file.relative_to(home).parts[0] != "store"] += file.lstat().st_size
+    return counted[0], counted[1]
 
 
 def rows_of(folder: Path, night: int) -> bytes:

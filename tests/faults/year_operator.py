@@ -35,13 +35,12 @@ class YearHome(WorkerHome):
         self.clock = clock
         self.environment |= clock.environment
         self.environment["VLLM_API_KEY"] = API_KEY
-        self.environment["LIFECYCLE_VLLM"] = str(year_engine.install(folder.parent / "vllm"))
+        self.environment["LIFECYCLE_VLLM"] = str(folder.parent / "vllm" / "bin" / "vllm")
         self.rows = folder.parent / "rows"
         self.recipe_file = folder.parent / f"{NAME}.yaml"
 
-    def set_up(self, webhook: str) -> None:
-        """What is done once: a base, a recipe, its schedule, and who is told."""
-        self.folder.mkdir(parents=True)
+    def prepare(self) -> None:
+        """A base, rows, a recipe, and how much is to be kept."""
         self.rows.mkdir()
         self.add_rows(0)
         base = self.folder.parent / "base"
@@ -50,6 +49,12 @@ class YearHome(WorkerHome):
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(self.folder.parent)}
         subprocess.run([sys.executable, "-c", make], env=environment, check=True, capture_output=True)
         self.recipe_file.write_text(json.dumps(recipe(self.folder.parent)))
+        year_engine.install(self.folder.parent / "vllm")
+
+    def begin(self, webhook: str, keep: dict[str, Any]) -> None:
+        """Start the servers, and say what is done each night, who is told, and how much is kept."""
+        self.folder.mkdir()
+        (self.folder / "retention.yaml").write_text(json.dumps({"keep": keep}))
         self.does("up")
         self.environment["YEAR_WEBHOOK"] = webhook
         every = ("failed", "not-promoted", "promoted")
@@ -69,7 +74,7 @@ class YearHome(WorkerHome):
     def next_due(self) -> datetime:
         """When Prefect will start the next refresh."""
         wanted = {
-            "deployments": {"id": {"any_": [self.deployment(NAME)["id"]]}},
+            "deployments": {"name": {"any_": [NAME]}},
             "flow_runs": {
                 "state": {"type": {"any_": ["SCHEDULED"]}},
                 "expected_start_time": {"after_": self.clock.now().isoformat()},
@@ -86,31 +91,33 @@ class YearHome(WorkerHome):
         (run,) = until(planned, "a refresh is planned")
         return datetime.fromisoformat(run["expected_start_time"])
 
-    def is_quiet(self) -> bool:
-        """Whether no refresh runs or is about to; not while Prefect is away."""
+    def unfinished(self) -> list[str]:
+        """What of refreshes runs or is about to, as a message may say it."""
         soon = (self.clock.now() + timedelta(hours=1)).isoformat()
-        busy = {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}
+        busy = {"state": {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}}
         due = {"state": {"type": {"any_": ["SCHEDULED"]}}, "next_scheduled_start_time": {"before_": soon}}
         try:
-            found = [
-                *self.prefect("flow_runs/filter", {"flow_runs": {"state": busy}}),
-                *self.prefect("flow_runs/filter", {"flow_runs": due}),
-            ]
-        except OSError:
-            return False
-        return not found and not processes(str(self.folder), "flow")
+            runs = [run for which in (busy, due) for run in self.prefect("flow_runs/filter", {"flow_runs": which})]
+        except OSError as error:
+            return [f"Prefect does not answer: {error}"]
+        processes_of_flows = [f"process {pid}" for pid in processes(str(self.folder), "flow")]
+        return [*(f"{run['name']} is {run['state']['name']}" for run in runs), *processes_of_flows]
+
+    def is_quiet(self) -> bool:
+        return not self.unfinished()
 
     def versions(self) -> dict[str, str]:
-        """Number of each registered version → sha256 of its weights."""
-        found = self.mlflow("model-versions/search?max_results=10000")["model_versions"]
+        """Number of each registered version whose artifact is here → sha256 of its weights."""
+        found = self.mlflow("model-versions/search?max_results=10000").get("model_versions", [])
         models = {one["version"]: {tag["key"]: tag["value"] for tag in one["tags"]} for one in found}
-        return {number: self.weights_of(tags["lifecycle.model"]) for number, tags in models.items()}
+        weights = {number: self.weights_of(tags["lifecycle.model"]) for number, tags in models.items()}
+        return {number: sha256 for number, sha256 in weights.items() if sha256}
 
-    def weights_of(self, key: str) -> str:
+    def weights_of(self, key: str) -> str | None:
         """sha256 of the weights of an artifact KIND/VERSION, as it was recorded."""
         kind, version = key.split("/")
-        (file,) = (self.folder / "store" / kind).glob(f"*-{version}/record.json")
-        return json.loads(file.read_text())["files"]["model/model.safetensors"]["sha256"]
+        file = next((self.folder / "store" / kind).glob(f"*-{version}/record.json"), None)
+        return json.loads(file.read_text())["files"]["model/model.safetensors"]["sha256"] if file else None
 
 
 def recipe(folder: Path) -> dict[str, Any]:
@@ -142,10 +149,10 @@ def recipe(folder: Path) -> dict[str, Any]:
     }
 
 
-def until(condition: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S) -> Any:
+def until(condition: Callable[[], Any], what: str | Callable[[], str], timeout_s: float = PATIENCE_S) -> Any:
     """Wait for something true, and return it."""
     end_s = time.monotonic() + timeout_s
     while not (found := condition()):
-        assert time.monotonic() < end_s, f"not within {timeout_s:.0f} s: {what}"
+        assert time.monotonic() < end_s, f"not within {timeout_s:.0f} s: {what() if callable(what) else what}"
         time.sleep(0.05)
     return found

@@ -61,7 +61,8 @@ class Unit:
 
     def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
         self.command, self.environment, self.log = command, environment, log
-        self.starts = 0
+        self.restarts_s: list[float] = []
+        """When it was restarted on purpose (of the monotonic clock)."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._keep)
         self._thread.start()
@@ -70,9 +71,12 @@ class Unit:
         while not self._stopped.is_set():
             with self.log.open("ab") as log:
                 self._process = subprocess.Popen(self.command, env=self.environment, stdout=log, stderr=log)
-            self.starts += 1
             self._process.wait()
             self._stopped.wait(RESTART_S)
+
+    def restart(self) -> None:
+        self.restarts_s.append(time.monotonic())
+        self._process.send_signal(signal.SIGTERM)
 
     def stop(self) -> None:
         self._stopped.set()
@@ -108,7 +112,6 @@ class Asker:
     name: str
     asked: list[Asked] = field(default_factory=list)
     _enough: threading.Event = field(default_factory=threading.Event)
-    _is_away: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._ask_forever)
@@ -118,25 +121,15 @@ class Asker:
         self._enough.set()
         self._thread.join(ANSWER_TIMEOUT_S + 10)
 
-    def pause(self) -> None:
-        """Ask nothing while the operator has stopped what is asked; returns when the last answer is there."""
-        self._is_away.set()
-        while self.asked and not self.asked[-1].ended_s:
-            time.sleep(PAUSE_S)
-
-    def go_on(self) -> None:
-        self._is_away.clear()
-
     def _ask_forever(self) -> None:
         while not self._enough.wait(PAUSE_S):
-            if not self._is_away.is_set():
-                one = Asked(time.monotonic())
-                self.asked.append(one)
-                try:
-                    self._ask(one)
-                except (OSError, http.client.HTTPException) as error:
-                    one.trouble = repr(error)
-                one.ended_s = time.monotonic()
+            one = Asked(time.monotonic())
+            self.asked.append(one)
+            try:
+                self._ask(one)
+            except (OSError, http.client.HTTPException) as error:
+                one.trouble = repr(error)
+            one.ended_s = time.monotonic()
 
     def _ask(self, one: Asked) -> None:
         connection = self._connected(one.began_s + ANSWER_TIMEOUT_S)
