@@ -91,7 +91,7 @@ def _mlflow_environment(folder: Path, _: int) -> dict[str, str]:
 def _worker_environment(folder: Path, _: int) -> dict[str, str]:
     return {
         "PREFECT_HOME": str(folder.parent / PREFECT.name),
-        "PREFECT_WORKER_QUERY_SECONDS": "5",  # each question costs Prefect's server 17 ms of a core
+        "PREFECT_WORKER_QUERY_SECONDS": "5",
         "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
     }
 

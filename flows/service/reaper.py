@@ -32,7 +32,7 @@ from flows.running.flow_runs import WORK_POOL
 from flows.running.refresh import COMPARE, announce, final_state, refresh
 from stages.core.supervisor import marked_processes
 
-ASK_INTERVAL_S = 30.0
+ASK_INTERVAL_S = 60.0
 """Between questions to Prefect while nothing ends here: each costs it 10 ms of a core."""
 START_TIMEOUT_S = 60.0
 """A worker takes seconds from taking a run to its process."""
