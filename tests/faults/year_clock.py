@@ -3,6 +3,7 @@
 Only what the calendar says jumps; waiting takes as long as ever, and files have the machine's dates.
 """
 
+import shutil
 import struct
 import subprocess
 from datetime import UTC, datetime, timedelta
@@ -15,6 +16,7 @@ class Clock:
     """`environment` is what a process needs to live by it."""
 
     def __init__(self, folder: Path, start: datetime) -> None:
+        assert shutil.which("cc"), "the year's clock is a C program: install gcc"
         library = folder / "clock.so"
         subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, SOURCE, "-ldl"], check=True)
         self._file = folder / "clock"

@@ -12,6 +12,7 @@ import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[2]
 PASSED = ROOT / "build" / "nightly.json"
@@ -23,7 +24,8 @@ def main(files: list[Path]) -> int:
     commit = checked_out()
     failed = [part for part in parts if not passes(part, commit)]
     for part, last in noted().items():
-        print(f"{part}: last passed on {last['commit']}, {last['time']}, in {last['seconds']} s")
+        how = f"in {last['seconds']} s, {last['skipped']} skipped"
+        print(f"{part}: last passed on {last['commit']}, {last['time']}, {how}")
     for part in failed:
         print(f"{name_of(part)}: failed on {commit}")
     return 1 if failed else 0
@@ -32,12 +34,14 @@ def main(files: list[Path]) -> int:
 def passes(part: Path, commit: str) -> bool:
     """Run the tests of one file; note that they passed."""
     started_s = time.monotonic()
+    results = PASSED.with_suffix(".xml")
     # The last -m counts: that of pyproject.toml leaves these tests out.
-    done = subprocess.run([sys.executable, "-m", "pytest", "-m", "", part], cwd=ROOT, check=False)
+    command = [sys.executable, "-m", "pytest", "-m", "", f"--junitxml={results}", part]
+    done = subprocess.run(command, cwd=ROOT, check=False)
     if done.returncode == 0:
         seconds, now = round(time.monotonic() - started_s), f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-        PASSED.parent.mkdir(exist_ok=True)
-        last = {name_of(part): {"commit": commit, "time": now, "seconds": seconds}}
+        skipped = sum(int(suite.get("skipped", 0)) for suite in ElementTree.parse(results).iter("testsuite"))
+        last = {name_of(part): {"commit": commit, "time": now, "seconds": seconds, "skipped": skipped}}
         PASSED.write_text(json.dumps({**noted(), **last}, indent=2))
     return done.returncode == 0
 
