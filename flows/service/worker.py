@@ -21,18 +21,8 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 
-from prefect.client.schemas.filters import (
-    FlowRunFilter,
-    FlowRunFilterExpectedStartTime,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-    WorkPoolFilter,
-    WorkPoolFilterName,
-)
-from prefect.client.schemas.objects import FlowRun, StateType
-from prefect.settings import PREFECT_WORKER_PREFETCH_SECONDS, PREFECT_WORKER_QUERY_SECONDS
+from prefect.settings import PREFECT_WORKER_QUERY_SECONDS
 from prefect.workers.process import ProcessWorker
 from prefect.workers.server import build_healthcheck_server
 
@@ -41,6 +31,7 @@ from flows.running.flow_runs import WORK_POOL, update_entrypoints
 from flows.servers.local import revive_supervisor
 from flows.servers.records import server_heartbeat
 from flows.service.clock import Clock, plan_schedules
+from flows.service.due_runs import DueRuns
 from flows.service.left_folders import remove_left_folders
 from flows.service.reaper import Reaper
 from flows.service.retention import apply_retention
@@ -68,36 +59,10 @@ def duties() -> list[Duty]:
     ]
 
 
-class Worker(ProcessWorker):
-    """Prefect's worker, but it first asks whether anything is due. The server needs 5 ms for that, and 17 ms for the
-    whole question, by which it also notes that the worker lives.
-    """
-
-    ASK_WHOLE_S = 30.0
-    """Prefect calls a queue not ready of which no worker has asked for a minute."""
-    _asks_whole_at_s = 0.0
-
-    async def get_and_submit_flow_runs(self) -> list[FlowRun]:
-        """Start what is due."""
-        if time.monotonic() < self._asks_whole_at_s and not await self._is_anything_due():
-            self._last_polled_time = datetime.now(UTC)
-            return []
-        self._asks_whole_at_s = time.monotonic() + self.ASK_WHOLE_S
-        return await super().get_and_submit_flow_runs()
-
-    async def _is_anything_due(self) -> bool:
-        before = datetime.now(UTC) + timedelta(seconds=PREFECT_WORKER_PREFETCH_SECONDS.value())
-        due = FlowRunFilter(
-            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED])),
-            expected_start_time=FlowRunFilterExpectedStartTime(before_=before),
-        )
-        pool = WorkPoolFilter(name=WorkPoolFilterName(any_=[WORK_POOL]))
-        return bool(await self.client.count_flow_runs(flow_run_filter=due, work_pool_filter=pool))
-
-
 async def work(public: socket.socket | None) -> None:
     """Poll until cancelled; say on `public` whether it does."""
-    worker = Worker(name=f"lifecycle-{os.uname().nodename}", work_pool_name=WORK_POOL)
+    worker = ProcessWorker(name=f"lifecycle-{os.uname().nodename}", work_pool_name=WORK_POOL)
+    worker._get_scheduled_flow_runs = DueRuns(worker).get
     if public:
         health = build_healthcheck_server(worker, PREFECT_WORKER_QUERY_SECONDS.value())
         threading.Thread(target=health.run, args=([public],), daemon=True).start()

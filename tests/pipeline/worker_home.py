@@ -106,7 +106,7 @@ class WorkerHome(Home):
         return "\n".join(line["message"] for line in self.prefect("logs/filter", wanted))
 
     def ended(self, flow_run: str, num_tries: int = 1) -> dict[str, Any]:
-        """Wait for the end of a flow run that was started so often."""
+        """Wait for the end of a flow run that was started so often; 0 for one that never began."""
 
         def found() -> dict[str, Any] | None:
             run = self.flow_run(flow_run)
