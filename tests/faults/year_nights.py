@@ -5,6 +5,7 @@ import os
 import random
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -33,8 +34,8 @@ class Night:
     told: list[Told] = field(default_factory=list)
     kill: Kill | None = None
     ended_s: float = 0.0
-    store_bytes: int = 0
-    other_bytes: int = 0
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Bytes below each folder of the home."""
 
     @property
     def said(self) -> str:
@@ -119,9 +120,9 @@ class Year:
             until(home.is_quiet, it_is_over)
         night.told = self.told[known:]
         night.ended_s = time.monotonic()
-        night.store_bytes, night.other_bytes = sizes(home.folder)
+        night.sizes = sizes(home.folder)
         self.lives[-1].versions |= until(self.versions, f"seed {self.seed}, {night.said}: MLflow answers")
-        mebibytes = f"{night.store_bytes / 2**20:5.1f} + {night.other_bytes / 2**20:5.1f} MiB"
+        mebibytes = f"{sum(night.sizes.values()) / 2**20:5.1f} MiB"
         print(f"{night.ended_s - night.began_s:5.1f} s  {mebibytes}  {night.said}", flush=True)
 
     def versions(self) -> dict[str, str]:
@@ -131,14 +132,14 @@ class Year:
         return {}
 
 
-def sizes(home: Path) -> tuple[int, int]:
-    """Bytes of artifacts, and of all else below a home: databases, ledgers, logs."""
-    counted = [0, 0]
+def sizes(home: Path) -> dict[str, int]:
+    """Bytes below each folder of a home; without journals of databases, which are as long as the last write."""
+    counted: dict[str, int] = defaultdict(int)
     for folder, _, names in os.walk(home):  # which skips folders that are gone meanwhile
-        for file in (Path(folder) / name for name in names):
+        for file in (Path(folder) / name for name in names if not name.endswith("-wal")):
             with contextlib.suppress(FileNotFoundError):
-                counted[file.relative_to(home).parts[0] != "store"] += file.lstat().st_size
-    return counted[0], counted[1]
+                counted[file.relative_to(home).parts[0]] += file.lstat().st_size
+    return dict(counted)
 
 
 def rows_of(folder: Path, night: int) -> bytes:
