@@ -6,6 +6,7 @@ from zoneinfo import ZoneInfo
 
 from year_nights import TIDY_EVERY, Year, expected_state, expected_text
 from year_operator import NAME, ZONE, YearHome
+from year_world import Asked
 
 NEW_CHAMPION_S = 120.0
 """After a promotion was told, until its model answers."""
@@ -38,15 +39,19 @@ def check_nights(year: Year) -> None:
 def check_requests(year: Year) -> None:
     """Nearly all were answered, none by a version that nobody asked for, or that was champion no more."""
     asked = year.asker.asked
-    cut = [one for one in asked if one.was_cut]
-    failed = [one for one in asked if one.trouble and not one.was_cut]
+    kills_s = [night.kill.at_s for night in year.nights if night.kill and night.kill.at_s]
+
+    def was_cut(one: Asked) -> bool:
+        """By a kill, or by a restart, which waits for answers, but resets what nobody has taken yet."""
+        is_of_kill = any(one.began_s <= kill_s <= one.ended_s for kill_s in kills_s)
+        return one.was_cut and (
+            is_of_kill or any(end_s <= one.ended_s <= end_s + LONGEST_END_S for end_s in year.unit.restarts_s)
+        )
+
+    cut = [one for one in asked if was_cut(one)]
+    failed = [one for one in asked if one.trouble and one not in cut]
     longest_s = max(one.ended_s - one.began_s for one in asked)
     print(f"{len(asked)} requests, {len(failed)} not answered, {len(cut)} cut, the longest took {longest_s:.1f} s")
-    ends_s = [night.kill.at_s for night in year.nights if night.kill and night.kill.at_s]
-    for one in cut:  # a restart waits for answers, but resets what nobody has taken yet
-        is_of_kill = any(one.began_s <= end_s <= one.ended_s for end_s in ends_s)
-        is_of_restart = any(end_s <= one.ended_s <= end_s + LONGEST_END_S for end_s in year.unit.restarts_s)
-        assert is_of_kill or is_of_restart, f"seed {year.seed}: cut by nobody: {one}"
     assert len(failed) <= (1 - ANSWERED) * len(asked), f"seed {year.seed}: {len(failed)}, the first: {failed[0]}"
     answered = [one for one in asked if not one.trouble]
     began_s = 0.0

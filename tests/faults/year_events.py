@@ -121,6 +121,7 @@ def run_the_chain(year: Year) -> None:
     command = ["rerun", str(file), "--stage", "sft"] if file.exists() else ["run", str(file)]
     file.write_text(json.dumps({"name": CHAIN, "stages": RECIPE}))
     environment = {name: value for name, value in year.home.environment.items() if name != "LIFECYCLE_VLLM"}
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(file.with_name("torch"))  # which torch keeps, for the user
     killer = None
     if command[0] == "rerun":
         killer = carry_out(Kill(0, "rank", 1.0), str(year.home.folder), year.chance, TRAINED_WITHIN_S)

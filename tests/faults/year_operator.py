@@ -14,7 +14,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "pipeline"))
 
 import year_engine
-from refreshes import ROOT
+from refreshes import LIFECYCLE, ROOT
 from worker_home import WorkerHome
 from year_clock import Clock
 from year_kills import processes
@@ -63,7 +63,9 @@ class YearHome(WorkerHome):
 
     def does(self, *arguments: str) -> str:
         """What a command prints that must work."""
-        done = self.lifecycle(*arguments)
+        # Elsewhere than in this repository, where stages find its `stages` before those on their PYTHONPATH.
+        command = [LIFECYCLE, *arguments]
+        done = subprocess.run(command, env=self.environment, cwd=self.folder.parent, text=True, capture_output=True)
         assert done.returncode == 0, f"lifecycle {' '.join(arguments)}: {done.stderr}{done.stdout}"
         return done.stdout
 
