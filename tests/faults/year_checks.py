@@ -109,8 +109,8 @@ def check_against_fresh(year: Year) -> None:
     """A new home makes the same of the same rows; what people ask is answered nearly as fast in the one of a year."""
     fresh = YearHome(year.home.folder.with_name("fresh"), year.clock)
     fresh.folder.mkdir()
-    fresh.does("run", str(fresh.recipe_file), "--json")
     try:
+        fresh.does("run", str(fresh.recipe_file), "--json")
         # Once more in both, so that all is cached in what is asked about.
         refreshes = {
             home: json.loads(home.does("run", str(home.recipe_file), "--json"))["refresh"]
