@@ -66,6 +66,7 @@ class RefreshRun:
         self.built: dict[str, Built] = {}
         self.errors: dict[str, BaseException] = {}
         self._begun: set[str] = set()
+        self._is_checked = not self.has_inputs_to_check
         self.ledger = ledger_of(refresh)
         self.tracker = Tracker(self.ledger)
         self.retries = Retries(self.store)
@@ -139,6 +140,7 @@ class RefreshRun:
             self._note_failure(name, problem, time.monotonic() - started_s)
         for problem in found.values():
             raise problem
+        self._is_checked = True
 
     @property
     def has_inputs_to_check(self) -> bool:
@@ -244,7 +246,9 @@ class RefreshRun:
         return any(self._num_dependents(other.name) > self._num_dependents(name) for other in others)
 
     def _is_ready(self, stage: PlannedStage) -> bool:
-        return stage.name not in self._begun and self.built.keys() >= set(stage.upstream)
+        """Return whether it could start now: until inputs are checked, which waits for all downloads, only these."""
+        is_open = self._is_checked or not stage.upstream
+        return is_open and stage.name not in self._begun and self.built.keys() >= set(stage.upstream)
 
     def _num_dependents(self, name: str) -> int:
         return sum(name in stage.ancestors for stage in self.plan.stages.values())
