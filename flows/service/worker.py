@@ -92,6 +92,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     public = socket.socket(fileno=int(sys.argv[1])) if sys.argv[1:] else None
     # Prefect's folders for fetched code stay behind, empty; a killed worker's working directories, too.
+    (home() / "worker").mkdir(mode=0o700, parents=True, exist_ok=True)
     tempfile.tempdir = str(home() / "worker")
     if public:  # else workers in other containers may share the folder
         remove_left_folders(home() / "worker")
