@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
+from stages.core import supervisor
 from stages.core.contract import StrictModel
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -30,7 +31,7 @@ class ProcessIdentity(StrictModel):
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity:
         """Return the living process of this number. Raises `ProcessLookupError` when there is none."""
-        started_ticks = _started_ticks(pid)
+        started_ticks = supervisor.started_ticks(pid)
         if started_ticks is None:
             raise ProcessLookupError(pid)
         return cls(
@@ -50,7 +51,7 @@ class ProcessIdentity(StrictModel):
         """Return whether it still runs, as far as that can be seen from here."""
         if self.boot and (self.boot, self.pid_namespace) != (boot_id(), PID_NAMESPACE.stat().st_ino):
             return "foreign"
-        return "alive" if _started_ticks(self.pid) == self.started_ticks else "dead"
+        return "alive" if supervisor.started_ticks(self.pid) == self.started_ticks else "dead"
 
     def alive(self) -> bool:
         """Return whether it runs here."""
@@ -60,12 +61,3 @@ class ProcessIdentity(StrictModel):
 def boot_id() -> str:
     """Return the kernel's name for the time since it was started; no two hosts share one."""
     return BOOT_ID.read_text().strip()
-
-
-def _started_ticks(pid: int) -> int | None:
-    """Field 22 of /proc/PID/stat, None for a process that has ended or waits to be reaped."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])

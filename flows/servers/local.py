@@ -44,7 +44,7 @@ from flows.servers.supervisor import Kept, Lock, Plan
 from stages.core.errors import ServerError
 from stages.core.lines import say
 from stages.core.redaction import quoted
-from stages.core.supervisor import TOKEN_VARIABLE, end_processes, marked_processes, send, wait_for_end
+from stages.core.supervisor import TOKEN_VARIABLE, end_processes, marked_processes, send, started_ticks, wait_for_end
 
 START_TIMEOUT_S = 300.0
 RESTART_TIMEOUT_S = 60.0
@@ -411,7 +411,7 @@ def _adopted(program: ServerProgram, record: ServerRecord, settings: Mapping[str
     """What is on record, for a supervisor that did not start it; if it is dead, it is started."""
     kept = _kept(program, record.port, record.token, settings)
     if record.process.alive():
-        kept.pid, kept.started_ticks = record.process.pid, supervisor.started_ticks(record.process.pid)
+        kept.pid, kept.started_ticks = record.process.pid, started_ticks(record.process.pid)
     kept.deaths = record.deaths
     return kept
 

@@ -33,7 +33,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
-from stages.core.supervisor import TOKEN_VARIABLE, die_with_parent, end_processes, marked_processes, send
+from stages.core.supervisor import (
+    TOKEN_VARIABLE,
+    die_with_parent,
+    end_processes,
+    marked_processes,
+    send,
+    started_ticks,
+)
 
 DESCRIPTOR = "{descriptor}"
 """In a command, stands for the number of the descriptor of the listening socket."""
@@ -338,18 +345,6 @@ def _is_ours(connection: socket.socket) -> bool:
     """Whether the process at the other end is this user's."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return bool(struct.unpack("3i", credentials)[1] == os.getuid())
-
-
-# ------------------------------------------------------------------------------------------------- what /proc knows
-
-
-def started_ticks(pid: int) -> int | None:
-    """When a process started, by the kernel's clock; None for one that has ended or waits to be reaped."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
 
 
 # ------------------------------------------------------------------------------------------------------------- logs

@@ -55,6 +55,15 @@ def living_processes() -> dict[int, tuple[int, int]]:
     return found
 
 
+def started_ticks(pid: int) -> int | None:
+    """Return when a process started, by the kernel's clock; None for one that has ended or waits to be reaped."""
+    try:
+        fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
 def descendants(pid: int) -> list[int]:
     """Living children of a process, their children, and so on."""
     return _descendants_of([pid], living_processes())

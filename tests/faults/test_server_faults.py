@@ -28,9 +28,9 @@ from refreshes import (
 )
 from worker_home import STAND_IN
 
-from flows.servers.supervisor import Lock, started_ticks
+from flows.servers.supervisor import Lock
 from stages.core.errors import RefreshStoppedError, ResourceError, ServerError
-from stages.core.supervisor import marked_processes
+from stages.core.supervisor import marked_processes, started_ticks
 
 NOWHERE = "http://127.0.0.1:9/api"
 

@@ -21,7 +21,7 @@ from flows.servers import local, supervisor
 from flows.servers.ports import listener
 from flows.servers.records import ServerRecord, write_records
 from flows.servers.supervisor import Kept, Lock, Plan, rotate
-from stages.core.supervisor import TOKEN_VARIABLE, marked_processes
+from stages.core.supervisor import TOKEN_VARIABLE, marked_processes, started_ticks
 
 PATIENCE_S = 20.0
 SERVER = """
@@ -145,7 +145,7 @@ def test_the_worker_is_not_killed_because_the_server_that_it_needs_is_away(tmp_p
 
 
 def alive(pid):
-    return supervisor.started_ticks(pid) is not None
+    return started_ticks(pid) is not None
 
 
 def test_a_command_that_ends_before_it_has_ever_answered_ends_its_supervisor_with_its_code(tmp_path):
